@@ -1,0 +1,105 @@
+"""The notation and the records that rooms hand to each other.
+
+b batch, s sequence, h target hidden size, f number of target features, v target vocabulary, d drafter vocabulary,
+n tree nodes, k depth, L prefix length (tokens whose keys are in the cache).
+
+What a drafter sees, in two rows (the shift that every kind shares):
+
+    position t            0    1    2    3    4
+    token                 x0   x1   x2   x3   x4
+    feature               f0   f1   f2   f3   f4      f_t: target states at t, so it knows x0..x_t
+    target distribution   p1   p2   p3   p4   p5      p_{t+1}: what the target says follows x_t (from position t)
+
+    anchor t, depth k:    reads f_t and the tokens up to x_{t+1+k}; predicts x_{t+2+k}; is aligned with the target
+                          distribution at position t+1+k.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Batch:
+    """Right-padded token rows for training. Padding is on the right, so causal attention needs no padding mask.
+
+    Attributes:
+        input_ids: [b, s] int64, padded with any valid id.
+        lengths: [b] int64, real tokens per row.
+        response_mask: [b, s] bool, True where the target (or the conversation's assistant) produced the token.
+        index: [b] int64, row numbers in the data set; keys of the feature cache.
+    """
+
+    input_ids: Tensor
+    lengths: Tensor
+    response_mask: Tensor
+    index: Tensor
+
+    def to(self, device: torch.device) -> Batch:
+        return Batch(*(t.to(device) for t in (self.input_ids, self.lengths, self.response_mask, self.index)))
+
+
+@dataclass
+class TargetOutput:
+    """What the frozen target says about a batch.
+
+    Attributes:
+        features: [b, s, f*h], the hidden states a drafter asked for, concatenated.
+        last_hidden: [b, s, h], the state that the target's head reads (after the final norm).
+    """
+
+    features: Tensor
+    last_hidden: Tensor
+
+
+@dataclass
+class StepOutput:
+    """A training step's result.
+
+    Attributes:
+        loss: scalar, already divided by the global number of anchors.
+        metrics: sums over this batch's anchors by name, each [k] (a value per depth); `count` holds the anchors
+            themselves, so that metrics of many batches and ranks can be added before they are divided.
+    """
+
+    loss: Tensor
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class TokenTree:
+    """A tree of drafted tokens in topological order; the root (the last committed token) is not a node.
+
+    Attributes:
+        tokens: [n] int64, target vocabulary.
+        parents: n ints, index of each node's parent, -1 for children of the root; always smaller than the node's own
+            index. Siblings carry distinct tokens.
+        drafted_depth: the depth that was offered (the longest path); acceptance rates divide by it.
+        log_probs: [n] float32 or None, the drafter's log-probability of each token given its path.
+    """
+
+    tokens: Tensor
+    parents: list[int]
+    log_probs: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+    @property
+    def depths(self) -> list[int]:
+        """Depth of each node, 1 for children of the root."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return depths
+
+    @property
+    def drafted_depth(self) -> int:
+        return max(self.depths, default=0)
+
+    @staticmethod
+    def empty(device: torch.device | str = "cpu") -> TokenTree:
+        return TokenTree(torch.empty(0, dtype=torch.long, device=device), [])

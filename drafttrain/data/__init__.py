@@ -1,0 +1,1 @@
+"""From prompts to batches: prompts -> responses (or existing conversations) -> token store -> loader."""

@@ -1,0 +1,1 @@
+"""Drafter kinds: `kind: NAME` in a config resolves to the module drafters/NAME.py."""

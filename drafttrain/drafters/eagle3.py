@@ -1,0 +1,375 @@
+"""EAGLE-3: one decoder layer over fused target features, trained by training-time test (arXiv 2503.01840).
+
+    anchor t, depth 0:   state = fc(features_t)              token x_{t+1}        predicts x_{t+2}
+    anchor t, depth k:   state = own output at depth k-1     token x_{t+1+k}      predicts x_{t+2+k}
+
+    out = layer(state, embed(token))      q, k, v read norm(embed) ++ norm(state); the residual is the state
+    logits = lm_head(norm(out))           over the drafter's own, pruned vocabulary
+
+A query at (t, k) sees the depth-0 keys of anchors 0..t and its own keys at depths 1..k. Its rotary position is t + k. The
+decoder computes just that: depth-0 keys come from true target features of committed tokens, deeper ones belong to the
+drafted path. Both call `Eagle3.step`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from drafttrain.batch import Batch, StepOutput, TargetOutput, TokenTree
+from drafttrain.drafters.base import TreeSpec
+from drafttrain.drafters.expand import expand
+from drafttrain.drafters.layers import MLP, Attend, Attention, RMSNorm, Rotary
+from drafttrain.drafters.shared import anchors_by_depth, bind_target, copy_linear, copy_norm
+from drafttrain.losses import TargetRows, linear_divergence
+from drafttrain.ops.path_attention import path_attention
+from drafttrain.target import Target
+
+
+class Eagle3Config(PreTrainedConfig):
+    """Shape and training recipe of an EAGLE-3 drafter.
+
+    Attributes:
+        draft_vocab_size: d, kept tokens; 0 keeps the target's whole vocabulary.
+        feature_layers: target hidden states that are fused; empty means the target's default three.
+        ttt_steps: depths trained. depth_decay: weight of depth k is depth_decay ** k.
+        target: the target's identity, checked before use.
+    """
+
+    model_type = "drafttrain_eagle3"
+
+    def __init__(
+        self,
+        hidden_size: int = 64,
+        intermediate_size: int = 0,
+        num_attention_heads: int = 4,
+        num_key_value_heads: int = 0,
+        head_dim: int = 0,
+        rms_norm_eps: float = 1e-5,
+        rope_theta: float = 10000.0,
+        vocab_size: int = 0,
+        draft_vocab_size: int = 0,
+        feature_layers: tuple[int, ...] = (),
+        target_hidden_size: int = 0,
+        ttt_steps: int = 4,
+        depth_decay: float = 0.8,
+        loss: str = "kl",
+        target: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ):
+        self.drafter_kind = "eagle3"
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size or 4 * hidden_size
+        self.num_attention_heads = num_attention_heads
+        self.num_key_value_heads = num_key_value_heads or num_attention_heads
+        self.head_dim = head_dim or hidden_size // num_attention_heads
+        self.rms_norm_eps = rms_norm_eps
+        self.rope_theta = rope_theta
+        self.vocab_size = vocab_size
+        self.draft_vocab_size = draft_vocab_size or vocab_size
+        self.feature_layers = tuple(feature_layers)
+        self.target_hidden_size = target_hidden_size or hidden_size
+        self.ttt_steps = ttt_steps
+        self.depth_decay = depth_decay
+        self.loss = loss
+        self.target = target or {}
+        super().__init__(**{"tie_word_embeddings": False, **kwargs})
+
+    @classmethod
+    def for_target(cls, target: Target, **options: Any) -> Eagle3Config:
+        """The target's own shapes where `options` say nothing."""
+        config = target.config
+        rope = getattr(config, "rope_parameters", None) or {}
+        rope = rope.get("full_attention", rope)
+        shapes = {
+            "hidden_size": target.hidden_size,
+            "intermediate_size": config.intermediate_size,
+            "num_attention_heads": config.num_attention_heads,
+            "num_key_value_heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+            "head_dim": getattr(config, "head_dim", None) or target.hidden_size // config.num_attention_heads,
+            "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-5),
+            "rope_theta": rope.get("rope_theta", 10000.0),
+            "feature_layers": target.default_feature_layers,
+        }
+        fixed = {
+            "vocab_size": target.vocab_size,
+            "target_hidden_size": target.hidden_size,
+            "target": target.identity(),
+        }
+        return cls(**{**shapes, **options, **fixed})
+
+
+class Eagle3Layer(nn.Module):
+    """The decoder layer; names follow the published checkpoints."""
+
+    def __init__(self, config: Eagle3Config):
+        super().__init__()
+        h, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(config.target_hidden_size, eps)
+        self.hidden_norm = RMSNorm(h, eps)
+        self.self_attn = Attention(
+            config.target_hidden_size + h,
+            h,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
+        self.post_attention_layernorm = RMSNorm(h, eps)
+        self.mlp = MLP(h, config.intermediate_size)
+
+    def forward(self, state: Tensor, embeds: Tensor, cos: Tensor, sin: Tensor, attend: Attend, queries: Tensor | None):
+        x = torch.cat((self.input_layernorm(embeds), self.hidden_norm(state)), dim=-1)
+        if queries is not None:
+            state = state[queries]
+        state = state + self.self_attn(x, cos, sin, attend, queries)
+        return state + self.mlp(self.post_attention_layernorm(state))
+
+
+class Eagle3(PreTrainedModel):
+    """The drafter. Its embedding is the target's, frozen and never saved; `bind` attaches it."""
+
+    config_class = Eagle3Config
+    base_model_prefix = ""
+    kind = "eagle3"
+    trainable = True
+
+    def __init__(self, config: Eagle3Config):
+        super().__init__(config)
+        self.fc = nn.Linear(len(config.feature_layers) * config.target_hidden_size, config.hidden_size, bias=False)
+        self.midlayer = Eagle3Layer(config)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.register_buffer("kept_ids", torch.arange(config.draft_vocab_size))
+        self.rotary = Rotary(config.head_dim, config.rope_theta)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=module.in_features**-0.5)
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return tuple(self.config.feature_layers)
+
+    def bind(self, target: Target) -> None:
+        """Checks that this drafter was made for the target and borrows its embedding."""
+        bind_target(self, target)
+
+    @torch.no_grad()
+    def initialise(self, target: Target, kept_ids: Tensor) -> list[str]:
+        """Starts from the target: head rows of the kept tokens, and its last layer on the state half of the input.
+
+        `fc` starts as the identity on the highest feature, so the untrained drafter is the target's last layer on a late
+        state. Returns the names of what was copied.
+        """
+        h, ours, theirs = self.config.hidden_size, self.midlayer, target.layers[-1]
+        self.kept_ids.copy_(kept_ids)
+        if h != self.config.target_hidden_size:
+            return []
+        self.lm_head.weight.copy_(target.head_weight[kept_ids])
+        self.fc.weight.mul_(0.1)
+        self.fc.weight[:, -h:].add_(torch.eye(h))
+        # Families with four norms a layer name the one before the MLP differently.
+        before_mlp = getattr(theirs, "pre_feedforward_layernorm", None) or getattr(theirs, "post_attention_layernorm", None)
+        done = {
+            "norm": copy_norm(self.norm, getattr(target.body, "norm", None)),
+            "hidden_norm": copy_norm(ours.hidden_norm, getattr(theirs, "input_layernorm", None)),
+            "post_attention_layernorm": copy_norm(ours.post_attention_layernorm, before_mlp),
+        }
+        for block, names in (("self_attn", ("q_proj", "k_proj", "v_proj", "o_proj")), ("mlp", ("gate_proj", "up_proj", "down_proj"))):
+            for name in names:
+                head_dim = self.config.head_dim if name in ("k_proj", "v_proj") else 0
+                other = getattr(getattr(theirs, block, None), name, None)
+                done[f"{block}.{name}"] = copy_linear(getattr(getattr(ours, block), name), other, head_dim)
+        return ["lm_head", "fc", *(name for name, copied in done.items() if copied)]
+
+    # -- the one forward ----------------------------------------------------------------------------------------
+
+    def step(
+        self, state: Tensor, embeds: Tensor, positions: Tensor, attend: Attend, queries: Tensor | None = None
+    ) -> Tensor:
+        """One depth for t tokens.
+
+        Args:
+            state: [t, h]: fused features at depth 0, the previous depth's output below.
+            embeds: [t, target h], of the tokens read; positions: [t] int64.
+            attend: which keys each query sees. queries: rows that need an output (all if None).
+
+        Returns:
+            [tq, h] outputs before the final norm: what the next depth reads.
+        """
+        cos, sin = self.rotary.tables(positions, state.dtype)
+        return self.midlayer(state, embeds.to(state.dtype), cos, sin, attend, queries)
+
+    def logits(self, state: Tensor) -> Tensor:
+        """[t, h] outputs -> [t, d] over the drafter's vocabulary."""
+        return self.lm_head(self.norm(state))
+
+    # -- training half ------------------------------------------------------------------------------------------
+
+    def forward(
+        self, batch: Batch, embeds: Tensor, output: TargetOutput, rows: TargetRows, row_of: Tensor, count: Tensor | float
+    ) -> StepOutput:
+        """Training-time test: `ttt_steps` depths, each fed with the previous one's output, all in one graph.
+
+        Args:
+            batch: [b, s] tokens and masks; embeds: [b, s, h] of its tokens; output: the target's features.
+            rows: the target's distributions; row_of: [b, s] int64, the row of each position (-1 where none is needed).
+            count: anchors in the whole optimizer step, over all ranks and accumulation steps.
+
+        Returns:
+            Loss (depth-weighted, divided by count) and per-depth sums: count, loss, alpha, agree; each [ttt_steps].
+        """
+        config = self.config
+        b, s = batch.input_ids.shape
+        anchors = anchors_by_depth(batch.response_mask, config.ttt_steps)  # k -> flat positions, nested
+        valid = (torch.arange(s, device=embeds.device) < batch.lengths[:, None] - 1).flatten().nonzero().squeeze(1)
+        embeds = embeds.reshape(b * s, -1)
+        state = self.fc(output.features.reshape(b * s, -1)[valid].to(self.fc.weight.dtype))
+        place = torch.full((b * s,), -1, device=embeds.device)
+        place[valid] = torch.arange(len(valid), device=embeds.device)
+        decay = config.depth_decay ** torch.arange(config.ttt_steps, dtype=torch.float32, device=embeds.device)
+        decay = decay / decay.sum()
+
+        paths: list[tuple[Tensor, Tensor]] = []  # keys and values of depths 1.., rows aligned with `where`
+        losses, sums = [], {name: [] for name in ("count", "loss", "alpha", "agree")}
+        base: tuple[Tensor, Tensor] | None = None
+        where = valid
+        for k in range(config.ttt_steps):
+            asking = anchors[k]
+            if k == 0:
+                tokens_at, queries = valid + 1, place[asking]
+            else:
+                # Anchors are nested: keep those of the previous depth that go on.
+                going_on = torch.isin(where, asking, assume_unique=True)
+                state = state[going_on]
+                paths = [(key[going_on], value[going_on]) for key, value in paths]
+                tokens_at, queries = asking + 1 + k, None
+
+            def attend(query: Tensor, key: Tensor, value: Tensor, k: int = k, asking: Tensor = asking) -> Tensor:
+                nonlocal base
+                if k == 0:
+                    base = (_dense(key, valid, b, s), _dense(value, valid, b, s))
+                else:
+                    paths.append((key, value))
+                assert base is not None
+                return path_attention(query, asking, *base, [p[0] for p in paths], [p[1] for p in paths])
+
+            positions = (valid if k == 0 else asking) % s + k
+            state = self.step(state, embeds[tokens_at], positions, attend, queries)
+            where = asking
+            weight = torch.full((len(asking),), 1.0, device=embeds.device) * decay[k] / count
+            out = linear_divergence(
+                self.norm(state), self.lm_head.weight, rows, row_of.flatten()[asking + 1 + k], weight, config.loss
+            )
+            losses.append(out.loss)
+            for name, value in (("count", torch.ones_like(out.values)), ("loss", out.values), ("alpha", out.alpha)):
+                sums[name].append(value.sum())
+            sums["agree"].append(out.agree.sum())
+        return StepOutput(torch.stack(losses).sum(), {name: torch.stack(v).float() for name, v in sums.items()})
+
+    # -- proposal half ------------------------------------------------------------------------------------------
+
+    def start(self, prompt_ids: Tensor, max_length: int) -> Eagle3Session:
+        return Eagle3Session(self, max_length)
+
+
+def _dense(flat: Tensor, where: Tensor, b: int, s: int) -> Tensor:
+    """[t, kv_heads, e] at flat positions -> [b, kv_heads, s, e], zeros elsewhere."""
+    out = flat.new_zeros(b * s, *flat.shape[1:]).index_copy(0, where, flat)
+    return out.view(b, s, *flat.shape[1:]).transpose(1, 2)
+
+
+class Eagle3Session:
+    """One sequence being drafted.
+
+    Keys and values live in one buffer [kv_heads, capacity, e]: committed positions first, then the nodes opened in this
+    round in the order they were opened.
+    """
+
+    def __init__(self, drafter: Eagle3, max_length: int):
+        self.drafter = drafter
+        self.capacity = max_length
+        weight = drafter.fc.weight
+        shape = (drafter.config.num_key_value_heads, max_length, drafter.config.head_dim)
+        self.keys, self.values = weight.new_empty(shape), weight.new_empty(shape)
+        self.length = 0
+        self.last: Tensor | None = None  # [1, h] output at the last committed anchor
+
+    def _store(self, start: int, key: Tensor, value: Tensor) -> int:
+        end = start + key.shape[0]
+        if end > self.keys.shape[1]:
+            # Trees need a little room beyond the longest sequence.
+            room = self.keys.new_empty(self.keys.shape[0], end, self.keys.shape[2])
+            for name in ("keys", "values"):
+                grown = room.clone()
+                grown[:, :start] = getattr(self, name)[:, :start]
+                setattr(self, name, grown)
+        self.keys[:, start:end] = key.transpose(0, 1)
+        self.values[:, start:end] = value.transpose(0, 1)
+        return end
+
+    def _attention(self, query: Tensor, end: int, mask: Tensor | None) -> Tensor:
+        """query [m, heads, e] over slots [0, end); mask [m, end] bool or None for all."""
+        m, heads, e = query.shape
+        kv = self.keys.shape[0]
+        groups = heads // kv
+        # Query heads of a group become rows, so that keys and values are read once and never repeated.
+        folded = query.view(m, kv, groups, e).permute(1, 2, 0, 3).reshape(1, kv, groups * m, e)
+        if mask is not None:
+            mask = mask.repeat(groups, 1)
+        out = F.scaled_dot_product_attention(folded, self.keys[None, :, :end], self.values[None, :, :end], mask)
+        return out.view(kv, groups, m, e).permute(2, 0, 1, 3).reshape(m, heads * e)
+
+    @torch.no_grad()
+    def extend(self, tokens: Tensor, features: Tensor) -> None:
+        drafter, m = self.drafter, tokens.shape[0]
+        start = self.length
+        positions = torch.arange(start, start + m, device=tokens.device)
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return self._attention(query, self._store(start, key, value), None)
+
+        state = drafter.fc(features.to(drafter.fc.weight.dtype))
+        # Only the last anchor drafts; the others leave their keys.
+        last = torch.tensor([m - 1], device=tokens.device)
+        self.last = drafter.step(state, drafter.embed(tokens), positions, attend, last)
+        self.length = start + m
+
+    @torch.no_grad()
+    def propose(self, spec: TreeSpec) -> TokenTree:
+        drafter, length = self.drafter, self.length
+        assert self.last is not None, "extend() comes before propose()"
+        states: list[Tensor] = []  # outputs of opened nodes, [h] each
+        ancestry: list[list[int]] = []  # opened node -> slots of its path, its own included
+        depths: list[int] = []
+
+        def advance(tokens: Tensor, parents: list[int]) -> Tensor:
+            begin = length + len(states)
+            end = begin + len(parents)
+            mask = torch.zeros(len(parents), end, dtype=torch.bool)
+            mask[:, :length] = True
+            for row, parent in enumerate(parents):
+                path = [*(ancestry[parent] if parent >= 0 else []), begin + row]
+                mask[row, path] = True
+                ancestry.append(path)
+                depths.append(len(path))
+            device = tokens.device
+            state = torch.stack([states[p] if p >= 0 else self.last[0] for p in parents])
+            positions = torch.tensor(depths[-len(parents) :], device=device) + length - 1
+
+            def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+                return self._attention(query, self._store(begin, key, value), mask.to(device))
+
+            out = drafter.step(state, drafter.embed(drafter.kept_ids[tokens]), positions, attend)
+            states.extend(out)
+            return drafter.logits(out)
+
+        return expand(spec, drafter.logits(self.last)[0], advance, drafter.kept_ids)
+
+
+KIND = Eagle3

@@ -1,0 +1,95 @@
+"""What trained kinds share besides blocks: binding to a target, starting from its weights, and which anchors count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drafttrain.errors import UserError
+from drafttrain.target import Target
+
+
+def bind_target(drafter: Any, target: Target) -> None:
+    """Compares the drafter's record of its target with this one and gives it `embed`, the target's embedding.
+
+    The embedding is attached as a plain function, so that it is neither trained, saved nor sharded with the drafter.
+
+    Raises:
+        UserError: trained for a target with another hidden size, depth, vocabulary or tokenizer.
+    """
+    recorded, actual = drafter.config.target, target.identity()
+    for key in ("hidden_size", "num_layers", "vocab_size", "tokenizer"):
+        if key in recorded and recorded[key] != actual[key]:
+            raise UserError(
+                f"drafter was trained for target {recorded.get('name')!r} with {key}={recorded[key]!r}, but target "
+                f"{actual['name']!r} has {key}={actual[key]!r}; use its own target, or train a drafter for this one"
+            )
+    if max(drafter.feature_layers, default=0) > target.num_layers:
+        raise UserError(
+            f"feature_layers={list(drafter.feature_layers)} reach beyond the {target.num_layers} layers of {target.name!r}"
+        )
+    drafter.embed = target.embed
+
+
+def anchors_by_depth(response_mask: Tensor, depths: int) -> list[Tensor]:
+    """The anchors that each depth trains on, as flat positions of [b, s].
+
+    Anchor t counts at depth k if x_{t+1} .. x_{t+2+k} all belong to one response: then decoding can stand there (the last
+    committed token is the target's own) and what is predicted is the target's own choice. Later sets lie in earlier ones.
+
+        response_mask     0 0 1 1 1 1 0       anchors at depth 0:  t = 1, 2, 3   (x_{t+1}, x_{t+2} both in)
+        position t        0 1 2 3 4 5 6       anchors at depth 1:  t = 1, 2
+
+    Args:
+        response_mask: [b, s] bool.
+
+    Returns:
+        One int64 tensor per depth.
+    """
+    s = response_mask.shape[1]
+    shifted = [torch.nn.functional.pad(response_mask[:, j:], (0, min(j, s))) for j in range(1, depths + 2)]
+    current, result = shifted[0], []
+    for following in shifted[1:]:
+        current = current & following
+        result.append(current.flatten().nonzero().squeeze(1))
+    return result
+
+
+def _norm_weight(module: nn.Module) -> Tensor | None:
+    """The factor that an RMS norm really applies: some families store it minus one, so ask the module, not the tensor."""
+    if "RMSNorm" not in type(module).__name__:
+        return None
+    weight = next(module.parameters())
+    return module(torch.ones_like(weight)).detach()
+
+
+def copy_norm(ours: nn.Module, theirs: nn.Module | None) -> bool:
+    """Gives our RMS norm the target's factors; False if theirs is missing or of another kind or size."""
+    weight = _norm_weight(theirs) if theirs is not None else None
+    if weight is None or weight.shape != ours.weight.shape:
+        return False
+    ours.weight.data.copy_(weight)
+    return True
+
+
+def copy_linear(ours: nn.Linear, theirs: nn.Module | None, head_dim: int = 0) -> bool:
+    """Copies a projection; a wider input gets it in its last columns and small random weights in the others.
+
+    With head_dim, fewer key or value heads than ours are repeated per group, which leaves attention unchanged.
+
+    Returns:
+        False if theirs is missing or fits neither way; ours is then unchanged.
+    """
+    if theirs is None:
+        return False
+    weight = theirs.weight.detach().to(ours.weight.dtype)
+    if head_dim and ours.weight.shape[0] % weight.shape[0] == 0:
+        heads = weight.view(-1, head_dim, weight.shape[1])
+        weight = heads.repeat_interleave(ours.weight.shape[0] // weight.shape[0], dim=0).flatten(0, 1)
+    if weight.shape[0] != ours.weight.shape[0] or weight.shape[1] > ours.weight.shape[1]:
+        return False
+    ours.weight.data[:, : -weight.shape[1]] *= 0.1
+    ours.weight.data[:, -weight.shape[1] :] = weight
+    return True

@@ -1,0 +1,224 @@
+"""Entry of `accelerate launch drafttrain/train.py CONFIG [key=value ...]`, and of `drafttrain train`: reads top to bottom."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__" and __package__ in (None, ""):
+    # Launched as a script, Python puts this folder first on the path; our modules must be found by their full names only.
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import argparse
+import dataclasses
+import json
+import os
+import time
+from typing import Any
+
+from drafttrain.errors import UserError
+
+HELP = """Train a drafter from a YAML recipe.
+
+  accelerate launch drafttrain/train.py configs/smollm2-135m/eagle3.yaml data=runs/data max_steps=500
+  drafttrain train configs/smollm2-135m/eagle3.yaml drafter.ttt_steps=3     (one process, the same thing)
+
+Keys are those of TrainConfig (kind, target, data, output_dir, init, drafter.*, loss, dtype, max_length, validation,
+max_minutes, cache_gb, optimizer, resume) and every field of transformers TrainingArguments. A run that was interrupted
+goes on from its newest checkpoint when started again; a finished one is left alone."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", help="YAML recipe, see configs/")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="replace a value of the recipe; a.b=c reaches inside")
+
+
+def setup(config_path: str, overrides: list[str]) -> tuple[Any, Any]:
+    """Reads the recipe; returns (TrainConfig, TrainingArguments)."""
+    from transformers import TrainingArguments
+
+    from drafttrain.config import load_config
+
+    config = load_config(config_path, overrides, [f.name for f in dataclasses.fields(TrainingArguments)])
+    options: dict[str, Any] = {
+        "logging_steps": 10,
+        "save_strategy": "steps",
+        "save_steps": 200,
+        "save_total_limit": 2,
+        "report_to": "none",
+        "remove_unused_columns": False,
+        "disable_tqdm": True,
+        "train_sampling_strategy": "group_by_length",
+        "max_grad_norm": 0.5,
+        "adam_beta2": 0.95,
+        "dataloader_pin_memory": False,
+        "use_cpu": os.environ.get("DS_ACCELERATOR") == "cpu",
+        **config.trainer,
+        "output_dir": config.output_dir,
+    }
+    if config.max_minutes > 0:
+        # TimeBudget ends the run; the number of epochs only has to be out of its way.
+        options["num_train_epochs"] = 10_000
+    if isinstance(options["report_to"], str):
+        options["report_to"] = [options["report_to"]]
+    if "wandb" in options["report_to"]:
+        os.environ.setdefault("WANDB_PROJECT", "drafttrain")
+    try:
+        return config, TrainingArguments(**options)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"config={config_path!r}: {' '.join(str(error).split())}") from error
+
+
+def build_drafter(config: Any, target: Any, records: Any) -> tuple[Any, dict[str, Any]]:
+    """A new drafter initialised from the target, or an existing one to continue; and its vocabulary report."""
+    from drafttrain.config import neighbours
+    from drafttrain.data.vocab import count_tokens, keep_frequent
+    from drafttrain.drafters.base import kind_class
+
+    kind = kind_class(config.kind)
+    if not kind.trainable:
+        raise UserError(f"kind={config.kind!r} has no weights to train; use it directly: drafttrain eval --drafter {config.kind}")
+    counts = count_tokens(records, target.vocab_size)
+    if config.init not in ("target", "random"):
+        drafter = kind.from_pretrained(config.init, use_safetensors=True)
+        _, report = keep_frequent(counts, 0)
+        covered = counts[drafter.kept_ids].sum() / counts.sum().clamp(min=1)
+        report.update(size=len(drafter.kept_ids), coverage=round(float(covered), 6))
+    else:
+        options = dict(config.drafter)
+        kept, report = keep_frequent(counts, int(options.pop("draft_vocab_size", 0)), target.eos_ids)
+        known = [name for name in vars(kind.config_class()) if not name.startswith("_")]
+        for name in options:
+            if name not in known:
+                raise UserError(f"unknown key drafter.{name}{neighbours(name, known)}")
+        options["loss"] = config.loss
+        drafter = kind(kind.config_class.for_target(target, **options, draft_vocab_size=len(kept)))
+        drafter.kept_ids.copy_(kept)
+        if config.init == "target":
+            print("initialised from the target:", ", ".join(drafter.initialise(target, kept)) or "nothing", flush=True)
+    drafter.bind(target)
+    return drafter.to(target.device), report
+
+
+def check_data(meta: dict[str, Any], target: Any, where: str) -> None:
+    """Raises UserError if the data was written by a target whose token ids mean something else."""
+    recorded, actual = meta.get("target") or {}, target.identity()
+    if recorded.get("tokenizer") not in (None, actual["tokenizer"]):
+        raise UserError(
+            f"data={where!r} was tokenized for target {recorded.get('name')!r} (tokenizer {recorded['tokenizer']}), not for "
+            f"{actual['name']!r} (tokenizer {actual['tokenizer']}); generate data with this target"
+        )
+
+
+def fit(config: Any, args: Any) -> dict[str, Any]:
+    """Trains and saves; returns what training.json holds."""
+    from transformers import PrinterCallback, ProgressCallback, set_seed
+    from transformers.trainer_utils import get_last_checkpoint
+
+    from drafttrain import __version__
+    from drafttrain.data.loader import collate, training_rows
+    from drafttrain.data.store import FeatureStore, load_records, read_meta
+    from drafttrain.losses import DIVERGENCES
+    from drafttrain.target import Target
+    from drafttrain.training.targets import TargetSource
+    from drafttrain.training.trainer import DrafterTrainer, Progress, TimeBudget
+
+    if config.loss not in DIVERGENCES:
+        raise UserError(f"loss={config.loss!r} is not one of {', '.join(sorted(DIVERGENCES))}")
+    set_seed(args.seed)
+    records = load_records(config.data)
+    target = Target.load(config.target, config.dtype, str(args.device), config.trust_remote_code)
+    target.check_head()
+    check_data(read_meta(config.data), target, config.data)
+    train_rows, held_out = training_rows(records, config.max_length, config.validation, args.seed)
+    drafter, vocab = build_drafter(config, target, records)
+    parameters = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
+    if args.process_index == 0:
+        print(
+            f"{len(train_rows)} conversations to train on, {len(held_out) if held_out else 0} held out; drafter "
+            f"{parameters / 1e6:.1f}M parameters; vocabulary {vocab['size']} of {vocab['vocab_size']} tokens covers "
+            f"{100 * vocab['coverage']:.2f} % of response tokens",
+            flush=True,
+        )
+    cache_gb = config.cache_gb if config.cache_gb >= 0 else (4.0 if target.device.type == "cpu" else 0.0)
+    stored = FeatureStore.open(config.data, drafter.feature_layers)
+    source = TargetSource(
+        target, drafter.feature_layers, drafter.kept_ids, stored, list(records["id"]) if stored else None, cache_gb * 1e9
+    )
+    trainer = DrafterTrainer(
+        model=drafter,
+        args=args,
+        train_dataset=train_rows,
+        eval_dataset=held_out,
+        data_collator=collate,
+        target=target,
+        source=source,
+        optimizer_kind=config.optimizer,
+        callbacks=[Progress(), *([TimeBudget(config.max_minutes)] if config.max_minutes > 0 else [])],
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(ProgressCallback)
+    checkpoint = get_last_checkpoint(args.output_dir) if config.resume and os.path.isdir(args.output_dir) else None
+    if checkpoint and args.process_index == 0:
+        print(f"going on from {checkpoint}", flush=True)
+    start = time.perf_counter()
+    result = trainer.train(resume_from_checkpoint=checkpoint)
+    seconds = time.perf_counter() - start
+    metrics = trainer.evaluate() if held_out is not None else {}
+    trainer.save_model()
+    summary = {
+        "drafttrain": __version__,
+        "config": dataclasses.asdict(config),
+        "steps": result.global_step,
+        "seconds": round(seconds, 1),
+        "train_loss": result.training_loss,
+        "held_out": metrics,
+        "parameters": parameters,
+        "vocabulary": vocab,
+        "target_features": source.hits,
+        "engine": type(trainer.model_wrapped).__name__,
+        "device": str(args.device),
+        "processes": args.world_size,
+    }
+    if args.process_index == 0:
+        write_json(Path(args.output_dir) / "training.json", summary)
+    return summary
+
+
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(data, indent=2, default=str) + "\n")
+    os.replace(part, path)
+
+
+def run(args: argparse.Namespace) -> int:
+    config, training_args = setup(args.config, args.overrides)
+    done = Path(config.output_dir) / "training.json"
+    if config.resume and done.is_file() and json.loads(done.read_text())["config"] == json.loads(
+        json.dumps(dataclasses.asdict(config))
+    ):
+        print(f"{config.output_dir} is already trained with this configuration (resume=false trains it again)")
+        return 0
+    summary = fit(config, training_args)
+    if training_args.process_index == 0:
+        held = summary["held_out"]
+        print(
+            f"trained {summary['steps']} steps in {summary['seconds']:.0f} s on {summary['engine']}; held out: accepted length "
+            f"{held.get('eval_accepted_length', float('nan')):.2f} (chain, teacher-forced)\ndrafter: {config.output_dir}"
+        )
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    try:
+        return run(parser.parse_args())
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The training loop: a transformers Trainer whose loss is the drafter's training-time test."""

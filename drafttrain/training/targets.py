@@ -1,0 +1,153 @@
+"""What the frozen target says about a batch: run online, taken from stored features, or kept from an earlier epoch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from drafttrain.batch import Batch, TargetOutput
+from drafttrain.losses import TargetRows
+from drafttrain.target import Target
+
+if TYPE_CHECKING:
+    from drafttrain.data.store import FeatureStore
+
+
+@dataclass
+class _Entry:
+    """One conversation: features [s, f*h] and, at the rows that losses need, states [r, h], log_z [r], argmax [r]."""
+
+    features: Tensor
+    hidden: Tensor
+    log_z: Tensor
+    argmax: Tensor
+
+    @property
+    def bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (self.features, self.hidden, self.log_z, self.argmax))
+
+
+def needed_rows(response_mask: Tensor) -> Tensor:
+    """[b, s] bool: positions whose target distribution some depth is trained on (both x_j and x_{j+1} in a response)."""
+    needed = torch.zeros_like(response_mask)
+    needed[:, :-1] = response_mask[:, :-1] & response_mask[:, 1:]
+    return needed
+
+
+class TargetSource:
+    """Gives a batch its target features and distributions, at the least cost.
+
+    A conversation is looked up in memory (kept from an earlier epoch), then in stored features (written while its
+    responses were generated), else the target runs. What was computed is kept while `limit_bytes` lasts.
+
+    Args:
+        target: frozen; feature_layers: what the drafter reads; kept_ids: [d] the drafter's vocabulary.
+        stored: features on disk, or None. ids: conversation id by data set index, to find them there.
+        limit_bytes: memory for kept conversations.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        feature_layers: tuple[int, ...],
+        kept_ids: Tensor,
+        stored: FeatureStore | None = None,
+        ids: list[str] | None = None,
+        limit_bytes: float = 0,
+    ):
+        self.target, self.layers, self.stored, self.ids = target, feature_layers, stored, ids
+        device = target.device
+        self.kept_ids = kept_ids.to(device)
+        self.weight = target.head_weight[self.kept_ids].contiguous()
+        self.to_drafter = torch.full((target.vocab_size,), -1, device=device)
+        self.to_drafter[self.kept_ids] = torch.arange(len(kept_ids), device=device)
+        self.limit_bytes, self.used_bytes = limit_bytes, 0
+        self.kept: dict[int, _Entry] = {}
+        self.hits = {"memory": 0, "stored": 0, "online": 0}
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch) -> tuple[TargetOutput, TargetRows, Tensor]:
+        """Features and last states [b, s, .], the needed rows [r, .], and row_of [b, s] (-1 where no row is needed)."""
+        needed = needed_rows(batch.response_mask)
+        index = batch.index.tolist()
+        entries: list[_Entry | None] = [self.kept.get(i) for i in index]
+        self.hits["memory"] += sum(entry is not None for entry in entries)
+        for place, entry in enumerate(entries):
+            if entry is None and self.stored is not None and self.ids is not None:
+                entries[place] = self._from_store(batch, place, index[place], needed[place])
+        missing = [place for place, entry in enumerate(entries) if entry is None]
+        if missing:
+            self._run_target(batch, missing, index, needed, entries)
+        return self._assemble(batch, entries, needed)
+
+    def _keep(self, index: int, entry: _Entry) -> _Entry:
+        if self.used_bytes + entry.bytes <= self.limit_bytes:
+            self.kept[index] = entry
+            self.used_bytes += entry.bytes
+        return entry
+
+    def _statistics(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """[r, h] -> log of the full softmax denominator [r] and the drafter id of the likeliest token [r]."""
+        log_z, argmax = [], []
+        for part in hidden.split(256):
+            logits = self.target.head(part)
+            log_z.append(torch.logsumexp(logits, dim=-1))
+            argmax.append(self.to_drafter[logits.argmax(-1)])
+        if not log_z:
+            return hidden.new_empty(0, dtype=torch.float32), torch.empty(0, dtype=torch.long, device=hidden.device)
+        return torch.cat(log_z), torch.cat(argmax)
+
+    def _from_store(self, batch: Batch, place: int, index: int, needed: Tensor) -> _Entry | None:
+        assert self.stored is not None and self.ids is not None
+        found = self.stored.get(self.ids[index])
+        if found is None:
+            return None
+        length = int(batch.lengths[place])
+        features, last = (t.to(self.target.device) for t in (found["features"], found["last_hidden"]))
+        if len(features) < length - 1:
+            return None
+        # A response's last token was sampled but never fed, so its state may be missing; nothing reads it.
+        pad = length - min(len(features), length)
+        features = torch.nn.functional.pad(features[:length], (0, 0, 0, pad))
+        hidden = last[needed[: len(last)].nonzero().squeeze(1)]
+        self.hits["stored"] += 1
+        return self._keep(index, _Entry(features, hidden, *self._statistics(hidden.to(self.target.compute_dtype))))
+
+    def _run_target(
+        self, batch: Batch, missing: list[int], index: list[int], needed: Tensor, entries: list[_Entry | None]
+    ) -> None:
+        lengths = batch.lengths[missing]
+        out = self.target.forward(batch.input_ids[missing, : int(lengths.max())], self.layers)
+        for row, place in enumerate(missing):
+            length = int(lengths[row])
+            hidden = out.last_hidden[row, needed[place, : out.last_hidden.shape[1]].nonzero().squeeze(1)]
+            entry = _Entry(out.features[row, :length], hidden, *self._statistics(hidden))
+            entries[place] = self._keep(index[place], self._compact(entry))
+        self.hits["online"] += len(missing)
+
+    def _compact(self, entry: _Entry) -> _Entry:
+        """bfloat16 copies when they are to be kept: half the memory, and what stored features hold too."""
+        if self.limit_bytes <= 0:
+            return entry
+        return _Entry(entry.features.bfloat16(), entry.hidden.bfloat16(), entry.log_z, entry.argmax)
+
+    def _assemble(
+        self, batch: Batch, entries: list[Any], needed: Tensor
+    ) -> tuple[TargetOutput, TargetRows, Tensor]:
+        b, s = batch.input_ids.shape
+        features = entries[0].features.new_zeros(b, s, entries[0].features.shape[1])
+        for row, entry in enumerate(entries):
+            features[row, : len(entry.features)] = entry.features
+        row_of = torch.full((b, s), -1, device=needed.device)
+        row_of[needed] = torch.arange(int(needed.sum()), device=needed.device)
+        rows = TargetRows(
+            torch.cat([entry.hidden for entry in entries]),
+            self.weight,
+            torch.cat([entry.log_z for entry in entries]),
+            torch.cat([entry.argmax for entry in entries]),
+            self.target.shape_logits,
+        )
+        return TargetOutput(features, features[..., :0]), rows, row_of

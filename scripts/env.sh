@@ -1,0 +1,16 @@
+# Sourced by the other scripts: a virtual environment in .venv with the pinned dependencies. Running it again costs a second.
+
+install_drafttrain() {  # install_drafttrain [extras], e.g. install_drafttrain "[dev]"
+  local extras="${1:-}" stamp
+  [ -x .venv/bin/python ] || "${PYTHON:-python3}" -m venv .venv
+  # shellcheck disable=SC1091
+  source .venv/bin/activate
+  stamp=".venv/.installed-$(printf '%s' "$extras" "$(cat pyproject.toml constraints.txt)" | cksum | cut -d' ' -f1)"
+  if [ ! -f "$stamp" ]; then
+    echo "installing drafttrain$extras and its pinned dependencies into .venv"
+    # torch first: the pinned build must be there before anything asks for "torch" and gets the newest.
+    python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+    python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".$extras"
+    touch "$stamp"
+  fi
+}

@@ -1,0 +1,80 @@
+"""Tiny random models and tokenizers, built on the spot: no test needs a network or a download."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("WANDB_MODE", "offline")
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from drafttrain.target import Target
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def make_tokenizer(vocab_size: int = 300) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer: 256 bytes, two chat markers, and unused ids up to vocab_size."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {symbol: i for i, symbol in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<|im_start|>", eos_token="<|im_end|>", pad_token="<|im_end|>"
+    )
+    fast.add_tokens([f"<unused{i}>" for i in range(vocab_size - len(fast))])
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def make_target(layers: int = 4, hidden: int = 32, vocab_size: int = 300, seed: int = 0, **overrides) -> Target:
+    """A tiny random Llama in float32 with peaked logits, so that greedy choices have no near ties."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        **{
+            "hidden_size": hidden,
+            "intermediate_size": 2 * hidden,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": hidden // 4,
+            "vocab_size": vocab_size,
+            "max_position_embeddings": 4096,
+            "bos_token_id": 256,
+            "eos_token_id": 257,
+            "pad_token_id": 257,
+            "tie_word_embeddings": False,
+            "initializer_range": 0.2,
+            **overrides,
+        }
+    )
+    model = LlamaForCausalLM(config)
+    return Target.wrap(model, make_tokenizer(vocab_size), name="tiny", dtype=torch.float32)
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    return make_tokenizer()
+
+
+@pytest.fixture
+def target() -> Target:
+    return make_target()
+
+
+@pytest.fixture
+def target_dir(tmp_path, target):
+    """A tiny target saved as a folder that `Target.load` reads."""
+    folder = tmp_path / "target"
+    target.model.save_pretrained(folder)
+    target.tokenizer.save_pretrained(folder)
+    return folder

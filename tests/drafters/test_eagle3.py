@@ -1,0 +1,165 @@
+"""EAGLE-3: masks, gradients, and the parity of training with decoding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from drafttrain.batch import Batch
+from drafttrain.drafters.base import TreeSpec
+from drafttrain.drafters.eagle3 import Eagle3, Eagle3Config
+from drafttrain.drafters.shared import anchors_by_depth
+from drafttrain.training.targets import TargetSource
+from tests.conftest import make_target
+
+
+def make_drafter(target, kept=None, **options):
+    torch.manual_seed(3)
+    kept = torch.arange(target.vocab_size) if kept is None else kept
+    drafter = Eagle3(Eagle3Config.for_target(target, draft_vocab_size=len(kept), **options))
+    drafter.initialise(target, kept)
+    drafter.bind(target)
+    return drafter
+
+
+def make_batch(lengths=(17, 11), start=4, seed=5):
+    generator = torch.Generator().manual_seed(seed)
+    s = max(lengths)
+    ids = torch.randint(0, 250, (len(lengths), s), generator=generator)
+    mask = torch.zeros(len(lengths), s, dtype=torch.bool)
+    for row, length in enumerate(lengths):
+        mask[row, start + row : length] = True
+    return Batch(ids, torch.tensor(lengths), mask, torch.arange(len(lengths)))
+
+
+def run_step(drafter, target, batch):
+    source = TargetSource(target, drafter.feature_layers, drafter.kept_ids)
+    output, rows, row_of = source(batch)
+    count = len(anchors_by_depth(batch.response_mask, 1)[0])
+    return drafter(batch, target.embed(batch.input_ids), output, rows, row_of, count)
+
+
+def test_anchors_are_nested_and_end_before_the_response_does():
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 0], [1, 1, 0, 1, 1, 1, 1]], dtype=torch.bool)
+    first, second, third = anchors_by_depth(mask, 3)
+    assert first.tolist() == [1, 2, 3, 7 + 2, 7 + 3, 7 + 4]
+    assert second.tolist() == [1, 2, 7 + 2, 7 + 3]
+    assert third.tolist() == [1, 7 + 2]
+
+
+def test_every_parameter_gets_a_finite_gradient_and_a_batch_can_be_overfitted(target):
+    drafter, batch = make_drafter(target), make_batch()
+    first = run_step(drafter, target, batch)
+    first.loss.backward()
+    for name, parameter in drafter.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all() and parameter.grad.abs().sum() > 0, name
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=5e-3)
+    for _ in range(300):
+        optimizer.zero_grad()
+        step = run_step(drafter, target, batch)
+        step.loss.backward()
+        optimizer.step()
+    assert step.loss < 0.1 * first.loss
+    assert (step.metrics["agree"] / step.metrics["count"])[0] > 0.9
+
+
+def test_padding_changes_nothing(target):
+    drafter = make_drafter(target)
+    together = run_step(drafter, target, make_batch((17, 11)))
+    both = make_batch((17, 11))
+    alone = []
+    for row, length in enumerate((17, 11)):
+        part = Batch(*(t[row : row + 1] for t in (both.input_ids, both.lengths, both.response_mask, both.index)))
+        part.input_ids, part.response_mask = part.input_ids[:, :length], part.response_mask[:, :length]
+        alone.append(run_step(drafter, target, part))
+    for name in together.metrics:
+        torch.testing.assert_close(together.metrics[name], alone[0].metrics[name] + alone[1].metrics[name], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_key_value_heads": 4, "intermediate_size": 40}])
+def test_training_step_k_is_what_the_decoder_computes_at_depth_k(target, options):
+    """Drafts a chain after a prefix, then trains on the prefix with that chain as its continuation: states must agree."""
+    depth = 4
+    drafter = make_drafter(target, kept=torch.arange(40, 240), ttt_steps=depth, **options).eval()
+    prefix = make_batch((12,)).input_ids[0]
+    anchor = len(prefix) - 2
+
+    decoded = []
+    step = drafter.step
+    drafter.step = lambda *args: decoded.append(step(*args)) or decoded[-1]
+    session = drafter.start(prefix[: anchor + 1], max_length=64)
+    features = target.forward(prefix[None], drafter.feature_layers).features[0]
+    session.extend(prefix[1 : anchor - 2], features[: anchor - 3])  # in pieces, as rounds do
+    session.extend(prefix[anchor - 2 : anchor + 2], features[anchor - 3 : anchor + 1])
+    decoded.pop(0)
+    tree = session.propose(TreeSpec.parse(f"chain:{depth}"))
+    assert len(tree) == depth and len(decoded) == depth
+
+    ids = torch.cat((prefix, tree.tokens, torch.tensor([7, 8])))[None]
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[:, :2] = False
+    batch = Batch(ids, torch.tensor([ids.shape[1]]), mask, torch.tensor([0]))
+    trained = []
+    drafter.step = lambda *args: trained.append(step(*args)) or trained[-1]
+    run_step(drafter, target, batch)
+    for k, anchors in enumerate(anchors_by_depth(mask, depth)):
+        row = anchors.tolist().index(anchor)
+        torch.testing.assert_close(trained[k][row], decoded[k][0], rtol=1e-4, atol=1e-4)
+
+
+def test_trees_have_the_asked_shape_and_distinct_siblings(target):
+    drafter = make_drafter(target, kept=torch.arange(40, 240))
+    prefix = make_batch((9,)).input_ids[0]
+    features = target.forward(prefix[None], drafter.feature_layers).features[0]
+    for text, size in (("chain:3", 3), ("fanout:3x2x1", 3 + 6 + 6), ("dynamic:4,3,10", 10), ("none", 0)):
+        session = drafter.start(prefix[:-1], 32)
+        session.extend(prefix[1:], features[:-1])
+        tree = session.propose(TreeSpec.parse(text))
+        assert len(tree) == size
+        assert all(parent < i for i, parent in enumerate(tree.parents))
+        assert all(40 <= token < 240 for token in tree.tokens.tolist())
+        pairs = list(zip(tree.parents, tree.tokens.tolist(), strict=True))
+        assert len(set(pairs)) == len(pairs)
+
+
+def test_tree_nodes_see_only_their_own_path(target):
+    """Each node's path drafted as a chain of its own gives the same log-probabilities."""
+    drafter = make_drafter(target)
+    prefix = make_batch((9,)).input_ids[0]
+    features = target.forward(prefix[None], drafter.feature_layers).features[0]
+
+    def session():
+        s = drafter.start(prefix[:-1], 32)
+        s.extend(prefix[1:], features[:-1])
+        return s
+
+    wide, chain = session().propose(TreeSpec.parse("fanout:3x2x2")), session().propose(TreeSpec.parse("chain:3"))
+    node, score = -1, []
+    for token in chain.tokens.tolist():
+        node = next(i for i, p in enumerate(wide.parents) if p == node and wide.tokens[i] == token)
+        score.append(wide.log_probs[node])
+    torch.testing.assert_close(torch.stack(score), chain.log_probs, rtol=1e-4, atol=1e-4)
+
+
+def test_save_and_load_round_trip(target, tmp_path):
+    drafter = make_drafter(target, kept=torch.arange(40, 240))
+    drafter.save_pretrained(tmp_path)
+    loaded = Eagle3.from_pretrained(tmp_path)
+    assert torch.equal(loaded.kept_ids, drafter.kept_ids) and loaded.feature_layers == drafter.feature_layers
+    loaded.bind(target)
+    a, b = (run_step(d, target, make_batch()).loss for d in (drafter, loaded))
+    torch.testing.assert_close(a, b)
+
+
+def test_a_drafter_for_another_target_is_refused(target):
+    drafter = make_drafter(target)
+    other = make_target(layers=6)
+    with pytest.raises(Exception, match="trained for target 'tiny' with num_layers=4.*has num_layers=6"):
+        drafter.bind(other)
+
+
+def test_untrained_drafter_starts_from_the_target(target):
+    drafter = make_drafter(target)
+    assert torch.equal(drafter.lm_head.weight, target.head_weight)
+    gemma_like = drafter.midlayer.self_attn.q_proj.weight[:, -target.hidden_size :]
+    assert torch.equal(gemma_like, target.layers[-1].self_attn.q_proj.weight)
