@@ -211,7 +211,7 @@ def _rounds(
         left = limit - stats.new_tokens
         tree = prune(session.propose(spec), left - 1) if session is not None and left > 1 else nothing
         drafted = now()
-        stats.draft_seconds += drafted - before
+        stats.draft_seconds += drafted - before if session is not None else 0.0
         layout = cache.open(tree.parents)
         ids = torch.cat((root, tree.tokens))[None]
         out = target.forward(ids, layers, layout.positions(device), cache)

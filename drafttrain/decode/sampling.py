@@ -72,8 +72,8 @@ def draw(probs: Tensor, generator: torch.Generator) -> Tensor:
         [...] int64.
     """
     cumulative = probs.double().cumsum(dim=-1)
-    total = cumulative[..., -1:]
-    uniform = torch.rand(probs.shape[:-1] + (1,), dtype=torch.float64, generator=generator).to(probs.device)
+    total = cumulative[..., -1:].contiguous()
+    uniform = torch.rand((*probs.shape[:-1], 1), dtype=torch.float64, generator=generator).to(probs.device)
     index = torch.searchsorted(cumulative, uniform * total, right=True)
     # Rounding may carry uniform * total up to the total itself, which lies beyond the last token with any mass.
     return torch.minimum(index, torch.searchsorted(cumulative, total)).squeeze(-1)

@@ -37,6 +37,8 @@ class Eagle3Config(PreTrainedConfig):
         draft_vocab_size: d, kept tokens; 0 keeps the target's whole vocabulary.
         feature_layers: target hidden states that are fused; empty means the target's default three.
         ttt_steps: depths trained. depth_decay: weight of depth k is depth_decay ** k.
+        depth_share: share of anchors, drawn anew each step, that go on to depths after the first. Those losses keep their
+            weight in expectation; less than 1 trains more first-depth anchors in the same time.
         target: the target's identity, checked before use.
     """
 
@@ -57,6 +59,7 @@ class Eagle3Config(PreTrainedConfig):
         target_hidden_size: int = 0,
         ttt_steps: int = 4,
         depth_decay: float = 0.8,
+        depth_share: float = 1.0,
         loss: str = "kl",
         target: dict[str, Any] | None = None,
         **kwargs: Any,
@@ -75,6 +78,7 @@ class Eagle3Config(PreTrainedConfig):
         self.target_hidden_size = target_hidden_size or hidden_size
         self.ttt_steps = ttt_steps
         self.depth_decay = depth_decay
+        self.depth_share = depth_share
         self.loss = loss
         self.target = target or {}
         super().__init__(**{"tie_word_embeddings": False, **kwargs})
@@ -212,7 +216,14 @@ class Eagle3(PreTrainedModel):
     # -- training half ------------------------------------------------------------------------------------------
 
     def forward(
-        self, batch: Batch, embeds: Tensor, output: TargetOutput, rows: TargetRows, row_of: Tensor, count: Tensor | float
+        self,
+        batch: Batch,
+        embeds: Tensor,
+        output: TargetOutput,
+        rows: TargetRows,
+        row_of: Tensor,
+        count: Tensor | float,
+        measure: bool = True,
     ) -> StepOutput:
         """Training-time test: `ttt_steps` depths, each fed with the previous one's output, all in one graph.
 
@@ -220,13 +231,15 @@ class Eagle3(PreTrainedModel):
             batch: [b, s] tokens and masks; embeds: [b, s, h] of its tokens; output: the target's features.
             rows: the target's distributions; row_of: [b, s] int64, the row of each position (-1 where none is needed).
             count: anchors in the whole optimizer step, over all ranks and accumulation steps.
+            measure: also return metrics.
 
         Returns:
             Loss (depth-weighted, divided by count) and per-depth sums: count, loss, alpha, agree; each [ttt_steps].
         """
         config = self.config
         b, s = batch.input_ids.shape
-        anchors = anchors_by_depth(batch.response_mask, config.ttt_steps)  # k -> flat positions, nested
+        share = config.depth_share if self.training else 1.0
+        anchors = anchors_by_depth(batch.response_mask, config.ttt_steps, share)  # k -> flat positions, nested
         valid = (torch.arange(s, device=embeds.device) < batch.lengths[:, None] - 1).flatten().nonzero().squeeze(1)
         embeds = embeds.reshape(b * s, -1)
         state = self.fc(output.features.reshape(b * s, -1)[valid].to(self.fc.weight.dtype))
@@ -236,7 +249,8 @@ class Eagle3(PreTrainedModel):
         decay = decay / decay.sum()
 
         paths: list[tuple[Tensor, Tensor]] = []  # keys and values of depths 1.., rows aligned with `where`
-        losses, sums = [], {name: [] for name in ("count", "loss", "alpha", "agree")}
+        losses: list[Tensor] = []
+        sums: list[Tensor] = []
         base: tuple[Tensor, Tensor] | None = None
         where = valid
         for k in range(config.ttt_steps):
@@ -262,15 +276,18 @@ class Eagle3(PreTrainedModel):
             positions = (valid if k == 0 else asking) % s + k
             state = self.step(state, embeds[tokens_at], positions, attend, queries)
             where = asking
-            weight = torch.full((len(asking),), 1.0, device=embeds.device) * decay[k] / count
+            weight = (decay[k] / (count * (share if k else 1.0))).expand(len(asking))
+            at = row_of.flatten()[asking + 1 + k]
             out = linear_divergence(
-                self.norm(state), self.lm_head.weight, rows, row_of.flatten()[asking + 1 + k], weight, config.loss
+                self.norm(state), self.lm_head.weight, rows, at, weight, config.loss, measure=measure
             )
             losses.append(out.loss)
-            for name, value in (("count", torch.ones_like(out.values)), ("loss", out.values), ("alpha", out.alpha)):
-                sums[name].append(value.sum())
-            sums["agree"].append(out.agree.sum())
-        return StepOutput(torch.stack(losses).sum(), {name: torch.stack(v).float() for name, v in sums.items()})
+            if out.alpha is not None and out.agree is not None:
+                values = torch.ones_like(out.values), out.values, out.alpha, out.agree.float()
+                sums.append(torch.stack([value.sum() for value in values]))
+        names = ("count", "loss", "alpha", "agree")
+        metrics = dict(zip(names, torch.stack(sums, dim=1), strict=True)) if sums else {}
+        return StepOutput(torch.stack(losses).sum(), metrics)
 
     # -- proposal half ------------------------------------------------------------------------------------------
 

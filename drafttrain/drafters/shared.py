@@ -33,7 +33,7 @@ def bind_target(drafter: Any, target: Target) -> None:
     drafter.embed = target.embed
 
 
-def anchors_by_depth(response_mask: Tensor, depths: int) -> list[Tensor]:
+def anchors_by_depth(response_mask: Tensor, depths: int, share: float = 1.0) -> list[Tensor]:
     """The anchors that each depth trains on, as flat positions of [b, s].
 
     Anchor t counts at depth k if x_{t+1} .. x_{t+2+k} all belong to one response: then decoding can stand there (the last
@@ -44,6 +44,7 @@ def anchors_by_depth(response_mask: Tensor, depths: int) -> list[Tensor]:
 
     Args:
         response_mask: [b, s] bool.
+        share: of the anchors, drawn at random, that go on to depths after the first.
 
     Returns:
         One int64 tensor per depth.
@@ -51,8 +52,10 @@ def anchors_by_depth(response_mask: Tensor, depths: int) -> list[Tensor]:
     s = response_mask.shape[1]
     shifted = [torch.nn.functional.pad(response_mask[:, j:], (0, min(j, s))) for j in range(1, depths + 2)]
     current, result = shifted[0], []
-    for following in shifted[1:]:
+    for k, following in enumerate(shifted[1:]):
         current = current & following
+        if k == 1 and share < 1:
+            current = current & (torch.rand(current.shape, device=current.device) < share)
         result.append(current.flatten().nonzero().squeeze(1))
     return result
 

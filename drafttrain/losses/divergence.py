@@ -1,42 +1,61 @@
-"""Divergences between a target row p and a drafter row q, each with its gradient in the drafter's logits.
+"""Divergences between a target row p and a drafter row q = softmax(z), each with its gradient in z.
 
-Every function maps (p, log_p, q, log_q), float32 [c, d] with rows that sum to one, to (value [c], gradient [c, d]). With
-q = softmax(z), the gradient of any value D is q * (D' - sum(q * D')) where D' is dD/dq; each function states its own
-short form. Values that a test compares with autograd in float64 live nowhere else.
+Every function maps a chunk of row pairs to (value [c], gradient [c, d]). With q = softmax(z), the gradient of any value D
+is q * (D' - sum(q * D')) where D' is dD/dq; each function states its own short form.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-Divergence = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+@dataclass
+class Rows:
+    """A chunk of aligned distributions over the kept vocabulary, float32.
+
+    Attributes:
+        p: [c, d] target, renormalised on the kept tokens; entropy: [c] of it.
+        z: [c, d] drafter logits; q: [c, d] their softmax; log_z: [c] their logsumexp.
+        log_p: gives [c, d] log p; called only by the divergences that need it.
+    """
+
+    p: Tensor
+    entropy: Tensor
+    z: Tensor
+    q: Tensor
+    log_z: Tensor
+    log_p: Callable[[], Tensor]
 
 
-def _safe_log(p: Tensor, log_p: Tensor) -> Tensor:
-    """log p with 0 where p underflowed, so that 0 * log 0 counts as 0."""
-    return torch.where(p > 0, log_p, torch.zeros_like(log_p))
+Divergence = Callable[[Rows], tuple[Tensor, Tensor]]
 
 
-def forward_kl(p: Tensor, log_p: Tensor, q: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """Row-wise product sums [c] without a [c, d] temporary."""
+    return torch.bmm(a.unsqueeze(1), b.unsqueeze(2)).flatten()
+
+
+def forward_kl(rows: Rows) -> tuple[Tensor, Tensor]:
     """sum p (log p - log q): cover everything the target might say. Gradient q - p."""
-    return (p * (_safe_log(p, log_p) - log_q)).sum(-1), q - p
+    return rows.log_z - dot(rows.p, rows.z) - rows.entropy, rows.q - rows.p
 
 
-def reverse_kl(p: Tensor, log_p: Tensor, q: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+def reverse_kl(rows: Rows) -> tuple[Tensor, Tensor]:
     """sum q (log q - log p): stay where the target is sure. Gradient q * (log q/p - value)."""
-    ratio = _safe_log(q, log_q) - log_p.clamp_min(-100.0)
-    value = (q * ratio).sum(-1)
-    return value, q * (ratio - value.unsqueeze(-1))
+    ratio = rows.z - rows.log_z.unsqueeze(1) - rows.log_p()
+    value = dot(rows.q, ratio)
+    return value, rows.q * (ratio - value.unsqueeze(1))
 
 
-def total_variation(p: Tensor, log_p: Tensor, q: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+def total_variation(rows: Rows) -> tuple[Tensor, Tensor]:
     """1 - sum min(p, q): the probability that a sampled draft token is rejected. Gradient q * (sum(q 1[q<p]) - 1[q<p])."""
-    below = (q < p).to(q.dtype)
-    value = 1 - torch.minimum(p, q).sum(-1)
-    return value, q * ((q * below).sum(-1, keepdim=True) - below)
+    below = (rows.q < rows.p).to(rows.q.dtype)
+    value = 1 - torch.minimum(rows.p, rows.q).sum(-1)
+    return value, rows.q * (dot(rows.q, below).unsqueeze(1) - below)
 
 
 DIVERGENCES: dict[str, Divergence] = {

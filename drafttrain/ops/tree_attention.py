@@ -12,6 +12,7 @@ rows, 1.2-2.3x faster than fused attention from 8 rows on. Neither repeats keys 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -116,7 +117,7 @@ def tree_attention(
         [b, heads, n, value_dim].
     """
     n, prefix = query.shape[2], layout.prefix_len
-    options = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
+    options: Any = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
     if layout.parents is None and n > 1:
         plain = softcap is None and sinks is None
         if plain and prefix == 0 and (window is None or window >= n):
@@ -127,7 +128,7 @@ def tree_attention(
     return _attend(query, key[:, :, first:], value[:, :, first:], mask, **options)
 
 
-def _in_blocks(query: Tensor, key: Tensor, value: Tensor, prefix: int, window: int | None, options: dict) -> Tensor:
+def _in_blocks(query: Tensor, key: Tensor, value: Tensor, prefix: int, window: int | None, options: Any) -> Tensor:
     parts = []
     for start in range(0, query.shape[2], _BLOCK):
         rows = query[:, :, start : start + _BLOCK]

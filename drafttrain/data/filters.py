@@ -1,0 +1,152 @@
+"""Which prompts are kept: length, readability, no duplicates, no overlap with evaluation prompts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from drafttrain.data.formats import Prompt, prompt_texts
+
+_WORD = re.compile(r"\w+", re.UNICODE)
+
+
+def words(text: str) -> list[str]:
+    """Lower-case words, punctuation and compatibility forms (full-width letters, ligatures) levelled."""
+    return _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
+
+
+def ngrams(text: str, size: int) -> set[tuple[str, ...]]:
+    """All runs of `size` words; a shorter text is one run of its own length."""
+    found = words(text)
+    return {tuple(found[i : i + size]) for i in range(max(1, len(found) - size + 1))} if found else set()
+
+
+def stable_id(prompt: Prompt) -> str:
+    """A hash of the content: equal prompts have equal ids in every run."""
+    return hashlib.sha256(json.dumps(prompt, sort_keys=True, ensure_ascii=True).encode()).hexdigest()[:16]
+
+
+def is_readable(text: str) -> bool:
+    """False if text holds control characters, unassigned code points, or the mark of bytes that were no UTF-8."""
+    return not any(
+        c == "\ufffd" or (unicodedata.category(c) in ("Cc", "Cn", "Co", "Cs") and c not in "\n\t\r") for c in text
+    )
+
+
+def is_repetitive(text: str) -> bool:
+    """True if a text of some length keeps saying the same: fewer than half of its three-word runs are distinct."""
+    found = words(text)
+    runs = [tuple(found[i : i + 3]) for i in range(len(found) - 2)]
+    return len(runs) >= 20 and len(set(runs)) < len(runs) / 2
+
+
+class NearDuplicates:
+    """MinHash with banding: remembers texts, and tells whether a new one shares most of its three-word runs with one.
+
+    64 permutations in 16 bands of 4: texts whose run sets overlap by more than about a half meet in a band, and are
+    compared by their whole signature there.
+
+    Source: Broder, On the resemblance and containment of documents (1997).
+    """
+
+    def __init__(self, threshold: float = 0.7):
+        random = np.random.default_rng(0)
+        self.factors = random.integers(1, 2**61, size=(64, 1), dtype=np.uint64) | np.uint64(1)
+        self.offsets = random.integers(0, 2**61, size=(64, 1), dtype=np.uint64)
+        self.threshold = threshold
+        self.bands: dict[tuple[int, bytes], list[int]] = {}
+        self.signatures: list[np.ndarray] = []
+
+    def seen(self, text: str) -> bool:
+        """True if a similar text was seen before; otherwise remembers this one."""
+        runs = [hashlib.blake2b(" ".join(run).encode(), digest_size=8).digest() for run in ngrams(text, 3)]
+        if not runs:
+            return False
+        keys = np.frombuffer(b"".join(runs), dtype=np.uint64)
+        # Multiplication wraps at 2^64; the high half of an odd-multiplier hash is well mixed.
+        signature = ((self.factors * keys + self.offsets) >> np.uint64(32)).min(axis=1).astype(np.uint32)
+        places = [(i, signature[4 * i : 4 * i + 4].tobytes()) for i in range(16)]
+        candidates = {index for place in places for index in self.bands.get(place, ())}
+        if any((self.signatures[index] == signature).mean() >= self.threshold for index in candidates):
+            return True
+        for place in places:
+            self.bands.setdefault(place, []).append(len(self.signatures))
+        self.signatures.append(signature)
+        return False
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long a prompt may be: characters, and tokens where a tokenizer is at hand (0: no limit)."""
+
+    min_chars: int = 10
+    max_chars: int = 8000
+    min_tokens: int = 0
+    max_tokens: int = 0
+
+
+class Filter:
+    """Says of each prompt whether it is kept, and counts why not.
+
+    Args:
+        limits: length limits, on the text of all user turns together.
+        evaluation: texts that no kept prompt may share a run of `ngram` words with.
+        ngram: words per run. An evaluation text shorter than that only excludes prompts with exactly its words.
+        tokenizer: counts tokens, and names the special tokens that no prompt may contain.
+
+    Attributes:
+        dropped: reason -> count.
+    """
+
+    def __init__(self, limits: Limits, evaluation: Iterable[str] = (), ngram: int = 8, tokenizer: Any = None):
+        self.limits, self.ngram, self.tokenizer = limits, ngram, tokenizer
+        self.forbidden = {run for text in evaluation for run in ngrams(text, ngram)}
+        self.special = (
+            [token for token in tokenizer.all_special_tokens if token.strip()] if tokenizer is not None else []
+        )
+        self.exact: set[bytes] = set()
+        self.near = NearDuplicates()
+        self.dropped: Counter[str] = Counter()
+
+    def keeps(self, prompt: Prompt) -> bool:
+        reason = self._reason(prompt)
+        if reason is not None:
+            self.dropped[reason] += 1
+        return reason is None
+
+    def _reason(self, prompt: Prompt) -> str | None:
+        asked = "\n".join(prompt_texts(prompt))
+        everything = [asked, *(message["content"] for message in prompt.get("messages", ()))]
+        limits = self.limits
+        if len(asked) < limits.min_chars:
+            return f"shorter than {limits.min_chars} characters"
+        if 0 < limits.max_chars < len(asked):
+            return f"longer than {limits.max_chars} characters"
+        if self.tokenizer is not None and (limits.min_tokens or limits.max_tokens):
+            count = len(self.tokenizer(asked, add_special_tokens=False)["input_ids"])
+            if count < limits.min_tokens:
+                return f"shorter than {limits.min_tokens} tokens"
+            if 0 < limits.max_tokens < count:
+                return f"longer than {limits.max_tokens} tokens"
+        if not all(map(is_readable, everything)):
+            return "unreadable characters"
+        if any(token in text for token in self.special for text in everything):
+            return "contains a special token"
+        if any(self._contaminated(text) for text in everything):
+            return "overlaps with an evaluation prompt"
+        key = hashlib.sha256(" ".join(asked.casefold().split()).encode()).digest()
+        if key in self.exact:
+            return "duplicate"
+        self.exact.add(key)
+        return "near duplicate" if self.near.seen(asked) else None
+
+    def _contaminated(self, text: str) -> bool:
+        return bool(self.forbidden) and not self.forbidden.isdisjoint(ngrams(text, self.ngram))

@@ -1,0 +1,85 @@
+"""The shapes in which people keep prompts and conversations, read into one.
+
+FastChat question   {"turns": ["...", "..."]}                              user turns without answers
+ShareGPT            {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", ...}]}
+OpenAI              {"messages": [{"role": "user", "content": "..."}, ...]}
+instruction         {"instruction": "...", "input": "...", "output": "..."}, {"prompt": "...", "response": "..."}
+plain text          {"text": "..."}                                        a beginning to continue
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Prompt = dict[str, Any]  # {"messages": [{"role", "content"}, ...]} or {"text": str}
+
+_ROLES = {
+    "user": "user",
+    "human": "user",
+    "prompter": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "system": "system",
+}
+_CONVERSATIONS = ("messages", "conversations", "conversation", "prompt")
+_QUESTIONS = ("instruction", "prompt", "question")
+_ANSWERS = ("output", "response", "completion", "answer")
+
+
+def parse_row(row: dict[str, Any]) -> Prompt | None:
+    """Reads a row of any shape above; None if it has none of them, or no user turn.
+
+    What an assistant says before the first user turn is left out: no template renders it.
+    """
+    if isinstance(row.get("turns"), list):
+        return _prompt([_message("user", turn) for turn in row["turns"]])
+    for key in _CONVERSATIONS:
+        if isinstance(row.get(key), list):
+            system = [{"role": "system", "content": row["system"]}] if _filled(row.get("system")) else []
+            return _prompt(system + [_turn(turn) for turn in row[key]])
+    for key in _QUESTIONS:
+        if _filled(row.get(key)):
+            question = row[key] + (f"\n\n{row['input']}" if _filled(row.get("input")) else "")
+            answers = [row[name] for name in _ANSWERS if _filled(row.get(name))]
+            return _prompt([_message("user", question), *(_message("assistant", answer) for answer in answers[:1])])
+    return {"text": row["text"]} if _filled(row.get("text")) else None
+
+
+def _filled(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _message(role: str, content: Any) -> dict[str, str] | None:
+    """A message, or None if the content is not text. Text parts of a multi-part content are joined."""
+    if isinstance(content, list):
+        parts = [part.get("text") if isinstance(part, dict) else part for part in content]
+        content = "\n".join(parts) if all(isinstance(part, str) for part in parts) else None
+    return {"role": role, "content": content} if _filled(content) else None
+
+
+def _turn(turn: Any) -> dict[str, str] | None:
+    if not isinstance(turn, dict):
+        return None
+    role = _ROLES.get(str(turn.get("role", turn.get("from"))).lower())
+    return _message(role, turn.get("content", turn.get("value"))) if role else None
+
+
+def _prompt(messages: list[dict[str, str] | None]) -> Prompt | None:
+    """Checked messages; None if one of them could not be read or nobody asks anything."""
+    whole = [message for message in messages if message is not None]
+    if len(whole) < len(messages):
+        return None
+    first = next((i for i, message in enumerate(whole) if message["role"] == "user"), None)
+    if first is None:
+        return None
+    return {"messages": [m for m in whole[:first] if m["role"] == "system"][:1] + whole[first:]}
+
+
+def prompt_texts(prompt: Prompt) -> list[str]:
+    """What is asked: the user turns, or the plain text."""
+    if "text" in prompt:
+        return [prompt["text"]]
+    return [message["content"] for message in prompt["messages"] if message["role"] == "user"]

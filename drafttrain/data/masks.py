@@ -1,0 +1,201 @@
+"""Conversations as token rows: where the prompt ends and the assistant speaks, from the chat template itself.
+
+Spans come from rendering the conversation turn by turn, never from searching for markers in text:
+
+    render(messages[:i], add_generation_prompt=True)     p p p p p p
+    render(messages[:i + 1])                             p p p p p p r r r r e n
+    span of turn i (what the target would have written)              r r r r e
+
+p prompt, r the assistant's answer, e the token that ends the turn, n what the template adds after it (a line break).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from drafttrain.data.formats import parse_row
+from drafttrain.data.jsonl import read_jsonl
+from drafttrain.errors import UserError
+
+Message = dict[str, Any]
+
+
+class TemplateRewrites(UserError):
+    """The chat template renders an earlier turn differently once a later one follows (it drops old reasoning, say)."""
+
+
+def render_text(tokenizer: Any, messages: Sequence[Message], generation: bool = False) -> str:
+    """The conversation as text, markers included.
+
+    Args:
+        tokenizer: with a chat template; without one (pretrained-only models) the turns are joined by blank lines, which
+            such a model continues as a document.
+        messages: role and content of each turn.
+        generation: end where the assistant's next turn begins.
+
+    Raises:
+        UserError: the template refuses these messages (roles that do not alternate, no system role, ...).
+    """
+    if not tokenizer.chat_template:
+        text = "\n\n".join(message["content"] for message in messages)
+        return text + "\n\n" if generation else text
+    try:
+        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation)
+    except Exception as error:  # a template raises what it likes: jinja's TemplateError, but also TypeError, KeyError
+        roles = ", ".join(str(message.get("role")) for message in messages)
+        raise UserError(f"the chat template refuses a conversation with the roles [{roles}]: {error}") from error
+
+
+def render_prompt(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
+    """Token ids of a conversation up to where the assistant begins to answer; BOS exactly once, as in serving.
+
+    Raises:
+        UserError: as in `render_text`.
+    """
+    return _encode(tokenizer, render_text(tokenizer, messages, generation=True))
+
+
+def text_prompt(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of plain text to continue, with BOS in front (exactly once) if the tokenizer is one that adds it."""
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    bos = tokenizer.bos_token_id
+    adds_bos = bos is not None and bos in tokenizer("")["input_ids"]
+    return [bos, *ids] if adds_bos and ids[:1] != [bos] else ids
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    """Rendered text as ids. A chat template writes BOS itself where the model wants it."""
+    if not tokenizer.chat_template:
+        return text_prompt(tokenizer, text)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def conversation_record(tokenizer: Any, messages: Sequence[Message], id: str) -> dict[str, Any]:
+    """A conversation as tokens with the spans that the assistant wrote.
+
+    Args:
+        tokenizer: the target's.
+        messages: turns in order; `content` is text. Turns after the last assistant turn are left out.
+        id: the row's id, for errors.
+
+    Returns:
+        {"id", "tokens", "spans": [[start, end], ...], "finish": "stop" or "length" per span}. A span holds the token
+        that ends the turn, where the template writes one ("stop"), because the target has to predict it too.
+
+    Raises:
+        TemplateRewrites: the template renders earlier turns differently later on; make a record per turn.
+        UserError: no assistant turn, an empty one, or one whose text the rendering does not contain.
+    """
+    tokens: list[int] = []
+    text, spans, finish = "", [], []
+    for i in _assistant_turns(messages, id):
+        tokens, text, span, reason = _add_turn(tokenizer, messages, i, id, tokens, text)
+        spans.append(span)
+        finish.append(reason)
+    return {"id": id, "tokens": tokens[: spans[-1][1]], "spans": spans, "finish": finish}
+
+
+def conversation_records(tokenizer: Any, path: Path) -> Iterator[dict[str, Any]]:
+    """Records of a JSONL file of conversations: OpenAI, ShareGPT, or instruction and answer.
+
+    A conversation whose template rewrites earlier turns becomes one record per assistant turn (id "row/2" for message
+    2), each rendered as the target would have seen it at that point.
+
+    Raises:
+        UserError: as in `conversation_record`, or a row that is no conversation.
+    """
+    for number, row in read_jsonl(path):
+        messages = (parse_row(row) or {}).get("messages")
+        if messages is None:
+            raise UserError(
+                f"{path} line {number}: no conversation in a known format with text in every turn; clean the file "
+                "with: drafttrain prompts --source file"
+            )
+        id, source = str(row.get("id", number)), {"source": str(row.get("source") or path.name)}
+        try:
+            yield conversation_record(tokenizer, messages, id) | source
+        except TemplateRewrites:
+            for i in _assistant_turns(messages, id):
+                tokens, _, span, reason = _add_turn(tokenizer, messages, i, id, [], "")
+                yield {"id": f"{id}/{i}", "tokens": tokens[: span[1]], "spans": [span], "finish": [reason]} | source
+
+
+def _assistant_turns(messages: Sequence[Message], id: str) -> list[int]:
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not turns:
+        raise UserError(
+            f"row id={id!r}: empty mask: no message has the role assistant, so there is nothing to learn from"
+        )
+    return turns
+
+
+def _add_turn(
+    tokenizer: Any, messages: Sequence[Message], i: int, id: str, tokens: list[int], text: str
+) -> tuple[list[int], str, list[int], str]:
+    """Appends the prompt before message i and the message itself to a row that holds the turns before.
+
+    Returns:
+        The row's tokens and text, the span of message i in it, and how it ends.
+    """
+    where = f"row id={id!r}, message {i}"
+    before = render_text(tokenizer, messages[:i], generation=True) if i else ""
+    after = render_text(tokenizer, messages[: i + 1])
+    if not before.startswith(text):
+        raise TemplateRewrites(f"{where}: the chat template renders the turns before it differently from here on")
+    if not before or not after.startswith(before):
+        raise UserError(
+            f"{where}: the assistant's turn does not begin where the chat template's generation prompt ends, so its "
+            "span cannot be told; start with a user turn, or let the target answer anew: drafttrain generate"
+        )
+    prompt = _extend(tokenizer, tokens, text, before)
+    row = _extend(tokenizer, prompt, before, after)
+    length, stopped = _response_length(tokenizer, row[len(prompt) :], messages[i]["content"], where)
+    return row, after, [len(prompt), len(prompt) + length], "stop" if stopped else "length"
+
+
+def _extend(tokenizer: Any, tokens: list[int], text: str, longer: str) -> list[int]:
+    """Token ids of `longer`, which begins with `text`, such that they begin with `tokens`, the ids of `text`.
+
+    Where a token would reach across the border (a line break that ends the prompt and one that begins the answer), the
+    rest is encoded on its own: the target, too, writes its answer after a finished prompt.
+    """
+    ids = _encode(tokenizer, longer)
+    if ids[: len(tokens)] == tokens:
+        return ids
+    return tokens + tokenizer(longer[len(text) :], add_special_tokens=False)["input_ids"]
+
+
+def _response_length(tokenizer: Any, tail: list[int], content: str, where: str) -> tuple[int, bool]:
+    """How many tokens of `tail` the target would write: the answer and, where there is one (True), the stop token."""
+    wanted = content.strip()  # many templates strip what they are given
+    if not wanted:
+        raise UserError(f"{where}: empty mask: the assistant's content is empty; drop such rows")
+    text = _decode(tokenizer, tail)
+    # What a template puts before the content (an empty reasoning block) may happen to contain it, so look behind that.
+    begin = text.find(wanted) if text.lstrip().startswith(wanted) else text.rfind(wanted)
+    if begin < 0:
+        raise UserError(
+            f"{where}: the chat template's rendering does not contain the assistant's content as given "
+            f"({wanted[:40]!r}...), so its mask cannot be verified; let the target answer anew: drafttrain generate"
+        )
+    end = len(tail)
+    while len(_decode(tokenizer, tail[: end - 1])) >= begin + len(wanted):
+        end -= 1
+    special = set(tokenizer.all_special_ids)
+    for position in range(end, len(tail)):
+        if tail[position] in special:
+            if tail[position] in tail[:end]:
+                stop = _decode(tokenizer, [tail[position]])
+                raise UserError(
+                    f"{where}: the content itself holds {stop!r}, the token that ends a turn; drop such rows"
+                )
+            return position + 1, True
+        if _decode(tokenizer, [tail[position]]).strip():
+            break
+    return end, False

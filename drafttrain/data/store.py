@@ -1,0 +1,390 @@
+"""The distillation data set on disk: conversations as token ids, and the target's states for them if wanted.
+
+    DIR/meta.json                           who wrote it: target, settings, version, counts
+    DIR/part-0003.jsonl                     one line per conversation, written by process 3
+    DIR/features/part-0003-00012.safetensors  states of some of them, complete or absent
+    DIR/arrow/                              what `load_records` has read, memory-mapped by datasets
+
+A line {"id", "tokens", "spans": [[start, end], ...], "finish": ["stop" | "length", ...], "source"}: spans are the
+responses' token ranges, end exclusive, stop token included, and finish says per span how it ended. Lines are only ever
+appended, each by one write; what a killed process left half-written is cut off when its part is opened again. Which
+conversations are done follows from all parts together, so any number of processes can take over from any other.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, Features, Value
+from datasets import Sequence as ListOf
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from drafttrain import __version__
+from drafttrain.errors import UserError
+
+FORMAT = 1
+_SYNC_SECONDS = 5.0
+_SHARD_BYTES = 64_000_000
+_COLUMNS = Features(
+    {
+        "id": Value("string"),
+        "tokens": ListOf(Value("int32")),
+        "spans": ListOf(ListOf(Value("int32"))),
+        "finish": ListOf(Value("string")),
+        "source": Value("string"),
+    }
+)
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Replaces a JSON file in one step, so that readers see the old or the new one."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(part, path)
+
+
+def read_meta(directory: str | Path) -> dict[str, Any]:
+    """The meta.json of a data set.
+
+    Raises:
+        UserError: no data set there, or one of another format.
+    """
+    path = Path(directory).expanduser() / "meta.json"
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"data={str(directory)!r} is not a data set ({path.name} cannot be read: {type(error).__name__}); "
+            "make one: drafttrain generate --target T --prompts P.jsonl --output DIR"
+        ) from error
+    if meta.get("format") != FORMAT:
+        raise UserError(
+            f"data={str(directory)!r} has format {meta.get('format')!r}, this drafttrain reads {FORMAT}; generate anew"
+        )
+    return meta
+
+
+def _disk_full(directory: Path, kept: str) -> UserError:
+    free = shutil.disk_usage(directory).free
+    return UserError(
+        f"output={str(directory)!r}: no space left on the device ({free / 1e6:.0f} MB free); {kept} kept, free some "
+        "space and run the same command again to go on"
+    )
+
+
+def check_space(directory: Path, needed: float, what: str) -> None:
+    """Refuses to begin what cannot fit.
+
+    Args:
+        needed: bytes.
+
+    Raises:
+        UserError: less is free.
+    """
+    free = shutil.disk_usage(directory).free
+    if needed > free:
+        raise UserError(
+            f"output={str(directory)!r}: {what} need about {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; "
+            "choose another disk, fewer prompts or --features none"
+        )
+
+
+# -- reading ------------------------------------------------------------------------------------------------------
+
+
+def _parts(directory: Path) -> list[Path]:
+    return sorted(directory.glob("part-*.jsonl"))
+
+
+def _lines(part: Path) -> Iterator[dict[str, Any]]:
+    """Complete lines of a part; a torn last one (no newline: still being written, or killed) is left out."""
+    with part.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise UserError(f"{part}:{number} is not JSON; delete that line to redo its conversation") from error
+
+
+def _records(parts: list[tuple[str, int, int]]) -> Iterator[dict[str, Any]]:
+    seen: set[str] = set()
+    for path, _, _ in parts:
+        for record in _lines(Path(path)):
+            if record["id"] not in seen:
+                seen.add(record["id"])
+                yield {name: record[name] for name in _COLUMNS}
+
+
+def load_records(directory: str | Path) -> Dataset:
+    """All conversations as a memory-mapped `datasets.Dataset` with the columns of a line.
+
+    Raises:
+        UserError: no data set there, or an empty one.
+    """
+    root = Path(directory).expanduser()
+    read_meta(root)
+    # Size and time are part of what datasets caches by, so parts that have grown are read anew.
+    stamps = [(str(part), part.stat().st_size, part.stat().st_mtime_ns) for part in _parts(root)]
+    if not any(size for _, size, _ in stamps) or next(_records(stamps), None) is None:
+        raise UserError(
+            f"data={str(directory)!r} is empty: its part-*.jsonl hold no conversation; run drafttrain generate"
+        )
+    return Dataset.from_generator(
+        _records, gen_kwargs={"parts": stamps}, features=_COLUMNS, cache_dir=str(root / "arrow")
+    )
+
+
+# -- writing ------------------------------------------------------------------------------------------------------
+
+
+class Store:
+    """One process's writing end of a data set.
+
+    Args:
+        directory: created when missing.
+        meta: what makes two runs the same: {"target": identity, "sampling": {...}, "features": {...} or None, ...}.
+        rank: number of this process; it writes its own part.
+        overwrite: delete what is there.
+
+    Attributes:
+        appended: conversations this process has written.
+
+    Raises:
+        UserError: the folder holds something else, was begun with other settings, or another process is writing.
+    """
+
+    def __init__(self, directory: str | Path, meta: dict[str, Any], rank: int = 0, overwrite: bool = False):
+        self.directory, self.rank = Path(directory).expanduser(), rank
+        self.appended = 0
+        if overwrite and (self.directory / "meta.json").exists():
+            shutil.rmtree(self.directory)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._claim(meta)
+            self._file = os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:
+            if error.errno == errno.ENOSPC:
+                raise _disk_full(self.directory.parent, "nothing") from error
+            raise UserError(
+                f"output={str(directory)!r} cannot be written ({error.strerror}); choose another folder"
+            ) from error
+        self._lock()
+        self._cut_torn_line()
+        self._synced = time.monotonic()
+
+    @property
+    def _part(self) -> Path:
+        return self.directory / f"part-{self.rank:04d}.jsonl"
+
+    def _claim(self, meta: dict[str, Any]) -> None:
+        path = self.directory / "meta.json"
+        if not path.exists():
+            if any(self.directory.iterdir()) and not _parts(self.directory):
+                strangers = [name for name in os.listdir(self.directory) if not name.startswith(".meta")]
+                if strangers:
+                    raise UserError(
+                        f"output={str(self.directory)!r} holds other files ({strangers[0]}) and no data set; choose an "
+                        "empty folder"
+                    )
+            write_json(path, {"format": FORMAT, "drafttrain": __version__, **meta, "counts": {}})
+        recorded = read_meta(self.directory)
+        for key, new in _flatten(json.loads(json.dumps(meta))).items():
+            old = _flatten(recorded).get(key)
+            if old != new:
+                raise UserError(
+                    f"output={str(self.directory)!r} was begun with {key}={old!r}, this run has {key}={new!r}; one "
+                    "data set has one setting: choose another --output, or delete it with --overwrite"
+                )
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(self._file)
+            raise UserError(
+                f"{self._part} is being written by another process; wait for it, or share the work: accelerate launch"
+            ) from error
+        except OSError as error:
+            # Some network file systems have no locks; two runs into one folder are the user's care there.
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL):
+                raise
+
+    def _cut_torn_line(self) -> None:
+        content = self._part.read_bytes()
+        end = content.rfind(b"\n") + 1
+        if end < len(content):
+            os.ftruncate(self._file, end)
+
+    def done_ids(self) -> set[str]:
+        """Ids of the conversations in all parts."""
+        return {record["id"] for part in _parts(self.directory) for record in _lines(part)}
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Adds one conversation; it is there completely or not at all.
+
+        Raises:
+            UserError: the disk is full.
+        """
+        line = json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+        begin = os.fstat(self._file).st_size
+        try:
+            if os.write(self._file, line) != len(line):
+                raise OSError(errno.ENOSPC, "short write")
+            if time.monotonic() - self._synced > _SYNC_SECONDS:
+                os.fsync(self._file)
+                self._synced = time.monotonic()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            os.ftruncate(self._file, begin)
+            raise _disk_full(self.directory, f"{self.appended} conversations of this run are") from error
+        self.appended += 1
+
+    def close(self) -> dict[str, int]:
+        """Flushes, and brings the counts in meta.json up to date; returns them."""
+        os.fsync(self._file)
+        os.close(self._file)
+        counts = {"conversations": 0, "responses": 0, "response_tokens": 0, "truncated": 0}
+        for part in _parts(self.directory):
+            for record in _lines(part):
+                counts["conversations"] += 1
+                counts["responses"] += len(record["spans"])
+                counts["response_tokens"] += sum(end - start for start, end in record["spans"])
+                counts["truncated"] += record["finish"].count("length")
+        write_json(self.directory / "meta.json", {**read_meta(self.directory), "counts": counts})
+        return counts
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat.update(_flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
+    return flat
+
+
+# -- features -----------------------------------------------------------------------------------------------------
+
+
+class FeatureWriter:
+    """Writes a store's conversations together with the target's states, shard by shard.
+
+    A shard appears complete, and only then do its conversations appear in the part: every stored conversation has its
+    states, and a killed process redoes at most one shard.
+
+    Args:
+        store: receives the records.
+        shard_bytes: size at which a shard is written.
+    """
+
+    def __init__(self, store: Store, shard_bytes: int = _SHARD_BYTES):
+        self.store, self.shard_bytes = store, shard_bytes
+        self.folder = store.directory / "features"
+        self.folder.mkdir(exist_ok=True)
+        shards = self.folder.glob(f"part-{store.rank:04d}-*.safetensors")
+        written = [int(shard.stem.rsplit("-", 1)[1]) for shard in shards]
+        self.next_shard = max(written, default=-1) + 1
+        for leftover in self.folder.glob(f".part-{store.rank:04d}-*"):
+            leftover.unlink()
+        self._tensors: dict[str, Tensor] = {}
+        self._records: list[dict[str, Any]] = []
+        self._bytes = 0
+
+    def append(self, record: dict[str, Any], features: Tensor, last_hidden: Tensor) -> None:
+        """Adds a conversation with its states: features [n, f*h] and last_hidden [n, h], n = tokens - 1."""
+        self._tensors[f"{record['id']}/features"] = features.contiguous()
+        self._tensors[f"{record['id']}/last_hidden"] = last_hidden.contiguous()
+        self._records.append(record)
+        self._bytes += sum(t.numel() * t.element_size() for t in (features, last_hidden))
+        if self._bytes >= self.shard_bytes:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes what is held back.
+
+        Raises:
+            UserError: the disk is full.
+        """
+        if not self._records:
+            return
+        name = f"part-{self.store.rank:04d}-{self.next_shard:05d}.safetensors"
+        part = self.folder / f".{name}"
+        try:
+            save_file(self._tensors, part)
+            os.replace(part, self.folder / name)
+        except Exception as error:
+            # safetensors reports a full disk as its own error, with the cause in the text only.
+            part.unlink(missing_ok=True)
+            if "No space left" not in str(error) and getattr(error, "errno", None) != errno.ENOSPC:
+                raise
+            raise _disk_full(self.folder, f"{self.store.appended} conversations of this run are") from error
+        for record in self._records:
+            self.store.append(record)
+        self.next_shard += 1
+        self._tensors, self._records, self._bytes = {}, [], 0
+
+
+class FeatureStore:
+    """Looks up the states of stored conversations.
+
+    Args:
+        directory: of the data set.
+        columns: which features of a stored row to return, [f, h] ranges in the asked order; None for all.
+    """
+
+    def __init__(self, directory: Path, columns: list[tuple[int, int]] | None = None):
+        self.columns = columns
+        self._files: dict[Path, Any] = {}
+        self._where: dict[str, Path] = {}
+        for shard in sorted((directory / "features").glob("part-*.safetensors")):
+            with safe_open(shard, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118 - it is no dict
+                    self._where[key.rsplit("/", 1)[0]] = shard
+
+    @staticmethod
+    def open(directory: str | Path, feature_layers: Sequence[int]) -> FeatureStore | None:
+        """The states of these layers, or None if the data set does not hold them all."""
+        root = Path(directory).expanduser()
+        meta = read_meta(root)
+        held = (meta.get("features") or {}).get("layers") or []
+        if not held or not set(feature_layers) <= set(held):
+            return None
+        width = meta["target"]["hidden_size"]
+        columns = [(held.index(layer) * width, (held.index(layer) + 1) * width) for layer in feature_layers]
+        return FeatureStore(root, None if list(feature_layers) == held else columns)
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._where
+
+    def get(self, key: str) -> dict[str, Tensor] | None:
+        """{"features": [n, f*h], "last_hidden": [n, h]} bfloat16 of a conversation, or None; n is tokens - 1."""
+        shard = self._where.get(key)
+        if shard is None:
+            return None
+        if shard not in self._files:
+            self._files[shard] = safe_open(shard, framework="pt")
+        features = self._files[shard].get_tensor(f"{key}/features")
+        if self.columns is not None:
+            features = torch.cat([features[:, start:end] for start, end in self.columns], dim=-1)
+        return {"features": features, "last_hidden": self._files[shard].get_tensor(f"{key}/last_hidden")}

@@ -1,0 +1,153 @@
+"""From records of single prompts to the figures of results.json; every figure is defined here.
+
+A record is what the runner keeps of one prompt (one turn of a question):
+
+    {"question_id", "turn", "category", "prompt_tokens",
+     "sides": {"drafter": {"tokens", "seconds", "ttft", "passes", "draft_seconds", "target_seconds",
+                           "rounds": [[accepted, offered, count], ...]},
+               "autoregressive": {the same}, "hf_generate": {"tokens", "seconds"}},
+     "identical": {"autoregressive": bool, "hf_generate": bool} or {} when sampled}
+
+Every side's seconds are the wall-clock time of a whole generation, prefill included. A round is one target pass after
+the prefill; the prefill's own token belongs to no round.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from drafttrain.decode import Generation
+
+BASELINES = ("autoregressive", "hf_generate")
+Record = dict[str, Any]
+
+
+def side_record(generation: Generation) -> Record:
+    """What is kept of a generation by our engine; times in seconds."""
+    stats = generation.stats
+    return {
+        "tokens": stats.new_tokens,
+        "seconds": round(stats.total_seconds, 6),
+        "ttft": round(stats.prefill_seconds, 6),
+        "passes": stats.target_passes,
+        "draft_seconds": round(stats.draft_seconds, 6),
+        "target_seconds": round(stats.target_seconds, 6),
+        "rounds": [[accepted, offered, count] for (accepted, offered), count in sorted(stats.rounds.items())],
+    }
+
+
+def acceptance_by_depth(rounds: Counter[tuple[int, int]]) -> dict[str, list[float]]:
+    """How far rounds get.
+
+    conditional[k-1]: of the rounds that accepted at least k-1 tokens and were offered depth k, the share accepting k.
+    joint[k-1]: of all rounds, the share that accepted k tokens or more. Its sum is the mean number of accepted tokens.
+
+    Args:
+        rounds: counts by (accepted, offered depth).
+    """
+    deepest = max((offered for _, offered in rounds), default=0)
+    total = sum(rounds.values())
+    conditional, joint = [], []
+    for k in range(1, deepest + 1):
+        reached = sum(count for (a, o), count in rounds.items() if a >= k)
+        tried = sum(count for (a, o), count in rounds.items() if a >= k - 1 and o >= k)
+        conditional.append(round(reached / tried, 4) if tried else 0.0)
+        joint.append(round(reached / total, 4))
+    return {"conditional": conditional, "joint": joint}
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """p50, p95 and p99 of values in seconds, in milliseconds; zeros without values."""
+    points = np.percentile(values, (50, 95, 99)) * 1000 if len(values) else np.zeros(3)
+    return {name: round(float(point), 3) for name, point in zip(("p50", "p95", "p99"), points, strict=True)}
+
+
+def tokens_per_second(sides: Iterable[Record]) -> float:
+    """New tokens / wall-clock seconds of whole generations, over all prompts together."""
+    sides = list(sides)
+    seconds = sum(side["seconds"] for side in sides)
+    return round(sum(side["tokens"] for side in sides) / seconds, 3) if seconds else 0.0
+
+
+def latencies(sides: Sequence[Record]) -> dict[str, dict[str, float]]:
+    """ttft_ms: start to first token, per prompt. tpot_ms: mean time of each token after the first, per prompt."""
+    tpot = [(side["seconds"] - side["ttft"]) / (side["tokens"] - 1) for side in sides if side["tokens"] > 1]
+    return {"ttft_ms": percentiles([side["ttft"] for side in sides]), "tpot_ms": percentiles(tpot)}
+
+
+def summarise(records: Sequence[Record]) -> dict[str, Any]:
+    """The figures of a set of prompts.
+
+    Returns:
+        prompts, tokens, target_passes: counts; tokens are all new tokens of the side with the drafter.
+        accepted_length: tokens committed by rounds / rounds, the bonus token included (block efficiency, tau).
+        acceptance_rate: accepted draft tokens / drafted depth offered (for a chain: accepted / proposed).
+        acceptance_by_depth: see that function.
+        tokens_per_second, ttft_ms, tpot_ms: see those functions.
+        draft_fraction: seconds in the drafter / seconds in all.
+        mbsu: the memory-bound speed-up tau / (c * gamma + 1). gamma is the mean depth offered, c the cost of one draft
+            step over that of one plain target step, so c * gamma = draft seconds per round / target seconds per plain
+            pass. A plain pass is the autoregressive baseline's; without that baseline, the drafter side's own.
+        baselines: tokens_per_second, and where known ttft_ms and tpot_ms, of each baseline.
+        speedup: tokens_per_second over each baseline's; speedup_vs_fastest is the least, None without baselines.
+        identical_outputs: share of prompts whose greedy output equals the autoregressive one; None if sampled or not
+            measured. identical_to_hf_generate: the same against transformers' generate.
+    """
+    ours = [record["sides"]["drafter"] for record in records]
+    rounds: Counter[tuple[int, int]] = Counter()
+    for side in ours:
+        for accepted, offered, count in side["rounds"]:
+            rounds[accepted, offered] += count
+    passes = sum(side["passes"] for side in ours)
+    tokens = sum(side["tokens"] for side in ours)
+    accepted = sum(a * count for (a, _), count in rounds.items())
+    offered = sum(o * count for (_, o), count in rounds.items())
+    draft_seconds = sum(side["draft_seconds"] for side in ours)
+    tau = (tokens - len(ours)) / passes if passes else 0.0
+    rate = tokens_per_second(ours)
+    baselines = {name: _baseline(records, name) for name in BASELINES if all(name in r["sides"] for r in records)}
+    speedup = {name: round(rate / b["tokens_per_second"], 4) for name, b in baselines.items() if b["tokens_per_second"]}
+    plain = [record["sides"]["autoregressive"] for record in records] if "autoregressive" in baselines else ours
+    plain_pass = _ratio(sum(side["target_seconds"] for side in plain), sum(side["passes"] for side in plain))
+    return {
+        "prompts": len(records),
+        "tokens": tokens,
+        "target_passes": passes,
+        "accepted_length": round(tau, 4),
+        "acceptance_rate": round(_ratio(accepted, offered), 4),
+        "acceptance_by_depth": acceptance_by_depth(rounds),
+        "tokens_per_second": rate,
+        **latencies(ours),
+        "draft_fraction": round(_ratio(draft_seconds, sum(side["seconds"] for side in ours)), 4),
+        "mbsu": round(tau / (_ratio(_ratio(draft_seconds, passes), plain_pass) + 1), 4),
+        "baselines": baselines,
+        "speedup": speedup,
+        "speedup_vs_fastest": min(speedup.values(), default=None),
+        "identical_outputs": _identical(records, "autoregressive"),
+        "identical_to_hf_generate": _identical(records, "hf_generate"),
+    }
+
+
+def by_category(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
+    """`summarise` for each category, in order of first appearance."""
+    names = dict.fromkeys(record["category"] for record in records)
+    return {name: summarise([record for record in records if record["category"] == name]) for name in names}
+
+
+def _baseline(records: Sequence[Record], name: str) -> dict[str, Any]:
+    sides = [record["sides"][name] for record in records]
+    known = latencies(sides) if all("ttft" in side for side in sides) else {}
+    return {"tokens_per_second": tokens_per_second(sides), **known}
+
+
+def _identical(records: Sequence[Record], name: str) -> float | None:
+    same = [record["identical"][name] for record in records if name in record["identical"]]
+    return round(sum(same) / len(same), 4) if same else None
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

@@ -1,0 +1,280 @@
+"""`drafttrain eval`: measures a drafter against plain decoding, turn and turn about, and writes results.json."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import drafttrain
+from drafttrain.decode import SamplingParams, token_limit
+from drafttrain.drafters.base import Drafter, TreeSpec, load_drafter
+from drafttrain.errors import UserError
+from drafttrain.evaluation.metrics import BASELINES, Record, by_category, summarise
+from drafttrain.evaluation.progress import Meter
+from drafttrain.evaluation.report import print_results
+from drafttrain.evaluation.sides import Side, engine_side, hf_side
+from drafttrain.evaluation.store import Partial, fingerprint, folder_state, write_json
+from drafttrain.evaluation.suites import Question, Suite, load_suite, render, take_evenly
+from drafttrain.evaluation.tuning import CANDIDATES, calibration_prompts, search_tree
+from drafttrain.target import Target
+
+HELP = """Measure a drafter in the lossless tree decoder against plain decoding.
+
+  drafttrain eval --target smollm2-135m --drafter runs/quickstart/drafter --output results.json
+  drafttrain eval --target smollm2-135m --drafter ngram --suite mt_bench.jsonl --limit 10 --tree dynamic:4,4,8
+
+Every prompt is answered by our engine with the drafter, by our engine without it (autoregressive) and by transformers'
+generate on a model of its own, in rotating order. Interrupted, the same command goes on from the finished prompts."""
+
+WARM_UP_TOKENS = 12
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--target", required=True, help="short name, folder or Hub id")
+    add("--drafter", required=True, help="a drafter's folder or Hub id, ngram, or none")
+    add("--suite", default="drafttrain", help="a suite's name, or a JSONL file in FastChat's question format")
+    add("--dtype", default="auto", help="float32, bfloat16, float16 or auto (bfloat16 where the device has it)")
+    add("--device", default="auto", help="cpu, cuda or auto")
+    add("--temperature", type=float, default=0.0, help="0 decodes greedily")
+    add("--top-p", type=float, default=1.0, help="1 keeps all tokens")
+    add("--top-k", type=int, default=0, help="0 keeps all tokens")
+    add("--max-new-tokens", type=int, default=128, help="per answer")
+    add("--batch-size", type=int, default=1, help="sequences at a time (only 1 for now)")
+    add("--tree", help="none, chain:3, fanout:4x2x1, dynamic:5,8,24, or auto: the fastest of a list, found by timing "
+        "(default: what the drafter's decoding.json says, else auto)")  # fmt: skip
+    add(
+        "--calibrate",
+        metavar="FILE",
+        help="prompts for --tree auto (JSONL with messages, turns or text), not from the suite",
+    )
+    add("--limit", type=int, help="questions at most, taken evenly from all categories")
+    add("--seed", type=int, default=0, help="of the sampling")
+    add("--baselines", default=",".join(BASELINES), help=f"a list of {', '.join(BASELINES)}, or none")
+    add("--output", default="results.json", help="results file")
+    add("--trust-remote-code", action="store_true", help="run model code that comes with the target")
+
+
+@dataclass
+class Plan:
+    """What to measure, once the arguments are checked and everything is loaded."""
+
+    target: Target
+    drafter: Drafter | None
+    spec: TreeSpec
+    sampling: SamplingParams
+    max_new_tokens: int
+    seed: int
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; returns the exit status.
+
+    Raises:
+        UserError: an argument out of its range, or anything that cannot be loaded.
+    """
+    sampling = SamplingParams(args.temperature, args.top_k, args.top_p)
+    baselines = parse_baselines(args.baselines)
+    if args.batch_size != 1:
+        raise UserError(
+            f"batch-size={args.batch_size}: the tree decoder takes one sequence at a time; use --batch-size 1"
+        )
+    if args.tree not in (None, "auto"):
+        TreeSpec.parse(args.tree)
+    output = Path(args.output).expanduser()
+    suite = load_suite(args.suite)
+    questions = take_evenly(suite.questions, args.limit)
+    target = Target.load(args.target, args.dtype, args.device, args.trust_remote_code)
+    target.check_head()
+    check_lengths(target, questions, args.max_new_tokens)
+    drafter = load_drafter(args.drafter, target)
+    settings = describe(args, target, suite, sampling)
+    state = [folder_state(target.path), folder_state(args.drafter)]
+    choices = [baselines, args.tree, args.calibrate, args.limit]
+    partial = Partial(output, fingerprint({"settings": settings, "files": state, "choices": choices}))
+    target.pack()
+    spec, tree_search = choose_tree(args, target, drafter, sampling, questions, partial)
+    settings["decoding"]["tree"] = {"spec": str(spec), **dataclasses.asdict(spec)}
+    plan = Plan(target, drafter, spec, sampling, args.max_new_tokens, args.seed)
+    others: dict[str, Side] = {}
+    if "autoregressive" in baselines:
+        others["autoregressive"] = engine_side(target, None, TreeSpec.parse("none"), sampling)
+    if "hf_generate" in baselines:
+        others["hf_generate"] = hf_side(target, target.dtype, sampling, args.trust_remote_code)
+    records = measure(plan, questions, others, partial)
+    results = {
+        **settings,
+        "command": sys.argv,
+        "tree_search": tree_search,
+        "overall": summarise(records),
+        "categories": by_category(records),
+        "prompts": records,
+    }
+    write_json(output, results)
+    partial.remove()
+    print_results(results)
+    print(f"wrote {output}")
+    return 0
+
+
+def parse_baselines(text: str) -> list[str]:
+    """Raises UserError for a name that is no baseline."""
+    names = [] if text == "none" else [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in BASELINES:
+            raise UserError(f"baselines={text!r}: {name!r} is not one of {', '.join(BASELINES)}; or write none")
+    return names
+
+
+def check_lengths(target: Target, questions: Sequence[Question], max_new_tokens: int) -> None:
+    """Finds prompts that cannot be decoded before hours are spent on others.
+
+    Raises:
+        UserError: names the question.
+    """
+    for question in questions:
+        try:
+            token_limit(target, len(render(target.tokenizer, question.turns[:1], [])), max_new_tokens)
+        except UserError as error:
+            raise UserError(f"question {question.question_id!r}: {error}") from error
+
+
+def describe(args: argparse.Namespace, target: Target, suite: Suite, sampling: SamplingParams) -> dict[str, Any]:
+    """The head of results.json: what was measured, where, with what."""
+    kind = args.drafter
+    config = Path(args.drafter).expanduser() / "config.json"
+    if config.is_file():
+        kind = json.loads(config.read_text()).get("drafter_kind", kind)
+    return {
+        "drafttrain": drafttrain.__version__,
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "device": device_name(target.device),
+        "threads": torch.get_num_threads(),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "compute_dtype": str(target.compute_dtype).removeprefix("torch."),
+        "target": args.target,
+        "drafter": args.drafter,
+        "kind": kind,
+        "suite": suite.name,
+        "suite_digest": suite.digest,
+        "decoding": {
+            **dataclasses.asdict(sampling),
+            "max_new_tokens": args.max_new_tokens,
+            "batch_size": args.batch_size,
+            "seed": args.seed,
+        },
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's or the CPU's name."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or device.type)
+
+
+def choose_tree(
+    args: argparse.Namespace,
+    target: Target,
+    drafter: Drafter | None,
+    sampling: SamplingParams,
+    questions: Sequence[Question],
+    partial: Partial,
+) -> tuple[TreeSpec, list[dict[str, Any]] | None]:
+    """The tree asked for, the drafter's own default, or the fastest of a timed search; and the search's table."""
+    if drafter is None:
+        return TreeSpec.parse("none"), None
+    wanted = args.tree or drafter_default(args.drafter)
+    if wanted != "auto":
+        return TreeSpec.parse(wanted), None
+    if partial.tree is None:
+        exclude = {turn for question in questions for turn in question.turns}
+        prompts = calibration_prompts(target, args.calibrate, exclude)
+        with Meter("finding the fastest tree", len(prompts) * len(CANDIDATES)) as meter:
+            spec, table = search_tree(target, drafter, prompts, sampling, advance=meter.advance)
+        partial.add_tree(str(spec), table)
+    assert partial.tree is not None
+    return TreeSpec.parse(partial.tree["tree"]), partial.tree["tree_search"]
+
+
+def drafter_default(drafter: str) -> str:
+    """The tree in the drafter folder's decoding.json; `auto` without one.
+
+    Raises:
+        UserError: a decoding.json without a tree.
+    """
+    path = Path(drafter).expanduser() / "decoding.json"
+    if not path.is_file():
+        return "auto"
+    try:
+        return str(json.loads(path.read_text())["tree"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f'{path} has no tree ({error!r}); write {{"tree": "chain:3"}}, or pass --tree') from error
+
+
+def measure(plan: Plan, questions: Sequence[Question], others: dict[str, Side], partial: Partial) -> list[Record]:
+    """Answers every question by every side; returns a record per turn, in the suite's order."""
+    sides = {"drafter": engine_side(plan.target, plan.drafter, plan.spec, plan.sampling), **others}
+    keys = [f"{index}:{question.question_id}" for index, question in enumerate(questions)]
+    left = [index for index, key in enumerate(keys) if key not in partial.records]
+    if left:
+        prompt = render(plan.target.tokenizer, questions[left[0]].turns[:1], [])
+        for side in sides.values():
+            side(prompt, min(WARM_UP_TOKENS, token_limit(plan.target, len(prompt), WARM_UP_TOKENS)), plan.seed)
+    with Meter("answering", len(questions), len(questions) - len(left)) as meter:
+        for index in left:
+            records = answer(plan, questions[index], index, sides)
+            partial.add_question(keys[index], records)
+            rate = summarise(records)["tokens_per_second"]
+            meter.advance(f"{rate:.1f} tokens/s")
+    return [record for key in keys for record in partial.records[key]]
+
+
+def answer(plan: Plan, question: Question, index: int, sides: dict[str, Side]) -> list[Record]:
+    """One question, turn by turn; each turn follows the drafter side's answer. The sides' order rotates.
+
+    A turn that no longer fits into the target's context ends the question; the first turn has been checked before.
+    """
+    tokenizer = plan.target.tokenizer
+    records: list[Record] = []
+    answers: list[str] = []
+    for turn in range(len(question.turns)):
+        prompt = render(tokenizer, question.turns[: turn + 1], answers)
+        try:
+            limit = token_limit(plan.target, len(prompt), plan.max_new_tokens)
+        except UserError:
+            break
+        start = (index + turn) % len(sides)
+        names = list(sides)
+        results = {name: sides[name](prompt, limit, plan.seed + index) for name in names[start:] + names[:start]}
+        tokens = results["drafter"][0]
+        same = {name: results[name][0] == tokens for name in names[1:]} if plan.sampling.greedy else {}
+        records.append(
+            {
+                "question_id": question.question_id,
+                "turn": turn,
+                "category": question.category,
+                "prompt_tokens": len(prompt),
+                "sides": {name: results[name][1] for name in names},
+                "identical": same,
+            }
+        )
+        answers.append(tokenizer.decode(tokens, skip_special_tokens=True))
+    return records

@@ -1,0 +1,188 @@
+"""Response tokens per second: the slot engine against transformers' generate with batches of 64, in one run.
+
+Both sides answer the same prompts with the same sampling, limit and dtype; a response ends at its stop token.
+transformers takes the prompts in the order they come, padded on the left, with its sdpa attention. The sides take turns.
+
+    python eval/bench_generate.py --target smollm2-135m --count 256 --max-new-tokens 256 \\
+        --output eval/results/generate_smollm2-135m_cpu.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from drafttrain import __version__
+from drafttrain.data.conversation import ChatRenderer
+from drafttrain.data.sampling import Sampling
+from drafttrain.data.slots import Request, SlotEngine
+from drafttrain.target import DTYPES, Target
+
+GOAL = 2.0
+TASKS = (
+    "Explain {} to a curious ten-year-old.",
+    "What are three things that most people get wrong about {}?",
+    "Write a short story of one paragraph in which {} plays a part.",
+    "Give me a list of five practical tips about {}, with one sentence each.",
+    "Summarise the history of {} in two sentences.",
+    "I have to hold a talk about {} tomorrow. How should I begin?",
+    "Name one book about {} and say why I should read it.",
+    "Is {} worth learning about? Answer in one sentence.",
+)
+TOPICS = (
+    "volcanoes", "sourdough bread", "the French Revolution", "sorting algorithms", "black holes", "chess openings",
+    "vaccines", "garden compost", "the stock market", "jazz", "long-distance running", "electric cars", "octopuses",
+    "the Roman aqueducts", "writing unit tests", "tea", "bicycle repair", "photosynthesis", "loneliness", "origami",
+    "bees", "public libraries", "medieval castles", "sleep", "the Python language", "rain", "negotiating a salary",
+    "Mars", "probability", "kites", "glaciers", "learning Spanish",
+)  # fmt: skip
+
+
+def make_prompts(count: int, seed: int) -> list[str]:
+    """Short, varied user turns: every task about every topic, shuffled, repeated when more are asked for."""
+    pairs = [task.format(topic) for task, topic in itertools.product(TASKS, TOPICS)]
+    random.Random(seed).shuffle(pairs)
+    return [pairs[i % len(pairs)] for i in range(count)]
+
+
+def run_slots(target: Target, prompts: list[list[int]], stop_ids: set[int], args: argparse.Namespace) -> dict[str, Any]:
+    """One timed pass of our engine."""
+    engine = SlotEngine(target, slots=args.slots, max_length=max(map(len, prompts)) + args.max_new_tokens)
+    requests = [Request(str(i), ids, args.max_new_tokens, stop_ids) for i, ids in enumerate(prompts)]
+    sampling = Sampling(args.temperature, args.top_k, args.top_p)
+    start = time.perf_counter()
+    lengths = [len(finished.tokens) for finished in engine.run(requests, sampling, seed=args.seed)]
+    return figures(lengths, time.perf_counter() - start)
+
+
+def run_transformers(
+    model: Any, prompts: list[list[int]], stop_ids: set[int], args: argparse.Namespace
+) -> dict[str, Any]:
+    """One timed pass of transformers' generate over batches in order."""
+    torch.manual_seed(args.seed)
+    stops, lengths = sorted(stop_ids), []
+    choice: dict[str, Any] = {"do_sample": False}
+    if args.temperature > 0:
+        choice = {"do_sample": True, "temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
+    start = time.perf_counter()
+    for first in range(0, len(prompts), args.batch_size):
+        rows = prompts[first : first + args.batch_size]
+        longest = max(map(len, rows))
+        ids = torch.tensor([[stops[0]] * (longest - len(row)) + row for row in rows], device=model.device)
+        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=model.device)
+        out = model.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=args.max_new_tokens,
+            eos_token_id=stops,
+            pad_token_id=stops[0],
+            **choice,
+        )
+        for row in out[:, longest:].tolist():
+            lengths.append(next((i + 1 for i, token in enumerate(row) if token in stop_ids), len(row)))
+    return figures(lengths, time.perf_counter() - start)
+
+
+def figures(lengths: list[int], seconds: float) -> dict[str, Any]:
+    return {
+        "tokens": sum(lengths),
+        "mean_length": round(sum(lengths) / len(lengths), 1),
+        "seconds": round(seconds, 2),
+        "tokens_per_second": round(sum(lengths) / seconds, 1),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """A GPU's name, or the CPU's as /proc knows it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    model = next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine()
+    )
+    return f"{model}, {os.cpu_count()} cores"
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="smollm2-135m", help="short name, folder or Hub id")
+    parser.add_argument("--count", type=int, default=256, help="prompts")
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--slots", type=int, default=128)
+    parser.add_argument("--batch-size", type=int, default=64, help="of transformers' generate")
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
+    target = Target.load(args.target, args.dtype, args.device)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        target.path, dtype=DTYPES.get(args.dtype, target.dtype), attn_implementation="sdpa", use_safetensors=True
+    )
+    model = model.to(target.device).eval()
+    renderer = ChatRenderer(target)
+    prompts = [renderer.open([{"role": "user", "content": text}])[1] for text in make_prompts(args.count, args.seed)]
+    stop_ids = renderer.stop_ids
+    sides: dict[str, Callable[..., dict[str, Any]]] = {
+        "slots": lambda rows, options: run_slots(target, rows, stop_ids, options),
+        f"hf_generate_batch_{args.batch_size}": lambda rows, options: run_transformers(model, rows, stop_ids, options),
+    }
+    warm_up = argparse.Namespace(**{**vars(args), "max_new_tokens": 4})
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
+    for side in sides.values():
+        side(prompts[:8], warm_up)
+    for repeat in range(args.repeats):
+        args.seed += 1
+        for name, side in sides.items():
+            runs[name].append(side(prompts, args))
+            print(f"repeat {repeat} {name}: {runs[name][-1]}", flush=True)
+    speeds = {name: statistics.median(run["tokens_per_second"] for run in runs[name]) for name in sides}
+    ours, theirs = speeds.values()
+    result = {
+        "ratio": round(ours / theirs, 3),
+        "goal": GOAL,
+        "sides": {name: {"tokens_per_second": speeds[name], "runs": runs[name]} for name in sides},
+        "prompts": args.count,
+        "dtype": args.dtype,
+        "command": sys.argv,
+        "device": device_name(target.device),
+        "threads": torch.get_num_threads(),
+        "versions": {
+            "drafttrain": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+    }
+    print(f"{ours:.0f} against {theirs:.0f} response tokens/s: ratio {result['ratio']} (goal {GOAL})")
+    if args.output:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        part = args.output.with_suffix(".part")
+        part.write_text(json.dumps(result, indent=2) + "\n")
+        os.replace(part, args.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""Spans of existing conversations under templates of the common families."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from drafttrain.data.masks import (
+    TemplateRewrites,
+    conversation_record,
+    conversation_records,
+    render_prompt,
+    text_prompt,
+)
+from drafttrain.errors import UserError
+from tests.conftest import make_tokenizer
+
+LOOP, END = "{% for m in messages %}", "{% endfor %}"
+OPENED = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+TURN = "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
+CHATML = LOOP + TURN + END + OPENED
+DEFAULT_SYSTEM = (
+    LOOP
+    + "{% if loop.first and m['role'] != 'system' %}{{ '<|im_start|>system\nBe kind<|im_end|>\n' }}{% endif %}"
+    + TURN
+    + END
+    + OPENED
+)
+LLAMA3 = (
+    "{{ bos_token }}"
+    + LOOP
+    + "{{ '<|head|>' + m['role'] + '<|/head|>\n\n' + m['content'] | trim + '<|eot|>' }}"
+    + END
+    + "{% if add_generation_prompt %}{{ '<|head|>assistant<|/head|>\n\n' }}{% endif %}"
+)
+GEMMA = (
+    "{{ bos_token }}"
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    + LOOP
+    + "{{ '<turn>' + ('model' if m['role'] == 'assistant' else m['role']) + '\n' }}{{ m['content'] | trim + '<end>\n' }}"
+    + END
+    + "{% if add_generation_prompt %}{{ '<turn>model\n' }}{% endif %}"
+)
+LLAMA2 = (
+    LOOP
+    + "{% if m['role'] == 'user' %}{{ bos_token + '[INST] ' + m['content'] + ' [/INST]' }}"
+    + "{% else %}{{ ' ' + m['content'] + ' ' + eos_token }}{% endif %}"
+    + END
+)
+# Keeps a reasoning block in the last answer only, and opens every last answer with one.
+REASONING = (
+    "{% set ns = namespace(last=-1) %}"
+    + LOOP
+    + "{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
+    + END
+    + LOOP
+    + "{{ '<|im_start|>' + m['role'] + '\n' }}"
+    + "{% if m['role'] == 'assistant' and loop.index0 > ns.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    + "{{ m['content'] + '<|im_end|>\n' }}"
+    + END
+    + OPENED
+)
+NO_STOP = (
+    LOOP
+    + "{{ m['role'] + ': ' + m['content'] + '\n' }}"
+    + END
+    + "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+
+CHAT = [
+    {"role": "user", "content": "Hi there"},
+    {"role": "assistant", "content": "Hello! 42 is\n\n  it."},
+    {"role": "user", "content": "Why?"},
+    {"role": "assistant", "content": "Because é."},
+]
+
+
+def tokenizer_with(template: str):
+    tokenizer = make_tokenizer()
+    specials = ["<|head|>", "<|/head|>", "<|eot|>", "<turn>", "<end>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": specials})
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def spoken(tokenizer, record):
+    """The text of each span."""
+    return [tokenizer.decode(record["tokens"][a:b]) for a, b in record["spans"]]
+
+
+@pytest.mark.parametrize(
+    ("template", "lead", "stop"),
+    [
+        (CHATML, "", "<|im_end|>"),
+        (DEFAULT_SYSTEM, "", "<|im_end|>"),
+        (LLAMA3, "", "<|eot|>"),
+        (GEMMA, "", "<end>"),
+        (LLAMA2, " ", " <|im_end|>"),
+    ],
+)
+def test_spans_hold_the_answer_and_its_stop_token(template, lead, stop):
+    tokenizer = tokenizer_with(template)
+    record = conversation_record(tokenizer, CHAT, "a")
+    assert spoken(tokenizer, record) == [lead + CHAT[i]["content"] + stop for i in (1, 3)]
+    assert record["finish"] == ["stop", "stop"]
+    assert record["spans"][-1][1] == len(record["tokens"])
+    whole = tokenizer.apply_chat_template(CHAT, tokenize=False)
+    assert whole.startswith(tokenizer.decode(record["tokens"]))
+    # Before each span stands exactly what generation would be prompted with.
+    for i, (start, _) in zip((1, 3), record["spans"], strict=True):
+        assert record["tokens"][:start] == render_prompt(tokenizer, CHAT[:i])
+
+
+def test_bos_stands_once():
+    for template in (LLAMA3, GEMMA):
+        tokenizer = tokenizer_with(template)
+        assert render_prompt(tokenizer, CHAT[:1]).count(tokenizer.bos_token_id) == 1
+    plain = adding_bos(make_tokenizer())
+    bos = plain.bos_token_id
+    assert text_prompt(plain, "ab")[0] == bos
+    assert text_prompt(plain, plain.bos_token + "ab") == text_prompt(plain, "ab")
+    assert text_prompt(make_tokenizer(), "ab").count(bos) == 0
+
+
+def adding_bos(tokenizer):
+    from tokenizers.processors import TemplateProcessing
+
+    bos = (tokenizer.bos_token, tokenizer.bos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{bos[0]} $A", special_tokens=[bos])
+    return tokenizer
+
+
+def test_models_without_a_template_read_turns_as_paragraphs():
+    tokenizer = adding_bos(make_tokenizer())
+    tokenizer.chat_template = None
+    record = conversation_record(tokenizer, CHAT[:2], "a")
+    assert tokenizer.decode(record["tokens"]) == "<|im_start|>Hi there\n\nHello! 42 is\n\n  it."
+    assert spoken(tokenizer, record) == [CHAT[1]["content"]]
+    assert record["finish"] == ["length"]
+    assert render_prompt(tokenizer, CHAT[:1]) == record["tokens"][: record["spans"][0][0]]
+
+
+def test_a_turn_without_a_stop_token_is_not_finished():
+    tokenizer = tokenizer_with(NO_STOP)
+    record = conversation_record(tokenizer, CHAT, "a")
+    assert spoken(tokenizer, record) == [CHAT[1]["content"], CHAT[3]["content"]]
+    assert record["finish"] == ["length", "length"]
+
+
+def test_turns_after_the_last_answer_are_left_out():
+    tokenizer = tokenizer_with(CHATML)
+    longer = [*CHAT, {"role": "user", "content": "And?"}]
+    assert conversation_record(tokenizer, longer, "a") == conversation_record(tokenizer, CHAT, "a")
+
+
+def test_a_token_across_the_border_does_not_move_it():
+    """A merge of two line breaks joins the prompt's last one with the answer's first."""
+    from tokenizers import Tokenizer
+
+    tokenizer = tokenizer_with(CHATML)
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    state["model"]["vocab"]["ĊĊ"] = len(tokenizer)
+    state["model"]["merges"] = [["Ċ", "Ċ"]]
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(state))
+    chat = [CHAT[0], {"role": "assistant", "content": "\nYes\n\nno"}, CHAT[2], CHAT[3]]
+    merged = tokenizer("\n\n", add_special_tokens=False)["input_ids"]
+    assert len(merged) == 1
+    record = conversation_record(tokenizer, chat, "a")
+    assert record["tokens"][: record["spans"][0][0]] == render_prompt(tokenizer, chat[:1])
+    assert spoken(tokenizer, record) == ["\nYes\n\nno<|im_end|>", "Because é.<|im_end|>"]
+
+
+def test_rewriting_templates_are_refused_or_rendered_per_turn(tmp_path):
+    tokenizer = tokenizer_with(REASONING)
+    with pytest.raises(TemplateRewrites, match="row id='a', message 3: the chat template renders the turns before"):
+        conversation_record(tokenizer, CHAT, "a")
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps({"id": "a", "messages": CHAT}) + "\n")
+    first, second = conversation_records(tokenizer, path)
+    assert (first["id"], second["id"], second["source"]) == ("a/1", "a/3", "chats.jsonl")
+    think = "<think>\n\n</think>\n\n"
+    assert spoken(tokenizer, first) == [think + CHAT[1]["content"] + "<|im_end|>"]
+    assert spoken(tokenizer, second) == [think + CHAT[3]["content"] + "<|im_end|>"]
+    assert tokenizer.decode(second["tokens"]).count("<think>") == 1
+
+
+def test_an_answer_that_also_stands_in_the_templates_lead_is_told_apart():
+    tokenizer = tokenizer_with(REASONING)
+    record = conversation_record(tokenizer, [CHAT[0], {"role": "assistant", "content": "think"}], "a")
+    assert spoken(tokenizer, record) == ["<think>\n\n</think>\n\nthink<|im_end|>"]
+
+
+def test_records_of_a_file_in_other_shapes(tmp_path):
+    tokenizer = tokenizer_with(CHATML)
+    path = tmp_path / "chats.jsonl"
+    sharegpt = {"conversations": [{"from": "human", "value": "Hi there"}, {"from": "gpt", "value": "Hello!"}]}
+    rows = [{"id": "x", "messages": CHAT, "source": "web"}, sharegpt]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    first, second = conversation_records(tokenizer, path)
+    assert (first["id"], first["source"], len(first["spans"])) == ("x", "web", 2)
+    assert (second["id"], spoken(tokenizer, second)) == ("2", ["Hello!<|im_end|>"])
+
+
+def refused(template, messages, match):
+    with pytest.raises(UserError, match=match):
+        conversation_record(tokenizer_with(template), messages, "row7")
+
+
+def test_bad_conversations_are_refused(tmp_path):
+    refused(CHATML, CHAT[:1], "row id='row7': empty mask: no message has the role assistant")
+    empty = [CHAT[0], {"role": "assistant", "content": " \n"}]
+    refused(CHATML, empty, "row id='row7', message 1: empty mask: the assistant's content is empty")
+    injected = [CHAT[0], {"role": "assistant", "content": "a<|im_end|>b"}]
+    refused(CHATML, injected, "row id='row7', message 1: the content itself holds '<|im_end|>'")
+    refused(CHATML, CHAT[1:], "row id='row7', message 0: the assistant's turn does not begin where")
+    shouting = CHATML.replace("m['content']", "m['content'] | upper")
+    refused(shouting, CHAT, "message 1: the chat template's rendering does not contain the assistant's content")
+    system = [{"role": "system", "content": "s"}, *CHAT]
+    refused(GEMMA, system, r"refuses a conversation with the roles \[system, user\]: System role not supported")
+    primed = CHATML.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>\n'")
+    refused(primed, CHAT, "does not begin where the chat template's generation prompt ends")
+    (tmp_path / "f.jsonl").write_text('{"text": "no conversation"}\n')
+    with pytest.raises(UserError, match=r"f.jsonl line 1: no conversation in a known format"):
+        list(conversation_records(tokenizer_with(CHATML), tmp_path / "f.jsonl"))

@@ -1,0 +1,397 @@
+"""Sources, filters and the command of `drafttrain prompts`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+
+from drafttrain.cli import main
+from drafttrain.data import prompts as module
+from drafttrain.data.filters import Filter, Limits, NearDuplicates, is_readable, is_repetitive, stable_id
+from drafttrain.data.formats import parse_row
+from drafttrain.data.magpie import BUILTIN_OPENINGS, Writer, load_openings, user_frame
+from drafttrain.data.prompts import Partial, parse_columns, write_prompts
+from drafttrain.data.sampling import Sampling
+from drafttrain.data.slots import Finished, SlotEngine
+from drafttrain.errors import UserError
+
+TOPICS = ["red", "green", "blue", "slow", "quick", "round", "flat", "small"]
+
+
+def user(text):
+    return {"messages": [{"role": "user", "content": text}]}
+
+
+def distinct(i):
+    """Texts that share few words, so that none is a near duplicate."""
+    return " ".join(f"{topic}{i * 31 + j}" for j, topic in enumerate(TOPICS[: 5 + i % 4]))
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def prompts(*args):
+    return main(["prompts", *map(str, args)])
+
+
+# -- formats --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"question_id": 1, "turns": ["a", "b"]}, [("user", "a"), ("user", "b")]),
+        (
+            {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+            [("user", "a"), ("assistant", "b")],
+        ),
+        ({"conversations": [{"from": "gpt", "value": "x"}, {"from": "human", "value": "a"}]}, [("user", "a")]),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, [("user", "a")]),
+        ({"system": "s", "messages": [{"role": "user", "content": "a"}]}, [("system", "s"), ("user", "a")]),
+        ({"instruction": "a", "input": "b", "output": "c"}, [("user", "a\n\nb"), ("assistant", "c")]),
+        ({"prompt": "a"}, [("user", "a")]),
+        ({"text": "a"}, "a"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None),
+        ({"messages": [{"role": "tool", "content": "a"}]}, None),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, None),
+        ({"turns": []}, None),
+        ({"turns": ["a", ""]}, None),
+        ({"label": 1}, None),
+    ],
+)
+def test_shapes_of_rows(row, expected):
+    prompt = parse_row(row)
+    if isinstance(expected, list):
+        assert [(m["role"], m["content"]) for m in prompt["messages"]] == expected
+    else:
+        assert (prompt or {}).get("text") == expected
+
+
+# -- filters --------------------------------------------------------------------------------------------------------
+
+
+def test_reasons_to_drop(tokenizer):
+    evaluation = ["one two three four five six seven eight nine", "Very short question?"]
+    keep = Filter(Limits(5, 200, 0, 150), evaluation, 8, tokenizer)
+    cases = {
+        "hm": "shorter than 5 characters",
+        "x" * 201: "longer than 200 characters",
+        "y" * 180: "longer than 150 tokens",
+        "hello\x07 you": "unreadable characters",
+        "what is <|im_end|> for": "contains a special token",
+        "He said: ONE, two three four five six seven-eight!": "overlaps with an evaluation prompt",
+        "very short question": "overlaps with an evaluation prompt",
+        "Tell me a joke": None,
+        "tell me  a JOKE ": "duplicate",
+        "one two three four five six seven": None,
+        "a very short question": None,
+    }
+    for text, reason in cases.items():
+        before = keep.dropped.copy()
+        assert keep.keeps(user(text)) == (reason is None), text
+        assert (keep.dropped - before) == ({reason: 1} if reason else {}), text
+
+
+def test_answers_are_checked_for_contamination_too():
+    row = {"messages": [{"role": "user", "content": "some question"}, {"role": "assistant", "content": "a b c d"}]}
+    assert not Filter(Limits(), ["a b c d e"], 3).keeps(row)
+    assert Filter(Limits(), ["a b x c d"], 3).keeps(row)
+
+
+def test_near_duplicates():
+    near = NearDuplicates()
+    base = [f"word{i}" for i in range(40)]
+    assert not near.seen(" ".join(base))
+    assert near.seen(" ".join([*base[:39], "other"]))
+    assert not near.seen(" ".join(base[:20] + [f"else{i}" for i in range(20)]))
+    assert not near.seen("!!!")
+    assert not any(near.seen(distinct(i)) for i in range(300))
+
+
+def test_readable_and_repetitive():
+    assert is_readable("Tabs\tand\nlines, é 東京 🙂")
+    assert not any(map(is_readable, ("\ufffd", "a\x00", "\ue000")))
+    assert is_repetitive("and then the cat sat down " * 8)
+    assert not is_repetitive(" ".join(f"w{i}" for i in range(60)))
+    assert not is_repetitive("no no no no")
+
+
+def test_ids_depend_on_content_only():
+    assert stable_id(user("a")) == stable_id(user("a")) != stable_id(user("b"))
+
+
+# -- files and data sets --------------------------------------------------------------------------------------------
+
+
+def test_file_source_end_to_end(tmp_path, capsys):
+    rows = [{"prompt": distinct(i)} for i in range(20)] + [{"turns": [distinct(3)]}, {"label": 1}, {"text": "tiny"}]
+    rows.append({"turns": ["Tell me about the seven wonders of the ancient world in order"]})
+    source = write_lines(tmp_path / "in.jsonl", rows)
+    exclude = write_lines(
+        tmp_path / "eval.jsonl", [{"turns": ["Name the seven wonders of the ancient world in order."]}]
+    )
+    output = tmp_path / "out" / "prompts.jsonl"
+    args = ("--source", "file", "--input", source, "--output", output, "--exclude", exclude, "--seed", 1)
+    assert prompts(*args) == 0
+    kept = lines(output)
+    assert sorted(row["messages"][0]["content"] for row in kept) == sorted(distinct(i) for i in range(20))
+    assert [row["messages"][0]["content"] for row in kept] != [distinct(i) for i in range(20)]
+    assert len({row["id"] for row in kept}) == 20
+    assert {row["source"] for row in kept} == {"in.jsonl"}
+    summary = json.loads((tmp_path / "out" / "prompts.jsonl.summary.json").read_text())
+    assert (summary["read"], summary["kept"]) == (24, 20)
+    assert summary["dropped"] == {
+        "unknown format": 1,
+        "duplicate": 1,
+        "shorter than 10 characters": 1,
+        "overlaps with an evaluation prompt": 1,
+    }
+    assert "dropped: duplicate" in capsys.readouterr().out
+
+    assert prompts(*args) == 0
+    assert "left as it is" in capsys.readouterr().out
+    assert prompts(*args[:-1], 2) == 2
+    assert "was made with seed=1; give --overwrite" in capsys.readouterr().err
+    assert prompts(*args[:-1], 2, "--overwrite", "--count", 5) == 0
+    assert len(lines(output)) == 5
+    assert [path.name for path in output.parent.iterdir() if path.name.startswith(".")] == []
+
+
+def test_own_suites_are_kept_clear_of_by_default(tmp_path):
+    assert module.SUITES.is_dir()
+    own = json.loads(next(module.SUITES.glob("*.jsonl")).read_text().splitlines()[0])
+    source = write_lines(tmp_path / "in.jsonl", [{"turns": own["turns"]}, {"prompt": distinct(0)}])
+    args = ("--source", "file", "--input", source, "--output")
+    assert prompts(*args, tmp_path / "a.jsonl") == 0
+    assert len(lines(tmp_path / "a.jsonl")) == 1
+    assert prompts(*args, tmp_path / "b.jsonl", "--no-exclude-suites") == 0
+    assert len(lines(tmp_path / "b.jsonl")) == 2
+
+
+def test_dataset_source_with_mapped_columns(tmp_path, capsys):
+    (tmp_path / "set").mkdir()
+    write_lines(tmp_path / "set" / "train.jsonl", [{"ask": distinct(i), "n": i} for i in range(30)])
+    args = ("--source", tmp_path / "set", "--count", 7, "--output", tmp_path / "out.jsonl", "--columns")
+    assert prompts(*args, "prompt=question") == 2
+    assert "has no column 'question'; it has ask, n" in capsys.readouterr().err
+    assert prompts(*args, "prompt=ask") == 0
+    assert len(lines(tmp_path / "out.jsonl")) == 7
+    assert prompts("--source", tmp_path / "none", "--output", tmp_path / "x.jsonl") == 2
+    assert "cannot be loaded" in capsys.readouterr().err
+
+
+def test_token_limits_use_the_targets_tokenizer(tmp_path, target_dir):
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": "a" * 40}, {"prompt": "b" * 60}])
+    args = ("--source", "file", "--input", source, "--output", tmp_path / "out.jsonl", "--max-tokens", 50)
+    assert prompts(*args, "--target", target_dir) == 0
+    assert [row["messages"][0]["content"] for row in lines(tmp_path / "out.jsonl")] == ["a" * 40]
+
+
+# -- magpie ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_frame_comes_from_the_template(target):
+    frame = user_frame(target)
+    tokenizer = target.tokenizer
+    assert tokenizer.decode(frame.prefix_ids) == "<|im_start|>user\n"
+    assert frame.stop_ids == {tokenizer.eos_token_id}
+    tokenizer.chat_template = "{% for m in messages %}[ASK] {{ m['content'] }} [/ASK]{% endfor %}"
+    frame = user_frame(target)
+    assert (tokenizer.decode(frame.prefix_ids), frame.ending) == ("[ASK] ", "[/ASK]")
+    assert frame.stop_ids == set(target.eos_ids)
+    tokenizer.chat_template = None
+    assert user_frame(target).prefix_ids == [tokenizer.bos_token_id]
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    with pytest.raises(UserError, match="target='tiny': its chat template has no opening for a user's turn"):
+        user_frame(target)
+
+
+def finished(target, text, stop=True, key="0"):
+    ids = target.tokenizer(text, add_special_tokens=False)["input_ids"]
+    return Finished(key, ids + [target.tokenizer.eos_token_id] * stop, "stop" if stop else "length", [])
+
+
+def test_what_a_writer_makes_of_answers(target):
+    writer = Writer(target, [], 0.0, 64, seed=0)
+    assert writer.prompt(finished(target, " What is é? ")) == user("What is é?")
+    assert writer.prompt(finished(target, "cut", stop=False)) == "unfinished"
+    assert writer.prompt(finished(target, " \n")) == "empty"
+    assert writer.prompt(finished(target, "on and on it goes " * 9)) == "repetitive"
+    opened = Writer(target, ["Explain"], 1.0, 64, seed=0)
+    request = next(opened.requests(5))
+    assert request.key == "5"
+    assert target.tokenizer.decode(request.prompt_ids) == "<|im_start|>user\nExplain"
+    assert opened.prompt(finished(target, " rain", key="5")) == user("Explain rain")
+    assert opened.prompt(finished(target, "", key="5")) == "empty"
+    assert len(request.prompt_ids) + request.max_new_tokens < opened.max_length
+
+
+def test_templates_that_end_a_turn_in_plain_text(target):
+    target.tokenizer.chat_template = "{% for m in messages %}[ASK] {{ m['content'] }} [/ASK]{% endfor %}"
+    writer = Writer(target, [], 0.0, 64, seed=0)
+    assert writer.prompt(finished(target, "Why? [/ASK] Because", stop=False)) == user("Why?")
+    assert writer.prompt(finished(target, "Why", stop=False)) == "unfinished"
+
+
+def test_models_without_a_template_write_beginnings(target):
+    target.tokenizer.chat_template = None
+    writer = Writer(target, [], 0.0, 64, seed=0)
+    text = "The river ran past the old mi"
+    assert writer.prompt(finished(target, text, stop=False)) == {"text": "The river ran past the old"}
+    limits = {request.max_new_tokens for request in itertools.islice(writer.requests(0), 50)}
+    assert min(limits) >= 16
+    assert max(limits) <= 64
+    assert len(limits) > 10
+
+
+def test_openings(tmp_path, target):
+    assert load_openings("none") == []
+    assert len(set(load_openings("builtin"))) == len(BUILTIN_OPENINGS) == 60
+    path = tmp_path / "openings.txt"
+    path.write_text("Why\n\nRead:\\n\\n\n")
+    assert load_openings(str(path)) == ["Why", "Read:\n\n"]
+    path.write_text("\n")
+    with pytest.raises(UserError, match="is empty; write one beginning"):
+        load_openings(str(path))
+    with pytest.raises(UserError, match=r"openings='/nowhere' cannot be read"):
+        load_openings("/nowhere")
+    writer = Writer(target, ["Why"], 0.5, 64, seed=3)
+    opened = [
+        len(request.prompt_ids) > len(writer.frame.prefix_ids) for request in itertools.islice(writer.requests(0), 400)
+    ]
+    assert 150 < sum(opened) < 250
+
+
+class FakeEngine:
+    """Answers request n with a text made of n; every fifth is unfinished; stops the world after `life` answers."""
+
+    def __init__(self, target, life=10**9):
+        self.target, self.life, self.keys = target, life, []
+
+    def run(self, requests, sampling, seed):
+        for request in requests:
+            if len(self.keys) == self.life:
+                raise KeyboardInterrupt
+            self.keys.append(int(request.key))
+            yield finished(self.target, distinct(self.keys[-1]), self.keys[-1] % 5 != 4, request.key)
+
+
+def magpie(target, engine, path, count, minutes=None, settings=None):
+    writer = Writer(target, [], 0.0, 64, seed=0)
+    keep = Filter(Limits())
+    partial = Partial(path, settings or {"seed": 0})
+    return write_prompts(writer, engine, None, partial, keep, count, minutes, seed=0), keep
+
+
+def test_magpie_stops_at_the_count_and_goes_on_after_a_kill(tmp_path, target):
+    whole, keep = magpie(target, FakeEngine(target), tmp_path / "a.partial", 24)
+    assert len(whole) == 24
+    assert keep.dropped == {"unfinished": 5}
+    with pytest.raises(KeyboardInterrupt):
+        magpie(target, FakeEngine(target, life=13), tmp_path / "b.partial", 24)
+    with (tmp_path / "b.partial").open("ab") as file:
+        file.write(b'{"number": 13, "res')  # killed while writing
+    second = FakeEngine(target)
+    resumed, keep_resumed = magpie(target, second, tmp_path / "b.partial", 24)
+    assert second.keys[0] == 13
+    assert (resumed, keep_resumed.dropped) == (whole, keep.dropped)
+    with pytest.raises(UserError, match=r"b.partial was begun with seed=0; use those, or give --overwrite"):
+        magpie(target, second, tmp_path / "b.partial", 24, settings={"seed": 1})
+
+
+def test_magpie_stops_when_time_is_up(tmp_path, target):
+    rows, _ = magpie(target, FakeEngine(target), tmp_path / "a.partial", 10**6, minutes=0.001)
+    assert 0 < len(rows) < 10**6
+
+
+def test_the_magpie_command(tmp_path, target_dir, monkeypatch, capsys):
+    from drafttrain.data import slots
+
+    made = []
+
+    def engine(target, slots, max_length):
+        made.append((slots, max_length))
+        return FakeEngine(target)
+
+    monkeypatch.setattr(slots, "SlotEngine", engine)
+    output = tmp_path / "p.jsonl"
+    args = ["--source", "magpie", "--target", target_dir, "--output", output, "--count", 9, "--slots", 8]
+    assert prompts(*args, "--openings", "none") == 0
+    assert made[0][0] == 8
+    assert {row["source"] for row in lines(output)} == {"magpie"}
+    assert len(lines(output)) == 9
+    assert sorted(path.name for path in tmp_path.glob("p.*")) == ["p.jsonl", "p.jsonl.summary.json"]
+    assert "dropped: unfinished" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("template", [True, False])
+def test_requests_run_on_the_real_engine(target, template):
+    if not template:
+        target.tokenizer.chat_template = None
+    writer = Writer(target, load_openings("builtin"), 0.5, 24, seed=0)
+    engine = SlotEngine(target, slots=4, max_length=writer.max_length)
+    results = list(itertools.islice(engine.run(writer.requests(3), Sampling(1.0, 0, 0.9), 0), 8))
+    assert all(3 <= int(result.key) < 16 and 0 < len(result.tokens) <= 24 for result in results)
+    assert len({result.key for result in results}) == 8
+    assert all(isinstance(writer.prompt(result), (str, dict)) for result in results)
+
+
+# -- bad input ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--source", "magpie"), "source=magpie needs --target"),
+        (("--source", "file"), "source=file needs --input"),
+        (("--source", "file", "--input", "x.jsonl", "--max-tokens", 5), "min_tokens and max_tokens need --target"),
+        (("--source", "file", "--input", "x.jsonl", "--count", 0), "count=0 must be at least 1"),
+        (("--source", "file", "--input", "x.jsonl", "--ngram", 0), "ngram=0 must be at least 1 word"),
+        (("--source", "file", "--input", "x.jsonl", "--max-chars", 5), "max_chars=5 is below min_chars=10"),
+        (("--source", "file", "--input", "x.jsonl", "--opening-share", 2), "opening_share=2.0 must be between 0 and 1"),
+        (("--source", "file", "--input", "x.jsonl", "--slots", 0), "slots=0 must be at least 1"),
+        (
+            ("--source", "file", "--input", "x.jsonl", "--max-prompt-tokens", 2),
+            "max_prompt_tokens=2 must be at least 8",
+        ),
+        (("--source", "file", "--input", "no.jsonl"), "no.jsonl: no such file; give a JSONL file"),
+        (("--source", "file", "--input", "bad.jsonl"), "bad.jsonl line 2: not JSON"),
+        (("--source", "file", "--input", "list.jsonl"), "list.jsonl line 1: list instead of a JSON object per line"),
+        (("--source", "file", "--input", "latin.jsonl"), "latin.jsonl: not UTF-8 text"),
+        (("--source", "file", "--input", "none.jsonl"), "source=file: no prompt is left (unknown format 1)"),
+        (("--source", "file", "--input", "empty.jsonl"), "source=file: no prompt is left (the source is empty)"),
+        (
+            ("--source", "file", "--input", "x.jsonl", "--exclude", "none.jsonl"),
+            "exclude=none.jsonl: no row in a known format",
+        ),
+        (("--source", "file", "--input", "x.jsonl", "--target", "./nowhere"), "target='./nowhere'"),
+    ],
+)
+def test_bad_input_is_said_in_one_line(args, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_lines(tmp_path / "x.jsonl", [{"prompt": distinct(0)}])
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "fine here"}\n{"prompt"\n')
+    (tmp_path / "list.jsonl").write_text("[1]\n")
+    (tmp_path / "latin.jsonl").write_bytes('{"prompt": "café"}\n'.encode("latin-1"))
+    (tmp_path / "none.jsonl").write_text('{"label": 1}\n')
+    (tmp_path / "empty.jsonl").write_text("")
+    assert prompts(*args, "--output", tmp_path / "out.jsonl") == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.strip().splitlines()) == 1
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_column_maps():
+    assert parse_columns("messages=chat, system = pre") == {"messages": "chat", "system": "pre"}
+    assert parse_columns("") == {}
+    with pytest.raises(UserError, match=r"columns='messages' must read OURS=THEIRS"):
+        parse_columns("messages")

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from drafttrain.evaluation.metrics import acceptance_by_depth, by_category, percentiles, summarise
+
+
+def side(tokens, seconds, rounds=(), draft=0.0, target=0.0, ttft=0.1):
+    passes = sum(count for _, _, count in rounds)
+    return {
+        "tokens": tokens,
+        "seconds": seconds,
+        "ttft": ttft,
+        "passes": passes,
+        "draft_seconds": draft,
+        "target_seconds": target,
+        "rounds": [list(row) for row in rounds],
+    }
+
+
+def record(category, ours, plain, hf=None, same=True):
+    sides = {"drafter": ours, "autoregressive": plain}
+    identical = {"autoregressive": same}
+    if hf:
+        sides["hf_generate"] = hf
+        identical["hf_generate"] = True
+    return {"category": category, "sides": sides, "identical": identical}
+
+
+# 11 tokens: 1 of the prefill, then rounds that accepted 0, 2, 2, 1 of a chain of 2, and 0 of nothing offered: 10 tokens
+OURS = side(11, 2.0, [(0, 0, 1), (0, 2, 1), (1, 2, 1), (2, 2, 2)], draft=0.5, target=1.0)
+PLAIN = side(11, 4.0, [(0, 0, 10)], target=3.0)
+
+
+def test_acceptance_by_depth():
+    got = acceptance_by_depth(Counter({(0, 0): 1, (0, 2): 1, (1, 2): 1, (2, 2): 2}))
+    assert got == {"conditional": [0.75, 0.6667], "joint": [0.6, 0.4]}
+    assert acceptance_by_depth(Counter()) == {"conditional": [], "joint": []}
+
+
+def test_a_depth_that_nothing_reached_is_zero():
+    assert acceptance_by_depth(Counter({(0, 2): 3})) == {"conditional": [0.0, 0.0], "joint": [0.0, 0.0]}
+
+
+def test_figures_by_hand():
+    got = summarise([record("a", OURS, PLAIN)])
+    assert (got["prompts"], got["tokens"], got["target_passes"]) == (1, 11, 5)
+    assert got["accepted_length"] == 2.0
+    assert got["accepted_length"] == pytest.approx(1 + sum(got["acceptance_by_depth"]["joint"]))
+    assert got["acceptance_rate"] == 5 / 8
+    assert got["tokens_per_second"] == 5.5
+    assert got["ttft_ms"]["p50"] == 100.0
+    assert got["tpot_ms"]["p50"] == 190.0
+    assert got["draft_fraction"] == 0.25
+    # a draft round costs 0.1 s, a plain pass 0.3 s
+    assert got["mbsu"] == pytest.approx(2.0 / (0.1 / 0.3 + 1), abs=1e-4)
+    assert got["baselines"]["autoregressive"]["tokens_per_second"] == 2.75
+    assert got["speedup"] == {"autoregressive": 2.0}
+    assert got["identical_outputs"] == 1.0
+    assert got["identical_to_hf_generate"] is None
+
+
+def test_claims_are_made_against_the_faster_baseline():
+    hf = {"tokens": 11, "seconds": 2.5}
+    got = summarise([record("a", OURS, PLAIN, hf)])
+    assert got["speedup"] == {"autoregressive": 2.0, "hf_generate": 1.25}
+    assert got["speedup_vs_fastest"] == 1.25
+    assert got["baselines"]["hf_generate"] == {"tokens_per_second": 4.4}
+
+
+def test_rates_are_of_totals_not_means_of_rates():
+    quick, slow = side(10, 1.0, [(0, 0, 9)]), side(10, 9.0, [(0, 0, 9)])
+    assert summarise([record("a", quick, PLAIN), record("a", slow, PLAIN)])["tokens_per_second"] == 2.0
+
+
+def test_without_baselines():
+    got = summarise([{"category": "a", "sides": {"drafter": OURS}, "identical": {}}])
+    assert (got["baselines"], got["speedup"], got["speedup_vs_fastest"]) == ({}, {}, None)
+    assert got["identical_outputs"] is None
+    assert got["mbsu"] == pytest.approx(2.0 / (0.1 / 0.2 + 1), abs=1e-4)
+
+
+def test_an_answer_of_one_token_has_no_rounds():
+    got = summarise([{"category": "a", "sides": {"drafter": side(1, 0.2)}, "identical": {}}])
+    assert (got["accepted_length"], got["acceptance_rate"], got["tpot_ms"]["p50"]) == (0.0, 0.0, 0.0)
+
+
+def test_categories_keep_their_order_and_share_of_identical_outputs():
+    got = by_category([record("b", OURS, PLAIN), record("a", OURS, PLAIN, same=False), record("b", OURS, PLAIN)])
+    assert list(got) == ["b", "a"]
+    assert (got["b"]["prompts"], got["b"]["identical_outputs"], got["a"]["identical_outputs"]) == (2, 1.0, 0.0)
+
+
+def test_percentiles_in_milliseconds():
+    assert percentiles([i / 1000 for i in range(101)]) == {"p50": 50.0, "p95": 95.0, "p99": 99.0}

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from drafttrain import cli
+from drafttrain.evaluation.metrics import by_category, summarise
+from tests.evaluation.test_metrics import OURS, PLAIN, record
+
+
+@pytest.fixture
+def results(tmp_path):
+    records = [record("chat", OURS, PLAIN, {"tokens": 11, "seconds": 2.5}), record("code", OURS, PLAIN, PLAIN)]
+    content = {
+        "target": "tiny",
+        "drafter": "ngram",
+        "suite": "mine",
+        "dtype": "float32",
+        "decoding": {"temperature": 0.0, "tree": {"spec": "chain:2"}},
+        "overall": summarise(records),
+        "categories": by_category(records),
+    }
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_table_and_picture(results, tmp_path, capsys):
+    picture = tmp_path / "out" / "report.png"
+    assert cli.main(["report", str(results), str(results), "--output", str(picture)]) == 0
+    shown = capsys.readouterr().out
+    for part in (
+        "tiny + ngram",
+        "chain:2",
+        "chat",
+        "code",
+        "2.00x",
+        ".75 .67",
+        "identical to plain decoding on 2 of 2",
+    ):
+        assert part in shown
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("content", "output", "message"),
+    [
+        (None, "r.png", "cannot be read"),
+        ("{broken", "r.png", "cannot be read"),
+        ('{"sides": {}}', "r.png", "is not a results file"),
+        ("{}", "r.docx", "the ending must be one of .png, .svg, .pdf"),
+    ],
+)
+def test_bad_input_is_named(tmp_path, capsys, content, output, message):
+    path = tmp_path / "x.json"
+    if content is not None:
+        path.write_text(content)
+    assert cli.main(["report", str(path), "--output", output]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,248 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from drafttrain import cli
+from drafttrain.decode import Generation, Stats
+from drafttrain.evaluation import runner, sides, tuning
+from drafttrain.evaluation.report import identity_line
+from drafttrain.evaluation.store import Partial
+from drafttrain.target import Target
+from tests.conftest import make_target
+
+QUESTIONS = [
+    {"question_id": "q1", "category": "chat", "turns": ["hello there", "and again"]},
+    {"question_id": "q2", "category": "code", "turns": ["print(1)"]},
+    {"question_id": "q3", "category": "chat", "turns": ["hi"]},
+]
+
+
+@pytest.fixture
+def suite(tmp_path):
+    path = tmp_path / "suite.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
+    return path
+
+
+@pytest.fixture
+def command(target_dir, suite, tmp_path):
+    def arguments(**changes):
+        options = {
+            "target": target_dir,
+            "drafter": "ngram",
+            "suite": suite,
+            "dtype": "float32",
+            "max-new-tokens": 16,
+            "tree": "chain:3",
+            "output": tmp_path / "results.json",
+            **changes,
+        }
+        return ["eval", *(part for key, value in options.items() for part in (f"--{key}", str(value)))]
+
+    return arguments
+
+
+def read(tmp_path):
+    return json.loads((tmp_path / "results.json").read_text())
+
+
+def error_of(capsys, arguments) -> str:
+    assert cli.main(arguments) == 2
+    return capsys.readouterr().err
+
+
+def test_results_hold_what_was_measured(command, tmp_path, capsys):
+    assert cli.main(command()) == 0
+    results = read(tmp_path)
+    assert {
+        "drafttrain",
+        "versions",
+        "command",
+        "device",
+        "threads",
+        "dtype",
+        "compute_dtype",
+        "target",
+        "drafter",
+    } <= (results.keys())
+    assert (results["kind"], results["dtype"], results["tree_search"]) == ("ngram", "float32", None)
+    assert results["decoding"]["tree"]["spec"] == "chain:3"
+    overall = results["overall"]
+    assert overall["prompts"] == 4
+    assert list(results["categories"]) == ["chat", "code"]
+    assert overall["identical_outputs"] == overall["identical_to_hf_generate"] == 1.0
+    assert set(overall["speedup"]) == set(overall["baselines"]) == {"autoregressive", "hf_generate"}
+    assert [(r["question_id"], r["turn"]) for r in results["prompts"]] == [("q1", 0), ("q1", 1), ("q2", 0), ("q3", 0)]
+    tokens = [{side["tokens"] for side in record["sides"].values()} for record in results["prompts"]]
+    assert all(len(counts) == 1 for counts in tokens)
+    assert results["prompts"][1]["prompt_tokens"] > results["prompts"][0]["prompt_tokens"]
+    assert not (tmp_path / "results.json.partial.jsonl").exists()
+    shown = capsys.readouterr().out
+    assert "accepted length" in shown
+    assert "identical to plain decoding on 4 of 4 prompts; identical to transformers generate on 4 of 4" in shown
+
+
+def test_sampled_runs_compare_no_tokens(command, tmp_path, capsys):
+    changes = {"temperature": 0.8, "top-k": 20, "top-p": 0.9, "baselines": "autoregressive", "limit": 2}
+    assert cli.main(command(**changes)) == 0
+    overall = read(tmp_path)["overall"]
+    assert overall["identical_outputs"] is None
+    assert overall["prompts"] == 3
+    assert "sampled" in capsys.readouterr().out
+
+
+def test_none_drafts_nothing(command, tmp_path):
+    assert cli.main(command(drafter="none", baselines="none", limit=1)) == 0
+    results = read(tmp_path)
+    assert results["overall"]["accepted_length"] == 1.0
+    assert results["decoding"]["tree"]["spec"] == "none"
+    assert results["overall"]["speedup"] == {}
+
+
+def test_the_order_of_sides_rotates(command, tmp_path, monkeypatch):
+    order = []
+    original = runner.engine_side
+
+    def spy(target, drafter, spec, sampling):
+        side = original(target, drafter, spec, sampling)
+        return lambda *a: (order.append("ours" if drafter else "plain"), side(*a))[1]
+
+    monkeypatch.setattr(runner, "engine_side", spy)
+    assert cli.main(command(baselines="autoregressive")) == 0
+    assert order[2:] == ["ours", "plain", "plain", "ours", "plain", "ours", "ours", "plain"]
+
+
+def test_an_interrupted_run_goes_on(command, tmp_path, monkeypatch):
+    original, seen = runner.answer, []
+
+    def stop_at_the_second(plan, question, index, sides):
+        if question.question_id == "q2" and not seen.count("q2"):
+            seen.append("q2")
+            raise KeyboardInterrupt
+        seen.append(question.question_id)
+        return original(plan, question, index, sides)
+
+    monkeypatch.setattr(runner, "answer", stop_at_the_second)
+    arguments = command(baselines="autoregressive")
+    assert cli.main(arguments) == 130
+    partial = tmp_path / "results.json.partial.jsonl"
+    with partial.open("a") as file:
+        file.write('{"question": "1:q2", "rec')  # killed while writing
+    assert cli.main(arguments) == 0
+    assert seen == ["q1", "q2", "q2", "q3"]
+    assert read(tmp_path)["overall"]["prompts"] == 4
+    assert not partial.exists()
+
+
+def test_other_settings_do_not_reuse_records(tmp_path):
+    output = tmp_path / "r.json"
+    partial = Partial(output, "one")
+    partial.add_tree("chain:2", [])
+    partial.add_question("0:a", [{"turn": 0}])
+    same = Partial(output, "one")
+    assert same.records == {"0:a": [{"turn": 0}]}
+    assert same.tree == {"tree": "chain:2", "tree_search": []}
+    other = Partial(output, "two")
+    assert (other.records, other.tree) == ({}, None)
+
+
+def test_auto_takes_the_fastest_and_keeps_the_table(command, tmp_path, monkeypatch):
+    monkeypatch.setattr(tuning, "TOKENS", 8)
+    rows = [{"messages": [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]}]
+    rows += [{"text": "hello there"}, {"text": "x y z"}]  # the first is in the suite
+    calibration = tmp_path / "prompts.jsonl"
+    calibration.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert cli.main(command(tree="auto", calibrate=calibration, baselines="none", limit=1)) == 0
+    results = read(tmp_path)
+    table = results["tree_search"]
+    assert len(table) == len(tuning.CANDIDATES)
+    assert results["decoding"]["tree"]["spec"] == table[0]["tree"]
+    assert max(row["prompts"] for row in table) == table[0]["prompts"] == 2
+
+
+def test_slow_candidates_are_dropped_early(monkeypatch):
+    calls = []
+
+    def timed(target, drafter, prompt, *, spec, **_):
+        calls.append(str(spec))
+        seconds = {"none": 1.0, "chain:1": 0.5, "chain:2": 0.52}[str(spec)]
+        return Generation([], Stats(new_tokens=11, target_passes=10, total_seconds=seconds))
+
+    monkeypatch.setattr(tuning, "generate", timed)
+    spec, table = tuning.search_tree(None, None, [[1]] * 3, None, ("none", "chain:1", "chain:2"))
+    assert str(spec) == "chain:1"
+    assert [(row["tree"], row["prompts"]) for row in table] == [("chain:1", 3), ("chain:2", 3), ("none", 1)]
+    assert calls.count("none") == 1
+
+
+def test_a_drafter_folder_may_name_its_tree(tmp_path):
+    assert runner.drafter_default(str(tmp_path)) == "auto"
+    (tmp_path / "decoding.json").write_text('{"tree": "dynamic:4,6,16"}')
+    assert runner.drafter_default(str(tmp_path)) == "dynamic:4,6,16"
+    (tmp_path / "decoding.json").write_text("{}")
+    with pytest.raises(runner.UserError, match=r"decoding.json has no tree .* or pass --tree"):
+        runner.drafter_default(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch-size": 2}, "batch-size=2: the tree decoder takes one sequence at a time"),
+        ({"baselines": "vllm"}, "baselines='vllm': 'vllm' is not one of autoregressive, hf_generate"),
+        ({"tree": "bush:3"}, "tree='bush:3' is not a tree"),
+        ({"temperature": -1}, "temperature=-1.0 must be 0"),
+        ({"suite": "nowhere"}, "suite='nowhere' is neither a file nor a known suite"),
+        ({"limit": 0}, "limit=0 must be at least 1"),
+        ({"dtype": "int8"}, "dtype='int8' is not one of"),
+        ({"target": "/no/such/model"}, "target='/no/such/model': no model folder"),
+        ({"drafter": "/no/such/drafter"}, "drafter='/no/such/drafter': no such folder"),
+        ({"max-new-tokens": 0}, "question 'q1': max_new_tokens=0 must be at least 1"),
+        ({"tree": "auto", "calibrate": "/no/file"}, "calibrate='/no/file' cannot be read"),
+        ({"output": "/proc/nowhere/r.json"}, "output='/proc/nowhere/r.json' cannot be written"),
+    ],
+)
+def test_bad_input_is_named(command, capsys, changes, message):
+    assert message in error_of(capsys, command(**changes))
+
+
+def test_calibration_needs_a_usable_row(tmp_path, target):
+    path = tmp_path / "c.jsonl"
+    path.write_text('{"text": "only this"}\n{"other": 1}\n')
+    with pytest.raises(runner.UserError, match="has no usable row"):
+        tuning.calibration_prompts(target, str(path), exclude={"only this"})
+
+
+def test_prompts_that_do_not_fit_are_found_first(suite):
+    target = make_target(layers=1, max_position_embeddings=30)
+    questions = runner.load_suite(str(suite)).questions
+    with pytest.raises(runner.UserError, match=r"question 'q1': prompt has .* max_position_embeddings=30"):
+        runner.check_lengths(target, questions, 4)
+
+
+def test_the_reference_model_is_untouched_and_in_the_dtype_asked_for(target_dir, monkeypatch):
+    target = Target.load(str(target_dir), "bfloat16", "cpu")
+    loaded = []
+    load = sides.AutoModelForCausalLM.from_pretrained
+    monkeypatch.setattr(
+        sides.AutoModelForCausalLM, "from_pretrained", lambda *a, **k: loaded.append(load(*a, **k)) or loaded[0]
+    )
+    side = sides.hf_side(target, target.dtype, runner.SamplingParams())
+    (model,) = loaded
+    assert (model.dtype, model.config._attn_implementation) == (torch.bfloat16, "sdpa")
+    assert model is not target.model
+    assert side([1, 2, 3], 5, 0)[1]["tokens"] <= 5
+
+
+def test_the_line_about_identity_says_what_the_dtype_means():
+    overall = {"prompts": 10, "identical_outputs": 0.9, "identical_to_hf_generate": 1.0}
+    results = {"overall": overall, "dtype": "bfloat16", "decoding": {"temperature": 0.0}}
+    assert "identical to plain decoding on 9 of 10 prompts" in identity_line(results)
+    assert "bfloat16 rounds by the number of rows" in identity_line(results)
+    assert "In float32 all should be" in identity_line({**results, "dtype": "float32"})
+    overall["identical_outputs"] = 1.0
+    assert identity_line(results).endswith("identical to transformers generate on 10 of 10 prompts")
+    overall["identical_outputs"] = overall["identical_to_hf_generate"] = None
+    assert "not compared" in identity_line(results)

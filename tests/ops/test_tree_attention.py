@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from drafttrain.ops import tree_attention as module
+from drafttrain.ops.tree_attention import TreeLayout, tree_attention
+
+TREES = {"root": [], "chain": [-1, 0, 1], "tree": [-1, -1, 0, 0, 2, 1, 4]}
+
+
+def plain_reference(query, key, value, prefix, parents, depths, scaling, window, softcap, sinks):
+    """One query row and head at a time, straight from the definition."""
+    heads, n = query.shape[1:3]
+    groups = heads // key.shape[1]
+    out = query.new_zeros(1, heads, n, value.shape[3])
+    positions = [*range(prefix), *(prefix + d for d in depths)]
+    for i in range(n):
+        seen, at = set(range(prefix)), i
+        while at >= 0:
+            seen.add(prefix + at)
+            at = (parents[at - 1] + 1 if at else -1) if parents is not None else at - 1
+        visible = sorted(s for s in seen if window is None or positions[prefix + i] - positions[s] < window)
+        for head in range(heads):
+            scores = key[0, head // groups, visible] @ query[0, head, i] * scaling
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[head : head + 1]))
+            weights = scores.softmax(-1)[: len(visible)]
+            out[0, head, i] = weights @ value[0, head // groups, visible]
+    return out
+
+
+def inputs(heads, kv_heads, n, total, width=8, value_width=8, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    shapes = ((1, heads, n, width), (1, kv_heads, total, width), (1, kv_heads, total, value_width))
+    return [torch.randn(shape, generator=g) for shape in shapes]
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+@pytest.mark.parametrize("extras", [(None, False), (2.0, False), (None, True), (2.0, True)])
+@pytest.mark.parametrize("shape", list(TREES))
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (4, 1)])
+def test_tree_equals_definition(shape, window, extras, heads, kv_heads):
+    softcap, with_sinks = extras
+    sinks = torch.linspace(-1, 2, heads) if with_sinks else None
+    for prefix in (0, 5):
+        layout = TreeLayout(prefix, TREES[shape])
+        q, k, v = inputs(heads, kv_heads, layout.count, prefix + layout.count, value_width=6)
+        got = tree_attention(q, k, v, layout, scaling=0.4, window=window, softcap=softcap, sinks=sinks)
+        want = plain_reference(q, k, v, prefix, TREES[shape], layout.depths, 0.4, window, softcap, sinks)
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 4, 200])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("prefix", [0, 6])
+def test_long_chains_in_blocks(monkeypatch, window, softcap, prefix):
+    monkeypatch.setattr(module, "_BLOCK", 5)
+    n = 23
+    q, k, v = inputs(4, 2, n, prefix + n)
+    got = tree_attention(q, k, v, TreeLayout(prefix, count=n), scaling=0.4, window=window, softcap=softcap)
+    want = plain_reference(q, k, v, prefix, None, range(n), 0.4, window, softcap, None)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+def test_prefill_builds_no_mask(monkeypatch):
+    monkeypatch.setattr(TreeLayout, "mask", lambda *_: pytest.fail("a mask was built"))
+    n = 600
+    q, k, v = inputs(4, 2, n, n)
+    for window in (None, n):
+        tree_attention(q, k, v, TreeLayout(0, count=n), scaling=0.4, window=window)
+
+
+def test_bfloat16_stays_close_to_float32():
+    layout = TreeLayout(40, TREES["tree"])
+    q, k, v = inputs(6, 2, layout.count, 40 + layout.count)
+    want = tree_attention(q, k, v, layout, scaling=0.4)
+    got = tree_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), layout, scaling=0.4)
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.float(), want, atol=3e-2, rtol=3e-2)
+
+
+def test_batch_rows_share_the_layout():
+    layout = TreeLayout(4, TREES["tree"])
+    one = inputs(4, 2, layout.count, 4 + layout.count, seed=1)
+    two = inputs(4, 2, layout.count, 4 + layout.count, seed=2)
+    sinks = torch.linspace(-1, 1, 4)
+    both = [torch.cat(pair) for pair in zip(one, two, strict=True)]
+    for options in ({}, {"softcap": 2.0}, {"sinks": sinks}):
+        got = tree_attention(*both, layout, scaling=0.4, **options)
+        want = [tree_attention(*rows, layout, scaling=0.4, **options) for rows in (one, two)]
+        torch.testing.assert_close(got, torch.cat(want))
+
+
+def test_layers_share_one_mask_and_wide_windows_need_none_of_their_own():
+    layout = TreeLayout(10, TREES["tree"])
+    like = torch.zeros(1)
+    first, mask = layout.mask(None, 2, like)
+    assert first == 0
+    assert layout.mask(None, 2, like)[1] is mask
+    assert layout.mask(500, 2, like)[1] is mask
+    narrow_first, narrow = layout.mask(4, 2, like)
+    assert narrow_first == 7
+    assert narrow.shape == (2 * layout.count, 3 + layout.count)
+
+
+def test_siblings_share_a_position():
+    assert TreeLayout(10, TREES["tree"]).positions().tolist() == [[10, 11, 11, 12, 12, 13, 12, 14]]
+    assert TreeLayout(3, count=4).positions().tolist() == [[3, 4, 5, 6]]

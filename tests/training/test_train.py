@@ -1,0 +1,143 @@
+"""The launch itself: a tiny run end to end, its errors, resuming, and DeepSpeed's engine on two processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from drafttrain.data.store import Store
+from drafttrain.drafters.base import load_drafter
+from drafttrain.target import Target
+from tests.conftest import make_target
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def write_data(folder: Path, target: Target, rows: int = 24, seed: int = 0) -> Path:
+    """Sequences whose response continues the prompt by counting, which a drafter can learn."""
+    generator = torch.Generator().manual_seed(seed)
+    with Store(folder, {"target": target.identity(), "sampling": {"temperature": 0.0}}) as store:
+        for i in range(rows):
+            start = int(torch.randint(0, 200, (1,), generator=generator))
+            prompt = [start, start + 1, start + 2]
+            length = int(torch.randint(5, 30, (1,), generator=generator))
+            response = [(start + 3 + j) % 250 for j in range(length)]
+            tokens = prompt + response
+            store.append({"id": f"row{i}", "tokens": tokens, "spans": [[3, len(tokens)]], "finish": ["stop"], "source": "test"})
+    return folder
+
+
+def write_recipe(tmp_path: Path, target_dir: Path, data: Path, **extra: object) -> list[str]:
+    recipe = tmp_path / "recipe.yaml"
+    options = {
+        "target": str(target_dir),
+        "data": str(data),
+        "output_dir": str(tmp_path / "drafter"),
+        "max_steps": 6,
+        "per_device_train_batch_size": 4,
+        "logging_steps": 2,
+        "save_steps": 3,
+        "learning_rate": 1e-3,
+        "use_cpu": True,
+        "validation": 0.1,
+        "dtype": "float32",
+        **extra,
+    }
+    recipe.write_text("drafter: {draft_vocab_size: 255, ttt_steps: 2}\n" + "".join(f"{k}: {json.dumps(v)}\n" for k, v in options.items()))
+    return [str(recipe)]
+
+
+def launch(words: list[str], launcher: list[str] | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [*(launcher or [sys.executable]), str(ROOT / "drafttrain" / "train.py"), *words]
+    full = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", **env}
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=full, timeout=400)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    target = make_target()
+    target.model.save_pretrained(folder / "target")
+    target.tokenizer.save_pretrained(folder / "target")
+    return folder / "target", write_data(folder / "data", target)
+
+
+def test_a_run_as_a_script_trains_saves_and_is_not_repeated(tiny, tmp_path):
+    words = write_recipe(tmp_path, *tiny)
+    first = launch(words)
+    assert first.returncode == 0, first.stderr[-3000:]
+    assert "covers" in first.stdout and "agree by depth" in first.stdout and "left" in first.stdout
+    summary = json.loads((tmp_path / "drafter" / "training.json").read_text())
+    assert summary["steps"] == 6 and "eval_agree@2" in summary["held_out"] and summary["vocabulary"]["size"] == 255
+    drafter = load_drafter(str(tmp_path / "drafter"), Target.load(str(tiny[0]), "float32"))
+    assert drafter.kind == "eagle3"
+    again = launch(words)
+    assert again.returncode == 0 and "already trained" in again.stdout
+
+
+def test_a_killed_run_goes_on_from_its_checkpoint(tiny, tmp_path):
+    words = write_recipe(tmp_path, *tiny)
+    whole = launch([*words, f"output_dir={tmp_path / 'whole'}"])
+    assert whole.returncode == 0, whole.stderr[-3000:]
+    assert launch([*words, "max_steps=3"]).returncode == 0  # leaves checkpoint-3 behind, as a kill after step 3 does
+    rest = launch(words)
+    assert rest.returncode == 0 and "going on from" in rest.stdout, rest.stderr[-3000:]
+    assert json.loads((tmp_path / "drafter" / "training.json").read_text())["steps"] == 6
+
+
+def test_a_time_budget_ends_the_run(tiny, tmp_path):
+    done = launch([*write_recipe(tmp_path, *tiny), "max_minutes=0.05", "max_steps=-1"])
+    assert done.returncode == 0, done.stderr[-3000:]
+    summary = json.loads((tmp_path / "drafter" / "training.json").read_text())
+    assert summary["steps"] > 6 and summary["seconds"] < 40
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["target=/nowhere/model"], r"error: target='/nowhere/model': no model folder"),
+        (["data=/nowhere/data"], r"error: data='/nowhere/data' is not a data set"),
+        (["drafter.tt_steps=3"], r"error: unknown key drafter.tt_steps; did you mean ttt_steps"),
+        (["kind=eagle4"], r"error: kind='eagle4' is not a drafter kind; there are"),
+        (["kind=ngram"], r"error: kind='ngram' has no weights to train"),
+        (["loss=kld"], r"error: loss='kld' is not one of kl"),
+        (["learning_rate=1e30", "max_grad_norm=1e30"], r"error: loss=.*not finite; lower learning_rate"),
+        (["max_length=4"], r"error: no row of the data has two response tokens within max_length=4"),
+    ],
+)
+def test_each_mistake_ends_in_one_clear_line(tiny, tmp_path, words, message, capsys, monkeypatch):
+    from drafttrain.cli import main
+
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert main(["train", *write_recipe(tmp_path, *tiny), *words]) == 2
+    import re
+
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_data_of_another_tokenizer_is_refused(tiny, tmp_path, capsys):
+    from drafttrain.cli import main
+
+    other = make_target(vocab_size=310)
+    data = write_data(tmp_path / "data", other, rows=4)
+    assert main(["train", *write_recipe(tmp_path, tiny[0], data)]) == 2
+    assert "was tokenized for target 'tiny'" in capsys.readouterr().err
+
+
+def test_two_processes_train_under_deepspeed_zero2(tiny, tmp_path):
+    words = write_recipe(tmp_path, *tiny, max_steps=3, save_steps=100)
+    launcher = [
+        sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1", "--use_deepspeed",
+        "--deepspeed_config_file", str(ROOT / "configs/deepspeed/zero2.json"), "--dynamo_backend", "no",
+    ]  # fmt: skip
+    done = launch(words, launcher, DS_ACCELERATOR="cpu")
+    assert done.returncode == 0, done.stderr[-4000:]
+    summary = json.loads((tmp_path / "drafter" / "training.json").read_text())
+    assert summary["engine"] == "DeepSpeedEngine" and summary["processes"] == 2 and summary["steps"] == 3
+    assert load_drafter(str(tmp_path / "drafter"), Target.load(str(tiny[0]), "float32")).kind == "eagle3"
