@@ -1,7 +1,7 @@
 """Response tokens per second: the slot engine against transformers' generate with batches of 64, in one run.
 
 Both sides answer the same prompts with the same sampling, limit and dtype; a response ends at its stop token.
-transformers takes the prompts in the order they come, padded on the left, with its sdpa attention. The sides take turns.
+transformers takes the prompts in the order they come, padded on the left, with sdpa attention. The sides take turns.
 
     python eval/bench_generate.py --target smollm2-135m --count 256 --max-new-tokens 256 \\
         --output eval/results/generate_smollm2-135m_cpu.json
@@ -27,7 +27,7 @@ import transformers
 
 from drafttrain import __version__
 from drafttrain.data.conversation import ChatRenderer
-from drafttrain.data.sampling import Sampling
+from drafttrain.ops.sampling import SamplingParams
 from drafttrain.data.slots import Request, SlotEngine
 from drafttrain.target import DTYPES, Target
 
@@ -62,7 +62,7 @@ def run_slots(target: Target, prompts: list[list[int]], stop_ids: set[int], args
     """One timed pass of our engine."""
     engine = SlotEngine(target, slots=args.slots, max_length=max(map(len, prompts)) + args.max_new_tokens)
     requests = [Request(str(i), ids, args.max_new_tokens, stop_ids) for i, ids in enumerate(prompts)]
-    sampling = Sampling(args.temperature, args.top_k, args.top_p)
+    sampling = SamplingParams(args.temperature, args.top_k, args.top_p)
     start = time.perf_counter()
     lengths = [len(finished.tokens) for finished in engine.run(requests, sampling, seed=args.seed)]
     return figures(lengths, time.perf_counter() - start)
@@ -117,6 +117,35 @@ def device_name(device: torch.device) -> str:
     return f"{model}, {os.cpu_count()} cores"
 
 
+def write_result(args: argparse.Namespace, target: Target, runs: dict[str, list[dict[str, Any]]]) -> None:
+    """Prints the medians so far and writes them to --output."""
+    speeds = {name: statistics.median(run["tokens_per_second"] for run in runs[name]) for name in runs}
+    ours, theirs = speeds.values()
+    result = {
+        "ratio": round(ours / theirs, 3),
+        "goal": GOAL,
+        "sides": {name: {"tokens_per_second": speeds[name], "runs": runs[name]} for name in runs},
+        "prompts": args.count,
+        "repeats": min(map(len, runs.values())),
+        "dtype": args.dtype,
+        "command": sys.argv,
+        "device": device_name(target.device),
+        "threads": torch.get_num_threads(),
+        "versions": {
+            "drafttrain": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+    }
+    print(f"{ours:.0f} against {theirs:.0f} response tokens/s: ratio {result['ratio']} (goal {GOAL})")
+    if args.output:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        part = args.output.with_suffix(".part")
+        part.write_text(json.dumps(result, indent=2) + "\n")
+        os.replace(part, args.output)
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="smollm2-135m", help="short name, folder or Hub id")
@@ -138,7 +167,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     args = parse_arguments()
     target = Target.load(args.target, args.dtype, args.device)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         target.path, dtype=DTYPES.get(args.dtype, target.dtype), attn_implementation="sdpa", use_safetensors=True
     )
     model = model.to(target.device).eval()
@@ -158,30 +187,8 @@ def main() -> None:
         for name, side in sides.items():
             runs[name].append(side(prompts, args))
             print(f"repeat {repeat} {name}: {runs[name][-1]}", flush=True)
-    speeds = {name: statistics.median(run["tokens_per_second"] for run in runs[name]) for name in sides}
-    ours, theirs = speeds.values()
-    result = {
-        "ratio": round(ours / theirs, 3),
-        "goal": GOAL,
-        "sides": {name: {"tokens_per_second": speeds[name], "runs": runs[name]} for name in sides},
-        "prompts": args.count,
-        "dtype": args.dtype,
-        "command": sys.argv,
-        "device": device_name(target.device),
-        "threads": torch.get_num_threads(),
-        "versions": {
-            "drafttrain": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
-    }
-    print(f"{ours:.0f} against {theirs:.0f} response tokens/s: ratio {result['ratio']} (goal {GOAL})")
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        part = args.output.with_suffix(".part")
-        part.write_text(json.dumps(result, indent=2) + "\n")
-        os.replace(part, args.output)
+        # After every pair, so that a run cut short still leaves its finished pairs.
+        write_result(args, target, runs)
 
 
 if __name__ == "__main__":

@@ -32,17 +32,18 @@ case "$target" in
 esac
 
 stage "2/5 prompts, written by the target itself"
-drafttrain prompts --source magpie --target "$target" --output "$output/prompts.jsonl" --max-minutes "$(minutes 0.08)"
+[ -f "$output/prompts.jsonl" ] || drafttrain prompts --source magpie --target "$target" --output "$output/prompts.jsonl" \
+  --count "$(awk -v b="$budget" 'BEGIN { printf "%d", 400 * b }')" --max-prompt-tokens 128 --max-minutes "$(minutes 0.13)"
 
 stage "3/5 distillation data: the target's own answers"
-drafttrain generate --target "$target" --prompts "$output/prompts.jsonl" --output "$output/data" --features default \
-  --max-new-tokens 256 --max-minutes "$(minutes 0.40)"
+[ -f "$output/data/summary.json" ] || drafttrain generate --target "$target" --prompts "$output/prompts.jsonl" \
+  --output "$output/data" --features default --max-new-tokens 256 --max-minutes "$(minutes 0.40)"
 
 stage "4/5 training an EAGLE-3 head"
 drafttrain train configs/quickstart.yaml target="$target" data="$output/data" output_dir="$output/drafter" \
-  max_minutes="$(minutes 0.52)"
+  max_minutes="$(minutes 0.47)"
 
 stage "5/5 evaluation in the tree decoder"
-drafttrain eval --target "$target" --drafter "$output/drafter" --dtype bfloat16 --limit 12 --max-new-tokens 64 \
+drafttrain eval --target "$target" --drafter "$output/drafter+ngram" --dtype bfloat16 --limit 12 --max-new-tokens 64 \
   --calibrate "$output/prompts.jsonl" --output "$output/results.json"
 drafttrain report "$output/results.json" --output "$output/report.png"

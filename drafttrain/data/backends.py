@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import httpx
 
 from drafttrain.data.conversation import ChatRenderer, Conversation
-from drafttrain.data.sampling import Sampling
+from drafttrain.ops.sampling import SamplingParams
 from drafttrain.data.slots import Finished, Request, SlotEngine
 from drafttrain.errors import UserError
 from drafttrain.target import Target
@@ -42,7 +42,10 @@ class Limits:
 class Backend(Protocol):
     """Runs conversations."""
 
-    new_tokens: int
+    @property
+    def new_tokens(self) -> int:
+        """Response tokens so far, of conversations that still run too."""
+        ...
 
     def run(
         self, conversations: Iterable[Conversation], stop: Callable[[], bool]
@@ -61,7 +64,7 @@ class LocalBackend:
         self,
         target: Target,
         renderer: ChatRenderer,
-        sampling: Sampling,
+        sampling: SamplingParams,
         limits: Limits,
         slots: int,
         feature_layers: Sequence[int],
@@ -112,7 +115,7 @@ class OpenAIBackend:
         urls: Sequence[str],
         model: str,
         renderer: ChatRenderer,
-        sampling: Sampling,
+        sampling: SamplingParams,
         limits: Limits,
         concurrency: int = 32,
         timeout: float = 600.0,
@@ -246,7 +249,7 @@ class VllmBackend:
         target: str,
         dtype: str,
         renderer: ChatRenderer,
-        sampling: Sampling,
+        sampling: SamplingParams,
         limits: Limits,
         trust_remote_code: bool = False,
         wave: int = 512,

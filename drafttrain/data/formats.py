@@ -9,6 +9,7 @@ plain text          {"text": "..."}                                        a beg
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 Prompt = dict[str, Any]  # {"messages": [{"role", "content"}, ...]} or {"text": str}
@@ -38,8 +39,8 @@ def parse_row(row: dict[str, Any]) -> Prompt | None:
         return _prompt([_message("user", turn) for turn in row["turns"]])
     for key in _CONVERSATIONS:
         if isinstance(row.get(key), list):
-            system = [{"role": "system", "content": row["system"]}] if _filled(row.get("system")) else []
-            return _prompt(system + [_turn(turn) for turn in row[key]])
+            system = [_message("system", row["system"])] if _filled(row.get("system")) else []
+            return _prompt([*system, *(_turn(turn) for turn in row[key])])
     for key in _QUESTIONS:
         if _filled(row.get(key)):
             question = row[key] + (f"\n\n{row['input']}" if _filled(row.get("input")) else "")
@@ -56,7 +57,8 @@ def _message(role: str, content: Any) -> dict[str, str] | None:
     """A message, or None if the content is not text. Text parts of a multi-part content are joined."""
     if isinstance(content, list):
         parts = [part.get("text") if isinstance(part, dict) else part for part in content]
-        content = "\n".join(parts) if all(isinstance(part, str) for part in parts) else None
+        text = [part for part in parts if isinstance(part, str)]
+        content = "\n".join(text) if len(text) == len(parts) else None
     return {"role": role, "content": content} if _filled(content) else None
 
 
@@ -67,7 +69,7 @@ def _turn(turn: Any) -> dict[str, str] | None:
     return _message(role, turn.get("content", turn.get("value"))) if role else None
 
 
-def _prompt(messages: list[dict[str, str] | None]) -> Prompt | None:
+def _prompt(messages: Sequence[dict[str, str] | None]) -> Prompt | None:
     """Checked messages; None if one of them could not be read or nobody asks anything."""
     whole = [message for message in messages if message is not None]
     if len(whole) < len(messages):

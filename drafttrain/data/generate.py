@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from drafttrain import __version__
 from drafttrain.data.backends import Backend, Limits, LocalBackend, OpenAIBackend, VllmBackend
 from drafttrain.data.conversation import ChatRenderer, Conversation
-from drafttrain.data.sampling import Sampling
+from drafttrain.ops.sampling import SamplingParams
 from drafttrain.data.store import FeatureWriter, Store, check_space, write_json
 from drafttrain.errors import UserError
 from drafttrain.target import Target, resolve_target
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         UserError: bad prompts, settings that contradict the data set, no disk space, an unreachable server.
     """
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    sampling = Sampling(args.temperature, args.top_k, args.top_p)
+    sampling = SamplingParams(args.temperature, args.top_k, args.top_p)
     for key in ("max_new_tokens", "max_length"):
         if getattr(args, key) < 1:
             raise UserError(f"{key}={getattr(args, key)} must be at least 1")
@@ -96,19 +96,17 @@ def run(args: argparse.Namespace) -> int:
         "backend": args.backend,
         "features": {"layers": list(layers), "dtype": "bfloat16"} if layers else None,
     }
-    store = Store(args.output, settings, rank, args.overwrite)
-    done = store.done_ids()
-    mine = [it for it in conversations if it.id not in done and owner(it.id, world) == rank]
-    if layers:
-        needed = feature_bytes(mine, renderer, args, (len(layers) + 1) * target.hidden_size * 2)
-        check_space(store.directory, needed, "features")
-    if mine:
-        backend = make_backend(args, target, renderer, sampling, layers, len(mine))
-        job = _Job(args, renderer, store, backend, mine)
-        summary = job.run()
-    else:
+    with Store(args.output, settings, rank, args.overwrite) as store:
+        done = store.done_ids()
+        mine = [it for it in conversations if it.id not in done and owner(it.id, world) == rank]
+        if layers:
+            needed = feature_bytes(mine, renderer, args, (len(layers) + 1) * target.hidden_size * 2)
+            check_space(store.directory, needed, "features")
         summary = {"conversations": 0, "response_tokens": 0, "seconds": 0.0, "tokens_per_second": 0.0, "dropped": {}}
-    report(args, store, summary, len(conversations), world)
+        if mine:
+            backend = make_backend(args, target, renderer, sampling, layers, len(mine))
+            summary = _Job(args, renderer, store, backend, mine).run()
+        report(args, store, summary, len(conversations), world)
     return 0
 
 
@@ -185,7 +183,7 @@ def parse_layers(text: str, target: Target) -> tuple[int, ...]:
         layers = (-1,)
     if len(set(layers)) < len(layers) or not all(0 <= layer <= target.num_layers for layer in layers):
         raise UserError(
-            f"features={text!r} must be none, default, or distinct layer numbers from 0 to {target.num_layers}, as 2,15,27"
+            f"features={text!r} must be none, default, or distinct layers from 0 to {target.num_layers}, as 2,15,27"
         )
     return layers
 
@@ -210,7 +208,7 @@ def make_backend(
     args: argparse.Namespace,
     target: Target,
     renderer: ChatRenderer,
-    sampling: Sampling,
+    sampling: SamplingParams,
     layers: tuple[int, ...],
     count: int,
 ) -> Backend:
@@ -335,15 +333,16 @@ class _Job:
 
 
 def report(args: argparse.Namespace, store: Store, this_run: dict[str, Any], prompts: int, world: int) -> None:
-    """Closes the store, prints the summary and writes DIR/summary.json: the whole data set, and this process's run."""
-    counts = store.close()
+    """Prints the summary and writes DIR/summary.json: the whole data set, and this process's run."""
+    counts = store.finish()
     responses = max(counts["responses"], 1)
+    truncated = counts["truncated"] / responses
     summary = {
         "drafttrain": __version__,
         "command": sys.argv,
         "prompts": prompts,
         **counts,
-        "truncated_share": round(counts["truncated"] / responses, 4),
+        "truncated_share": round(truncated, 4),
         "mean_response_tokens": round(counts["response_tokens"] / responses, 1),
         "processes": world,
         "this_run": this_run,
@@ -352,7 +351,7 @@ def report(args: argparse.Namespace, store: Store, this_run: dict[str, Any], pro
     dropped = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in this_run["dropped"].items() if count)
     print(
         f"{args.output}: {counts['conversations']} of {prompts} conversations, {counts['response_tokens']} response "
-        f"tokens, mean {summary['mean_response_tokens']} a response, {100 * summary['truncated_share']:.1f} % truncated\n"
+        f"tokens, mean {summary['mean_response_tokens']} a response, {100 * truncated:.1f} % truncated\n"
         f"this run: {this_run['conversations']} conversations, {this_run['response_tokens']} response tokens in "
         f"{this_run['seconds']} s ({this_run['tokens_per_second']} tokens/s)"
         + (f"; dropped: {dropped}" if dropped else ""),

@@ -217,10 +217,10 @@ def magpie_prompts(
 ) -> list[dict[str, Any]]:
     """Sets the engine up and runs it."""
     from drafttrain.data.magpie import Writer, load_openings
-    from drafttrain.data.sampling import Sampling
+    from drafttrain.ops.sampling import SamplingParams
     from drafttrain.data.slots import SlotEngine
 
-    sampling = Sampling(args.temperature, 0, args.top_p)
+    sampling = SamplingParams(args.temperature, 0, args.top_p)
     writer = Writer(target, load_openings(args.openings), args.opening_share, args.max_prompt_tokens, args.seed)
     partial = Partial(_partial_path(args.output), settings)
     engine = SlotEngine(target, slots=args.slots, max_length=writer.max_length)
@@ -247,8 +247,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", default="auto", help="for magpie: float32, bfloat16 or auto")
     add("--device", default="auto", help="for magpie: cpu, cuda or auto")
     add("--trust-remote-code", action="store_true", help="run model code that comes with the target")
-    add("--temperature", type=float, default=1.0, help="for magpie (default: 1.0)")
-    add("--top-p", type=float, default=1.0, help="for magpie (default: 1.0)")
+    add("--temperature", type=float, default=0.8, help="for magpie; large models stay sensible at 1.0 (default: 0.8)")
+    add("--top-p", type=float, default=1.0, help="for magpie; below 1 is slow on a CPU (default: 1.0)")
     add("--openings", default="builtin", help="for magpie: builtin, none, or a file with one beginning per line")
     add("--opening-share", type=float, default=0.5, help="share of prompts that get an opening (default: 0.5)")
     add("--max-prompt-tokens", type=int, default=256, help="for magpie: longer prompts are dropped (default: 256)")
@@ -380,11 +380,11 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _print_summary(output: Path, kept: int, dropped: Counter[str]) -> None:
-    table = Table(title=f"prompts in {output}", title_justify="left")
-    table.add_column("")
-    table.add_column("prompts", justify="right")
+    table = Table("", "prompts")
+    table.columns[1].justify = "right"
     table.add_row("read", str(kept + sum(dropped.values())))
     for reason, count in dropped.most_common():
         table.add_row(f"dropped: {reason}", str(count), style="dim")
     table.add_row("kept", str(kept), style="bold")
     Console(file=sys.stdout).print(table)
+    print(output)

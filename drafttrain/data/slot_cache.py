@@ -1,9 +1,9 @@
 """Keys and values of many slots, and attention of ragged rows over them.
 
 Keys are held transposed, [slots, kv_heads, head_dim, columns]: with one query per sequence attention is bound by
-reading the cache, and on a CPU a matrix product reads transposed keys about a third faster than row-major ones. Product,
-softmax, product beat scaled_dot_product_attention there. Query heads that share a key head are rows of one product, so
-nothing is repeated. Only the columns that some row can see are read.
+reading the cache, and on a CPU a matrix product reads transposed keys about a third faster than row-major ones.
+Product, softmax, product beat scaled_dot_product_attention there. Query heads that share a key head are rows of one
+product, so nothing is repeated. Only the columns that some row can see are read.
 """
 
 from __future__ import annotations

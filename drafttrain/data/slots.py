@@ -20,7 +20,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from drafttrain.data.sampling import Sampling, sample
+from drafttrain.ops.sampling import SamplingParams, sample
 from drafttrain.data.slot_cache import SlotCache
 from drafttrain.errors import UserError
 from drafttrain.target import Target
@@ -112,7 +112,7 @@ class SlotEngine:
     def run(
         self,
         requests: Iterable[Request],
-        sampling: Sampling,
+        sampling: SamplingParams,
         seed: int = 0,
         follow_up: FollowUp | None = None,
         stop: Callable[[], bool] | None = None,
@@ -156,7 +156,7 @@ class SlotEngine:
 class _Run:
     """The state of one `SlotEngine.run`."""
 
-    def __init__(self, engine: SlotEngine, sampling: Sampling, seed: int, follow_up: FollowUp | None):
+    def __init__(self, engine: SlotEngine, sampling: SamplingParams, seed: int, follow_up: FollowUp | None):
         self.engine, self.target = engine, engine.target
         self.sampling, self.seed, self.follow_up = sampling, seed, follow_up
         self.cache = SlotCache(engine.target, engine.slots, engine.feature_layers)

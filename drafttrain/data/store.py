@@ -36,6 +36,7 @@ from drafttrain.errors import UserError
 FORMAT = 1
 _SYNC_SECONDS = 5.0
 _SHARD_BYTES = 64_000_000
+_BOOKKEEPING = ("format", "drafttrain", "counts")
 _COLUMNS = Features(
     {
         "id": Value("string"),
@@ -200,9 +201,10 @@ class Store:
                         "empty folder"
                     )
             write_json(path, {"format": FORMAT, "drafttrain": __version__, **meta, "counts": {}})
-        recorded = read_meta(self.directory)
-        for key, new in _flatten(json.loads(json.dumps(meta))).items():
-            old = _flatten(recorded).get(key)
+        recorded = {key: value for key, value in read_meta(self.directory).items() if key not in _BOOKKEEPING}
+        before, now = _flatten(recorded), _flatten(json.loads(json.dumps(meta)))
+        for key in [*now, *before]:
+            old, new = before.get(key), now.get(key)
             if old != new:
                 raise UserError(
                     f"output={str(self.directory)!r} was begun with {key}={old!r}, this run has {key}={new!r}; one "
@@ -253,10 +255,9 @@ class Store:
             raise _disk_full(self.directory, f"{self.appended} conversations of this run are") from error
         self.appended += 1
 
-    def close(self) -> dict[str, int]:
+    def finish(self) -> dict[str, int]:
         """Flushes, and brings the counts in meta.json up to date; returns them."""
         os.fsync(self._file)
-        os.close(self._file)
         counts = {"conversations": 0, "responses": 0, "response_tokens": 0, "truncated": 0}
         for part in _parts(self.directory):
             for record in _lines(part):
@@ -267,11 +268,19 @@ class Store:
         write_json(self.directory / "meta.json", {**read_meta(self.directory), "counts": counts})
         return counts
 
+    def close(self) -> None:
+        """Lets go of the part, so that another process can write it."""
+        os.close(self._file)
+
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        try:
+            if kind is None:
+                self.finish()
+        finally:
+            self.close()
 
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

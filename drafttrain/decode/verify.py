@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.batch import TokenTree
-from drafttrain.decode.sampling import SamplingParams, draw, probabilities
+from drafttrain.ops.sampling import SamplingParams, draw, probabilities
 
 
 @dataclass

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from drafttrain.batch import TokenTree
 from drafttrain.errors import UserError
+from drafttrain.ops.packed_linear import pack_linears
 from drafttrain.target import Target
 
 
@@ -137,19 +138,29 @@ def kind_class(name: str) -> Any:
 
 
 def load_drafter(name: str, target: Target) -> Drafter | None:
-    """A drafter for decoding: a saved folder or Hub id, a kind without weights (`ngram`), or `none`.
+    """A drafter for decoding: a saved folder or Hub id, a kind without weights (`ngram`), `none`, or FIRST+SECOND.
 
-    Returns it bound to the target, on its device and in its compute dtype.
+    FIRST+SECOND merges a training-free kind's match into the first's tree. Returns it bound to the target, on its device and in its compute dtype.
 
     Raises:
         UserError: nothing there, not a drafter of ours, or made for another target.
     """
     if name == "none":
         return None
+    first, plus, second = name.rpartition("+")
+    if plus and second in kinds() and not kind_class(second).trainable:
+        from drafttrain.drafters.combined import CombinedDrafter
+
+        main = load_drafter(first, target)
+        assert main is not None, "none+KIND is KIND"
+        # On top of another drafter only matches of two tokens and more are worth their nodes.
+        return CombinedDrafter(main, kind_class(second)(min_n=2))
     if name in kinds() and not kind_class(name).trainable:
         drafter = kind_class(name)()
     else:
         drafter = _load_trained(name).to(device=target.device, dtype=target.compute_dtype).eval()
+        if target.device.type == "cpu":
+            pack_linears(drafter)
     drafter.bind(target)
     return drafter
 

@@ -67,10 +67,10 @@ def summary_table(results: dict[str, Any]) -> Table:
     title = f"{results['target']} + {results['drafter']}   {results['suite']}, {results['dtype']}, tree {tree}"
     table = Table(title=title, title_justify="left", title_style="bold")
     table.add_column("category")
-    headings = ["prompts", "accepted length", "acceptance by depth", "tokens/s"]
-    headings += [f"{name} tokens/s" for name in overall["baselines"]] + [f"vs {name}" for name in overall["speedup"]]
+    headings = ["prompts", "accepted\nlength", "acceptance\nby depth", "tokens/s"]
+    headings += [f"{name}\ntokens/s" for name in overall["baselines"]] + [f"vs\n{name}" for name in overall["speedup"]]
     for heading in headings:
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for name, figures in results["categories"].items():
         table.add_row(name, *_cells(figures))
     table.add_section()
@@ -170,7 +170,7 @@ def _draw_speedup(axes: Any, results: dict[str, Any]) -> None:
     axes.set_xlabel("speed-up")
     axes.set_title(f"{results['target']} + {results['drafter']}: speed-up by category")
     if names:
-        axes.legend()
+        axes.legend(loc="lower right")
 
 
 def _draw_acceptance(axes: Any, overall: dict[str, Any]) -> None:

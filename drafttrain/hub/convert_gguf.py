@@ -35,9 +35,10 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
-    model, loading = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.float32, output_loading_info=True
     )
+    model, loading = loaded
     if loading["missing_keys"]:
         raise UserError(
             f"{gguf}: no weights for {', '.join(sorted(loading['missing_keys'])[:3])}; the file is incomplete"

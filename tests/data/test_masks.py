@@ -38,7 +38,8 @@ GEMMA = (
     "{{ bos_token }}"
     "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     + LOOP
-    + "{{ '<turn>' + ('model' if m['role'] == 'assistant' else m['role']) + '\n' }}{{ m['content'] | trim + '<end>\n' }}"
+    + "{{ '<turn>' + ('model' if m['role'] == 'assistant' else m['role']) + '\n' }}"
+    + "{{ m['content'] | trim + '<end>\n' }}"
     + END
     + "{% if add_generation_prompt %}{{ '<turn>model\n' }}{% endif %}"
 )

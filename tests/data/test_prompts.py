@@ -13,7 +13,7 @@ from drafttrain.data.filters import Filter, Limits, NearDuplicates, is_readable,
 from drafttrain.data.formats import parse_row
 from drafttrain.data.magpie import BUILTIN_OPENINGS, Writer, load_openings, user_frame
 from drafttrain.data.prompts import Partial, parse_columns, write_prompts
-from drafttrain.data.sampling import Sampling
+from drafttrain.ops.sampling import SamplingParams
 from drafttrain.data.slots import Finished, SlotEngine
 from drafttrain.errors import UserError
 
@@ -338,7 +338,7 @@ def test_requests_run_on_the_real_engine(target, template):
         target.tokenizer.chat_template = None
     writer = Writer(target, load_openings("builtin"), 0.5, 24, seed=0)
     engine = SlotEngine(target, slots=4, max_length=writer.max_length)
-    results = list(itertools.islice(engine.run(writer.requests(3), Sampling(1.0, 0, 0.9), 0), 8))
+    results = list(itertools.islice(engine.run(writer.requests(3), SamplingParams(1.0, 0, 0.9), 0), 8))
     assert all(3 <= int(result.key) < 16 and 0 < len(result.tokens) <= 24 for result in results)
     assert len({result.key for result in results}) == 8
     assert all(isinstance(writer.prompt(result), (str, dict)) for result in results)

@@ -9,7 +9,7 @@ from scipy.stats import chisquare
 from drafttrain.batch import TokenTree
 from drafttrain.decode import SamplingParams, engine, generate, stream
 from drafttrain.decode.engine import Stats, prune
-from drafttrain.decode.sampling import draw, probabilities
+from drafttrain.ops.sampling import draw, probabilities
 from drafttrain.decode.verify import Verdict
 from drafttrain.drafters.base import TreeSpec
 from drafttrain.drafters.ngram import NgramDrafter

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from drafttrain.batch import TokenTree
-from drafttrain.decode.sampling import SamplingParams
+from drafttrain.ops.sampling import SamplingParams
 from drafttrain.decode.verify import verify_greedy, verify_sampled
 
 #      root

@@ -5,7 +5,7 @@ import torch
 from scipy.stats import chisquare
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from drafttrain.decode.sampling import SamplingParams, draw, probabilities
+from drafttrain.ops.sampling import SamplingParams, draw, probabilities
 from drafttrain.errors import UserError
 
 

@@ -1,0 +1,141 @@
+"""A start in closed form: the best linear drafter, put into an attention layer before the first gradient step.
+
+A drafter whose layer reads (state, token embedding) and adds to the state has to learn, first of all, to stop predicting
+the token it is reading and to predict the next one. That costs hundreds of steps when nothing points the way, since the
+embedding reaches the output through attention alone. Least squares gives it in one pass over some data:
+
+    state_t    =  fc features_t                       ~  y_t        y: the target's last hidden state, scaled to RMS 1
+    out_t      =  A state_t + E embed(x_{t+1})        ~  y_{t+1}    the same A and E at every depth
+
+`fc` is the first map. The second goes through attention that looks at itself: queries and keys are one random projection
+of the input, so that each token's score is highest with its own key; values and the output projection hold
+[E, A - rho I], where rho I is what the residual brings already. The MLP starts at zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafttrain.batch import Batch, TargetOutput
+from drafttrain.drafters.shared import anchors_by_depth
+from drafttrain.losses import TargetRows
+
+# What the training loop can say about a batch: target output, needed rows, row of each position.
+Source = Callable[[Batch], tuple[TargetOutput, TargetRows, Tensor]]
+
+# Self scores of about 64 * SHARPNESS^2 / 8 at head size 64: high enough to single the own key out among a few hundred,
+# low enough for gradients to move attention elsewhere.
+SHARPNESS = 1.3
+RIDGE = 1e-2
+
+
+def unit(x: Tensor) -> Tensor:
+    """Scales rows to RMS 1, as an RMS norm without weights does."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+class LeastSquares:
+    """Ridge regression y ~ W x from batches, in float32 normal equations."""
+
+    def __init__(self) -> None:
+        self.xx: Tensor | None = None
+        self.xy: Tensor | None = None
+        self.count = 0
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        """x [n, i], y [n, o]."""
+        xx, xy = x.T @ x, x.T @ y
+        self.xx = xx if self.xx is None else self.xx + xx
+        self.xy = xy if self.xy is None else self.xy + xy
+        self.count += len(x)
+
+    def solve(self) -> Tensor:
+        """[o, i]."""
+        assert self.xx is not None and self.xy is not None
+        ridge = RIDGE * self.xx.diagonal().mean() * torch.eye(len(self.xx), device=self.xx.device)
+        return torch.linalg.solve(self.xx + ridge, self.xy).T
+
+
+@torch.no_grad()
+def linear_start(drafter: Any, batches: Iterable[Batch], source: Source) -> float:
+    """Overwrites fc, attention, MLP output and the scale of the final norm of a drafter with `fc`, `midlayer`, `norm`.
+
+    Args:
+        drafter: bound to its target, head already set.
+        batches: some of the training data, on the drafter's device; read twice. source: as in training.
+
+    Returns:
+        Share of variance of y that the map explains, 0 to 1.
+    """
+    batches = list(batches)
+    first, second = LeastSquares(), LeastSquares()
+    scale = []
+    for batch in batches:
+        output, rows, row_of = source(batch)
+        hidden = rows.hidden.float()
+        scale.append(hidden.square().mean().sqrt())
+        first.add(output.features[row_of >= 0].float(), unit(hidden))
+    fc = first.solve()
+    states = 0.0
+    for batch in batches:
+        output, rows, row_of = source(batch)
+        anchors = anchors_by_depth(batch.response_mask, 1)[0]
+        state = output.features.flatten(0, 1)[anchors].float() @ fc.T
+        states += float(state.square().mean(-1).sum())
+        embeds = drafter.embed(batch.input_ids).flatten(0, 1)[anchors + 1].float()
+        y = unit(rows.hidden[row_of.flatten()[anchors + 1]].float())
+        second.add(torch.cat((unit(embeds), unit(state)), dim=-1), y)
+    assert second.xx is not None
+    maps, covariance = second.solve(), second.xx / second.count
+    rho = float(((maps @ covariance) * maps).sum() / len(maps)) ** 0.5
+    drafter.fc.weight.copy_(fc * rho / (states / second.count) ** 0.5)
+    drafter.midlayer.hidden_norm.weight.fill_(1.0)
+    drafter.midlayer.mlp.down_proj.weight.zero_()
+    _set_attention(drafter.midlayer.self_attn, maps, covariance, rho)
+    drafter.norm.weight.fill_(float(torch.stack(scale).mean()))
+    _set_temperature(drafter, batches[0], source)
+    return rho**2
+
+
+def _set_attention(attention: Any, maps: Tensor, covariance: Tensor, rho: float) -> None:
+    """Puts x -> maps x, less the residual, into heads that attend to their own token; further heads start silent."""
+    h, width = maps.shape
+    e, heads, kv = attention.head_dim, attention.heads, attention.kv_heads
+    wanted = maps.clone()
+    wanted[:, width - h :] -= rho * torch.eye(h, device=maps.device)
+    # The directions that matter most for this data come first, so that fewer value heads lose as little as possible.
+    root = torch.linalg.cholesky(covariance + 1e-4 * covariance.diagonal().mean() * torch.eye(width, device=maps.device))
+    directions = torch.linalg.svd(wanted @ root).U  # [h, h]
+    rank = min(h, kv * e)
+    used = -(-rank // e)  # key/value heads that carry the map
+    values = attention.v_proj.weight.new_zeros(used * e, width)
+    values[:rank] = directions[:, :rank].T @ wanted
+    attention.v_proj.weight[: used * e] = values
+    out = attention.o_proj.weight.zero_().view(h, heads, e)
+    group = heads // kv
+    for head in range(used):
+        part = directions[:, head * e : min((head + 1) * e, rank)]
+        out[:, head * group, : part.shape[1]] = part
+    generator = torch.Generator().manual_seed(0)
+    for head in range(used):
+        probe = torch.randn(e, width, generator=generator) * SHARPNESS * (64 / e) ** 0.25 / width**0.5
+        rows = slice(head * e, (head + 1) * e)
+        attention.k_proj.weight[rows] = probe
+        attention.q_proj.weight.view(kv, group, e, width)[head] = probe
+
+
+def _set_temperature(drafter: Any, batch: Batch, source: Source) -> None:
+    """Scales the final norm so that the start's confidence fits: a prediction's RMS says nothing about its certainty."""
+    rows = slice(0, 2)
+    part = Batch(batch.input_ids[rows], batch.lengths[rows], batch.response_mask[rows], batch.index[rows])
+    output, targets, row_of = source(part)
+    weight, best = drafter.norm.weight.clone(), (float("inf"), 1.0)
+    for factor in (0.25, 0.35, 0.5, 0.65, 0.8, 1.0):
+        drafter.norm.weight.copy_(weight * factor)
+        loss = float(drafter(part, drafter.embed(part.input_ids), output, targets, row_of, 1.0, measure=False).loss)
+        best = min(best, (loss, factor))
+    drafter.norm.weight.copy_(weight * best[1])

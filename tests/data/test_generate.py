@@ -1,0 +1,268 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from drafttrain import cli
+from drafttrain.data.conversation import ChatRenderer, Conversation
+from drafttrain.data.generate import owner
+from drafttrain.data.store import FeatureStore, load_records, read_meta
+from drafttrain.target import Target
+
+
+def chat(key: str, *users: str, system: str = "") -> dict:
+    messages = [{"role": "system", "content": system}] if system else []
+    for user in users:
+        messages += [{"role": "user", "content": user}, {"role": "assistant", "content": "to be dropped"}]
+    return {"id": key, "messages": messages, "source": "test"}
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    rows = [chat(f"c{i}", *["say", "more", "again"][: 1 + i % 3], system="be kind" * (i % 2)) for i in range(12)]
+    rows += [{"id": f"t{i}", "text": "once upon " * (i + 1)} for i in range(3)]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def chatty_dir(target_dir):
+    """A target that ends its turns often: turns of a few tokens."""
+    target = Target.load(str(target_dir))
+    with torch.no_grad():
+        target.model.lm_head.weight[257] = target.model.lm_head.weight.mean(0)
+        target.model.lm_head.weight.mul_(0.3)
+    target.model.save_pretrained(target_dir)
+    return target_dir
+
+
+def generate(target, prompts, output, *more: str) -> int:
+    fixed = ["--max-new-tokens", "20", "--max-length", "400", "--slots", "4"]
+    return cli.main(
+        ["generate", "--target", str(target), "--prompts", str(prompts), "--output", str(output), *fixed, *more]
+    )
+
+
+def test_conversations_are_stored_with_provenance(chatty_dir, prompts, tmp_path, capsys):
+    assert generate(chatty_dir, prompts, tmp_path / "out", "--features", "1,3", "--temperature", "1.5") == 0
+    said = capsys.readouterr().out
+    assert "15 of 15 conversations" in said
+    assert "tokens/s" in said
+    assert "truncated" in said
+    target = Target.load(str(chatty_dir))
+    rows = {row["id"]: row for row in load_records(tmp_path / "out")}
+    assert len(rows) == 15
+    turns = []
+    for key, row in rows.items():
+        assert len(row["spans"]) == len(row["finish"]) >= 1
+        for (start, end), finish in zip(row["spans"], row["finish"], strict=True):
+            assert (row["tokens"][end - 1] == 257) == (finish == "stop")
+            assert 257 not in row["tokens"][start : end - 1]
+        assert row["spans"][-1][1] == len(row["tokens"])
+        turns.append(len(row["spans"]))
+        if key.startswith("c"):
+            i = int(key[1:])
+            messages = [{"role": "system", "content": "be kind"}] if i % 2 else []
+            for user, (start, end) in zip(["say", "more", "again"], row["spans"], strict=False):
+                messages.append({"role": "user", "content": user})
+                opening = target.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+                assert target.tokenizer.decode(row["tokens"][:start]) == opening
+                said = target.tokenizer.decode(row["tokens"][start : end - 1])
+                messages.append({"role": "assistant", "content": said})
+    assert max(turns) >= 2, "some conversation should have reached its second turn"
+    stored = FeatureStore.open(tmp_path / "out", (1, 3))
+    for key, row in rows.items():
+        want = target.forward(torch.tensor([row["tokens"][:-1]]), (1, 3))
+        torch.testing.assert_close(stored.get(key)["features"].float(), want.features[0], rtol=1e-2, atol=1e-3)
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["conversations"] == 15
+    assert summary["this_run"]["response_tokens"] == summary["response_tokens"]
+    assert summary["truncated_share"] == pytest.approx(summary["truncated"] / summary["responses"], abs=1e-3)
+
+
+def test_resumed_run_equals_an_uninterrupted_one(chatty_dir, prompts, tmp_path, capsys):
+    assert generate(chatty_dir, prompts, tmp_path / "whole") == 0
+    assert generate(chatty_dir, prompts, tmp_path / "torn") == 0
+    part = tmp_path / "torn" / "part-0000.jsonl"
+    lines = part.read_bytes().splitlines(keepends=True)
+    part.write_bytes(b"".join(lines[:6]) + lines[6][:-20])
+    capsys.readouterr()
+    assert generate(chatty_dir, prompts, tmp_path / "torn") == 0
+    assert "this run: 9 conversations" in capsys.readouterr().out
+    whole, torn = (sorted(load_records(tmp_path / name), key=lambda row: row["id"]) for name in ("whole", "torn"))
+    assert whole == torn
+    assert generate(chatty_dir, prompts, tmp_path / "torn") == 0
+    assert "this run: 0 conversations" in capsys.readouterr().out
+
+
+def check_shares(output) -> None:
+    parts = [(output / f"part-000{rank}.jsonl").read_text().splitlines() for rank in range(2)]
+    ids = [{json.loads(line)["id"] for line in part} for part in parts]
+    assert ids[0]
+    assert ids[1]
+    assert not ids[0] & ids[1]
+    assert len(ids[0] | ids[1]) == 15
+    assert all(owner(key, 2) == rank for rank in range(2) for key in ids[rank])
+    assert read_meta(output)["counts"]["conversations"] == 15
+
+
+def test_processes_share_the_work(chatty_dir, prompts, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert generate(chatty_dir, prompts, tmp_path / "out") == 0
+    check_shares(tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_processes_share_the_work_at_the_same_time(chatty_dir, prompts, tmp_path):
+    command = [sys.executable, "-m", "drafttrain.cli", "generate", "--target", str(chatty_dir), "--slots", "4"]
+    command += ["--prompts", str(prompts), "--output", str(tmp_path / "out"), "--max-new-tokens", "8"]
+    running = [subprocess.Popen(command, env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2"}) for rank in range(2)]
+    assert [process.wait() for process in running] == [0, 0]
+    check_shares(tmp_path / "out")
+
+
+def test_another_world_size_goes_on(chatty_dir, prompts, tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert generate(chatty_dir, prompts, tmp_path / "out") == 0
+    monkeypatch.delenv("RANK")
+    monkeypatch.delenv("WORLD_SIZE")
+    assert generate(chatty_dir, prompts, tmp_path / "out") == 0
+    lines = [line for part in (tmp_path / "out").glob("part-*") for line in part.read_text().splitlines()]
+    assert len(lines) == 15 == len(load_records(tmp_path / "out"))
+
+
+def test_budgets_cut_and_mark(target_dir, prompts, tmp_path):
+    assert generate(target_dir, prompts, tmp_path / "tokens", "--max-tokens", "30") == 0
+    rows = load_records(tmp_path / "tokens")
+    assert 0 < sum(end - start for row in rows for start, end in row["spans"]) <= 34
+    assert generate(target_dir, prompts, tmp_path / "minutes", "--max-minutes", "1e-9") == 0
+    assert read_meta(tmp_path / "minutes")["counts"]["conversations"] == 0
+
+
+def test_long_prompts_are_dropped_and_counted(target_dir, tmp_path, capsys):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"id": "long", "text": "x" * 390}) + "\n" + json.dumps({"id": "ok", "text": "x"}) + "\n")
+    assert generate(target_dir, path, tmp_path / "out") == 0
+    assert "dropped: prompt too long 1" in capsys.readouterr().out
+    assert list(load_records(tmp_path / "out")["id"]) == ["ok"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("", r"prompts=.* is empty"),
+        ("nonsense\n", r"prompts.jsonl:1 is not JSON"),
+        ('{"text": "a"}\n', r'prompts.jsonl:1: needs an "id"'),
+        ('{"id": "a"}\n', r'prompts.jsonl:1: needs "text", or "messages"'),
+        ('{"id": "a", "messages": [{"role": "user"}]}\n', r'needs "text", or "messages" as a list'),
+        ('{"id": "a", "messages": [{"role": "system", "content": "b"}]}\n', r"no message has the role user"),
+        ('{"id": "a", "text": "b"}\n\n{"id": "a", "text": "c"}\n', r"prompts.jsonl:3: id='a' occurs twice"),
+    ],
+)
+def test_bad_prompts(target_dir, tmp_path, capsys, lines, message):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(lines)
+    assert generate(target_dir, path, tmp_path / "out") == 2
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(error)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--features", "2,99"], "features='2,99' must be none, default, or distinct layers from 0 to 4"),
+        (["--features", "x"], "features='x' must be none, default"),
+        (["--features", "1", "--backend", "openai"], "features='1' needs --backend local"),
+        (["--slots", "many"], "slots='many' must be auto or a positive number"),
+        (["--max-new-tokens", "0"], "max_new_tokens=0 must be at least 1"),
+        (["--top-p", "2"], "top_p=2.0 must be in (0, 1]"),
+        (["--backend", "openai"], "backend=openai needs --url"),
+    ],
+)
+def test_bad_options(target_dir, prompts, tmp_path, capsys, options, message):
+    assert generate(target_dir, prompts, tmp_path / "out", *options) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_other_settings_missing_prompts_and_overwrite(target_dir, prompts, tmp_path, capsys, monkeypatch):
+    assert generate(target_dir, tmp_path / "none.jsonl", tmp_path / "out") == 2
+    assert "no such file" in capsys.readouterr().err
+    assert generate(target_dir, prompts, tmp_path / "out", "--max-tokens", "1") == 0
+    assert generate(target_dir, prompts, tmp_path / "out", "--seed", "5") == 2
+    assert "begun with sampling.seed=0, this run has sampling.seed=5" in capsys.readouterr().err
+    assert generate(target_dir, prompts, tmp_path / "out", "--seed", "5", "--overwrite", "--max-tokens", "1") == 0
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert generate(target_dir, prompts, tmp_path / "out", "--overwrite") == 2
+    assert "overwrite=True with several processes" in capsys.readouterr().err
+
+
+# -- rendering ----------------------------------------------------------------------------------------------------
+
+
+def test_glue_continues_exactly_what_the_template_renders(target):
+    renderer = ChatRenderer(target)
+    turns = [
+        [{"role": "user", "content": "one"}],
+        [{"role": "user", "content": "two"}],
+        [{"role": "user", "content": "x"}],
+    ]
+    conversation = Conversation("a", "", turns)
+    conversation.open(renderer)
+    messages = []
+    for turn, reply in zip(turns, ["first", "second", "third"], strict=True):
+        messages += [*turn, {"role": "assistant", "content": reply}]
+        conversation.accept([*renderer.ids(reply), 257], "stop")
+        more = conversation.next_turn(renderer, 1000)
+        assert (more is None) == (reply == "third")
+    rendered = renderer.ids(target.tokenizer.apply_chat_template(messages, tokenize=False))
+    assert rendered[: len(conversation.tokens)] == conversation.tokens
+
+
+def test_conversation_ends_where_the_template_rewrites_history(target):
+    """Templates that cut earlier replies, or close turns with another token, allow no second turn."""
+    turns = [[{"role": "user", "content": "one"}], [{"role": "user", "content": "two"}]]
+    assert ChatRenderer(target).glue(turns, 257) is not None
+    assert ChatRenderer(target).glue(turns, 5) is None
+    target.tokenizer.chat_template = target.tokenizer.chat_template.replace(
+        "message['content']", "(message['content'] if loop.last else '')"
+    )
+    assert ChatRenderer(target).glue(turns, 257) is None
+
+
+def test_truncated_or_full_conversations_end(target):
+    renderer = ChatRenderer(target)
+    turns = [[{"role": "user", "content": "one"}], [{"role": "user", "content": "two"}]]
+    cut = Conversation("a", "", turns)
+    cut.open(renderer)
+    cut.accept([1, 2, 3], "length")
+    assert cut.next_turn(renderer, 1000) is None
+    full = Conversation("b", "", turns)
+    length = len(full.open(renderer))
+    full.accept([1, 257], "stop")
+    assert full.next_turn(renderer, length + 10) is None
+    assert full.record()["tokens"] == full.tokens
+    assert full.record()["spans"] == [[length, length + 2]]
+
+
+def test_turn_marker_that_is_no_eos_still_ends_responses(target):
+    target.eos_ids = [3]
+    renderer = ChatRenderer(target)
+    assert renderer.stop_ids == {3, 257}
+    assert renderer.closing_id == 257
+
+
+def test_base_models_need_text(target_dir, prompts, tmp_path, capsys):
+    (target_dir / "chat_template.jinja").unlink()
+    assert generate(target_dir, prompts, tmp_path / "out") == 2
+    assert "has no chat template, so `messages` cannot be rendered" in capsys.readouterr().err

@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+from collections import namedtuple
+
+import pytest
+import torch
+
+from drafttrain.data import store as store_module
+from drafttrain.data.store import FeatureStore, FeatureWriter, Store, check_space, load_records, read_meta
+from drafttrain.errors import UserError
+
+META = {
+    "target": {"name": "tiny", "hidden_size": 4, "tokenizer": "abc"},
+    "sampling": {"temperature": 1.0, "seed": 0},
+    "features": {"layers": [1, 2], "dtype": "bfloat16"},
+}
+
+
+def record(key: str, tokens: int = 6) -> dict:
+    spans = [[2, tokens]]
+    return {"id": key, "tokens": list(range(tokens)), "spans": spans, "finish": ["stop"], "source": "test"}
+
+
+def write(directory, keys, rank=0):
+    with Store(directory, META, rank) as store:
+        for key in keys:
+            store.append(record(key))
+
+
+def test_round_trip(tmp_path):
+    write(tmp_path / "d", ["a", "b"], rank=0)
+    write(tmp_path / "d", ["c"], rank=1)
+    rows = load_records(tmp_path / "d")
+    assert list(rows["id"]) == ["a", "b", "c"]
+    assert rows[0] == record("a")
+    meta = read_meta(tmp_path / "d")
+    assert meta["target"] == META["target"]
+    assert meta["format"] == 1
+    assert meta["counts"] == {"conversations": 3, "responses": 3, "response_tokens": 12, "truncated": 0}
+
+
+def test_what_grew_is_read_anew(tmp_path):
+    write(tmp_path, ["a"])
+    assert len(load_records(tmp_path)) == 1
+    write(tmp_path, ["b"])
+    assert list(load_records(tmp_path)["id"]) == ["a", "b"]
+
+
+def test_torn_line_is_cut_and_redone(tmp_path):
+    write(tmp_path, ["a", "b"])
+    part = tmp_path / "part-0000.jsonl"
+    whole = part.read_bytes()
+    part.write_bytes(whole[:-9])
+    assert list(load_records(tmp_path)["id"]) == ["a"]
+    with Store(tmp_path, META) as store:
+        assert store.done_ids() == {"a"}
+        store.append(record("b"))
+    assert part.read_bytes() == whole
+
+
+def test_torn_line_of_another_process_is_left_alone(tmp_path):
+    write(tmp_path, ["a"], rank=0)
+    part = tmp_path / "part-0000.jsonl"
+    part.write_bytes(part.read_bytes() + b'{"id": "half')
+    with Store(tmp_path, META, rank=1) as store:
+        assert store.done_ids() == {"a"}
+    assert part.read_bytes().endswith(b"half")
+
+
+def test_killed_process_leaves_whole_lines(tmp_path):
+    child = os.fork()
+    if child == 0:
+        store = Store(tmp_path, META)
+        for i in range(50):
+            store.append(record(str(i)))
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    with Store(tmp_path, META) as store:  # its lock is gone with it
+        assert store.done_ids() == {str(i) for i in range(50)}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"sampling": {"temperature": 0.5, "seed": 0}},
+            r"begun with sampling.temperature=1.0.*sampling.temperature=0.5",
+        ),
+        ({"target": {**META["target"], "tokenizer": "xyz"}}, r"target.tokenizer='abc'.*'xyz'.*--overwrite"),
+        ({"features": None}, r"this run has features(.layers)?=None"),
+    ],
+)
+def test_other_settings_are_refused(tmp_path, change, message):
+    write(tmp_path, ["a"])
+    with pytest.raises(UserError, match=message):
+        Store(tmp_path, {**META, **change})
+    with Store(tmp_path, {**META, **change}, overwrite=True) as store:
+        assert store.done_ids() == set()
+
+
+def test_foreign_folder_and_running_writer(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(UserError, match=r"holds other files \(thesis.tex\) and no data set"):
+        Store(tmp_path, META, overwrite=True)
+    assert (tmp_path / "thesis.tex").exists()
+    with Store(tmp_path / "d", META), pytest.raises(UserError, match="is being written by another process"):
+        Store(tmp_path / "d", META)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot be written"):
+        Store(tmp_path / "file", META)
+
+
+def test_unreadable_data(tmp_path):
+    with pytest.raises(UserError, match=r"is not a data set \(meta.json cannot be read: FileNotFoundError\)"):
+        load_records(tmp_path)
+    write(tmp_path, [])
+    with pytest.raises(UserError, match=r"is empty.*run drafttrain generate"):
+        load_records(tmp_path)
+    (tmp_path / "part-0000.jsonl").write_text('{"id": 3,\n')
+    with pytest.raises(UserError, match=r"part-0000.jsonl:1 is not JSON; delete that line"):
+        load_records(tmp_path)
+    (tmp_path / "meta.json").write_text(json.dumps({"format": 99}))
+    with pytest.raises(UserError, match="has format 99, this drafttrain reads 1"):
+        load_records(tmp_path)
+
+
+def test_full_disk_keeps_whole_lines(tmp_path, monkeypatch):
+    store = Store(tmp_path, META)
+    store.append(record("a"))
+    write_bytes = os.write
+
+    def short_write(file, data):
+        return write_bytes(file, data[:10])
+
+    monkeypatch.setattr(store_module.os, "write", short_write)
+    with pytest.raises(UserError, match=r"no space left.*1 conversations of this run are kept.*same command again"):
+        store.append(record("b"))
+    monkeypatch.undo()
+    store.append(record("b"))
+    store.finish()
+    assert list(load_records(tmp_path)["id"]) == ["a", "b"]
+
+
+def test_space_is_checked_before(tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(store_module.shutil, "disk_usage", lambda _: usage(0, 0, 3e9))
+    check_space(tmp_path, 2.9e9, "features")
+    with pytest.raises(UserError, match=r"features need about 35.0 GB, 3.0 GB are free"):
+        check_space(tmp_path, 35e9, "features")
+
+
+# -- features -----------------------------------------------------------------------------------------------------
+
+
+def states(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(5, 8, generator=generator).bfloat16(), torch.randn(5, 4, generator=generator).bfloat16()
+
+
+def test_features_appear_with_their_records(tmp_path):
+    store = Store(tmp_path, META)
+    writer = FeatureWriter(store, shard_bytes=240)  # two conversations of 120 bytes
+    for i in range(5):
+        writer.append(record(f"c/{i}"), *states(i))
+        assert len(store.done_ids()) == (i + 1) // 2 * 2, "a record is stored once its shard is complete"
+    writer.flush()
+    store.close()
+    assert len(list((tmp_path / "features").glob("*.safetensors"))) == 3
+    stored = FeatureStore.open(tmp_path, (1, 2))
+    assert len(stored) == 5
+    assert "c/4" in stored
+    assert stored.get("nobody") is None
+    for i in range(5):
+        found = stored.get(f"c/{i}")
+        assert torch.equal(found["features"], states(i)[0])
+        assert torch.equal(found["last_hidden"], states(i)[1])
+    swapped = FeatureStore.open(tmp_path, (2,)).get("c/3")
+    assert torch.equal(swapped["features"], states(3)[0][:, 4:])
+    assert FeatureStore.open(tmp_path, (1, 3)) is None
+
+
+def test_torn_shard_is_not_there(tmp_path):
+    store = Store(tmp_path, META)
+    writer = FeatureWriter(store)
+    writer.append(record("a"), *states(0))
+    writer.flush()
+    writer.append(record("b"), *states(1))
+    store.close()  # killed before the second flush, in mid-write:
+    leftover = tmp_path / "features" / ".part-0000-00001.safetensors"
+    leftover.write_bytes(b"half a shard")
+    with Store(tmp_path, META) as again:
+        assert again.done_ids() == {"a"}
+        writer = FeatureWriter(again)
+        assert not leftover.exists()
+        assert writer.next_shard == 1
+        writer.append(record("b"), *states(1))
+        writer.flush()
+    assert len(FeatureStore.open(tmp_path, (1, 2))) == 2
+
+
+def test_full_disk_while_writing_a_shard(tmp_path, monkeypatch):
+    store = Store(tmp_path, META)
+    writer = FeatureWriter(store)
+    writer.append(record("a"), *states(0))
+
+    def full(tensors, path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(store_module, "save_file", full)
+    with pytest.raises(UserError, match=r"no space left.*0 conversations of this run are kept"):
+        writer.flush()
+    assert store.done_ids() == set()
+    assert not list((tmp_path / "features").iterdir())
