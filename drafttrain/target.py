@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -137,16 +137,17 @@ class Target:
         eos_ids: every token id that ends a response.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Any, name: str, path: str, dtype: torch.dtype):
-        self.model, self.tokenizer, self.name, self.path, self.dtype = model, tokenizer, name, path, dtype
-        self.config = model.config.get_text_config()
-        self.body = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, name: str, path: str, dtype: torch.dtype):
+        self.model: Any = model  # families differ in what they offer beyond PreTrainedModel
+        self.tokenizer, self.name, self.path, self.dtype = tokenizer, name, path, dtype
+        self.config = self.model.config.get_text_config()
+        self.body: Any = self.model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
         self.hidden_size: int = self.config.hidden_size
         self.num_layers: int = self.config.num_hidden_layers
         self.softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
         self.logit_scale: float = getattr(self.config, "logit_scale", None) or 1.0
         self.logit_scale /= getattr(self.config, "logits_scaling", None) or 1.0
-        head = model.get_output_embeddings()
+        head: Any = self.model.get_output_embeddings()
         if head is None:
             raise UserError(f"target={name!r} ({type(model).__name__}) has no language-model head")
         self.lm_head = head
@@ -158,9 +159,7 @@ class Target:
     # -- loading ------------------------------------------------------------------------------------------------
 
     @classmethod
-    def load(
-        cls, name: str, dtype: str = "auto", device: str = "auto", trust_remote_code: bool = False
-    ) -> Target:
+    def load(cls, name: str, dtype: str = "auto", device: str = "auto", trust_remote_code: bool = False) -> Target:
         """Loads a target by short name, folder or Hub id, frozen and in eval mode.
 
         Raises:
@@ -180,16 +179,19 @@ class Target:
                 f"target={name!r} cannot be loaded ({first}); give a folder with config.json, safetensors and tokenizer, "
                 "a reachable Hub id, or fetch one: drafttrain fetch smollm2-135m"
             ) from error
-        return cls.wrap(model.to(place), tokenizer, name, where, wanted)
+        moved: Any = model
+        return cls.wrap(moved.to(place), tokenizer, name, where, wanted)
 
     @classmethod
     def wrap(
-        cls, model: nn.Module, tokenizer: Any, name: str = "", path: str = "", dtype: torch.dtype | None = None
+        cls, model: PreTrainedModel, tokenizer: Any, name: str = "", path: str = "", dtype: torch.dtype | None = None
     ) -> Target:
         """Makes a Target of a loaded HF model. The model is frozen, and attends through our interface from now on."""
         dtype = dtype or next(model.parameters()).dtype
         if not getattr(model, "_supports_sdpa", False):
-            raise UserError(f"target={name!r} ({type(model).__name__}) does not use the transformers attention interface")
+            raise UserError(
+                f"target={name!r} ({type(model).__name__}) does not use the transformers attention interface"
+            )
         layer_types = set(getattr(model.config.get_text_config(), "layer_types", None) or [])
         recurrent = layer_types - {"full_attention", "sliding_attention"}
         if recurrent or getattr(model, "_is_stateful", False):
@@ -215,7 +217,9 @@ class Target:
         for module in self.body.modules():
             if isinstance(module, nn.ModuleList) and len(module) == self.num_layers:
                 return module
-        raise UserError(f"target={self.name!r} ({type(self.model).__name__}): no list of {self.num_layers} decoder layers")
+        raise UserError(
+            f"target={self.name!r} ({type(self.model).__name__}): no list of {self.num_layers} decoder layers"
+        )
 
     def _find_eos(self) -> list[int]:
         ids: set[int] = set()
@@ -336,7 +340,9 @@ class Target:
         ours = self.head(self.forward(ids, ()).last_hidden)
         theirs = self.model(input_ids=ids, use_cache=False).logits.float()
         if not torch.allclose(ours, theirs, rtol=2e-2, atol=2e-2 * theirs.abs().max().item()):
-            raise UserError(f"target={self.name!r} ({type(self.model).__name__}) transforms its logits in an unknown way")
+            raise UserError(
+                f"target={self.name!r} ({type(self.model).__name__}) transforms its logits in an unknown way"
+            )
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:

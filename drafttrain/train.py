@@ -24,13 +24,15 @@ HELP = """Train a drafter from a YAML recipe.
   drafttrain train configs/smollm2-135m/eagle3.yaml drafter.ttt_steps=3     (one process, the same thing)
 
 Keys are those of TrainConfig (kind, target, data, output_dir, init, drafter.*, loss, dtype, max_length, validation,
-max_minutes, cache_gb, optimizer, resume) and every field of transformers TrainingArguments. A run that was interrupted
+max_minutes, cache_gb, resume) and every field of transformers TrainingArguments. A run that was interrupted
 goes on from its newest checkpoint when started again; a finished one is left alone."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help="YAML recipe, see configs/")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="replace a value of the recipe; a.b=c reaches inside")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="replace a value of the recipe; a.b=c reaches inside"
+    )
 
 
 def setup(config_path: str, overrides: list[str]) -> tuple[Any, Any]:
@@ -77,7 +79,9 @@ def build_drafter(config: Any, target: Any, records: Any) -> tuple[Any, dict[str
 
     kind = kind_class(config.kind)
     if not kind.trainable:
-        raise UserError(f"kind={config.kind!r} has no weights to train; use it directly: drafttrain eval --drafter {config.kind}")
+        raise UserError(
+            f"kind={config.kind!r} has no weights to train; use it directly: drafttrain eval --drafter {config.kind}"
+        )
     counts = count_tokens(records, target.vocab_size)
     if config.init not in ("target", "random"):
         drafter = kind.from_pretrained(config.init, use_safetensors=True)
@@ -105,12 +109,9 @@ START_TOKENS = 60_000
 
 
 def begin_from_least_squares(drafter: Any, rows: Any, source: Any) -> None:
-    """Solves the linear part of a drafter that has one on some of the data, before the first gradient step."""
+    """Lets a kind that can solve part of itself in closed form do so on some of the data, before the first step."""
     from drafttrain.data.loader import collate, to_batch
-    from drafttrain.drafters.linear_start import linear_start
 
-    if not hasattr(drafter, "midlayer"):
-        return
     batches, tokens = [], 0
     for begin in range(0, len(rows), 8):
         part = [rows[i] for i in range(begin, min(begin + 8, len(rows)))]
@@ -118,8 +119,11 @@ def begin_from_least_squares(drafter: Any, rows: Any, source: Any) -> None:
         tokens += sum(row["length"] for row in part)
         if tokens >= START_TOKENS:
             break
-    explained = linear_start(drafter, batches, source)
-    print(f"least-squares start on {tokens} tokens explains {100 * explained:.0f} % of the target's last state", flush=True)
+    explained = drafter.solve_start(batches, source)
+    print(
+        f"least-squares start on {tokens} tokens explains {100 * explained:.0f} % of the target's last state",
+        flush=True,
+    )
 
 
 def check_data(meta: dict[str, Any], target: Any, where: str) -> None:
@@ -165,10 +169,15 @@ def fit(config: Any, args: Any) -> dict[str, Any]:
     cache_gb = config.cache_gb if config.cache_gb >= 0 else (4.0 if target.device.type == "cpu" else 0.0)
     stored = FeatureStore.open(config.data, drafter.feature_layers)
     source = TargetSource(
-        target, drafter.feature_layers, drafter.kept_ids, stored, list(records["id"]) if stored else None, cache_gb * 1e9
+        target,
+        drafter.feature_layers,
+        drafter.kept_ids,
+        stored,
+        list(records["id"]) if stored else None,
+        cache_gb * 1e9,
     )
     checkpoint = get_last_checkpoint(args.output_dir) if config.resume and os.path.isdir(args.output_dir) else None
-    if config.init == "target" and checkpoint is None:
+    if config.init == "target" and checkpoint is None and hasattr(drafter, "solve_start"):
         begin_from_least_squares(drafter, train_rows, source)
     trainer = DrafterTrainer(
         model=drafter,
@@ -178,7 +187,6 @@ def fit(config: Any, args: Any) -> dict[str, Any]:
         data_collator=collate,
         target=target,
         source=source,
-        optimizer_kind=config.optimizer,
         callbacks=[Progress(), *([TimeBudget(config.max_minutes)] if config.max_minutes > 0 else [])],
     )
     trainer.remove_callback(PrinterCallback)
@@ -219,8 +227,10 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
 def run(args: argparse.Namespace) -> int:
     config, training_args = setup(args.config, args.overrides)
     done = Path(config.output_dir) / "training.json"
-    if config.resume and done.is_file() and json.loads(done.read_text())["config"] == json.loads(
-        json.dumps(dataclasses.asdict(config))
+    if (
+        config.resume
+        and done.is_file()
+        and json.loads(done.read_text())["config"] == json.loads(json.dumps(dataclasses.asdict(config)))
     ):
         print(f"{config.output_dir} is already trained with this configuration (resume=false trains it again)")
         return 0

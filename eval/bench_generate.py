@@ -27,8 +27,8 @@ import transformers
 
 from drafttrain import __version__
 from drafttrain.data.conversation import ChatRenderer
-from drafttrain.ops.sampling import SamplingParams
 from drafttrain.data.slots import Request, SlotEngine
+from drafttrain.ops.sampling import SamplingParams
 from drafttrain.target import DTYPES, Target
 
 GOAL = 2.0

@@ -21,9 +21,9 @@ from typing import Any, Protocol
 import httpx
 
 from drafttrain.data.conversation import ChatRenderer, Conversation
-from drafttrain.ops.sampling import SamplingParams
 from drafttrain.data.slots import Finished, Request, SlotEngine
 from drafttrain.errors import UserError
+from drafttrain.ops.sampling import SamplingParams
 from drafttrain.target import Target
 
 _RETRIES = 6

@@ -21,9 +21,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from drafttrain import __version__
 from drafttrain.data.backends import Backend, Limits, LocalBackend, OpenAIBackend, VllmBackend
 from drafttrain.data.conversation import ChatRenderer, Conversation
-from drafttrain.ops.sampling import SamplingParams
 from drafttrain.data.store import FeatureWriter, Store, check_space, write_json
 from drafttrain.errors import UserError
+from drafttrain.ops.sampling import SamplingParams
 from drafttrain.target import Target, resolve_target
 
 HELP = """let the target answer the prompts: the distillation data

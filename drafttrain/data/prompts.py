@@ -217,8 +217,8 @@ def magpie_prompts(
 ) -> list[dict[str, Any]]:
     """Sets the engine up and runs it."""
     from drafttrain.data.magpie import Writer, load_openings
-    from drafttrain.ops.sampling import SamplingParams
     from drafttrain.data.slots import SlotEngine
+    from drafttrain.ops.sampling import SamplingParams
 
     sampling = SamplingParams(args.temperature, 0, args.top_p)
     writer = Writer(target, load_openings(args.openings), args.opening_share, args.max_prompt_tokens, args.seed)

@@ -20,9 +20,9 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from drafttrain.ops.sampling import SamplingParams, sample
 from drafttrain.data.slot_cache import SlotCache
 from drafttrain.errors import UserError
+from drafttrain.ops.sampling import SamplingParams, sample
 from drafttrain.target import Target
 
 # Prompts are read in pieces of at most this many tokens, and at most this many padded tokens go into one pass.

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from drafttrain.batch import TokenTree
 from drafttrain.decode.cache import TreeCache
-from drafttrain.ops.sampling import SamplingParams
 from drafttrain.decode.verify import Verdict, verify_greedy, verify_sampled
 from drafttrain.drafters.base import Drafter, TreeSpec
 from drafttrain.errors import UserError
+from drafttrain.ops.sampling import SamplingParams
 from drafttrain.target import Target
 
 

@@ -178,7 +178,9 @@ def _load_trained(name: str) -> Any:
             config_file = Path(hf_hub_download(name, "config.json"))
         config = json.loads(config_file.read_text())
     except (OSError, ValueError) as error:
-        raise UserError(f"drafter={name!r}: config.json cannot be read ({error}); train one or check the path") from error
+        raise UserError(
+            f"drafter={name!r}: config.json cannot be read ({error}); train one or check the path"
+        ) from error
     kind = config.get("drafter_kind")
     if kind is None:
         raise UserError(f"drafter={name!r}: config.json has no drafter_kind, so it was not saved by drafttrain")

@@ -13,6 +13,7 @@ drafted path. Both call `Eagle3.step`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from drafttrain.batch import Batch, StepOutput, TargetOutput, TokenTree
 from drafttrain.drafters.base import TreeSpec
 from drafttrain.drafters.expand import expand
 from drafttrain.drafters.layers import MLP, Attend, Attention, RMSNorm, Rotary
+from drafttrain.drafters.linear_start import Source, linear_start
 from drafttrain.drafters.shared import anchors_by_depth, bind_target, copy_linear, copy_norm
 from drafttrain.losses import TargetRows, linear_divergence
 from drafttrain.ops.path_attention import path_attention
@@ -140,6 +142,8 @@ class Eagle3(PreTrainedModel):
     base_model_prefix = ""
     kind = "eagle3"
     trainable = True
+    kept_ids: Tensor
+    embed: Callable[[Tensor], Tensor]  # given by bind()
 
     def __init__(self, config: Eagle3Config):
         super().__init__(config)
@@ -178,18 +182,27 @@ class Eagle3(PreTrainedModel):
         self.fc.weight.mul_(0.1)
         self.fc.weight[:, -h:].add_(torch.eye(h))
         # Families with four norms a layer name the one before the MLP differently.
-        before_mlp = getattr(theirs, "pre_feedforward_layernorm", None) or getattr(theirs, "post_attention_layernorm", None)
+        before_mlp = getattr(theirs, "pre_feedforward_layernorm", None) or getattr(
+            theirs, "post_attention_layernorm", None
+        )
         done = {
             "norm": copy_norm(self.norm, getattr(target.body, "norm", None)),
             "hidden_norm": copy_norm(ours.hidden_norm, getattr(theirs, "input_layernorm", None)),
             "post_attention_layernorm": copy_norm(ours.post_attention_layernorm, before_mlp),
         }
-        for block, names in (("self_attn", ("q_proj", "k_proj", "v_proj", "o_proj")), ("mlp", ("gate_proj", "up_proj", "down_proj"))):
+        for block, names in (
+            ("self_attn", ("q_proj", "k_proj", "v_proj", "o_proj")),
+            ("mlp", ("gate_proj", "up_proj", "down_proj")),
+        ):
             for name in names:
                 head_dim = self.config.head_dim if name in ("k_proj", "v_proj") else 0
                 other = getattr(getattr(theirs, block, None), name, None)
                 done[f"{block}.{name}"] = copy_linear(getattr(getattr(ours, block), name), other, head_dim)
         return ["lm_head", "fc", *(name for name, copied in done.items() if copied)]
+
+    def solve_start(self, batches: list[Batch], source: Source) -> float:
+        """Fits the linear part in closed form, see `linear_start`; returns the share of variance explained."""
+        return linear_start(self, batches, source)
 
     # -- the one forward ----------------------------------------------------------------------------------------
 
@@ -360,7 +373,8 @@ class Eagle3Session:
     @torch.no_grad()
     def propose(self, spec: TreeSpec) -> TokenTree:
         drafter, length = self.drafter, self.length
-        assert self.last is not None, "extend() comes before propose()"
+        root = self.last
+        assert root is not None, "extend() comes before propose()"
         states: list[Tensor] = []  # outputs of opened nodes, [h] each
         ancestry: list[list[int]] = []  # opened node -> slots of its path, its own included
         depths: list[int] = []
@@ -376,7 +390,7 @@ class Eagle3Session:
                 ancestry.append(path)
                 depths.append(len(path))
             device = tokens.device
-            state = torch.stack([states[p] if p >= 0 else self.last[0] for p in parents])
+            state = torch.stack([states[p] if p >= 0 else root[0] for p in parents])
             positions = torch.tensor(depths[-len(parents) :], device=device) + length - 1
 
             def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -386,7 +400,7 @@ class Eagle3Session:
             states.extend(out)
             return drafter.logits(out)
 
-        return expand(spec, drafter.logits(self.last)[0], advance, drafter.kept_ids)
+        return expand(spec, drafter.logits(root)[0], advance, drafter.kept_ids)
 
 
 KIND = Eagle3

@@ -30,7 +30,9 @@ class Rotary:
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """positions [t] int64 -> cos, sin [t, 1, head_dim]."""
-        inv = self.theta ** (-torch.arange(0, self.head_dim, 2, device=positions.device, dtype=torch.float) / self.head_dim)
+        inv = self.theta ** (
+            -torch.arange(0, self.head_dim, 2, device=positions.device, dtype=torch.float) / self.head_dim
+        )
         angles = positions[:, None].float() * inv
         angles = torch.cat((angles, angles), dim=-1)[:, None]
         return angles.cos().to(dtype), angles.sin().to(dtype)

@@ -108,7 +108,9 @@ def _set_attention(attention: Any, maps: Tensor, covariance: Tensor, rho: float)
     wanted = maps.clone()
     wanted[:, width - h :] -= rho * torch.eye(h, device=maps.device)
     # The directions that matter most for this data come first, so that fewer value heads lose as little as possible.
-    root = torch.linalg.cholesky(covariance + 1e-4 * covariance.diagonal().mean() * torch.eye(width, device=maps.device))
+    root = torch.linalg.cholesky(
+        covariance + 1e-4 * covariance.diagonal().mean() * torch.eye(width, device=maps.device)
+    )
     directions = torch.linalg.svd(wanted @ root).U  # [h, h]
     rank = min(h, kv * e)
     used = -(-rank // e)  # key/value heads that carry the map

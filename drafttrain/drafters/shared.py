@@ -68,7 +68,7 @@ def _norm_weight(module: nn.Module) -> Tensor | None:
     return module(torch.ones_like(weight)).detach()
 
 
-def copy_norm(ours: nn.Module, theirs: nn.Module | None) -> bool:
+def copy_norm(ours: Any, theirs: Any) -> bool:
     """Gives our RMS norm the target's factors; False if theirs is missing or of another kind or size."""
     weight = _norm_weight(theirs) if theirs is not None else None
     if weight is None or weight.shape != ours.weight.shape:
@@ -77,7 +77,7 @@ def copy_norm(ours: nn.Module, theirs: nn.Module | None) -> bool:
     return True
 
 
-def copy_linear(ours: nn.Linear, theirs: nn.Module | None, head_dim: int = 0) -> bool:
+def copy_linear(ours: nn.Linear, theirs: Any, head_dim: int = 0) -> bool:
     """Copies a projection; a wider input gets it in its last columns and small random weights in the others.
 
     With head_dim, fewer key or value heads than ours are repeated per group, which leaves attention unchanged.

@@ -42,7 +42,7 @@ WARM_UP_TOKENS = 12
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--target", required=True, help="short name, folder or Hub id")
-    add("--drafter", required=True, help="a drafter's folder or Hub id, ngram, or none")
+    add("--drafter", required=True, help="a drafter's folder or Hub id, ngram, FOLDER+ngram, or none")
     add("--suite", default="drafttrain", help="a suite's name, or a JSONL file in FastChat's question format")
     add("--dtype", default="auto", help="float32, bfloat16, float16 or auto (bfloat16 where the device has it)")
     add("--device", default="auto", help="cpu, cuda or auto")
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     check_lengths(target, questions, args.max_new_tokens)
     drafter = load_drafter(args.drafter, target)
     settings = describe(args, target, suite, sampling)
-    state = [folder_state(target.path), folder_state(args.drafter)]
+    state = [folder_state(target.path), folder_state(args.drafter.partition("+")[0])]
     choices = [baselines, args.tree, args.calibrate, args.limit]
     partial = Partial(output, fingerprint({"settings": settings, "files": state, "choices": choices}))
     target.pack()
@@ -151,10 +151,9 @@ def check_lengths(target: Target, questions: Sequence[Question], max_new_tokens:
 
 def describe(args: argparse.Namespace, target: Target, suite: Suite, sampling: SamplingParams) -> dict[str, Any]:
     """The head of results.json: what was measured, where, with what."""
-    kind = args.drafter
-    config = Path(args.drafter).expanduser() / "config.json"
-    if config.is_file():
-        kind = json.loads(config.read_text()).get("drafter_kind", kind)
+    folder, plus, side = args.drafter.partition("+")
+    config = Path(folder).expanduser() / "config.json"
+    kind = json.loads(config.read_text()).get("drafter_kind", folder) if config.is_file() else folder
     return {
         "drafttrain": drafttrain.__version__,
         "versions": {
@@ -168,7 +167,7 @@ def describe(args: argparse.Namespace, target: Target, suite: Suite, sampling: S
         "compute_dtype": str(target.compute_dtype).removeprefix("torch."),
         "target": args.target,
         "drafter": args.drafter,
-        "kind": kind,
+        "kind": kind + plus + side,
         "suite": suite.name,
         "suite_digest": suite.digest,
         "decoding": {
@@ -220,7 +219,7 @@ def drafter_default(drafter: str) -> str:
     Raises:
         UserError: a decoding.json without a tree.
     """
-    path = Path(drafter).expanduser() / "decoding.json"
+    path = Path(drafter.partition("+")[0]).expanduser() / "decoding.json"
     if not path.is_file():
         return "auto"
     try:

@@ -18,12 +18,11 @@ CANDIDATES = (
     "none",
     "chain:1",
     "chain:2",
-    "chain:3",
     "chain:4",
+    "dynamic:2,6,8",
     "dynamic:3,4,8",
-    "dynamic:4,6,16",
+    "dynamic:3,6,16",
     "dynamic:5,8,24",
-    "dynamic:6,8,32",
 )
 PROMPTS = (
     "Give three reasons why people keep diaries, with a short example of each.",
@@ -32,8 +31,8 @@ PROMPTS = (
     "Summarise in two sentences: Bees fly from flower to flower to collect nectar. On the way they carry pollen, which "
     "lets plants form seeds. Many crops depend on them, so farmers rent hives in spring.",
 )
-TOKENS = 48
-ROWS = 6
+TOKENS = 40
+ROWS = 4
 # A candidate this much slower than the best so far is not timed on further prompts.
 DROP_BELOW = 0.85
 

@@ -83,7 +83,9 @@ class DivergenceOutput:
 
 class _LinearDivergence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, rows: TargetRows, index, row_weight, divergence: Divergence, chunk: int, measure: bool):
+    def forward(
+        ctx, hidden, weight, rows: TargetRows, index, row_weight, divergence: Divergence, chunk: int, measure: bool
+    ):
         total = hidden.shape[0]
         master, weight = weight, weight.to(hidden.dtype)
         values = hidden.new_empty(total, dtype=torch.float32)

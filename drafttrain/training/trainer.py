@@ -15,7 +15,6 @@ from drafttrain.errors import UserError
 from drafttrain.target import Target
 from drafttrain.training.targets import TargetSource
 
-
 # Acceptance is measured on every so many training steps: it costs a tenth of a step and changes slowly.
 MEASURE_EVERY = 4
 
@@ -31,9 +30,9 @@ class DrafterTrainer(Trainer):
         rest: as for transformers.Trainer.
     """
 
-    def __init__(self, *args: Any, target: Target, source: TargetSource, optimizer_kind: str = "adamw", **rest: Any):
+    def __init__(self, *args: Any, target: Target, source: TargetSource, **rest: Any):
         super().__init__(*args, **rest)
-        self.target, self.source, self.optimizer_kind = target, source, optimizer_kind
+        self.target, self.source = target, source
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
         self.sums: dict[str, dict[str, Tensor]] = {"train": {}, "eval": {}}
@@ -116,24 +115,19 @@ class DrafterTrainer(Trainer):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         output = super().evaluation_loop(*args, **kwargs)
         prefix = kwargs.get("metric_key_prefix", "eval")
-        output.metrics.update({f"{prefix}_{k}": v for k, v in self.take_metrics("eval").items()})
-        return output
+        measured = {f"{prefix}_{k}": v for k, v in self.take_metrics("eval").items()}
+        return output._replace(metrics={**(output.metrics or {}), **measured})
 
-    # -- optimizer and schedule ---------------------------------------------------------------------------------
-
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        if self.optimizer is None and self.optimizer_kind == "muon":
-            from drafttrain.training.muon import MuonAdamW
-
-            self.optimizer = MuonAdamW(self.model, self.args)
-        return super().create_optimizer(model)
+    # -- schedule -----------------------------------------------------------------------------------------------
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         budget = next((c for c in self.callback_handler.callbacks if isinstance(c, TimeBudget)), None)
         if budget is not None and self.lr_scheduler is None:
             warmup = self.args.get_warmup_steps(num_training_steps)
+            optimizer = optimizer or self.optimizer
+            assert optimizer is not None
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
-                optimizer or self.optimizer, lambda step: min(1.0, (step + 1) / max(warmup, 1)) * budget.factor()
+                optimizer, lambda step: min(1.0, (step + 1) / max(warmup, 1)) * budget.factor()
             )
             self._created_lr_scheduler = True
         return super().create_scheduler(num_training_steps, optimizer)

@@ -13,9 +13,9 @@ from drafttrain.data.filters import Filter, Limits, NearDuplicates, is_readable,
 from drafttrain.data.formats import parse_row
 from drafttrain.data.magpie import BUILTIN_OPENINGS, Writer, load_openings, user_frame
 from drafttrain.data.prompts import Partial, parse_columns, write_prompts
-from drafttrain.ops.sampling import SamplingParams
 from drafttrain.data.slots import Finished, SlotEngine
 from drafttrain.errors import UserError
+from drafttrain.ops.sampling import SamplingParams
 
 TOPICS = ["red", "green", "blue", "slow", "quick", "round", "flat", "small"]
 

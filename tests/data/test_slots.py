@@ -4,10 +4,10 @@ import pytest
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-from drafttrain.ops.sampling import SamplingParams, sample
 from drafttrain.data.slot_cache import SlotCache
 from drafttrain.data.slots import Request, SlotEngine
 from drafttrain.errors import UserError
+from drafttrain.ops.sampling import SamplingParams, sample
 from drafttrain.target import Target
 from tests.conftest import make_target, make_tokenizer
 
@@ -219,7 +219,14 @@ def filtered(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
 
 @pytest.mark.parametrize("vocab", [7, 256, 700])
 @pytest.mark.parametrize(
-    "sampling", [SamplingParams(), SamplingParams(0.7), SamplingParams(1.5, 5), SamplingParams(1.0, 6, 0.8), SamplingParams(1, 0, 0.6)]
+    "sampling",
+    [
+        SamplingParams(),
+        SamplingParams(0.7),
+        SamplingParams(1.5, 5),
+        SamplingParams(1.0, 6, 0.8),
+        SamplingParams(1, 0, 0.6),
+    ],
 )
 def test_sampler_draws_from_the_filtered_distribution(vocab, sampling, monkeypatch):
     """Chi-square of 40,000 draws at evenly spread random numbers, tokens rarer than 1 in 4,000 pooled."""

@@ -9,11 +9,11 @@ from scipy.stats import chisquare
 from drafttrain.batch import TokenTree
 from drafttrain.decode import SamplingParams, engine, generate, stream
 from drafttrain.decode.engine import Stats, prune
-from drafttrain.ops.sampling import draw, probabilities
 from drafttrain.decode.verify import Verdict
 from drafttrain.drafters.base import TreeSpec
 from drafttrain.drafters.ngram import NgramDrafter
 from drafttrain.errors import UserError
+from drafttrain.ops.sampling import draw, probabilities
 from tests.conftest import make_target
 from tests.decode.fakes import ANY, FakeDrafter, MarkovTarget, family, hf_greedy
 

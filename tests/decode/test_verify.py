@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from drafttrain.batch import TokenTree
-from drafttrain.ops.sampling import SamplingParams
 from drafttrain.decode.verify import verify_greedy, verify_sampled
+from drafttrain.ops.sampling import SamplingParams
 
 #      root
 #     /    \

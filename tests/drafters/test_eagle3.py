@@ -9,6 +9,7 @@ from drafttrain.batch import Batch
 from drafttrain.drafters.base import TreeSpec
 from drafttrain.drafters.eagle3 import Eagle3, Eagle3Config
 from drafttrain.drafters.shared import anchors_by_depth
+from drafttrain.errors import UserError
 from drafttrain.training.targets import TargetSource
 from tests.conftest import make_target
 
@@ -73,7 +74,9 @@ def test_padding_changes_nothing(target):
         part.input_ids, part.response_mask = part.input_ids[:, :length], part.response_mask[:, :length]
         alone.append(run_step(drafter, target, part))
     for name in together.metrics:
-        torch.testing.assert_close(together.metrics[name], alone[0].metrics[name] + alone[1].metrics[name], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            together.metrics[name], alone[0].metrics[name] + alone[1].metrics[name], rtol=1e-4, atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("options", [{}, {"num_key_value_heads": 4, "intermediate_size": 40}])
@@ -154,7 +157,7 @@ def test_save_and_load_round_trip(target, tmp_path):
 def test_a_drafter_for_another_target_is_refused(target):
     drafter = make_drafter(target)
     other = make_target(layers=6)
-    with pytest.raises(Exception, match="trained for target 'tiny' with num_layers=4.*has num_layers=6"):
+    with pytest.raises(UserError, match=r"trained for target 'tiny' with num_layers=4.*has num_layers=6"):
         drafter.bind(other)
 
 

@@ -65,7 +65,7 @@ def test_acceptance_uses_the_full_target_distribution():
 
 
 def test_identical_distributions_have_no_loss_and_full_acceptance():
-    x, w, target, index, weight, logits, _ = make(kept=29, full=29)
+    _, _, target, index, weight, _, _ = make(kept=29, full=29)
     same = linear_divergence(target.hidden[index].clone().requires_grad_(), target.weight, target, index, weight)
     assert same.loss.abs() < 1e-6 and torch.allclose(same.alpha, torch.ones_like(same.alpha), atol=1e-5)
     assert same.agree.all()

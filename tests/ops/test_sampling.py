@@ -5,8 +5,8 @@ import torch
 from scipy.stats import chisquare
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from drafttrain.ops.sampling import SamplingParams, draw, probabilities
 from drafttrain.errors import UserError
+from drafttrain.ops.sampling import SamplingParams, draw, probabilities
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])

@@ -29,7 +29,9 @@ def write_data(folder: Path, target: Target, rows: int = 24, seed: int = 0) -> P
             length = int(torch.randint(5, 30, (1,), generator=generator))
             response = [(start + 3 + j) % 250 for j in range(length)]
             tokens = prompt + response
-            store.append({"id": f"row{i}", "tokens": tokens, "spans": [[3, len(tokens)]], "finish": ["stop"], "source": "test"})
+            store.append(
+                {"id": f"row{i}", "tokens": tokens, "spans": [[3, len(tokens)]], "finish": ["stop"], "source": "test"}
+            )
     return folder
 
 
@@ -49,7 +51,10 @@ def write_recipe(tmp_path: Path, target_dir: Path, data: Path, **extra: object) 
         "dtype": "float32",
         **extra,
     }
-    recipe.write_text("drafter: {draft_vocab_size: 255, ttt_steps: 2}\n" + "".join(f"{k}: {json.dumps(v)}\n" for k, v in options.items()))
+    recipe.write_text(
+        "drafter: {draft_vocab_size: 255, ttt_steps: 2}\n"
+        + "".join(f"{k}: {json.dumps(v)}\n" for k, v in options.items())
+    )
     return [str(recipe)]
 
 
@@ -133,8 +138,9 @@ def test_data_of_another_tokenizer_is_refused(tiny, tmp_path, capsys):
 def test_two_processes_train_under_deepspeed_zero2(tiny, tmp_path):
     words = write_recipe(tmp_path, *tiny, max_steps=3, save_steps=100)
     launcher = [
-        sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1", "--use_deepspeed",
-        "--deepspeed_config_file", str(ROOT / "configs/deepspeed/zero2.json"), "--dynamo_backend", "no",
+        sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1",
+        "--use_deepspeed", "--deepspeed_config_file", str(ROOT / "configs/deepspeed/zero2.json"),
+        "--dynamo_backend", "no",
     ]  # fmt: skip
     done = launch(words, launcher, DS_ACCELERATOR="cpu")
     assert done.returncode == 0, done.stderr[-4000:]

@@ -1,0 +1,59 @@
+"""The closed-form start: the regression itself, and that the layer computes the map it found."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from drafttrain.drafters.linear_start import LeastSquares, linear_start
+from drafttrain.training.targets import TargetSource
+from tests.conftest import make_target
+from tests.drafters.test_eagle3 import make_batch, make_drafter, run_step
+
+
+def test_least_squares_finds_the_map_from_batches():
+    generator = torch.Generator().manual_seed(0)
+    maps = torch.randn(3, 5, generator=generator)
+    fit = LeastSquares()
+    for _ in range(4):
+        x = torch.randn(200, 5, generator=generator)
+        fit.add(x, x @ maps.T)
+    torch.testing.assert_close(fit.solve(), maps, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_key_value_heads": 4}, {}, {"num_attention_heads": 8, "num_key_value_heads": 8}]
+)
+def test_the_start_beats_copied_weights_and_every_parameter_still_learns(options):
+    target = make_target(hidden=32)
+    drafter = make_drafter(target, **{"head_dim": 8, **options})
+    batches = [make_batch((60, 50), seed=seed) for seed in range(20)]
+    before = run_step(drafter, target, batches[0]).loss
+    explained = linear_start(drafter, batches, TargetSource(target, drafter.feature_layers, drafter.kept_ids))
+    step = run_step(drafter, target, batches[0])
+    assert 0.1 < explained <= 1.0
+    assert step.loss < before
+    step.loss.backward()
+    # Silent heads and the MLP wake up within two steps; their output matrices get gradients at once.
+    assert drafter.midlayer.mlp.down_proj.weight.grad.abs().sum() > 0
+    assert drafter.midlayer.self_attn.o_proj.weight.grad.abs().sum() > 0
+
+
+def test_attention_looks_at_its_own_token():
+    """With as many value directions as hidden ones, out - state is the fitted map of the own input, nearly."""
+    target = make_target(hidden=64)
+    drafter = make_drafter(target, num_attention_heads=4, num_key_value_heads=4, head_dim=16)
+    batches = [make_batch((60, 50), seed=seed) for seed in range(20)]
+    linear_start(drafter, batches, TargetSource(target, drafter.feature_layers, drafter.kept_ids))
+    seen = {}
+
+    def watch(module, args, kwargs=None):
+        query, key = args[0], args[1]
+        seen["self"] = (query * key).sum(-1).mean()
+        seen["other"] = (query * key.roll(7, 0)).sum(-1).mean()
+        return query.flatten(1)
+
+    x = torch.randn(40, 128)
+    cos, sin = drafter.rotary.tables(torch.arange(40), torch.float32)
+    drafter.midlayer.self_attn(x, cos, sin, lambda q, k, v: watch(None, (q, k)))
+    assert seen["self"] > 4 * seen["other"].abs()
