@@ -140,7 +140,8 @@ def kind_class(name: str) -> Any:
 def load_drafter(name: str, target: Target) -> Drafter | None:
     """A drafter for decoding: a saved folder or Hub id, a kind without weights (`ngram`), `none`, or FIRST+SECOND.
 
-    FIRST+SECOND merges a training-free kind's match into the first's tree. Returns it bound to the target, on its device and in its compute dtype.
+    FIRST+SECOND merges a training-free kind's match into the first's tree. Returns it bound to the target, on its
+    device and in its compute dtype.
 
     Raises:
         UserError: nothing there, not a drafter of ours, or made for another target.

@@ -28,7 +28,7 @@ from drafttrain.drafters.layers import MLP, Attend, Attention, RMSNorm, Rotary
 from drafttrain.drafters.linear_start import Source, linear_start
 from drafttrain.drafters.shared import anchors_by_depth, bind_target, copy_linear, copy_norm
 from drafttrain.losses import TargetRows, linear_divergence
-from drafttrain.ops.path_attention import path_attention
+from drafttrain.ops.path_attention import PathAttention
 from drafttrain.target import Target
 
 
@@ -261,34 +261,21 @@ class Eagle3(PreTrainedModel):
         decay = config.depth_decay ** torch.arange(config.ttt_steps, dtype=torch.float32, device=embeds.device)
         decay = decay / decay.sum()
 
-        paths: list[tuple[Tensor, Tensor]] = []  # keys and values of depths 1.., rows aligned with `where`
+        attention = PathAttention(b, s, valid)
         losses: list[Tensor] = []
         sums: list[Tensor] = []
-        base: tuple[Tensor, Tensor] | None = None
-        where = valid
-        for k in range(config.ttt_steps):
-            asking = anchors[k]
+        for k, asking in enumerate(anchors):
             if k == 0:
                 tokens_at, queries = valid + 1, place[asking]
             else:
                 # Anchors are nested: keep those of the previous depth that go on.
-                going_on = torch.isin(where, asking, assume_unique=True)
+                going_on = torch.isin(anchors[k - 1], asking, assume_unique=True)
                 state = state[going_on]
-                paths = [(key[going_on], value[going_on]) for key, value in paths]
+                if k > 1:
+                    attention.keep(going_on)
                 tokens_at, queries = asking + 1 + k, None
-
-            def attend(query: Tensor, key: Tensor, value: Tensor, k: int = k, asking: Tensor = asking) -> Tensor:
-                nonlocal base
-                if k == 0:
-                    base = (_dense(key, valid, b, s), _dense(value, valid, b, s))
-                else:
-                    paths.append((key, value))
-                assert base is not None
-                return path_attention(query, asking, *base, [p[0] for p in paths], [p[1] for p in paths])
-
             positions = (valid if k == 0 else asking) % s + k
-            state = self.step(state, embeds[tokens_at], positions, attend, queries)
-            where = asking
+            state = self.step(state, embeds[tokens_at], positions, attention.attend(asking), queries)
             weight = (decay[k] / (count * (share if k else 1.0))).expand(len(asking))
             at = row_of.flatten()[asking + 1 + k]
             out = linear_divergence(
@@ -306,12 +293,6 @@ class Eagle3(PreTrainedModel):
 
     def start(self, prompt_ids: Tensor, max_length: int) -> Eagle3Session:
         return Eagle3Session(self, max_length)
-
-
-def _dense(flat: Tensor, where: Tensor, b: int, s: int) -> Tensor:
-    """[t, kv_heads, e] at flat positions -> [b, kv_heads, s, e], zeros elsewhere."""
-    out = flat.new_zeros(b * s, *flat.shape[1:]).index_copy(0, where, flat)
-    return out.view(b, s, *flat.shape[1:]).transpose(1, 2)
 
 
 class Eagle3Session:

@@ -73,11 +73,11 @@ def linear_start(drafter: Any, batches: Iterable[Batch], source: Source) -> floa
     """
     batches = list(batches)
     first, second = LeastSquares(), LeastSquares()
-    scale = []
+    squares = 0.0
     for batch in batches:
         output, rows, row_of = source(batch)
         hidden = rows.hidden.float()
-        scale.append(hidden.square().mean().sqrt())
+        squares += float(hidden.square().mean(-1).sum())
         first.add(output.features[row_of >= 0].float(), unit(hidden))
     fc = first.solve()
     states = 0.0
@@ -96,7 +96,7 @@ def linear_start(drafter: Any, batches: Iterable[Batch], source: Source) -> floa
     drafter.midlayer.hidden_norm.weight.fill_(1.0)
     drafter.midlayer.mlp.down_proj.weight.zero_()
     _set_attention(drafter.midlayer.self_attn, maps, covariance, rho)
-    drafter.norm.weight.fill_(float(torch.stack(scale).mean()))
+    drafter.norm.weight.fill_((squares / first.count) ** 0.5)
     _set_temperature(drafter, batches[0], source)
     return rho**2
 

@@ -2,8 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+
+class PathAttention:
+    """What training-time test has to remember between depths: the first depth's keys, and each anchor's path since.
+
+    Args:
+        b, s: rows and positions. where: [t] int64 flat positions of the tokens that give first-depth keys.
+    """
+
+    def __init__(self, b: int, s: int, where: Tensor):
+        self.b, self.s, self.where = b, s, where
+        self.base: tuple[Tensor, Tensor] | None = None
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def keep(self, going_on: Tensor) -> None:
+        """Drops the paths of anchors that end; going_on [t] bool."""
+        self.keys = [key[going_on] for key in self.keys]
+        self.values = [value[going_on] for value in self.values]
+
+    def attend(self, asking: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """The attention of one depth, whose queries stand at flat positions `asking`."""
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            if self.base is None:
+                self.base = self._dense(key), self._dense(value)
+            else:
+                self.keys.append(key)
+                self.values.append(value)
+            return path_attention(query, asking, *self.base, self.keys, self.values)
+
+        return attend
+
+    def _dense(self, flat: Tensor) -> Tensor:
+        """[t, kv_heads, e] -> [b, kv_heads, s, e], zeros where no token stands."""
+        out = flat.new_zeros(self.b * self.s, *flat.shape[1:]).index_copy(0, self.where, flat)
+        return out.view(self.b, self.s, *flat.shape[1:]).transpose(1, 2)
 
 
 def path_attention(
