@@ -128,7 +128,7 @@ def write_result(args: argparse.Namespace, target: Target, runs: dict[str, list[
         "prompts": args.count,
         "repeats": min(map(len, runs.values())),
         "dtype": args.dtype,
-        "command": sys.argv,
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "device": device_name(target.device),
         "threads": torch.get_num_threads(),
         "versions": {

@@ -3,13 +3,13 @@
 #
 #   bash scripts/quickstart.sh [--target NAME|PATH|HUB_ID] [--budget MINUTES] [--output DIR]
 #
-# --budget counts prompts, generation and training (default 9; evaluation takes about 3 more). More minutes mean more data
+# --budget counts prompts, generation and training (default 8; evaluation takes about 3 more). More minutes mean more data
 # and a longer training: on a GPU, or with hours, the same script makes a far better drafter.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 target=smollm2-135m
-budget=9
+budget=8
 output=runs/quickstart
 while [ "$#" -gt 0 ]; do
   case "$1" in

@@ -339,7 +339,7 @@ def report(args: argparse.Namespace, store: Store, this_run: dict[str, Any], pro
     truncated = counts["truncated"] / responses
     summary = {
         "drafttrain": __version__,
-        "command": sys.argv,
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "prompts": prompts,
         **counts,
         "truncated_share": round(truncated, 4),

@@ -168,9 +168,12 @@ def _draw_speedup(axes: Any, results: dict[str, Any]) -> None:
     axes.invert_yaxis()
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.set_xlabel("speed-up")
-    axes.set_title(f"{results['target']} + {results['drafter']}: speed-up by category")
+    axes.set_title("speed-up by category")
+    axes.annotate(
+        f"{results['target']} + {results['drafter']}", (0, 1.1), xycoords="axes fraction", annotation_clip=False
+    )
     if names:
-        axes.legend(loc="lower right")
+        axes.legend(loc="best", fontsize="small")
 
 
 def _draw_acceptance(axes: Any, overall: dict[str, Any]) -> None:

@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     records = measure(plan, questions, others, partial)
     results = {
         **settings,
-        "command": sys.argv,
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "tree_search": tree_search,
         "overall": summarise(records),
         "categories": by_category(records),
