@@ -186,7 +186,7 @@ def test_bad_prompts(target_dir, tmp_path, capsys, lines, message):
         (["--features", "1", "--backend", "openai"], "features='1' needs --backend local"),
         (["--slots", "many"], "slots='many' must be auto or a positive number"),
         (["--max-new-tokens", "0"], "max_new_tokens=0 must be at least 1"),
-        (["--top-p", "2"], "top_p=2.0 must be in (0, 1]"),
+        (["--top-p", "2"], "top_p=2.0 must be above 0 and at most 1"),
         (["--backend", "openai"], "backend=openai needs --url"),
     ],
 )

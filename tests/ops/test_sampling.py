@@ -54,6 +54,8 @@ def test_the_ends_of_the_unit_interval_never_give_an_impossible_token(monkeypatc
         ({"temperature": -0.1}, "temperature=-0.1 must be 0"),
         ({"temperature": float("nan")}, "temperature=nan must be"),
         ({"top_k": -1}, "top_k=-1 must be 0"),
+        ({"top_k": -2}, "top_k=-2 must be 0"),
+        ({"top_p": 1.2}, "top_p=1.2 must be above 0 and at most 1"),
         ({"top_p": 0.0}, "top_p=0.0 must be above 0"),
         ({"top_p": 1.5}, "top_p=1.5 must be above 0 and at most 1"),
     ],
