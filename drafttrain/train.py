@@ -143,7 +143,7 @@ def fit(config: Any, args: Any) -> dict[str, Any]:
 
     from drafttrain import __version__
     from drafttrain.data.loader import collate, training_rows
-    from drafttrain.data.store import FeatureStore, load_records, read_meta
+    from drafttrain.data.store import FeatureStore, load_records, read_meta, write_json
     from drafttrain.losses import DIVERGENCES
     from drafttrain.target import Target
     from drafttrain.training.targets import TargetSource
@@ -215,13 +215,6 @@ def fit(config: Any, args: Any) -> dict[str, Any]:
     if args.process_index == 0:
         write_json(Path(args.output_dir) / "training.json", summary)
     return summary
-
-
-def write_json(path: Path, data: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(data, indent=2, default=str) + "\n")
-    os.replace(part, path)
 
 
 def run(args: argparse.Namespace) -> int:
