@@ -26,7 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from drafttrain.batch import TargetOutput
 from drafttrain.errors import UserError
-from drafttrain.ops.packed_linear import cpu_has_bfloat16, pack_linears
+from drafttrain.ops.packing import cpu_has_bfloat16, pack
 
 ATTENTION = "drafttrain"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -206,9 +206,9 @@ class Target:
         return cls(model, tokenizer, name, path, dtype)
 
     def pack(self) -> Target:
-        """Packs the linear layers for inference on a CPU (no effect elsewhere). Costs a second copy of the weights."""
+        """Readies the model for fast inference on a CPU (no effect elsewhere). Costs a second copy of the weights."""
         if not self._packed and self.device.type == "cpu":
-            pack_linears(self.model)
+            pack(self.model)
             self.lm_head = self.model.get_output_embeddings()
             self._packed = True
         return self

@@ -143,7 +143,8 @@ def fit(config: Any, args: Any) -> dict[str, Any]:
 
     from drafttrain import __version__
     from drafttrain.data.loader import collate, training_rows
-    from drafttrain.data.store import FeatureStore, load_records, read_meta, write_json
+    from drafttrain.data.store import FeatureStore, load_records, read_meta
+    from drafttrain.files import write_json
     from drafttrain.losses import DIVERGENCES
     from drafttrain.target import Target
     from drafttrain.training.targets import TargetSource

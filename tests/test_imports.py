@@ -23,13 +23,14 @@ ROOMS = {
     "hub": {"ops", "losses", "drafters", "data", "training", "decode"},
     "evaluation": {"ops", "losses", "drafters", "data", "training", "decode"},
 }
-COMMON = {"errors", "batch", "target"}
+COMMON = {"errors", "files", "progress", "batch", "target"}
 # Exceptions, each with its reason.
 ALLOWED = {
     ("target", "hub.fetch"),  # a short name is looked up in the cache; imported when a target is loaded
     ("target", "ops"),  # packed linear layers
     ("target", "batch"),
     ("target", "errors"),
+    ("files", "errors"),
     ("batch", "errors"),
 }
 

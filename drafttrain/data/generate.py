@@ -21,8 +21,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from drafttrain import __version__
 from drafttrain.data.backends import Backend, Limits, LocalBackend, OpenAIBackend, VllmBackend
 from drafttrain.data.conversation import ChatRenderer, Conversation
-from drafttrain.data.store import FeatureWriter, Store, check_space, write_json
+from drafttrain.data.existing import store_existing
+from drafttrain.data.store import FeatureWriter, Store, check_space
 from drafttrain.errors import UserError
+from drafttrain.files import write_json
 from drafttrain.ops.sampling import SamplingParams
 from drafttrain.target import Target, resolve_target
 
@@ -34,6 +36,7 @@ goes on; several processes share the work.
   drafttrain generate --target smollm2-135m --prompts prompts.jsonl --output data --max-new-tokens 256
   accelerate launch --num_processes 8 -m drafttrain.cli generate --target T --prompts P --output DIR
   drafttrain generate --target T --prompts P --output DIR --backend openai --url http://a:8000/v1 --url http://b:8000/v1
+  drafttrain generate --target T --prompts chats.jsonl --output DIR --backend existing     # keep the answers in the file
 """
 
 # A prompt has to leave room for this many response tokens.
@@ -59,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--features", default="none", help="target states to store: none, default, or 2,15,27")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--backend", default="local", choices=["local", "openai", "vllm"])
+    parser.add_argument("--backend", default="local", choices=["local", "openai", "vllm", "existing"])
     parser.add_argument("--url", action="append", default=[], help="server of --backend openai; repeat it for several")
     parser.add_argument("--model", default="", help="name to ask the server for (default: the first it lists)")
     parser.add_argument("--overwrite", action="store_true", help="delete the data set in --output first")
@@ -82,17 +85,17 @@ def run(args: argparse.Namespace) -> int:
             "overwrite=True with several processes deletes what the others write; delete the folder yourself"
         )
     if args.features != "none" and args.backend != "local":
-        raise UserError(f"features={args.features!r} needs --backend local: a server does not show its states")
-    conversations = read_prompts(Path(args.prompts).expanduser())
+        raise UserError(f"features={args.features!r} needs --backend local: only there its states are seen")
+    existing = args.backend == "existing"
+    conversations = [] if existing else read_prompts(Path(args.prompts).expanduser())
     target = load_target(args)
     layers = parse_layers(args.features, target)
     renderer = ChatRenderer(target)
     settings = {
         "target": target.identity(),
-        "sampling": {
-            **vars(sampling),
-            **{key: getattr(args, key) for key in ("max_new_tokens", "max_length", "seed")},
-        },
+        "sampling": {"max_length": args.max_length}
+        if existing
+        else {**vars(sampling), **{key: getattr(args, key) for key in ("max_new_tokens", "max_length", "seed")}},
         "backend": args.backend,
         "features": {"layers": list(layers), "dtype": "bfloat16"} if layers else None,
     }
@@ -103,10 +106,14 @@ def run(args: argparse.Namespace) -> int:
             needed = feature_bytes(mine, renderer, args, (len(layers) + 1) * target.hidden_size * 2)
             check_space(store.directory, needed, "features")
         summary = {"conversations": 0, "response_tokens": 0, "seconds": 0.0, "tokens_per_second": 0.0, "dropped": {}}
-        if mine:
+        prompts = len(conversations)
+        if existing:
+            summary = store_existing(args, target.tokenizer, store, rank, lambda key: owner(key, world))
+            prompts = len(store.done_ids()) + summary["dropped"]["answer_beyond_max_length"]
+        elif mine:
             backend = make_backend(args, target, renderer, sampling, layers, len(mine))
             summary = _Job(args, renderer, store, backend, mine).run()
-        report(args, store, summary, len(conversations), world)
+        report(args, store, summary, prompts, world)
     return 0
 
 

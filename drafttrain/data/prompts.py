@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import sys
 import time
@@ -19,8 +18,9 @@ from rich.table import Table
 from drafttrain.data.filters import Filter, Limits, stable_id
 from drafttrain.data.formats import Prompt, parse_row, prompt_texts
 from drafttrain.data.jsonl import read_jsonl, write_jsonl
-from drafttrain.data.progress import Progress
 from drafttrain.errors import UserError
+from drafttrain.files import suites_folder, write_json
+from drafttrain.progress import Progress
 
 HELP = """Collect prompts for the target to answer, one JSON object per line: {"id", "messages" or "text", "source"}.
 
@@ -36,7 +36,6 @@ Prompts are shuffled by --seed, filtered by length, freed of duplicates, and dro
 row with a file of --exclude or with the evaluation suites that come with drafttrain. magpie goes on where it was
 interrupted; a finished file is left alone."""
 
-SUITES = Path(__file__).resolve().parents[2] / "eval" / "suites"
 _READ_AHEAD = 10_000  # rows of a streamed data set that are shuffled at a time
 
 
@@ -93,7 +92,7 @@ def evaluation_texts(files: Iterable[Path], own_suites: bool) -> Iterator[str]:
     Raises:
         UserError: a file that cannot be read, or holds no prompt in a known format.
     """
-    paths = list(files) + (sorted(SUITES.glob("*.jsonl")) if own_suites else [])
+    paths = list(files) + (sorted(suites_folder().glob("*.jsonl")) if own_suites else [])
     for path in paths:
         prompts = [prompt for _, row in read_jsonl(path) if (prompt := parse_row(row))]
         if not prompts:
@@ -301,7 +300,7 @@ def run(args: argparse.Namespace) -> int:
         )
         raise UserError(f"source={args.source}: no prompt is left ({reasons}); check the format and the limits")
     counts = {"read": len(rows) + sum(keep.dropped.values()), "kept": len(rows), "dropped": dict(keep.dropped)}
-    _write_json(summary, {"settings": settings, **counts})
+    write_json(summary, {"settings": settings, **counts})
     write_jsonl(args.output, rows)
     partial.unlink(missing_ok=True)
     _print_summary(args.output, len(rows), keep.dropped)
@@ -370,13 +369,6 @@ def _load_tokenizer(target: str, trust_remote_code: bool) -> Any:
 
 def _partial_path(output: Path) -> Path:
     return output.with_name(output.name + ".partial")
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-    os.replace(temporary, path)
 
 
 def _print_summary(output: Path, kept: int, dropped: Counter[str]) -> None:

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from drafttrain import __version__
 from drafttrain.errors import UserError
+from drafttrain.files import write_json
 
 FORMAT = 1
 _SYNC_SECONDS = 5.0
@@ -46,13 +47,6 @@ _COLUMNS = Features(
         "source": Value("string"),
     }
 )
-
-
-def write_json(path: Path, data: Any) -> None:
-    """Replaces a JSON file in one step, so that readers see the old or the new one."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(part, path)
 
 
 def read_meta(directory: str | Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from drafttrain.batch import TokenTree
 from drafttrain.errors import UserError
-from drafttrain.ops.packed_linear import pack_linears
+from drafttrain.ops.packing import pack
 from drafttrain.target import Target
 
 
@@ -161,7 +161,7 @@ def load_drafter(name: str, target: Target) -> Drafter | None:
     else:
         drafter = _load_trained(name).to(device=target.device, dtype=target.compute_dtype).eval()
         if target.device.type == "cpu":
-            pack_linears(drafter)
+            pack(drafter)
     drafter.bind(target)
     return drafter
 

@@ -20,12 +20,13 @@ from drafttrain.decode import SamplingParams, token_limit
 from drafttrain.drafters.base import Drafter, TreeSpec, load_drafter
 from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import BASELINES, Record, by_category, summarise
-from drafttrain.evaluation.progress import Meter
 from drafttrain.evaluation.report import print_results
 from drafttrain.evaluation.sides import Side, engine_side, hf_side
-from drafttrain.evaluation.store import Partial, fingerprint, folder_state, write_json
+from drafttrain.evaluation.store import Partial, fingerprint, folder_state
 from drafttrain.evaluation.suites import Question, Suite, load_suite, render, take_evenly
 from drafttrain.evaluation.tuning import CANDIDATES, calibration_prompts, search_tree
+from drafttrain.files import write_json
+from drafttrain.progress import Progress
 from drafttrain.target import Target
 
 HELP = """Measure a drafter in the lossless tree decoder against plain decoding.
@@ -206,7 +207,7 @@ def choose_tree(
     if partial.tree is None:
         exclude = {turn for question in questions for turn in question.turns}
         prompts = calibration_prompts(target, args.calibrate, exclude)
-        with Meter("finding the fastest tree", len(prompts) * len(CANDIDATES)) as meter:
+        with Progress("finding the fastest tree", len(prompts) * len(CANDIDATES), "runs") as meter:
             spec, table = search_tree(target, drafter, prompts, sampling, advance=meter.advance)
         partial.add_tree(str(spec), table)
     assert partial.tree is not None
@@ -237,12 +238,13 @@ def measure(plan: Plan, questions: Sequence[Question], others: dict[str, Side], 
         prompt = render(plan.target.tokenizer, questions[left[0]].turns[:1], [])
         for side in sides.values():
             side(prompt, min(WARM_UP_TOKENS, token_limit(plan.target, len(prompt), WARM_UP_TOKENS)), plan.seed)
-    with Meter("answering", len(questions), len(questions) - len(left)) as meter:
+    with Progress("answering", len(questions), "prompts") as meter:
+        meter.start_at(len(questions) - len(left))
         for index in left:
             records = answer(plan, questions[index], index, sides)
             partial.add_question(keys[index], records)
             rate = summarise(records)["tokens_per_second"]
-            meter.advance(f"{rate:.1f} tokens/s")
+            meter.advance(note=f"{rate:.1f} tokens/s")
     return [record for key in keys for record in partial.records[key]]
 
 

@@ -12,21 +12,6 @@ from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import Record
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Writes a JSON file via a temporary one beside it.
-
-    Raises:
-        UserError: the place cannot be written.
-    """
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-        os.replace(temporary, path)
-    except OSError as error:
-        raise UserError(f"output={str(path)!r} cannot be written ({error.strerror}); choose another place") from error
-
-
 def fingerprint(settings: dict[str, Any]) -> str:
     """A short hash of everything that a record depends on."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]

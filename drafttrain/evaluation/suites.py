@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from drafttrain.errors import UserError
-
-# Suites by name: in the repository, or beside this module in an installed package.
-FOLDERS = (Path(__file__).parents[2] / "eval" / "suites", Path(__file__).parent / "suite_files")
+from drafttrain.files import suites_folder
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Suite:
 
 def known_suites() -> list[str]:
     """Names that `load_suite` finds without a path."""
-    return sorted({path.stem for folder in FOLDERS if folder.is_dir() for path in folder.glob("*.jsonl")})
+    return sorted(path.stem for path in suites_folder().glob("*.jsonl"))
 
 
 def load_suite(name: str) -> Suite:
@@ -45,7 +43,7 @@ def load_suite(name: str) -> Suite:
     Raises:
         UserError: no such file, a row that is not in the format, or no rows.
     """
-    candidates = [Path(name).expanduser(), *(folder / f"{name}.jsonl" for folder in FOLDERS)]
+    candidates = [Path(name).expanduser(), suites_folder() / f"{name}.jsonl"]
     path = next((path for path in candidates if path.is_file()), None)
     if path is None:
         known = ", ".join(known_suites()) or "none installed"

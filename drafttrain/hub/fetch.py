@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drafttrain.errors import UserError
+from drafttrain.files import cache_folder
 
 HELP = """Get a ready-made small target model and keep it in the cache folder.
 
@@ -104,13 +105,6 @@ MODELS = {
 
 
 # -- lookup ---------------------------------------------------------------------------------------------------------
-
-
-def cache_folder() -> Path:
-    """Where fetched models live: $DRAFTTRAIN_CACHE, else drafttrain/ in the user's cache folder."""
-    if os.environ.get("DRAFTTRAIN_CACHE"):
-        return Path(os.environ["DRAFTTRAIN_CACHE"]).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "drafttrain"
 
 
 def cached_model(name: str) -> Path | None:

@@ -266,3 +266,43 @@ def test_base_models_need_text(target_dir, prompts, tmp_path, capsys):
     (target_dir / "chat_template.jinja").unlink()
     assert generate(target_dir, prompts, tmp_path / "out") == 2
     assert "has no chat template, so `messages` cannot be rendered" in capsys.readouterr().err
+
+
+def test_existing_conversations_keep_their_answers(target_dir, tmp_path, capsys):
+    rows = [
+        {"id": "a", "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello you"}]},
+        {"conversations": [{"from": "human", "value": "one"}, {"from": "gpt", "value": "two"}]},
+        {"id": "long", "messages": [{"role": "user", "content": "x" * 90}, {"role": "assistant", "content": "never"}]},
+        {"id": "cut", "messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y" * 90}]},
+    ]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["--backend", "existing", "--max-length", "80"]
+    assert generate(target_dir, path, tmp_path / "out", *options) == 0
+    said = capsys.readouterr().out
+    assert "3 of 4 conversations" in said
+    assert "answer beyond max length 1" in said
+    records = {row["id"]: row for row in load_records(tmp_path / "out")}
+    tokenizer = Target.load(str(target_dir)).tokenizer
+    (start, end) = records["a"]["spans"][0]
+    assert tokenizer.decode(records["a"]["tokens"][start:end]) == "hello you<|im_end|>"
+    assert records["a"]["finish"] == ["stop"]
+    assert records["cut"]["finish"] == ["length"]
+    assert len(records["cut"]["tokens"]) == 80
+    # Run again, nothing is added; other settings are refused.
+    assert generate(target_dir, path, tmp_path / "out", *options) == 0
+    assert len(list(load_records(tmp_path / "out"))) == 3
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"id": "q", "messages": [{"role": "user", "content": "hi"}]}, "empty mask"),
+        ({"id": "q", "text": "no turns"}, "no conversation in a known format"),
+    ],
+)
+def test_existing_conversations_that_teach_nothing(target_dir, tmp_path, capsys, row, message):
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    assert generate(target_dir, path, tmp_path / "out", "--backend", "existing") == 2
+    assert message in capsys.readouterr().err

@@ -166,8 +166,8 @@ def test_file_source_end_to_end(tmp_path, capsys):
 
 
 def test_own_suites_are_kept_clear_of_by_default(tmp_path):
-    assert module.SUITES.is_dir()
-    own = json.loads(next(module.SUITES.glob("*.jsonl")).read_text().splitlines()[0])
+    assert module.suites_folder().is_dir()
+    own = json.loads(next(module.suites_folder().glob("*.jsonl")).read_text().splitlines()[0])
     source = write_lines(tmp_path / "in.jsonl", [{"turns": own["turns"]}, {"prompt": distinct(0)}])
     args = ("--source", "file", "--input", source, "--output")
     assert prompts(*args, tmp_path / "a.jsonl") == 0

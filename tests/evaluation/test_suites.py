@@ -22,7 +22,7 @@ def test_fastchat_rows_by_path(tmp_path):
 
 def test_suites_by_name(tmp_path, monkeypatch):
     write(tmp_path / "chat.jsonl", [{"turns": ["hello"]}])
-    monkeypatch.setattr(suites, "FOLDERS", (tmp_path / "absent", tmp_path))
+    monkeypatch.setattr(suites, "suites_folder", lambda: tmp_path)
     assert load_suite("chat").questions[0].turns == ("hello",)
     with pytest.raises(UserError, match=r"suite='nope' is neither a file nor a known suite \(chat\)"):
         load_suite("nope")

@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from drafttrain.ops import tree_attention as module
+from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.tree_attention import TreeLayout, tree_attention
 
 TREES = {"root": [], "chain": [-1, 0, 1], "tree": [-1, -1, 0, 0, 2, 1, 4]}
@@ -109,3 +112,48 @@ def test_layers_share_one_mask_and_wide_windows_need_none_of_their_own():
 def test_siblings_share_a_position():
     assert TreeLayout(10, TREES["tree"]).positions().tolist() == [[10, 11, 11, 12, 12, 13, 12, 14]]
     assert TreeLayout(3, count=4).positions().tolist() == [[3, 4, 5, 6]]
+
+
+@pytest.mark.skipif(cpu_kernels() is None, reason="no C compiler here")
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_cpu_kernel_equals_torch(data):
+    heads, kv_heads = data.draw(st.sampled_from([(9, 3), (4, 1), (4, 4), (14, 2)]))
+    width, value_width = data.draw(st.sampled_from([(16, 16), (64, 64), (80, 80), (64, 112)]))
+    prefix, n = data.draw(st.integers(0, 40)), data.draw(st.integers(1, 64))
+    parents = [data.draw(st.integers(-1, node - 1)) for node in range(n - 1)] if data.draw(st.booleans()) else None
+    layout = TreeLayout(prefix, parents, count=n)
+    q, k, v = inputs(heads, kv_heads, n, 120, width, value_width, seed=n)
+    q = q.transpose(1, 2).contiguous().transpose(1, 2)  # as projections give it
+    k, v = k[:, :, : prefix + n], v[:, :, : prefix + n]
+    options = {
+        "scaling": width**-0.5,
+        "window": data.draw(st.sampled_from([None, 1, 4, 30])),
+        "softcap": data.draw(st.sampled_from([None, 3.0])),
+        "sinks": torch.linspace(-2, 2, heads) if data.draw(st.booleans()) else None,
+    }
+    assert module._serves_cpu_kernel(q, k, v) is False  # gradients could be asked for
+    want = tree_attention(q, k, v, layout, **options)
+    with torch.no_grad():
+        assert module._serves_cpu_kernel(q, k, v)
+        got = tree_attention(q, k, v, layout, **options)
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.skipif(cpu_kernels() is None, reason="no C compiler here")
+@torch.no_grad()
+def test_cpu_kernel_gives_a_node_what_its_path_alone_gives():
+    """To the bit: siblings before and between a node's ancestors add nothing, not even rounding."""
+    prefix, parents = 37, [-1, -1, 1, 0, 2]
+    q, k, v = inputs(6, 2, 6, prefix + 6, 64, 64)
+    tree = tree_attention(q, k, v, TreeLayout(prefix, parents), scaling=0.125)
+    path = [0, 2, 3, 5]  # the root, and the nodes 1, 2 and 4
+    slots = [*range(prefix), *(prefix + token for token in path)]
+    alone = tree_attention(
+        q[:, :, path].contiguous(),
+        k[:, :, slots].contiguous(),
+        v[:, :, slots].contiguous(),
+        TreeLayout(prefix, count=4),
+        scaling=0.125,
+    )
+    assert torch.equal(tree[:, :, path], alone)

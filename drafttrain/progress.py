@@ -24,6 +24,7 @@ class Progress:
     def __init__(self, label: str, total: int | None, unit: str):
         self.label, self.total, self.unit = label, total, unit
         self.done = self.earlier = 0
+        self.note = ""
         self.began = self.printed = time.monotonic()
         self.bar: Bar | None = None
         if sys.stderr.isatty():
@@ -33,10 +34,10 @@ class Progress:
                 TextColumn("{task.description}"),
                 BarColumn(),
                 MofNCompleteColumn(),
-                TextColumn("{task.fields[rate]}"),
+                TextColumn("{task.fields[rate]} {task.fields[note]}"),
             )
             self.bar = Bar(*columns, TimeRemainingColumn(), console=Console(stderr=True))
-            self.task = self.bar.add_task(label, total=total, rate="")
+            self.task = self.bar.add_task(label, total=total, rate="", note="")
 
     def __enter__(self) -> Progress:
         if self.bar is not None:
@@ -56,8 +57,10 @@ class Progress:
         self.done = self.earlier = done
         self._show()
 
-    def advance(self, count: int = 1) -> None:
+    def advance(self, count: int = 1, note: str = "") -> None:
+        """`count` more are done; `note` is shown behind the counts."""
         self.done += count
+        self.note = note
         self._show()
 
     @property
@@ -67,15 +70,15 @@ class Progress:
 
     def _show(self) -> None:
         if self.bar is not None:
-            self.bar.update(self.task, completed=self.done, rate=f"{self.rate:.1f} {self.unit}/s")
+            self.bar.update(self.task, completed=self.done, rate=f"{self.rate:.3g} {self.unit}/s", note=self.note)
         elif time.monotonic() - self.printed >= _EVERY:
             self._print()
 
     def _print(self) -> None:
         self.printed = time.monotonic()
         line = f"{self.label}: {self.done}" + (f" of {self.total}" if self.total else "") + f" {self.unit}"
-        line += f", {self.rate:.1f}/s"
+        line += f", {self.rate:.3g}/s"
         if self.total and self.rate > 0:
             minutes, seconds = divmod(round(max(self.total - self.done, 0) / self.rate), 60)
             line += f", {minutes}:{seconds:02d} left"
-        print(line, file=sys.stderr, flush=True)
+        print(f"{line}, {self.note}" if self.note else line, file=sys.stderr, flush=True)

@@ -1,0 +1,233 @@
+/* Decoding's kernels for CPUs: linear layers for few rows, RMS norm, attention over a prefix and a token tree.
+ *
+ * GCC/Clang vector extensions, so the compiler picks the machine's instructions. Everything is float32, rows are
+ * contiguous. Sums over a row run in an order that does not depend on the other rows: what a token gets is the same to
+ * the bit whether it is decoded alone or verified in a tree (the prefix being equally long). */
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define LANES 16
+#define PANEL (2 * LANES)
+#ifdef __AVX512F__
+#define MAX_ROWS 12 /* 24 sums, 2 weights and a broadcast in 32 registers */
+#else
+#define MAX_ROWS 4
+#endif
+
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+typedef int32_t ints __attribute__((vector_size(4 * LANES)));
+
+/* -- linear ---------------------------------------------------------------------------------------------------------
+ *
+ * y = x W^T for few rows: every weight is read from memory once, whatever the number of rows. W [out, in] comes in
+ * panels of 32 outputs, [out/32][in][32], so that a core streams one panel from front to back and keeps the sums of up
+ * to MAX_ROWS rows in registers. bfloat16 panels interleave outputs i and i+16 in one 32-bit word: a shift and a mask
+ * widen both exactly. */
+
+static inline void load_bfloat16(const void *panel, long i, vec *low, vec *high) {
+    words pair;
+    memcpy(&pair, (const char *)panel + i * 2 * PANEL, sizeof pair);
+    words l = pair << 16, h = pair & 0xffff0000u;
+    memcpy(low, &l, sizeof l);
+    memcpy(high, &h, sizeof h);
+}
+
+static inline void load_float32(const void *panel, long i, vec *low, vec *high) {
+    const char *at = (const char *)panel + i * 4 * PANEL;
+    memcpy(low, at, sizeof *low);
+    memcpy(high, at + sizeof *low, sizeof *high);
+}
+
+/* `rows` is a constant in every call, so the loops over rows unroll and the sums stay in registers. */
+static inline __attribute__((always_inline)) void multiply(
+    int rows, void (*load)(const void *, long, vec *, vec *), const float *x, long in, const void *panel, float *y) {
+    vec low[MAX_ROWS], high[MAX_ROWS];
+    for (int r = 0; r < rows; r++) low[r] = high[r] = (vec){0};
+    for (long i = 0; i < in; i++) {
+        vec a, b;
+        load(panel, i, &a, &b);
+        for (int r = 0; r < rows; r++) {
+            low[r] += a * x[r * in + i];
+            high[r] += b * x[r * in + i];
+        }
+    }
+    for (int r = 0; r < rows; r++) {
+        memcpy(y + r * PANEL, &low[r], sizeof(vec));
+        memcpy(y + r * PANEL + LANES, &high[r], sizeof(vec));
+    }
+}
+
+#define CASE(R, LOAD) \
+    case R: multiply(R, LOAD, x, in, panel, y); break;
+#if MAX_ROWS == 12
+#define MORE(LOAD) CASE(5, LOAD) CASE(6, LOAD) CASE(7, LOAD) CASE(8, LOAD) \
+    CASE(9, LOAD) CASE(10, LOAD) CASE(11, LOAD) CASE(12, LOAD)
+#else
+#define MORE(LOAD)
+#endif
+#define DISPATCH(NAME, LOAD)                                                                   \
+    static void NAME(int rows, const float *x, long in, const void *panel, float *y) {         \
+        switch (rows) { CASE(1, LOAD) CASE(2, LOAD) CASE(3, LOAD) CASE(4, LOAD) MORE(LOAD) }   \
+    }
+DISPATCH(multiply_bfloat16, load_bfloat16)
+DISPATCH(multiply_float32, load_float32)
+
+/* x [rows, in], y [rows, out] float32, row-major; panels as above, the last one padded. */
+void skinny_linear(const float *x, long rows, long in, const void *panels, int is_bfloat16, float *y, long out, int threads) {
+    long count = (out + PANEL - 1) / PANEL, blocks = (rows + MAX_ROWS - 1) / MAX_ROWS;
+    long bytes = in * PANEL * (is_bfloat16 ? 2 : 4);
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (long p = 0; p < count; p++) {
+        float tile[MAX_ROWS * PANEL];
+        const void *panel = (const char *)panels + p * bytes;
+        long width = out - p * PANEL < PANEL ? out - p * PANEL : PANEL, done = 0;
+        for (long b = 0; b < blocks; b++) { /* blocks of nearly equal size: 16 rows are 8 + 8, not 12 + 4 */
+            int m = (int)((rows - done + blocks - b - 1) / (blocks - b));
+            (is_bfloat16 ? multiply_bfloat16 : multiply_float32)(m, x + done * in, in, panel, tile);
+            for (int r = 0; r < m; r++)
+                memcpy(y + (done + r) * out + p * PANEL, tile + r * PANEL, width * sizeof(float));
+            done += m;
+        }
+    }
+}
+
+/* -- normalisation -------------------------------------------------------------------------------------------------- */
+
+/* y = x / sqrt(mean(x^2) + eps) * weight, row by row. */
+void rms_norm(const float *x, const float *weight, float eps, float *y, long rows, long width) {
+    for (long r = 0; r < rows; r++, x += width, y += width) {
+        float sums[LANES] = {0}, total = 0;
+        long i = 0;
+        for (; i + LANES <= width; i += LANES)
+            for (int l = 0; l < LANES; l++) sums[l] += x[i + l] * x[i + l];
+        for (; i < width; i++) total += x[i] * x[i];
+        for (int l = 0; l < LANES; l++) total += sums[l];
+        float scale = 1.0f / sqrtf(total / width + eps);
+        for (i = 0; i < width; i++) y[i] = x[i] * scale * weight[i];
+    }
+}
+
+/* -- tree attention ------------------------------------------------------------------------------------------------- */
+
+/* mask ? a : b, lane by lane; comparisons of vectors give such masks. */
+static inline vec choose(ints mask, vec a, vec b) { return (vec)(((ints)a & mask) | ((ints)b & ~mask)); }
+
+/* e^x to a few float32 roundings, 0 below -87: 2^n p(r) with |r| <= ln(2) / 2 and p the Taylor polynomial of degree 6. */
+static inline vec exponential(vec x) {
+    ints tiny = x < -87.0f;
+    x = choose(tiny, (vec){0}, x);
+    vec n = x * 1.44269504f + 12582912.0f; /* adding 1.5 * 2^23 rounds to an integer */
+    n -= 12582912.0f;
+    vec r = x - n * 0.693359375f + n * 2.12194440e-4f; /* ln(2) in two parts */
+    vec p = 1.0f + r * (0.166666667f + r * (0.0416666667f + r * (8.33333333e-3f + r * 1.38888889e-3f))) * r * r;
+    p += r + 0.5f * r * r;
+    ints power = (__builtin_convertvector(n, ints) + 127) << 23;
+    return choose(tiny, (vec){0}, p * (vec)power);
+}
+
+/* out[i][c ..] = sum of weights[t][i] * value[t] / total for four rows i, of which `high` exist; `wide` is a constant. */
+static inline __attribute__((always_inline)) void weigh(int wide, const float *weights, const float *value, long count,
+                                                        long ve, int high, float *const *out, long c, vec total, int r) {
+    vec sum[4][4] = {{{0}}};
+    for (long t = 0; t < count; t++, value += ve, weights += LANES)
+        for (int j = 0; j < wide; j++) {
+            vec v;
+            memcpy(&v, value + j * LANES, sizeof v);
+            for (int i = 0; i < 4; i++) sum[i][j] += v * weights[i];
+        }
+    for (int i = 0; i < high; i++)
+        for (int j = 0; j < wide; j++) {
+            vec mean = sum[i][j] / total[r + i];
+            memcpy(out[i] + c + j * LANES, &mean, sizeof mean);
+        }
+}
+
+/* One key head and up to LANES of its query rows (row = query head of the group, new token). Scores lie key by key, a
+ * lane per row: the query is transposed once, and every key and value is read once. */
+static void attend_rows(const float *query[LANES], float *out[LANES], const int *token, int rows, const float *sinks,
+                        const float *key, const float *value, long first, long prefix, long n, long e, long ve,
+                        const uint64_t *ancestors, const int *depth, float scaling, long window, float softcap,
+                        vec *transposed, vec *scores) {
+    for (long c = 0; c < e; c++)
+        for (int r = 0; r < LANES; r++) transposed[c][r] = r < rows ? query[r][c] * scaling : 0.0f;
+    vec highest = (vec){0} - INFINITY;
+    for (int r = 0; r < rows; r++) if (sinks) highest[r] = sinks[r];
+    long end = prefix + n;
+    for (long t = first; t < end; t += 8) { /* eight sums at once keep the multipliers busy */
+        vec s[8] = {{0}};
+        const float *k[8];
+        for (int j = 0; j < 8; j++) k[j] = key + (t + j < end ? t + j : end - 1) * e;
+        for (long c = 0; c < e; c++) {
+            vec q = transposed[c];
+            for (int j = 0; j < 8; j++) s[j] += q * k[j][c];
+        }
+        for (int j = 0; j < 8 && t + j < end; j++) {
+            if (softcap > 0) s[j] = softcap - 2 * softcap / (exponential(s[j] * (2 / softcap)) + 1);
+            long new = t + j - prefix; /* which of the new tokens this key is; negative in the prefix */
+            if (new >= 0 || window)
+                for (int r = 0; r < rows; r++) {
+                    long at = new >= 0 ? prefix + depth[new] : t + j;
+                    int unseen = new >= 0 && !(ancestors[token[r]] >> new & 1);
+                    if (unseen || (window && prefix + depth[token[r]] - at >= window)) s[j][r] = -INFINITY;
+                }
+            scores[t + j] = s[j];
+            highest = choose(s[j] > highest, s[j], highest);
+        }
+    }
+    vec total = {0};
+    for (long t = first; t < end; t++) {
+        scores[t] = exponential(scores[t] - highest);
+        total += scores[t];
+    }
+    for (int r = 0; r < rows; r++) if (sinks) total[r] += expf(sinks[r] - highest[r]);
+    for (int r = 0; r < rows; r += 4)
+        for (long c = 0, wide; c < ve; c += wide * LANES) {
+            wide = (ve - c) / LANES;
+            wide = wide < 4 ? wide : 4;
+            int high = rows - r < 4 ? rows - r : 4;
+            const float *weights = (const float *)(scores + first) + r;
+            switch (wide) {
+                case 4: weigh(4, weights, value + first * ve + c, end - first, ve, high, out + r, c, total, r); break;
+                case 3: weigh(3, weights, value + first * ve + c, end - first, ve, high, out + r, c, total, r); break;
+                case 2: weigh(2, weights, value + first * ve + c, end - first, ve, high, out + r, c, total, r); break;
+                default: weigh(1, weights, value + first * ve + c, end - first, ve, high, out + r, c, total, r);
+            }
+        }
+}
+
+/* Attention of n <= 64 new tokens over `prefix` committed keys and over their own ancestors (a bit per new token).
+ *
+ * query [heads, n, e] by strides; key [kv_heads, prefix + n, e], value [kv_heads, prefix + n, ve] with rows in order and
+ * a stride per head; out [n, heads, ve]. e and ve are multiples of 16; depth [n]; window 0, softcap 0, sinks NULL: none. */
+void tree_attention(const float *query, long head_stride, long token_stride, const float *key, long key_stride,
+                    const float *value, long value_stride, float *out, long heads, long kv_heads, long prefix, long n,
+                    long e, long ve, const uint64_t *ancestors, const int *depth, float scaling, long window,
+                    float softcap, const float *sinks, int threads) {
+    long group = heads / kv_heads, rows = group * n, blocks = (rows + LANES - 1) / LANES;
+    long first = window && prefix + 1 > window ? prefix + 1 - window : 0;
+#pragma omp parallel num_threads(threads) if (kv_heads * blocks > 1)
+    {
+        vec *transposed = aligned_alloc(sizeof(vec), (e + prefix + n) * sizeof(vec)), *scores = transposed + e;
+#pragma omp for schedule(dynamic)
+        for (long task = 0; task < kv_heads * blocks; task++) {
+            long kv = task / blocks, block = task % blocks;
+            long begin = rows * block / blocks, count = rows * (block + 1) / blocks - begin;
+            const float *queries[LANES];
+            float *outs[LANES], sink[LANES];
+            int token[LANES];
+            for (long i = 0; i < count; i++) {
+                long head = kv * group + (begin + i) / n;
+                token[i] = (int)((begin + i) % n);
+                queries[i] = query + head * head_stride + token[i] * token_stride;
+                outs[i] = out + (token[i] * heads + head) * ve;
+                if (sinks) sink[i] = sinks[head];
+            }
+            attend_rows(queries, outs, token, (int)count, sinks ? sink : 0, key + kv * key_stride, value + kv * value_stride,
+                        first, prefix, n, e, ve, ancestors, depth, scaling, window, softcap, transposed, scores);
+        }
+        free(transposed);
+    }
+}

@@ -1,0 +1,189 @@
+"""Modules made ready for inference on a CPU: weights packed once for its matrix kernels, norms in one call.
+
+Decoding multiplies a few rows (1 to ~64 tree nodes) with every weight of the model, so it should cost one pass over the
+weights in memory. torch's CPU linear repacks the weight on every call and reaches a third of the memory bandwidth.
+
+    rows        kernel                            SmolLM2-135M's linear layers, 2 cores at 22 GB/s
+    1 .. 32     skinny_linear in ops/cpu.c        1 row 17-20 ms, 8 rows 22 ms, 16 rows 32 ms (torch: 56, 140, 176)
+    more        MKL (float32), oneDNN (bfloat16)  64 rows 86 ms (skinny_linear: 99)
+
+Published weights are bfloat16. Where a float32 weight holds only such values it is streamed as bfloat16 and widened in
+registers: half the bytes, the very same products.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+from drafttrain.ops.native import cpu_kernels
+
+# Up to here one pass over the weights is faster than MKL; beyond, arithmetic decides.
+SKINNY_ROWS = 32
+# MKL chooses its blocking from the row count given when packing; 128 was fastest or equal for every count from 1 to 128.
+_MKL_ROWS = 128
+_LANES = 16  # as in cpu.c
+
+
+def cpu_has_bfloat16() -> bool:
+    """True if this CPU multiplies bfloat16 natively (AVX512-BF16 or AMX); others emulate it several times slower."""
+    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, name, lambda: False)() for name in probes)
+
+
+def pack_panels(weight: Tensor) -> Tensor:
+    """[out, in] -> panels of 32 outputs for `skinny_linear`, in bfloat16 if that loses nothing, else in float32."""
+    half = weight.to(torch.bfloat16)
+    exact = torch.equal(half.to(weight.dtype), weight)
+    out, width = weight.shape
+    panels = -(-out // (2 * _LANES))
+    padded = torch.zeros((panels * 2 * _LANES, width), dtype=torch.bfloat16 if exact else torch.float32)
+    padded[:out] = half if exact else weight
+    blocks = padded.view(panels, 2, _LANES, width)
+    return blocks.permute(0, 3, 2, 1).contiguous() if exact else blocks.permute(0, 3, 1, 2).contiguous()
+
+
+def skinny_linear(x: Tensor, panels: Tensor, out: int) -> Tensor:
+    """x [rows, in] float32, contiguous; panels from `pack_panels`. Returns [rows, out] float32.
+
+    A row's result is the same to the bit whatever the other rows are.
+    """
+    kernels = cpu_kernels()
+    assert kernels is not None
+    rows, width = x.shape
+    y = torch.empty((rows, out))
+    exact, threads = panels.dtype == torch.bfloat16, torch.get_num_threads()
+    kernels.skinny_linear(x.data_ptr(), rows, width, panels.data_ptr(), exact, y.data_ptr(), out, threads)
+    return y
+
+
+@cache
+def _mkl_serves_any_rows() -> bool:
+    """MKL documents packed weights for the packing's own row count only, so prove on this machine that others work."""
+    if not (torch.backends.mkl.is_available() and hasattr(torch.ops.mkl, "_mkl_linear")):
+        return False
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(96, 80, generator=generator)
+    packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, _MKL_ROWS)
+    for rows in (1, 2, 7, 16, 33, 128, 300):
+        x = torch.randn(rows, 80, generator=generator)
+        y = torch.ops.mkl._mkl_linear(x, packed, weight, None, rows)
+        if not torch.allclose(y, x @ weight.t(), atol=1e-4):
+            return False
+    return True
+
+
+class PackedLinear(nn.Module):
+    """y = x W^T + b with W packed for this CPU: a drop-in for nn.Linear in inference.
+
+    The plain `weight` stays readable (tied embeddings, heads whose rows are read); packings for few and for many rows
+    are made when first needed, each a further copy.
+    """
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight = linear.weight.detach().contiguous()
+        self.bias = None if linear.bias is None else linear.bias.detach()
+        self.mkl = self.weight.dtype == torch.float32 and _mkl_serves_any_rows()
+        self.skinny = cpu_kernels() is not None
+        self.panels: Tensor | None = None
+        self.packed: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out], in the weight's dtype."""
+        rows = x.numel() // self.in_features
+        if self.skinny and rows <= SKINNY_ROWS:
+            return self._skinny(x)
+        if self.packed is None:
+            self.packed = self._pack()
+        if self.mkl:
+            return torch.ops.mkl._mkl_linear(x, self.packed, self.weight, self.bias, rows)
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+    def _pack(self) -> Tensor:
+        if self.mkl:
+            return torch.ops.mkl._mkl_reorder_linear_weight(self.weight, _MKL_ROWS)
+        return torch.ops.mkldnn._reorder_linear_weight(self.weight, None)
+
+    def _skinny(self, x: Tensor) -> Tensor:
+        if self.panels is None:
+            self.panels = pack_panels(self.weight)
+        flat = x.reshape(-1, self.in_features).float().contiguous()
+        y = skinny_linear(flat, self.panels, self.out_features)
+        if self.bias is not None:
+            y += self.bias
+        return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        many = "mkl" if self.mkl else "onednn"
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, skinny={self.skinny}, many_rows={many}"
+        )
+
+
+class PackedRMSNorm(nn.Module):
+    """RMS norm in one kernel call instead of six torch operations. `weight` is the factor that is really applied."""
+
+    def __init__(self, weight: Tensor, eps: float):
+        super().__init__()
+        self.weight, self.eps = weight.detach().contiguous(), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., width] float32 -> the same shape."""
+        kernels = cpu_kernels()
+        assert kernels is not None
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        width = x.shape[-1]
+        kernels.rms_norm(x.data_ptr(), self.weight.data_ptr(), self.eps, y.data_ptr(), x.numel() // width, width)
+        return y
+
+    @staticmethod
+    def like(norm: nn.Module) -> PackedRMSNorm | None:
+        """The same norm, proven on random input; None if `norm` is another function, dtype or device.
+
+        Some families store the factor minus one.
+        """
+        weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+        if (
+            "RMSNorm" not in type(norm).__name__
+            or weight is None
+            or not isinstance(eps, float)
+            or cpu_kernels() is None
+        ):
+            return None
+        if weight.dim() != 1 or weight.dtype != torch.float32 or weight.device.type != "cpu":
+            return None
+        x = torch.randn(3, len(weight), generator=torch.Generator().manual_seed(0))
+        expected = norm(x)
+        for factor in (weight, weight + 1):
+            packed = PackedRMSNorm(factor, eps)
+            if torch.allclose(packed(x), expected, rtol=1e-5, atol=1e-6):
+                return packed
+        return None
+
+
+def pack(module: nn.Module) -> None:
+    """Readies a module on a CPU for inference, in place: linear layers packed, RMS norms as one kernel call.
+
+    What no packer serves stays: bfloat16 without native support, norms that are another function, other devices.
+    """
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            packed = _packed(child)
+            if packed is not None:
+                setattr(parent, name, packed)
+
+
+def _packed(child: nn.Module) -> nn.Module | None:
+    if type(child) is not nn.Linear:
+        return PackedRMSNorm.like(child)
+    served = child.weight.dtype == torch.float32 or (child.weight.dtype == torch.bfloat16 and cpu_has_bfloat16())
+    return (
+        PackedLinear(child)
+        if served and child.weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
+        else None
+    )

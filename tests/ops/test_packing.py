@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from drafttrain.ops import native, packing
+from drafttrain.ops.packing import SKINNY_ROWS, PackedLinear, PackedRMSNorm, pack, pack_panels, skinny_linear
+
+needs_compiler = pytest.mark.skipif(native.cpu_kernels() is None, reason="no C compiler here")
+
+
+def weights(out, width, bfloat16, seed=0):
+    weight = torch.randn(out, width, generator=torch.Generator().manual_seed(seed)) / width**0.5
+    return weight.bfloat16().float() if bfloat16 else weight
+
+
+@needs_compiler
+@pytest.mark.parametrize("bfloat16", [True, False])
+@pytest.mark.parametrize(("out", "width"), [(1, 1), (31, 17), (32, 64), (33, 8), (100, 300)])
+def test_skinny_linear_equals_the_product(out, width, bfloat16):
+    weight = weights(out, width, bfloat16)
+    panels = pack_panels(weight)
+    assert panels.dtype == (torch.bfloat16 if bfloat16 else torch.float32)
+    for rows in (1, 2, 5, 12, 13, 24, SKINNY_ROWS):
+        x = torch.randn(rows, width)
+        exact = (x.double() @ weight.double().t()).float()
+        torch.testing.assert_close(skinny_linear(x, panels, out), exact, atol=1e-5, rtol=1e-5)
+
+
+@needs_compiler
+def test_a_row_does_not_depend_on_the_others():
+    panels = pack_panels(weights(70, 129, True))
+    x = torch.randn(SKINNY_ROWS, 129)
+    together = skinny_linear(x, panels, 70)
+    for rows in (1, 3, 8, 13):
+        assert torch.equal(skinny_linear(x[:rows], panels, 70), together[:rows])
+
+
+def test_one_value_beyond_bfloat16_keeps_the_weight_in_float32():
+    weight = weights(40, 40, True)
+    assert pack_panels(weight).dtype == torch.bfloat16
+    weight[39, 39] = 1 + 2**-12
+    assert pack_panels(weight).dtype == torch.float32
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [1, 8, SKINNY_ROWS, SKINNY_ROWS + 1, 100])
+def test_packed_linear_is_a_drop_in(monkeypatch, rows, bias, compiled):
+    if not compiled:
+        monkeypatch.setattr(packing, "cpu_kernels", lambda: None)
+    torch.manual_seed(0)
+    linear = nn.Linear(48, 70, bias=bias).requires_grad_(False)
+    x = torch.randn(2, rows, 48) if rows == 8 else torch.randn(rows, 48)
+    torch.testing.assert_close(PackedLinear(linear)(x), linear(x), atol=1e-5, rtol=1e-5)
+
+
+@needs_compiler
+@pytest.mark.parametrize("norm_class", [LlamaRMSNorm, Gemma3RMSNorm])
+def test_packed_norm_equals_its_family(norm_class):
+    norm = norm_class(70, eps=1e-6).requires_grad_(False)
+    norm.weight.data.normal_()
+    packed = PackedRMSNorm.like(norm)
+    x = torch.randn(2, 3, 70)
+    torch.testing.assert_close(packed(x), norm(x), atol=1e-5, rtol=1e-5)
+    assert torch.equal(packed(x[:, 1:2]), packed(x)[:, 1:2])
+    strided = torch.randn(2, 70, 3).transpose(1, 2)
+    torch.testing.assert_close(packed(strided), norm(strided), atol=1e-5, rtol=1e-5)
+
+
+def test_another_function_called_rms_norm_stays():
+    class OddRMSNorm(LlamaRMSNorm):
+        def forward(self, x):
+            return super().forward(x) + 0.1
+
+    model = nn.ModuleDict({"odd": OddRMSNorm(16), "small": LlamaRMSNorm(16).bfloat16(), "layer": nn.LayerNorm(16)})
+    pack(model)
+    assert [type(module).__name__ for module in model.values()] == ["OddRMSNorm", "LlamaRMSNorm", "LayerNorm"]
+
+
+def test_without_a_compiler_there_are_no_kernels(monkeypatch, caplog):
+    monkeypatch.setattr(native.shutil, "which", lambda _: None)
+    assert native.cpu_kernels.__wrapped__() is None
+    assert "no C compiler" in caplog.text
+
+
+def test_a_compiler_that_fails_is_reported(monkeypatch, caplog, tmp_path):
+    monkeypatch.setenv("DRAFTTRAIN_CACHE", str(tmp_path))
+    monkeypatch.setattr(native.shutil, "which", lambda _: "/bin/false")
+    assert native.cpu_kernels.__wrapped__() is None
+    assert "cannot be built" in caplog.text
+    assert not list((tmp_path / "native").iterdir())
+
+
+@needs_compiler
+def test_the_build_is_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("DRAFTTRAIN_CACHE", str(tmp_path))
+    assert native.cpu_kernels.__wrapped__() is not None
+    (built,) = (tmp_path / "native").iterdir()
+    monkeypatch.setattr(native.subprocess, "run", None)  # a second build would fail
+    assert native.cpu_kernels.__wrapped__() is not None
+    assert built.suffix == ".so"
