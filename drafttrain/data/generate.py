@@ -105,7 +105,13 @@ def run(args: argparse.Namespace) -> int:
         if layers:
             needed = feature_bytes(mine, renderer, args, (len(layers) + 1) * target.hidden_size * 2)
             check_space(store.directory, needed, "features")
-        summary = {"conversations": 0, "response_tokens": 0, "seconds": 0.0, "tokens_per_second": 0.0, "dropped": {}}
+        summary: dict[str, Any] = {
+            "conversations": 0,
+            "response_tokens": 0,
+            "seconds": 0.0,
+            "tokens_per_second": 0.0,
+            "dropped": {},
+        }
         prompts = len(conversations)
         if existing:
             summary = store_existing(args, target.tokenizer, store, rank, lambda key: owner(key, world))
