@@ -26,7 +26,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from drafttrain.batch import TargetOutput
 from drafttrain.errors import UserError
-from drafttrain.ops.packing import cpu_has_bfloat16, pack
+from drafttrain.ops.packing import SKINNY_ROWS, cpu_has_bfloat16, pack
+from drafttrain.target_native import NativeBody
 
 ATTENTION = "drafttrain"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -155,6 +156,7 @@ class Target:
         self.layers = self._find_layers()
         self.eos_ids = self._find_eos()
         self._packed = False
+        self._native: NativeBody | None = None
 
     # -- loading ------------------------------------------------------------------------------------------------
 
@@ -208,6 +210,7 @@ class Target:
     def pack(self) -> Target:
         """Readies the model for fast inference on a CPU (no effect elsewhere). Costs a second copy of the weights."""
         if not self._packed and self.device.type == "cpu":
+            self._native = NativeBody.of(self)
             pack(self.model)
             self.lm_head = self.model.get_output_embeddings()
             self._packed = True
@@ -303,6 +306,9 @@ class Target:
         Returns:
             features [b, s, f*h] and last_hidden [b, s, h]. The head is not applied.
         """
+        few = input_ids.shape[0] == 1 and input_ids.shape[1] <= SKINNY_ROWS
+        if self._native is not None and few and context is not None and position_ids is not None:
+            return self._native.forward(input_ids, feature_layers, position_ids, context)
         caught: dict[int, Tensor] = {}
         handles = [self._catch(i, caught) for i in set(feature_layers)]
         scope = attention_context(context) if context is not None else contextlib.nullcontext()

@@ -11,21 +11,17 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import os
-import platform
 import random
-import statistics
-import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from benchmark import alternate, median, write_result
 
-from drafttrain import __version__
 from drafttrain.data.conversation import ChatRenderer
 from drafttrain.data.slots import Request, SlotEngine
 from drafttrain.ops.sampling import SamplingParams
@@ -105,47 +101,6 @@ def figures(lengths: list[int], seconds: float) -> dict[str, Any]:
     }
 
 
-def device_name(device: torch.device) -> str:
-    """A GPU's name, or the CPU's as /proc knows it."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    model = next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine()
-    )
-    return f"{model}, {os.cpu_count()} cores"
-
-
-def write_result(args: argparse.Namespace, target: Target, runs: dict[str, list[dict[str, Any]]]) -> None:
-    """Prints the medians so far and writes them to --output."""
-    speeds = {name: statistics.median(run["tokens_per_second"] for run in runs[name]) for name in runs}
-    ours, theirs = speeds.values()
-    result = {
-        "ratio": round(ours / theirs, 3),
-        "goal": GOAL,
-        "sides": {name: {"tokens_per_second": speeds[name], "runs": runs[name]} for name in runs},
-        "prompts": args.count,
-        "repeats": min(map(len, runs.values())),
-        "dtype": args.dtype,
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "device": device_name(target.device),
-        "threads": torch.get_num_threads(),
-        "versions": {
-            "drafttrain": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
-    }
-    print(f"{ours:.0f} against {theirs:.0f} response tokens/s: ratio {result['ratio']} (goal {GOAL})")
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        part = args.output.with_suffix(".part")
-        part.write_text(json.dumps(result, indent=2) + "\n")
-        os.replace(part, args.output)
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="smollm2-135m", help="short name, folder or Hub id")
@@ -178,17 +133,21 @@ def main() -> None:
         "slots": lambda rows, options: run_slots(target, rows, stop_ids, options),
         f"hf_generate_batch_{args.batch_size}": lambda rows, options: run_transformers(model, rows, stop_ids, options),
     }
-    warm_up = argparse.Namespace(**{**vars(args), "max_new_tokens": 4})
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     for side in sides.values():
-        side(prompts[:8], warm_up)
-    for repeat in range(args.repeats):
-        args.seed += 1
-        for name, side in sides.items():
-            runs[name].append(side(prompts, args))
-            print(f"repeat {repeat} {name}: {runs[name][-1]}", flush=True)
-        # After every pair, so that a run cut short still leaves its finished pairs.
-        write_result(args, target, runs)
+        side(prompts[:8], argparse.Namespace(**{**vars(args), "max_new_tokens": 4}))
+    runs = alternate({name: partial(side, prompts, args) for name, side in sides.items()}, args.repeats, warm_up=False)
+    speeds = {name: median(side, "tokens_per_second") for name, side in runs.items()}
+    ours, theirs = speeds.values()
+    print(f"{ours:.0f} against {theirs:.0f} response tokens/s")
+    write_result(
+        args.output,
+        ours / theirs,
+        GOAL,
+        {name: {"tokens_per_second": speeds[name], "runs": side} for name, side in runs.items()},
+        target.device,
+        prompts=args.count,
+        dtype=args.dtype,
+    )
 
 
 if __name__ == "__main__":

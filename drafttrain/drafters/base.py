@@ -161,7 +161,7 @@ def load_drafter(name: str, target: Target) -> Drafter | None:
     else:
         drafter = _load_trained(name).to(device=target.device, dtype=target.compute_dtype).eval()
         if target.device.type == "cpu":
-            pack(drafter)
+            getattr(drafter, "pack", lambda: pack(drafter))()
     drafter.bind(target)
     return drafter
 

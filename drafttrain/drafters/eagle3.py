@@ -28,6 +28,9 @@ from drafttrain.drafters.layers import MLP, Attend, Attention, RMSNorm, Rotary
 from drafttrain.drafters.linear_start import Source, linear_start
 from drafttrain.drafters.shared import anchors_by_depth, bind_target, copy_linear, copy_norm
 from drafttrain.losses import TargetRows, linear_divergence
+from drafttrain.ops.decoder_layer import DecoderLayer, LayerWeights
+from drafttrain.ops.native import cpu_kernels
+from drafttrain.ops.packing import SKINNY_ROWS, pack
 from drafttrain.ops.path_attention import PathAttention
 from drafttrain.target import Target
 
@@ -126,13 +129,45 @@ class Eagle3Layer(nn.Module):
         )
         self.post_attention_layernorm = RMSNorm(h, eps)
         self.mlp = MLP(h, config.intermediate_size)
+        self.native: DecoderLayer | None = None
+
+    def pack(self) -> None:
+        """Readies the layer for inference on a CPU: from now on few rows take two kernel calls around the attention."""
+        attention, mlp = self.self_attn, self.mlp
+        self.native = DecoderLayer(
+            LayerWeights(
+                qkv=torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]).detach(),
+                o=attention.o_proj.weight.detach(),
+                gate_up=torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).detach(),
+                down=mlp.down_proj.weight.detach(),
+                input_norm=None,
+                mlp_norm=self.post_attention_layernorm.weight.detach(),
+                heads=attention.heads,
+                kv_heads=attention.kv_heads,
+                head_dim=attention.head_dim,
+                rotary_dim=attention.head_dim,
+                eps=self.post_attention_layernorm.eps,
+            )
+        )
 
     def forward(self, state: Tensor, embeds: Tensor, cos: Tensor, sin: Tensor, attend: Attend, queries: Tensor | None):
         x = torch.cat((self.input_layernorm(embeds), self.hidden_norm(state)), dim=-1)
+        if self.native is not None and len(x) <= SKINNY_ROWS:
+            return self._native_forward(self.native, state, x, cos, sin, attend, queries)
         if queries is not None:
             state = state[queries]
         state = state + self.self_attn(x, cos, sin, attend, queries)
         return state + self.mlp(self.post_attention_layernorm(state))
+
+    @staticmethod
+    def _native_forward(
+        native: DecoderLayer, state: Tensor, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, queries: Tensor | None
+    ) -> Tensor:
+        threads = torch.get_num_threads()
+        query, key, value = (part[0].transpose(0, 1) for part in native.before(x, cos, sin, threads))
+        out = state.clone() if queries is None else state[queries]
+        native.after(out, attend(query if queries is None else query[queries], key, value).contiguous(), threads)
+        return out
 
 
 class Eagle3(PreTrainedModel):
@@ -166,6 +201,12 @@ class Eagle3(PreTrainedModel):
     def bind(self, target: Target) -> None:
         """Checks that this drafter was made for the target and borrows its embedding."""
         bind_target(self, target)
+
+    def pack(self) -> None:
+        """Readies the drafter for inference on a CPU in float32; elsewhere linear layers and norms as far as served."""
+        if cpu_kernels() is not None and self.fc.weight.dtype == torch.float32 and self.fc.weight.device.type == "cpu":
+            self.midlayer.pack()
+        pack(self)
 
     @torch.no_grad()
     def initialise(self, target: Target, kept_ids: Tensor) -> list[str]:

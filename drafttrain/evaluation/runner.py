@@ -5,19 +5,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-
-import drafttrain
 from drafttrain.decode import SamplingParams, token_limit
 from drafttrain.drafters.base import Drafter, TreeSpec, load_drafter
+from drafttrain.environment import describe_environment
 from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import BASELINES, Record, by_category, summarise
 from drafttrain.evaluation.report import print_results
@@ -156,14 +152,7 @@ def describe(args: argparse.Namespace, target: Target, suite: Suite, sampling: S
     config = Path(folder).expanduser() / "config.json"
     kind = json.loads(config.read_text()).get("drafter_kind", folder) if config.is_file() else folder
     return {
-        "drafttrain": drafttrain.__version__,
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-        "device": device_name(target.device),
-        "threads": torch.get_num_threads(),
+        **describe_environment(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
         "compute_dtype": str(target.compute_dtype).removeprefix("torch."),
         "target": args.target,
@@ -178,16 +167,6 @@ def describe(args: argparse.Namespace, target: Target, suite: Suite, sampling: S
             "seed": args.seed,
         },
     }
-
-
-def device_name(device: torch.device) -> str:
-    """The GPU's or the CPU's name."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or device.type)
 
 
 def choose_tree(

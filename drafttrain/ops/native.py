@@ -28,6 +28,8 @@ _ARGUMENTS = {
         *(_LONG, _LONG, _LONG, _LONG, _LONG, _LONG, _POINTER, _POINTER),
         *(_FLOAT, _LONG, _FLOAT, _POINTER, _INT),
     ),
+    "layer_before_attention": (_POINTER, _POINTER, _LONG, _POINTER, _POINTER, _POINTER, _INT),
+    "layer_after_attention": (_POINTER, _POINTER, _POINTER, _LONG, _INT),
 }
 
 

@@ -10,8 +10,11 @@ from drafttrain.drafters.base import TreeSpec
 from drafttrain.drafters.eagle3 import Eagle3, Eagle3Config
 from drafttrain.drafters.shared import anchors_by_depth
 from drafttrain.errors import UserError
+from drafttrain.ops.native import cpu_kernels
 from drafttrain.training.targets import TargetSource
 from tests.conftest import make_target
+
+needs_compiler = pytest.mark.skipif(cpu_kernels() is None, reason="no C compiler here")
 
 
 def make_drafter(target, kept=None, **options):
@@ -79,18 +82,22 @@ def test_padding_changes_nothing(target):
         )
 
 
+@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=needs_compiler)])
 @pytest.mark.parametrize("options", [{}, {"num_key_value_heads": 4, "intermediate_size": 40}])
-def test_training_step_k_is_what_the_decoder_computes_at_depth_k(target, options):
+def test_training_step_k_is_what_the_decoder_computes_at_depth_k(target, options, packed):
     """Drafts a chain after a prefix, then trains on the prefix with that chain as its continuation: states must agree."""
     depth = 4
-    drafter = make_drafter(target, kept=torch.arange(40, 240), ttt_steps=depth, **options).eval()
+    drafter, decoder = (make_drafter(target, torch.arange(40, 240), ttt_steps=depth, **options).eval() for _ in "td")
+    if packed:  # the kernels of decoding on a CPU are that forward too
+        decoder.pack()
+        assert decoder.midlayer.native is not None
     prefix = make_batch((12,)).input_ids[0]
     anchor = len(prefix) - 2
 
     decoded = []
-    step = drafter.step
-    drafter.step = lambda *args: decoded.append(step(*args)) or decoded[-1]
-    session = drafter.start(prefix[: anchor + 1], max_length=64)
+    step = decoder.step
+    decoder.step = lambda *args: decoded.append(step(*args)) or decoded[-1]
+    session = decoder.start(prefix[: anchor + 1], max_length=64)
     features = target.forward(prefix[None], drafter.feature_layers).features[0]
     session.extend(prefix[1 : anchor - 2], features[: anchor - 3])  # in pieces, as rounds do
     session.extend(prefix[anchor - 2 : anchor + 2], features[anchor - 3 : anchor + 1])
@@ -102,7 +109,7 @@ def test_training_step_k_is_what_the_decoder_computes_at_depth_k(target, options
     mask = torch.ones_like(ids, dtype=torch.bool)
     mask[:, :2] = False
     batch = Batch(ids, torch.tensor([ids.shape[1]]), mask, torch.tensor([0]))
-    trained = []
+    trained, step = [], drafter.step
     drafter.step = lambda *args: trained.append(step(*args)) or trained[-1]
     run_step(drafter, target, batch)
     for k, anchors in enumerate(anchors_by_depth(mask, depth)):

@@ -1,0 +1,120 @@
+"""A pre-norm decoder layer around its attention, as two kernel calls of ops/cpu.c.
+
+A pass of a small model over a few tokens is some 1500 tiny torch operations, whose dispatch costs as much as reading
+the weights does. Here a layer is: norm, one product for queries, keys and values, rotation | attention, the cache's
+business | output product, norm, gated MLP.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from drafttrain.ops.native import cpu_kernels
+from drafttrain.ops.packing import pack_panels
+
+
+@dataclass
+class LayerWeights:
+    """What a layer computes with; all float32 on the CPU, linear weights [out, in].
+
+    Attributes:
+        qkv: query, key and value projections, rows joined; qkv_bias: likewise, or None.
+        o, gate_up, down: output projection; gate and up projections, rows joined; down projection.
+        input_norm, mlp_norm: RMS-norm factors before attention and MLP; no input_norm where the input comes normed.
+        attended_norm, mlp_out_norm: after them (Gemma); query_norm, key_norm: per head (Qwen3, Gemma 3); or None.
+        heads, kv_heads, head_dim: of attention; rotary_dim: first entries of a head that are rotated, in halves.
+        gelu: tanh-approximated GELU in the MLP instead of SiLU. eps: of all norms.
+    """
+
+    qkv: Tensor
+    o: Tensor
+    gate_up: Tensor
+    down: Tensor
+    input_norm: Tensor | None
+    mlp_norm: Tensor
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    eps: float
+    gelu: bool = False
+    qkv_bias: Tensor | None = None
+    query_norm: Tensor | None = None
+    key_norm: Tensor | None = None
+    attended_norm: Tensor | None = None
+    mlp_out_norm: Tensor | None = None
+
+
+_PANELS = ("qkv", "o", "gate_up", "down")
+_VECTORS = ("qkv_bias", "input_norm", "query_norm", "key_norm", "attended_norm", "mlp_norm", "mlp_out_norm")
+_NUMBERS = ("width", "hidden", "heads", "kv_heads", "head_dim", "rotary_dim", "inner", "gelu")
+
+
+class _Layer(ctypes.Structure):
+    """struct layer of cpu.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in (*_PANELS, *_VECTORS)),
+        *((f"{name}_bfloat16", ctypes.c_int) for name in _PANELS),
+        *((name, ctypes.c_int) for name in _NUMBERS),
+        ("eps", ctypes.c_float),
+    ]
+
+
+class DecoderLayer:
+    """The two halves of a layer; keeps the packed weights alive."""
+
+    def __init__(self, weights: LayerWeights):
+        assert all(
+            value.dtype == torch.float32 and value.device.type == "cpu"
+            for value in (getattr(weights, field.name) for field in fields(weights))
+            if isinstance(value, Tensor)
+        )
+        self.heads, self.kv_heads, self.head_dim = weights.heads, weights.kv_heads, weights.head_dim
+        panels = {name: pack_panels(getattr(weights, name)) for name in _PANELS}
+        vectors = {name: getattr(weights, name) for name in _VECTORS}
+        self._kept = [*panels.values(), *(v.contiguous() for v in vectors.values() if v is not None)]
+        pointers = iter(self._kept[len(panels) :])
+        numbers = {name: int(getattr(weights, name)) for name in _NUMBERS if hasattr(weights, name)}
+        self._struct = _Layer(
+            **{name: packed.data_ptr() for name, packed in panels.items()},
+            **{name: next(pointers).data_ptr() for name, vector in vectors.items() if vector is not None},
+            **{f"{name}_bfloat16": packed.dtype == torch.bfloat16 for name, packed in panels.items()},
+            **numbers,
+            width=weights.qkv.shape[1],
+            hidden=weights.o.shape[0],
+            inner=weights.down.shape[1],
+            eps=weights.eps,
+        )
+        self._pointer = ctypes.addressof(self._struct)
+        self._width = (weights.heads + 2 * weights.kv_heads) * weights.head_dim
+        self._kernels = cpu_kernels()
+
+    def before(self, x: Tensor, cosine: Tensor, sine: Tensor, threads: int) -> tuple[Tensor, Tensor, Tensor]:
+        """x [n, columns of qkv]; cosine, sine [n, rotary_dim], all contiguous.
+
+        Returns:
+            query [1, heads, n, e], key and value [1, kv_heads, n, e], rotated; views of one buffer.
+        """
+        n, e, width = x.shape[0], self.head_dim, self._width
+        out = torch.empty(n * width)
+        self._kernels.layer_before_attention(  # type: ignore[union-attr]
+            self._pointer, x.data_ptr(), n, cosine.data_ptr(), sine.data_ptr(), out.data_ptr(), threads
+        )
+        kv, strides = (1, self.kv_heads, n, e), (n * width, e, width, 1)
+        first_key = self.heads * e
+        return (
+            out.as_strided((1, self.heads, n, e), strides),
+            out.as_strided(kv, strides, first_key),
+            out.as_strided(kv, strides, first_key + self.kv_heads * e),
+        )
+
+    def after(self, x: Tensor, attended: Tensor, threads: int) -> None:
+        """Adds the attention's output projection and the MLP to x [n, hidden], in place; attended [n, heads * e]."""
+        self._kernels.layer_after_attention(  # type: ignore[union-attr]
+            self._pointer, x.data_ptr(), attended.data_ptr(), x.shape[0], threads
+        )

@@ -1,0 +1,131 @@
+"""Decoding speed of our engine without a drafter against transformers' generate, and the cost of verifying a tree.
+
+Both sides continue the same prompts greedily, one at a time, for the same number of tokens, in the same dtype and with
+as many threads. A tree round is a target pass over a root and n nodes with the head at each of them, at the prompts' end,
+against a pass over one token; drafting is not part of it.
+
+    python eval/bench_decode.py --target smollm2-135m --dtype bfloat16 \\
+        --output eval/results/decode_smollm2-135m_cpu.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmark import alternate, median, write_result
+from transformers import AutoModelForCausalLM
+
+from drafttrain.decode import generate
+from drafttrain.decode.cache import TreeCache
+from drafttrain.evaluation.suites import load_suite, render, take_evenly
+from drafttrain.target import DTYPES, Target
+
+GOAL = 1.5  # times transformers' generate; also the most that a tree round may cost, in plain steps
+NODES = (1, 4, 8, 16, 31, 63)
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def ours(target: Target, prompts: list[list[int]], count: int) -> dict[str, Any]:
+    began = time.perf_counter()
+    for prompt in prompts:
+        generate(target, None, prompt, max_new_tokens=count, eos_ids=())
+    synchronise(target.device)
+    seconds = time.perf_counter() - began
+    return {"seconds": round(seconds, 3), "tokens_per_second": round(len(prompts) * count / seconds, 2)}
+
+
+def theirs(model: Any, prompts: list[list[int]], count: int) -> dict[str, Any]:
+    began = time.perf_counter()
+    for prompt in prompts:
+        ids = torch.tensor([prompt], device=model.device)
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            min_new_tokens=count,
+            max_new_tokens=count,
+            pad_token_id=0,
+        )
+        assert out.shape[1] == len(prompt) + count
+    synchronise(model.device)
+    seconds = time.perf_counter() - began
+    return {"seconds": round(seconds, 3), "tokens_per_second": round(len(prompts) * count / seconds, 2)}
+
+
+@torch.no_grad()
+def tree_rounds(target: Target, prompts: list[list[int]], repeats: int) -> dict[str, float]:
+    """Milliseconds of a pass over a root and a random tree of n nodes, by n, in turn; 0 is a plain step."""
+    generator = torch.Generator().manual_seed(0)
+    times: dict[int, list[float]] = {n: [] for n in (0, *NODES)}
+    for prompt in prompts:
+        cache = TreeCache(len(prompt) + max(NODES) + 1)
+        ids = torch.tensor([prompt], device=target.device)
+        target.forward(ids, (), cache.open(count=len(prompt)).positions(target.device), cache)
+        cache.commit(range(len(prompt)))
+        for repeat in range(repeats + 1):
+            for n, seconds in times.items():
+                parents = [int(torch.randint(-1, node, (1,), generator=generator)) for node in range(n)]
+                tokens = torch.randint(target.vocab_size, (1, n + 1), generator=generator).to(target.device)
+                synchronise(target.device)
+                began = time.perf_counter()
+                out = target.forward(tokens, (), cache.open(parents).positions(target.device), cache)
+                target.head(out.last_hidden[0]).argmax(-1).tolist()
+                if repeat:  # the first round warms up
+                    seconds.append(time.perf_counter() - began)
+    return {str(n): round(1000 * statistics.median(seconds), 2) for n, seconds in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="smollm2-135m", help="short name, folder or Hub id")
+    parser.add_argument("--suite", default="drafttrain")
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=128, help="new tokens per prompt")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    target = Target.load(args.target, args.dtype, args.device).pack()
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        target.path, dtype=DTYPES.get(args.dtype, target.dtype), attn_implementation="sdpa", use_safetensors=True
+    )
+    model = model.to(target.device).eval()
+    questions = take_evenly(load_suite(args.suite).questions, args.prompts)
+    prompts = [render(target.tokenizer, question.turns[:1], []) for question in questions]
+    runs = alternate(
+        {
+            "autoregressive": lambda: ours(target, prompts, args.tokens),
+            "hf_generate": lambda: theirs(model, prompts, args.tokens),
+        },
+        args.repeats,
+    )
+    speeds = {name: median(side, "tokens_per_second") for name, side in runs.items()}
+    rounds = tree_rounds(target, prompts, args.repeats)
+    costs = {n: round(ms / rounds["0"], 3) for n, ms in rounds.items()}
+    print(f"tokens/s: {speeds}\ntree round by nodes, ms: {rounds}\nin plain steps: {costs}")
+    write_result(
+        args.output,
+        speeds["autoregressive"] / speeds["hf_generate"],
+        GOAL,
+        {name: {"tokens_per_second": speeds[name], "runs": side} for name, side in runs.items()},
+        target.device,
+        tree_round_ms=rounds,
+        tree_round_in_steps=costs,
+        dtype=args.dtype,
+        prompts=len(prompts),
+        tokens=args.tokens,
+    )
+
+
+if __name__ == "__main__":
+    main()
