@@ -115,6 +115,12 @@ _SIZE = {
 _GROUPED = {**_SIZE, "intermediate_size": 48, "head_dim": 8, "num_key_value_heads": 2}
 _WINDOW = {"sliding_window": 7}
 _MIXED = {**_WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+_MULTIPLIED = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 0.5,
+}
 _ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
 _LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.1], "long_factor": [2.0, 4.0], "factor": 4.0}
@@ -144,6 +150,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     ),
     "gpt2": ("gpt2", {**_SIZE, "n_inner": 48, "tie_word_embeddings": True}),
     "gpt_neox": ("gpt_neox", {**_SIZE, "intermediate_size": 48, "rotary_pct": 0.25, "use_parallel_residual": True}),
+    "granite": ("granite", {**_GROUPED, **_MULTIPLIED}),
     "gpt_oss": (
         "gpt_oss",
         {**_GROUPED, **_MIXED, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": _YARN},

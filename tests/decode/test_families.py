@@ -210,7 +210,10 @@ def tiny(model_type, **settings):
 MOE = {"num_key_value_heads": 2, "intermediate_size": 48, "moe_intermediate_size": 24, "num_experts": 4}
 REFUSED = {
     "mamba": ({}, r"\(MambaForCausalLM\) keeps recurrent state \(linear_attention\), and rejected tokens cannot be"),
-    "rwkv": ({"attention_hidden_size": 32}, r"\(RwkvForCausalLM\) keeps recurrent state .* rejected tokens cannot be"),
+    "rwkv": (
+        {"attention_hidden_size": 32},
+        r"\(RwkvForCausalLM\) keeps recurrent state, and rejected tokens cannot be",
+    ),
     "jamba": (
         {**MOE, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
         r"\(JambaForCausalLM\) keeps recurrent state \(linear_attention\)",
