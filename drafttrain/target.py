@@ -3,7 +3,8 @@
 Everything that runs the target (training, response generation, tree verification) goes through `Target`, so features
 mean the same thing everywhere. Decoders plug their own attention in through `attention_context`: the transformers
 attention interface then hands each layer's fresh queries, keys and values to a context object that owns the cache and
-the mask. The model's own code stays unpatched, so any decoder-only family with that interface works.
+the mask. The model's own code stays unpatched, so any decoder-only family with that interface works; `Target.wrap` proves
+on a few tokens that a model really is one of them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -27,10 +29,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from drafttrain.batch import TargetOutput
 from drafttrain.errors import UserError
 from drafttrain.ops.packing import SKINNY_ROWS, cpu_has_bfloat16, pack
+from drafttrain.ops.tree_attention import TreeLayout, tree_attention
 from drafttrain.target_native import NativeBody
 
 ATTENTION = "drafttrain"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Names of transformers for layers that an attention context can serve, and for layers with a state.
+_SERVED = {"full_attention", "sliding_attention"}
+_RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 _active = threading.local()
 
 
@@ -67,26 +73,72 @@ def attention_context(context: AttentionContext) -> Iterator[None]:
         _active.context = previous
 
 
+class _Rows:
+    """Plain causal attention over the rows of one forward, in any form of it that a family knows."""
+
+    def __init__(self, length: int):
+        self.layout = TreeLayout(0, count=length)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Any) -> Tensor:
+        return tree_attention(query, key, value, self.layout, **form).transpose(1, 2)
+
+
+class _Probe(_Rows):
+    """Attends as if two rows came interleaved in one (a0 b0 a1 b1 ...), and notes what a model asks for.
+
+    Attributes:
+        layers: the layer of each call. windows: those given with the calls; masked: those of the masks it wanted.
+    """
+
+    def __init__(self, length: int):
+        super().__init__(length)
+        self.layers: list[int] = []
+        self.windows: set[int | None] = set()
+        self.masked: set[int] = set()
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Any) -> Tensor:
+        self.layers.append(layer)
+        self.windows.add(form["window"])
+        query, key, value = (torch.cat((x[:, :, 0::2], x[:, :, 1::2])) for x in (query, key, value))
+        out = super().attend(layer, query, key, value, **form)
+        return torch.stack((out[:1], out[1:]), dim=2).flatten(1, 2)
+
+
 def _attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
     context: AttentionContext | None = getattr(_active, "context", None)
+    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     if context is not None:
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        if attention_mask is not None or kwargs.get("position_bias") is not None:
+            raise UserError(f"{type(module).__name__} brings its own mask or position bias, which no context can apply")
         out = context.attend(
-            module.layer_idx,
+            getattr(module, "layer_idx", -1),
             query,
             key,
             value,
-            scaling=scaling,
+            scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
             window=kwargs.get("sliding_window"),
-            softcap=kwargs.get("softcap"),
-            sinks=kwargs.get("s_aux"),
+            softcap=softcap,
+            sinks=sinks,
         )
         return out, None
-    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+    # Whoever calls the model itself, transformers' generate for one, gets what it would have computed before.
+    options = {"dropout": dropout, "scaling": scaling, **kwargs}
+    if softcap is None and sinks is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    n, seen = query.shape[2], key.shape[2]
+    if attention_mask is None:  # `sdpa_mask` leaves out plain causal ones
+        attention_mask = torch.ones(n, seen, dtype=torch.bool, device=query.device).tril(seen - n)
+    bias = torch.zeros_like(attention_mask, dtype=query.dtype)
+    bias = bias.masked_fill(~attention_mask, torch.finfo(query.dtype).min)
+    eager = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+    return eager(module, query, key, value, bias, **options)
 
 
 def _mask(*args, **kwargs):
-    return None if getattr(_active, "context", None) is not None else sdpa_mask(*args, **kwargs)
+    context = getattr(_active, "context", None)
+    if isinstance(context, _Probe):
+        context.masked |= {kwargs["local_size"]} if kwargs.get("local_size") else set()
+    return None if context is not None else sdpa_mask(*args, **kwargs)
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
@@ -135,6 +187,7 @@ class Target:
         dtype: the numeric format of its weights; `compute_dtype`: what it computes in. They differ on CPUs without
             bfloat16 units, where bfloat16 weights are held and multiplied as float32 (faster there, and more exact).
         hidden_size, vocab_size, num_layers: h, rows of the head, decoder layers.
+        max_positions: the longest sequence that it reads, or None where nothing limits it.
         eos_ids: every token id that ends a response.
     """
 
@@ -145,6 +198,8 @@ class Target:
         self.body: Any = self.model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
         self.hidden_size: int = self.config.hidden_size
         self.num_layers: int = self.config.num_hidden_layers
+        self.max_positions = self._find_max_positions()
+        self.embed_scale: float = getattr(self.config, "embedding_multiplier", None) or 1.0
         self.softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
         self.logit_scale: float = getattr(self.config, "logit_scale", None) or 1.0
         self.logit_scale /= getattr(self.config, "logits_scaling", None) or 1.0
@@ -188,24 +243,53 @@ class Target:
     def wrap(
         cls, model: PreTrainedModel, tokenizer: Any, name: str = "", path: str = "", dtype: torch.dtype | None = None
     ) -> Target:
-        """Makes a Target of a loaded HF model. The model is frozen, and attends through our interface from now on."""
+        """Makes a Target of a loaded HF model. The model is frozen, and attends through our interface from now on.
+
+        Raises:
+            UserError: a model that an attention context cannot run, by class name and with the reason.
+        """
         dtype = dtype or next(model.parameters()).dtype
-        if not getattr(model, "_supports_sdpa", False):
-            raise UserError(
-                f"target={name!r} ({type(model).__name__}) does not use the transformers attention interface"
-            )
-        layer_types = set(getattr(model.config.get_text_config(), "layer_types", None) or [])
-        recurrent = layer_types - {"full_attention", "sliding_attention"}
-        if recurrent or getattr(model, "_is_stateful", False):
-            what = ", ".join(sorted(recurrent)) or "recurrent state"
-            raise UserError(
-                f"target={name!r} ({type(model).__name__}) has {what} layers: rejected tokens cannot be rolled back"
-            )
+        reason = _unservable(model)
+        if reason is not None:
+            raise UserError(f"target={name!r} ({type(model).__name__}) {reason}; use a target with plain attention")
         if dtype == torch.bfloat16 and model.device.type == "cpu" and not cpu_has_bfloat16():
             model = model.float()
-        model.set_attn_implementation(ATTENTION)
         model.eval().requires_grad_(False)
-        return cls(model, tokenizer, name, path, dtype)
+        target = cls(model, tokenizer, name, path, dtype)
+        target._take_over_attention()
+        return target
+
+    @torch.no_grad()
+    def _take_over_attention(self) -> None:
+        """Routes the attention through our interface and proves on two rows of four tokens that all of it goes there.
+
+        The model runs them with its own attention, then interleaved in one row through ours. If the states agree, then
+        nothing but attention mixes tokens, positions count and not places, and no mask, bias or capacity is lost.
+
+        Raises:
+            UserError: it does not hold.
+        """
+        n = 4
+        ids = (torch.arange(1, 2 * n + 1, device=self.device) * self.vocab_size // (2 * n + 2)).view(2, n)
+        own = self.body(input_ids=ids, use_cache=False).last_hidden_state.float()
+        self.model.set_attn_implementation(ATTENTION)
+        probe, positions = _Probe(n), torch.arange(n, device=self.device).repeat_interleave(2)[None]
+        with attention_context(probe):
+            packed = self.body(input_ids=ids.t().reshape(1, -1), position_ids=positions, use_cache=False)
+        fault = None
+        if sorted(probe.layers) != list(range(self.num_layers)):
+            fault = f"calls the transformers attention interface for layers {sorted(probe.layers)}"
+        elif probe.masked - probe.windows:
+            fault = f"does not hand its window of {max(probe.masked)} tokens to the attention interface"
+        else:
+            rows = packed.last_hidden_state.float().view(n, 2, -1).transpose(0, 1)
+            error = (rows - own).norm() / own.norm()
+            # In half precision rounding may send a token to another expert; unrelated states would differ by 1.4.
+            if not error <= (1e-2 if self.compute_dtype == torch.float32 else 0.5):
+                fault = f"computes other states for packed rows than for one row (relative error {error:.2g})"
+        if fault is not None:
+            kind = type(self.model).__name__
+            raise UserError(f"target={self.name!r} ({kind}) {fault}; use a target with plain attention")
 
     def pack(self) -> Target:
         """Readies the model for fast inference on a CPU (no effect elsewhere). Costs a second copy of the weights."""
@@ -223,6 +307,14 @@ class Target:
         raise UserError(
             f"target={self.name!r} ({type(self.model).__name__}): no list of {self.num_layers} decoder layers"
         )
+
+    def _find_max_positions(self) -> int | None:
+        """LongRoPE (Phi-3) changes the keys of all positions once a sequence outgrows its original length. Cached keys
+        and rows packed with longer ones would be wrong there, so the original length is the limit."""
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        if rope.get("rope_type") == "longrope":
+            return rope.get("original_max_position_embeddings") or self.config.original_max_position_embeddings
+        return getattr(self.config, "max_position_embeddings", None)
 
     def _find_eos(self) -> list[int]:
         ids: set[int] = set()
@@ -256,7 +348,13 @@ class Target:
 
     @property
     def head_weight(self) -> Tensor:
-        return self.lm_head.weight
+        """[v, h]; where the model projects its states before the head (OPT-350m), both in one."""
+        out = self._project_out
+        return self.lm_head.weight if out is None else self.lm_head.weight @ out.weight
+
+    @property
+    def _project_out(self) -> Any:
+        return getattr(self.body, "project_out", None)
 
     def identity(self) -> dict[str, Any]:
         """What a drafter records about its target, to be checked before the two are used together."""
@@ -272,12 +370,19 @@ class Target:
     # -- forwards -----------------------------------------------------------------------------------------------
 
     def embed(self, ids: Tensor) -> Tensor:
-        """[...] ids -> [..., h], as the target's first layer receives them (Gemma's scale included)."""
-        return self.model.get_input_embeddings()(ids)
+        """[...] ids -> [..., h], as the first layer receives them but for learned positions (Gemma's scale included)."""
+        embeds = self.model.get_input_embeddings()(ids)
+        project_in = getattr(self.body, "project_in", None)  # OPT-350m embeds in fewer columns than h
+        if project_in is not None:
+            embeds = project_in(embeds)
+        return embeds if self.embed_scale == 1.0 else embeds * self.embed_scale
 
     def head(self, hidden: Tensor, weight: Tensor | None = None) -> Tensor:
         """[..., h] -> float32 logits over the vocabulary, or over the given head rows `weight` [d, h]."""
-        logits = self.lm_head(hidden) if weight is None else F.linear(hidden, weight)
+        if weight is None:
+            logits = self.lm_head(hidden if self._project_out is None else self._project_out(hidden))
+        else:
+            logits = F.linear(hidden, weight)
         return self.shape_logits(logits.float())
 
     def shape_logits(self, logits: Tensor) -> Tensor:
@@ -305,20 +410,29 @@ class Target:
 
         Returns:
             features [b, s, f*h] and last_hidden [b, s, h]. The head is not applied.
+
+        Raises:
+            UserError: rows longer than the target reads.
         """
         few = input_ids.shape[0] == 1 and input_ids.shape[1] <= SKINNY_ROWS
         if self._native is not None and few and context is not None and position_ids is not None:
             return self._native.forward(input_ids, feature_layers, position_ids, context)
+        length = input_ids.shape[1]
+        if context is None and self.max_positions is not None and length > self.max_positions:
+            raise UserError(
+                f"rows of {length} tokens, but target {self.name!r} reads at most {self.max_positions}; shorten them"
+            )
         caught: dict[int, Tensor] = {}
         handles = [self._catch(i, caught) for i in set(feature_layers)]
-        scope = attention_context(context) if context is not None else contextlib.nullcontext()
+        if self._project_out is not None:
+            handles.append(self._project_out.register_forward_pre_hook(lambda _, args: caught.update({-1: args[0]})))
         try:
-            with scope:
+            with attention_context(context or _Rows(length)):
                 out = self.body(input_ids=input_ids, position_ids=position_ids, use_cache=False)
         finally:
             for handle in handles:
                 handle.remove()
-        last = out.last_hidden_state
+        last = caught.get(-1, out.last_hidden_state)
         parts = [caught[i] for i in feature_layers]
         return TargetOutput(torch.cat(parts, dim=-1) if parts else last[..., :0], last)
 
@@ -344,11 +458,25 @@ class Target:
         """
         ids = torch.full((1, 2), min(3, self.vocab_size - 1), device=self.device)
         ours = self.head(self.forward(ids, ()).last_hidden)
-        theirs = self.model(input_ids=ids, use_cache=False).logits.float()
+        with attention_context(_Rows(ids.shape[1])):
+            theirs = self.model(input_ids=ids, use_cache=False).logits.float()
         if not torch.allclose(ours, theirs, rtol=2e-2, atol=2e-2 * theirs.abs().max().item()):
             raise UserError(
                 f"target={self.name!r} ({type(self.model).__name__}) transforms its logits in an unknown way"
             )
+
+
+def _unservable(model: Any) -> str | None:
+    """Why a model cannot attend through a context, as far as its class and config say so; None if nothing does."""
+    types = set(getattr(model.config.get_text_config(), "layer_types", None) or []) - _SERVED
+    named = f" ({', '.join(sorted(types))})" if types else ""
+    if "chunked_attention" in types:
+        return "attends in fixed chunks, which no window of an attention context can express"
+    if model._is_stateful or types & _RECURRENT:
+        return f"keeps recurrent state{named}, and rejected tokens cannot be rolled back from a state"
+    if types:
+        return f"has layers of a kind that is not served{named}"
+    return None if model._can_set_attn_implementation() else "does not use the transformers attention interface"
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:

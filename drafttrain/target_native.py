@@ -119,7 +119,7 @@ class _Probe:
 
 def _starts(target: Any) -> tuple[int, ...]:
     """Positions to prove at: some models scale attention or rotation beyond a length."""
-    most = getattr(target.config, "max_position_embeddings", None) or 4096
+    most = target.max_positions or 4096
     return (0, max(0, most - _PROBE_TOKENS))
 
 

@@ -97,7 +97,7 @@ def main() -> None:
     args = parser.parse_args()
     target = Target.load(args.target, args.dtype, args.device).pack()
     model: Any = AutoModelForCausalLM.from_pretrained(
-        target.path, dtype=DTYPES.get(args.dtype, target.dtype), attn_implementation="sdpa", use_safetensors=True
+        target.path, dtype=DTYPES.get(args.dtype, target.dtype), use_safetensors=True
     )
     model = model.to(target.device).eval()
     questions = take_evenly(load_suite(args.suite).questions, args.prompts)

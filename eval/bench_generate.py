@@ -1,7 +1,7 @@
 """Response tokens per second: the slot engine against transformers' generate with batches of 64, in one run.
 
 Both sides answer the same prompts with the same sampling, limit and dtype; a response ends at its stop token.
-transformers takes the prompts in the order they come, padded on the left, with sdpa attention. The sides take turns.
+transformers takes the prompts in the order they come, padded on the left. The sides take turns.
 
     python eval/bench_generate.py --target smollm2-135m --count 256 --max-new-tokens 256 \\
         --output eval/results/generate_smollm2-135m_cpu.json
@@ -123,7 +123,7 @@ def main() -> None:
     args = parse_arguments()
     target = Target.load(args.target, args.dtype, args.device)
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        target.path, dtype=DTYPES.get(args.dtype, target.dtype), attn_implementation="sdpa", use_safetensors=True
+        target.path, dtype=DTYPES.get(args.dtype, target.dtype), use_safetensors=True
     )
     model = model.to(target.device).eval()
     renderer = ChatRenderer(target)

@@ -98,11 +98,19 @@ class SlotEngine:
 
     Attributes:
         new_tokens: tokens sampled since the engine was made.
+
+    Raises:
+        UserError: max_length is more than the target reads.
     """
 
     def __init__(
         self, target: Target, slots: int = 128, max_length: int = 2048, feature_layers: Sequence[int] | None = None
     ):
+        if target.max_positions is not None and max_length > target.max_positions:
+            raise UserError(
+                f"max_length={max_length}, but target {target.name!r} reads at most {target.max_positions} tokens; "
+                f"use max_length={target.max_positions}"
+            )
         self.target, self.slots, self.max_length = target.pack(), slots, max_length
         self.feature_layers = tuple(feature_layers or ())
         self.new_tokens = 0

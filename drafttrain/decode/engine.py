@@ -86,13 +86,12 @@ def token_limit(target: Target, prompt_tokens: int, max_new_tokens: int) -> int:
         raise UserError(f"max_new_tokens={max_new_tokens} must be at least 1")
     if prompt_tokens < 1:
         raise UserError("prompt is empty: decoding needs at least one token; add a BOS token or some text")
-    context = getattr(target.config, "max_position_embeddings", None)
+    context = target.max_positions
     if context is None:
         return max_new_tokens
     if prompt_tokens >= context:
         raise UserError(
-            f"prompt has {prompt_tokens} tokens, but target {target.name!r} has max_position_embeddings={context}; "
-            "shorten the prompt"
+            f"prompt has {prompt_tokens} tokens, but target {target.name!r} reads at most {context}; shorten the prompt"
         )
     return min(max_new_tokens, context - prompt_tokens)
 

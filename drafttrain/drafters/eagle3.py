@@ -96,7 +96,7 @@ class Eagle3Config(PreTrainedConfig):
         rope = rope.get("full_attention", rope)
         shapes = {
             "hidden_size": target.hidden_size,
-            "intermediate_size": config.intermediate_size,
+            "intermediate_size": getattr(config, "intermediate_size", None) or 4 * target.hidden_size,
             "num_attention_heads": config.num_attention_heads,
             "num_key_value_heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
             "head_dim": getattr(config, "head_dim", None) or target.hidden_size // config.num_attention_heads,

@@ -29,14 +29,14 @@ def engine_side(target: Target, drafter: Drafter | None, spec: TreeSpec, samplin
 
 
 def hf_side(target: Target, dtype: torch.dtype, sampling: SamplingParams, trust_remote_code: bool = False) -> Side:
-    """transformers' generate on a model of its own: loaded anew, with sdpa attention, in the dtype asked for.
+    """transformers' generate on a model of its own: loaded anew, in the dtype asked for, with the attention
+    that transformers chooses for the family (sdpa, or eager where sdpa cannot express it).
 
     Its generation settings are replaced by ours, so that both sides choose tokens by the same rule and end alike.
     """
     model: Any = AutoModelForCausalLM.from_pretrained(
         target.path,
         dtype=dtype,
-        attn_implementation="sdpa",
         trust_remote_code=trust_remote_code,
         use_safetensors=True,
     )

@@ -174,6 +174,8 @@ def test_length_limits(target):
     (done,) = engine.run([Request("a", [256] * 7, 50, ())], SamplingParams(0.0))
     assert len(done.sequence) == 10
     assert done.finish_reason == "length"
+    with pytest.raises(UserError, match="max_length=4097, but target 'tiny' reads at most 4096 tokens; use"):
+        SlotEngine(target, max_length=4097)
     with pytest.raises(UserError, match=r"prompt 'b' has 10 tokens.*max_length=10, at most 9"):
         list(engine.run([Request("b", [256] * 10, 5, ())], SamplingParams(0.0)))
     assert list(engine.run([], SamplingParams(0.0))) == []

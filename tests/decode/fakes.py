@@ -8,19 +8,11 @@ import random
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    MistralConfig,
-    MistralForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from drafttrain.batch import TargetOutput, TokenTree
 from drafttrain.drafters.base import TreeSpec
 from drafttrain.target import Target
-from tests.conftest import make_target
 
 VOCAB = 60
 
@@ -86,10 +78,10 @@ class MarkovTarget:
     device = torch.device("cpu")
     name = "markov"
     eos_ids: list[int] = []
+    max_positions = None
 
     def __init__(self, vocab=4, seed=0):
         self.table = torch.randn(vocab, vocab, generator=torch.Generator().manual_seed(seed))
-        self.config = type("Config", (), {})()
 
     def forward(self, input_ids, feature_layers, position_ids=None, context=None):
         hidden = self.table[input_ids]
@@ -100,43 +92,78 @@ class MarkovTarget:
 
 
 def sharpen(model: nn.Module, seed: int) -> None:
-    """Random weights that are wide enough apart for greedy choices to have no near ties."""
+    """Random weights that are wide enough apart for greedy choices to have no near ties; norms stay near their own."""
     generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        if "norm" not in name:
-            parameter.data.normal_(0, 0.2, generator=generator)
+    for module in model.modules():
+        norm = "Norm" in type(module).__name__
+        for parameter in module.parameters(recurse=False):
+            noise = 0.3 * torch.randn(parameter.shape, generator=generator)
+            parameter.data = parameter.data + noise / 3 if norm else noise
+
+
+_SIZE = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,  # tied ones make random models repeat themselves
+}
+_GROUPED = {**_SIZE, "intermediate_size": 48, "head_dim": 8, "num_key_value_heads": 2}
+_WINDOW = {"sliding_window": 7}
+_MIXED = {**_WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+_MULTIPLIED = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 0.5,
+}
+_ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+_LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.1], "long_factor": [2.0, 4.0], "factor": 4.0}
+# model_type and settings of each family, with a window (if any) shorter than the tests' prompts.
+FAMILIES: dict[str, tuple[str, dict]] = {
+    "llama": ("llama", _GROUPED),
+    "qwen2": ("qwen2", {**_GROUPED, **_MIXED, "use_sliding_window": True}),
+    "qwen3": ("qwen3", {**_GROUPED, **_MIXED, "use_sliding_window": True}),
+    "mistral": ("mistral", {**_GROUPED, **_WINDOW}),
+    "mixtral": ("mixtral", {**_GROUPED, **_WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": ("qwen3_moe", {**_GROUPED, **_ROUTED, "num_experts": 4, "mlp_only_layers": [1]}),
+    "gemma2": ("gemma2", {**_GROUPED, **_MIXED, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}),
+    "gemma3": ("gemma3_text", {**_GROUPED, **_MIXED, "num_key_value_heads": 1, "query_pre_attn_scalar": 8}),
+    "phi3": ("phi3", {**_GROUPED, **_WINDOW}),
+    "phi3_longrope": (
+        "phi3",
+        {
+            **_GROUPED,
+            "original_max_position_embeddings": 128,
+            "rope_parameters": {**_LONGROPE, "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "opt": ("opt", {**_SIZE, "ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "opt_post_norm": (
+        "opt",
+        {**_SIZE, "ffn_dim": 48, "word_embed_proj_dim": 16, "do_layer_norm_before": False, "enable_bias": False},
+    ),
+    "gpt2": ("gpt2", {**_SIZE, "n_inner": 48, "tie_word_embeddings": True}),
+    "gpt_neox": ("gpt_neox", {**_SIZE, "intermediate_size": 48, "rotary_pct": 0.25, "use_parallel_residual": True}),
+    "granite": ("granite", {**_GROUPED, **_MULTIPLIED}),
+    "gpt_oss": (
+        "gpt_oss",
+        {**_GROUPED, **_MIXED, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": _YARN},
+    ),
+}
 
 
 @functools.cache
 def family(name: str) -> tuple[Target, nn.Module]:
-    """A tiny target, and an untouched copy of its model for transformers' own generate."""
-    size = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "head_dim": 8,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 512,
-        "bos_token_id": 1,
-        "eos_token_id": None,
-        "pad_token_id": 0,
-    }
-    if name == "llama":
-        target = make_target(layers=3, vocab_size=300)
-        reference = copy.deepcopy(target.model)
-        reference.set_attn_implementation("sdpa")
-        return target, reference
-    mixed = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 7}
-    if name == "gemma3":
-        model = Gemma3ForCausalLM(Gemma3TextConfig(**size, **mixed, num_key_value_heads=1, query_pre_attn_scalar=8))
-    elif name == "gemma2":
-        config = Gemma2Config(**size, **mixed, num_key_value_heads=2, attn_logit_softcapping=5.0)
-        model = Gemma2ForCausalLM(config)
-        model._supports_sdpa = True  # soft caps are beyond sdpa, not beyond our own attention
-    else:
-        model = MistralForCausalLM(MistralConfig(**size, num_key_value_heads=2, sliding_window=7))
-    sharpen(model, seed=3)
+    """A tiny target of a family, and an untouched copy of its model that attends as transformers' eager functions do."""
+    model_type, settings = FAMILIES[name]
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings))
+    sharpen(model, seed=8)
     model.eval()
     reference = copy.deepcopy(model)
     reference.set_attn_implementation("eager")

@@ -218,7 +218,7 @@ def test_calibration_needs_a_usable_row(tmp_path, target):
 def test_prompts_that_do_not_fit_are_found_first(suite):
     target = make_target(layers=1, max_position_embeddings=30)
     questions = runner.load_suite(str(suite)).questions
-    with pytest.raises(runner.UserError, match=r"question 'q1': prompt has .* max_position_embeddings=30"):
+    with pytest.raises(runner.UserError, match=r"question 'q1': prompt has .* reads at most 30"):
         runner.check_lengths(target, questions, 4)
 
 
