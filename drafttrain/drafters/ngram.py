@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.batch import TokenTree
-from drafttrain.drafters.base import TreeSpec
+from drafttrain.drafters.base import Drafter, TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.target import Target
 
@@ -21,7 +21,7 @@ from drafttrain.target import Target
 _OCCURRENCES = 16
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Proposes what followed the longest repeated suffix, most recent occurrence first.
 
     Args:

@@ -17,7 +17,7 @@ import transformers
 
 import drafttrain
 from drafttrain.decode import SamplingParams, token_limit
-from drafttrain.drafters.base import Drafter, TreeSpec, load_drafter
+from drafttrain.drafters.base import Drafter, TreeSpec, default_tree, load_drafter
 from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import BASELINES, Record, by_category, summarise
 from drafttrain.evaluation.progress import Meter
@@ -200,7 +200,7 @@ def choose_tree(
     """The tree asked for, the drafter's own default, or the fastest of a timed search; and the search's table."""
     if drafter is None:
         return TreeSpec.parse("none"), None
-    wanted = args.tree or drafter_default(args.drafter)
+    wanted = args.tree or default_tree(args.drafter) or "auto"
     if wanted != "auto":
         return TreeSpec.parse(wanted), None
     if partial.tree is None:
@@ -211,21 +211,6 @@ def choose_tree(
         partial.add_tree(str(spec), table)
     assert partial.tree is not None
     return TreeSpec.parse(partial.tree["tree"]), partial.tree["tree_search"]
-
-
-def drafter_default(drafter: str) -> str:
-    """The tree in the drafter folder's decoding.json; `auto` without one.
-
-    Raises:
-        UserError: a decoding.json without a tree.
-    """
-    path = Path(drafter.partition("+")[0]).expanduser() / "decoding.json"
-    if not path.is_file():
-        return "auto"
-    try:
-        return str(json.loads(path.read_text())["tree"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f'{path} has no tree ({error!r}); write {{"tree": "chain:3"}}, or pass --tree') from error
 
 
 def measure(plan: Plan, questions: Sequence[Question], others: dict[str, Side], partial: Partial) -> list[Record]:

@@ -7,6 +7,7 @@ import torch
 
 from drafttrain import cli
 from drafttrain.decode import Generation, Stats
+from drafttrain.drafters.base import default_tree
 from drafttrain.evaluation import runner, sides, tuning
 from drafttrain.evaluation.report import identity_line
 from drafttrain.evaluation.store import Partial
@@ -179,12 +180,12 @@ def test_slow_candidates_are_dropped_early(monkeypatch):
 
 
 def test_a_drafter_folder_may_name_its_tree(tmp_path):
-    assert runner.drafter_default(str(tmp_path)) == "auto"
+    assert default_tree(str(tmp_path)) is None
     (tmp_path / "decoding.json").write_text('{"tree": "dynamic:4,6,16"}')
-    assert runner.drafter_default(str(tmp_path)) == "dynamic:4,6,16"
+    assert default_tree(str(tmp_path)) == "dynamic:4,6,16"
     (tmp_path / "decoding.json").write_text("{}")
-    with pytest.raises(runner.UserError, match=r"decoding.json has no tree .* or pass --tree"):
-        runner.drafter_default(str(tmp_path))
+    with pytest.raises(runner.UserError, match=r"decoding.json has no tree .* or pass a tree"):
+        default_tree(str(tmp_path))
 
 
 @pytest.mark.parametrize(
