@@ -17,6 +17,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -345,19 +346,10 @@ class Decoder:
             out = self._forward([row.prompt[begin:end] for row, begin, end in parts])
             sizes = [end - begin for _, begin, end in parts]
             self.cache.commit([range(size) for size in sizes])
-            complete = [end == row.prompt.numel() for row, _, end in parts]
-            lasts = [sum(sizes[: i + 1]) - 1 for i, done in enumerate(complete) if done]
-            logits = iter(self.target.head(out.last_hidden[0, lasts]).split(1))
-            extended: list[tuple[_Row, Tensor, Tensor]] = []
-            told: list[tuple[int, list[int]]] = []
-            for (row, begin, end), features, done in zip(parts, out.features[0].split(sizes), complete, strict=True):
-                follow = row.prompt[begin + 1 : end + 1]
-                if done:
-                    verdict = row.verify(TokenTree.empty(row.prompt.device), next(logits))
-                    told.append((row.index, row.record(verdict, self._now())))
-                    row.stats.prefill_seconds = row.stats.total_seconds
-                    row.root = torch.tensor(told[-1][1], device=row.prompt.device)
-                    follow = torch.cat((follow, row.root))
+            told = self._first_tokens(parts, out.last_hidden[0])
+            extended = []
+            for (row, begin, end), features in zip(parts, out.features[0].split(sizes), strict=True):
+                follow = torch.cat((row.prompt[begin + 1 : end + 1], row.root))
                 # With one more token to come there is nothing to draft.
                 if self.drafter is not None and begin == 0 and row.limit > 2 and not row.stats.finish:
                     row.session = self.drafter.start(row.prompt, row.prompt.numel() + row.limit)
@@ -365,6 +357,23 @@ class Decoder:
                     extended.append((row, follow, features))
             self._extend(extended)
             yield from told
+
+    def _first_tokens(self, parts: list[tuple[_Row, int, int]], hidden: Tensor) -> list[tuple[int, list[int]]]:
+        """The first tokens of rows whose prompt is complete. parts: (row, begin, end); hidden [N, h] over all of them."""
+        lasts = [end - 1 for end in accumulate(end - begin for _, begin, end in parts)]
+        done = [i for i, (row, _, end) in enumerate(parts) if end == row.prompt.numel()]
+        rows = [parts[i][0] for i in done]
+        if not rows:
+            return []
+        logits = self.target.head(hidden[[lasts[i] for i in done]])
+        verdicts = self._verify(rows, [TokenTree.empty(hidden.device)] * len(rows), logits)
+        moment = self._now()
+        told = []
+        for row, verdict in zip(rows, verdicts, strict=True):
+            told.append((row.index, row.record(verdict, moment)))
+            row.stats.prefill_seconds = row.stats.total_seconds
+            row.root = torch.tensor(told[-1][1], device=hidden.device)
+        return told
 
     def _round(self, rows: list[_Row]) -> Iterator[tuple[int, list[int]]]:
         """One draft, one packed target pass and one verdict for each row; yields what each committed."""
@@ -376,7 +385,7 @@ class Decoder:
         logits = self.target.head(out.last_hidden[0])
         share = (self._now() - begun) / len(rows)
         sizes = [layout.count for layout in layouts]
-        verdicts = [row.verify(tree, part) for row, tree, part in zip(rows, trees, logits.split(sizes), strict=True)]
+        verdicts = self._verify(rows, trees, logits)
         kept = [[0, *(node + 1 for node in verdict.path)] for verdict in verdicts]
         self.cache.commit(kept)
         moment = self._now()
@@ -397,6 +406,11 @@ class Decoder:
                 extended.append((row, new, features[nodes]))
         self._extend(extended)
         yield from told
+
+    def _verify(self, rows: list[_Row], trees: list[TokenTree], logits: Tensor) -> list[Verdict]:
+        """A verdict per row; logits [N, v] at every row's root and nodes, one row after the other."""
+        parts = logits.split([len(tree) + 1 for tree in trees])
+        return [row.verify(tree, part) for row, tree, part in zip(rows, trees, parts, strict=True)]
 
     def _forward(self, parts: list[Tensor]) -> TargetOutput:
         """The target over the announced new tokens of all rows, one after the other."""
