@@ -233,7 +233,7 @@ class Decoder:
         max_rows: most sequences at a time; the others wait for a row to finish.
 
     Attributes:
-        cache: of the last call; `str(decoder.cache)` says how much memory it took.
+        cache: of the last call. memory: bytes and description of the largest one so far.
 
     Raises:
         UserError: no row, or stop strings that cannot be looked for.
@@ -258,6 +258,7 @@ class Decoder:
         self.eos_ids = frozenset(target.eos_ids if eos_ids is None else eos_ids)
         self.stop, self.max_rows = check_stop(stop, target), max_rows
         self.cache = TreeCache(0)
+        self.memory = (0, str(self.cache))
         self._layers = self.drafter.feature_layers if self.drafter is not None else ()
         self._now = _clock(target.device)
 
@@ -328,12 +329,15 @@ class Decoder:
             for row in joining:
                 row.slot = free.pop(0)
                 self.cache.clear(row.slot)
-            yield from self._prefill(joining)
+            if joining:
+                yield from self._prefill(joining)
             active += joining
+            going = [row for row in active if not row.stats.finish]
+            if going:
+                yield from self._round(going)
             free += [row.slot for row in active if row.stats.finish]
             active = [row for row in active if not row.stats.finish]
-            if active:
-                yield from self._round(active)
+        self.memory = max(self.memory, (self.cache.nbytes, str(self.cache)))
 
     def _prefill(self, rows: list[_Row]) -> Iterator[tuple[int, list[int]]]:
         """Runs the rows' prompts, as many tokens at a time as a chunk holds, and yields each one's first token."""

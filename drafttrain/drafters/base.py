@@ -170,8 +170,7 @@ def load_drafter(name: str, target: Target) -> Drafter | None:
 
         main = load_drafter(first, target)
         assert main is not None, "none+KIND is KIND"
-        # On top of another drafter only matches of two tokens and more are worth their nodes.
-        side = untrained(second, min_n=2)
+        side = untrained(second, beside=True)
         side.bind(target)
         return CombinedDrafter(main, side)
     if is_untrained(name):
@@ -190,13 +189,16 @@ def is_untrained(name: str) -> bool:
     return kind in kinds() and not kind_class(kind).trainable
 
 
-def untrained(name: str, **defaults: Any) -> Any:
+_BOOLS = {"true": True, "false": False}
+
+
+def untrained(name: str, beside: bool = False) -> Any:
     """Makes a drafter without weights from KIND:OPTIONS.
 
     Options are the parameters of the class, separated by commas: NAME=VALUE, or a bare value for the first parameter.
 
     Args:
-        defaults: values of options that the name leaves out.
+        beside: it works beside another drafter, so the class's `defaults_beside` apply to options that the name leaves out.
 
     Raises:
         UserError: an unknown option, or a value of the wrong type.
@@ -212,13 +214,13 @@ def untrained(name: str, **defaults: Any) -> Any:
         if key not in known:
             raise UserError(f"drafter={name!r}: {key!r} is no option of {kind}; there are {', '.join(known)}")
         try:
-            given[key] = type(known[key])(value)
-        except ValueError as error:
+            given[key] = _BOOLS[value] if isinstance(known[key], bool) else type(known[key])(value)
+        except (KeyError, ValueError) as error:
             raise UserError(
                 f"drafter={name!r}: {key}={value!r} is no {type(known[key]).__name__}; write for example "
                 f"{kind}:{key}={known[key]}"
             ) from error
-    return cls(**{**defaults, **given})
+    return cls(**{**(cls.defaults_beside if beside else {}), **given})
 
 
 def default_tree(name: str) -> str | None:

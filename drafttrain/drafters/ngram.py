@@ -34,6 +34,8 @@ class NgramDrafter(Drafter):
     kind = "ngram"
     trainable = False
     feature_layers: tuple[int, ...] = ()
+    # Beside another drafter only matches of two tokens and more are worth their nodes.
+    defaults_beside = {"min_n": 2}
 
     def __init__(self, max_n: int = 4, min_n: int = 1):
         if not 1 <= min_n <= max_n:

@@ -195,7 +195,8 @@ def test_shares_add_up():
     assert 0 < sum(s.target_seconds + s.draft_seconds for s in stats) <= wall
     assert all(s.new_tokens == 12 and s.prompt_tokens == len(p) for s, p in zip(stats, PROMPTS, strict=True))
     assert all(s.new_tokens == 1 + sum(a + 1 for a in s.accepted) for s in stats)
-    assert "(5 rows x 35 positions)" in str(decoder.cache)
+    assert decoder.memory == (decoder.cache.nbytes, str(decoder.cache))
+    assert "(5 rows x 35 positions)" in decoder.memory[1]
 
 
 def test_padding_is_stripped_on_either_side():
