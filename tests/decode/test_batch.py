@@ -183,7 +183,7 @@ def test_long_prompts_need_no_quadratic_mask(monkeypatch):
     target.model.set_attn_implementation("sdpa")
     assert got[0].tokens == hf_greedy(target.model, prompt, 4)
     assert got[1].tokens == hf_greedy(target.model, prompt[:4000], 4)
-    assert max(sizes) <= 2 * 256 * (length + 256)
+    assert max(sizes) <= 2 * 256 * (length + 256)  # a block of rows, for either query head of a group
 
 
 def test_shares_add_up():
