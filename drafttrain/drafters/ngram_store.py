@@ -70,7 +70,7 @@ class NgramTable:
         """
         if max_n < 1 or max_entries < 1:
             raise UserError(f"max_n={max_n}, max_entries={max_entries}: both must be at least 1")
-        held = (np.empty(0, np.uint64), np.empty(0, np.int32), np.empty(0, np.int64))
+        held: tuple[np.ndarray, ...] = (np.empty(0, np.uint64), np.empty(0, np.int32), np.empty(0, np.int64))
         for tokens, owner in _blocks(documents):
             parts = [held, *(_pairs(tokens, owner, n) for n in range(1, max_n + 1))]
             held = _reduce(parts, max_entries)
@@ -130,7 +130,7 @@ def _blocks(documents: Iterable[Sequence[int]]) -> Iterable[tuple[np.ndarray, np
         yield np.array(tokens, np.int32), np.searchsorted(ends, np.arange(len(tokens)), side="right")
 
 
-def _pairs(tokens: np.ndarray, owner: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _pairs(tokens: np.ndarray, owner: np.ndarray, n: int) -> tuple[np.ndarray, ...]:
     """Every context of n tokens as its hash, the token after it, and a count of one."""
     count = max(len(tokens) - n, 0)
     keys = np.full(count, n, np.uint64)
@@ -140,7 +140,7 @@ def _pairs(tokens: np.ndarray, owner: np.ndarray, n: int) -> tuple[np.ndarray, n
     return keys[inside], tokens[n : n + count][inside], np.ones(int(inside.sum()), np.int64)
 
 
-def _reduce(parts: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]], most: int) -> tuple[np.ndarray, ...]:
+def _reduce(parts: Sequence[tuple[np.ndarray, ...]], most: int) -> tuple[np.ndarray, ...]:
     """Adds up equal pairs of hash and token, and keeps the `most` frequent ones."""
     hashes, tokens, counts = (np.concatenate(columns) for columns in zip(*parts, strict=True))
     order = np.lexsort((tokens, hashes))
@@ -182,7 +182,9 @@ class NgramStoreDrafter(Drafter):
         if not 0 <= min_p < 1:
             raise UserError(f"min_p={min_p} must be at least 0 and below 1")
         self.file, self.min_n, self.max_n, self.min_p = file, min_n, max_n, min_p
-        self.table, self.tokenizer = NgramTable.load(file) if file else (None, None)
+        self.table: NgramTable | None = None
+        if file:
+            self.table, self.tokenizer = NgramTable.load(file)
         self.shared = _LiveCounts() if grow else None
 
     def bind(self, target: Target) -> None:
@@ -276,10 +278,10 @@ class NgramStoreSession:
             if n > len(context):
                 continue
             key = _hash(context[-n:])
-            counts = self.live.followers(key)
+            seen = self.live.followers(key)
             if self.drafter.table is not None and n <= self.drafter.table.max_n:
-                counts = counts + Counter(self.drafter.table.followers(key))
-            counts = {token: count for token, count in counts.items() if token not in known}
+                seen = seen + Counter(self.drafter.table.followers(key))
+            counts = {token: count for token, count in seen.items() if token not in known}
             if not counts:
                 continue
             total = sum(counts.values()) + len(counts)
