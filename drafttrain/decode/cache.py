@@ -143,11 +143,13 @@ class TreeCache:
         if not sources or not self._layers:
             return
         device = next(iter(self._layers.values()))[0].device
-        source, goal = torch.tensor([sources, goals], device=device)
+        source = torch.tensor(sources, device=device)
+        # The goals in one row are a range, and a plain copy is cheaper than a scatter.
+        goal = None if rows_moved == 1 else torch.tensor(goals, device=device)
         for pair in self._layers.values():
             for buffer in pair:
                 held = buffer.index_select(1, source)
-                if rows_moved == 1:  # then the goals are a range, and a plain copy is cheaper than a scatter
+                if goal is None:
                     buffer[:, goals[0] : goals[-1] + 1] = held
                 else:
                     buffer.index_copy_(1, goal, held)

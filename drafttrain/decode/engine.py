@@ -401,9 +401,8 @@ class Decoder:
             told.append((row.index, tokens))
         news = torch.tensor([token for _, tokens in told for token in tokens], device=device)
         extended = []
-        parts = zip(
-            rows, news.split([len(tokens) for _, tokens in told]), out.features[0].split(sizes), kept, strict=True
-        )
+        each = _split(news, [len(tokens) for _, tokens in told])
+        parts = zip(rows, each, _split(out.features[0], sizes), kept, strict=True)
         for row, new, features, nodes in parts:
             row.root = new[-1:]
             if row.session is not None and not row.stats.finish:
@@ -413,7 +412,7 @@ class Decoder:
 
     def _verify(self, rows: list[_Row], trees: list[TokenTree], logits: Tensor) -> list[Verdict]:
         """A verdict per row; logits [N, v] at every row's root and nodes, one row after the other."""
-        parts = logits.split([len(tree) + 1 for tree in trees])
+        parts = _split(logits, [len(tree) + 1 for tree in trees])
         return [row.verify(tree, part) for row, tree, part in zip(rows, trees, parts, strict=True)]
 
     def _forward(self, parts: list[Tensor]) -> TargetOutput:
@@ -447,6 +446,11 @@ class Decoder:
         share = (self._now() - begun) / len(rows)
         for row in rows:
             row.stats.draft_seconds += share
+
+
+def _split(packed: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """The rows' parts of a packed tensor; a row alone is spared the call."""
+    return [packed] if len(sizes) == 1 else packed.split(sizes)
 
 
 def _chunks(lengths: Sequence[int], size: int) -> Iterator[list[tuple[int, int, int]]]:
