@@ -1,3 +1,27 @@
-"""drafttrain: train, prove and publish drafters for lossless speculative decoding."""
+"""drafttrain: train, prove and publish drafters for lossless speculative decoding.
+
+from drafttrain import generate
+out = generate("smollm2-135m", "The capital of France is", drafter="ngram")
+print(out.text, out.stats.accepted_length)
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from drafttrain.api import generate, load_drafter, stream
+    from drafttrain.target import Target
 
 __version__ = "0.1.0"
+__all__ = ["Target", "generate", "load_drafter", "stream"]
+
+# Loaded on first use: `import drafttrain` and the command line's --help stay quick.
+_HOMES = {"Target": "drafttrain.target", **dict.fromkeys(("generate", "load_drafter", "stream"), "drafttrain.api")}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

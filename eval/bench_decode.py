@@ -69,15 +69,17 @@ def tree_rounds(target: Target, prompts: list[list[int]], repeats: int) -> dict[
     for prompt in prompts:
         cache = TreeCache(len(prompt) + max(NODES) + 1)
         ids = torch.tensor([prompt], device=target.device)
-        target.forward(ids, (), cache.open(count=len(prompt)).positions(target.device), cache)
-        cache.commit(range(len(prompt)))
+        cache.open([(0, len(prompt))])
+        target.forward(ids, (), cache.positions(target.device), cache)
+        cache.commit([range(len(prompt))])
         for repeat in range(repeats + 1):
             for n, seconds in times.items():
                 parents = [int(torch.randint(-1, node, (1,), generator=generator)) for node in range(n)]
                 tokens = torch.randint(target.vocab_size, (1, n + 1), generator=generator).to(target.device)
                 synchronise(target.device)
                 began = time.perf_counter()
-                out = target.forward(tokens, (), cache.open(parents).positions(target.device), cache)
+                cache.open([(0, parents)])
+                out = target.forward(tokens, (), cache.positions(target.device), cache)
                 target.head(out.last_hidden[0]).argmax(-1).tolist()
                 if repeat:  # the first round warms up
                     seconds.append(time.perf_counter() - began)

@@ -80,11 +80,11 @@ def test_equals_transformers_in_a_tree(name):
     outputs = []
     for forward in (target.forward, native.forward):
         cache = TreeCache(64)
-        positions = cache.open(count=18).positions()
-        prefill = forward(prompt, layers, positions, cache)
-        cache.commit(range(18))
-        positions = cache.open(parents).positions()
-        tree = forward(torch.tensor([[5, 6, 7, 8, 9, 10]]), layers, positions, cache)
+        cache.open([(0, 18)])
+        prefill = forward(prompt, layers, cache.positions(), cache)
+        cache.commit([range(18)])
+        cache.open([(0, parents)])
+        tree = forward(torch.tensor([[5, 6, 7, 8, 9, 10]]), layers, cache.positions(), cache)
         outputs.append((prefill, tree))
     for ours, theirs in zip(outputs[1], outputs[0], strict=True):
         torch.testing.assert_close(ours.features, theirs.features, atol=2e-4, rtol=1e-3)
@@ -120,18 +120,20 @@ def test_a_node_gets_to_the_bit_what_plain_decoding_gets():
 
     def prefilled():
         cache = TreeCache(64)
-        target.forward(torch.arange(3, 21)[None], (), cache.open(count=18).positions(), cache)
-        cache.commit(range(18))
+        cache.open([(0, 18)])
+        target.forward(torch.arange(3, 21)[None], (), cache.positions(), cache)
+        cache.commit([range(18)])
         return cache
 
     plain, cache = [], prefilled()
     for token in tokens:
-        out = target.forward(torch.tensor([[token]]), (), cache.open(count=1).positions(), cache)
-        cache.commit([0])
+        cache.open([(0, 1)])
+        out = target.forward(torch.tensor([[token]]), (), cache.positions(), cache)
+        cache.commit([[0]])
         plain.append(target.head(out.last_hidden[0, 0]))
     cache = prefilled()
-    layout = cache.open([-1, -1, 1, -1, 2, 4])  # 12 is node 1 below the root, 13 is node 2 below it
-    out = target.forward(torch.tensor([[11, 30, 12, 13, 31, 32, 33]]), (), layout.positions(), cache)
+    cache.open([(0, [-1, -1, 1, -1, 2, 4])])  # 12 is node 1 below the root, 13 is node 2 below it
+    out = target.forward(torch.tensor([[11, 30, 12, 13, 31, 32, 33]]), (), cache.positions(), cache)
     logits = target.head(out.last_hidden[0])
     for row, expected in zip((0, 2, 3), plain, strict=True):
         assert torch.equal(logits[row], expected)

@@ -1,6 +1,25 @@
 """Lossless speculative decoding: draft -> verify -> commit."""
 
-from drafttrain.decode.engine import Generation, Stats, generate, stream, token_limit
+from drafttrain.decode.engine import (
+    Decoder,
+    Generation,
+    Stats,
+    generate,
+    generate_batch,
+    stream,
+    strip_padding,
+    token_limit,
+)
 from drafttrain.ops.sampling import SamplingParams
 
-__all__ = ["Generation", "SamplingParams", "Stats", "generate", "stream", "token_limit"]
+__all__ = [
+    "Decoder",
+    "Generation",
+    "SamplingParams",
+    "Stats",
+    "generate",
+    "generate_batch",
+    "stream",
+    "strip_padding",
+    "token_limit",
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,39 +13,71 @@ from drafttrain.ops.tree_attention import TreeLayout, tree_attention
 
 
 class TreeCache:
-    """Keys and values of one sequence, and the attention of a forward over them (an `AttentionContext`).
+    """Keys and values of several sequences, and the attention of a packed forward over them (an `AttentionContext`).
 
-    A forward of n new tokens writes slots [L, L+n). Nothing is ever removed: `commit` moves the accepted ones together
-    behind L and advances L, and the next forward overwrites the rest.
+    A forward holds the new tokens of any of the rows one after the other, without padding. A row's n new tokens are
+    written to its slots [L, L+n). Nothing is ever removed: `commit` moves the accepted ones together behind L and
+    advances L, and the next forward overwrites the rest. Each row has its own L and its own tree.
 
         slots       0 .. L-1    L     L+1   L+2   L+3   L+4
         forward     committed   root  a     b     a1    b1         (a, b: children of the root)
         commit      committed   root  b     b1                     kept = [0, 2, 4], L += 3
 
+    Args:
+        capacity: slots per row and layer; the longest sequence plus one round's new tokens.
+        rows: sequences held at a time.
+
     Attributes:
-        capacity: slots per layer; the longest sequence plus one round's new tokens.
-        length: L.
+        lengths: L of each row.
+        nbytes: memory of all buffers, which are allocated by the first forward.
     """
 
-    def __init__(self, capacity: int):
-        self.capacity, self.length = capacity, 0
+    def __init__(self, capacity: int, rows: int = 1):
+        self.capacity, self.rows = capacity, rows
+        self.lengths = [0] * rows
+        # Per layer keys and values [kv_heads, rows * capacity, e]: one slot axis, so that all rows move in one gather.
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self._layout = TreeLayout(0, count=0)
+        self._open: list[tuple[int, TreeLayout]] = []
+        self._slots: Tensor | None = None
 
-    def open(self, parents: Sequence[int] | None = None, count: int | None = None) -> TreeLayout:
-        """Announces the next forward: `count` tokens in a row, or a root with tree nodes below it (`parents`).
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for pair in self._layers.values() for buffer in pair)
+
+    def __str__(self) -> str:
+        rows = "1 row" if self.rows == 1 else f"{self.rows} rows"
+        return f"key/value cache {self.nbytes / 2**20:,.1f} MiB ({rows} x {self.capacity:,} positions)"
+
+    def clear(self, row: int) -> None:
+        """Empties a row for its next sequence."""
+        self.lengths[row] = 0
+
+    def open(self, new: Sequence[tuple[int, Sequence[int] | int]]) -> list[TreeLayout]:
+        """Announces the next forward.
+
+        Args:
+            new: per part of the packed forward, the cache row and its new tokens: a count of tokens in a row, or the
+                parents of tree nodes below a root. Each row at most once.
 
         Raises:
-            UserError: it does not fit.
+            UserError: a row's tokens do not fit.
         """
-        layout = TreeLayout(self.length, parents, count)
-        if self.length + layout.count > self.capacity:
-            raise UserError(
-                f"the key/value cache holds {self.capacity} positions, but {self.length} + {layout.count} are needed; "
-                "use a smaller tree or fewer new tokens"
-            )
-        self._layout = layout
-        return layout
+        self._open, self._slots = [], None
+        for row, shape in new:
+            length = self.lengths[row]
+            layout = TreeLayout(length, count=shape) if isinstance(shape, int) else TreeLayout(length, shape)
+            if length + layout.count > self.capacity:
+                raise UserError(
+                    f"the key/value cache holds {self.capacity} positions, but {length} + {layout.count} are needed; "
+                    "use a smaller tree or fewer new tokens"
+                )
+            self._open.append((row, layout))
+        return [layout for _, layout in self._open]
+
+    def positions(self, device: torch.device | str = "cpu") -> Tensor:
+        """[1, N] int64 position ids of the announced forward."""
+        parts = [layout.positions() for _, layout in self._open]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).to(device)
 
     def attend(
         self,
@@ -58,37 +91,65 @@ class TreeCache:
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Stores the new keys and values of a layer and attends; see `AttentionContext.attend`."""
+        """Stores the new keys and values of a layer and attends; see `AttentionContext.attend`. Packed, so b = 1."""
         if layer not in self._layers:
             self._layers[layer] = (self._allocate(key), self._allocate(value))
         keys, values = self._layers[layer]
-        end = self.length + key.shape[2]
-        keys[:, :, self.length : end] = key
-        values[:, :, self.length : end] = value
-        out = tree_attention(
-            query,
-            keys[:, :, :end],
-            values[:, :, :end],
-            self._layout,
-            scaling=scaling,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
-        )
-        return out.transpose(1, 2)
+        if len(self._open) == 1:
+            row, layout = self._open[0]
+            begin = row * self.capacity + layout.prefix_len
+            keys[:, begin : begin + layout.count] = key[0]
+            values[:, begin : begin + layout.count] = value[0]
+        else:
+            slots = self._new_slots(key.device)
+            keys.index_copy_(1, slots, key[0])
+            values.index_copy_(1, slots, value[0])
+        options = {"scaling": scaling, "window": window, "softcap": softcap, "sinks": sinks}
+        return self._attend_rows(query, keys, values, options).transpose(1, 2)
+
+    def _attend_rows(self, query: Tensor, keys: Tensor, values: Tensor, options: dict[str, Any]) -> Tensor:
+        """Attention of the packed queries [1, heads, N, e], row by row. A kernel for all rows at once belongs here."""
+        outs = []
+        parts = query.split([layout.count for _, layout in self._open], dim=2)
+        for part, (row, layout) in zip(parts, self._open, strict=True):
+            first = row * self.capacity
+            seen = slice(first, first + layout.prefix_len + layout.count)
+            outs.append(tree_attention(part, keys[None, :, seen], values[None, :, seen], layout, **options))
+        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
+
+    def _new_slots(self, device: torch.device) -> Tensor:
+        """[N] int64 slots of the announced tokens on the common axis; the same for all layers."""
+        if self._slots is None:
+            starts = [(row * self.capacity + layout.prefix_len, layout.count) for row, layout in self._open]
+            self._slots = torch.cat([torch.arange(start, start + count) for start, count in starts]).to(device)
+        return self._slots
 
     def _allocate(self, like: Tensor) -> Tensor:
-        b, heads, _, width = like.shape
-        return torch.empty((b, heads, self.capacity, width), dtype=like.dtype, device=like.device)
+        _, heads, _, width = like.shape
+        return torch.empty((heads, self.rows * self.capacity, width), dtype=like.dtype, device=like.device)
 
-    def commit(self, kept: Sequence[int]) -> None:
-        """Keeps the given new tokens of the last forward, in path order (ascending indices)."""
-        moved = next((i for i, index in enumerate(kept) if i != index), len(kept))
-        if moved < len(kept) and self._layers:
-            device = next(iter(self._layers.values()))[0].device
-            source = torch.tensor(kept[moved:], device=device) + self.length
-            begin, end = self.length + moved, self.length + len(kept)
-            for pair in self._layers.values():
-                for buffer in pair:
-                    buffer[:, :, begin:end] = buffer.index_select(2, source)
-        self.length += len(kept)
+    def commit(self, kept: Sequence[Sequence[int]]) -> None:
+        """Keeps, per part of the last forward, the given new tokens, in path order (ascending indices)."""
+        sources: list[int] = []
+        goals: list[int] = []
+        rows_moved = 0
+        for (row, layout), indices in zip(self._open, kept, strict=True):
+            begin = row * self.capacity + layout.prefix_len
+            moved = next((i for i, index in enumerate(indices) if i != index), len(indices))
+            sources += [begin + index for index in indices[moved:]]
+            goals += range(begin + moved, begin + len(indices))
+            rows_moved += moved < len(indices)
+            self.lengths[row] += len(indices)
+        if not sources or not self._layers:
+            return
+        device = next(iter(self._layers.values()))[0].device
+        source = torch.tensor(sources, device=device)
+        # The goals in one row are a range, and a plain copy is cheaper than a scatter.
+        goal = None if rows_moved == 1 else torch.tensor(goals, device=device)
+        for pair in self._layers.values():
+            for buffer in pair:
+                held = buffer.index_select(1, source)
+                if goal is None:
+                    buffer[:, goals[0] : goals[-1] + 1] = held
+                else:
+                    buffer.index_copy_(1, goal, held)

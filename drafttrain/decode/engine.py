@@ -1,48 +1,58 @@
-"""Draft, verify, commit: one loop for every kind of drafter and every shape of tree, and for no drafter at all.
+"""Draft, verify, commit: one loop for every kind of drafter, every shape of tree, every batch, and for no drafter at all.
 
-    prefill    target over the prompt                      -> first token (uncommitted root), features for the drafter
-    round      session.propose                             -> tree below the root
-               target over [root + nodes], tree attention  -> logits at each of them
-               verify                                      -> accepted path + bonus token, which is the next root
-               cache.commit, session.extend                -> both hold committed tokens only
+    join       target over the prompts of new rows         -> first tokens (uncommitted roots), features for the drafter
+    round      drafter.propose_all                         -> a tree below each row's root
+               target over all [root + nodes], packed      -> logits at each of them
+               verify, row by row                          -> accepted path + bonus token, which is the row's next root
+               cache.commit, drafter.extend_all            -> both hold committed tokens only
 
-Without a drafter the tree is empty and a round is a plain decoding step, by the very same code.
+Rows are packed, not padded: a forward is [1, N] over the new tokens of all rows, and only attention knows about rows. So
+each row accepts what it accepts, finished rows retire and waiting prompts take their place, at no cost to the others.
+Without a drafter the trees are empty and a round is a plain decoding step, by the very same code.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from drafttrain.batch import TokenTree
+from drafttrain.batch import TargetOutput, TokenTree
 from drafttrain.decode.cache import TreeCache
+from drafttrain.decode.text import TextStream, check_stop
 from drafttrain.decode.verify import Verdict, verify_greedy, verify_sampled
-from drafttrain.drafters.base import Drafter, TreeSpec
+from drafttrain.drafters.base import Drafter, Session, TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.ops.sampling import SamplingParams
 from drafttrain.target import Target
+
+# Most tokens of one prefill forward: it bounds activations and features, whatever the length of a prompt.
+_CHUNK = 2048
 
 
 @dataclass
 class Stats:
     """What one generation did. Seconds are wall-clock.
 
-    The prefill yields the first token; it is no round, and that token counts in no accepted length.
+    The prefill yields the first token; it is no round, and that token counts in no accepted length. What rows of a batch
+    do together is charged to them in equal shares, so that sums over rows are wall-clock times of the batch.
 
     Attributes:
         prompt_tokens, new_tokens: lengths; EOS counts as a token.
         target_passes: rounds, i.e. target forwards after the prefill.
         accepted: drafted tokens accepted, per round.
-        offered: depth of the tree, per round; where EOS cut the path, the depth of EOS (nothing below it was tested).
+        offered: depth of the tree, per round; where EOS or a stop string cut the path, the depth of the cut (nothing
+            below it was tested).
         draft_seconds: in the drafter (its prefill included); `target_seconds`: in the rounds' target forwards and head.
-        prefill_seconds: until the first token was known, which is the time to first token.
-        token_seconds: per new token, when it was known, counted from the start.
-        ended: by EOS, not by the limit.
+        prefill_seconds: from joining the batch until the first token was known, which is the time to first token.
+        total_seconds: from joining the batch until the last token was known; not a share.
+        token_seconds: per new token, when it was known, counted from joining.
+        finish: why it ended: `eos`, `stop` (a stop string) or `length`; empty while it goes on.
     """
 
     prompt_tokens: int = 0
@@ -55,7 +65,12 @@ class Stats:
     prefill_seconds: float = 0.0
     total_seconds: float = 0.0
     token_seconds: list[float] = field(default_factory=list)
-    ended: bool = False
+    finish: str = ""
+
+    @property
+    def ended(self) -> bool:
+        """By EOS or a stop string, not by the limit."""
+        return self.finish in ("eos", "stop")
 
     @property
     def accepted_length(self) -> float:
@@ -70,10 +85,11 @@ class Stats:
 
 @dataclass
 class Generation:
-    """Attributes: tokens: the new tokens, EOS included; stats: how they came about."""
+    """Attributes: tokens: the new tokens, EOS included; stats: how they came about; text: where it was asked for."""
 
     tokens: list[int]
     stats: Stats
+    text: str = ""
 
 
 def token_limit(target: Target, prompt_tokens: int, max_new_tokens: int) -> int:
@@ -105,39 +121,30 @@ def generate(
     spec: TreeSpec | None = None,
     sampling: SamplingParams | None = None,
     seed: int = 0,
-    generator: torch.Generator | None = None,
     eos_ids: Collection[int] | None = None,
+    stop: str | Sequence[str] = (),
 ) -> Generation:
-    """Continues one prompt; the output is the target's own, whatever the drafter.
+    """Continues one prompt; the output is the target's own, whatever the drafter. See `Decoder` for the arguments."""
+    decoder = Decoder(target, drafter, spec=spec, sampling=sampling, eos_ids=eos_ids, stop=stop)
+    return decoder.generate([prompt_ids], max_new_tokens=max_new_tokens, seed=seed)[0]
 
-    Args:
-        target: any Target; `target.pack()` it first for speed on a CPU.
-        drafter: bound to the target, or None for plain autoregressive decoding.
-        prompt_ids: [L] token ids.
-        max_new_tokens: upper limit, never exceeded; the target's context length limits it further.
-        spec: the tree that a round drafts; chain:3 unless given, `none` decodes plainly.
-        sampling: greedy unless given.
-        seed: of the sampling; a `generator` (on the CPU) goes before it. In exact arithmetic the same seed gives the
-            same tokens with any drafter and spec.
-        eos_ids: tokens that end the sequence; the target's own unless given.
 
-    Raises:
-        UserError: an empty prompt, one that fills the target's context, or max_new_tokens below 1.
-    """
-    stats = Stats()
-    rounds = stream(
-        target,
-        drafter,
-        prompt_ids,
-        max_new_tokens=max_new_tokens,
-        spec=spec,
-        sampling=sampling,
-        seed=seed,
-        generator=generator,
-        eos_ids=eos_ids,
-        stats=stats,
-    )
-    return Generation([token for tokens in rounds for token in tokens], stats)
+def generate_batch(
+    target: Target,
+    drafter: Drafter | None,
+    prompts: Sequence[Tensor | Sequence[int]],
+    *,
+    max_new_tokens: int,
+    spec: TreeSpec | None = None,
+    sampling: SamplingParams | None = None,
+    seed: int = 0,
+    eos_ids: Collection[int] | None = None,
+    stop: str | Sequence[str] = (),
+    max_rows: int = 8,
+) -> list[Generation]:
+    """Continues many prompts, `max_rows` at a time; each gets the output that it would get alone. See `Decoder`."""
+    decoder = Decoder(target, drafter, spec=spec, sampling=sampling, eos_ids=eos_ids, stop=stop, max_rows=max_rows)
+    return decoder.generate(prompts, max_new_tokens=max_new_tokens, seed=seed)
 
 
 def stream(
@@ -149,86 +156,330 @@ def stream(
     spec: TreeSpec | None = None,
     sampling: SamplingParams | None = None,
     seed: int = 0,
-    generator: torch.Generator | None = None,
     eos_ids: Collection[int] | None = None,
+    stop: str | Sequence[str] = (),
     stats: Stats | None = None,
 ) -> Iterator[list[int]]:
     """Like `generate`, but yields each round's tokens as they come; `stats` is filled on the way."""
-    prompt = torch.as_tensor(prompt_ids, dtype=torch.long, device=target.device).flatten()
-    limit = token_limit(target, prompt.numel(), max_new_tokens)
-    spec = spec or TreeSpec.parse("chain:3")
-    sampling = sampling or SamplingParams()
-    generator = generator or torch.Generator().manual_seed(seed)
-    eos = frozenset(target.eos_ids if eos_ids is None else eos_ids)
-
-    def verify(tree: TokenTree, logits: Tensor) -> Verdict:
-        if sampling.greedy:
-            return verify_greedy(tree, logits, eos)
-        return verify_sampled(tree, logits, eos, sampling, generator)
-
-    return _rounds(target, None if spec.shape == "none" else drafter, prompt, limit, spec, verify, stats or Stats())
+    decoder = Decoder(target, drafter, spec=spec, sampling=sampling, eos_ids=eos_ids, stop=stop)
+    rounds = decoder.stream([prompt_ids], max_new_tokens=max_new_tokens, seed=seed, stats=[stats or Stats()])
+    return (tokens for _, tokens in rounds)
 
 
-@torch.no_grad()
-def _rounds(
-    target: Target,
-    drafter: Drafter | None,
-    prompt: Tensor,
-    limit: int,
-    spec: TreeSpec,
-    verify: Callable[[TokenTree, Tensor], Verdict],
-    stats: Stats,
-) -> Iterator[list[int]]:
-    now, device = _clock(target.device), target.device
-    layers = drafter.feature_layers if drafter is not None else ()
-    nothing = TokenTree.empty(device)
-    stats.prompt_tokens = prompt.numel()
-    cache = TreeCache(stats.prompt_tokens + limit + (spec.budget if drafter is not None else 0))
-    started = now()
+@dataclass
+class _Row:
+    """A sequence on its way.
 
-    def record(verdict: Verdict) -> float:
-        moment = now()
-        stats.new_tokens += len(verdict.tokens)
-        stats.token_seconds += [moment - started] * len(verdict.tokens)
-        stats.total_seconds, stats.ended = moment - started, verdict.ended
-        return moment
+    Attributes:
+        index: which prompt it continues; slot: its row of the cache.
+        prompt: [L]; limit: most new tokens.
+        verify: (tree, logits [n+1, v]) -> verdict.
+        text: looks for stop strings; None without any.
+        root: [1], the last committed token, whose keys are not in the cache yet.
+        session: the drafter's; None where nothing is drafted.
+        joined: when its prefill began.
+    """
 
-    positions = cache.open(count=stats.prompt_tokens).positions(device)
-    out = target.forward(prompt[None], layers, positions, cache)
-    cache.commit(range(stats.prompt_tokens))
-    verdict = verify(nothing, target.head(out.last_hidden[0, -1:]))
-    before = record(verdict)
-    stats.prefill_seconds = stats.total_seconds
-    yield verdict.tokens
+    index: int
+    prompt: Tensor
+    limit: int
+    verify: Callable[[TokenTree, Tensor], Verdict]
+    text: TextStream | None
+    stats: Stats
+    root: Tensor
+    slot: int = 0
+    session: Session | None = None
+    joined: float = 0.0
 
-    root = torch.tensor(verdict.tokens, device=device)
-    session = None
-    if drafter is not None and not verdict.ended and limit > 2:  # with one token to go there is nothing to draft
-        session = drafter.start(prompt, stats.prompt_tokens + limit)
-        session.extend(torch.cat((prompt[1:], root)), out.features[0])
-    while not verdict.ended and stats.new_tokens < limit:
-        left = limit - stats.new_tokens
-        tree = prune(session.propose(spec), left - 1) if session is not None and left > 1 else nothing
-        drafted = now()
-        stats.draft_seconds += drafted - before if session is not None else 0.0
-        layout = cache.open(tree.parents)
-        ids = torch.cat((root, tree.tokens))[None]
-        out = target.forward(ids, layers, layout.positions(device), cache)
-        logits = target.head(out.last_hidden[0])
-        stats.target_seconds += now() - drafted
-        verdict = verify(tree, logits)
-        kept = [0, *(node + 1 for node in verdict.path)]
-        cache.commit(kept)
-        cut = verdict.ended and len(verdict.tokens) == len(verdict.path)
-        stats.target_passes += 1
-        stats.accepted.append(len(verdict.path))
-        stats.offered.append(len(verdict.path) if cut else int(layout.depths.max()))
-        before = record(verdict)
-        tokens = torch.tensor(verdict.tokens, device=device)
-        root = tokens[-1:]
-        if session is not None and not verdict.ended and stats.new_tokens < limit:
-            session.extend(tokens, out.features[0, kept])
-        yield verdict.tokens
+    @property
+    def left(self) -> int:
+        return self.limit - self.stats.new_tokens
+
+    def record(self, verdict: Verdict, moment: float) -> list[int]:
+        """Books a round's tokens, known at `moment`, and returns them: up to the end of a stop string."""
+        stats, tokens = self.stats, verdict.tokens
+        if self.text is not None:
+            tokens = tokens[: self.text.push(tokens)]
+        stats.new_tokens += len(tokens)
+        stats.total_seconds = moment - self.joined
+        stats.token_seconds += [stats.total_seconds] * len(tokens)
+        if self.text is not None and self.text.stopped:
+            stats.finish = "stop"
+        elif verdict.ended:
+            stats.finish = "eos"
+        elif self.left <= 0:
+            stats.finish = "length"
+        return tokens
+
+    def count(self, accepted: int, tokens: int, depth: int) -> None:
+        """Counts a round that accepted so many drafted tokens, committed so many in all and offered such a depth."""
+        cut = self.stats.ended and tokens <= accepted
+        self.stats.target_passes += 1
+        self.stats.accepted.append(tokens if cut else accepted)
+        self.stats.offered.append(tokens if cut else depth)
+
+
+class Decoder:
+    """Continues prompts with a target and a drafter; several at a time share every forward.
+
+    Args:
+        target: any Target; `target.pack()` it first for speed on a CPU.
+        drafter: bound to the target, or None for plain autoregressive decoding.
+        spec: the tree that a round drafts; chain:3 unless given, `none` decodes plainly.
+        sampling: greedy unless given.
+        eos_ids: tokens that end a sequence; the target's own unless given.
+        stop: strings that end a sequence; its tokens then end with the one that completed the string.
+        max_rows: most sequences at a time; the others wait for a row to finish.
+
+    Attributes:
+        cache: of the last call. memory: bytes and description of the largest one so far.
+
+    Raises:
+        UserError: no row, or stop strings that cannot be looked for.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        *,
+        spec: TreeSpec | None = None,
+        sampling: SamplingParams | None = None,
+        eos_ids: Collection[int] | None = None,
+        stop: str | Sequence[str] = (),
+        max_rows: int = 1,
+    ):
+        if max_rows < 1:
+            raise UserError(f"max_rows={max_rows} must be at least 1")
+        self.target, self.spec = target, spec or TreeSpec.parse("chain:3")
+        self.drafter = None if self.spec.shape == "none" else drafter
+        self.sampling = sampling or SamplingParams()
+        self.eos_ids = frozenset(target.eos_ids if eos_ids is None else eos_ids)
+        self.stop, self.max_rows = check_stop(stop, target), max_rows
+        self.cache = TreeCache(0)
+        self.memory = (0, str(self.cache))
+        self._layers = self.drafter.feature_layers if self.drafter is not None else ()
+        self._now = _clock(target.device)
+
+    def generate(
+        self, prompts: Sequence[Tensor | Sequence[int]], *, max_new_tokens: int, seed: int = 0
+    ) -> list[Generation]:
+        """The continuation of each prompt, in the prompts' order. See `stream`."""
+        made = [Generation([], Stats()) for _ in prompts]
+        every = [generation.stats for generation in made]
+        for index, tokens in self.stream(prompts, max_new_tokens=max_new_tokens, seed=seed, stats=every):
+            made[index].tokens += tokens
+        return made
+
+    def stream(
+        self,
+        prompts: Sequence[Tensor | Sequence[int]],
+        *,
+        max_new_tokens: int,
+        seed: int = 0,
+        stats: Sequence[Stats] | None = None,
+    ) -> Iterator[tuple[int, list[int]]]:
+        """Yields (index of the prompt, new tokens) as they come.
+
+        Args:
+            prompts: token ids, [L] each, without padding (see `strip_padding`).
+            max_new_tokens: upper limit, never exceeded; the target's context length limits it further.
+            seed: prompt i samples with seed + i, so its tokens do not depend on the batch. In exact arithmetic the same
+                seed gives the same tokens with any drafter and spec.
+            stats: one per prompt, filled on the way.
+
+        Raises:
+            UserError: an empty prompt, one that fills the target's context, or max_new_tokens below 1.
+        """
+        device = self.target.device
+        rows = []
+        for index, ids in enumerate(prompts):
+            prompt = torch.as_tensor(ids, dtype=torch.long, device=device).flatten()
+            try:
+                limit = token_limit(self.target, prompt.numel(), max_new_tokens)
+            except UserError as error:
+                raise UserError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from error
+            record = stats[index] if stats is not None else Stats()
+            record.prompt_tokens = prompt.numel()
+            text = TextStream(self.target.tokenizer, self.stop) if self.stop else None
+            rows.append(_Row(index, prompt, limit, self._verifier(seed + index), text, record, prompt[:0]))
+        room = self.spec.budget if self.drafter is not None else 0
+        need = max((row.prompt.numel() + row.limit for row in rows), default=0) + room
+        self.cache = TreeCache(need, min(self.max_rows, len(rows)))
+        return self._run(deque(rows))
+
+    def _verifier(self, seed: int) -> Callable[[TokenTree, Tensor], Verdict]:
+        """One sequence's verification rule, with random numbers of its own."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def verify(tree: TokenTree, logits: Tensor) -> Verdict:
+            if self.sampling.greedy:
+                return verify_greedy(tree, logits, self.eos_ids)
+            return verify_sampled(tree, logits, self.eos_ids, self.sampling, generator)
+
+        return verify
+
+    @torch.no_grad()
+    def _run(self, waiting: deque[_Row]) -> Iterator[tuple[int, list[int]]]:
+        free = list(range(self.cache.rows))
+        active: list[_Row] = []
+        while waiting or active:
+            joining = [waiting.popleft() for _ in range(min(len(free), len(waiting)))]
+            for row in joining:
+                row.slot = free.pop(0)
+                self.cache.clear(row.slot)
+            if joining:
+                yield from self._prefill(joining)
+            active += joining
+            going = [row for row in active if not row.stats.finish]
+            if going:
+                yield from self._round(going)
+            free += [row.slot for row in active if row.stats.finish]
+            active = [row for row in active if not row.stats.finish]
+        self.memory = max(self.memory, (self.cache.nbytes, str(self.cache)))
+
+    def _prefill(self, rows: list[_Row]) -> Iterator[tuple[int, list[int]]]:
+        """Runs the rows' prompts, as many tokens at a time as a chunk holds, and yields each one's first token."""
+        begun = self._now()
+        for row in rows:
+            row.joined = begun
+        for pieces in _chunks([row.prompt.numel() for row in rows], _CHUNK):
+            parts = [(rows[i], begin, end) for i, begin, end in pieces]
+            self.cache.open([(row.slot, end - begin) for row, begin, end in parts])
+            out = self._forward([row.prompt[begin:end] for row, begin, end in parts])
+            sizes = [end - begin for _, begin, end in parts]
+            self.cache.commit([range(size) for size in sizes])
+            told = self._first_tokens(parts, out.last_hidden[0])
+            extended = []
+            for (row, begin, end), features in zip(parts, out.features[0].split(sizes), strict=True):
+                follow = torch.cat((row.prompt[begin + 1 : end + 1], row.root))
+                # With one more token to come there is nothing to draft.
+                if self.drafter is not None and begin == 0 and row.limit > 2 and not row.stats.finish:
+                    row.session = self.drafter.start(row.prompt, row.prompt.numel() + row.limit)
+                if row.session is not None and not row.stats.finish:
+                    extended.append((row, follow, features))
+            self._extend(extended)
+            yield from told
+
+    def _first_tokens(self, parts: list[tuple[_Row, int, int]], hidden: Tensor) -> list[tuple[int, list[int]]]:
+        """The first tokens of rows whose prompt is complete. parts: (row, begin, end); hidden [N, h] over all of them."""
+        lasts = [end - 1 for end in accumulate(end - begin for _, begin, end in parts)]
+        done = [i for i, (row, _, end) in enumerate(parts) if end == row.prompt.numel()]
+        rows = [parts[i][0] for i in done]
+        if not rows:
+            return []
+        logits = self.target.head(hidden[[lasts[i] for i in done]])
+        verdicts = self._verify(rows, [TokenTree.empty(hidden.device)] * len(rows), logits)
+        moment = self._now()
+        told = []
+        for row, verdict in zip(rows, verdicts, strict=True):
+            told.append((row.index, row.record(verdict, moment)))
+            row.stats.prefill_seconds = row.stats.total_seconds
+            row.root = torch.tensor(told[-1][1], device=hidden.device)
+        return told
+
+    def _round(self, rows: list[_Row]) -> Iterator[tuple[int, list[int]]]:
+        """One draft, one packed target pass and one verdict for each row; yields what each committed."""
+        device = self.target.device
+        trees = self._draft(rows)
+        begun = self._now()
+        layouts = self.cache.open([(row.slot, tree.parents) for row, tree in zip(rows, trees, strict=True)])
+        out = self._forward([part for row, tree in zip(rows, trees, strict=True) for part in (row.root, tree.tokens)])
+        logits = self.target.head(out.last_hidden[0])
+        share = (self._now() - begun) / len(rows)
+        sizes = [layout.count for layout in layouts]
+        verdicts = self._verify(rows, trees, logits)
+        kept = [[0, *(node + 1 for node in verdict.path)] for verdict in verdicts]
+        self.cache.commit(kept)
+        moment = self._now()
+        told = []
+        for row, verdict, layout in zip(rows, verdicts, layouts, strict=True):
+            tokens = row.record(verdict, moment)
+            row.count(len(verdict.path), len(tokens), int(layout.depths.max()))
+            row.stats.target_seconds += share
+            told.append((row.index, tokens))
+        news = torch.tensor([token for _, tokens in told for token in tokens], device=device)
+        extended = []
+        each = _split(news, [len(tokens) for _, tokens in told])
+        parts = zip(rows, each, _split(out.features[0], sizes), kept, strict=True)
+        for row, new, features, nodes in parts:
+            row.root = new[-1:]
+            if row.session is not None and not row.stats.finish:
+                extended.append((row, new, features[nodes]))
+        self._extend(extended)
+        yield from told
+
+    def _verify(self, rows: list[_Row], trees: list[TokenTree], logits: Tensor) -> list[Verdict]:
+        """A verdict per row; logits [N, v] at every row's root and nodes, one row after the other."""
+        parts = _split(logits, [len(tree) + 1 for tree in trees])
+        return [row.verify(tree, part) for row, tree, part in zip(rows, trees, parts, strict=True)]
+
+    def _forward(self, parts: list[Tensor]) -> TargetOutput:
+        """The target over the announced new tokens of all rows, one after the other."""
+        ids = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return self.target.forward(ids[None], self._layers, self.cache.positions(ids.device), self.cache)
+
+    def _draft(self, rows: list[_Row]) -> list[TokenTree]:
+        """A tree per row; an empty one where nothing is drafted."""
+        asking = [i for i, row in enumerate(rows) if row.session is not None and row.left > 1]
+        trees = [TokenTree.empty(self.target.device)] * len(rows)
+        if self.drafter is None or not asking:
+            return trees
+        begun = self._now()
+        drafted = self.drafter.propose_all([rows[i].session for i in asking], [self.spec] * len(asking))
+        for i, tree in zip(asking, drafted, strict=True):
+            trees[i] = prune(tree, rows[i].left - 1)
+        self._charge([rows[i] for i in asking], begun)
+        return trees
+
+    def _extend(self, news: list[tuple[_Row, Tensor, Tensor]]) -> None:
+        """Gives the drafter what was committed: rows with a session, their tokens [m] and features [m, f*h]."""
+        if self.drafter is None or not news:
+            return
+        begun = self._now()
+        rows, tokens, features = zip(*news, strict=True)
+        self.drafter.extend_all([row.session for row in rows], tokens, features)
+        self._charge(rows, begun)
+
+    def _charge(self, rows: Sequence[_Row], begun: float) -> None:
+        share = (self._now() - begun) / len(rows)
+        for row in rows:
+            row.stats.draft_seconds += share
+
+
+def _split(packed: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """The rows' parts of a packed tensor; a row alone is spared the call."""
+    return [packed] if len(sizes) == 1 else packed.split(sizes)
+
+
+def _chunks(lengths: Sequence[int], size: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Cuts sequences into forwards of at most `size` tokens, in order: lists of (which sequence, begin, end)."""
+    chunk: list[tuple[int, int, int]] = []
+    room = size
+    for i, length in enumerate(lengths):
+        begin = 0
+        while begin < length:
+            end = min(length, begin + room)
+            chunk.append((i, begin, end))
+            room -= end - begin
+            begin = end
+            if room == 0:
+                yield chunk
+                chunk, room = [], size
+    if chunk:
+        yield chunk
+
+
+def strip_padding(input_ids: Tensor, attention_mask: Tensor) -> list[Tensor]:
+    """The prompts in a padded batch, as transformers' tokenizers make it.
+
+    Args:
+        input_ids: [b, s]; attention_mask: [b, s], 0 at padding, left or right.
+
+    Returns:
+        One [L] tensor per row.
+    """
+    return [ids[mask.bool()] for ids, mask in zip(input_ids, attention_mask, strict=True)]
 
 
 def prune(tree: TokenTree, depth: int) -> TokenTree:

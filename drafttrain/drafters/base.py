@@ -5,16 +5,20 @@ A kind is one module in this folder that defines `KIND`, the class with that con
 
     training half    training_step(batch, target_output, teacher, ...) -> StepOutput
     proposal half    start(prompt_ids, ...) -> Session;  session.extend(tokens, features);  session.propose(spec)
+
+Sessions are one per sequence. A kind that can serve several at once overrides `extend_all` and `propose_all`.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import pkgutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -89,8 +93,8 @@ class Session(Protocol):
         """Takes what the target has just committed.
 
         Args:
-            tokens: [m] int64; tokens[i] follows the position that features[i] belongs to. The first call after `start`
-                covers the whole prompt: tokens are prompt[1:] plus the first sampled token.
+            tokens: [m] int64; tokens[i] follows the position that features[i] belongs to. The first calls after `start`
+                cover the prompt, a long one in several pieces: tokens are prompt[1:] plus the first sampled token.
             features: [m, f*h], the target's features at those positions (f may be 0).
         """
         ...
@@ -100,9 +104,8 @@ class Session(Protocol):
         ...
 
 
-@runtime_checkable
 class Drafter(Protocol):
-    """The proposal half of the contract, which every kind fulfils."""
+    """The proposal half of the contract, which every kind fulfils; one that inherits it gets the joint steps as loops."""
 
     kind: str
     feature_layers: tuple[int, ...]
@@ -118,6 +121,15 @@ class Drafter(Protocol):
             UserError: trained for another hidden size, vocabulary or tokenizer.
         """
         ...
+
+    def extend_all(self, sessions: Sequence[Any], tokens: Sequence[Tensor], features: Sequence[Tensor]) -> None:
+        """`Session.extend` of several of this drafter's sessions; each entry belongs to one of them."""
+        for session, new, states in zip(sessions, tokens, features, strict=True):
+            session.extend(new, states)
+
+    def propose_all(self, sessions: Sequence[Any], specs: Sequence[TreeSpec]) -> list[TokenTree]:
+        """`Session.propose` of several of this drafter's sessions; each spec belongs to one of them."""
+        return [session.propose(spec) for session, spec in zip(sessions, specs, strict=True)]
 
 
 def kinds() -> list[str]:
@@ -138,26 +150,31 @@ def kind_class(name: str) -> Any:
 
 
 def load_drafter(name: str, target: Target) -> Drafter | None:
-    """A drafter for decoding: a saved folder or Hub id, a kind without weights (`ngram`), `none`, or FIRST+SECOND.
+    """A drafter for decoding, by name:
 
-    FIRST+SECOND merges a training-free kind's match into the first's tree. Returns it bound to the target, on its
-    device and in its compute dtype.
+    FOLDER or Hub id           a trained drafter
+    KIND, KIND:OPTIONS         a kind without weights: ngram, ngram:5, ngram:max_n=5,min_n=2, ngram_store:FILE
+    FIRST+KIND, ..+KIND:..     the matches of a kind without weights merged into the first's tree
+    none                       no drafter
+
+    Returns it bound to the target, on its device and in its compute dtype.
 
     Raises:
-        UserError: nothing there, not a drafter of ours, or made for another target.
+        UserError: nothing there, not a drafter of ours, a wrong option, or made for another target.
     """
     if name == "none":
         return None
     first, plus, second = name.rpartition("+")
-    if plus and second in kinds() and not kind_class(second).trainable:
+    if plus and is_untrained(second):
         from drafttrain.drafters.combined import CombinedDrafter
 
         main = load_drafter(first, target)
         assert main is not None, "none+KIND is KIND"
-        # On top of another drafter only matches of two tokens and more are worth their nodes.
-        return CombinedDrafter(main, kind_class(second)(min_n=2))
-    if name in kinds() and not kind_class(name).trainable:
-        drafter = kind_class(name)()
+        side = untrained(second, beside=True)
+        side.bind(target)
+        return CombinedDrafter(main, side)
+    if is_untrained(name):
+        drafter = untrained(name)
     else:
         drafter = _load_trained(name).to(device=target.device, dtype=target.compute_dtype).eval()
         if target.device.type == "cpu":
@@ -166,10 +183,67 @@ def load_drafter(name: str, target: Target) -> Drafter | None:
     return drafter
 
 
+def is_untrained(name: str) -> bool:
+    """True for KIND or KIND:OPTIONS of a kind without weights."""
+    kind = name.partition(":")[0]
+    return kind in kinds() and not kind_class(kind).trainable
+
+
+_BOOLS = {"true": True, "false": False}
+
+
+def untrained(name: str, beside: bool = False) -> Any:
+    """Makes a drafter without weights from KIND:OPTIONS.
+
+    Options are the parameters of the class, separated by commas: NAME=VALUE, or a bare value for the first parameter.
+
+    Args:
+        beside: it works beside another drafter, so the class's `defaults_beside` apply to options that the name leaves out.
+
+    Raises:
+        UserError: an unknown option, or a value of the wrong type.
+    """
+    kind, _, text = name.partition(":")
+    cls = kind_class(kind)
+    known = {key: parameter.default for key, parameter in inspect.signature(cls).parameters.items()}
+    given: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        key, equals, value = part.partition("=")
+        if not equals:
+            key, value = next(iter(known)), part
+        if key not in known:
+            raise UserError(f"drafter={name!r}: {key!r} is no option of {kind}; there are {', '.join(known)}")
+        try:
+            given[key] = _BOOLS[value] if isinstance(known[key], bool) else type(known[key])(value)
+        except (KeyError, ValueError) as error:
+            raise UserError(
+                f"drafter={name!r}: {key}={value!r} is no {type(known[key]).__name__}; write for example "
+                f"{kind}:{key}={known[key]}"
+            ) from error
+    return cls(**{**(cls.defaults_beside if beside else {}), **given})
+
+
+def default_tree(name: str) -> str | None:
+    """The tree in a drafter folder's decoding.json; None without one.
+
+    Raises:
+        UserError: a decoding.json without a tree.
+    """
+    path = Path(name.partition("+")[0]).expanduser() / "decoding.json"
+    if not path.is_file():
+        return None
+    try:
+        return str(json.loads(path.read_text())["tree"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f'{path} has no tree ({error!r}); write {{"tree": "chain:3"}}, or pass a tree') from error
+
+
 def _load_trained(name: str) -> Any:
     path = Path(name).expanduser()
     if not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") != 1):
-        raise UserError(f"drafter={name!r}: no such folder, and not a Hub id (user/name); kinds without weights: ngram")
+        raise UserError(
+            f"drafter={name!r}: no such folder, and not a Hub id (user/name); kinds without weights: ngram, ngram_store"
+        )
     try:
         if path.exists():
             config_file = path / "config.json"

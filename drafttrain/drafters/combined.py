@@ -6,6 +6,7 @@ where none does, the whole budget is the other drafter's. Written `DRAFTER+ngram
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -32,7 +33,7 @@ def merge(first: TokenTree, second: TokenTree) -> TokenTree:
     return TokenTree(torch.tensor(tokens, dtype=torch.long, device=first.tokens.device), parents)
 
 
-class CombinedDrafter:
+class CombinedDrafter(Drafter):
     """Drafts with `main` and merges the chain that `side` proposes.
 
     A dynamic tree gives the chain up to half of its budget. Chains and fan-outs have no room to share: there the match,
@@ -51,26 +52,44 @@ class CombinedDrafter:
         self.side.bind(target)
 
     def start(self, prompt_ids: Tensor, max_length: int) -> CombinedSession:
-        return CombinedSession(self.main.start(prompt_ids, max_length), self.side.start(prompt_ids, max_length))
+        return CombinedSession(self, self.main.start(prompt_ids, max_length), self.side.start(prompt_ids, max_length))
+
+    def extend_all(
+        self, sessions: Sequence[CombinedSession], tokens: Sequence[Tensor], features: Sequence[Tensor]
+    ) -> None:
+        self.main.extend_all([session.main for session in sessions], tokens, features)
+        self.side.extend_all([session.side for session in sessions], tokens, features)
+
+    def propose_all(self, sessions: Sequence[CombinedSession], specs: Sequence[TreeSpec]) -> list[TokenTree]:
+        chains = self.side.propose_all([session.side for session in sessions], [_room(spec) for spec in specs])
+        trees = dict(enumerate(chains))
+        # What the chain leaves of the budget; without a match, all of it.
+        asked = {
+            row: replace(spec, budget=spec.budget - len(chain)) if len(chain) else spec
+            for row, (spec, chain) in enumerate(zip(specs, chains, strict=True))
+            if spec.shape == "dynamic" or len(chain) == 0
+        }
+        drafted = self.main.propose_all([sessions[row].main for row in asked], list(asked.values())) if asked else []
+        for row, tree in zip(asked, drafted, strict=True):
+            trees[row] = merge(tree, chains[row]) if len(chains[row]) else tree
+        return [trees[row] for row in range(len(sessions))]
+
+
+def _room(spec: TreeSpec) -> TreeSpec:
+    """The chain that the side drafter may propose."""
+    length = spec.budget // 2 if spec.shape == "dynamic" else spec.depth
+    return TreeSpec.parse(f"chain:{length}" if length else "none")
 
 
 class CombinedSession:
     """Both sessions see everything that is committed."""
 
-    def __init__(self, main: Session, side: Session):
-        self.main, self.side = main, side
+    def __init__(self, drafter: CombinedDrafter, main: Session, side: Session):
+        self.drafter, self.main, self.side = drafter, main, side
 
     def extend(self, tokens: Tensor, features: Tensor) -> None:
         self.main.extend(tokens, features)
         self.side.extend(tokens, features)
 
     def propose(self, spec: TreeSpec) -> TokenTree:
-        length = spec.budget // 2 if spec.shape == "dynamic" else spec.depth
-        if length < 1:
-            return self.main.propose(spec)
-        chain = self.side.propose(TreeSpec.parse(f"chain:{length}"))
-        if len(chain) == 0:
-            return self.main.propose(spec)
-        if spec.shape != "dynamic":
-            return chain
-        return merge(self.main.propose(replace(spec, budget=spec.budget - len(chain))), chain)
+        return self.drafter.propose_all([self], [spec])[0]

@@ -13,7 +13,8 @@ drafted path. Both call `Eagle3.step`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from drafttrain.batch import Batch, StepOutput, TargetOutput, TokenTree
 from drafttrain.drafters.base import TreeSpec
-from drafttrain.drafters.expand import expand
+from drafttrain.drafters.expand import grow
 from drafttrain.drafters.layers import MLP, Attend, Attention, RMSNorm, Rotary
 from drafttrain.drafters.linear_start import Source, linear_start
 from drafttrain.drafters.shared import anchors_by_depth, bind_target, copy_linear, copy_norm
@@ -335,6 +336,73 @@ class Eagle3(PreTrainedModel):
     def start(self, prompt_ids: Tensor, max_length: int) -> Eagle3Session:
         return Eagle3Session(self, max_length)
 
+    @torch.no_grad()
+    def extend_all(
+        self, sessions: Sequence[Eagle3Session], tokens: Sequence[Tensor], features: Sequence[Tensor]
+    ) -> None:
+        """One step over the new tokens of all sessions. Only each last anchor drafts; the others leave their keys."""
+        sizes = [len(new) for new in tokens]
+        device = tokens[0].device
+        starts = [session.length for session in sessions]
+        positions = _cat([torch.arange(start, start + size) for start, size in zip(starts, sizes, strict=True)])
+        last = torch.tensor([end - 1 for end in accumulate(sizes)])
+
+        states = self.fc(_cat(features).to(self.fc.weight.dtype))
+        attend = _attend_apart(sessions, starts, [None] * len(sizes), [1] * len(sizes), sizes)
+        out = self.step(states, self.embed(_cat(tokens)), positions.to(device), attend, last.to(device))
+        for session, size, state in zip(sessions, sizes, out.split(1), strict=True):
+            session.last = state
+            session.length += size
+
+    @torch.no_grad()
+    def propose_all(self, sessions: Sequence[Eagle3Session], specs: Sequence[TreeSpec]) -> list[TokenTree]:
+        """The trees of all sessions grow together: one step per depth over the nodes that any of them opens."""
+        first = self.logits(_cat([session.root for session in sessions]))
+        drafts = [_Draft(*each, self.kept_ids) for each in zip(sessions, specs, first, strict=True)]
+        growing = [draft for draft in drafts if draft.tree is None]
+        while growing:
+            sizes = [len(draft.parents) for draft in growing]
+            tokens = _cat([draft.tokens for draft in growing])
+            states = torch.stack([draft.state_of(parent) for draft in growing for parent in draft.parents])
+            masks = [draft.open().to(tokens.device) for draft in growing]
+            positions = torch.tensor([at for draft in growing for at in draft.positions], device=tokens.device)
+            own = [draft.session for draft in growing]
+            attend = _attend_apart(own, [draft.begin for draft in growing], masks, sizes, sizes)
+            out = self.step(states, self.embed(self.kept_ids[tokens]), positions, attend)
+            for draft, state, logits in zip(growing, out.split(sizes), self.logits(out).split(sizes), strict=True):
+                draft.states.extend(state)
+                draft.grow(logits)
+            growing = [draft for draft in growing if draft.tree is None]
+        return [draft.tree for draft in drafts if draft.tree is not None]
+
+
+def _cat(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _attend_apart(
+    sessions: Sequence[Eagle3Session],
+    begins: Sequence[int],
+    masks: Sequence[Tensor | None],
+    asking: Sequence[int],
+    sizes: Sequence[int],
+) -> Attend:
+    """Attention of packed tokens, each session's over its own keys.
+
+    Args:
+        begins: slot of each session's first new token; masks: which slots its queries see.
+        asking: queries per session; sizes: new keys per session.
+    """
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        outs = []
+        parts = zip(query.split(asking), key.split(sizes), value.split(sizes), strict=True)
+        for session, begin, mask, (q, k, v) in zip(sessions, begins, masks, parts, strict=True):
+            outs.append(session.attention(q, session.store(begin, k, v), mask))
+        return _cat(outs)
+
+    return attend
+
 
 class Eagle3Session:
     """One sequence being drafted.
@@ -345,14 +413,25 @@ class Eagle3Session:
 
     def __init__(self, drafter: Eagle3, max_length: int):
         self.drafter = drafter
-        self.capacity = max_length
         weight = drafter.fc.weight
         shape = (drafter.config.num_key_value_heads, max_length, drafter.config.head_dim)
         self.keys, self.values = weight.new_empty(shape), weight.new_empty(shape)
         self.length = 0
         self.last: Tensor | None = None  # [1, h] output at the last committed anchor
 
-    def _store(self, start: int, key: Tensor, value: Tensor) -> int:
+    @property
+    def root(self) -> Tensor:
+        assert self.last is not None, "extend() comes before propose()"
+        return self.last
+
+    def extend(self, tokens: Tensor, features: Tensor) -> None:
+        self.drafter.extend_all([self], [tokens], [features])
+
+    def propose(self, spec: TreeSpec) -> TokenTree:
+        return self.drafter.propose_all([self], [spec])[0]
+
+    def store(self, start: int, key: Tensor, value: Tensor) -> int:
+        """Writes keys and values [m, kv_heads, e] to slots from `start` on; returns the end."""
         end = start + key.shape[0]
         if end > self.keys.shape[1]:
             # Trees need a little room beyond the longest sequence.
@@ -365,8 +444,8 @@ class Eagle3Session:
         self.values[:, start:end] = value.transpose(0, 1)
         return end
 
-    def _attention(self, query: Tensor, end: int, mask: Tensor | None) -> Tensor:
-        """query [m, heads, e] over slots [0, end); mask [m, end] bool or None for all."""
+    def attention(self, query: Tensor, end: int, mask: Tensor | None) -> Tensor:
+        """query [m, heads, e] over slots [0, end); mask [m, end] bool or None for all. Returns [m, heads * e]."""
         m, heads, e = query.shape
         kv = self.keys.shape[0]
         groups = heads // kv
@@ -377,52 +456,48 @@ class Eagle3Session:
         out = F.scaled_dot_product_attention(folded, self.keys[None, :, :end], self.values[None, :, :end], mask)
         return out.view(kv, groups, m, e).permute(2, 0, 1, 3).reshape(m, heads * e)
 
-    @torch.no_grad()
-    def extend(self, tokens: Tensor, features: Tensor) -> None:
-        drafter, m = self.drafter, tokens.shape[0]
-        start = self.length
-        positions = torch.arange(start, start + m, device=tokens.device)
 
-        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return self._attention(query, self._store(start, key, value), None)
+class _Draft:
+    """A session's tree while it grows.
 
-        state = drafter.fc(features.to(drafter.fc.weight.dtype))
-        # Only the last anchor drafts; the others leave their keys.
-        last = torch.tensor([m - 1], device=tokens.device)
-        self.last = drafter.step(state, drafter.embed(tokens), positions, attend, last)
-        self.length = start + m
+    Attributes:
+        tree: the result, once it is done.
+        tokens, parents: the nodes to open next: drafter ids [m], and their parents among the opened nodes (-1: the root).
+        begin: the slot of the first of them; positions: their rotary positions.
+        states: [h] outputs of the opened nodes.
+    """
 
-    @torch.no_grad()
-    def propose(self, spec: TreeSpec) -> TokenTree:
-        drafter, length = self.drafter, self.length
-        root = self.last
-        assert root is not None, "extend() comes before propose()"
-        states: list[Tensor] = []  # outputs of opened nodes, [h] each
-        ancestry: list[list[int]] = []  # opened node -> slots of its path, its own included
-        depths: list[int] = []
+    def __init__(self, session: Eagle3Session, spec: TreeSpec, first: Tensor, kept_ids: Tensor):
+        self.session = session
+        self.tree: TokenTree | None = None
+        self.states: list[Tensor] = []
+        self._slots: list[list[int]] = []  # opened node -> slots of its path, its own included
+        self._growth = grow(spec, first, kept_ids)
+        self.grow(None)
 
-        def advance(tokens: Tensor, parents: list[int]) -> Tensor:
-            begin = length + len(states)
-            end = begin + len(parents)
-            mask = torch.zeros(len(parents), end, dtype=torch.bool)
-            mask[:, :length] = True
-            for row, parent in enumerate(parents):
-                path = [*(ancestry[parent] if parent >= 0 else []), begin + row]
-                mask[row, path] = True
-                ancestry.append(path)
-                depths.append(len(path))
-            device = tokens.device
-            state = torch.stack([states[p] if p >= 0 else root[0] for p in parents])
-            positions = torch.tensor(depths[-len(parents) :], device=device) + length - 1
+    def grow(self, logits: Tensor | None) -> None:
+        """Takes the logits [m, d] of the nodes just opened, None to begin."""
+        try:
+            self.tokens, self.parents = next(self._growth) if logits is None else self._growth.send(logits)
+        except StopIteration as done:
+            self.tree = done.value
 
-            def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-                return self._attention(query, self._store(begin, key, value), mask.to(device))
+    def state_of(self, node: int) -> Tensor:
+        return self.states[node] if node >= 0 else self.session.root[0]
 
-            out = drafter.step(state, drafter.embed(drafter.kept_ids[tokens]), positions, attend)
-            states.extend(out)
-            return drafter.logits(out)
-
-        return expand(spec, drafter.logits(root)[0], advance, drafter.kept_ids)
+    def open(self) -> Tensor:
+        """Gives the nodes their slots and positions; returns [m, end] bool, the slots that each may see."""
+        length = self.session.length
+        self.begin = length + len(self._slots)
+        mask = torch.zeros(len(self.parents), self.begin + len(self.parents), dtype=torch.bool)
+        mask[:, :length] = True
+        self.positions = []
+        for row, parent in enumerate(self.parents):
+            path = [*(self._slots[parent] if parent >= 0 else []), self.begin + row]
+            mask[row, path] = True
+            self._slots.append(path)
+            self.positions.append(length - 1 + len(path))
+        return mask
 
 
 KIND = Eagle3

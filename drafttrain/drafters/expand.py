@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
 import torch
 from torch import Tensor
@@ -10,8 +10,9 @@ from torch import Tensor
 from drafttrain.batch import TokenTree
 from drafttrain.drafters.base import TreeSpec
 
-# nodes to open: (their own tokens [m], their parents' order among all opened nodes so far) -> logits [m, d]
-Advance = Callable[[Tensor, list[int]], Tensor]
+# nodes to open: their own tokens [m], and their parents' order among all opened nodes so far
+Nodes = tuple[Tensor, list[int]]
+Advance = Callable[[Tensor, list[int]], Tensor]  # nodes to open -> logits [m, d]
 
 
 class _Grower:
@@ -38,12 +39,12 @@ class _Grower:
                 self.opened.append(-1)
         return new
 
-    def open(self, nodes: list[int], advance: Advance, device: torch.device) -> Tensor:
+    def open(self, nodes: list[int], device: torch.device) -> Nodes:
         parents = [self.opened[self.parents[i]] if self.parents[i] >= 0 else -1 for i in nodes]
         for i in nodes:
             self.opened[i] = self.opened_count
             self.opened_count += 1
-        return advance(torch.tensor([self.tokens[i] for i in nodes], device=device), parents)
+        return torch.tensor([self.tokens[i] for i in nodes], device=device), parents
 
     def best(self, nodes: list[int], count: int) -> list[int]:
         """The likeliest paths; equal scores keep the older node first, so a parent never loses to its child."""
@@ -51,7 +52,24 @@ class _Grower:
 
 
 def expand(spec: TreeSpec, first: Tensor, advance: Advance, kept_ids: Tensor | None = None) -> TokenTree:
-    """Drafts a tree of the asked shape.
+    """Drafts a tree of the asked shape for one sequence; see `grow`.
+
+    Args:
+        advance: runs the drafter one step on given nodes.
+    """
+    growth = grow(spec, first, kept_ids)
+    try:
+        nodes = next(growth)
+        while True:
+            nodes = growth.send(advance(*nodes))
+    except StopIteration as done:
+        return done.value
+
+
+def grow(spec: TreeSpec, first: Tensor, kept_ids: Tensor | None = None) -> Generator[Nodes, Tensor, TokenTree]:
+    """Grows a tree of the asked shape: yields the nodes to open next and is sent their logits; returns the tree.
+
+    A generator, so that the trees of several sequences can grow together, one drafter step per depth for all of them.
 
     Chains and fan-outs open every node of a level; dynamic trees open the `top_k` likeliest paths of each level and keep
     the `budget` likeliest nodes at the end. A path's probability never rises with depth, so the kept set is closed under
@@ -60,7 +78,6 @@ def expand(spec: TreeSpec, first: Tensor, advance: Advance, kept_ids: Tensor | N
     Args:
         spec: the shape; `none` gives an empty tree.
         first: [d] logits of the root's children.
-        advance: runs the drafter one step on given nodes.
         kept_ids: [d] target id of each drafter id; None if the vocabularies are the same.
 
     Source: EAGLE-2, arXiv 2406.16858.
@@ -73,7 +90,7 @@ def expand(spec: TreeSpec, first: Tensor, advance: Advance, kept_ids: Tensor | N
     for width in widths[1:]:
         if spec.shape == "dynamic":
             level = grower.best(level, spec.top_k)
-        level = grower.add_children(level, grower.open(level, advance, first.device), width)
+        level = grower.add_children(level, (yield grower.open(level, first.device)), width)
     keep = list(range(len(grower.tokens)))
     if spec.shape == "dynamic":
         keep = sorted(grower.best(keep, spec.budget))

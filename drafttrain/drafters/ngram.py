@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.batch import TokenTree
-from drafttrain.drafters.base import TreeSpec
+from drafttrain.drafters.base import Drafter, TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.target import Target
 
@@ -21,7 +21,7 @@ from drafttrain.target import Target
 _OCCURRENCES = 16
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Proposes what followed the longest repeated suffix, most recent occurrence first.
 
     Args:
@@ -34,6 +34,8 @@ class NgramDrafter:
     kind = "ngram"
     trainable = False
     feature_layers: tuple[int, ...] = ()
+    # Beside another drafter only matches of two tokens and more are worth their nodes.
+    defaults_beside = {"min_n": 2}
 
     def __init__(self, max_n: int = 4, min_n: int = 1):
         if not 1 <= min_n <= max_n:

@@ -3,13 +3,14 @@
 A record is what the runner keeps of one prompt (one turn of a question):
 
     {"question_id", "turn", "category", "prompt_tokens",
-     "sides": {"drafter": {"tokens", "seconds", "ttft", "passes", "draft_seconds", "target_seconds",
+     "sides": {"drafter": {"tokens", "seconds", "latency", "ttft", "passes", "draft_seconds", "target_seconds",
                            "rounds": [[accepted, offered, count], ...]},
                "autoregressive": {the same}, "hf_generate": {"tokens", "seconds"}},
      "identical": {"autoregressive": bool, "hf_generate": bool} or {} when sampled}
 
-Every side's seconds are the wall-clock time of a whole generation, prefill included. A round is one target pass after
-the prefill; the prefill's own token belongs to no round.
+Every side's seconds are the wall-clock time of a whole generation, prefill included; prompts of one batch have equal shares
+of the batch's time, while latency is how long each took. A round is one target pass after the prefill; the prefill's own
+token belongs to no round.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ BASELINES = ("autoregressive", "hf_generate")
 Record = dict[str, Any]
 
 
-def side_record(generation: Generation) -> Record:
-    """What is kept of a generation by our engine; times in seconds."""
+def side_record(generation: Generation, share: float | None = None) -> Record:
+    """What is kept of a generation by our engine; times in seconds. share: of the batch's time; None where it was alone."""
     stats = generation.stats
     return {
         "tokens": stats.new_tokens,
-        "seconds": round(stats.total_seconds, 6),
+        "seconds": round(stats.total_seconds if share is None else share, 6),
+        "latency": round(stats.total_seconds, 6),
         "ttft": round(stats.prefill_seconds, 6),
         "passes": stats.target_passes,
         "draft_seconds": round(stats.draft_seconds, 6),
@@ -75,7 +77,7 @@ def tokens_per_second(sides: Iterable[Record]) -> float:
 
 def latencies(sides: Sequence[Record]) -> dict[str, dict[str, float]]:
     """ttft_ms: start to first token, per prompt. tpot_ms: mean time of each token after the first, per prompt."""
-    tpot = [(side["seconds"] - side["ttft"]) / (side["tokens"] - 1) for side in sides if side["tokens"] > 1]
+    tpot = [(side["latency"] - side["ttft"]) / (side["tokens"] - 1) for side in sides if side["tokens"] > 1]
     return {"ttft_ms": percentiles([side["ttft"] for side in sides]), "tpot_ms": percentiles(tpot)}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import sys
@@ -11,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drafttrain.decode import SamplingParams, token_limit
-from drafttrain.drafters.base import Drafter, TreeSpec, load_drafter
+from drafttrain.decode import Decoder, SamplingParams, token_limit
+from drafttrain.drafters.base import Drafter, TreeSpec, default_tree, load_drafter
 from drafttrain.environment import describe_environment
 from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import BASELINES, Record, by_category, summarise
@@ -39,7 +40,7 @@ WARM_UP_TOKENS = 12
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--target", required=True, help="short name, folder or Hub id")
-    add("--drafter", required=True, help="a drafter's folder or Hub id, ngram, FOLDER+ngram, or none")
+    add("--drafter", required=True, help="a drafter's folder or Hub id, ngram, ngram_store:FILE, FOLDER+ngram, or none")
     add("--suite", default="drafttrain", help="a suite's name, or a JSONL file in FastChat's question format")
     add("--dtype", default="auto", help="float32, bfloat16, float16 or auto (bfloat16 where the device has it)")
     add("--device", default="auto", help="cpu, cuda or auto")
@@ -47,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--top-p", type=float, default=1.0, help="1 keeps all tokens")
     add("--top-k", type=int, default=0, help="0 keeps all tokens")
     add("--max-new-tokens", type=int, default=128, help="per answer")
-    add("--batch-size", type=int, default=1, help="sequences at a time (only 1 for now)")
+    add("--batch-size", type=int, default=1, help="prompts at a time, on every side; --tree auto times single ones")
     add("--tree", help="none, chain:3, fanout:4x2x1, dynamic:5,8,24, or auto: the fastest of a list, found by timing "
         "(default: what the drafter's decoding.json says, else auto)")  # fmt: skip
     add(
@@ -71,7 +72,11 @@ class Plan:
     spec: TreeSpec
     sampling: SamplingParams
     max_new_tokens: int
+    batch_size: int
     seed: int
+
+    def decoder(self, drafter: Drafter | None) -> Decoder:
+        return Decoder(self.target, drafter, spec=self.spec, sampling=self.sampling, max_rows=self.batch_size)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -82,10 +87,8 @@ def run(args: argparse.Namespace) -> int:
     """
     sampling = SamplingParams(args.temperature, args.top_k, args.top_p)
     baselines = parse_baselines(args.baselines)
-    if args.batch_size != 1:
-        raise UserError(
-            f"batch-size={args.batch_size}: the tree decoder takes one sequence at a time; use --batch-size 1"
-        )
+    if args.batch_size < 1:
+        raise UserError(f"batch-size={args.batch_size} must be at least 1")
     if args.tree not in (None, "auto"):
         TreeSpec.parse(args.tree)
     output = Path(args.output).expanduser()
@@ -102,10 +105,10 @@ def run(args: argparse.Namespace) -> int:
     target.pack()
     spec, tree_search = choose_tree(args, target, drafter, sampling, questions, partial)
     settings["decoding"]["tree"] = {"spec": str(spec), **dataclasses.asdict(spec)}
-    plan = Plan(target, drafter, spec, sampling, args.max_new_tokens, args.seed)
+    plan = Plan(target, drafter, spec, sampling, args.max_new_tokens, args.batch_size, args.seed)
     others: dict[str, Side] = {}
     if "autoregressive" in baselines:
-        others["autoregressive"] = engine_side(target, None, TreeSpec.parse("none"), sampling)
+        others["autoregressive"] = engine_side(plan.decoder(None))
     if "hf_generate" in baselines:
         others["hf_generate"] = hf_side(target, target.dtype, sampling, args.trust_remote_code)
     records = measure(plan, questions, others, partial)
@@ -180,7 +183,7 @@ def choose_tree(
     """The tree asked for, the drafter's own default, or the fastest of a timed search; and the search's table."""
     if drafter is None:
         return TreeSpec.parse("none"), None
-    wanted = args.tree or drafter_default(args.drafter)
+    wanted = args.tree or default_tree(args.drafter) or "auto"
     if wanted != "auto":
         return TreeSpec.parse(wanted), None
     if partial.tree is None:
@@ -193,68 +196,73 @@ def choose_tree(
     return TreeSpec.parse(partial.tree["tree"]), partial.tree["tree_search"]
 
 
-def drafter_default(drafter: str) -> str:
-    """The tree in the drafter folder's decoding.json; `auto` without one.
-
-    Raises:
-        UserError: a decoding.json without a tree.
-    """
-    path = Path(drafter.partition("+")[0]).expanduser() / "decoding.json"
-    if not path.is_file():
-        return "auto"
-    try:
-        return str(json.loads(path.read_text())["tree"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f'{path} has no tree ({error!r}); write {{"tree": "chain:3"}}, or pass --tree') from error
-
-
 def measure(plan: Plan, questions: Sequence[Question], others: dict[str, Side], partial: Partial) -> list[Record]:
     """Answers every question by every side; returns a record per turn, in the suite's order."""
-    sides = {"drafter": engine_side(plan.target, plan.drafter, plan.spec, plan.sampling), **others}
+    decoder = plan.decoder(plan.drafter)
+    sides = {"drafter": engine_side(decoder), **others}
     keys = [f"{index}:{question.question_id}" for index, question in enumerate(questions)]
     left = [index for index, key in enumerate(keys) if key not in partial.records]
     if left:
         prompt = render(plan.target.tokenizer, questions[left[0]].turns[:1], [])
         for side in sides.values():
-            side(prompt, min(WARM_UP_TOKENS, token_limit(plan.target, len(prompt), WARM_UP_TOKENS)), plan.seed)
+            side([prompt], [min(WARM_UP_TOKENS, token_limit(plan.target, len(prompt), WARM_UP_TOKENS))], plan.seed)
     with Progress("answering", len(questions), "prompts") as meter:
         meter.start_at(len(questions) - len(left))
-        for index in left:
-            records = answer(plan, questions[index], index, sides)
-            partial.add_question(keys[index], records)
-            rate = summarise(records)["tokens_per_second"]
-            meter.advance(note=f"{rate:.1f} tokens/s")
+        for begin in range(0, len(left), plan.batch_size):
+            batch = {index: questions[index] for index in left[begin : begin + plan.batch_size]}
+            for index, records in answer(plan, batch, sides).items():
+                partial.add_question(keys[index], records)
+                rate = summarise(records)["tokens_per_second"]
+                meter.advance(note=f"{rate:.1f} tokens/s")
+    if left:
+        print(decoder.memory[1])
     return [record for key in keys for record in partial.records[key]]
 
 
-def answer(plan: Plan, question: Question, index: int, sides: dict[str, Side]) -> list[Record]:
-    """One question, turn by turn; each turn follows the drafter side's answer. The sides' order rotates.
+def answer(plan: Plan, batch: dict[int, Question], sides: dict[str, Side]) -> dict[int, list[Record]]:
+    """A batch of questions, turn by turn; each turn follows the drafter side's answer. The sides' order rotates.
 
-    A turn that no longer fits into the target's context ends the question; the first turn has been checked before.
+    A turn that no longer fits into the target's context ends its question; the first turn has been checked before.
+
+    Args:
+        batch: questions by their index in the suite.
+
+    Returns:
+        Each question's records.
     """
     tokenizer = plan.target.tokenizer
-    records: list[Record] = []
-    answers: list[str] = []
-    for turn in range(len(question.turns)):
-        prompt = render(tokenizer, question.turns[: turn + 1], answers)
-        try:
-            limit = token_limit(plan.target, len(prompt), plan.max_new_tokens)
-        except UserError:
+    records: dict[int, list[Record]] = {index: [] for index in batch}
+    answers: dict[int, list[str]] = {index: [] for index in batch}
+    for turn in range(max(len(question.turns) for question in batch.values())):
+        prompts: dict[int, list[int]] = {}
+        limits: dict[int, int] = {}
+        for index, question in batch.items():
+            if turn < len(question.turns) and len(answers[index]) == turn:
+                prompt = render(tokenizer, question.turns[: turn + 1], answers[index])
+                with contextlib.suppress(UserError):
+                    limits[index] = token_limit(plan.target, len(prompt), plan.max_new_tokens)
+                    prompts[index] = prompt
+        if not prompts:
             break
-        start = (index + turn) % len(sides)
+        first = min(batch)
+        start = (first // plan.batch_size + turn) % len(sides)
         names = list(sides)
-        results = {name: sides[name](prompt, limit, plan.seed + index) for name in names[start:] + names[:start]}
-        tokens = results["drafter"][0]
-        same = {name: results[name][0] == tokens for name in names[1:]} if plan.sampling.greedy else {}
-        records.append(
-            {
-                "question_id": question.question_id,
-                "turn": turn,
-                "category": question.category,
-                "prompt_tokens": len(prompt),
-                "sides": {name: results[name][1] for name in names},
-                "identical": same,
-            }
-        )
-        answers.append(tokenizer.decode(tokens, skip_special_tokens=True))
+        results = {
+            name: sides[name](list(prompts.values()), list(limits.values()), plan.seed + first)
+            for name in names[start:] + names[:start]
+        }
+        for row, index in enumerate(prompts):
+            tokens = results["drafter"][row][0]
+            same = {name: results[name][row][0] == tokens for name in names[1:]} if plan.sampling.greedy else {}
+            records[index].append(
+                {
+                    "question_id": batch[index].question_id,
+                    "turn": turn,
+                    "category": batch[index].category,
+                    "prompt_tokens": len(prompts[index]),
+                    "sides": {name: results[name][row][1] for name in names},
+                    "identical": same,
+                }
+            )
+            answers[index].append(tokenizer.decode(tokens, skip_special_tokens=True))
     return records

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from drafttrain.decode import SamplingParams, generate
-from drafttrain.drafters.base import Drafter, TreeSpec
+from drafttrain.decode import Decoder, SamplingParams
 from drafttrain.evaluation.metrics import Record, side_record
 from drafttrain.target import Target
 
-# (prompt ids, most new tokens, seed) -> (new tokens, what is kept of the generation)
-Side = Callable[[list[int], int, int], tuple[list[int], Record]]
+# (prompts' ids, most new tokens of each, seed) -> per prompt its new tokens, and what is kept of the generation
+Side = Callable[[Sequence[list[int]], Sequence[int], int], list[tuple[list[int], Record]]]
 
 
-def engine_side(target: Target, drafter: Drafter | None, spec: TreeSpec, sampling: SamplingParams) -> Side:
-    """Our engine; without a drafter it decodes plainly by the same code."""
+def engine_side(decoder: Decoder) -> Side:
+    """Our engine; without a drafter it decodes plainly by the same code. All prompts of a call are one batch."""
 
-    def run(prompt: list[int], limit: int, seed: int) -> tuple[list[int], Record]:
-        generation = generate(target, drafter, prompt, max_new_tokens=limit, spec=spec, sampling=sampling, seed=seed)
-        return generation.tokens, side_record(generation)
+    def run(prompts: Sequence[list[int]], limits: Sequence[int], seed: int) -> list[tuple[list[int], Record]]:
+        start = time.perf_counter()
+        made = decoder.generate(prompts, max_new_tokens=max(limits), seed=seed)
+        share = (time.perf_counter() - start) / len(prompts) if len(prompts) > 1 else None
+        return [(generation.tokens, side_record(generation, share)) for generation in made]
 
     return run
 
@@ -53,13 +54,19 @@ def hf_side(target: Target, dtype: torch.dtype, sampling: SamplingParams, trust_
             "top_p": sampling.top_p,
         }
 
-    def run(prompt: list[int], limit: int, seed: int) -> tuple[list[int], Record]:
+    def run(prompts: Sequence[list[int]], limits: Sequence[int], seed: int) -> list[tuple[list[int], Record]]:
         torch.manual_seed(seed)
         start = time.perf_counter()
-        ids = torch.tensor([prompt], device=target.device)
-        mask = torch.ones_like(ids)
-        out = model.generate(ids, attention_mask=mask, max_new_tokens=limit, use_cache=True, **choice)
-        tokens = out[0, len(prompt) :].tolist()
-        return tokens, {"tokens": len(tokens), "seconds": round(time.perf_counter() - start, 6)}
+        width = max(map(len, prompts))
+        fill = model.generation_config.pad_token_id or 0
+        ids = torch.tensor([[fill] * (width - len(prompt)) + prompt for prompt in prompts], device=target.device)
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=target.device)
+        mask = (torch.arange(width, device=target.device) >= width - lengths[:, None]).long()
+        out = model.generate(ids, attention_mask=mask, max_new_tokens=max(limits), use_cache=True, **choice)
+        rows = [row[:limit] for row, limit in zip(out[:, width:].tolist(), limits, strict=True)]
+        share = round((time.perf_counter() - start) / len(prompts), 6)
+        # Rows that have ended are padded until the last one has.
+        ends = [next((i + 1 for i, token in enumerate(row) if token in target.eos_ids), len(row)) for row in rows]
+        return [(row[:end], {"tokens": end, "seconds": share}) for row, end in zip(rows, ends, strict=True)]
 
     return run

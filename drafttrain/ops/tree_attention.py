@@ -186,9 +186,11 @@ def _in_blocks(query: Tensor, key: Tensor, value: Tensor, prefix: int, window: i
     parts = []
     for start in range(0, query.shape[2], _BLOCK):
         rows = query[:, :, start : start + _BLOCK]
-        layout = TreeLayout(prefix + start, count=rows.shape[2])
-        first, mask = layout.mask(window, query.shape[1] // key.shape[1], query)
-        seen = slice(first, prefix + start + rows.shape[2])
+        end = prefix + start + rows.shape[2]
+        # Without a window all earlier keys are visible, so the mask is the block's own triangle.
+        before = 0 if window is None or window >= end else prefix + start
+        first, mask = TreeLayout(before, count=rows.shape[2]).mask(window, query.shape[1] // key.shape[1], query)
+        seen = slice(first, end)
         parts.append(_attend(rows, key[:, :, seen], value[:, :, seen], mask, **options))
     return torch.cat(parts, dim=2)
 
@@ -203,22 +205,29 @@ def _attend(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention under an additive mask [groups*n, T], with the query heads of a group folded into rows."""
+    """Attention with the query heads of a group folded into rows, under an additive mask [groups*n, T] of T keys.
+
+    A narrower mask covers the last keys; all before them are visible.
+    """
     b, heads, n, _ = query.shape
     kv_heads = key.shape[1]
     rows = heads // kv_heads * n
     folded = query.reshape(b, kv_heads, rows, -1)
     plain = softcap is None and sinks is None
+    hidden = 0 if mask is None else mask.shape[1]
     if plain and (mask is None or query.device.type != "cpu" or query.dtype != torch.float32):
+        if mask is not None and hidden < key.shape[2]:
+            mask = F.pad(mask, (key.shape[2] - hidden, 0))
         out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
         return out.reshape(b, heads, n, -1)
     keys = key.flatten(0, 1).transpose(1, 2)
-    if softcap is None and mask is not None:
+    if softcap is None and mask is not None and hidden == key.shape[2]:
         scores = torch.baddbmm(mask, folded.flatten(0, 1), keys, alpha=scaling)
     else:
         scores = torch.bmm(folded.flatten(0, 1), keys) * scaling
         scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
-        scores = scores if mask is None else scores + mask
+        if mask is not None:
+            scores[..., -hidden:] += mask
     if sinks is None:
         weights = scores.softmax(dim=-1, dtype=torch.float32)
     else:

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from drafttrain.batch import TargetOutput, TokenTree
-from drafttrain.drafters.base import TreeSpec
+from drafttrain.drafters.base import Drafter, TreeSpec
 from drafttrain.target import Target
 
 VOCAB = 60
 
 
-class FakeDrafter:
+class FakeDrafter(Drafter):
     """Drafts random trees; with `truth` (the target's own continuation) each node on the true path may agree with it.
 
     Args:
@@ -67,6 +67,23 @@ class FakeDrafter:
             parents.append(parent)
             depths.append(depth)
         return TokenTree(torch.tensor(tokens, dtype=torch.long), parents)
+
+
+class FakeBatch(Drafter):
+    """A `FakeDrafter` for each of several prompts. Args: truths: by prompt, its continuation; options: of `FakeDrafter`."""
+
+    kind = "fakes"
+
+    def __init__(self, truths, **options):
+        self.truths, self.options = truths, options
+        self.feature_layers = options.get("feature_layers", ())
+        self.sessions = []
+
+    def start(self, prompt_ids, max_length):
+        truth = self.truths[tuple(prompt_ids.tolist())]
+        seed = self.options.get("seed", 0) + len(self.sessions)
+        self.sessions.append(FakeDrafter(truth, **{**self.options, "seed": seed}))
+        return self.sessions[-1].start(prompt_ids, max_length)
 
 
 ANY = TreeSpec.parse("fanout:4x4x4")  # fake drafters choose their own shapes; only the budget counts

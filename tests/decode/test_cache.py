@@ -9,14 +9,14 @@ from drafttrain.errors import UserError
 
 def feed(cache, values, parents=None):
     """One forward with 1-wide keys whose value is the number given."""
-    cache.open(parents, None if parents is not None else len(values))
+    cache.open([(0, len(values) if parents is None else parents)])
     x = torch.tensor(values, dtype=torch.float32).view(1, 1, -1, 1)
     for layer in range(2):
         cache.attend(layer, x, x + layer, x.repeat(1, 1, 1, 2), scaling=1.0, window=None, softcap=None, sinks=None)
 
 
 def held(cache, layer=0):
-    return cache._layers[layer][0][0, 0, : cache.length, 0].tolist()
+    return cache._layers[layer][0][0, : cache.lengths[0], 0].tolist()
 
 
 @pytest.mark.parametrize(
@@ -26,13 +26,13 @@ def held(cache, layer=0):
 def test_commit_keeps_the_path_in_order(kept, want):
     cache = TreeCache(12)
     feed(cache, [1, 2, 3])
-    cache.commit(range(3))
+    cache.commit([range(3)])
     feed(cache, [10, 11, 12, 13, 14], [-1, -1, 0, 1])
-    cache.commit(kept)
+    cache.commit([kept])
     assert held(cache) == [1, 2, 3, *want]
     assert held(cache, layer=1) == [x + 1 for x in [1, 2, 3, *want]]
     feed(cache, [20], [])
-    cache.commit([0])
+    cache.commit([[0]])
     assert held(cache) == [1, 2, 3, *want, 20]
 
 
@@ -40,7 +40,7 @@ def test_contiguous_paths_are_not_copied(monkeypatch):
     cache = TreeCache(8)
     feed(cache, [1, 2, 3], [-1, 0])
     monkeypatch.setattr(torch.Tensor, "index_select", lambda *_: pytest.fail("copied"))
-    cache.commit([0, 1])
+    cache.commit([[0, 1]])
     assert held(cache) == [1, 2]
 
 
@@ -48,13 +48,71 @@ def test_keys_and_values_may_differ_in_width():
     cache = TreeCache(4)
     feed(cache, [1, 2])
     keys, values = cache._layers[0]
-    assert keys.shape == (1, 1, 4, 1)
-    assert values.shape == (1, 1, 4, 2)
+    assert keys.shape == (1, 4, 1)
+    assert values.shape == (1, 4, 2)
 
 
 def test_overflow_is_said_before_anything_is_written():
     cache = TreeCache(4)
     feed(cache, [1, 2, 3])
-    cache.commit(range(3))
+    cache.commit([range(3)])
     with pytest.raises(UserError, match=r"holds 4 positions, but 3 \+ 2 are needed; use a smaller tree"):
-        cache.open([-1])
+        cache.open([(0, [-1])])
+
+
+def test_rows_commit_their_own_paths_in_one_forward():
+    cache = TreeCache(8, rows=3)
+    cache.open([(2, 2), (0, 1)])
+    x = torch.tensor([1.0, 2.0, 50.0]).view(1, 1, -1, 1)
+    options = {"scaling": 1.0, "window": None, "softcap": None, "sinks": None}
+    cache.attend(0, x, x, x, **options)
+    cache.commit([range(2), range(1)])
+    assert cache.positions().tolist() == [[0, 1, 0]]
+    cache.open([(0, [-1, -1]), (2, [-1, -1, 1])])
+    assert cache.positions().tolist() == [[1, 2, 2, 2, 3, 3, 4]]
+    x = torch.tensor([51.0, 52.0, 53.0, 3.0, 4.0, 5.0, 6.0]).view(1, 1, -1, 1)
+    cache.attend(0, x, x, x, **options)
+    cache.commit([[0, 2], [0, 2, 3]])
+    assert cache.lengths == [3, 0, 5]
+    keys = cache._layers[0][0].view(3, 8)
+    assert keys[0, :3].tolist() == [50, 51, 53]
+    assert keys[2, :5].tolist() == [1, 2, 3, 5, 6]
+    cache.clear(0)
+    assert cache.open([(0, 1)])[0].prefix_len == 0
+
+
+def test_rows_attend_to_themselves_only():
+    """A packed forward of three rows equals each row's own."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [4, [-1, -1, 0], []]
+    counts = [4, 4, 1]
+    options = {"scaling": 0.5, "window": 3, "softcap": None, "sinks": None}
+
+    def draw(heads, n):
+        return torch.randn(1, heads, n, 8, generator=generator)
+
+    prefix = [[draw(4, n), draw(2, n), draw(2, n)] for n in (1, 5, 9)]
+    new = [[draw(4, n), draw(2, n), draw(2, n)] for n in counts]
+    alone = []
+    for old, now, shape in zip(prefix, new, shapes, strict=True):
+        cache = TreeCache(20)
+        for parts, kind in ((old, old[0].shape[2]), (now, shape)):
+            cache.open([(0, kind)])
+            out = cache.attend(0, *parts, **options)
+            cache.commit([range(parts[0].shape[2])])
+        alone.append(out)
+    cache = TreeCache(20, rows=3)
+    for parts, kinds in ((prefix, [1, 5, 9]), (new, shapes)):
+        cache.open(list(zip((1, 2, 0), kinds, strict=True)))
+        packed = [torch.cat(each, dim=2) for each in zip(*parts, strict=True)]
+        out = cache.attend(0, *packed, **options)
+        cache.commit([range(part[0].shape[2]) for part in parts])
+    torch.testing.assert_close(out, torch.cat(alone, dim=1))
+
+
+def test_memory_is_told():
+    cache = TreeCache(1024, rows=2)
+    assert cache.nbytes == 0
+    feed(cache, [1, 2, 3])
+    assert cache.nbytes == 2 * 2 * 1024 * (1 + 2) * 4
+    assert str(cache) == "key/value cache 0.0 MiB (2 rows x 1,024 positions)"

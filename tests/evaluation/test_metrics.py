@@ -12,6 +12,7 @@ def side(tokens, seconds, rounds=(), draft=0.0, target=0.0, ttft=0.1):
     return {
         "tokens": tokens,
         "seconds": seconds,
+        "latency": seconds,
         "ttft": ttft,
         "passes": passes,
         "draft_seconds": draft,

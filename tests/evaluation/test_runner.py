@@ -7,6 +7,7 @@ import torch
 
 from drafttrain import cli
 from drafttrain.decode import Generation, Stats
+from drafttrain.drafters.base import default_tree
 from drafttrain.evaluation import runner, sides, tuning
 from drafttrain.evaluation.report import identity_line
 from drafttrain.evaluation.store import Partial
@@ -85,6 +86,28 @@ def test_results_hold_what_was_measured(command, tmp_path, capsys):
     assert "identical to plain decoding on 4 of 4 prompts; identical to transformers generate on 4 of 4" in shown
 
 
+# The second turn, which one question has, is longer than two first turns together.
+@pytest.mark.parametrize(("size", "largest"), [(2, "(1 row x"), (8, "(3 rows x")])
+def test_batches_give_the_same_answers_on_every_side(command, tmp_path, capsys, size, largest):
+    assert cli.main(command()) == 0
+    alone = read(tmp_path)
+    assert "key/value cache" in capsys.readouterr().out
+    assert cli.main(command(**{"batch-size": size})) == 0
+    results = read(tmp_path)
+    assert results["decoding"]["batch_size"] == size
+    assert results["overall"]["identical_outputs"] == results["overall"]["identical_to_hf_generate"] == 1.0
+    for one, many in zip(alone["prompts"], results["prompts"], strict=True):
+        for key in ("question_id", "turn", "prompt_tokens", "identical"):
+            assert one[key] == many[key]
+        assert one["sides"]["drafter"]["rounds"] == many["sides"]["drafter"]["rounds"]
+    ours = [record["sides"]["drafter"] for record in results["prompts"] if record["turn"] == 0]
+    # Shares of one batch are equal, and their sum is no less than anyone's own time.
+    first = ours[:2] if size == 2 else ours
+    assert len({side["seconds"] for side in first}) == 1
+    assert sum(side["seconds"] for side in first) >= max(side["latency"] for side in first) - 1e-3
+    assert largest in capsys.readouterr().out
+
+
 def test_sampled_runs_compare_no_tokens(command, tmp_path, capsys):
     changes = {"temperature": 0.8, "top-k": 20, "top-p": 0.9, "baselines": "autoregressive", "limit": 2}
     assert cli.main(command(**changes)) == 0
@@ -106,9 +129,9 @@ def test_the_order_of_sides_rotates(command, tmp_path, monkeypatch):
     order = []
     original = runner.engine_side
 
-    def spy(target, drafter, spec, sampling):
-        side = original(target, drafter, spec, sampling)
-        return lambda *a: (order.append("ours" if drafter else "plain"), side(*a))[1]
+    def spy(decoder):
+        side = original(decoder)
+        return lambda *a: (order.append("ours" if decoder.drafter else "plain"), side(*a))[1]
 
     monkeypatch.setattr(runner, "engine_side", spy)
     assert cli.main(command(baselines="autoregressive")) == 0
@@ -118,12 +141,13 @@ def test_the_order_of_sides_rotates(command, tmp_path, monkeypatch):
 def test_an_interrupted_run_goes_on(command, tmp_path, monkeypatch):
     original, seen = runner.answer, []
 
-    def stop_at_the_second(plan, question, index, sides):
+    def stop_at_the_second(plan, batch, sides):
+        (question,) = batch.values()
         if question.question_id == "q2" and not seen.count("q2"):
             seen.append("q2")
             raise KeyboardInterrupt
         seen.append(question.question_id)
-        return original(plan, question, index, sides)
+        return original(plan, batch, sides)
 
     monkeypatch.setattr(runner, "answer", stop_at_the_second)
     arguments = command(baselines="autoregressive")
@@ -179,18 +203,18 @@ def test_slow_candidates_are_dropped_early(monkeypatch):
 
 
 def test_a_drafter_folder_may_name_its_tree(tmp_path):
-    assert runner.drafter_default(str(tmp_path)) == "auto"
+    assert default_tree(str(tmp_path)) is None
     (tmp_path / "decoding.json").write_text('{"tree": "dynamic:4,6,16"}')
-    assert runner.drafter_default(str(tmp_path)) == "dynamic:4,6,16"
+    assert default_tree(str(tmp_path)) == "dynamic:4,6,16"
     (tmp_path / "decoding.json").write_text("{}")
-    with pytest.raises(runner.UserError, match=r"decoding.json has no tree .* or pass --tree"):
-        runner.drafter_default(str(tmp_path))
+    with pytest.raises(runner.UserError, match=r"decoding.json has no tree .* or pass a tree"):
+        default_tree(str(tmp_path))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batch-size": 2}, "batch-size=2: the tree decoder takes one sequence at a time"),
+        ({"batch-size": 0}, "batch-size=0 must be at least 1"),
         ({"baselines": "vllm"}, "baselines='vllm': 'vllm' is not one of autoregressive, hf_generate"),
         ({"tree": "bush:3"}, "tree='bush:3' is not a tree"),
         ({"temperature": -1}, "temperature=-1.0 must be 0"),
@@ -233,7 +257,7 @@ def test_the_reference_model_is_untouched_and_in_the_dtype_asked_for(target_dir,
     (model,) = loaded
     assert (model.dtype, model.config._attn_implementation) == (torch.bfloat16, "sdpa")
     assert model is not target.model
-    assert side([1, 2, 3], 5, 0)[1]["tokens"] <= 5
+    assert side([[1, 2, 3]], [5], 0)[0][1]["tokens"] <= 5
 
 
 def test_the_line_about_identity_says_what_the_dtype_means():

@@ -68,6 +68,21 @@ def test_long_chains_in_blocks(monkeypatch, window, softcap, prefix):
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
+def test_chains_behind_a_prefix_build_small_masks(monkeypatch):
+    """All formulations, and no mask that grows with the prefix."""
+    monkeypatch.setattr(module, "_BLOCK", 5)
+    sizes, bias = [], TreeLayout._bias
+    monkeypatch.setattr(TreeLayout, "_bias", lambda *a: sizes.append(bias(*a).size) or bias(*a))
+    n, prefix = 12, 40
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
+        q, k, v = (x.to(dtype) for x in inputs(4, 2, n, prefix + n))
+        got = tree_attention(q, k, v, TreeLayout(prefix, count=n), scaling=0.4)
+        floats = [x.float() for x in (q, k, v)]
+        want = plain_reference(*floats, prefix, None, range(n), 0.4, None, None, None)
+        torch.testing.assert_close(got.float(), want, atol=tolerance, rtol=tolerance)
+    assert max(sizes) == 5 * 5
+
+
 def test_prefill_builds_no_mask(monkeypatch):
     monkeypatch.setattr(TreeLayout, "mask", lambda *_: pytest.fail("a mask was built"))
     n = 600

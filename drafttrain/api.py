@@ -1,0 +1,174 @@
+"""Generation in three lines: what `from drafttrain import generate` gives.
+
+A thin layer over `drafttrain.decode`: it turns names into models, and prompts of any form into token ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from drafttrain.decode import Decoder, SamplingParams, strip_padding
+from drafttrain.decode.text import TextStream
+from drafttrain.drafters.base import Drafter, TreeSpec, default_tree
+from drafttrain.drafters.base import load_drafter as load_for_target
+from drafttrain.errors import UserError
+from drafttrain.target import Target
+
+# text, token ids, or chat messages [{"role": ..., "content": ...}, ...]
+Prompt = str | Sequence[int] | Tensor | Sequence[Mapping[str, str]]
+Model = str | PreTrainedModel | Target
+
+
+def generate(
+    model: Model,
+    prompt: Any,
+    drafter: str | Drafter | None = None,
+    *,
+    tokenizer: Any = None,
+    tree: str | None = None,
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop: str | Sequence[str] = (),
+    batch_size: int = 8,
+) -> Any:
+    """Continues a prompt, or a list of prompts, exactly as the model would by itself; a drafter only makes it faster.
+
+    Args:
+        model: a name, folder or Hub id; a loaded transformers model; or a `Target`. A name is loaded on every call, so
+            make a Target to call again: `Target.load(name).pack()`. A loaded model is frozen and gets our attention,
+            which is sdpa outside of our decoder: its own `generate` works as before.
+        prompt: text; token ids; chat messages, to which the chat template is applied; what a tokenizer returned
+            (input_ids with attention_mask, padded on either side); or a list of texts, ids or chats.
+        drafter: a name as in `load_drafter`, a bound drafter, or None.
+        tokenizer: of a loaded transformers model; without one, prompts are token ids and there is no text.
+        tree: what a round drafts, such as chain:3, fanout:4x2x1 or dynamic:5,8,24. Unless given, what the drafter's
+            decoding.json says, else chain:3.
+        max_new_tokens: upper limit per prompt.
+        temperature, top_k, top_p: 0, 0 and 1 decode greedily from all tokens.
+        seed: prompt i samples with seed + i.
+        stop: strings that end an answer; the text ends before them.
+        batch_size: prompts at a time.
+
+    Returns:
+        A `Generation` (text, tokens, stats), or a list of them for a list of prompts or a padded batch.
+
+    Raises:
+        UserError: bad values, a prompt without tokens or too long, or text without a tokenizer.
+    """
+    decoder = _decoder(model, drafter, tokenizer, tree, SamplingParams(temperature, top_k, top_p), stop, batch_size)
+    several = _is_several(prompt)
+    ids = [_ids(decoder.target, each) for each in (_rows(prompt) if several else [prompt])]
+    made = decoder.generate(ids, max_new_tokens=max_new_tokens, seed=seed)
+    if decoder.target.tokenizer is not None:
+        for generation in made:
+            text = TextStream(decoder.target.tokenizer, decoder.stop)
+            text.push(generation.tokens)
+            generation.text = text.take(last=True)
+    return made if several else made[0]
+
+
+def stream(
+    model: Model,
+    prompt: Prompt,
+    drafter: str | Drafter | None = None,
+    *,
+    tokenizer: Any = None,
+    tree: str | None = None,
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop: str | Sequence[str] = (),
+) -> Iterator[str]:
+    """The text of `generate` for one prompt, piece by piece as it becomes known. See there for the arguments."""
+    decoder = _decoder(model, drafter, tokenizer, tree, SamplingParams(temperature, top_k, top_p), stop, 1)
+    if decoder.target.tokenizer is None:
+        raise UserError("stream gives text, but the model has no tokenizer; pass tokenizer=")
+    rounds = decoder.stream([_ids(decoder.target, prompt)], max_new_tokens=max_new_tokens, seed=seed)
+    return _pieces(TextStream(decoder.target.tokenizer, decoder.stop), rounds)
+
+
+def load_drafter(name: str, model: Model, tokenizer: Any = None) -> Drafter | None:
+    """A drafter bound to its target: a folder, a Hub id, `ngram`, `ngram_store:FILE`, FIRST+ngram, or `none`.
+
+    Raises:
+        UserError: nothing there, not a drafter of ours, or made for another target.
+    """
+    return load_for_target(name, _target(model, tokenizer))
+
+
+def _pieces(text: TextStream, rounds: Iterator[tuple[int, list[int]]]) -> Iterator[str]:
+    for _, tokens in rounds:
+        text.push(tokens)
+        if piece := text.take():
+            yield piece
+    if piece := text.take(last=True):
+        yield piece
+
+
+def _decoder(
+    model: Model,
+    drafter: str | Drafter | None,
+    tokenizer: Any,
+    tree: str | None,
+    sampling: SamplingParams,
+    stop: str | Sequence[str],
+    batch_size: int,
+) -> Decoder:
+    target = _target(model, tokenizer)
+    if isinstance(drafter, str):
+        tree = tree or default_tree(drafter)
+        drafter = load_for_target(drafter, target)
+    spec = TreeSpec.parse(tree) if tree else None
+    return Decoder(target, drafter, spec=spec, sampling=sampling, stop=stop, max_rows=batch_size)
+
+
+def _target(model: Model, tokenizer: Any) -> Target:
+    if isinstance(model, Target):
+        return model
+    if isinstance(model, str):
+        return Target.load(model).pack()
+    return Target.wrap(model, tokenizer, getattr(model, "name_or_path", "") or type(model).__name__)
+
+
+def _is_several(prompt: Any) -> bool:
+    """A list of prompts, or a padded batch? One prompt is text, ids in one dimension, or a list of messages."""
+    if isinstance(prompt, Mapping):
+        return _is_several(prompt["input_ids"])
+    if isinstance(prompt, Tensor):
+        return prompt.dim() > 1
+    return not isinstance(prompt, str) and len(prompt) > 0 and not isinstance(prompt[0], (int, Mapping))
+
+
+def _rows(prompts: Any) -> Sequence[Any]:
+    if isinstance(prompts, Mapping) and isinstance(prompts["input_ids"], Tensor):
+        mask = prompts.get("attention_mask")
+        ids = prompts["input_ids"]
+        return list(ids) if mask is None else strip_padding(ids, mask)
+    return prompts["input_ids"] if isinstance(prompts, Mapping) else list(prompts)
+
+
+def _ids(target: Target, prompt: Any) -> Any:
+    """Token ids of one prompt."""
+    if isinstance(prompt, Mapping):
+        return prompt["input_ids"]
+    chat = not isinstance(prompt, (str, Tensor)) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+    if not isinstance(prompt, str) and not chat:
+        return prompt
+    if target.tokenizer is None:
+        raise UserError(f"prompt={prompt!r} is text, but the model has no tokenizer; pass tokenizer= or token ids")
+    if not chat:
+        return target.tokenizer(prompt).input_ids
+    if not getattr(target.tokenizer, "chat_template", None):
+        raise UserError(
+            f"prompt is a chat, but the tokenizer of {target.name!r} has no chat template; give text instead"
+        )
+    return target.tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=False)
