@@ -117,10 +117,10 @@ def attend_parts(
     end = tl.minimum(begin + length, stop)
     used = tl.where(live, tl.where(tl.load(chains + row) != 0, 0, words), 0)  # a chain has no bits
     place = (part.to(tl.int64) * count + at) * (KV_HEADS * GROUP) + head
-    if MERGED:
-        if begin >= end:
+    if begin >= end:
+        if MERGED:
             tl.store(logs + place, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=live)
-            return
+        return
 
     dims = tl.arange(0, PADDED)
     asked = query + at[:, None] * query_token_stride + head[:, None] * query_head_stride + dims[None, :]
@@ -134,8 +134,8 @@ def attend_parts(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     mean = tl.zeros([BLOCK_M, VALUE_PADDED], tl.float32)
-    if SINKS:  # the first part is never empty; it takes the sink as one more key without a value
-        if part == 0:
+    if SINKS:  # noqa: SIM102 (one condition is known when compiling, the other when running)
+        if part == 0:  # it is never empty, and takes the sink as one more key without a value
             top = tl.load(sinks + head, mask=live, other=0.0).to(tl.float32) * LOG2_E
             total += 1.0
     dense = begin + tl.maximum(tl.minimum(end, prefix) - begin, 0) // BLOCK_N * BLOCK_N
