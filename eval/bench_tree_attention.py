@@ -2,9 +2,9 @@
 
 On a GPU: our Triton kernels, scaled_dot_product_attention with a dense mask, FlexAttention with the same mask as a
 function, and the floor: the bytes of keys and values, read once at the speed of a large copy (bytes read plus written);
-each layer's call is replayed from a CUDA graph, so the host's time does not count. On a CPU: our torch reference and scaled_dot_product_attention. All sides read the same padded cache; masks,
-block masks and plans are built beforehand, as they are shared by a model's layers. Every call takes the next of several
-layers' caches, so that none is found in the processor's cache.
+each layer's call is replayed from a CUDA graph, so the host's time does not count. On a CPU: our torch reference and
+scaled_dot_product_attention. All sides read the same cache; masks, block masks and plans are built beforehand, as a
+model's layers share them. Every call takes the next of several layers' caches, so that none is found in the processor's.
 
     python eval/bench_tree_attention.py --prefix 8192 --nodes 64 --output eval/results/tree_attention_h100.json
 """

@@ -85,8 +85,11 @@ class PackedPlan:
         for part, start in zip(parts, np.cumsum([0, *room]), strict=False):
             flat[start : start + part.size] = part.ravel()
         pieces = torch.from_numpy(flat).to(device).split(room)
-        tensors = [piece[: part.size].view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
-        return PackedPlan(tuple(layouts), rows, *tensors, max_new=max(counts))
+        tensors = (piece[: part.size].view(part.shape) for piece, part in zip(pieces, parts, strict=True))
+        cache_rows, offsets, prefix_lens, chains, positions, ancestors = tensors
+        return PackedPlan(
+            tuple(layouts), rows, cache_rows, offsets, prefix_lens, chains, positions, ancestors, max(counts)
+        )
 
 
 def _ancestor_words(layout: TreeLayout, words: int) -> np.ndarray:
