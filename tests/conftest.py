@@ -8,8 +8,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-import pytest
 import torch
+
+if not torch.cuda.is_available():  # before anything imports triton: its kernels then run as numpy programs
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 

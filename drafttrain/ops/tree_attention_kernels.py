@@ -1,0 +1,188 @@
+"""The Triton kernels of packed tree attention: partial results per part of the keys, then their merge.
+
+    program (tile, part, row and key head)          rows of a tile: all query heads of the group, token after token
+
+              slots   0 ......................... L | L .... L+n        token 0   head 0  head 1  head 2
+              part        0    |    1    |    2     |   (3)             token 1   head 0  head 1  head 2
+                      dense: no mask but the window | ancestor bits     ...
+
+Softmax runs in base 2 and in float32. A part leaves its normalised output and the logarithm of its weight, so the merge is
+one weighted mean. Lengths are read on the device: the grid depends on upper bounds alone, and programs beyond a row's end
+leave at once. Only `tree_attention_triton` calls this module.
+
+Source: online softmax with split keys as in Flash-Decoding (Dao et al., 2023).
+"""
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+# Triton's interpreter multiplies the bit patterns of bfloat16 numbers, so there they are widened first.
+WIDEN = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def _read(base, slots, stride, end, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    # Zero beyond the end: an unwritten slot may hold nan, and a weight of 0 does not silence that.
+    dims = tl.arange(0, PADDED)
+    mask = (slots < end)[:, None] & (dims < WIDTH)[None, :]
+    return tl.load(base + slots[:, None] * stride + dims[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _dot(left, right, plus, PRECISION: tl.constexpr):
+    if WIDEN:
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, plus, input_precision=PRECISION)
+
+
+@triton.jit
+def _step(
+    top, total, mean, query, keys, values, slot, end, key_stride, value_stride,
+    token, position, prefix, positions, ancestors, words, used, window, scaling, softcap,
+    BLOCK_N: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, PADDED: tl.constexpr, VALUE_PADDED: tl.constexpr,
+):  # fmt: skip
+    """Takes one block of slots into the running maximum [m], sum [m] and weighted sum [m, value_width]."""
+    slots = slot + tl.arange(0, BLOCK_N)
+    key = _read(keys, slots, key_stride, end, WIDTH, PADDED)
+    scores = _dot(query, tl.trans(key), None, PRECISION)
+    if SOFTCAP:
+        # tanh(x) = 1 - 2 / (e^2x + 1), which is right at both infinities.
+        grown = tl.exp2(scores * (2 * LOG2_E * scaling / softcap))
+        scores = (1 - 2 / (grown + 1)) * (softcap * LOG2_E)
+    else:
+        scores = scores * (scaling * LOG2_E)
+    if TREE:
+        new = (slots >= prefix) & (slots < end)
+        node = tl.maximum(slots - prefix, 0)
+        low = tl.maximum(slot - prefix, 0) // 32  # a block of up to 64 slots, wherever it starts, has bits in 3 words
+        asked = ancestors + token * words + low
+        word = tl.load(asked, mask=low < used, other=0)[:, None]
+        for more in tl.static_range(1, 3):
+            further = tl.load(asked + more, mask=low + more < used, other=0)
+            word = tl.where((node // 32 - low == more)[None, :], further[:, None], word)
+        related = ((word >> (node % 32)[None, :]) & 1) != 0
+        related = tl.where(used[:, None] > 0, related, node[None, :] <= token[:, None])
+        visible = (slots < prefix)[None, :] | (related & new[None, :])
+        if WINDOW:
+            stands = tl.where(new, tl.load(positions + node, mask=new, other=0), slots)
+            visible = visible & (position[:, None] - stands[None, :] < window)
+        scores = tl.where(visible, scores, float("-inf"))
+    elif WINDOW:
+        scores = tl.where(position[:, None] - slots[None, :] < window, scores, float("-inf"))
+    highest = tl.maximum(top, tl.max(scores, 1))
+    shift = tl.where(highest == float("-inf"), 0.0, highest)  # a row that has seen nothing yet stays at zero
+    weights = tl.exp2(scores - shift[:, None])
+    fade = tl.exp2(top - shift)
+    value = _read(values, slots, value_stride, end, VALUE_WIDTH, VALUE_PADDED)
+    mean = _dot(weights.to(value.dtype), value, mean * fade[:, None], PRECISION)
+    return highest, total * fade + tl.sum(weights, 1), mean
+
+
+@triton.jit(do_not_specialize=["count", "words", "parts"])
+def attend_parts(
+    query, keys, values, sinks, out, logs, rows, offsets, prefixes, chains, positions, ancestors,
+    query_head_stride, query_token_stride, key_row_stride, key_head_stride, key_stride,
+    value_row_stride, value_head_stride, value_stride,
+    count, words, parts, window, scaling, softcap,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    PADDED: tl.constexpr, VALUE_PADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    MERGED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attention of one tile of (token, head) pairs over one part of its row's slots.
+
+    Writes out [parts, count, heads, value_width] and logs [parts, count, heads] if MERGED, else the final out.
+    """
+    tile, part = tl.program_id(0), tl.program_id(1)
+    row, kv_head = tl.program_id(2) // KV_HEADS, tl.program_id(2) % KV_HEADS
+    first = tl.load(offsets + row)
+    n = tl.load(offsets + row + 1) - first
+    if tile * BLOCK_M >= n * GROUP:
+        return
+    pair = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    token, head = pair // GROUP, kv_head * GROUP + pair % GROUP
+    live = token < n
+    at = first.to(tl.int64) + token
+    prefix = tl.load(prefixes + row)
+    position = tl.load(positions + at, mask=live, other=0)
+
+    # Ancestors come before their descendants, so the tile's last token bounds what it sees.
+    stop = prefix + tl.minimum(n, (tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1)
+    start = 0
+    if WINDOW:
+        start = tl.maximum(prefix + 1 - window, 0) // BLOCK_N * BLOCK_N
+    length = tl.cdiv(tl.cdiv(stop - start, BLOCK_N), parts) * BLOCK_N
+    begin = start + part * length
+    end = tl.minimum(begin + length, stop)
+    used = tl.where(live, tl.where(tl.load(chains + row) != 0, 0, words), 0)  # a chain has no bits
+    place = (part.to(tl.int64) * count + at) * (KV_HEADS * GROUP) + head
+    if begin >= end:
+        if MERGED:
+            tl.store(logs + place, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=live)
+        return
+
+    dims = tl.arange(0, PADDED)
+    asked = query + at[:, None] * query_token_stride + head[:, None] * query_head_stride + dims[None, :]
+    asking = tl.load(asked, mask=live[:, None] & (dims < WIDTH)[None, :], other=0.0)
+    slot_row = tl.load(rows + row).to(tl.int64)
+    keys += slot_row * key_row_stride + kv_head * key_head_stride
+    values += slot_row * value_row_stride + kv_head * value_head_stride
+    positions += first
+    ancestors += first.to(tl.int64) * words
+
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    mean = tl.zeros([BLOCK_M, VALUE_PADDED], tl.float32)
+    if SINKS:  # noqa: SIM102 (one condition is known when compiling, the other when running)
+        if part == 0:  # it is never empty, and takes the sink as one more key without a value
+            top = tl.load(sinks + head, mask=live, other=0.0).to(tl.float32) * LOG2_E
+            total += 1.0
+    dense = begin + tl.maximum(tl.minimum(end, prefix) - begin, 0) // BLOCK_N * BLOCK_N
+    for slot in range(begin, dense, BLOCK_N):
+        top, total, mean = _step(
+            top, total, mean, asking, keys, values, slot, end, key_stride, value_stride,
+            token, position, prefix, positions, ancestors, words, used, window, scaling, softcap,
+            BLOCK_N, False, WINDOW, SOFTCAP, PRECISION, WIDTH, VALUE_WIDTH, PADDED, VALUE_PADDED,
+        )  # fmt: skip
+    for slot in range(dense, end, BLOCK_N):
+        top, total, mean = _step(
+            top, total, mean, asking, keys, values, slot, end, key_stride, value_stride,
+            token, position, prefix, positions, ancestors, words, used, window, scaling, softcap,
+            BLOCK_N, True, WINDOW, SOFTCAP, PRECISION, WIDTH, VALUE_WIDTH, PADDED, VALUE_PADDED,
+        )  # fmt: skip
+
+    seen = total > 0
+    mean = mean / tl.where(seen, total, 1.0)[:, None]
+    dims = tl.arange(0, VALUE_PADDED)
+    written = live[:, None] & (dims < VALUE_WIDTH)[None, :]
+    tl.store(out + place[:, None] * VALUE_WIDTH + dims[None, :], mean.to(out.dtype.element_ty), mask=written)
+    if MERGED:
+        tl.store(logs + place, tl.where(seen, top + tl.log2(tl.where(seen, total, 1.0)), float("-inf")), mask=live)
+
+
+@triton.jit(do_not_specialize=["count", "parts"])
+def merge_parts(
+    partial, logs, out, count, parts,
+    HEADS: tl.constexpr, VALUE_WIDTH: tl.constexpr, VALUE_PADDED: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The mean of the parts' outputs, weighted by two to the power of their logs. One program per token and head."""
+    place = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)
+    dims = tl.arange(0, VALUE_PADDED)
+    top = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    mean = tl.zeros([VALUE_PADDED], tl.float32)
+    for start in range(0, parts, CHUNK):
+        part = start + tl.arange(0, CHUNK)
+        where = part.to(tl.int64) * count * HEADS + place
+        weight = tl.load(logs + where, mask=part < parts, other=float("-inf"))
+        some = weight > float("-inf")
+        mask = some[:, None] & (dims < VALUE_WIDTH)[None, :]
+        values = tl.load(partial + where[:, None] * VALUE_WIDTH + dims[None, :], mask=mask, other=0.0)
+        highest = tl.maximum(top, tl.max(weight, 0))
+        shift = tl.where(highest == float("-inf"), 0.0, highest)
+        share, fade = tl.exp2(weight - shift), tl.exp2(top - shift)
+        total = total * fade + tl.sum(share, 0)
+        mean = mean * fade + tl.sum(values * share[:, None], 0)
+        top = highest
+    tl.store(out + place * VALUE_WIDTH + dims, (mean / total).to(out.dtype.element_ty), mask=dims < VALUE_WIDTH)

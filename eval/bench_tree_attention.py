@@ -1,0 +1,201 @@
+"""Packed tree attention against torch's ways of verifying a batch of token trees, and against the memory's speed.
+
+On a GPU: our Triton kernels, scaled_dot_product_attention with a dense mask, FlexAttention with the same mask as a
+function, and the floor: the bytes of keys and values, read once at the speed of a large copy (bytes read plus written);
+each layer's call is replayed from a CUDA graph, so the host's time does not count. On a CPU: our torch reference and
+scaled_dot_product_attention. All sides read the same cache; masks, block masks and plans are built beforehand, as a
+model's layers share them. Every call takes the next of several layers' caches, so that none is found in the processor's.
+
+    python eval/bench_tree_attention.py --prefix 8192 --nodes 64 --output eval/results/tree_attention_h100.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from drafttrain import __version__
+from drafttrain.ops.tree_attention import TreeLayout
+from drafttrain.ops.tree_attention_triton import PackedPlan, packed_tree_attention
+from drafttrain.target import DTYPES, resolve_device
+
+GOAL = 2.0
+FLOOR_GOAL = 0.7
+# Caches of all layers together, well above the processors' caches.
+CACHE_BYTES = {"cuda": 2**29, "cpu": 2**28}
+Side = Callable[[Tensor, Tensor], Tensor]
+
+
+def make_sides(args: argparse.Namespace, device: torch.device, query: Tensor) -> dict[str, Side]:
+    """By name: (keys, values) of a layer [batch, kv_heads, capacity, head_dim] -> [batch, heads, nodes, head_dim]."""
+    generator = random.Random(args.seed)
+    parents = [[generator.randint(-1, node - 1) for node in range(args.nodes - 1)] for _ in range(args.batch)]
+    layouts = [TreeLayout(args.prefix, row) for row in parents]
+    plan = PackedPlan.build(layouts, device=device)
+    scaling = args.head_dim**-0.5
+    packed = query.transpose(0, 1).reshape(1, args.heads, args.batch * args.nodes, args.head_dim)
+    visible = torch.stack([layout.mask(None, 1, torch.empty(0))[1] == 0 for layout in layouts])[:, None].to(device)
+
+    def ours(keys: Tensor, values: Tensor) -> Tensor:
+        out = packed_tree_attention(packed, keys, values, plan, scaling=scaling)
+        return out.view(args.heads, args.batch, args.nodes, args.head_dim).transpose(0, 1)
+
+    def sdpa(keys: Tensor, values: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, keys, values, visible, scale=scaling, enable_gqa=True)
+
+    sides: dict[str, Side] = {"ours": ours, "sdpa_dense_mask": sdpa}
+    if device.type == "cuda":
+        mask = visible[:, 0]
+        blocks = create_block_mask(
+            lambda b, head, node, slot: mask[b, node, slot],
+            args.batch,
+            None,
+            args.nodes,
+            args.prefix + args.nodes,
+            device=device.type,
+        )
+        compiled: Any = torch.compile(flex_attention)
+        sides["flex_attention"] = lambda keys, values: compiled(
+            query, keys, values, block_mask=blocks, scale=scaling, enable_gqa=True
+        )
+    return sides
+
+
+def seconds_per_layer(side: Side, layers: list[tuple[Tensor, Tensor]], device: torch.device) -> float:
+    """The mean over one pass through all layers."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        for keys, values in layers:
+            side(keys, values)
+        return (time.perf_counter() - start) / len(layers)
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for keys, values in layers:
+        side(keys, values)
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1000 / len(layers)
+
+
+def captured(side: Side, layers: list[tuple[Tensor, Tensor]]) -> Side:
+    """The side as one CUDA graph per layer, so that the time is the device's and not the host's."""
+    graphs: dict[int, torch.cuda.CUDAGraph] = {}
+    for keys, values in layers:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            side(keys, values)
+        graphs[keys.data_ptr()] = graph
+
+    def replay(keys: Tensor, values: Tensor) -> Tensor:
+        graphs[keys.data_ptr()].replay()
+        return keys
+
+    return replay
+
+
+def copy_speed(device: torch.device) -> float:
+    """Bytes per second read plus written by a large copy; the median of 5."""
+    source = torch.empty(CACHE_BYTES[device.type], dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy: Side = lambda x, y: y.copy_(x)  # noqa: E731
+    seconds = [seconds_per_layer(copy, [(source, target)], device) for _ in range(6)][1:]
+    return 2 * source.numel() / statistics.median(seconds)
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return f"{next(names, platform.machine())}, {os.cpu_count()} cores"
+
+
+def write_result(
+    args: argparse.Namespace, device: torch.device, runs: dict[str, list[float]], floor: float, errors: dict[str, float]
+) -> None:
+    medians = {name: statistics.median(seconds) for name, seconds in runs.items()}
+    result = {
+        "ratio": round(medians["sdpa_dense_mask"] / medians["ours"], 3),
+        "goal": GOAL,
+        "floor_share": round(floor / medians["ours"], 3),
+        "floor_goal": FLOOR_GOAL,
+        "sides": {
+            name: {"microseconds": round(medians[name] * 1e6, 2), "runs": runs[name], "error": errors[name]}
+            for name in runs
+        }
+        | {"memory_floor": {"microseconds": round(floor * 1e6, 2)}},
+        **{
+            name: getattr(args, name) for name in ("prefix", "nodes", "batch", "heads", "kv_heads", "head_dim", "dtype")
+        },
+        "repeats": args.repeats,
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "device": device_name(device),
+        "threads": torch.get_num_threads(),
+        "versions": {"drafttrain": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    }
+    for name, side in result["sides"].items():
+        print(f"{name:16} {side['microseconds']:10.1f} us a layer")
+    print(f"ratio {result['ratio']} (goal {GOAL}), {result['floor_share']:.0%} of the floor (goal {FLOOR_GOAL:.0%})")
+    if args.output:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prefix", type=int, default=8192, help="committed tokens of each row")
+    parser.add_argument("--nodes", type=int, default=64, help="new tokens of each row, root included")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--dtype", default="bfloat16", choices=list(DTYPES))
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path)
+    return parser.parse_args()
+
+
+@torch.inference_mode()
+def main() -> None:
+    args = parse_arguments()
+    device, dtype = resolve_device(args.device), DTYPES[args.dtype]
+    torch.manual_seed(args.seed)
+    shape = (args.batch, args.kv_heads, args.prefix + args.nodes, args.head_dim)
+    query = torch.randn(args.batch, args.heads, args.nodes, args.head_dim, dtype=dtype, device=device)
+    first = [torch.randn(shape, dtype=dtype, device=device) for _ in range(2)]
+    read = sum(x.numel() * x.element_size() for x in first)
+    layers = [(first[0].clone(), first[1].clone()) for _ in range(max(2, -(-CACHE_BYTES[device.type] // read)))]
+    sides = make_sides(args, device, query)
+    want = sides["sdpa_dense_mask"](layers[0][0], layers[0][1]).float()
+    errors = {name: (side(*layers[0]).float() - want).abs().max().item() for name, side in sides.items()}
+    print(f"largest distance from scaled_dot_product_attention: {errors}")
+    if device.type == "cuda":
+        sides = {name: captured(side, layers) for name, side in sides.items()}
+    runs: dict[str, list[float]] = {name: [] for name in sides}
+    for side in sides.values():
+        seconds_per_layer(side, layers, device)
+    for _ in range(args.repeats):
+        for name, side in sides.items():
+            runs[name].append(seconds_per_layer(side, layers, device))
+    write_result(args, device, runs, read / copy_speed(device), errors)
+
+
+if __name__ == "__main__":
+    main()

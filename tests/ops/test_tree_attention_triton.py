@@ -1,0 +1,277 @@
+"""The kernels against their reference: on a GPU as compiled, elsewhere in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from drafttrain.ops import tree_attention_triton as module
+from drafttrain.ops.tree_attention import TreeLayout, tree_attention
+from drafttrain.ops.tree_attention_triton import (
+    Geometry,
+    PackedPlan,
+    choose_geometry,
+    packed_reference,
+    packed_tree_attention,
+)
+
+pytest.importorskip("triton", reason="triton has no build for this platform")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 3e-2}
+PLAIN = {"scaling": 0.3, "window": None, "softcap": None, "sinks": None}
+
+
+def tree(n, seed=0):
+    """A root and n - 1 nodes at random places below it."""
+    g = torch.Generator().manual_seed(seed)
+    return [int(torch.randint(-1, i, (1,), generator=g)) for i in range(n - 1)]
+
+
+def batch(layouts, heads=2, kv_heads=1, width=16, value_width=16, dtype=torch.float32, rows=None):
+    """Queries, keys, values and plan; what lies beyond each row's end is nan, and so are spare cache rows."""
+    g = torch.Generator().manual_seed(0)
+    plan = PackedPlan.build(layouts, rows, DEVICE)
+    capacity = max(layout.prefix_len + layout.count for layout in layouts) + 3
+    count = sum(layout.count for layout in layouts)
+    query = torch.randn(1, count, heads, width, generator=g).to(DEVICE, dtype).transpose(1, 2)
+    shape = (max(plan.cache_rows) + 1, kv_heads, capacity)
+    keys, values = (torch.full((*shape, w), float("nan"), dtype=dtype, device=DEVICE) for w in (width, value_width))
+    for layout, row in zip(layouts, plan.cache_rows, strict=True):
+        end = layout.prefix_len + layout.count
+        keys[row, :, :end] = torch.randn(kv_heads, end, width, generator=g).to(DEVICE, dtype)
+        values[row, :, :end] = torch.randn(kv_heads, end, value_width, generator=g).to(DEVICE, dtype)
+    return query, keys, values, plan
+
+
+def difference(query, keys, values, plan, geometry, **options):
+    """The largest distance between the kernels and the float32 reference on the same numbers."""
+    options = PLAIN | options
+    got = module._launch(query, keys, values, plan, **options, geometry=geometry)
+    assert got.shape == (*query.shape[:3], values.shape[3])
+    assert got.dtype == query.dtype
+    want = packed_reference(query.float(), keys.float(), values.float(), plan, **options)
+    assert not want.isnan().any()
+    return (got.float() - want).nan_to_num(nan=1e9).abs().max().item()
+
+
+RAGGED = [TreeLayout(5, tree(3)), TreeLayout(0, []), TreeLayout(37, tree(10)), TreeLayout(20, count=6)]
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize(
+    ("window", "softcap", "sinks", "parts"),
+    [(None, None, False, 2), (7, None, True, 2), (2, 5.0, False, 3), (None, 2.0, True, 1), (33, None, False, 1)],
+)
+def test_a_ragged_batch_equals_the_reference(dtype, window, softcap, sinks, parts):
+    data = batch(RAGGED, heads=3, width=20, value_width=12, dtype=dtype, rows=[4, 0, 2, 5])
+    sinks = torch.linspace(-1, 2, 3, device=DEVICE) if sinks else None
+    geometry = Geometry(32, 16, parts, 4, 2)
+    assert difference(*data, geometry, window=window, softcap=softcap, sinks=sinks) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("n", [1, 2, 31, 32, 33, 63, 64, 65, 96, 97, 130])
+@pytest.mark.parametrize("block_n", [16, 64])
+def test_every_count_of_nodes_around_the_words_of_the_bitmask(n, block_n):
+    layouts = [TreeLayout(21, tree(n, seed=n))]
+    assert difference(*batch(layouts, heads=1), Geometry(64, block_n, 1, 4, 1)) < 2e-5
+
+
+@pytest.mark.parametrize("ratio", [1, 3, 7, 8])
+def test_groups_of_heads_across_tiles(ratio):
+    """With 16 pairs a tile, groups of 3 and 7 heads are cut in the middle of a token."""
+    data = batch([TreeLayout(9, tree(6)), TreeLayout(2, tree(3))], heads=2 * ratio, kv_heads=2)
+    assert difference(*data, Geometry(16, 32, 1, 4, 1)) < 2e-5
+
+
+@pytest.mark.parametrize(("width", "value_width"), [(64, 64), (80, 80), (96, 96), (128, 64), (256, 256), (5, 3)])
+def test_head_sizes(width, value_width):
+    data = batch([TreeLayout(19, tree(4))], width=width, value_width=value_width)
+    assert difference(*data, Geometry(16, 32, 2, 4, 1), scaling=width**-0.5) < 2e-5
+
+
+@pytest.mark.parametrize("prefix", [0, 15, 16, 17])
+@pytest.mark.parametrize("window", [None, 1, 16, 18])
+def test_block_edges_of_prefix_and_window(prefix, window):
+    data = batch([TreeLayout(prefix, tree(5)), TreeLayout(prefix, count=5)], heads=1)
+    assert difference(*data, Geometry(16, 16, 2, 4, 1), window=window) < 2e-5
+
+
+def test_more_parts_than_blocks_leave_no_trace():
+    assert difference(*batch([TreeLayout(3, tree(4))]), Geometry(16, 16, 20, 4, 1)) < 2e-5
+
+
+def test_queries_of_any_stride():
+    query, keys, values, plan = batch(RAGGED, heads=3)
+    assert difference(query.contiguous(), keys, values, plan, Geometry(32, 32, 1, 4, 1)) < 2e-5
+
+
+@pytest.mark.parametrize(("asking", "asked"), [(3, 0), (31, 31), (32, 31), (63, 32), (69, 63), (69, 64)])
+def test_one_wrong_bit_is_noticed(asking, asked):
+    query, keys, values, plan = batch([TreeLayout(10, tree(70))], heads=1)
+    geometry = Geometry(128, 64, 1, 4, 1)
+    bits = plan.ancestors[asking].cpu()
+    bits[asked // 32] ^= -(2**31) if asked % 32 == 31 else 1 << asked % 32
+    plan.ancestors[asking] = bits.to(DEVICE)
+    assert difference(query, keys, values, plan, geometry) > 1e-3
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_random_batches(data):
+    layouts = []
+    for _ in range(data.draw(st.integers(1, 2))):
+        n = data.draw(st.integers(1, 40))
+        prefix = data.draw(st.integers(0, 50))
+        if data.draw(st.booleans()):
+            layouts.append(TreeLayout(prefix, [data.draw(st.integers(-1, i - 1)) for i in range(n - 1)]))
+        else:
+            layouts.append(TreeLayout(prefix, count=n))
+    window = data.draw(st.none() | st.integers(1, 60))
+    block_n, parts = data.draw(st.sampled_from([16, 32, 64])), data.draw(st.sampled_from([1, 1, 2]))
+    assert difference(*batch(layouts, heads=1), Geometry(64, block_n, parts, 4, 1), window=window) < 2e-5
+
+
+def test_the_plan_says_what_the_layouts_say():
+    plan = PackedPlan.build([TreeLayout(5, [-1, -1, 0]), TreeLayout(7, count=2), TreeLayout(1, tree(40))], [2, 0, 1])
+    assert plan.rows.tolist() == [2, 0, 1]
+    assert plan.offsets.tolist() == [0, 4, 6, 46]
+    assert plan.prefix_lens.tolist() == [5, 7, 1]
+    assert plan.chains.tolist() == [0, 1, 0]
+    assert plan.positions[:6].tolist() == [5, 6, 6, 7, 7, 8]
+    assert plan.ancestors.shape == (46, 2)
+    assert plan.ancestors[:6, 0].tolist() == [0b1, 0b11, 0b101, 0b1011, 0, 0]
+    assert plan.max_new == 40
+    assert all(t.dtype == torch.int32 and t.data_ptr() % 16 == 0 for t in (plan.rows, plan.offsets, plan.ancestors))
+
+
+def test_long_chains_take_no_room_of_their_own():
+    plan = PackedPlan.build([TreeLayout(0, count=5000), TreeLayout(9, tree(8))])
+    assert plan.ancestors.shape == (5008, 1)
+
+
+def test_off_the_gpu_each_row_is_plain_tree_attention():
+    query, keys, values, plan = (
+        x.cpu() if isinstance(x, torch.Tensor) else x for x in batch(RAGGED, rows=[3, 1, 0, 2])
+    )
+    got = packed_tree_attention(query, keys, values, plan, scaling=0.3, window=4)
+    start = 0
+    for layout, row in zip(RAGGED, [3, 1, 0, 2], strict=True):
+        end, total = start + layout.count, layout.prefix_len + layout.count
+        key, value = keys[row : row + 1, :, :total], values[row : row + 1, :, :total]
+        want = tree_attention(query[:, :, start:end], key, value, layout, scaling=0.3, window=4)
+        torch.testing.assert_close(got[:, :, start:end], want)
+        start = end
+    assert got.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("shared", [65536, 101376, 166912, 232448])
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("width", [64, 80, 128, 192, 256])
+def test_geometry_fits_the_device(shared, itemsize, width):
+    for pairs in (1, 12, 64, 256, 4000):
+        chosen = choose_geometry(pairs, 8, 8192, width, width, itemsize, 132, shared)
+        padded = module._power_of_two(width)
+        blocks = chosen.stages * chosen.block_n * 2 * padded + chosen.block_m * (padded + chosen.block_n)
+        assert blocks * itemsize <= shared
+        assert chosen.block_m >= 16 and 16 <= chosen.block_n <= 64
+
+
+def test_parts_fill_the_device_and_no_more():
+    def parts(pairs=32, groups=8, span=8192):
+        return choose_geometry(pairs, groups, span, 128, 128, 2, 132, 232448).parts
+
+    assert parts() == 33
+    assert parts(pairs=256) == 8
+    assert parts(groups=512) == 1
+    assert parts(span=100) == 1
+    assert parts(groups=1, span=10**6) == 128
+
+
+COMPILE = """
+import sys, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from drafttrain.ops import tree_attention_kernels as kernels
+from drafttrain.ops.tree_attention_triton import choose_geometry, _power_of_two
+
+def build(kernel, numbers, constants, capability, shared, **options):
+    kinds = {"scaling": "fp32", "softcap": "fp32", **numbers}
+    signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in kernel.arg_names}
+    aligned = [i for i, name in enumerate(kernel.arg_names) if "stride" in name or signature[name].startswith("*")]
+    source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    assert compiled.asm["cubin"] and compiled.metadata.shared <= shared, compiled.metadata.shared
+
+for line in sys.argv[1:]:
+    capability, shared, dtype, pairs, width, extras = (int(x) if x.isdigit() else x for x in line.split(","))
+    g = choose_geometry(pairs, 8, 8192, width, width, 4 if dtype == "fp32" else 2, 132, shared)
+    padded = _power_of_two(width)
+    merged, extras = g.parts > 1, bool(extras)
+    integers = dict.fromkeys(["rows", "offsets", "prefixes", "chains", "positions", "ancestors"], "*i32")
+    inputs = dict.fromkeys(["query", "keys", "values", "sinks"], "*" + dtype)
+    outputs = {"out": "*fp32" if merged else "*" + dtype, "logs": "*fp32"}
+    build(
+        kernels.attend_parts, integers | inputs | outputs,
+        dict(KV_HEADS=8, GROUP=4, WIDTH=width, VALUE_WIDTH=width, PADDED=padded, VALUE_PADDED=padded,
+             BLOCK_M=g.block_m, BLOCK_N=g.block_n, MERGED=merged, WINDOW=extras, SOFTCAP=extras, SINKS=extras,
+             PRECISION="ieee"),
+        capability, shared, num_warps=g.warps, num_stages=g.stages,
+    )
+    build(
+        kernels.merge_parts, {"partial": "*fp32", "logs": "*fp32", "out": "*" + dtype},
+        dict(HEADS=32, VALUE_WIDTH=width, VALUE_PADDED=padded, CHUNK=16), capability, shared,
+    )
+"""
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["90,232448,bf16,8,64,1"],
+        pytest.param(
+            [
+                f"{device},{dtype},{pairs},{width},{extras}"
+                for device in ("80,166912", "86,101376", "90,232448")
+                for dtype, pairs, width, extras in (
+                    ("bf16", 8, 64, 0), ("fp16", 256, 128, 0), ("bf16", 256, 80, 1), ("bf16", 256, 256, 1),
+                    ("fp32", 64, 64, 0), ("fp32", 256, 256, 1),
+                )
+            ],
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["one", "many"],
+)  # fmt: skip
+def test_the_kernels_compile_for_gpus_and_fit_their_shared_memory(lines, tmp_path):
+    """Ahead of time and without a GPU, in a process of its own: this one may have Triton's interpreter on."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    done = subprocess.run([sys.executable, "-c", COMPILE, *lines], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_full_size_on_a_gpu_and_replayed_from_a_graph(dtype):
+    layouts = [TreeLayout(8192, tree(64)), TreeLayout(700, tree(33)), TreeLayout(0, count=64)]
+    query, keys, values, plan = batch(layouts, heads=32, kv_heads=8, width=128, value_width=128, dtype=dtype)
+    keys, values = keys.nan_to_num(), values.nan_to_num()  # the second plan's rows are longer
+    options = PLAIN | {"scaling": 128**-0.5}
+    assert difference(query, keys, values, plan, None, **options) < TOLERANCE[dtype]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = module._launch(query, keys, values, plan, **options)
+    longer = [TreeLayout(8000, tree(64, seed=5)), TreeLayout(1000, tree(33, seed=6)), TreeLayout(50, count=64)]
+    other = PackedPlan.build(longer, device=DEVICE)
+    for name in ("prefix_lens", "positions", "ancestors"):
+        getattr(plan, name).copy_(getattr(other, name))
+    graph.replay()
+    want = packed_reference(query.float(), keys.float(), values.float(), other, **options)
+    torch.testing.assert_close(got.float(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
