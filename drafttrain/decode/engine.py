@@ -21,7 +21,7 @@ from torch import Tensor
 
 from drafttrain.batch import TokenTree
 from drafttrain.decode.cache import TreeCache
-from drafttrain.decode.verify import Verdict, verify_greedy, verify_sampled
+from drafttrain.decode.verify import Verdict, Verifier
 from drafttrain.drafters.base import Drafter, TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.ops.sampling import SamplingParams
@@ -119,11 +119,12 @@ def generate(
         spec: the tree that a round drafts; chain:3 unless given, `none` decodes plainly.
         sampling: greedy unless given.
         seed: of the sampling; a `generator` (on the CPU) goes before it. In exact arithmetic the same seed gives the
-            same tokens with any drafter and spec.
+            same tokens with any drafter and spec that draws nothing itself (no `@sample`).
         eos_ids: tokens that end the sequence; the target's own unless given.
 
     Raises:
-        UserError: an empty prompt, one that fills the target's context, or max_new_tokens below 1.
+        UserError: an empty prompt, one that fills the target's context, max_new_tokens below 1, or a spec that draws tokens
+            while decoding is greedy.
     """
     stats = Stats()
     rounds = stream(
@@ -159,15 +160,11 @@ def stream(
     limit = token_limit(target, prompt.numel(), max_new_tokens)
     spec = spec or TreeSpec.parse("chain:3")
     sampling = sampling or SamplingParams()
+    spec.check(sampling)
     generator = generator or torch.Generator().manual_seed(seed)
     eos = frozenset(target.eos_ids if eos_ids is None else eos_ids)
-
-    def verify(tree: TokenTree, logits: Tensor) -> Verdict:
-        if sampling.greedy:
-            return verify_greedy(tree, logits, eos)
-        return verify_sampled(tree, logits, eos, sampling, generator)
-
-    return _rounds(target, None if spec.shape == "none" else drafter, prompt, limit, spec, verify, stats or Stats())
+    verifier = Verifier(sampling, eos, generator, prompt)
+    return _rounds(target, None if spec.shape == "none" else drafter, prompt, limit, spec, verifier, stats or Stats())
 
 
 @torch.no_grad()
@@ -177,7 +174,7 @@ def _rounds(
     prompt: Tensor,
     limit: int,
     spec: TreeSpec,
-    verify: Callable[[TokenTree, Tensor], Verdict],
+    verifier: Verifier,
     stats: Stats,
 ) -> Iterator[list[int]]:
     now, device = _clock(target.device), target.device
@@ -197,7 +194,7 @@ def _rounds(
     positions = cache.open(count=stats.prompt_tokens).positions(device)
     out = target.forward(prompt[None], layers, positions, cache)
     cache.commit(range(stats.prompt_tokens))
-    verdict = verify(nothing, target.head(out.last_hidden[0, -1:]))
+    verdict = verifier.verify(nothing, target.head(out.last_hidden[0, -1:]))
     before = record(verdict)
     stats.prefill_seconds = stats.total_seconds
     yield verdict.tokens
@@ -209,7 +206,7 @@ def _rounds(
         session.extend(torch.cat((prompt[1:], root)), out.features[0])
     while not verdict.ended and stats.new_tokens < limit:
         left = limit - stats.new_tokens
-        tree = prune(session.propose(spec), left - 1) if session is not None and left > 1 else nothing
+        tree = session.propose(spec, verifier.sampler).prune(left - 1) if session is not None and left > 1 else nothing
         drafted = now()
         stats.draft_seconds += drafted - before if session is not None else 0.0
         layout = cache.open(tree.parents)
@@ -217,7 +214,7 @@ def _rounds(
         out = target.forward(ids, layers, layout.positions(device), cache)
         logits = target.head(out.last_hidden[0])
         stats.target_seconds += now() - drafted
-        verdict = verify(tree, logits)
+        verdict = verifier.verify(tree, logits)
         kept = [0, *(node + 1 for node in verdict.path)]
         cache.commit(kept)
         cut = verdict.ended and len(verdict.tokens) == len(verdict.path)
@@ -230,17 +227,6 @@ def _rounds(
         if session is not None and not verdict.ended and stats.new_tokens < limit:
             session.extend(tokens, out.features[0, kept])
         yield verdict.tokens
-
-
-def prune(tree: TokenTree, depth: int) -> TokenTree:
-    """The part of a tree down to `depth`: deeper tokens would exceed the limit, so they are not worth verifying."""
-    depths = tree.depths
-    if max(depths, default=0) <= depth:
-        return tree
-    kept = [node for node, at in enumerate(depths) if at <= depth]
-    place = {old: new for new, old in enumerate(kept)} | {-1: -1}
-    log_probs = None if tree.log_probs is None else tree.log_probs[kept]
-    return TokenTree(tree.tokens[kept], [place[tree.parents[node]] for node in kept], log_probs)
 
 
 def _clock(device: torch.device) -> Callable[[], float]:

@@ -13,11 +13,15 @@ from torch import Tensor
 
 from drafttrain.batch import TokenTree
 from drafttrain.drafters.base import Drafter, Session, TreeSpec
+from drafttrain.ops.sampling import Sampler
 from drafttrain.target import Target
 
 
 def merge(first: TokenTree, second: TokenTree) -> TokenTree:
-    """The union of two trees: paths that begin alike share their nodes. Nodes of `first` keep their indices."""
+    """The union of two trees: paths that begin alike share their nodes.
+
+    Nodes of `first` keep their indices, and what they were drawn from; the others count as chosen by a rule.
+    """
     parents = list(first.parents)
     tokens = first.tokens.tolist()
     place = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
@@ -29,7 +33,8 @@ def merge(first: TokenTree, second: TokenTree) -> TokenTree:
             parents.append(key[0])
             tokens.append(token)
         where[node] = place[key]
-    return TokenTree(torch.tensor(tokens, dtype=torch.long, device=first.tokens.device), parents)
+    drawn = first.proposal and replace(first.proposal, rows=first.proposal.rows + [-1] * (len(tokens) - len(first)))
+    return TokenTree(torch.tensor(tokens, dtype=torch.long, device=first.tokens.device), parents, proposal=drawn)
 
 
 class CombinedDrafter:
@@ -64,13 +69,13 @@ class CombinedSession:
         self.main.extend(tokens, features)
         self.side.extend(tokens, features)
 
-    def propose(self, spec: TreeSpec) -> TokenTree:
+    def propose(self, spec: TreeSpec, sampler: Sampler | None = None) -> TokenTree:
         length = spec.budget // 2 if spec.shape == "dynamic" else spec.depth
         if length < 1:
-            return self.main.propose(spec)
+            return self.main.propose(spec, sampler)
         chain = self.side.propose(TreeSpec.parse(f"chain:{length}"))
         if len(chain) == 0:
-            return self.main.propose(spec)
+            return self.main.propose(spec, sampler)
         if spec.shape != "dynamic":
             return chain
-        return merge(self.main.propose(replace(spec, budget=spec.budget - len(chain))), chain)
+        return merge(self.main.propose(replace(spec, budget=spec.budget - len(chain)), sampler), chain)

@@ -29,6 +29,7 @@ from drafttrain.drafters.linear_start import Source, linear_start
 from drafttrain.drafters.shared import anchors_by_depth, bind_target, copy_linear, copy_norm
 from drafttrain.losses import TargetRows, linear_divergence
 from drafttrain.ops.path_attention import PathAttention
+from drafttrain.ops.sampling import Sampler
 from drafttrain.target import Target
 
 
@@ -352,7 +353,7 @@ class Eagle3Session:
         self.length = start + m
 
     @torch.no_grad()
-    def propose(self, spec: TreeSpec) -> TokenTree:
+    def propose(self, spec: TreeSpec, sampler: Sampler | None = None) -> TokenTree:
         drafter, length = self.drafter, self.length
         root = self.last
         assert root is not None, "extend() comes before propose()"
@@ -381,7 +382,7 @@ class Eagle3Session:
             states.extend(out)
             return drafter.logits(out)
 
-        return expand(spec, drafter.logits(root)[0], advance, drafter.kept_ids)
+        return expand(spec, drafter.logits(root)[0], advance, drafter.kept_ids, sampler)
 
 
 KIND = Eagle3
