@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from drafttrain.batch import TokenTree
 from drafttrain.decode import SamplingParams, generate, stream
 from drafttrain.decode.engine import Stats
 from drafttrain.decode.verify import Verdict, Verifier
