@@ -159,17 +159,17 @@ def _sample(walks: list[_Walk], p: Tensor) -> Tensor:
     tried = [i for i, nodes in enumerate(drawn) if nodes]
     if tried:
         width = max(map(len, drawn))
-        q = torch.zeros(len(tried), p.shape[-1], dtype=p.dtype, device=p.device)
+        q = torch.zeros(len(tried), p.shape[-1], device=p.device)
         for row, i in zip(q, tried, strict=True):
             proposal = walks[i].tree.proposal
             assert proposal is not None
-            probs = proposal.probs[proposal.rows[drawn[i][0]]].to(p.dtype)
+            probs = proposal.probs[proposal.rows[drawn[i][0]]]
             row[slice(len(probs)) if proposal.kept_ids is None else proposal.kept_ids] = probs
         tokens = [[walks[i].drafted[node] for node in drawn[i]] + [-1] * (width - len(drawn[i])) for i in tried]
         uniforms = [numbers[i][1:] + [0.0] * (width - len(drawn[i])) for i in tried]
         p[tried] = try_drawn(
             p[tried],
-            q,
+            q.double(),
             torch.tensor(tokens, device=p.device),
             torch.tensor(uniforms, dtype=torch.float64, device=p.device),
         )

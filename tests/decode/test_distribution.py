@@ -1,11 +1,13 @@
 """Sampled decoding against exact target probabilities: joint distributions of two tokens, for every kind of proposal.
 
-Each case draws 200,000 pairs through `verify_batch`, many short sequences at a time. The expected joint comes from
-transformers' own processors. Planted bugs show that the test sees what it is there for.
+The expected joint comes from transformers' own processors. 200,000 pairs each: trees by rule through `verify_batch`, many
+short sequences at a time; drawn trees in bulk through the rejection rule itself, and fewer (all, when slow tests run)
+through `verify_batch`. Planted bugs show that the test sees what it is there for.
 """
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 
 import pytest
@@ -14,18 +16,18 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 from drafttrain.batch import Proposal, TokenTree
-from drafttrain.decode import SamplingParams, generate, verify
-from drafttrain.decode.verify import Verifier, verify_batch
+from drafttrain.decode import SamplingParams, generate
+from drafttrain.decode.verify import Verifier, try_drawn, verify_batch
 from drafttrain.drafters.base import TreeSpec
 from drafttrain.drafters.combined import merge
 from drafttrain.drafters.expand import expand
-from drafttrain.ops.sampling import draw_distinct, probabilities
+from drafttrain.ops.sampling import draw_distinct, penalise, pick, probabilities
 from tests.decode.fakes import MarkovTarget
 from tests.ops.test_sampling import transformers_says
 
 VOCAB = 5
 COUNT = 200_000
-CHUNK = 20_000
+CHUNK = 10_000
 TARGET = 1.2 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0))
 DRAFTER = TARGET + torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(1))
 PLAIN = SamplingParams(0.9)
@@ -62,6 +64,18 @@ class Case:
         proposal = Proposal(q[[0] + [kept[token] for token in children]], rows, self.kept_ids)
         return TokenTree(torch.tensor(tokens, dtype=torch.long), parents, None, proposal if drawn else None)
 
+    def draw(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Drafter ids of the root's children [count, w1], and of their children [count, w1, w2]; -1 is none."""
+        q, kept = self.q(), torch.arange(VOCAB) if self.kept_ids is None else self.kept_ids
+
+        def draw(rows, width):
+            if self.replace:
+                return torch.multinomial(rows, width, replacement=True, generator=generator)
+            return draw_distinct(rows, width, generator)
+
+        first = draw(q[:1].expand(count, -1), self.widths[0])
+        return first, draw(q[kept[first.flatten()]], self.widths[1]).view(count, *self.widths)
+
     def trees(self, count: int, generator: torch.Generator) -> list[TokenTree]:
         q = self.q()
         kept = torch.arange(VOCAB) if self.kept_ids is None else self.kept_ids
@@ -73,13 +87,7 @@ class Case:
         if not self.drawn:
             return [likeliest] * count
 
-        def draw(rows, width):
-            if self.replace:
-                return torch.multinomial(rows, width, replacement=True, generator=generator)
-            return draw_distinct(rows, width, generator)
-
-        first = draw(q[:1].expand(count, -1), self.widths[0])
-        second = draw(q[kept[first.flatten()]], self.widths[1]).view(count, self.widths[0], -1)
+        first, second = self.draw(count, generator)
         drawn, different = [], {}
         for a, b in zip(first.tolist(), second.tolist(), strict=True):
             key = str((a, b))
@@ -143,70 +151,111 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_pairs_follow_the_target_exactly(name):
-    case = CASES[name]
-    seen, _ = pairs(case, COUNT)
-    assert seen.sum() == COUNT
+@pytest.fixture(autouse=True)
+def no_garbage_collection():
+    """Many small objects live at a time; looking through them again and again takes longer than the test."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def check(seen: Tensor, case: Case, count: int) -> None:
+    assert seen.sum() == count
     assert p_value(seen.sum(1), joint(case).sum(1)) > 1e-3, "first token"
     assert p_value(seen, joint(case)) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [(name, 2 * CHUNK if case.drawn else COUNT) for name, case in CASES.items()]
+    + [pytest.param(name, COUNT, marks=pytest.mark.slow) for name, case in CASES.items() if case.drawn],
+)
+def test_pairs_follow_the_target_exactly(name, count):
+    check(pairs(CASES[name], count)[0], CASES[name], count)
+
+
+def bulk_pairs(case: Case, judge=try_drawn, tokens=None) -> Tensor:
+    """Like `pairs` for drawn trees, with all sequences as rows of the same tensors.
+
+    Args:
+        judge: the rejection rule.
+        tokens: what the tree holds instead of draws.
+    """
+    generator = torch.Generator().manual_seed(0)
+    kept = torch.arange(VOCAB) if case.kept_ids is None else case.kept_ids
+    q = torch.zeros(VOCAB, VOCAB, dtype=torch.float64)
+    q[:, kept] = case.q().double()
+    first, second = case.draw(COUNT, generator) if tokens is None else tokens
+    first, second = (torch.where(ids >= 0, kept[ids], -1) for ids in (first, second))
+    seen = torch.zeros(COUNT, VOCAB, dtype=torch.bool)
+    last, children, chosen = torch.zeros(COUNT, dtype=torch.long), first, []
+    for _ in range(2):
+        seen[torch.arange(COUNT), last] = True
+        logits = penalise(case.target[last], seen, case.sampling.repetition_penalty)
+        uniforms = torch.rand(COUNT, 1 + children.shape[1], dtype=torch.float64, generator=generator)
+        p = judge(probabilities(logits, case.sampling).double(), q[last], children, uniforms[:, 1:])
+        last = pick(p, uniforms[:, 0])
+        chosen.append(last)
+        at = first == last[:, None]  # the child that was accepted, if any, goes on with its own children
+        children = torch.where(at.any(1, keepdim=True), second[torch.arange(COUNT), at.int().argmax(1)], -1)
+    return torch.bincount(chosen[0] * VOCAB + chosen[1], minlength=VOCAB**2).view(VOCAB, VOCAB)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.drawn])
+def test_pairs_in_bulk_follow_the_target_exactly(name):
+    check(bulk_pairs(CASES[name]), CASES[name], COUNT)
 
 
 def test_a_drawn_child_is_accepted_as_often_as_can_be():
     """A chain's first token with probability sum min(p, q): more is impossible, by the coupling inequality."""
     case = CASES["drawn_chain"]
-    _, rate = pairs(case, 40_000, seed=5)
+    _, rate = pairs(case, 2 * CHUNK, seed=5)
     p, q = probabilities(case.target[:1], case.sampling), case.q()[:1]
-    assert rate == pytest.approx(float(torch.minimum(p, q).sum()), abs=4 * (0.25 / 40_000) ** 0.5)
+    assert rate == pytest.approx(float(torch.minimum(p, q).sum()), abs=4 * (0.25 / (2 * CHUNK)) ** 0.5)
     assert rate > 1.2 * float((p * q).sum())
 
 
 def rejection(residual=True, renormalise=True, remove=True):
-    """`try_drawn` with parts left out."""
+    """The rule once more, in another way, with parts to leave out."""
 
-    def try_drawn(targets, proposals, drawn, uniforms):
-        out = []
-        for row, (children, chances) in enumerate(zip(drawn.tolist(), uniforms.tolist(), strict=True)):
-            p, q = targets[row], proposals[row]
-            for x, chance in zip(children, chances, strict=True):
-                if x < 0:
-                    break
-                if chance * q[x] < p[x]:
-                    p = torch.zeros_like(p).index_fill(0, torch.tensor([x]), 1.0)
-                    break
-                if residual:
-                    p = (p - q).clamp_min(0)
-                    p = p / p.sum() if renormalise else p
-                if remove:
-                    q = q.index_fill(0, torch.tensor([x]), 0.0)
-                    q = q / q.sum()
-            out.append(p)
-        return torch.stack(out)
+    def judge(p, q, drawn, uniforms):
+        rows = torch.arange(len(p))
+        result = torch.full_like(rows, -1)
+        for x, uniform in zip(drawn.T, uniforms.T, strict=True):
+            tried = (result < 0) & (x >= 0)
+            result = torch.where(tried & (uniform < p[rows, x] / q[rows, x]), x, result)
+            rejected = (tried & (result < 0))[:, None]
+            if residual:
+                rest = p - torch.minimum(p, q)
+                p = torch.where(rejected, rest / rest.sum(1, keepdim=True) if renormalise else rest, p)
+            if remove:
+                others = q.scatter(1, x.clamp_min(0)[:, None], 0.0)
+                q = torch.where(rejected, others / others.sum(1, keepdim=True), q)
+        return torch.where(result[:, None] >= 0, torch.eye(VOCAB, dtype=p.dtype)[result], p)
 
-    return try_drawn
+    return judge
 
 
-def test_the_leaner_rejection_is_right_when_nothing_is_left_out(monkeypatch):
-    monkeypatch.setattr(verify, "try_drawn", rejection())
-    assert p_value(pairs(CASES["drawn_fanout"], CHUNK)[0], joint(CASES["drawn_fanout"])) > 1e-3
+def test_the_rule_told_in_another_way_is_the_same_rule():
+    assert torch.equal(bulk_pairs(CASES["drawn_fanout"], rejection()), bulk_pairs(CASES["drawn_fanout"]))
 
 
 @pytest.mark.parametrize("part", ["residual", "renormalise", "remove"])
-def test_a_rejection_with_a_part_left_out_is_caught(monkeypatch, part):
+def test_a_rule_with_a_part_left_out_is_caught(part):
     case = CASES["drawn_fanout"]
-    monkeypatch.setattr(verify, "try_drawn", rejection(**{part: False}))
-    assert p_value(pairs(case, 2 * CHUNK)[0], joint(case)) < 1e-6
+    assert p_value(bulk_pairs(case, rejection(**{part: False})), joint(case)) < 1e-6
 
 
 def test_draws_with_replacement_are_caught():
     case = Case((3, 2), replace=True)
-    assert p_value(pairs(case, COUNT)[0], joint(case)) < 1e-6
+    assert p_value(bulk_pairs(case), joint(case)) < 1e-6
 
 
-def test_likeliest_tokens_passed_off_as_drawn_are_caught(monkeypatch):
-    case = Case((1, 1))
-    monkeypatch.setattr("tests.decode.test_distribution.draw_distinct", lambda q, width, _: q.topk(width).indices)
-    assert p_value(pairs(case, 2 * CHUNK)[0], joint(case)) < 1e-6
+def test_likeliest_tokens_passed_off_as_drawn_are_caught():
+    case = Case((2, 1))
+    first = case.q()[0].topk(2).indices
+    second = case.q()[first].topk(1).indices
+    assert p_value(bulk_pairs(case, tokens=(first.expand(COUNT, -1), second.expand(COUNT, -1, -1))), joint(case)) < 1e-6
 
 
 class MarkovDrafter:
@@ -227,7 +276,7 @@ class MarkovDrafter:
 @pytest.mark.parametrize("text", ["chain:2@sample", "fanout:2x2@sample@stop=0.2", "paths:0,1,0-0@sample"])
 def test_the_whole_loop_with_drawn_trees(text):
     """One long text: pairs that follow each token. The same seed gives it again, another seed does not."""
-    target, sampling, count = MarkovTarget(VOCAB), SamplingParams(0.9, min_p=0.05), 4000
+    target, sampling, count = MarkovTarget(VOCAB), SamplingParams(0.9, min_p=0.05), 2500
     target.table = TARGET
 
     def run(seed, tokens):
