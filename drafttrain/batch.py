@@ -16,7 +16,7 @@ What a drafter sees, in two rows (the shift that every kind shares):
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -70,6 +70,21 @@ class StepOutput:
 
 
 @dataclass
+class Proposal:
+    """What the drawn tokens of a tree were drawn from. Siblings are drawn without replacement, in the order of their indices.
+
+    Attributes:
+        probs: [r, d] float32, the drafter's distributions q, a row per node whose children were drawn.
+        rows: n ints, the row of `probs` that each node was drawn from; -1 for a node that was chosen by a rule.
+        kept_ids: [d] target id of each drafter id; None if the vocabularies are the same.
+    """
+
+    probs: Tensor
+    rows: list[int]
+    kept_ids: Tensor | None = None
+
+
+@dataclass
 class TokenTree:
     """A tree of drafted tokens in topological order; the root (the last committed token) is not a node.
 
@@ -78,12 +93,14 @@ class TokenTree:
         parents: n ints, index of each node's parent, -1 for children of the root; always smaller than the node's own
             index. Siblings carry distinct tokens.
         drafted_depth: the depth that was offered (the longest path); acceptance rates divide by it.
-        log_probs: [n] float32 or None, the drafter's log-probability of each token given its path.
+        log_probs: [n] float32 or None, the drafter's log-probability of each token's path.
+        proposal: None if every node was chosen by a rule (the likeliest tokens, a match), which needs no q to verify.
     """
 
     tokens: Tensor
     parents: list[int]
     log_probs: Tensor | None = None
+    proposal: Proposal | None = None
 
     def __len__(self) -> int:
         return len(self.parents)
@@ -99,6 +116,17 @@ class TokenTree:
     @property
     def drafted_depth(self) -> int:
         return max(self.depths, default=0)
+
+    def prune(self, depth: int) -> TokenTree:
+        """The part down to `depth`. All children of a node go or stay, so drawn ones remain what they were drawn as."""
+        depths = self.depths
+        if max(depths, default=0) <= depth:
+            return self
+        kept = [node for node, at in enumerate(depths) if at <= depth]
+        place = {old: new for new, old in enumerate(kept)} | {-1: -1}
+        log_probs = None if self.log_probs is None else self.log_probs[kept]
+        proposal = self.proposal and replace(self.proposal, rows=[self.proposal.rows[node] for node in kept])
+        return TokenTree(self.tokens[kept], [place[self.parents[node]] for node in kept], log_probs, proposal)
 
     @staticmethod
     def empty(device: torch.device | str = "cpu") -> TokenTree:

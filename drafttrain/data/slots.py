@@ -137,8 +137,12 @@ class SlotEngine:
                 of the requests is not read.
 
         Raises:
-            UserError: an empty prompt, or one that leaves no room for a response.
+            UserError: an empty prompt, one that leaves no room for a response, or a repetition penalty.
         """
+        if sampling.repetition_penalty != 1:
+            raise UserError(
+                f"repetition_penalty={sampling.repetition_penalty}: responses are generated without; leave it at 1"
+            )
         run = _Run(self, sampling, seed, follow_up)
         source = iter(requests)
         queue = deque(islice(source, 2 * self.slots))

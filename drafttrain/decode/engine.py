@@ -25,7 +25,7 @@ from torch import Tensor
 from drafttrain.batch import TargetOutput, TokenTree
 from drafttrain.decode.cache import TreeCache
 from drafttrain.decode.text import TextStream, check_stop
-from drafttrain.decode.verify import Verdict, verify_greedy, verify_sampled
+from drafttrain.decode.verify import Verdict, Verifier, verify_batch
 from drafttrain.drafters.base import Drafter, Session, TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.ops.sampling import SamplingParams
@@ -173,7 +173,7 @@ class _Row:
     Attributes:
         index: which prompt it continues; slot: its row of the cache.
         prompt: [L]; limit: most new tokens.
-        verify: (tree, logits [n+1, v]) -> verdict.
+        verifier: says which drafted tokens the target would have chosen.
         text: looks for stop strings; None without any.
         root: [1], the last committed token, whose keys are not in the cache yet.
         session: the drafter's; None where nothing is drafted.
@@ -183,7 +183,7 @@ class _Row:
     index: int
     prompt: Tensor
     limit: int
-    verify: Callable[[TokenTree, Tensor], Verdict]
+    verifier: Verifier
     text: TextStream | None
     stats: Stats
     root: Tensor
@@ -235,7 +235,7 @@ class Decoder:
         cache: of the last call. memory: bytes and description of the largest one so far.
 
     Raises:
-        UserError: no row, or stop strings that cannot be looked for.
+        UserError: no row, stop strings that cannot be looked for, or a spec that draws tokens while decoding is greedy.
     """
 
     def __init__(
@@ -254,6 +254,7 @@ class Decoder:
         self.target, self.spec = target, spec or TreeSpec.parse("chain:3")
         self.drafter = None if self.spec.shape == "none" else drafter
         self.sampling = sampling or SamplingParams()
+        self.spec.check(self.sampling)
         self.eos_ids = frozenset(target.eos_ids if eos_ids is None else eos_ids)
         self.stop, self.max_rows = check_stop(stop, target), max_rows
         self.cache = TreeCache(0)
@@ -285,7 +286,7 @@ class Decoder:
             prompts: token ids, [L] each, without padding (see `strip_padding`).
             max_new_tokens: upper limit, never exceeded; the target's context length limits it further.
             seed: prompt i samples with seed + i, so its tokens do not depend on the batch. In exact arithmetic the same
-                seed gives the same tokens with any drafter and spec.
+                seed gives the same tokens with any drafter and spec that draws nothing itself (no `@sample`).
             stats: one per prompt, filled on the way.
 
         Raises:
@@ -302,22 +303,21 @@ class Decoder:
             record = stats[index] if stats is not None else Stats()
             record.prompt_tokens = prompt.numel()
             text = TextStream(self.target.tokenizer, self.stop) if self.stop else None
-            rows.append(_Row(index, prompt, limit, self._verifier(seed + index), text, record, prompt[:0]))
+            rows.append(
+                _Row(
+                    index,
+                    prompt,
+                    limit,
+                    Verifier(self.sampling, self.eos_ids, torch.Generator().manual_seed(seed + index), prompt),
+                    text,
+                    record,
+                    prompt[:0],
+                )
+            )
         room = self.spec.budget if self.drafter is not None else 0
         need = max((row.prompt.numel() + row.limit for row in rows), default=0) + room
         self.cache = TreeCache(need, min(self.max_rows, len(rows)))
         return self._run(deque(rows))
-
-    def _verifier(self, seed: int) -> Callable[[TokenTree, Tensor], Verdict]:
-        """One sequence's verification rule, with random numbers of its own."""
-        generator = torch.Generator().manual_seed(seed)
-
-        def verify(tree: TokenTree, logits: Tensor) -> Verdict:
-            if self.sampling.greedy:
-                return verify_greedy(tree, logits, self.eos_ids)
-            return verify_sampled(tree, logits, self.eos_ids, self.sampling, generator)
-
-        return verify
 
     @torch.no_grad()
     def _run(self, waiting: deque[_Row]) -> Iterator[tuple[int, list[int]]]:
@@ -411,8 +411,7 @@ class Decoder:
 
     def _verify(self, rows: list[_Row], trees: list[TokenTree], logits: Tensor) -> list[Verdict]:
         """A verdict per row; logits [N, v] at every row's root and nodes, one row after the other."""
-        parts = _split(logits, [len(tree) + 1 for tree in trees])
-        return [row.verify(tree, part) for row, tree, part in zip(rows, trees, parts, strict=True)]
+        return verify_batch([row.verifier for row in rows], trees, logits)
 
     def _forward(self, parts: list[Tensor]) -> TargetOutput:
         """The target over the announced new tokens of all rows, one after the other."""
@@ -426,9 +425,11 @@ class Decoder:
         if self.drafter is None or not asking:
             return trees
         begun = self._now()
-        drafted = self.drafter.propose_all([rows[i].session for i in asking], [self.spec] * len(asking))
+        sessions = [rows[i].session for i in asking]
+        samplers = [rows[i].verifier.sampler for i in asking]
+        drafted = self.drafter.propose_all(sessions, [self.spec] * len(asking), samplers)
         for i, tree in zip(asking, drafted, strict=True):
-            trees[i] = prune(tree, rows[i].left - 1)
+            trees[i] = tree.prune(rows[i].left - 1)
         self._charge([rows[i] for i in asking], begun)
         return trees
 
@@ -480,17 +481,6 @@ def strip_padding(input_ids: Tensor, attention_mask: Tensor) -> list[Tensor]:
         One [L] tensor per row.
     """
     return [ids[mask.bool()] for ids, mask in zip(input_ids, attention_mask, strict=True)]
-
-
-def prune(tree: TokenTree, depth: int) -> TokenTree:
-    """The part of a tree down to `depth`: deeper tokens would exceed the limit, so they are not worth verifying."""
-    depths = tree.depths
-    if max(depths, default=0) <= depth:
-        return tree
-    kept = [node for node, at in enumerate(depths) if at <= depth]
-    place = {old: new for new, old in enumerate(kept)} | {-1: -1}
-    log_probs = None if tree.log_probs is None else tree.log_probs[kept]
-    return TokenTree(tree.tokens[kept], [place[tree.parents[node]] for node in kept], log_probs)
 
 
 def _clock(device: torch.device) -> Callable[[], float]:

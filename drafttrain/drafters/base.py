@@ -4,19 +4,22 @@ A kind is one module in this folder that defines `KIND`, the class with that con
 `PreTrainedModel`s with both halves; training-free kinds fulfil the proposal half only.
 
     training half    training_step(batch, target_output, teacher, ...) -> StepOutput
-    proposal half    start(prompt_ids, ...) -> Session;  session.extend(tokens, features);  session.propose(spec)
+    proposal half    start(prompt_ids, ...) -> Session;  session.extend(tokens, features);  session.propose(spec, sampler)
 
 Sessions are one per sequence. A kind that can serve several at once overrides `extend_all` and `propose_all`.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import json
 import pkgutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +28,7 @@ from torch import Tensor
 from drafttrain.batch import TokenTree
 from drafttrain.errors import UserError
 from drafttrain.ops.packing import pack
+from drafttrain.ops.sampling import Sampler, SamplingParams
 from drafttrain.target import Target
 
 
@@ -38,6 +42,19 @@ class TreeSpec:
     fanout     fanout:4x2x1          4 children of the root, 2 of each of them, 1 of each of those
     dynamic    dynamic:5,8,24        EAGLE-2 (arXiv 2406.16858): depth 5, the 8 likeliest paths expand by 8 tokens each,
                                      the 24 likeliest nodes by path probability are verified
+    paths      paths:0,1,0-0,0-1     a fixed tree, each node by the ranks on its path: 0-1 is the second likeliest token
+                                     after the likeliest one
+               paths:FILE.json       the same as a list of lists, [[0], [1], [0, 0], [0, 1]] (as Medusa's choices are)
+
+    option     appended to a shape   meaning
+    sampled    chain:3@sample        tokens are drawn from the drafter's own distribution, without replacement, under the
+                                     target's temperature, top-k, top-p and min-p; not for dynamic trees
+    stop       chain:8@stop=0.2      a path that the drafter thinks less likely than this is not continued
+
+    Attributes:
+        depth: of the deepest node; fanout: most children per node at each depth (not for dynamic trees).
+        top_k: most children of any node; budget: most nodes.
+        paths: of shape `paths`, every node's ranks, parents first.
     """
 
     shape: str = "chain"
@@ -45,45 +62,118 @@ class TreeSpec:
     fanout: tuple[int, ...] = ()
     top_k: int = 1
     budget: int = 3
+    paths: tuple[tuple[int, ...], ...] = ()
+    sampled: bool = False
+    stop: float = 0.0
 
     @staticmethod
     def parse(text: str) -> TreeSpec:
         """Reads the text form above.
 
         Raises:
-            UserError: an unknown shape or a number that is no positive integer.
+            UserError: an unknown shape or option, a number out of its range, nodes without their parents, or options
+                that do not go together.
         """
-        shape, _, rest = text.strip().partition(":")
-        try:
-            if shape == "none" and not rest:
-                return TreeSpec("none", 0, (), 0, 0)
-            numbers = tuple(int(x) for x in rest.replace("x", ",").split(","))
-            if min(numbers) < 1:
-                raise ValueError
-            if shape == "chain" and len(numbers) == 1:
-                return TreeSpec("chain", numbers[0], (1,) * numbers[0], 1, numbers[0])
-            if shape == "fanout":
-                size, level = 0, 1
-                for number in numbers:
-                    level *= number
-                    size += level
-                return TreeSpec("fanout", len(numbers), numbers, max(numbers), size)
-            if shape == "dynamic" and len(numbers) == 3:
-                return TreeSpec("dynamic", numbers[0], (), numbers[1], numbers[2])
-        except ValueError:
-            pass
-        raise UserError(
-            f"tree={text!r} is not a tree; write none, chain:3, fanout:4x2x1 or dynamic:DEPTH,TOPK,NODES (dynamic:5,8,24)"
-        )
+        body, *options = text.strip().split("@")
+        spec = _parse_shape(text, body)
+        for option in options:
+            name, _, value = option.partition("=")
+            if option == "sample" and spec.shape != "none":
+                spec = replace(spec, sampled=True)
+            elif name == "stop" and spec.shape != "none" and 0 < _number(value) < 1:
+                spec = replace(spec, stop=float(value))
+            else:
+                raise UserError(
+                    f"tree={text!r}: {option!r} is no option; write @sample or @stop=P with P between 0 and 1"
+                )
+        # Which drawn tokens stay would depend on what was drawn, so what stays is no longer distributed as q.
+        if spec.sampled and spec.shape == "dynamic":
+            raise UserError(
+                f"tree={text!r}: a dynamic tree drops tokens after drawing them, which biases; use fanout:4x2x1"
+            )
+        if spec.sampled and any(ranks != list(range(len(ranks))) for ranks in ranks_below(spec.paths).values()):
+            raise UserError(f"tree={text!r}: ranks of drawn siblings must be 0, 1, 2, ... without a gap")
+        return spec
+
+    def check(self, sampling: SamplingParams) -> None:
+        """Raises UserError if tokens are to be drawn, but decoding is greedy."""
+        if self.sampled and sampling.greedy:
+            raise UserError(f"tree='{self}' draws its tokens, but temperature=0 is greedy; set one, or drop @sample")
 
     def __str__(self) -> str:
-        if self.shape == "none":
-            return "none"
-        if self.shape == "chain":
-            return f"chain:{self.depth}"
-        if self.shape == "fanout":
-            return "fanout:" + "x".join(map(str, self.fanout))
-        return f"dynamic:{self.depth},{self.top_k},{self.budget}"
+        text = {
+            "none": "none",
+            "chain": f"chain:{self.depth}",
+            "fanout": "fanout:" + "x".join(map(str, self.fanout)),
+            "dynamic": f"dynamic:{self.depth},{self.top_k},{self.budget}",
+            "paths": "paths:" + ",".join("-".join(map(str, path)) for path in self.paths),
+        }[self.shape]
+        return text + "@sample" * self.sampled + (f"@stop={self.stop}" if self.stop else "")
+
+
+def _parse_shape(text: str, body: str) -> TreeSpec:
+    shape, _, rest = body.partition(":")
+    try:
+        if shape == "none" and not rest:
+            return TreeSpec("none", 0, (), 0, 0)
+        if shape == "paths":
+            return _parse_paths(text, rest)
+        numbers = tuple(int(x) for x in rest.replace("x", ",").split(","))
+        if min(numbers) < 1:
+            raise ValueError
+        if shape == "chain" and len(numbers) == 1:
+            return TreeSpec("chain", numbers[0], (1,) * numbers[0], 1, numbers[0])
+        if shape == "fanout":
+            return TreeSpec("fanout", len(numbers), numbers, max(numbers), sum(accumulate(numbers, mul)))
+        if shape == "dynamic" and len(numbers) == 3:
+            return TreeSpec("dynamic", numbers[0], (), numbers[1], numbers[2])
+    except ValueError:
+        pass
+    raise UserError(
+        f"tree={text!r} is not a tree; write none, chain:3, fanout:4x2x1, dynamic:DEPTH,TOPK,NODES (dynamic:5,8,24), "
+        "paths:0,1,0-0 or paths:FILE.json"
+    )
+
+
+def _parse_paths(text: str, rest: str) -> TreeSpec:
+    """Raises ValueError for what is no list of paths, UserError for a tree that lacks a node or a file that is missing."""
+    if rest.endswith(".json"):
+        try:
+            found = json.loads(Path(rest).expanduser().read_text())
+        except (OSError, ValueError) as error:
+            raise UserError(f"tree={text!r}: {rest} cannot be read as JSON ({error}); check the path") from error
+        if not isinstance(found, list) or not all(isinstance(path, list) and path for path in found):
+            raise UserError(f"tree={text!r}: {rest} must hold a list of lists of ranks, such as [[0], [1], [0, 0]]")
+    else:
+        found = [path.split("-") for path in rest.split(",")]
+    paths = tuple(sorted({tuple(int(rank) for rank in path) for path in found}, key=lambda path: (len(path), path)))
+    if not paths or min(map(min, paths)) < 0:
+        raise ValueError
+    for path in paths:
+        if path[:-1] and path[:-1] not in paths:
+            node, parent = ("-".join(map(str, p)) for p in (path, path[:-1]))
+            raise UserError(f"tree={text!r}: node {node} has no parent; add {parent}")
+    counts = [
+        [len(ranks) for path, ranks in ranks_below(paths).items() if len(path) == d] for d in range(len(paths[-1]))
+    ]
+    fanout = tuple(map(max, counts))
+    return TreeSpec("paths", len(fanout), fanout, max(fanout), len(paths), paths)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return -1.0
+
+
+@functools.cache
+def ranks_below(paths: tuple[tuple[int, ...], ...]) -> dict[tuple[int, ...], list[int]]:
+    """The ranks of each node's children, ascending, by the node's path; () is the root."""
+    below: dict[tuple[int, ...], list[int]] = {}
+    for path in sorted(paths):
+        below.setdefault(path[:-1], []).append(path[-1])
+    return below
 
 
 class Session(Protocol):
@@ -99,8 +189,13 @@ class Session(Protocol):
         """
         ...
 
-    def propose(self, spec: TreeSpec) -> TokenTree:
-        """Drafts a tree below the last committed token. May return fewer nodes than asked, or none."""
+    def propose(self, spec: TreeSpec, sampler: Sampler | None = None) -> TokenTree:
+        """Drafts a tree below the last committed token. May return fewer nodes than asked, or none.
+
+        Args:
+            spec: kinds that know no probabilities propose by their rule whatever `sampled` and `stop` say.
+            sampler: what `spec.sampled` draws by; needed only then.
+        """
         ...
 
 
@@ -127,9 +222,11 @@ class Drafter(Protocol):
         for session, new, states in zip(sessions, tokens, features, strict=True):
             session.extend(new, states)
 
-    def propose_all(self, sessions: Sequence[Any], specs: Sequence[TreeSpec]) -> list[TokenTree]:
-        """`Session.propose` of several of this drafter's sessions; each spec belongs to one of them."""
-        return [session.propose(spec) for session, spec in zip(sessions, specs, strict=True)]
+    def propose_all(
+        self, sessions: Sequence[Any], specs: Sequence[TreeSpec], samplers: Sequence[Sampler | None]
+    ) -> list[TokenTree]:
+        """`Session.propose` of several of this drafter's sessions; each spec and sampler belongs to one of them."""
+        return [session.propose(*each) for session, *each in zip(sessions, specs, samplers, strict=True)]
 
 
 def kinds() -> list[str]:

@@ -14,11 +14,15 @@ from torch import Tensor
 
 from drafttrain.batch import TokenTree
 from drafttrain.drafters.base import Drafter, Session, TreeSpec
+from drafttrain.ops.sampling import Sampler
 from drafttrain.target import Target
 
 
 def merge(first: TokenTree, second: TokenTree) -> TokenTree:
-    """The union of two trees: paths that begin alike share their nodes. Nodes of `first` keep their indices."""
+    """The union of two trees: paths that begin alike share their nodes.
+
+    Nodes of `first` keep their indices, and what they were drawn from; the others count as chosen by a rule.
+    """
     parents = list(first.parents)
     tokens = first.tokens.tolist()
     place = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
@@ -30,7 +34,8 @@ def merge(first: TokenTree, second: TokenTree) -> TokenTree:
             parents.append(key[0])
             tokens.append(token)
         where[node] = place[key]
-    return TokenTree(torch.tensor(tokens, dtype=torch.long, device=first.tokens.device), parents)
+    drawn = first.proposal and replace(first.proposal, rows=first.proposal.rows + [-1] * (len(tokens) - len(first)))
+    return TokenTree(torch.tensor(tokens, dtype=torch.long, device=first.tokens.device), parents, proposal=drawn)
 
 
 class CombinedDrafter(Drafter):
@@ -60,8 +65,11 @@ class CombinedDrafter(Drafter):
         self.main.extend_all([session.main for session in sessions], tokens, features)
         self.side.extend_all([session.side for session in sessions], tokens, features)
 
-    def propose_all(self, sessions: Sequence[CombinedSession], specs: Sequence[TreeSpec]) -> list[TokenTree]:
-        chains = self.side.propose_all([session.side for session in sessions], [_room(spec) for spec in specs])
+    def propose_all(
+        self, sessions: Sequence[CombinedSession], specs: Sequence[TreeSpec], samplers: Sequence[Sampler | None]
+    ) -> list[TokenTree]:
+        sides = [session.side for session in sessions]
+        chains = self.side.propose_all(sides, [_room(spec) for spec in specs], samplers)
         trees = dict(enumerate(chains))
         # What the chain leaves of the budget; without a match, all of it.
         asked = {
@@ -69,7 +77,10 @@ class CombinedDrafter(Drafter):
             for row, (spec, chain) in enumerate(zip(specs, chains, strict=True))
             if spec.shape == "dynamic" or len(chain) == 0
         }
-        drafted = self.main.propose_all([sessions[row].main for row in asked], list(asked.values())) if asked else []
+        drafted: list[TokenTree] = []
+        if asked:
+            mains = [sessions[row].main for row in asked]
+            drafted = self.main.propose_all(mains, list(asked.values()), [samplers[row] for row in asked])
         for row, tree in zip(asked, drafted, strict=True):
             trees[row] = merge(tree, chains[row]) if len(chains[row]) else tree
         return [trees[row] for row in range(len(sessions))]
@@ -91,5 +102,5 @@ class CombinedSession:
         self.main.extend(tokens, features)
         self.side.extend(tokens, features)
 
-    def propose(self, spec: TreeSpec) -> TokenTree:
-        return self.drafter.propose_all([self], [spec])[0]
+    def propose(self, spec: TreeSpec, sampler: Sampler | None = None) -> TokenTree:
+        return self.drafter.propose_all([self], [spec], [sampler])[0]

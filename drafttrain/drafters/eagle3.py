@@ -33,6 +33,7 @@ from drafttrain.ops.decoder_layer import DecoderLayer, LayerWeights
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import SKINNY_ROWS, pack
 from drafttrain.ops.path_attention import PathAttention
+from drafttrain.ops.sampling import Sampler
 from drafttrain.target import Target
 
 
@@ -355,10 +356,12 @@ class Eagle3(PreTrainedModel):
             session.length += size
 
     @torch.no_grad()
-    def propose_all(self, sessions: Sequence[Eagle3Session], specs: Sequence[TreeSpec]) -> list[TokenTree]:
+    def propose_all(
+        self, sessions: Sequence[Eagle3Session], specs: Sequence[TreeSpec], samplers: Sequence[Sampler | None]
+    ) -> list[TokenTree]:
         """The trees of all sessions grow together: one step per depth over the nodes that any of them opens."""
         first = self.logits(_cat([session.root for session in sessions]))
-        drafts = [_Draft(*each, self.kept_ids) for each in zip(sessions, specs, first, strict=True)]
+        drafts = [_Draft(*each, self.kept_ids) for each in zip(sessions, specs, samplers, first, strict=True)]
         growing = [draft for draft in drafts if draft.tree is None]
         while growing:
             sizes = [len(draft.parents) for draft in growing]
@@ -427,8 +430,8 @@ class Eagle3Session:
     def extend(self, tokens: Tensor, features: Tensor) -> None:
         self.drafter.extend_all([self], [tokens], [features])
 
-    def propose(self, spec: TreeSpec) -> TokenTree:
-        return self.drafter.propose_all([self], [spec])[0]
+    def propose(self, spec: TreeSpec, sampler: Sampler | None = None) -> TokenTree:
+        return self.drafter.propose_all([self], [spec], [sampler])[0]
 
     def store(self, start: int, key: Tensor, value: Tensor) -> int:
         """Writes keys and values [m, kv_heads, e] to slots from `start` on; returns the end."""
@@ -467,12 +470,14 @@ class _Draft:
         states: [h] outputs of the opened nodes.
     """
 
-    def __init__(self, session: Eagle3Session, spec: TreeSpec, first: Tensor, kept_ids: Tensor):
+    def __init__(
+        self, session: Eagle3Session, spec: TreeSpec, sampler: Sampler | None, first: Tensor, kept_ids: Tensor
+    ):
         self.session = session
         self.tree: TokenTree | None = None
         self.states: list[Tensor] = []
         self._slots: list[list[int]] = []  # opened node -> slots of its path, its own included
-        self._growth = grow(spec, first, kept_ids)
+        self._growth = grow(spec, first, kept_ids, sampler)
         self.grow(None)
 
     def grow(self, logits: Tensor | None) -> None:

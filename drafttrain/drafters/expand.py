@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import math
+from collections.abc import Callable, Generator, Sequence
 
 import torch
 from torch import Tensor
 
-from drafttrain.batch import TokenTree
-from drafttrain.drafters.base import TreeSpec
+from drafttrain.batch import Proposal, TokenTree
+from drafttrain.drafters.base import TreeSpec, ranks_below
+from drafttrain.ops.sampling import Sampler, draw_distinct, probabilities
 
 # nodes to open: their own tokens [m], and their parents' order among all opened nodes so far
 Nodes = tuple[Tensor, list[int]]
@@ -16,27 +18,59 @@ Advance = Callable[[Tensor, list[int]], Tensor]  # nodes to open -> logits [m, d
 
 
 class _Grower:
-    """Candidates found so far. `opened[i]` is the order in which candidate i was given to `advance`, -1 if it was not."""
+    """Candidates found so far.
 
-    def __init__(self) -> None:
+    Attributes:
+        paths: ranks from the root to each candidate. scores: log-probabilities of whole paths.
+        opened: the order in which each candidate was given to `advance`, -1 if it was not.
+        rows: which row of the stacked `proposals` each candidate was drawn from.
+    """
+
+    def __init__(self, spec: TreeSpec, sampler: Sampler | None) -> None:
+        assert sampler is not None or not spec.sampled, "drawing takes a sampler"
+        self.spec, self.sampler = spec, sampler if spec.sampled else None
         self.tokens: list[int] = []
         self.parents: list[int] = []
+        self.paths: list[tuple[int, ...]] = []
         self.scores: list[float] = []
         self.opened: list[int] = []
         self.opened_count = 0
+        self.rows: list[int] = []
+        self.proposals: list[Tensor] = []
 
-    def add_children(self, parents: list[int], logits: Tensor, width: int) -> list[int]:
-        """Adds each parent's `width` likeliest tokens; scores are log-probabilities of whole paths."""
-        top = torch.log_softmax(logits.float(), dim=-1).topk(min(width, logits.shape[-1]), dim=-1)
+    def ranks(self, node: int) -> Sequence[int]:
+        """Which of its likeliest (or which draws of its) tokens become the children of a node."""
+        path = self.paths[node] if node >= 0 else ()
+        if self.spec.shape == "paths":
+            return ranks_below(self.spec.paths).get(path, ())
+        return range(self.spec.top_k if self.spec.shape == "dynamic" else self.spec.fanout[len(path)])
+
+    def add_children(self, parents: list[int], logits: Tensor) -> list[int]:
+        """Adds children of the given nodes, whose logits [m, d] are."""
+        wanted = [self.ranks(parent) for parent in parents]
+        width = min(1 + max(map(max, wanted)), logits.shape[-1])
+        first_row = sum(map(len, self.proposals))
+        if self.sampler is None:
+            top = torch.log_softmax(logits.float(), dim=-1).topk(width, dim=-1)
+            tokens, scores = top.indices, top.values
+        else:
+            q = probabilities(logits, self.sampler.params)
+            tokens = draw_distinct(q, width, self.sampler.generator)
+            scores = q.gather(-1, tokens.clamp_min(0)).log()
+            self.proposals.append(q)
         new: list[int] = []
-        for parent, tokens, scores in zip(parents, top.indices.tolist(), top.values.tolist(), strict=True):
-            above = self.scores[parent] if parent >= 0 else 0.0
-            for token, score in zip(tokens, scores, strict=True):
+        for row, (parent, ids, values) in enumerate(zip(parents, tokens.tolist(), scores.tolist(), strict=True)):
+            above, path = (self.scores[parent], self.paths[parent]) if parent >= 0 else (0.0, ())
+            for rank in wanted[row]:
+                if rank >= width or ids[rank] < 0:  # the vocabulary, or what top-k and top-p leave of it, is smaller
+                    break
                 new.append(len(self.tokens))
-                self.tokens.append(token)
+                self.tokens.append(ids[rank])
                 self.parents.append(parent)
-                self.scores.append(above + score)
+                self.paths.append((*path, rank))
+                self.scores.append(above + values[rank])
                 self.opened.append(-1)
+                self.rows.append(first_row + row)
         return new
 
     def open(self, nodes: list[int], device: torch.device) -> Nodes:
@@ -51,13 +85,15 @@ class _Grower:
         return sorted(nodes, key=lambda i: (-self.scores[i], i))[:count]
 
 
-def expand(spec: TreeSpec, first: Tensor, advance: Advance, kept_ids: Tensor | None = None) -> TokenTree:
+def expand(
+    spec: TreeSpec, first: Tensor, advance: Advance, kept_ids: Tensor | None = None, sampler: Sampler | None = None
+) -> TokenTree:
     """Drafts a tree of the asked shape for one sequence; see `grow`.
 
     Args:
         advance: runs the drafter one step on given nodes.
     """
-    growth = grow(spec, first, kept_ids)
+    growth = grow(spec, first, kept_ids, sampler)
     try:
         nodes = next(growth)
         while True:
@@ -66,31 +102,42 @@ def expand(spec: TreeSpec, first: Tensor, advance: Advance, kept_ids: Tensor | N
         return done.value
 
 
-def grow(spec: TreeSpec, first: Tensor, kept_ids: Tensor | None = None) -> Generator[Nodes, Tensor, TokenTree]:
+def grow(
+    spec: TreeSpec, first: Tensor, kept_ids: Tensor | None = None, sampler: Sampler | None = None
+) -> Generator[Nodes, Tensor, TokenTree]:
     """Grows a tree of the asked shape: yields the nodes to open next and is sent their logits; returns the tree.
 
     A generator, so that the trees of several sequences can grow together, one drafter step per depth for all of them.
 
-    Chains and fan-outs open every node of a level; dynamic trees open the `top_k` likeliest paths of each level and keep
+    Fixed shapes open every node that has children; dynamic trees open the `top_k` likeliest paths of each level and keep
     the `budget` likeliest nodes at the end. A path's probability never rises with depth, so the kept set is closed under
     parents.
+
+    `spec.stop` decides whether a node is opened, from what is known before its children are. So it does not bias drawn
+    trees: whichever nodes are opened, the children of each are drawn from its own q, and all of them stay. (Dropping
+    children by what they turned out to be, as dynamic trees do, would: those that stay are no draws from q.)
 
     Args:
         spec: the shape; `none` gives an empty tree.
         first: [d] logits of the root's children.
         kept_ids: [d] target id of each drafter id; None if the vocabularies are the same.
+        sampler: draws the tokens if `spec.sampled`. q is the drafter's distribution under the target's temperature,
+            top-k, top-p and min-p; it knows no repetition penalty, which costs acceptance only.
 
     Source: EAGLE-2, arXiv 2406.16858.
     """
     if spec.shape == "none":
         return TokenTree.empty(first.device)
-    grower = _Grower()
-    widths = spec.fanout if spec.shape != "dynamic" else (spec.top_k,) * spec.depth
-    level = grower.add_children([-1], first[None], widths[0])
-    for width in widths[1:]:
+    grower = _Grower(spec, sampler)
+    floor = math.log(spec.stop) if spec.stop else -math.inf
+    level = grower.add_children([-1], first[None])
+    for _ in range(spec.depth - 1):
+        level = [node for node in level if grower.scores[node] >= floor and grower.ranks(node)]
         if spec.shape == "dynamic":
             level = grower.best(level, spec.top_k)
-        level = grower.add_children(level, (yield grower.open(level, first.device)), width)
+        if not level:
+            break
+        level = grower.add_children(level, (yield grower.open(level, first.device)))
     keep = list(range(len(grower.tokens)))
     if spec.shape == "dynamic":
         keep = sorted(grower.best(keep, spec.budget))
@@ -100,4 +147,5 @@ def grow(spec: TreeSpec, first: Tensor, kept_ids: Tensor | None = None) -> Gener
         kept_ids[tokens] if kept_ids is not None else tokens,
         [place[grower.parents[i]] if grower.parents[i] >= 0 else -1 for i in keep],
         torch.tensor([grower.scores[i] for i in keep]),
+        Proposal(torch.cat(grower.proposals), grower.rows, kept_ids) if spec.sampled else None,
     )

@@ -15,6 +15,7 @@ from torch import Tensor
 from drafttrain.batch import TokenTree
 from drafttrain.drafters.base import Drafter, TreeSpec
 from drafttrain.errors import UserError
+from drafttrain.ops.sampling import Sampler
 from drafttrain.target import Target
 
 # Occurrences looked at per suffix length; older ones seldom add a continuation that newer ones lack.
@@ -71,11 +72,11 @@ class NgramSession:
                     self.followers[tuple(self.tokens[place - n :])].append(place)
             self.tokens.append(token)
 
-    def propose(self, spec: TreeSpec) -> TokenTree:
+    def propose(self, spec: TreeSpec, sampler: Sampler | None = None) -> TokenTree:
         """Drafts continuations of earlier occurrences, longest suffix and most recent first, as far as `spec` has room.
 
         A chain follows the first match only. Trees branch where further matches go on differently: at most the spec's
-        children per node and nodes in all.
+        children per node and nodes in all. A match is a rule, not a draw: `sampler` is not used.
         """
         if spec.shape == "none":
             return TokenTree.empty(self.device)

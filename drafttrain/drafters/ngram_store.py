@@ -26,6 +26,7 @@ from torch import Tensor
 from drafttrain.batch import TokenTree
 from drafttrain.drafters.base import Drafter, TreeSpec
 from drafttrain.errors import UserError
+from drafttrain.ops.sampling import Sampler
 from drafttrain.target import Target, tokenizer_fingerprint
 
 _FORMAT = "drafttrain ngram_store 1"
@@ -237,7 +238,7 @@ class NgramStoreSession:
                     self.live.add(_hash(self.last[-n:]), token)
             self.last = [*self.last, token][-self.drafter.max_n :]
 
-    def propose(self, spec: TreeSpec) -> TokenTree:
+    def propose(self, spec: TreeSpec, sampler: Sampler | None = None) -> TokenTree:
         """Drafts the likeliest paths: at most the spec's children per node, depth and nodes in all."""
         if spec.shape == "none":
             return TokenTree.empty(self.device)

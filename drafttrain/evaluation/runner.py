@@ -47,10 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--temperature", type=float, default=0.0, help="0 decodes greedily")
     add("--top-p", type=float, default=1.0, help="1 keeps all tokens")
     add("--top-k", type=int, default=0, help="0 keeps all tokens")
+    add("--min-p", type=float, default=0.0, help="0 keeps all tokens")
+    add("--repetition-penalty", type=float, default=1.0, help="1 changes nothing; also when greedy")
     add("--max-new-tokens", type=int, default=128, help="per answer")
     add("--batch-size", type=int, default=1, help="prompts at a time, on every side; --tree auto times single ones")
-    add("--tree", help="none, chain:3, fanout:4x2x1, dynamic:5,8,24, or auto: the fastest of a list, found by timing "
-        "(default: what the drafter's decoding.json says, else auto)")  # fmt: skip
+    add("--tree", help="none, chain:3, fanout:4x2x1, dynamic:5,8,24, paths:0,1,0-0, with @sample or @stop=P behind it if "
+        "wanted, or auto: the fastest of a list, found by timing (default: what the drafter's decoding.json says, else auto)"
+    )  # fmt: skip
     add(
         "--calibrate",
         metavar="FILE",
@@ -85,12 +88,12 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: an argument out of its range, or anything that cannot be loaded.
     """
-    sampling = SamplingParams(args.temperature, args.top_k, args.top_p)
+    sampling = SamplingParams(args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty)
     baselines = parse_baselines(args.baselines)
     if args.batch_size < 1:
         raise UserError(f"batch-size={args.batch_size} must be at least 1")
     if args.tree not in (None, "auto"):
-        TreeSpec.parse(args.tree)
+        TreeSpec.parse(args.tree).check(sampling)
     output = Path(args.output).expanduser()
     suite = load_suite(args.suite)
     questions = take_evenly(suite.questions, args.limit)

@@ -52,7 +52,9 @@ def hf_side(target: Target, dtype: torch.dtype, sampling: SamplingParams, trust_
             "temperature": sampling.temperature,
             "top_k": sampling.top_k,
             "top_p": sampling.top_p,
+            "min_p": sampling.min_p or None,
         }
+    choice["repetition_penalty"] = float(sampling.repetition_penalty)
 
     def run(prompts: Sequence[list[int]], limits: Sequence[int], seed: int) -> list[tuple[list[int], Record]]:
         torch.manual_seed(seed)

@@ -1,12 +1,17 @@
-"""From logits to probabilities and tokens: temperature, then top-k, then top-p (HF's order), in float32.
+"""From logits to probabilities and tokens: repetition penalty, temperature, top-k, top-p, min-p, in HF's order and float32.
 
-`torch.multinomial` costs more than a small model's whole forward pass on a CPU. Inverting the cumulative distribution
-in two levels costs a few passes over the logits: sums over blocks of the vocabulary choose the block, the cumulative
-sum inside that one block chooses the token. Both levels are exact up to float32 probabilities.
+Two costs are avoided on a CPU. `torch.multinomial` takes longer than a small model's whole forward pass: here the
+cumulative distribution is inverted in two levels, sums over blocks of the vocabulary choose the block, the cumulative sum
+inside that one block chooses the token. And sorting whole rows for a nucleus: the kept tokens are looked for among the
+likeliest first, and only rows where they do not fit are sorted completely.
+
+Source: the order and the rules are those of transformers' `generate` (RepetitionPenaltyLogitsProcessor, then
+TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +21,9 @@ from torch import Tensor
 from drafttrain.errors import UserError
 
 _BLOCK = 256
-# Nuclei are looked for among this many likeliest tokens first; a row whose nucleus is larger is sorted completely.
+# Kept tokens are looked for among this many likeliest ones first (top-k knows its number, and leaves room for ties).
 _NUCLEUS = 1024
+_TIES = 16
 
 
 @dataclass(frozen=True)
@@ -28,11 +34,16 @@ class SamplingParams:
         temperature: divides the logits; 0 means greedy.
         top_k: keep the k likeliest tokens (ties with the k-th stay); 0 keeps all.
         top_p: keep the smallest set of likeliest tokens with at least this probability; 1 keeps all.
+        min_p: keep tokens at least this share as likely as the likeliest; 0 keeps all.
+        repetition_penalty: logits of tokens that stand in the prompt or the output are divided by it where positive,
+            multiplied where negative, once however often they stand there (CTRL, arXiv 1909.05858); 1 changes nothing.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
     def __post_init__(self):
         if not 0 <= self.temperature < float("inf"):
@@ -41,138 +52,206 @@ class SamplingParams:
             raise UserError(f"top_k={self.top_k} must be 0 (keep all tokens) or a positive count")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p={self.top_p} must be above 0 and at most 1 (1 keeps all tokens)")
+        if not 0 <= self.min_p <= 1:
+            raise UserError(f"min_p={self.min_p} must be between 0 (keeps all tokens) and 1")
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise UserError(f"repetition_penalty={self.repetition_penalty} must be a positive number (1: no penalty)")
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
 
 
+@dataclass(frozen=True)
+class Sampler:
+    """One sequence's rule for choosing tokens, and its own source of random numbers.
+
+    Attributes:
+        params: the rule.
+        generator: on the CPU, so that a seed means the same on every device.
+    """
+
+    params: SamplingParams
+    generator: torch.Generator
+
+
+def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """The repetition penalty.
+
+    Args:
+        logits: [..., v] raw logits.
+        seen: [..., v] bool, the tokens that stand in the text so far.
+
+    Returns:
+        [..., v] float32.
+    """
+    logits = logits.float()
+    return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+
+
 def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
     """The distribution that tokens are drawn from.
 
     Args:
-        logits: [..., v].
+        logits: [n, v], penalised already where a penalty is asked for.
         params: not greedy.
 
     Returns:
-        [..., v] float32, zero for tokens that top-k or top-p drop; the kept set is the one transformers' warpers keep.
+        [n, v] float32, zero for tokens that top-k, top-p or min-p drop; the kept set is the one transformers keeps.
     """
-    scores = logits.float()
-    if params.temperature != 1:
-        scores = scores / params.temperature
-    if params.top_k:
-        worst = scores.topk(min(params.top_k, scores.shape[-1])).values[..., -1:]
-        scores = scores.masked_fill(scores < worst, float("-inf"))
-    if params.top_p < 1:
-        ascending, order = scores.sort(dim=-1)
-        drop = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - params.top_p
-        drop[..., -1] = False
-        scores = scores.masked_fill(torch.empty_like(drop).scatter_(-1, order, drop), float("-inf"))
-    return scores.softmax(dim=-1)
+    scores = _tempered(logits, params)
+    if not _needs_order(params, logits.shape[-1]):
+        probs = scores.softmax(dim=-1)
+        if params.min_p:
+            probs = probs.masked_fill(probs < params.min_p * probs.amax(-1, keepdim=True), 0.0)
+            probs = probs / probs.sum(-1, keepdim=True)
+        return probs
+    probs = torch.zeros_like(scores)
+    for rows, weights, ids in _kept(scores, params):
+        weights = weights / weights.sum(-1, keepdim=True)
+        probs[rows] = torch.zeros_like(scores[rows]).scatter_(-1, ids, weights.float())
+    return probs
 
 
-def draw(probs: Tensor, generator: torch.Generator) -> Tensor:
-    """Samples one index per row by inverting the cumulative sum; `torch.multinomial` takes 10x longer on a CPU.
+def sample(logits: Tensor, params: SamplingParams, uniforms: Tensor | None = None) -> Tensor:
+    """Draws one token per row: the same as `pick(probabilities(...))` in distribution, without forming whole rows.
 
     Args:
-        probs: [..., v], non-negative; need not be normalised. Tokens with probability 0 are never drawn.
-        generator: on the CPU, so that a seed means the same on every device.
-
-    Returns:
-        [...] int64.
-    """
-    cumulative = probs.double().cumsum(dim=-1)
-    total = cumulative[..., -1:].contiguous()
-    uniform = torch.rand((*probs.shape[:-1], 1), dtype=torch.float64, generator=generator).to(probs.device)
-    index = torch.searchsorted(cumulative, uniform * total, right=True)
-    # Rounding may carry uniform * total up to the total itself, which lies beyond the last token with any mass.
-    return torch.minimum(index, torch.searchsorted(cumulative, total)).squeeze(-1)
-
-
-def sample(logits: Tensor, sampling: SamplingParams, uniforms: Tensor | None = None) -> Tensor:
-    """Draws one token per row.
-
-    Args:
-        logits: [n, v] float32.
-        sampling: temperature, then top-k, then top-p.
+        logits: [n, v], penalised already where a penalty is asked for.
         uniforms: [n] float64 in [0, 1), one per row; not read when greedy.
 
     Returns:
         [n] int64.
     """
-    if sampling.greedy:
-        return _argmax(logits)
+    if params.greedy:
+        return argmax(logits)
     assert uniforms is not None
-    if sampling.temperature != 1.0:
-        logits = logits / sampling.temperature
-    if 0 < sampling.top_k < logits.shape[-1]:
-        values, ids = logits.topk(sampling.top_k, dim=-1)
-        return _from_sorted(torch.softmax(values, -1), ids, sampling.top_p, uniforms)
-    if sampling.top_p < 1.0:
-        return _nucleus(logits, sampling.top_p, uniforms)
-    return _two_level(torch.softmax(logits, -1), uniforms)
+    if not _needs_order(params, logits.shape[-1]):
+        return pick(probabilities(logits, params), uniforms)
+    tokens = torch.empty(len(logits), dtype=torch.long, device=logits.device)
+    for rows, weights, ids in _kept(_tempered(logits, params), params):
+        tokens[rows] = ids.gather(-1, _invert(weights, uniforms[rows]))[:, 0]
+    return tokens
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """First index of each row's maximum, [n, v] -> [n]; two levels because torch's own is slow over long rows on a CPU."""
+    blocks = _blocks(logits, float("-inf"))
+    block = blocks.amax(-1).argmax(-1)
+    rows = torch.arange(len(block), device=logits.device)
+    return block * blocks.shape[-1] + blocks[rows, block].argmax(-1)
+
+
+def pick(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """Inverts each row's cumulative distribution.
+
+    Args:
+        probs: [n, v] float32 or float64, non-negative, not all zero; need not be normalised.
+        uniforms: [n] float64 in [0, 1).
+
+    Returns:
+        [n] int64, never a token of probability 0.
+    """
+    if probs.shape[-1] <= _BLOCK or probs.is_cuda:  # where launching kernels takes longer than passing over a row
+        return _invert(probs.double(), uniforms)[:, 0]
+    blocks = _blocks(probs, 0.0)
+    mass = blocks.sum(-1).double()
+    block = _invert(mass, uniforms)
+    # Where the point lies inside its block, as a share of it: block sums and sums of entries differ by rounding.
+    total = mass.cumsum(-1)
+    here = mass.gather(-1, block)
+    share = 1 - (total.gather(-1, block) - uniforms[:, None] * total[:, -1:]) / here
+    inside = blocks[torch.arange(len(block), device=probs.device), block[:, 0]].double()
+    return block[:, 0] * blocks.shape[-1] + _invert(inside, share[:, 0].clamp(0, 1))[:, 0]
+
+
+def draw_distinct(probs: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Draws tokens one after the other without replacement: each from what is left of the row, renormalised.
+
+    Args:
+        probs: [n, v], non-negative.
+        count: tokens per row, at most v.
+        generator: on the CPU.
+
+    Returns:
+        [n, count] int64 in the order drawn, -1 once a row has no token with any probability left.
+    """
+    uniforms = torch.rand(len(probs), count, dtype=torch.float64, generator=generator).to(probs.device)
+    rest, drawn = probs.clone(), []
+    for i in range(count):
+        spent = (rest <= 0).all(-1, keepdim=True)
+        rest[:, :1].masked_fill_(spent, 1.0)  # any token, for the look of it
+        tokens = pick(rest, uniforms[:, i])[:, None]
+        rest.scatter_(-1, tokens, 0.0)
+        drawn.append(tokens.masked_fill(spent, -1))
+    return torch.cat(drawn, dim=-1)
+
+
+def _tempered(logits: Tensor, params: SamplingParams) -> Tensor:
+    return logits.float() if params.temperature == 1 else logits.float() / params.temperature
+
+
+def _needs_order(params: SamplingParams, vocab_size: int) -> bool:
+    return 0 < params.top_k < vocab_size or params.top_p < 1
+
+
+def _kept(scores: Tensor, params: SamplingParams) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """The tokens that top-k, top-p and min-p keep, in groups of rows: row numbers [r], and as `_likeliest` has them."""
+    v = scores.shape[-1]
+    rows = torch.arange(len(scores), device=scores.device)
+    narrow = min((params.top_k or _NUCLEUS) + _TIES, v)
+    weights, ids, fits = _likeliest(scores, params, narrow)
+    yield rows[fits], weights[fits], ids[fits]
+    rows = rows[~fits]
+    if len(rows):
+        weights, ids, _ = _likeliest(scores[rows], params, v)
+        yield rows, weights, ids
+
+
+def _likeliest(scores: Tensor, params: SamplingParams, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Looks at each row's `width` likeliest tokens, in descending order: all three rules keep a prefix of it.
+
+    Where a nucleus ends among tokens that tie, it is open which of them stay, as in transformers; how many is not.
+
+    Returns:
+        weights [n, width] float64, not normalised, zero where dropped; ids [n, width]; fits [n] bool: whether nothing that
+        is kept can lie beyond.
+    """
+    values, ids = scores.topk(width, dim=-1)
+    whole = width == scores.shape[-1]
+    fits = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
+    best = values[:, :1]
+    if 0 < params.top_k < width:
+        worst = values[:, params.top_k - 1 : params.top_k]
+        fits = (worst > values[:, -1:])[:, 0]  # else ties with the k-th may go on
+        values = values.masked_fill(values < worst, float("-inf"))
+        scores = values
+    weights = (values - best).exp().double()
+    if params.top_p < 1:
+        total = (scores - best).exp().sum(-1, keepdim=True).double()
+        weights = weights.masked_fill(weights.cumsum(-1) - weights >= params.top_p * total, 0.0)
+    weights = weights.masked_fill(weights < params.min_p, 0.0)  # the likeliest token has weight 1
+    return weights, ids, fits & (weights[:, -1] == 0) | whole
 
 
 def _blocks(x: Tensor, fill: float) -> Tensor:
     """[n, v] -> [n, ceil(v / block), block], padded with `fill`."""
-    short = -x.shape[-1] % _BLOCK
-    return (F.pad(x, (0, short), value=fill) if short else x).view(x.shape[0], -1, _BLOCK)
+    block = min(_BLOCK, x.shape[-1])
+    short = -x.shape[-1] % block
+    return (F.pad(x, (0, short), value=fill) if short else x).reshape(x.shape[0], -1, block)
 
 
-def _argmax(logits: Tensor) -> Tensor:
-    """First index of each row's maximum; two levels because torch's argmax over long rows is slow on a CPU."""
-    blocks = _blocks(logits, float("-inf"))
-    block = blocks.amax(-1).argmax(-1)
-    rows = torch.arange(len(block), device=logits.device)
-    return block * _BLOCK + blocks[rows, block].argmax(-1)
-
-
-def _invert(weights: Tensor, point: Tensor) -> tuple[Tensor, Tensor]:
-    """Finds where the cumulative sum of a row passes a point.
+def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Finds where the cumulative sum of each row passes a share of the whole.
 
     Args:
         weights: [n, m] float64, non-negative, with a positive sum per row.
-        point: [n] float64 in [0, row sum].
+        uniforms: [n] float64 in [0, 1].
 
     Returns:
-        index [n] of an entry with positive weight, and the sum [n] of the entries before it.
+        [n, 1] int64, entries with positive weight.
     """
     total = weights.cumsum(-1)
-    # Rounding may put the point on the row's end; just below it, the first sum beyond is always an entry with weight.
-    point = torch.minimum(point, torch.nextafter(total[:, -1], torch.zeros_like(point)))
-    index = torch.searchsorted(total, point[:, None], right=True)
-    before = (total - weights).gather(-1, index)
-    return index[:, 0], before[:, 0]
-
-
-def _two_level(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """Inverse-CDF sampling of [n, v] float32 probabilities, whose sum need not be exactly one."""
-    blocks = _blocks(probs, 0.0)
-    mass = blocks.sum(-1).double()
-    point = uniforms * mass.sum(-1)
-    block, before = _invert(mass, point)
-    inside = blocks[torch.arange(len(block), device=probs.device), block].double()
-    # The block's float32 sum and the sum of its entries differ by rounding: spread the point over the latter.
-    share = (point - before).clamp_min(0) / mass.gather(-1, block[:, None])[:, 0]
-    token, _ = _invert(inside, share * inside.sum(-1))
-    return block * _BLOCK + token
-
-
-def _from_sorted(probs: Tensor, ids: Tensor, top_p: float, uniforms: Tensor) -> Tensor:
-    """Samples from descending probabilities [n, m] of tokens `ids`, cut after the nucleus of mass top_p."""
-    weights = probs.double()
-    if top_p < 1.0:
-        weights = weights.masked_fill(weights.cumsum(-1) - weights >= top_p, 0.0)
-    index, _ = _invert(weights, uniforms * weights.sum(-1))
-    return ids.gather(-1, index[:, None])[:, 0]
-
-
-def _nucleus(logits: Tensor, top_p: float, uniforms: Tensor, width: int = _NUCLEUS) -> Tensor:
-    width = min(width, logits.shape[-1])
-    values, ids = logits.topk(width, dim=-1)
-    probs = (values - logits.logsumexp(-1, keepdim=True)).exp()
-    tokens = _from_sorted(probs, ids, top_p, uniforms)
-    wide = (probs.sum(-1) < top_p).nonzero()[:, 0]
-    if width < logits.shape[-1] and len(wide):
-        tokens[wide] = _nucleus(logits[wide], top_p, uniforms[wide], width=logits.shape[-1])
-    return tokens
+    index = torch.searchsorted(total, uniforms[:, None] * total[:, -1:], right=True)
+    # Rounding may put the point on the row's end, beyond the last entry with weight: that one begins before the end.
+    return torch.minimum(index, torch.searchsorted(total, total[:, -1:].contiguous()))

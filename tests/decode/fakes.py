@@ -46,7 +46,7 @@ class FakeDrafter(Drafter):
         self.tokens += tokens.tolist()
         self.features.append(features)
 
-    def propose(self, spec):
+    def propose(self, spec, sampler=None):
         done = len(self.tokens) - len(self.prompt)
         tokens, parents, depths, on_path = [], [], [], []
         for _ in range(self.random.randint(0, self.nodes)):

@@ -113,7 +113,7 @@ def test_eagle3_steps_once_per_depth_for_all_rows(target):
         sessions[-1].extend(ids[1:], features)
     want = [session.propose(spec) for session in sessions]
     drafter.step = lambda *args: steps.append(args) or step(*args)
-    got = drafter.propose_all(sessions, [spec] * len(sessions))
+    got = drafter.propose_all(sessions, [spec] * len(sessions), [None] * len(sessions))
     assert len(steps) == spec.depth - 1
     for tree, single in zip(got, want, strict=True):
         assert (tree.tokens.tolist(), tree.parents) == (single.tokens.tolist(), single.parents)

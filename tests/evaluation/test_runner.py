@@ -109,12 +109,19 @@ def test_batches_give_the_same_answers_on_every_side(command, tmp_path, capsys, 
 
 
 def test_sampled_runs_compare_no_tokens(command, tmp_path, capsys):
-    changes = {"temperature": 0.8, "top-k": 20, "top-p": 0.9, "baselines": "autoregressive", "limit": 2}
+    changes = {"temperature": 0.8, "top-k": 20, "top-p": 0.9, "min-p": 0.01, "limit": 2, "tree": "chain:2@sample"}
     assert cli.main(command(**changes)) == 0
     overall = read(tmp_path)["overall"]
     assert overall["identical_outputs"] is None
     assert overall["prompts"] == 3
     assert "sampled" in capsys.readouterr().out
+
+
+def test_a_repetition_penalty_is_the_same_for_every_side(command, tmp_path):
+    assert cli.main(command(**{"repetition-penalty": 1.5, "min-p": 0.1, "limit": 2})) == 0
+    results = read(tmp_path)
+    assert (results["decoding"]["repetition_penalty"], results["decoding"]["min_p"]) == (1.5, 0.1)
+    assert results["overall"]["identical_outputs"] == results["overall"]["identical_to_hf_generate"] == 1.0
 
 
 def test_none_drafts_nothing(command, tmp_path):
@@ -217,7 +224,9 @@ def test_a_drafter_folder_may_name_its_tree(tmp_path):
         ({"batch-size": 0}, "batch-size=0 must be at least 1"),
         ({"baselines": "vllm"}, "baselines='vllm': 'vllm' is not one of autoregressive, hf_generate"),
         ({"tree": "bush:3"}, "tree='bush:3' is not a tree"),
+        ({"tree": "chain:3@sample"}, "tree='chain:3@sample' draws its tokens, but temperature=0 is greedy"),
         ({"temperature": -1}, "temperature=-1.0 must be 0"),
+        ({"min-p": 2}, "min_p=2.0 must be between 0"),
         ({"suite": "nowhere"}, "suite='nowhere' is neither a file nor a known suite"),
         ({"limit": 0}, "limit=0 must be at least 1"),
         ({"dtype": "int8"}, "dtype='int8' is not one of"),

@@ -1,0 +1,232 @@
+"""Growing trees: shapes, early stop, what drawn tokens were drawn from, and the text form of a spec."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+
+from drafttrain.drafters.base import TreeSpec
+from drafttrain.drafters.combined import merge
+from drafttrain.drafters.expand import expand
+from drafttrain.errors import UserError
+from drafttrain.ops.sampling import Sampler, SamplingParams, probabilities
+from tests.drafters.test_eagle3 import make_batch, make_drafter
+
+VOCAB = 6
+FIXED = ("chain:3", "fanout:3x2x1", "paths:0,1,0-0,0-1,1-0,0-0-0")
+
+
+class TableDrafter:
+    """Its next token depends on the last two: logits [v, v, v]. Remembers what it was asked to open."""
+
+    def __init__(self, seed=0, scale=1.5):
+        self.table = scale * torch.randn(VOCAB, VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed))
+        self.root = (0, 0)
+
+    def tree(self, text, sampler=None, kept_ids=None):
+        self.ends = []
+
+        def advance(tokens, parents):
+            assert all(parent < len(self.ends) for parent in parents)
+            above = [self.ends[parent] if parent >= 0 else self.root for parent in parents]
+            self.ends += [(pair[1], token) for pair, token in zip(above, tokens.tolist(), strict=True)]
+            return torch.stack([self.table[end] for end in self.ends[len(self.ends) - len(parents) :]])
+
+        return expand(TreeSpec.parse(text), self.table[self.root], advance, kept_ids, sampler)
+
+    def logits_after(self, tree, node):
+        """What stands below a node, by the tree's own tokens."""
+        path = []
+        while node >= 0:
+            path.insert(0, int(tree.tokens[node]))
+            node = tree.parents[node]
+        return self.table[(*self.root, *path)[-2:]]
+
+
+def sampler(seed=0, **params):
+    return Sampler(SamplingParams(**{"temperature": 1.0, **params}), torch.Generator().manual_seed(seed))
+
+
+def ranks(tree):
+    """Each node's ranks: its place among its siblings, from the root down."""
+    found = []
+    for node, parent in enumerate(tree.parents):
+        place = sum(above == parent for above in tree.parents[:node])
+        found.append((*(found[parent] if parent >= 0 else ()), place))
+    return found
+
+
+@pytest.mark.parametrize("text", FIXED)
+def test_rule_trees_hold_the_likeliest_tokens(text):
+    drafter = TableDrafter()
+    tree = drafter.tree(text)
+    assert tree.proposal is None
+    for node, (parent, path) in enumerate(zip(tree.parents, ranks(tree), strict=True)):
+        log_probs = drafter.logits_after(tree, parent).log_softmax(-1)
+        assert tree.tokens[node] == log_probs.argsort(descending=True)[path[-1]]
+        above = tree.log_probs[parent] if parent >= 0 else 0.0
+        torch.testing.assert_close(tree.log_probs[node], above + log_probs[tree.tokens[node]])
+
+
+@pytest.mark.parametrize("option", ["", "@sample"])
+def test_fixed_shapes(option):
+    drafter, draws = TableDrafter(), sampler()
+    assert ranks(drafter.tree("chain:3" + option, draws)) == [(0,), (0, 0), (0, 0, 0)]
+    want = [(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1), (0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)]
+    assert ranks(drafter.tree("fanout:2x2x1" + option, draws)) == want
+    tree = drafter.tree("paths:1-0,0,1,0-0,0-1,0-0-0" + option, draws)
+    assert ranks(tree) == [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]
+    assert len(drafter.ends) == 3, "only nodes with children are opened"
+
+
+def test_fixed_trees_may_leave_out_ranks():
+    drafter = TableDrafter()
+    tree = drafter.tree("paths:1,1-2")
+    order = drafter.table[drafter.root].argsort(descending=True)
+    assert tree.tokens[0] == order[1]
+    assert tree.tokens[1] == drafter.logits_after(tree, 0).argsort(descending=True)[2]
+
+
+@pytest.mark.parametrize("text", [f"{text}@sample" for text in FIXED])
+def test_drawn_trees_say_what_they_were_drawn_from(text):
+    drafter, draws = TableDrafter(), sampler(top_k=4, top_p=0.95, min_p=0.02, temperature=1.3)
+    tree = drafter.tree(text, draws)
+    pairs = list(zip(tree.parents, tree.tokens.tolist(), strict=True))
+    assert len(set(pairs)) == len(pairs)
+    for node, parent in enumerate(tree.parents):
+        q = probabilities(drafter.logits_after(tree, parent)[None], draws.params)[0]
+        assert torch.equal(tree.proposal.probs[tree.proposal.rows[node]], q)
+        assert q[tree.tokens[node]] > 0
+        above = tree.log_probs[parent] if parent >= 0 else 0.0
+        torch.testing.assert_close(tree.log_probs[node], above + q[tree.tokens[node]].log())
+
+
+def test_drawn_siblings_follow_successive_sampling():
+    drafter, draws = TableDrafter(), sampler(3)
+    count = 2000
+    seen = torch.zeros(VOCAB, VOCAB, dtype=torch.float64)
+    for _ in range(count):
+        seen[tuple(drafter.tree("fanout:2@sample", draws).tokens)] += 1
+    q = drafter.table[drafter.root].double().softmax(-1)
+    want = (q[:, None] * q[None] / (1 - q[:, None]) * count).fill_diagonal_(0)
+    assert chisquare([*seen[want >= 5], seen[want < 5].sum()], [*want[want >= 5], want[want < 5].sum()]).pvalue > 1e-3
+
+
+def test_a_seed_fixes_the_draws():
+    drafter = TableDrafter()
+    trees = [drafter.tree("fanout:2x2x2@sample", sampler(seed)).tokens.tolist() for seed in (1, 1, 2)]
+    assert trees[0] == trees[1] != trees[2]
+
+
+def test_narrow_distributions_give_fewer_siblings():
+    drafter = TableDrafter()
+    tree = drafter.tree("fanout:4x2@sample", sampler(top_k=2))
+    assert ranks(tree) == [(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)]
+    assert len(drafter.tree(f"fanout:{VOCAB + 3}")) == VOCAB
+
+
+def test_kept_ids_name_target_tokens_and_go_with_the_proposal():
+    kept = torch.arange(VOCAB) * 10 + 5
+    drafter = TableDrafter()
+    plain, mapped = (drafter.tree("fanout:2x2@sample", sampler(), ids) for ids in (None, kept))
+    assert torch.equal(mapped.tokens, kept[plain.tokens])
+    assert mapped.proposal.kept_ids is kept and torch.equal(mapped.proposal.probs, plain.proposal.probs)
+
+
+@pytest.mark.parametrize(
+    "text", ["chain:5", "fanout:3x2x2x1", "dynamic:5,3,14", "chain:5@sample", "fanout:3x2x2@sample"]
+)
+@pytest.mark.parametrize("stop", [0.02, 0.1, 0.4])
+def test_unlikely_paths_are_not_continued(text, stop):
+    drafter = TableDrafter()
+    whole, cut = drafter.tree(text, sampler(4)), drafter.tree(f"{text}@stop={stop}", sampler(4))
+    opened = {parent for parent in cut.parents if parent >= 0}
+    assert all(cut.log_probs[node].exp() >= stop for node in opened)
+    assert len(cut) < len(whole) or stop < 0.4
+    if "fanout" in text:
+        likely = {node for node in range(len(cut)) if cut.log_probs[node].exp() >= stop}
+        assert opened == {node for node in likely if cut.depths[node] < TreeSpec.parse(text).depth}
+
+
+def test_merging_keeps_what_was_drawn():
+    drafter = TableDrafter()
+    drawn, rule = drafter.tree("fanout:2x1@sample", sampler()), drafter.tree("chain:4")
+    both = merge(drawn, rule)
+    assert both.proposal.rows == drawn.proposal.rows + [-1] * (len(both) - len(drawn))
+    assert merge(rule, rule).proposal is None
+
+
+def test_drawn_trees_of_a_trained_kind(target):
+    drafter = make_drafter(target, kept=torch.arange(40, 240))
+    prefix = make_batch((9,)).input_ids[0]
+    session = drafter.start(prefix[:-1], 32)
+    session.extend(prefix[1:], target.forward(prefix[None], drafter.feature_layers).features[0, :-1])
+    trees = [session.propose(TreeSpec.parse("fanout:3x2@sample"), sampler(seed)) for seed in (1, 1, 2)]
+    assert trees[0].tokens.tolist() == trees[1].tokens.tolist() != trees[2].tokens.tolist()
+    assert trees[0].proposal.probs.shape == (4, 200)
+
+
+SHAPES = ["none", "chain:3", "fanout:4x2x1", "dynamic:5,8,24", "paths:0,1,0-0,0-1"]
+
+
+@pytest.mark.parametrize("text", [*SHAPES, *(f"{text}@stop=0.25" for text in SHAPES[1:]), "chain:2@sample@stop=0.001"])
+def test_the_text_form_goes_both_ways(text):
+    assert str(TreeSpec.parse(text)) == text
+    assert TreeSpec.parse(str(TreeSpec.parse(text))) == TreeSpec.parse(text)
+
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size=1, max_size=8))
+def test_any_closed_set_of_paths_is_a_tree(leaves):
+    paths = {tuple(leaf[: i + 1]) for leaf in leaves for i in range(len(leaf))}
+    spec = TreeSpec.parse("paths:" + ",".join("-".join(map(str, path)) for path in paths))
+    assert set(spec.paths) == paths and spec.budget == len(paths)
+    assert spec.depth == len(spec.fanout) == max(map(len, paths))
+    assert TreeSpec.parse(str(spec)) == spec
+    tree = TableDrafter().tree(str(spec))
+    assert len(tree) == len(paths) and max(tree.depths) == spec.depth
+
+
+def test_paths_may_come_from_a_file(tmp_path):
+    file = tmp_path / "choices.json"
+    file.write_text(json.dumps([[0], [0, 0], [1], [0, 1]]))
+    assert str(TreeSpec.parse(f"paths:{file}@sample")) == "paths:0,1,0-0,0-1@sample"
+    file.write_text('{"a": 1}')
+    with pytest.raises(UserError, match="must hold a list of lists of ranks"):
+        TreeSpec.parse(f"paths:{file}")
+    file.write_text("[[0]")
+    with pytest.raises(UserError, match="cannot be read as JSON"):
+        TreeSpec.parse(f"paths:{file}")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("bush:3", "tree='bush:3' is not a tree; write none, chain:3"),
+        ("chain:0", "is not a tree"),
+        ("none:1", "is not a tree"),
+        ("paths:", "is not a tree"),
+        ("paths:0,-1", "is not a tree"),
+        ("paths:0,1-0", "node 1-0 has no parent; add 1"),
+        ("paths:/no/file.json", "/no/file.json cannot be read"),
+        ("chain:3@draw", "'draw' is no option; write @sample or @stop=P"),
+        ("chain:3@stop=2", "'stop=2' is no option"),
+        ("chain:3@stop=x", "'stop=x' is no option"),
+        ("none@sample", "'sample' is no option"),
+        ("dynamic:5,8,24@sample", "drops tokens after drawing them"),
+        ("paths:0,2@sample", "without a gap"),
+    ],
+)
+def test_bad_specs_are_named(text, message):
+    with pytest.raises(UserError, match=message):
+        TreeSpec.parse(text)
+
+
+def test_greedy_decoding_cannot_draw():
+    with pytest.raises(UserError, match="tree='chain:3@sample' draws its tokens, but temperature=0 is greedy"):
+        TreeSpec.parse("chain:3@sample").check(SamplingParams())
+    TreeSpec.parse("chain:3@sample").check(SamplingParams(0.5))
