@@ -34,6 +34,8 @@ def generate(
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
     seed: int = 0,
     stop: str | Sequence[str] = (),
     batch_size: int = 8,
@@ -51,7 +53,7 @@ def generate(
         tree: what a round drafts, such as chain:3, fanout:4x2x1 or dynamic:5,8,24. Unless given, what the drafter's
             decoding.json says, else chain:3.
         max_new_tokens: upper limit per prompt.
-        temperature, top_k, top_p: 0, 0 and 1 decode greedily from all tokens.
+        temperature, top_k, top_p, min_p, repetition_penalty: as in transformers; temperature 0 decodes greedily.
         seed: prompt i samples with seed + i.
         stop: strings that end an answer; the text ends before them.
         batch_size: prompts at a time.
@@ -62,7 +64,8 @@ def generate(
     Raises:
         UserError: bad values, a prompt without tokens or too long, or text without a tokenizer.
     """
-    decoder = _decoder(model, drafter, tokenizer, tree, SamplingParams(temperature, top_k, top_p), stop, batch_size)
+    sampling = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty)
+    decoder = _decoder(model, drafter, tokenizer, tree, sampling, stop, batch_size)
     several = _is_several(prompt)
     ids = [_ids(decoder.target, each) for each in (_rows(prompt) if several else [prompt])]
     made = decoder.generate(ids, max_new_tokens=max_new_tokens, seed=seed)
@@ -85,11 +88,14 @@ def stream(
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
     seed: int = 0,
     stop: str | Sequence[str] = (),
 ) -> Iterator[str]:
     """The text of `generate` for one prompt, piece by piece as it becomes known. See there for the arguments."""
-    decoder = _decoder(model, drafter, tokenizer, tree, SamplingParams(temperature, top_k, top_p), stop, 1)
+    sampling = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty)
+    decoder = _decoder(model, drafter, tokenizer, tree, sampling, stop, 1)
     if decoder.target.tokenizer is None:
         raise UserError("stream gives text, but the model has no tokenizer; pass tokenizer=")
     rounds = decoder.stream([_ids(decoder.target, prompt)], max_new_tokens=max_new_tokens, seed=seed)

@@ -303,17 +303,9 @@ class Decoder:
             record = stats[index] if stats is not None else Stats()
             record.prompt_tokens = prompt.numel()
             text = TextStream(self.target.tokenizer, self.stop) if self.stop else None
-            rows.append(
-                _Row(
-                    index,
-                    prompt,
-                    limit,
-                    Verifier(self.sampling, self.eos_ids, torch.Generator().manual_seed(seed + index), prompt),
-                    text,
-                    record,
-                    prompt[:0],
-                )
-            )
+            numbers = torch.Generator().manual_seed(seed + index)
+            verifier = Verifier(self.sampling, self.eos_ids, numbers, prompt)
+            rows.append(_Row(index, prompt, limit, verifier, text, record, prompt[:0]))
         room = self.spec.budget if self.drafter is not None else 0
         need = max((row.prompt.numel() + row.limit for row in rows), default=0) + room
         self.cache = TreeCache(need, min(self.max_rows, len(rows)))

@@ -118,9 +118,8 @@ def test_eagle3_steps_once_per_depth_for_all_rows(target):
     for tree, single in zip(got, want, strict=True):
         assert (tree.tokens.tolist(), tree.parents) == (single.tokens.tolist(), single.parents)
         torch.testing.assert_close(tree.log_probs, single.log_probs)
-    mixed = drafter.propose_all(
-        sessions, [TreeSpec.parse(s) for s in ("none", "chain:1", "chain:5", "chain:2", "none")]
-    )
+    specs = [TreeSpec.parse(text) for text in ("none", "chain:1", "chain:5", "chain:2", "none")]
+    mixed = drafter.propose_all(sessions, specs, [None] * len(sessions))
     assert [len(tree) for tree in mixed] == [0, 1, 5, 2, 0]
 
 
