@@ -256,7 +256,8 @@ class Target:
             model = model.float()
         model.eval().requires_grad_(False)
         target = cls(model, tokenizer, name, path, dtype)
-        target._take_over_attention()
+        if model.device.type != "meta":  # a model without weights stands for one that runs elsewhere
+            target._take_over_attention()
         return target
 
     @torch.no_grad()

@@ -16,9 +16,9 @@ from drafttrain.decode import Decoder, SamplingParams, token_limit
 from drafttrain.drafters.base import Drafter, TreeSpec, default_tree, load_drafter
 from drafttrain.environment import describe_environment
 from drafttrain.errors import UserError
-from drafttrain.evaluation.metrics import BASELINES, Record, by_category, summarise
+from drafttrain.evaluation.metrics import BASELINES, HF_SPECULATIVE, Record, by_category, summarise
 from drafttrain.evaluation.report import print_results
-from drafttrain.evaluation.sides import Side, engine_side, hf_side
+from drafttrain.evaluation.sides import Side, engine_side, hf_sides
 from drafttrain.evaluation.store import Partial, fingerprint, folder_state
 from drafttrain.evaluation.suites import Question, Suite, load_suite, render, take_evenly
 from drafttrain.evaluation.tuning import CANDIDATES, calibration_prompts, search_tree
@@ -61,7 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--limit", type=int, help="questions at most, taken evenly from all categories")
     add("--seed", type=int, default=0, help="of the sampling")
-    add("--baselines", default=",".join(BASELINES), help=f"a list of {', '.join(BASELINES)}, or none")
+    add(
+        "--baselines",
+        default=",".join(BASELINES),
+        help=f"a list of {', '.join((*BASELINES, *HF_SPECULATIVE))}, or none (default: %(default)s)",
+    )
+    add("--assistant", default="", help="draft model of hf_assisted: folder or Hub id of a causal LM (default: the target's "
+        "own first layers)")  # fmt: skip
     add("--output", default="results.json", help="results file")
     add("--trust-remote-code", action="store_true", help="run model code that comes with the target")
 
@@ -92,6 +98,8 @@ def run(args: argparse.Namespace) -> int:
     baselines = parse_baselines(args.baselines)
     if args.batch_size < 1:
         raise UserError(f"batch-size={args.batch_size} must be at least 1")
+    if args.batch_size > 1 and set(baselines) & set(HF_SPECULATIVE):
+        raise UserError(f"batch-size={args.batch_size}: transformers speculates on single prompts only; use 1")
     if args.tree not in (None, "auto"):
         TreeSpec.parse(args.tree).check(sampling)
     output = Path(args.output).expanduser()
@@ -103,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
     drafter = load_drafter(args.drafter, target)
     settings = describe(args, target, suite, sampling)
     state = [folder_state(target.path), folder_state(args.drafter.partition("+")[0])]
-    choices = [baselines, args.tree, args.calibrate, args.limit]
+    choices = [baselines, args.assistant, args.tree, args.calibrate, args.limit]
     partial = Partial(output, fingerprint({"settings": settings, "files": state, "choices": choices}))
     target.pack()
     spec, tree_search = choose_tree(args, target, drafter, sampling, questions, partial)
@@ -112,8 +120,9 @@ def run(args: argparse.Namespace) -> int:
     others: dict[str, Side] = {}
     if "autoregressive" in baselines:
         others["autoregressive"] = engine_side(plan.decoder(None))
-    if "hf_generate" in baselines:
-        others["hf_generate"] = hf_side(target, target.dtype, sampling, args.trust_remote_code)
+    theirs = [name for name in baselines if name.startswith("hf_")]
+    if theirs:
+        others |= hf_sides(target, target.dtype, sampling, theirs, args.assistant, args.trust_remote_code)
     records = measure(plan, questions, others, partial)
     results = {
         **settings,
@@ -134,8 +143,9 @@ def parse_baselines(text: str) -> list[str]:
     """Raises UserError for a name that is no baseline."""
     names = [] if text == "none" else [name.strip() for name in text.split(",")]
     for name in names:
-        if name not in BASELINES:
-            raise UserError(f"baselines={text!r}: {name!r} is not one of {', '.join(BASELINES)}; or write none")
+        if name not in (*BASELINES, *HF_SPECULATIVE):
+            known = ", ".join((*BASELINES, *HF_SPECULATIVE))
+            raise UserError(f"baselines={text!r}: {name!r} is not one of {known}; or write none")
     return names
 
 

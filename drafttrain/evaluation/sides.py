@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from drafttrain.decode import Decoder, SamplingParams
 from drafttrain.evaluation.metrics import Record, side_record
-from drafttrain.target import Target
+from drafttrain.target import Target, resolve_target
 
 # (prompts' ids, most new tokens of each, seed) -> per prompt its new tokens, and what is kept of the generation
 Side = Callable[[Sequence[list[int]], Sequence[int], int], list[tuple[list[int], Record]]]
@@ -29,18 +30,28 @@ def engine_side(decoder: Decoder) -> Side:
     return run
 
 
-def hf_side(target: Target, dtype: torch.dtype, sampling: SamplingParams, trust_remote_code: bool = False) -> Side:
-    """transformers' generate on a model of its own: loaded anew, in the dtype asked for, with the attention
-    that transformers chooses for the family (sdpa, or eager where sdpa cannot express it).
+def hf_sides(
+    target: Target,
+    dtype: torch.dtype,
+    sampling: SamplingParams,
+    names: Sequence[str],
+    assistant: str = "",
+    trust_remote_code: bool = False,
+) -> dict[str, Side]:
+    """transformers' generate, plain and with its own speculative decoding, on a model that these sides share.
 
-    Its generation settings are replaced by ours, so that both sides choose tokens by the same rule and end alike.
+    The model is loaded anew, in the dtype asked for, with the attention that transformers chooses for the family (sdpa,
+    or eager where sdpa cannot express it). Its generation settings are replaced by ours, so that all sides choose tokens
+    by the same rule and end alike.
+
+    Args:
+        names: of hf_generate, hf_prompt_lookup (10 tokens from the prompt) and hf_assisted.
+        assistant: the draft model of hf_assisted; the target's own first layers (a third of them) if empty.
     """
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        target.path,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-        use_safetensors=True,
+    load = partial(
+        AutoModelForCausalLM.from_pretrained, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True
     )
+    model: Any = load(target.path)
     model.to(target.device).eval()
     end = target.eos_ids or None
     pad = getattr(target.tokenizer, "pad_token_id", None)
@@ -56,6 +67,15 @@ def hf_side(target: Target, dtype: torch.dtype, sampling: SamplingParams, trust_
         }
     choice["repetition_penalty"] = float(sampling.repetition_penalty)
 
+    ways: dict[str, dict[str, Any]] = {"hf_generate": {}, "hf_prompt_lookup": {"prompt_lookup_num_tokens": 10}}
+    if "hf_assisted" in names:
+        ways["hf_assisted"] = {"assistant_early_exit": max(1, target.num_layers // 3)}
+        if assistant:
+            ways["hf_assisted"] = {"assistant_model": load(resolve_target(assistant)).to(target.device).eval()}
+    return {name: _hf_side(model, target, {**choice, **ways[name]}) for name in names}
+
+
+def _hf_side(model: Any, target: Target, choice: dict[str, Any]) -> Side:
     def run(prompts: Sequence[list[int]], limits: Sequence[int], seed: int) -> list[tuple[list[int], Record]]:
         torch.manual_seed(seed)
         start = time.perf_counter()

@@ -18,7 +18,7 @@ from torch import Tensor
 from drafttrain.batch import Proposal, TokenTree
 from drafttrain.decode import SamplingParams, generate
 from drafttrain.decode.verify import Verifier, try_drawn, verify_batch
-from drafttrain.drafters.base import TreeSpec
+from drafttrain.drafters.base import Drafter, TreeSpec
 from drafttrain.drafters.combined import merge
 from drafttrain.drafters.expand import expand
 from drafttrain.ops.sampling import draw_distinct, penalise, pick, probabilities
@@ -258,7 +258,7 @@ def test_likeliest_tokens_passed_off_as_drawn_are_caught():
     assert p_value(bulk_pairs(case, tokens=(first.expand(COUNT, -1), second.expand(COUNT, -1, -1))), joint(case)) < 1e-6
 
 
-class MarkovDrafter:
+class MarkovDrafter(Drafter):
     """Drafts by a table of logits [v, v], through `expand` as trained kinds do."""
 
     kind, feature_layers = "markov", ()

@@ -8,7 +8,7 @@ from scipy.stats import chisquare
 
 from drafttrain.decode import SamplingParams, generate, stream
 from drafttrain.decode.engine import Stats
-from drafttrain.decode.verify import Verdict, Verifier
+from drafttrain.decode.verify import Verdict
 from drafttrain.drafters.base import TreeSpec
 from drafttrain.drafters.ngram import NgramDrafter
 from drafttrain.errors import UserError
@@ -174,7 +174,10 @@ def test_sampled_tokens_follow_the_target_exactly():
 
 
 def test_the_distribution_test_catches_a_planted_bug(monkeypatch):
-    monkeypatch.setattr(Verifier, "verify", redraw_without_removing)
+    def planted(verifiers, trees, logits):
+        return [redraw_without_removing(verifiers[0], trees[0], logits)]
+
+    monkeypatch.setattr("drafttrain.decode.engine.verify_batch", planted)
     assert pair_p_value(MarkovTarget(), 2_000) < 1e-6
 
 

@@ -86,6 +86,21 @@ def test_results_hold_what_was_measured(command, tmp_path, capsys):
     assert "identical to plain decoding on 4 of 4 prompts; identical to transformers generate on 4 of 4" in shown
 
 
+def test_transformers_own_speculation_beside_ours(command, target_dir, tmp_path, capsys):
+    names = "hf_generate,hf_prompt_lookup,hf_assisted"
+    for assistant in ("", str(target_dir)):
+        assert cli.main(command(baselines=names, assistant=assistant)) == 0
+        results = read(tmp_path)
+        overall = results["overall"]
+        assert set(overall["speedup"]) == set(names.split(","))
+        assert overall["speedup_vs_fastest"] == overall["speedup"]["hf_generate"]
+        for record in results["prompts"]:
+            assert set(record["identical"].values()) == {True}
+        (tmp_path / "results.json").unlink()
+    assert cli.main(command(baselines=names, **{"batch-size": 2})) == 2
+    assert "single prompts only" in capsys.readouterr().err
+
+
 # The second turn, which one question has, is longer than two first turns together.
 @pytest.mark.parametrize(("size", "largest"), [(2, "(1 row x"), (8, "(3 rows x")])
 def test_batches_give_the_same_answers_on_every_side(command, tmp_path, capsys, size, largest):
@@ -262,7 +277,7 @@ def test_the_reference_model_is_untouched_and_in_the_dtype_asked_for(target_dir,
     monkeypatch.setattr(
         sides.AutoModelForCausalLM, "from_pretrained", lambda *a, **k: loaded.append(load(*a, **k)) or loaded[0]
     )
-    side = sides.hf_side(target, target.dtype, runner.SamplingParams())
+    side = sides.hf_sides(target, target.dtype, runner.SamplingParams(), ["hf_generate"])["hf_generate"]
     (model,) = loaded
     assert (model.dtype, model.config._attn_implementation) == (torch.bfloat16, "sdpa")
     assert model is not target.model

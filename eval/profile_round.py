@@ -1,0 +1,132 @@
+"""Where a decoding round's time goes, by part, with and without a drafter.
+
+    python eval/profile_round.py --target smollm2-135m --drafter runs/quickstart/drafter --tree dynamic:3,4,8 \\
+        --output eval/results/profile_smollm2-135m_cpu.json
+
+Parts: target (body), head, draft steps (the drafter's forward while a tree grows), tree building (what else proposing
+takes: top-k, choosing nodes), extend (the drafter reads what was committed), verify (with sampling), commit (moving the
+accepted keys), rest (Python around it). Milliseconds are means over all rounds after the prefill.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from benchmark import write_result
+
+from drafttrain.decode import SamplingParams, engine, generate
+from drafttrain.decode.cache import TreeCache
+from drafttrain.drafters.base import TreeSpec, load_drafter
+from drafttrain.evaluation.suites import load_suite, render, take_evenly
+from drafttrain.target import Target
+
+
+class Parts:
+    """Exclusive wall-clock time of wrapped functions: a part's time does not count in the part that called it."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._inside: list[float] = []
+        self.on = False
+
+    def wrap(self, owner: Any, attribute: str, part: str) -> None:
+        function = getattr(owner, attribute)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if not self.on:
+                return function(*args, **kwargs)
+            began = time.perf_counter()
+            self._inside.append(0.0)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                spent = time.perf_counter() - began
+                self.seconds[part] += spent - self._inside.pop()
+                if self._inside:
+                    self._inside[-1] += spent
+
+        setattr(owner, attribute, timed)
+
+
+def profile(target: Target, drafter: Any, spec: str, sampling: SamplingParams, prompts: list[list[int]], count: int):
+    parts = Parts()
+    saved = {name: getattr(engine.Decoder, name) for name in ("_round", "_draft", "_extend")}
+    verify, commit = engine.verify_batch, TreeCache.commit
+    owned = [(target, "forward", "target"), (target, "head", "head")]
+    stepping = getattr(drafter, "main", drafter)  # of a combined drafter, the one that has a forward
+    if hasattr(stepping, "step"):
+        owned.append((stepping, "step", "draft steps"))
+    parts.wrap(engine.Decoder, "_draft", "tree building")
+    parts.wrap(engine.Decoder, "_extend", "extend")
+    parts.wrap(engine, "verify_batch", "verify")
+    parts.wrap(TreeCache, "commit", "commit")
+    for owner, attribute, part in owned:
+        parts.wrap(owner, attribute, part)
+    inner = engine.Decoder._round
+
+    def timed_round(self: Any, rows: Any) -> Any:
+        parts.on = True
+        began = time.perf_counter()
+        told = list(inner(self, rows))
+        parts.seconds["round"] += time.perf_counter() - began
+        parts.on = False
+        return iter(told)
+
+    engine.Decoder._round = timed_round  # type: ignore[method-assign]
+    tokens = rounds = 0
+    try:
+        for prompt in prompts:
+            stats = generate(
+                target, drafter, prompt, max_new_tokens=count, spec=TreeSpec.parse(spec), sampling=sampling, eos_ids=()
+            ).stats
+            tokens, rounds = tokens + stats.new_tokens - 1, rounds + stats.target_passes
+    finally:
+        for name, method in saved.items():
+            setattr(engine.Decoder, name, method)
+        engine.verify_batch, TreeCache.commit = verify, commit  # type: ignore[method-assign]
+        for owner, attribute, _ in owned:
+            delattr(owner, attribute)
+    means = {part: 1000 * seconds / rounds for part, seconds in parts.seconds.items()}
+    whole = means.pop("round")
+    means["rest"] = whole - sum(means.values())
+    return {
+        "ms_per_round": {**{part: round(ms, 3) for part, ms in means.items()}, "all": round(whole, 3)},
+        "accepted_length": round(tokens / rounds, 3),
+        "ms_per_token": round(whole * rounds / tokens, 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="smollm2-135m", help="short name, folder or Hub id")
+    parser.add_argument("--drafter", required=True)
+    parser.add_argument("--tree", action="append", required=True, help="repeat it for several")
+    parser.add_argument("--suite", default="drafttrain")
+    parser.add_argument("--prompts", type=int, default=6)
+    parser.add_argument("--tokens", type=int, default=64, help="new tokens per prompt")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    target = Target.load(args.target, args.dtype, args.device).pack()
+    drafter = load_drafter(args.drafter, target)
+    questions = take_evenly(load_suite(args.suite).questions, args.prompts)
+    prompts = [render(target.tokenizer, question.turns[:1], []) for question in questions]
+    sampling = SamplingParams(args.temperature)
+    generate(target, drafter, prompts[0], max_new_tokens=8, spec=TreeSpec.parse(args.tree[0]), sampling=sampling)
+    sides = {"plain": profile(target, None, "none", sampling, prompts, args.tokens)}
+    for tree in args.tree:
+        sides[tree] = profile(target, drafter, tree, sampling, prompts, args.tokens)
+    for name, side in sides.items():
+        print(name, side)
+    best = min(side["ms_per_token"] for name, side in sides.items() if name != "plain")
+    write_result(args.output, sides["plain"]["ms_per_token"] / best, 1.6, sides, target.device, dtype=args.dtype)
+
+
+if __name__ == "__main__":
+    main()
