@@ -28,9 +28,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from drafttrain.batch import TargetOutput
 from drafttrain.errors import UserError
-from drafttrain.ops.packing import SKINNY_ROWS, cpu_has_bfloat16, pack
+from drafttrain.ops.packing import cpu_has_bfloat16, pack
 from drafttrain.ops.tree_attention import TreeLayout, tree_attention
-from drafttrain.target_native import NativeBody
+from drafttrain.target_native import NATIVE_ROWS, NativeBody
 
 ATTENTION = "drafttrain"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -415,7 +415,7 @@ class Target:
         Raises:
             UserError: rows longer than the target reads.
         """
-        few = input_ids.shape[0] == 1 and input_ids.shape[1] <= SKINNY_ROWS
+        few = input_ids.shape[0] == 1 and input_ids.shape[1] <= NATIVE_ROWS
         if self._native is not None and few and context is not None and position_ids is not None:
             return self._native.forward(input_ids, feature_layers, position_ids, context)
         length = input_ids.shape[1]

@@ -10,6 +10,14 @@ from torch import Tensor
 
 from drafttrain.errors import UserError
 from drafttrain.ops.tree_attention import TreeLayout, tree_attention
+from drafttrain.ops.tree_attention_triton import PackedPlan, packed_tree_attention
+
+# Longer pieces are prompts, which fused causal attention reads faster than a kernel for few tokens.
+_KERNEL_TOKENS = 256
+
+
+def _on_gpu(query: Tensor) -> bool:
+    return query.is_cuda
 
 
 class TreeCache:
@@ -39,6 +47,7 @@ class TreeCache:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._open: list[tuple[int, TreeLayout]] = []
         self._slots: Tensor | None = None
+        self._plan: PackedPlan | None = None
 
     @property
     def nbytes(self) -> int:
@@ -62,7 +71,7 @@ class TreeCache:
         Raises:
             UserError: a row's tokens do not fit.
         """
-        self._open, self._slots = [], None
+        self._open, self._slots, self._plan = [], None, None
         for row, shape in new:
             length = self.lengths[row]
             layout = TreeLayout(length, count=shape) if isinstance(shape, int) else TreeLayout(length, shape)
@@ -108,7 +117,13 @@ class TreeCache:
         return self._attend_rows(query, keys, values, options).transpose(1, 2)
 
     def _attend_rows(self, query: Tensor, keys: Tensor, values: Tensor, options: dict[str, Any]) -> Tensor:
-        """Attention of the packed queries [1, heads, N, e], row by row. A kernel for all rows at once belongs here."""
+        """Attention of the packed queries [1, heads, N, e]: on a GPU one kernel for all rows, elsewhere row by row."""
+        if _on_gpu(query) and max(layout.count for _, layout in self._open) <= _KERNEL_TOKENS:
+            if self._plan is None:
+                rows = [row for row, _ in self._open]
+                self._plan = PackedPlan.build([layout for _, layout in self._open], rows, query.device)
+            by_row = (buffer.unflatten(1, (self.rows, self.capacity)).transpose(0, 1) for buffer in (keys, values))
+            return packed_tree_attention(query, *by_row, self._plan, **options)
         outs = []
         parts = query.split([layout.count for _, layout in self._open], dim=2)
         for part, (row, layout) in zip(parts, self._open, strict=True):

@@ -48,7 +48,7 @@ def hf_sides(
         names: of hf_generate, hf_prompt_lookup (10 tokens from the prompt) and hf_assisted.
         assistant: the draft model of hf_assisted; the target's own first layers (a third of them) if empty.
     """
-    load = partial(
+    load: Callable[[str], Any] = partial(
         AutoModelForCausalLM.from_pretrained, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True
     )
     model: Any = load(target.path)

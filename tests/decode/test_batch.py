@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafttrain.decode import Decoder, SamplingParams, engine, generate, generate_batch, strip_padding
+from drafttrain.decode import Decoder, SamplingParams, cache, engine, generate, generate_batch, strip_padding
 from drafttrain.decode.engine import Stats
 from drafttrain.drafters.base import TreeSpec
 from drafttrain.drafters.combined import CombinedDrafter
@@ -211,3 +211,18 @@ def test_bad_input_is_named():
     with pytest.raises(UserError, match="max_rows=0 must be at least 1"):
         generate_batch(target, None, [[1]], max_new_tokens=4, max_rows=0)
     assert generate_batch(target, None, [], max_new_tokens=4) == []
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_the_packed_kernel_serves_the_cache(name, monkeypatch):
+    """What a GPU does, with the kernel's torch reference in its place: the same tokens, one plan per round."""
+    target, _ = family(name)
+    options = {"max_new_tokens": 12, "eos_ids": (), "spec": TreeSpec.parse("dynamic:3,3,8")}
+    want = tokens_of(generate_batch(target, NgramDrafter(), PROMPTS, max_rows=3, **options))
+    plans, calls = [], []
+    build, attend = cache.PackedPlan.build, cache.packed_tree_attention
+    monkeypatch.setattr(cache, "_on_gpu", lambda query: True)
+    monkeypatch.setattr(cache.PackedPlan, "build", lambda *args: plans.append(1) or build(*args))
+    monkeypatch.setattr(cache, "packed_tree_attention", lambda *a, **k: calls.append(1) or attend(*a, **k))
+    assert tokens_of(generate_batch(target, NgramDrafter(), PROMPTS, max_rows=3, **options)) == want
+    assert len(calls) == target.num_layers * len(plans) > 0

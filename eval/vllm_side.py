@@ -1,0 +1,41 @@
+"""The vLLM side of bench_vllm.py; runs in vLLM's own environment. Reads a job as JSON on its command line's file."""
+
+import json
+import sys
+import time
+
+
+def main() -> None:
+    with open(sys.argv[1]) as file:
+        job = json.load(file)
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model=job["target"],
+        dtype=job["dtype"],
+        max_num_seqs=1,
+        max_model_len=job["max_model_len"],
+        speculative_config=job["speculative"],
+        enable_prefix_caching=False,
+        disable_log_stats=False,
+    )
+    params = SamplingParams(temperature=0, max_tokens=job["tokens"], ignore_eos=True)
+    prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
+    llm.generate(prompts[:1], params, use_tqdm=False)
+    runs = []
+    for _ in range(job["repeats"]):
+        began = time.perf_counter()
+        texts = [llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids for prompt in prompts]
+        seconds = time.perf_counter() - began
+        tokens = sum(len(text) for text in texts)
+        runs.append({"seconds": round(seconds, 3), "tokens_per_second": round(tokens / seconds, 2)})
+    counters = {}
+    for metric in llm.get_metrics():
+        if "spec_decode" in metric.name and hasattr(metric, "value"):
+            counters[metric.name] = metric.value
+    with open(job["answer"], "w") as file:
+        json.dump({"runs": runs, "tokens": [list(text) for text in texts], "counters": counters}, file)
+
+
+if __name__ == "__main__":
+    main()
