@@ -88,7 +88,7 @@ class PackedLinear(nn.Module):
         self.weight = linear.weight.detach().contiguous()
         self.bias = None if linear.bias is None else linear.bias.detach()
         self.mkl = self.weight.dtype == torch.float32 and _mkl_serves_any_rows()
-        self.skinny = cpu_kernels() is not None
+        self.skinny = self.weight.dtype == torch.float32 and cpu_kernels() is not None
         self.panels: Tensor | None = None
         self.packed: Tensor | None = None
 
