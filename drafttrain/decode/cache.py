@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.errors import UserError
-from drafttrain.ops.tree_attention import TreeLayout, tree_attention
+from drafttrain.ops.tree_attention import CpuPlan, TreeLayout, tree_attention
 from drafttrain.ops.tree_attention_triton import PackedPlan, packed_tree_attention
 
 # Longer pieces are prompts, which fused causal attention reads faster than a kernel for few tokens.
@@ -48,6 +48,8 @@ class TreeCache:
         self._open: list[tuple[int, TreeLayout]] = []
         self._slots: Tensor | None = None
         self._plan: PackedPlan | None = None
+        self._cpu_plan: CpuPlan | None = None
+        self._planned = False
 
     @property
     def nbytes(self) -> int:
@@ -72,6 +74,7 @@ class TreeCache:
             UserError: a row's tokens do not fit.
         """
         self._open, self._slots, self._plan = [], None, None
+        self._cpu_plan, self._planned = None, False
         for row, shape in new:
             length = self.lengths[row]
             layout = TreeLayout(length, count=shape) if isinstance(shape, int) else TreeLayout(length, shape)
@@ -104,6 +107,12 @@ class TreeCache:
         if layer not in self._layers:
             self._layers[layer] = (self._allocate(key), self._allocate(value))
         keys, values = self._layers[layer]
+        options = {"scaling": scaling, "window": window, "softcap": softcap, "sinks": sinks}
+        if not self._planned and query.device.type == "cpu":
+            self._cpu_plan = CpuPlan.build([(row * self.capacity, layout) for row, layout in self._open])
+            self._planned = True
+        if self._cpu_plan is not None and self._cpu_plan.serves(query, keys, values):
+            return self._cpu_plan.attend(query, keys, values, new=(key, value), **options)
         if len(self._open) == 1:
             row, layout = self._open[0]
             begin = row * self.capacity + layout.prefix_len
@@ -113,7 +122,6 @@ class TreeCache:
             slots = self._new_slots(key.device)
             keys.index_copy_(1, slots, key[0])
             values.index_copy_(1, slots, value[0])
-        options = {"scaling": scaling, "window": window, "softcap": softcap, "sinks": sinks}
         return self._attend_rows(query, keys, values, options).transpose(1, 2)
 
     def _attend_rows(self, query: Tensor, keys: Tensor, values: Tensor, options: dict[str, Any]) -> Tensor:

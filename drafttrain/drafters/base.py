@@ -273,7 +273,8 @@ def load_drafter(name: str, target: Target) -> Drafter | None:
     if is_untrained(name):
         drafter = untrained(name)
     else:
-        drafter = _load_trained(name).to(device=target.device, dtype=target.compute_dtype).eval()
+        # Rounded to the dtype asked for, as the target's weights are: bfloat16 values stream at half the bytes.
+        drafter = _load_trained(name).to(target.dtype).to(device=target.device, dtype=target.compute_dtype).eval()
         if target.device.type == "cpu":
             getattr(drafter, "pack", lambda: pack(drafter))()
     drafter.bind(target)

@@ -206,35 +206,62 @@ static void attend_rows(const float *query[LANES], float *out[LANES], const int 
         }
 }
 
-/* Attention of n <= 64 new tokens over `prefix` committed keys and over their own ancestors (a bit per new token).
+/* One sequence of a packed batch: its first slot on the cache's slot axis, committed keys, first new token, new tokens. */
+struct part {
+    long slot, prefix, token, n;
+};
+
+static void append(float *cache, long cache_stride, const float *new, long head_stride, long token_stride, long kv_heads,
+                   const struct part *part, long width) {
+    for (long kv = 0; kv < kv_heads; kv++)
+        for (long i = 0; i < part->n; i++)
+            memcpy(cache + kv * cache_stride + (part->slot + part->prefix + i) * width,
+                   new + kv * head_stride + (part->token + i) * token_stride, width * sizeof(float));
+}
+
+/* Attention of each part's n <= 64 new tokens over its committed keys and over their own ancestors (a bit per new token).
  *
- * query [heads, n, e] by strides; key [kv_heads, prefix + n, e], value [kv_heads, prefix + n, ve] with rows in order and
- * a stride per head; out [n, heads, ve]. e and ve are multiples of 16; depth [n]; window 0, softcap 0, sinks NULL: none. */
-void tree_attention(const float *query, long head_stride, long token_stride, const float *key, long key_stride,
-                    const float *value, long value_stride, float *out, long heads, long kv_heads, long prefix, long n,
-                    long e, long ve, const uint64_t *ancestors, const int *depth, float scaling, long window,
-                    float softcap, const float *sinks, int threads) {
-    long group = heads / kv_heads, rows = group * n, blocks = (rows + LANES - 1) / LANES;
-    long first = window && prefix + 1 > window ? prefix + 1 - window : 0;
-#pragma omp parallel num_threads(threads) if (kv_heads * blocks > 1)
+ * query [heads, N, e], new_key [kv_heads, N, e], new_value [kv_heads, N, ve] by strides; new keys and values are stored
+ * first (NULL: they are in place). keys [kv_heads, slots, e], values [kv_heads, slots, ve] with a stride per head; out
+ * [N, heads, ve]. e and ve are multiples of 16; ancestors, depth [N]; window 0, softcap 0, sinks NULL: none. */
+void tree_attention(const float *query, long head_stride, long token_stride, const float *new_key, long new_key_head,
+                    long new_key_token, const float *new_value, long new_value_head, long new_value_token, float *keys,
+                    long key_stride, float *values, long value_stride, float *out, long heads, long kv_heads, long e,
+                    long ve, const struct part *parts, long count, const uint64_t *ancestors, const int *depth,
+                    float scaling, long window, float softcap, const float *sinks, int threads) {
+    long group = heads / kv_heads, blocks = 0, slots = 0;
+    for (long p = 0; p < count; p++) {
+        const struct part *part = parts + p;
+        if (new_key) append(keys, key_stride, new_key, new_key_head, new_key_token, kv_heads, part, e);
+        if (new_value) append(values, value_stride, new_value, new_value_head, new_value_token, kv_heads, part, ve);
+        long needed = (group * part->n + LANES - 1) / LANES, seen = part->prefix + part->n;
+        blocks = needed > blocks ? needed : blocks;
+        slots = seen > slots ? seen : slots;
+    }
+#pragma omp parallel num_threads(threads) if (count * kv_heads * blocks > 1)
     {
-        vec *transposed = aligned_alloc(sizeof(vec), (e + prefix + n) * sizeof(vec)), *scores = transposed + e;
+        vec *transposed = aligned_alloc(sizeof(vec), (e + slots) * sizeof(vec)), *scores = transposed + e;
 #pragma omp for schedule(dynamic)
-        for (long task = 0; task < kv_heads * blocks; task++) {
-            long kv = task / blocks, block = task % blocks;
-            long begin = rows * block / blocks, count = rows * (block + 1) / blocks - begin;
+        for (long task = 0; task < count * kv_heads * blocks; task++) {
+            const struct part *part = parts + task / (kv_heads * blocks);
+            long kv = task / blocks % kv_heads, block = task % blocks, n = part->n;
+            long rows = group * n, own = (rows + LANES - 1) / LANES;
+            if (block >= own) continue;
+            long begin = rows * block / own, size = rows * (block + 1) / own - begin;
+            long first = window && part->prefix + 1 > window ? part->prefix + 1 - window : 0;
             const float *queries[LANES];
             float *outs[LANES], sink[LANES];
             int token[LANES];
-            for (long i = 0; i < count; i++) {
+            for (long i = 0; i < size; i++) {
                 long head = kv * group + (begin + i) / n;
                 token[i] = (int)((begin + i) % n);
-                queries[i] = query + head * head_stride + token[i] * token_stride;
-                outs[i] = out + (token[i] * heads + head) * ve;
+                queries[i] = query + head * head_stride + (part->token + token[i]) * token_stride;
+                outs[i] = out + ((part->token + token[i]) * heads + head) * ve;
                 if (sinks) sink[i] = sinks[head];
             }
-            attend_rows(queries, outs, token, (int)count, sinks ? sink : 0, key + kv * key_stride, value + kv * value_stride,
-                        first, prefix, n, e, ve, ancestors, depth, scaling, window, softcap, transposed, scores);
+            attend_rows(queries, outs, token, (int)size, sinks ? sink : 0, keys + kv * key_stride + part->slot * e,
+                        values + kv * value_stride + part->slot * ve, first, part->prefix, n, e, ve,
+                        ancestors + part->token, depth + part->token, scaling, window, softcap, transposed, scores);
         }
         free(transposed);
     }

@@ -24,9 +24,9 @@ _ARGUMENTS = {
     "skinny_linear": (_POINTER, _LONG, _LONG, _POINTER, _INT, _POINTER, _LONG, _INT),
     "rms_norm": (_POINTER, _POINTER, _FLOAT, _POINTER, _LONG, _LONG),
     "tree_attention": (
-        *(_POINTER, _LONG, _LONG, _POINTER, _LONG, _POINTER, _LONG, _POINTER),
-        *(_LONG, _LONG, _LONG, _LONG, _LONG, _LONG, _POINTER, _POINTER),
-        *(_FLOAT, _LONG, _FLOAT, _POINTER, _INT),
+        *(_POINTER, _LONG, _LONG, _POINTER, _LONG, _LONG, _POINTER, _LONG, _LONG),
+        *(_POINTER, _LONG, _POINTER, _LONG, _POINTER, _LONG, _LONG, _LONG, _LONG),
+        *(_POINTER, _LONG, _POINTER, _POINTER, _FLOAT, _LONG, _FLOAT, _POINTER, _INT),
     ),
     "layer_before_attention": (_POINTER, _POINTER, _LONG, _POINTER, _POINTER, _POINTER, _INT),
     "layer_after_attention": (_POINTER, _POINTER, _POINTER, _LONG, _INT),

@@ -133,9 +133,10 @@ def tree_attention(
         [b, heads, n, value_dim].
     """
     n, prefix = query.shape[2], layout.prefix_len
-    if n <= _FEW and prefix <= _NEAR and _serves_cpu_kernel(query, key, value):
-        return _cpu_kernel(query, key, value, layout, scaling, window, softcap, sinks)
     options: Any = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
+    plan = CpuPlan.build([(0, layout)]) if key.shape[0] == 1 and not torch.is_grad_enabled() else None
+    if plan is not None and plan.serves(query, key, value):
+        return plan.attend(query, key[0], value[0], window=window, **options).transpose(1, 2)
     if layout.parents is None and n > 1:
         plain = softcap is None and sinks is None
         if plain and prefix == 0 and (window is None or window >= n):
@@ -146,40 +147,83 @@ def tree_attention(
     return _attend(query, key[:, :, first:], value[:, :, first:], mask, **options)
 
 
-def _serves_cpu_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Float32 rows of one sequence on a CPU, without gradients, in the widths that the kernel is written for."""
-    if query.device.type != "cpu" or query.shape[0] != 1 or query.shape[3] % 16 or value.shape[3] % 16:
-        return False
-    if not query.dtype == key.dtype == value.dtype == torch.float32 or torch.is_grad_enabled():
-        return False
-    rows = key.stride(2) == key.shape[3] and value.stride(2) == value.shape[3]
-    return rows and query.stride(3) == key.stride(3) == value.stride(3) == 1 and cpu_kernels() is not None
+class CpuPlan:
+    """What the CPU kernel knows about a packed forward: several sequences' new tokens, one after the other.
 
+    Args:
+        parts: per sequence the first slot of its keys on the slot axis, and its layout.
+    """
 
-def _cpu_kernel(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layout: TreeLayout,
-    scaling: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    kernels = cpu_kernels()
-    assert kernels is not None
-    (_, heads, n, e), kv_heads, ve = query.shape, key.shape[1], value.shape[3]
-    out = torch.empty((1, n, heads, ve))
-    ancestors, depths = layout.bits()
-    if sinks is not None:
-        sinks = sinks.float().contiguous()
-    kernels.tree_attention(
-        *(query.data_ptr(), query.stride(1), query.stride(2)),
-        *(key.data_ptr(), key.stride(1), value.data_ptr(), value.stride(1), out.data_ptr()),
-        *(heads, kv_heads, layout.prefix_len, n, e, ve, ancestors.ctypes.data, depths.ctypes.data),
-        *(scaling, window or 0, softcap or 0.0, None if sinks is None else sinks.data_ptr(), torch.get_num_threads()),
-    )
-    return out.transpose(1, 2)
+    def __init__(self, parts: Sequence[tuple[int, TreeLayout]]):
+        rows, begin = [], 0
+        for slot, layout in parts:
+            rows.append((slot, layout.prefix_len, begin, layout.count))
+            begin += layout.count
+        bits = [layout.bits() for _, layout in parts]
+        self._parts = np.array(rows, dtype=np.int64)
+        self._ancestors = bits[0][0] if len(bits) == 1 else np.concatenate([ancestors for ancestors, _ in bits])
+        self._depths = bits[0][1] if len(bits) == 1 else np.concatenate([depths for _, depths in bits])
+        self._pointers = (self._parts.ctypes.data, len(rows), self._ancestors.ctypes.data, self._depths.ctypes.data)
+
+    @staticmethod
+    def build(parts: Sequence[tuple[int, TreeLayout]]) -> CpuPlan | None:
+        """None where a sequence has too many tokens for the kernel, or keys enough for torch to be faster."""
+        if any(layout.count > _FEW or layout.prefix_len > _NEAR for _, layout in parts):
+            return None
+        return CpuPlan(parts) if cpu_kernels() is not None else None
+
+    def serves(self, query: Tensor, keys: Tensor, values: Tensor) -> bool:
+        """Float32 on a CPU, without gradients, in the widths that the kernel is written for. Shapes as in `attend`."""
+        if query.device.type != "cpu" or query.shape[0] != 1 or query.shape[3] % 16 or values.shape[-1] % 16:
+            return False
+        if not query.dtype == keys.dtype == values.dtype == torch.float32 or torch.is_grad_enabled():
+            return False
+        in_order = keys.stride(-2) == keys.shape[-1] and values.stride(-2) == values.shape[-1]
+        return in_order and query.stride(3) == keys.stride(-1) == values.stride(-1) == 1
+
+    def attend(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+        new: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Stores the new keys and values, if any are given, and attends.
+
+        Args:
+            query: [1, heads, N, e]; keys, values: [kv_heads, slots, e].
+            new: keys and values [1, kv_heads, N, e] of the new tokens; None if they are in place.
+
+        Returns:
+            [1, N, heads, value_dim].
+        """
+        kernels = cpu_kernels()
+        assert kernels is not None
+        (_, heads, n, e), kv_heads, ve = query.shape, keys.shape[0], values.shape[-1]
+        out = torch.empty((1, n, heads, ve))
+        if sinks is not None:
+            sinks = sinks.float().contiguous()
+        rows = [tensor if tensor.stride(3) == 1 else tensor.contiguous() for tensor in new or ()]
+        fresh = [number for tensor in rows for number in (tensor.data_ptr(), tensor.stride(1), tensor.stride(2))]
+        kernels.tree_attention(
+            *(query.data_ptr(), query.stride(1), query.stride(2)),
+            *(fresh or (None, 0, 0, None, 0, 0)),
+            *(keys.data_ptr(), keys.stride(0), values.data_ptr(), values.stride(0), out.data_ptr()),
+            *(heads, kv_heads, e, ve, *self._pointers),
+            *(
+                scaling,
+                window or 0,
+                softcap or 0.0,
+                None if sinks is None else sinks.data_ptr(),
+                torch.get_num_threads(),
+            ),
+        )
+        return out
 
 
 def _in_blocks(query: Tensor, key: Tensor, value: Tensor, prefix: int, window: int | None, options: Any) -> Tensor:

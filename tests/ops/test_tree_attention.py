@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from drafttrain.ops import tree_attention as module
 from drafttrain.ops.native import cpu_kernels
-from drafttrain.ops.tree_attention import TreeLayout, tree_attention
+from drafttrain.ops.tree_attention import CpuPlan, TreeLayout, tree_attention
 
 TREES = {"root": [], "chain": [-1, 0, 1], "tree": [-1, -1, 0, 0, 2, 1, 4]}
 
@@ -147,10 +147,11 @@ def test_cpu_kernel_equals_torch(data):
         "softcap": data.draw(st.sampled_from([None, 3.0])),
         "sinks": torch.linspace(-2, 2, heads) if data.draw(st.booleans()) else None,
     }
-    assert module._serves_cpu_kernel(q, k, v) is False  # gradients could be asked for
+    plan = CpuPlan.build([(0, layout)])
+    assert not plan.serves(q, k[0], v[0])  # gradients could be asked for
     want = tree_attention(q, k, v, layout, **options)
     with torch.no_grad():
-        assert module._serves_cpu_kernel(q, k, v)
+        assert plan.serves(q, k[0], v[0])
         got = tree_attention(q, k, v, layout, **options)
     torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
 
@@ -172,3 +173,35 @@ def test_cpu_kernel_gives_a_node_what_its_path_alone_gives():
         scaling=0.125,
     )
     assert torch.equal(tree[:, :, path], alone)
+
+
+@pytest.mark.skipif(cpu_kernels() is None, reason="no C compiler here")
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_cpu_kernel_serves_packed_rows(data):
+    """Several sequences in one call, each on its own part of the slot axis, keys and values stored on the way."""
+    rows, capacity = data.draw(st.integers(1, 4)), 60
+    order = data.draw(st.permutations(range(rows)))
+    layouts = []
+    for _ in order:
+        n = data.draw(st.integers(1, 20))
+        tree = [data.draw(st.integers(-1, node - 1)) for node in range(n - 1)] if data.draw(st.booleans()) else None
+        layouts.append(TreeLayout(data.draw(st.integers(0, 40)), tree, count=n))
+    total = sum(layout.count for layout in layouts)
+    q, key, value = inputs(6, 2, total, total, 32, 48, seed=total)
+    _, keys, values = inputs(6, 2, 1, rows * capacity, 32, 48, seed=1)
+    keys, values = keys[0].clone(), values[0].clone()
+    options = {"scaling": 0.2, "window": data.draw(st.sampled_from([None, 5])), "softcap": None, "sinks": None}
+    want, begin = [], 0
+    for row, layout in zip(order, layouts, strict=True):
+        own, first = slice(begin, begin + layout.count), row * capacity
+        k = torch.cat((keys[None, :, first : first + layout.prefix_len], key[:, :, own]), dim=2)
+        v = torch.cat((values[None, :, first : first + layout.prefix_len], value[:, :, own]), dim=2)
+        want.append(tree_attention(q[:, :, own], k, v, layout, **options))
+        begin += layout.count
+    with torch.no_grad():
+        plan = CpuPlan.build([(row * capacity, layout) for row, layout in zip(order, layouts, strict=True)])
+        got = plan.attend(q, keys, values, new=(key, value), **options)
+    torch.testing.assert_close(got, torch.cat(want, dim=2).transpose(1, 2), atol=2e-5, rtol=2e-5)
+    first = order[0] * capacity + layouts[0].prefix_len
+    assert torch.equal(keys[:, first : first + layouts[0].count], key[0, :, : layouts[0].count])
