@@ -107,7 +107,7 @@ class TreeCache:
         if layer not in self._layers:
             self._layers[layer] = (self._allocate(key), self._allocate(value))
         keys, values = self._layers[layer]
-        options = {"scaling": scaling, "window": window, "softcap": softcap, "sinks": sinks}
+        options: dict[str, Any] = {"scaling": scaling, "window": window, "softcap": softcap, "sinks": sinks}
         if not self._planned and query.device.type == "cpu":
             self._cpu_plan = CpuPlan.build([(row * self.capacity, layout) for row, layout in self._open])
             self._planned = True
@@ -130,8 +130,8 @@ class TreeCache:
             if self._plan is None:
                 rows = [row for row, _ in self._open]
                 self._plan = PackedPlan.build([layout for _, layout in self._open], rows, query.device)
-            by_row = (buffer.unflatten(1, (self.rows, self.capacity)).transpose(0, 1) for buffer in (keys, values))
-            return packed_tree_attention(query, *by_row, self._plan, **options)
+            keys, values = (b.unflatten(1, (self.rows, self.capacity)).transpose(0, 1) for b in (keys, values))
+            return packed_tree_attention(query, keys, values, self._plan, **options)
         outs = []
         parts = query.split([layout.count for _, layout in self._open], dim=2)
         for part, (row, layout) in zip(parts, self._open, strict=True):
