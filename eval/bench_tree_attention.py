@@ -12,12 +12,8 @@ model's layers share them. Every call takes the next of several layers' caches, 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,10 +21,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from benchmark import write_result
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from drafttrain import __version__
 from drafttrain.ops.tree_attention import TreeLayout
 from drafttrain.ops.tree_attention_triton import PackedPlan, packed_tree_attention
 from drafttrain.target import DTYPES, resolve_device
@@ -116,44 +112,30 @@ def copy_speed(device: torch.device) -> float:
     return 2 * source.numel() / statistics.median(seconds)
 
 
-def device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return f"{next(names, platform.machine())}, {os.cpu_count()} cores"
-
-
-def write_result(
+def report(
     args: argparse.Namespace, device: torch.device, runs: dict[str, list[float]], floor: float, errors: dict[str, float]
 ) -> None:
     medians = {name: statistics.median(seconds) for name, seconds in runs.items()}
-    result = {
-        "ratio": round(medians["sdpa_dense_mask"] / medians["ours"], 3),
-        "goal": GOAL,
-        "floor_share": round(floor / medians["ours"], 3),
-        "floor_goal": FLOOR_GOAL,
-        "sides": {
-            name: {"microseconds": round(medians[name] * 1e6, 2), "runs": runs[name], "error": errors[name]}
-            for name in runs
-        }
-        | {"memory_floor": {"microseconds": round(floor * 1e6, 2)}},
-        **{
-            name: getattr(args, name) for name in ("prefix", "nodes", "batch", "heads", "kv_heads", "head_dim", "dtype")
-        },
-        "repeats": args.repeats,
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "device": device_name(device),
-        "threads": torch.get_num_threads(),
-        "versions": {"drafttrain": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    sides: dict[str, dict[str, Any]] = {
+        name: {"microseconds": round(medians[name] * 1e6, 2), "runs": runs[name], "error": errors[name]}
+        for name in runs
     }
-    for name, side in result["sides"].items():
+    sides["memory_floor"] = {"microseconds": round(floor * 1e6, 2)}
+    share = round(floor / medians["ours"], 3)
+    for name, side in sides.items():
         print(f"{name:16} {side['microseconds']:10.1f} us a layer")
-    print(f"ratio {result['ratio']} (goal {GOAL}), {result['floor_share']:.0%} of the floor (goal {FLOOR_GOAL:.0%})")
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(result, indent=2) + "\n")
+    print(f"{share:.0%} of the floor (goal {FLOOR_GOAL:.0%})")
+    settings = ("prefix", "nodes", "batch", "heads", "kv_heads", "head_dim", "dtype", "repeats")
+    write_result(
+        args.output,
+        medians["sdpa_dense_mask"] / medians["ours"],
+        GOAL,
+        sides,
+        device,
+        floor_share=share,
+        floor_goal=FLOOR_GOAL,
+        **{name: getattr(args, name) for name in settings},
+    )
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -194,7 +176,7 @@ def main() -> None:
     for _ in range(args.repeats):
         for name, side in sides.items():
             runs[name].append(seconds_per_layer(side, layers, device))
-    write_result(args, device, runs, read / copy_speed(device), errors)
+    report(args, device, runs, read / copy_speed(device), errors)
 
 
 if __name__ == "__main__":

@@ -111,11 +111,11 @@ class PackedLinear(nn.Module):
     def _skinny(self, x: Tensor) -> Tensor:
         if self.panels is None:
             self.panels = pack_panels(self.weight)
-        flat = x.reshape(-1, self.in_features).float().contiguous()
+        flat = x.reshape(-1, self.in_features).contiguous()
         y = skinny_linear(flat, self.panels, self.out_features)
         if self.bias is not None:
             y += self.bias
-        return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
+        return y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         many = "mkl" if self.mkl else "onednn"
