@@ -52,11 +52,17 @@ def vllm_run(args: argparse.Namespace, target: Target, prompts: list[list[int]],
             **os.environ,
         }
         script = Path(__file__).with_name("vllm_side.py")
-        done = subprocess.run(
-            [args.vllm_python, str(script), str(job)], env=environment, capture_output=True, text=True
-        )
-        if done.returncode:
-            raise SystemExit(f"vLLM failed:\n{done.stderr[-3000:]}")
+        errors = Path(folder) / "stderr"
+        with errors.open("w") as file:
+            process = subprocess.Popen(
+                [args.vllm_python, str(script), str(job)], env=environment, stdout=subprocess.PIPE, stderr=file, text=True
+            )
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith("vllm: "):
+                    print(line, end="", flush=True)
+        if process.wait():
+            raise SystemExit(f"vLLM failed:\n{errors.read_text()[-3000:]}")
         return json.loads(answer.read_text())
 
 
@@ -65,6 +71,7 @@ def our_run(
 ) -> dict[str, Any]:
     spec = TreeSpec.parse(tree)
     generate(target, drafter, prompts[0], max_new_tokens=args.tokens, spec=spec, eos_ids=())
+    print("ours: ready", flush=True)
     runs: list[dict[str, float]] = []
     for _ in range(args.repeats):
         began = time.perf_counter()

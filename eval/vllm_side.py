@@ -22,6 +22,7 @@ def main() -> None:
     params = SamplingParams(temperature=0, max_tokens=job["tokens"], ignore_eos=True)
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
     llm.generate(prompts[:1], params, use_tqdm=False)
+    print("vllm: ready", flush=True)
     runs = []
     for _ in range(job["repeats"]):
         began = time.perf_counter()
@@ -29,6 +30,7 @@ def main() -> None:
         seconds = time.perf_counter() - began
         tokens = sum(len(text) for text in texts)
         runs.append({"seconds": round(seconds, 3), "tokens_per_second": round(tokens / seconds, 2)})
+    print("vllm: measured", flush=True)
     counters = {}
     for metric in llm.get_metrics():
         if "spec_decode" in metric.name and hasattr(metric, "value"):

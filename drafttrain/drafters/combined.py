@@ -1,11 +1,13 @@
 """Two drafters at once: a training-free one's match is merged into the other's tree, within the same budget.
 
-Language models repeat themselves and their prompts. Where an n-gram matches, its continuation is cheap and often long;
-where none does, the whole budget is the other drafter's. Written `DRAFTER+ngram` wherever a drafter is named.
+Language models repeat themselves and their prompts. Where a match is likely to go on, its continuation is cheap and long: it
+is drafted alone, and the other drafter spared its work. Elsewhere both draft, and the likeliest nodes of the two trees are
+verified. Written `DRAFTER+ngram` wherever a drafter is named.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -18,31 +20,54 @@ from drafttrain.ops.sampling import Sampler
 from drafttrain.target import Target
 
 
-def merge(first: TokenTree, second: TokenTree) -> TokenTree:
-    """The union of two trees: paths that begin alike share their nodes.
+# A match this likely to go on is drafted alone: what the other drafter could add is worth less than the time it takes.
+_SURE = 0.75
+# In a chain or a fan-out, where one drafter's tree takes the other's place, a match goes first from here on.
+_LIKELY = 0.5
 
-    Nodes of `first` keep their indices, and what they were drawn from; the others count as chosen by a rule.
+
+def merge(first: TokenTree, second: TokenTree, budget: int) -> TokenTree:
+    """The `budget` likeliest nodes of the union of two trees; paths that begin alike share their nodes.
+
+    A shared node is as likely as the more confident tree thinks. Nodes keep the order of the trees, `first` before
+    `second`. What tokens were drawn from goes lost: drawn trees are not for merging.
     """
     parents = list(first.parents)
     tokens = first.tokens.tolist()
+    scores = _scores(first)
     place = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
     where = {-1: -1}
-    for node, (parent, token) in enumerate(zip(second.parents, second.tokens.tolist(), strict=True)):
+    entries = zip(second.parents, second.tokens.tolist(), _scores(second), strict=True)
+    for node, (parent, token, score) in enumerate(entries):
         key = (where[parent], token)
-        if key not in place:
+        if key in place:
+            scores[place[key]] = max(scores[place[key]], score)
+        else:
             place[key] = len(tokens)
             parents.append(key[0])
             tokens.append(token)
+            scores.append(score)
         where[node] = place[key]
-    drawn = first.proposal and replace(first.proposal, rows=first.proposal.rows + [-1] * (len(tokens) - len(first)))
-    return TokenTree(torch.tensor(tokens, dtype=torch.long, device=first.tokens.device), parents, proposal=drawn)
+    # No node is likelier than its parent, and parents come first: the likeliest nodes form a tree.
+    kept = sorted(sorted(range(len(tokens)), key=lambda i: -scores[i])[:budget])
+    index = {-1: -1} | {old: new for new, old in enumerate(kept)}
+    return TokenTree(
+        torch.tensor([tokens[i] for i in kept], dtype=torch.long, device=first.tokens.device),
+        [index[parents[i]] for i in kept],
+        torch.tensor([scores[i] for i in kept]),
+    )
+
+
+def _scores(tree: TokenTree) -> list[float]:
+    """Log-probabilities of paths; a drafter that knows none counts as sure of what it found."""
+    return [0.0] * len(tree) if tree.log_probs is None else tree.log_probs.tolist()
 
 
 class CombinedDrafter(Drafter):
-    """Drafts with `main` and merges the chain that `side` proposes.
+    """Drafts with `main`, with `side` or with both, as the likelihood of the side's match says.
 
-    A dynamic tree gives the chain up to half of its budget. Chains and fan-outs have no room to share: there the match,
-    if any, is drafted instead.
+    A dynamic tree holds the likeliest nodes of both. Chains and fan-outs have no room to share, and drawn trees none to
+    choose: there a likely match is drafted instead.
     """
 
     trainable = False
@@ -69,27 +94,23 @@ class CombinedDrafter(Drafter):
         self, sessions: Sequence[CombinedSession], specs: Sequence[TreeSpec], samplers: Sequence[Sampler | None]
     ) -> list[TokenTree]:
         sides = [session.side for session in sessions]
-        chains = self.side.propose_all(sides, [_room(spec) for spec in specs], samplers)
-        trees = dict(enumerate(chains))
-        # What the chain leaves of the budget; without a match, all of it.
-        asked = {
-            row: replace(spec, budget=spec.budget - len(chain)) if len(chain) else spec
-            for row, (spec, chain) in enumerate(zip(specs, chains, strict=True))
-            if spec.shape == "dynamic" or len(chain) == 0
-        }
-        drafted: list[TokenTree] = []
-        if asked:
-            mains = [sessions[row].main for row in asked]
-            drafted = self.main.propose_all(mains, list(asked.values()), [samplers[row] for row in asked])
-        for row, tree in zip(asked, drafted, strict=True):
-            trees[row] = merge(tree, chains[row]) if len(chains[row]) else tree
+        found = self.side.propose_all(sides, [_room(spec) for spec in specs], samplers)
+        chance = [math.exp(_scores(tree)[0]) if len(tree) else 0.0 for tree in found]
+        alone = [p >= (_SURE if spec.shape == "dynamic" else _LIKELY) for p, spec in zip(chance, specs, strict=True)]
+        rows = [row for row in range(len(sessions)) if not alone[row]]
+        trees = dict(enumerate(found))
+        if rows:
+            mains = [sessions[row].main for row in rows]
+            drafted = self.main.propose_all(mains, [specs[row] for row in rows], [samplers[row] for row in rows])
+            for row, tree in zip(rows, drafted, strict=True):
+                both = specs[row].shape == "dynamic" and len(found[row])
+                trees[row] = merge(tree, found[row], specs[row].budget) if both else tree
         return [trees[row] for row in range(len(sessions))]
 
 
 def _room(spec: TreeSpec) -> TreeSpec:
-    """The chain that the side drafter may propose."""
-    length = spec.budget // 2 if spec.shape == "dynamic" else spec.depth
-    return TreeSpec.parse(f"chain:{length}" if length else "none")
+    """What the side drafter may propose: in a dynamic tree paths as long as the budget, for they cost it nothing to find."""
+    return replace(spec, depth=spec.budget) if spec.shape == "dynamic" else TreeSpec.parse(f"chain:{spec.depth}")
 
 
 class CombinedSession:

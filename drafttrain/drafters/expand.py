@@ -10,7 +10,7 @@ from torch import Tensor
 
 from drafttrain.batch import Proposal, TokenTree
 from drafttrain.drafters.base import TreeSpec, ranks_below
-from drafttrain.ops.sampling import Sampler, draw_distinct, probabilities
+from drafttrain.ops.sampling import Sampler, draw_distinct, probabilities, top_log_probs
 
 # nodes to open: their own tokens [m], and their parents' order among all opened nodes so far
 Nodes = tuple[Tensor, list[int]]
@@ -51,8 +51,7 @@ class _Grower:
         width = min(1 + max(map(max, wanted)), logits.shape[-1])
         first_row = sum(map(len, self.proposals))
         if self.sampler is None:
-            top = torch.log_softmax(logits.float(), dim=-1).topk(width, dim=-1)
-            tokens, scores = top.indices, top.values
+            scores, tokens = top_log_probs(logits, width)
         else:
             q = probabilities(logits, self.sampler.params)
             tokens = draw_distinct(q, width, self.sampler.generator)

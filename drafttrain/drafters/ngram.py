@@ -1,11 +1,13 @@
 """Prompt lookup: what followed the last few tokens when they stood earlier in the sequence. No weights, no training.
 
-Source: prompt lookup decoding (Saxena 2023); here with an index instead of a scan, several continuations as a tree, and
-matches that run into the end of the sequence continued periodically.
+Source: prompt lookup decoding (Saxena 2023); here with an index instead of a scan, several continuations as a tree, matches
+that run into the end of the sequence continued periodically, and a probability for every node: the longer a match, the
+likelier it goes on. How likely, each sequence learns from its own committed tokens, whether they had been drafted or not.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from itertools import islice
 
@@ -20,6 +22,10 @@ from drafttrain.target import Target
 
 # Occurrences looked at per suffix length; older ones seldom add a continuation that newer ones lack.
 _OCCURRENCES = 16
+# Paths less likely than this are not followed: no budget has room for them.
+_FLOOR = 0.01
+# A match of n tokens is expected to go on with n / (n + 2), a belief that weighs as much as so many observed matches.
+_BELIEF = 4
 
 
 class NgramDrafter(Drafter):
@@ -38,7 +44,7 @@ class NgramDrafter(Drafter):
     # Beside another drafter only matches of two tokens and more are worth their nodes.
     defaults_beside = {"min_n": 2}
 
-    def __init__(self, max_n: int = 4, min_n: int = 1):
+    def __init__(self, max_n: int = 8, min_n: int = 1):
         if not 1 <= min_n <= max_n:
             raise UserError(f"min_n={min_n}, max_n={max_n}: suffix lengths must satisfy 1 <= min_n <= max_n")
         self.max_n, self.min_n = max_n, min_n
@@ -59,50 +65,78 @@ class NgramSession:
 
     def __init__(self, prompt_ids: Tensor, max_n: int, min_n: int):
         self.device = prompt_ids.device
+        self.prompt_length = len(prompt_ids)
         self.sizes = range(max_n, min_n - 1, -1)
         self.tokens: list[int] = prompt_ids[:1].tolist()
         self.followers: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+        # By length of the longest match: how often there was one, and how often its next token came.
+        self.matches, self.hits = [0] * (max_n + 1), [0] * (max_n + 1)
 
     def extend(self, tokens: Tensor, features: Tensor) -> None:
         """Takes committed tokens [m]; features are not used."""
         for token in tokens.tolist():
             place = len(self.tokens)
-            for n in self.sizes:
-                if n <= place:
-                    self.followers[tuple(self.tokens[place - n :])].append(place)
+            keys = [tuple(self.tokens[place - n :]) for n in self.sizes if n <= place]
+            if place >= self.prompt_length:  # what the prompt repeats says little about what the target will
+                self._learn(keys, token)
+            for key in keys:
+                self.followers[key].append(place)
             self.tokens.append(token)
 
-    def propose(self, spec: TreeSpec, sampler: Sampler | None = None) -> TokenTree:
-        """Drafts continuations of earlier occurrences, longest suffix and most recent first, as far as `spec` has room.
+    def _learn(self, keys: list[tuple[int, ...]], token: int) -> None:
+        longest = next((key for key in keys if key in self.followers), None)
+        if longest is not None:
+            self.matches[len(longest)] += 1
+            self.hits[len(longest)] += self.tokens[self.followers[longest][-1]] == token
 
-        A chain follows the first match only. Trees branch where further matches go on differently: at most the spec's
-        children per node and nodes in all. A match is a rule, not a draw: `sampler` is not used.
+    def chance(self, n: int) -> float:
+        """The probability that a match of n tokens goes on for one more."""
+        n = min(n, self.sizes.start)
+        return (self.hits[n] + _BELIEF * n / (n + 2)) / (self.matches[n] + _BELIEF)
+
+    def propose(self, spec: TreeSpec, sampler: Sampler | None = None) -> TokenTree:
+        """Drafts continuations of earlier occurrences: the likeliest nodes, as far as `spec` has room.
+
+        A chain follows the longest match's most recent occurrence only. Trees branch where further matches go on
+        differently: at most the spec's children per node and nodes in all. A match is a rule, not a draw: `sampler` is
+        not used.
         """
         if spec.shape == "none":
             return TokenTree.empty(self.device)
         widths = (spec.top_k,) * spec.depth if spec.shape == "dynamic" else spec.fanout
         tokens: list[int] = []
         parents: list[int] = []
+        scores: list[float] = []
         children: defaultdict[int, dict[int, int]] = defaultdict(dict)
-        for place in self._matches():
-            if len(tokens) == spec.budget:
-                break
-            node = -1
-            for width, token in zip(widths, self._continuation(place), strict=False):
+        left: defaultdict[int, float] = defaultdict(lambda: 1.0)  # what a node's children leave of its probability
+        for n, place in self._matches():
+            node, above = -1, 1.0
+            for step, (width, token) in enumerate(zip(widths, self._continuation(place), strict=False)):
                 below = children[node]
                 if token not in below:
-                    if len(below) == width or len(tokens) == spec.budget:
+                    share = left[node] * self.chance(n + step)
+                    if len(below) == width or above * share < max(_FLOOR, spec.stop):
                         break
+                    left[node] -= share
                     below[token] = len(tokens)
                     tokens.append(token)
                     parents.append(node)
+                    scores.append(above * share)
                 node = below[token]
+                above = scores[node]
             if spec.shape == "chain":
                 break
-        return TokenTree(torch.tensor(tokens, dtype=torch.long, device=self.device), parents)
+        # A child is never likelier than its parent and comes later, so the likeliest nodes form a tree.
+        kept = sorted(sorted(range(len(tokens)), key=lambda i: -scores[i])[: spec.budget])
+        index = {-1: -1} | {old: new for new, old in enumerate(kept)}
+        return TokenTree(
+            torch.tensor([tokens[i] for i in kept], dtype=torch.long, device=self.device),
+            [index[parents[i]] for i in kept],
+            torch.tensor([math.log(scores[i]) for i in kept]),
+        )
 
     def _matches(self):
-        """Positions that followed an earlier occurrence of the current suffix."""
+        """(length, position that followed) of earlier occurrences of the current suffix, the best first."""
         seen: set[int] = set()
         for n in self.sizes:
             if n > len(self.tokens):
@@ -111,7 +145,7 @@ class NgramSession:
             for place in islice(reversed(places), _OCCURRENCES):
                 if place not in seen:
                     seen.add(place)
-                    yield place
+                    yield n, place
 
     def _continuation(self, place: int):
         """The tokens from `place` on; past the end of the sequence the stretch since `place` repeats itself."""

@@ -118,7 +118,7 @@ void rms_norm(const float *x, const float *weight, float eps, float *y, long row
     }
 }
 
-/* -- tree attention ------------------------------------------------------------------------------------------------- */
+/* -- vectors -------------------------------------------------------------------------------------------------------- */
 
 /* mask ? a : b, lane by lane; comparisons of vectors give such masks. */
 static inline vec choose(ints mask, vec a, vec b) { return (vec)(((ints)a & mask) | ((ints)b & ~mask)); }
@@ -135,6 +135,53 @@ static inline vec exponential(vec x) {
     ints power = (__builtin_convertvector(n, ints) + 127) << 23;
     return choose(tiny, (vec){0}, p * (vec)power);
 }
+
+/* -- the likeliest tokens -------------------------------------------------------------------------------------------- */
+
+/* Per row of logits [rows, d] the k highest, falling, equal ones by index: ids and values [rows, k], and, unless `log_sum`
+ * is null, the logarithm of the row's summed exponentials. One thread: a round asks for a few rows of some thousand
+ * tokens, for which waking another core takes longer than the work. */
+void likeliest(const float *z, long rows, long d, long k, int64_t *ids, float *values, float *log_sum) {
+    for (long r = 0; r < rows; r++, z += d, ids += k, values += k) {
+        long held = 0, i = 0;
+        while (i < d) {
+            if (held == k && i + LANES <= d) { /* most blocks hold nothing that is high enough */
+                vec block;
+                memcpy(&block, z + i, sizeof block);
+                ints above = block > values[k - 1];
+                int any = 0;
+                for (int l = 0; l < LANES; l++) any |= above[l];
+                if (!any) {
+                    i += LANES;
+                    continue;
+                }
+            }
+            for (long end = held == k && i + LANES <= d ? i + LANES : i + 1; i < end; i++) {
+                if (held == k && !(z[i] > values[k - 1])) continue;
+                long place = held < k ? held++ : k - 1;
+                for (; place > 0 && z[i] > values[place - 1]; place--) {
+                    values[place] = values[place - 1];
+                    ids[place] = ids[place - 1];
+                }
+                values[place] = z[i];
+                ids[place] = i;
+            }
+        }
+        if (log_sum == NULL) continue;
+        float highest = values[0], sums = 0;
+        vec total = {0};
+        for (i = 0; i + LANES <= d; i += LANES) {
+            vec block;
+            memcpy(&block, z + i, sizeof block);
+            total += exponential(block - highest);
+        }
+        for (; i < d; i++) sums += expf(z[i] - highest);
+        for (int l = 0; l < LANES; l++) sums += total[l];
+        log_sum[r] = highest + logf(sums);
+    }
+}
+
+/* -- tree attention ------------------------------------------------------------------------------------------------- */
 
 /* out[i][c ..] = sum of weights[t][i] * value[t] / total for four rows i, of which `high` exist; `wide` is a constant. */
 static inline __attribute__((always_inline)) void weigh(int wide, const float *weights, const float *value, long count,

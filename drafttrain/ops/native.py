@@ -23,6 +23,7 @@ _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ct
 _ARGUMENTS = {
     "skinny_linear": (_POINTER, _LONG, _LONG, _POINTER, _INT, _POINTER, _LONG, _INT),
     "rms_norm": (_POINTER, _POINTER, _FLOAT, _POINTER, _LONG, _LONG),
+    "likeliest": (_POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER, _POINTER),
     "tree_attention": (
         *(_POINTER, _LONG, _LONG, _POINTER, _LONG, _LONG, _POINTER, _LONG, _LONG),
         *(_POINTER, _LONG, _POINTER, _LONG, _POINTER, _LONG, _LONG, _LONG, _LONG),

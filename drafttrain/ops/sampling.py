@@ -19,7 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafttrain.errors import UserError
+from drafttrain.ops.native import cpu_kernels
 
+# Rows up to which one thread finds the likeliest tokens sooner than torch's do.
+_FEW = 32
 _BLOCK = 256
 # Kept tokens are looked for among this many likeliest ones first (top-k knows its number, and leaves room for ties).
 _NUCLEUS = 1024
@@ -135,11 +138,47 @@ def sample(logits: Tensor, params: SamplingParams, uniforms: Tensor | None = Non
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """First index of each row's maximum, [n, v] -> [n]; two levels because torch's own is slow over long rows on a CPU."""
+    """First index of each row's maximum, [n, v] -> [n]; torch's own is slow over long rows on a CPU."""
+    if _few_rows(logits):
+        return _highest(logits, 1, None)[1][:, 0]
     blocks = _blocks(logits, float("-inf"))
     block = blocks.amax(-1).argmax(-1)
     rows = torch.arange(len(block), device=logits.device)
     return block * blocks.shape[-1] + blocks[rows, block].argmax(-1)
+
+
+def top_log_probs(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The likeliest tokens of each row.
+
+    Args:
+        logits: [n, v]; width: how many, at most v.
+
+    Returns:
+        Log-probabilities [n, width] float32, falling, and ids [n, width] int64.
+    """
+    if _few_rows(logits):
+        log_sum = logits.new_empty(len(logits))
+        values, ids = _highest(logits, width, log_sum)
+        return values - log_sum[:, None], ids
+    top = logits.float().log_softmax(dim=-1).topk(width, dim=-1)
+    return top.values, top.indices
+
+
+def _few_rows(logits: Tensor) -> bool:
+    """Whether the C kernel serves: torch splits even a few rows among threads, and waking those takes longer than the work."""
+    fits = logits.device.type == "cpu" and logits.dtype == torch.float32 and logits.is_contiguous()
+    return fits and 0 < len(logits) <= _FEW and cpu_kernels() is not None
+
+
+def _highest(logits: Tensor, width: int, log_sum: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Values and ids [n, width] of the highest logits; fills log_sum [n] with the logarithm of summed exponentials."""
+    n, v = logits.shape
+    ids, values = torch.empty(n, width, dtype=torch.long), logits.new_empty(n, width)
+    sums = None if log_sum is None else log_sum.data_ptr()
+    kernels = cpu_kernels()
+    assert kernels is not None
+    kernels.likeliest(logits.data_ptr(), n, v, width, ids.data_ptr(), values.data_ptr(), sums)
+    return values, ids
 
 
 def pick(probs: Tensor, uniforms: Tensor) -> Tensor:

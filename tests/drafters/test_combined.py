@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from drafttrain.batch import TokenTree
@@ -20,11 +21,51 @@ def paths(tree: TokenTree) -> set[tuple[int, ...]]:
 
 
 def test_merging_unites_paths_and_shares_beginnings():
-    first = TokenTree(torch.tensor([5, 6, 7]), [-1, 0, -1])
-    second = TokenTree(torch.tensor([5, 8, 9]), [-1, 0, 1])
-    both = merge(first, second)
+    first = TokenTree(torch.tensor([5, 6, 7]), [-1, 0, -1], torch.tensor([0.5, 0.3, 0.2]).log())
+    second = TokenTree(torch.tensor([5, 8, 9]), [-1, 0, 1], torch.tensor([0.6, 0.4, 0.1]).log())
+    both = merge(first, second, 9)
     assert paths(both) == paths(first) | paths(second)
     assert len(both) == 5 and all(parent < node for node, parent in enumerate(both.parents))
+    assert both.log_probs.exp().tolist() == pytest.approx([0.6, 0.3, 0.2, 0.4, 0.1])
+
+
+def test_the_likeliest_nodes_of_both_trees_share_the_budget():
+    first = TokenTree(torch.tensor([5, 6, 7]), [-1, 0, -1], torch.tensor([0.5, 0.3, 0.2]).log())
+    second = TokenTree(torch.tensor([5, 8, 9]), [-1, 0, 1], torch.tensor([0.6, 0.4, 0.1]).log())
+    assert paths(merge(first, second, 3)) == {(5,), (5, 6), (5, 8)}
+
+
+class Fixed:
+    """A drafter whose every session proposes the same tree; counts how often it is asked."""
+
+    def __init__(self, tree: TokenTree):
+        self.tree, self.kind, self.feature_layers, self.asked = tree, "fixed", (), 0
+
+    def start(self, prompt_ids, max_length):
+        return None
+
+    def propose_all(self, sessions, specs, samplers):
+        self.asked += len(sessions)
+        return [self.tree] * len(sessions)
+
+
+@pytest.mark.parametrize(
+    ("chance", "text", "asked", "want"),
+    [
+        (0.9, "dynamic:2,2,4", 0, {(1,), (1, 2)}),  # a sure match is drafted alone
+        (0.6, "dynamic:2,2,4", 1, {(1,), (1, 2), (5,)}),
+        (0.6, "chain:2", 0, {(1,), (1, 2)}),
+        (0.4, "chain:2", 1, {(5,)}),  # no room for both
+        (0.6, "fanout:2x1@sample", 0, {(1,), (1, 2)}),
+    ],
+)
+def test_the_likelihood_of_a_match_decides_who_drafts(chance, text, asked, want):
+    main = Fixed(TokenTree(torch.tensor([5]), [-1], torch.tensor([0.3]).log()))
+    side = Fixed(TokenTree(torch.tensor([1, 2]), [-1, 0], torch.tensor([chance, chance / 2]).log()))
+    drafter = CombinedDrafter(main, side)
+    session = drafter.start(torch.tensor([1]), 9)
+    tree = drafter.propose_all([session], [TreeSpec.parse(text)], [None])[0]
+    assert (main.asked, paths(tree)) == (asked, want)
 
 
 def test_combined_drafting_keeps_the_budget_and_the_output(target):

@@ -14,7 +14,7 @@ from transformers.generation.logits_process import (
 )
 
 from drafttrain.errors import UserError
-from drafttrain.ops.sampling import SamplingParams, argmax, draw_distinct, penalise, pick, probabilities, sample
+from drafttrain.ops.sampling import SamplingParams, argmax, draw_distinct, penalise, pick, probabilities, sample, top_log_probs
 
 
 def transformers_says(logits, params, history=None):
@@ -106,6 +106,26 @@ def test_half_precision_logits_are_warped_in_float32():
     assert torch.equal(probabilities(logits, params), probabilities(logits.float(), params))
     seen = torch.rand(3, 40) < 0.5
     assert torch.equal(penalise(logits, seen, 1.3), penalise(logits.float(), seen, 1.3))
+
+
+@pytest.mark.parametrize("rows", [1, 6, 40])  # 40 rows take torch's way
+@pytest.mark.parametrize("vocab", [5, 16, 17, 1000, 4096])
+@pytest.mark.parametrize("width", [1, 4, 5])
+def test_top_log_probs_are_those_of_sorted_rows(rows, vocab, width):
+    logits = 4 * torch.randn(rows, vocab)
+    logits[0, vocab // 2 :] = float("-inf")
+    values, ids = top_log_probs(logits, width)
+    every = logits.double().log_softmax(-1)
+    want = every.sort(dim=-1, descending=True, stable=True).values[:, :width].float()
+    assert torch.allclose(values, want, atol=2e-6, rtol=1e-6)
+    assert torch.allclose(values, every.gather(1, ids).float(), atol=2e-6, rtol=1e-6)
+    assert all(len(set(row)) == width for row in ids.tolist())
+
+
+def test_equal_logits_come_in_the_order_of_their_ids():
+    logits = torch.zeros(2, 100)
+    logits[:, [7, 40, 90]] = 1.0
+    assert top_log_probs(logits, 5)[1].tolist() == [[7, 40, 90, 0, 1]] * 2
 
 
 @pytest.mark.parametrize("vocab", [3, 256, 700])
