@@ -111,7 +111,7 @@ def test_a_time_budget_ends_the_run(tiny, tmp_path):
         (["drafter.tt_steps=3"], r"error: unknown key drafter.tt_steps; did you mean ttt_steps"),
         (["kind=eagle4"], r"error: kind='eagle4' is not a drafter kind; there are"),
         (["kind=ngram"], r"error: kind='ngram' has no weights to train"),
-        (["loss=kld"], r"error: loss='kld' is not one of kl"),
+        (["loss=kld"], r"error: loss='kld': 'kld' is no loss; did you mean kl"),
         (["learning_rate=1e30", "max_grad_norm=1e30"], r"error: loss=.*not finite; lower learning_rate"),
         (["max_length=4"], r"error: no row of the data has two response tokens within max_length=4"),
     ],
