@@ -76,11 +76,11 @@ class _LinearDivergence(torch.autograd.Function):
         grad_weight = torch.zeros_like(master) if ctx.needs_input_grad[1] else None
         for start in range(0, total, chunk):
             part = slice(start, min(start + chunk, total))
-            values[part], grad, *metrics = step(
+            values[part], grad, chunk_alpha, chunk_agree = step(
                 hidden[part], weight, targets, index[part], row_weight[part], loss, measure
             )
-            if measure:
-                alpha[part], agree[part] = metrics
+            if chunk_alpha is not None and chunk_agree is not None:
+                alpha[part], agree[part] = chunk_alpha, chunk_agree
             if grad_hidden is not None:
                 grad_hidden[part] = grad @ weight
             if grad_weight is not None:

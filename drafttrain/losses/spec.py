@@ -62,7 +62,8 @@ def parse_loss(text: str) -> Loss:
     Raises:
         UserError: not of the form, an unknown name (with its neighbours), a number out of range.
     """
-    clean, terms, place = text.replace(" ", ""), [], 0
+    clean, place = text.replace(" ", ""), 0
+    terms: list[Term] = []
     while place < len(clean) or not terms:
         match = _TERM.match(clean, place)
         if match is None or match.end() == place:

@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from drafttrain.config import TrainConfig
 from drafttrain.data.store import Store
 from drafttrain.drafters.base import load_drafter
 from drafttrain.target import Target
+from drafttrain.train import build_drafter
 from tests.conftest import make_target
+from tests.drafters.test_eagle3 import make_drafter
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -133,6 +136,13 @@ def test_data_of_another_tokenizer_is_refused(tiny, tmp_path, capsys):
     data = write_data(tmp_path / "data", other, rows=4)
     assert main(["train", *write_recipe(tmp_path, tiny[0], data)]) == 2
     assert "was tokenized for target 'tiny'" in capsys.readouterr().err
+
+
+def test_a_continued_drafter_takes_the_loss_of_the_recipe(target, tmp_path):
+    make_drafter(target, loss="kl").save_pretrained(tmp_path)
+    records = [{"tokens": [1, 2, 3, 4], "spans": [[1, 4]]}]
+    drafter, _ = build_drafter(TrainConfig(init=str(tmp_path), loss="lk_lambda"), target, records)
+    assert drafter.config.loss == "lk_lambda"
 
 
 def test_two_processes_train_under_deepspeed_zero2(tiny, tmp_path):
