@@ -22,7 +22,7 @@ class TrainConfig:
         output_dir: the drafter, its checkpoints and training.json go here.
         init: 'target' starts from the target's weights, 'random' does not; anything else is a drafter to continue.
         drafter: options of the kind's config (draft_vocab_size, ttt_steps, feature_layers, ...).
-        loss: divergence between target and drafter: kl, reverse_kl, tv.
+        loss: between target and drafter, see docs/training.md: kl, js:0.5, lk_lambda, 0.9*kl+0.1*ce, kl@2, ...
         dtype: the frozen target's: auto, float32, bfloat16.
         max_length: tokens of a conversation that are used.
         validation: share of conversations held out.

@@ -386,6 +386,11 @@ class Target:
             logits = F.linear(hidden, weight)
         return self.shape_logits(logits.float())
 
+    @property
+    def shapes_logits(self) -> bool:
+        """Whether `shape_logits` changes anything."""
+        return self.logit_scale != 1.0 or self.softcap is not None
+
     def shape_logits(self, logits: Tensor) -> Tensor:
         """What the model does to raw head products: scale and soft cap."""
         if self.logit_scale != 1.0:

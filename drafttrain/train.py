@@ -85,6 +85,7 @@ def build_drafter(config: Any, target: Any, records: Any) -> tuple[Any, dict[str
     counts = count_tokens(records, target.vocab_size)
     if config.init not in ("target", "random"):
         drafter = kind.from_pretrained(config.init, use_safetensors=True)
+        drafter.config.loss = config.loss
         _, report = keep_frequent(counts, 0)
         covered = counts[drafter.kept_ids].sum() / counts.sum().clamp(min=1)
         report.update(size=len(drafter.kept_ids), coverage=round(float(covered), 6))
@@ -145,13 +146,12 @@ def fit(config: Any, args: Any) -> dict[str, Any]:
     from drafttrain.data.loader import collate, training_rows
     from drafttrain.data.store import FeatureStore, load_records, read_meta
     from drafttrain.files import write_json
-    from drafttrain.losses import DIVERGENCES
+    from drafttrain.losses import parse_loss
     from drafttrain.target import Target
     from drafttrain.training.targets import TargetSource
     from drafttrain.training.trainer import DrafterTrainer, Progress, TimeBudget
 
-    if config.loss not in DIVERGENCES:
-        raise UserError(f"loss={config.loss!r} is not one of {', '.join(sorted(DIVERGENCES))}")
+    loss = parse_loss(config.loss)
     set_seed(args.seed)
     records = load_records(config.data)
     target = Target.load(config.target, config.dtype, str(args.device), config.trust_remote_code)
@@ -176,6 +176,7 @@ def fit(config: Any, args: Any) -> dict[str, Any]:
         stored,
         list(records["id"]) if stored else None,
         cache_gb * 1e9,
+        loss.temperatures,
     )
     checkpoint = get_last_checkpoint(args.output_dir) if config.resume and os.path.isdir(args.output_dir) else None
     if config.init == "target" and checkpoint is None and hasattr(drafter, "solve_start"):

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Entry:
-    """One conversation: features [s, f*h] and, at the rows that losses need, states [r, h], log_z [r], argmax [r]."""
+    """One conversation: features [s, f*h] and, at the rows that losses need, states [r, h], log_z [r, 1 + temperatures] and
+    argmax [r]."""
 
     features: Tensor
     hidden: Tensor
@@ -47,6 +48,7 @@ class TargetSource:
         target: frozen; feature_layers: what the drafter reads; kept_ids: [d] the drafter's vocabulary.
         stored: features on disk, or None. ids: conversation id by data set index, to find them there.
         limit_bytes: memory for kept conversations.
+        temperatures: other than 1, at which the loss reads the target's full distribution.
     """
 
     def __init__(
@@ -57,8 +59,10 @@ class TargetSource:
         stored: FeatureStore | None = None,
         ids: list[str] | None = None,
         limit_bytes: float = 0,
+        temperatures: tuple[float, ...] = (),
     ):
         self.target, self.layers, self.stored, self.ids = target, feature_layers, stored, ids
+        self.temperatures = temperatures
         device = target.device
         self.kept_ids = kept_ids.to(device)
         self.weight = target.head_weight[self.kept_ids].contiguous()
@@ -90,14 +94,17 @@ class TargetSource:
         return entry
 
     def _statistics(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """[r, h] -> log of the full softmax denominator [r] and the drafter id of the likeliest token [r]."""
+        """[r, h] -> logs of the full softmax denominators [r, 1 + temperatures], drafter id of the likeliest token [r]."""
         log_z, argmax = [], []
         for part in hidden.split(256):
             logits = self.target.head(part)
-            log_z.append(torch.logsumexp(logits, dim=-1))
+            found = [torch.logsumexp(logits, dim=-1)]
+            found += [torch.logsumexp(logits / temperature, dim=-1) for temperature in self.temperatures]
+            log_z.append(torch.stack(found, dim=1))
             argmax.append(self.to_drafter[logits.argmax(-1)])
         if not log_z:
-            return hidden.new_empty(0, dtype=torch.float32), torch.empty(0, dtype=torch.long, device=hidden.device)
+            none = hidden.new_empty(0, 1 + len(self.temperatures), dtype=torch.float32)
+            return none, torch.empty(0, dtype=torch.long, device=hidden.device)
         return torch.cat(log_z), torch.cat(argmax)
 
     def _from_store(self, batch: Batch, place: int, index: int, needed: Tensor) -> _Entry | None:
@@ -141,11 +148,16 @@ class TargetSource:
             features[row, : len(entry.features)] = entry.features
         row_of = torch.full((b, s), -1, device=needed.device)
         row_of[needed] = torch.arange(int(needed.sum()), device=needed.device)
+        # The row at position j predicts the token at j + 1, and all rows have one.
+        following = batch.input_ids[:, 1:][needed[:, :-1]]
+        log_z, *others = torch.cat([entry.log_z for entry in entries]).unbind(1)
         rows = TargetRows(
             torch.cat([entry.hidden for entry in entries]),
             self.weight,
-            torch.cat([entry.log_z for entry in entries]),
+            log_z,
             torch.cat([entry.argmax for entry in entries]),
-            self.target.shape_logits,
+            self.target.shape_logits if self.target.shapes_logits else None,
+            self.to_drafter[following],
+            dict(zip(self.temperatures, others, strict=True)),
         )
         return TargetOutput(features, features[..., :0]), rows, row_of

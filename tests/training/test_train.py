@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from drafttrain.config import TrainConfig
 from drafttrain.data.store import Store
 from drafttrain.drafters.base import load_drafter
 from drafttrain.target import Target
+from drafttrain.train import build_drafter
 from tests.conftest import make_target
+from tests.drafters.test_eagle3 import make_drafter
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -111,7 +114,7 @@ def test_a_time_budget_ends_the_run(tiny, tmp_path):
         (["drafter.tt_steps=3"], r"error: unknown key drafter.tt_steps; did you mean ttt_steps"),
         (["kind=eagle4"], r"error: kind='eagle4' is not a drafter kind; there are"),
         (["kind=ngram"], r"error: kind='ngram' has no weights to train"),
-        (["loss=kld"], r"error: loss='kld' is not one of kl"),
+        (["loss=kld"], r"error: loss='kld': 'kld' is no loss; did you mean kl"),
         (["learning_rate=1e30", "max_grad_norm=1e30"], r"error: loss=.*not finite; lower learning_rate"),
         (["max_length=4"], r"error: no row of the data has two response tokens within max_length=4"),
     ],
@@ -133,6 +136,13 @@ def test_data_of_another_tokenizer_is_refused(tiny, tmp_path, capsys):
     data = write_data(tmp_path / "data", other, rows=4)
     assert main(["train", *write_recipe(tmp_path, tiny[0], data)]) == 2
     assert "was tokenized for target 'tiny'" in capsys.readouterr().err
+
+
+def test_a_continued_drafter_takes_the_loss_of_the_recipe(target, tmp_path):
+    make_drafter(target, loss="kl").save_pretrained(tmp_path)
+    records = [{"tokens": [1, 2, 3, 4], "spans": [[1, 4]]}]
+    drafter, _ = build_drafter(TrainConfig(init=str(tmp_path), loss="lk_lambda"), target, records)
+    assert drafter.config.loss == "lk_lambda"
 
 
 def test_two_processes_train_under_deepspeed_zero2(tiny, tmp_path):

@@ -1,0 +1,113 @@
+"""How a loss is written: `kl`, `js:0.5`, `kl@2`, `0.9*kl+0.1*ce`.
+
+    LOSS   TERM+TERM+...
+    TERM   [WEIGHT*]NAME[:PARAMETER][@TEMPERATURE]
+
+The parameter is beta of `js` and eta of `lk_lambda`. The temperature divides both sides' logits, so `tv@0.6` is the rejection
+rate of decoding at temperature 0.6. Nothing is multiplied by its square: write `4*kl@2` for that.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import math
+import re
+from dataclasses import dataclass
+
+from drafttrain.errors import UserError
+from drafttrain.losses.divergence import DIVERGENCES
+
+_DEFAULTS = {"js": 0.5, "lk_lambda": 3.0}
+# Losses that read the target's full distribution.
+ACCEPTANCE = ("tv", "tvd++", "lk_alpha", "lk_lambda")
+_TERM = re.compile(r"(?:([^*+:@]*)\*)?(tvd\+\+|[^*+:@]*)(?::([^*+:@]*))?(?:@([^*+:@]*))?(?:\+|$)")
+
+
+@dataclass(frozen=True)
+class Term:
+    """weight * name, with its parameter (0 where it has none) and temperature."""
+
+    name: str
+    weight: float = 1.0
+    parameter: float = 0.0
+    temperature: float = 1.0
+
+    def __str__(self) -> str:
+        text = f"{self.weight:g}*" * (self.weight != 1) + self.name
+        text += f":{self.parameter:g}" * (self.parameter != _DEFAULTS.get(self.name, 0))
+        return text + f"@{self.temperature:g}" * (self.temperature != 1)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A sum of terms."""
+
+    terms: tuple[Term, ...]
+
+    def __str__(self) -> str:
+        return "+".join(map(str, self.terms))
+
+    @property
+    def temperatures(self) -> tuple[float, ...]:
+        """Other than 1, at which the target's full distribution is read."""
+        found = {term.temperature for term in self.terms if term.name in ACCEPTANCE}
+        return tuple(sorted(found - {1.0}))
+
+
+@functools.cache
+def parse_loss(text: str) -> Loss:
+    """Reads a loss as written in a recipe.
+
+    Raises:
+        UserError: not of the form, an unknown name (with its neighbours), a number out of range.
+    """
+    clean, place = text.replace(" ", ""), 0
+    terms: list[Term] = []
+    while place < len(clean) or not terms:
+        match = _TERM.match(clean, place)
+        if match is None or match.end() == place:
+            raise UserError(
+                f"loss={text!r} is not [WEIGHT*]NAME[:PARAMETER][@TEMPERATURE]+...; write kl or 0.9*kl+0.1*ce"
+            )
+        terms.append(_term(text, *match.groups()))
+        place = match.end()
+    if clean.endswith("+") and not clean.endswith("tvd++"):
+        raise UserError(f"loss={text!r} ends in +; drop it, or add a term")
+    return Loss(tuple(terms))
+
+
+def _term(text: str, weight: str | None, name: str, parameter: str | None, temperature: str | None) -> Term:
+    if name not in DIVERGENCES:
+        close = difflib.get_close_matches(name, DIVERGENCES, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(DIVERGENCES)}"
+        raise UserError(f"loss={text!r}: {name!r} is no loss; {hint}")
+    if parameter is not None and name not in _DEFAULTS:
+        raise UserError(f"loss={text!r}: {name} takes no parameter; {' and '.join(_DEFAULTS)} do (js:0.5)")
+    most = 1.0 if name == "js" else math.inf
+    return Term(
+        name,
+        _number(text, "the weight", weight, 1.0),
+        _number(
+            text,
+            "beta of js" if name == "js" else f"the parameter of {name}",
+            parameter,
+            _DEFAULTS.get(name, 0.0),
+            most,
+        ),
+        _number(text, "the temperature", temperature, 1.0),
+    )
+
+
+def _number(text: str, what: str, given: str | None, default: float, below: float = math.inf) -> float:
+    """A number in the open range (0, below)."""
+    if given is None:
+        return default
+    try:
+        number = float(given)
+    except ValueError:
+        number = -1.0
+    if not 0 < number < below:
+        ends = "; its ends are kl and reverse_kl" if below == 1 else ""
+        raise UserError(f"loss={text!r}: {what} is {given!r}, but must be a number in (0, {below:g}){ends}")
+    return number

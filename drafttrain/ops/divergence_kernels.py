@@ -1,0 +1,161 @@
+"""The Triton kernel of the fused linear divergence: from logits of both sides to values, acceptance and the gradient.
+
+    program = a row      pass 1   log-sum-exps, the drafter's likeliest token, both KLs      reads z, y
+                         pass 2   acceptance and JS sums, which need the log-sum-exps        reads z, y (only if asked for)
+                         pass 3   the gradient, over z itself                                reads z, y, writes
+
+z are the drafter's logits, y the target's, in any float dtype; sums run in float32. Which losses take part is known when
+compiling, their weights when running. The formulas are those of `losses/divergence.py`. Only `losses/fused.py` calls this.
+
+Source: online softmax (Milakov and Gimelshein 2018, arXiv 1805.02867); logits chunk by chunk with the gradient written in
+place as in Liger-Kernel (Hsu et al. 2024, arXiv 2410.10989).
+"""
+
+import triton
+import triton.language as tl
+
+TINY = tl.constexpr(1e-12)
+LOWEST = tl.constexpr(-1e4)
+BEYOND = tl.constexpr(-1e20)  # of columns past the end: a probability of zero whose products stay finite
+
+
+@triton.jit
+def _read(base, cols, width, factor):
+    numbers = tl.load(base + cols, mask=cols < width, other=0.0).to(tl.float32)
+    return tl.where(cols < width, numbers * factor, BEYOND)  # which float16 could not hold
+
+
+@triton.jit
+def _read_target(base, cols, width, factor):
+    logits = tl.load(base + cols, mask=cols < width, other=0.0).to(tl.float32)
+    return tl.where(cols < width, tl.maximum(logits, LOWEST) * factor, BEYOND)
+
+
+@triton.jit
+def _log_mixture(log_p, log_q, beta):
+    """log(beta p + (1 - beta) q)."""
+    left, right = log_p + tl.log(beta), log_q + tl.log(1 - beta)
+    top = tl.maximum(left, right)
+    return top + tl.log(tl.exp(left - top) + tl.exp(right - top))
+
+
+@triton.jit
+def divergence_rows(
+    z, y, grad, values, alphas, agrees, full_log_z, likeliest, sampled, row_weight, z_stride, y_stride, grad_stride,
+    width, per_temperature, kl_weight, reverse_weight, js_weight, tv_weight, tvn_weight, lka_weight, lkl_weight, ce_weight,
+    beta, eta,
+    KL: tl.constexpr, REVERSE: tl.constexpr, JS: tl.constexpr, ACCEPT: tl.constexpr, CE: tl.constexpr,
+    MEASURE: tl.constexpr, GRAD: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row. KL, REVERSE, JS, ACCEPT (tv, tvd++, both lk) and CE say which terms have a weight; lk_lambda needs KL too.
+
+    Writes values and grad if GRAD (adds to them if ADD), alphas and agrees if MEASURE.
+    """
+    TARGET: tl.constexpr = KL or REVERSE or JS or ACCEPT or MEASURE
+    SECOND: tl.constexpr = JS or ACCEPT or MEASURE
+    row = tl.program_id(0).to(tl.int64)
+    z += row * z_stride
+    y += row * y_stride
+    grad += row * grad_stride
+    lanes = tl.arange(0, BLOCK)
+
+    z_top, y_top = float("-inf"), float("-inf")
+    z_sum, y_sum = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    kl_sum, reverse_sum = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    choice = 0
+    for start in range(0, width, BLOCK):
+        cols = start + lanes
+        zs = _read(z, cols, width, per_temperature)
+        top = tl.max(zs, 0)
+        choice = tl.where(top > z_top, tl.min(tl.where(zs == top, cols, width), 0), choice)
+        top = tl.maximum(top, z_top)
+        fade, zs_exp = tl.exp(z_top - top), tl.exp(zs - top)
+        z_sum, z_top = z_sum * fade + zs_exp, top
+        if TARGET:
+            ys = _read_target(y, cols, width, per_temperature)
+            if REVERSE:
+                reverse_sum = reverse_sum * fade + zs_exp * (zs - ys)
+            top = tl.maximum(y_top, tl.max(ys, 0))
+            fade, ys_exp = tl.exp(y_top - top), tl.exp(ys - top)
+            y_sum, y_top = y_sum * fade + ys_exp, top
+            if KL:
+                kl_sum = kl_sum * fade + ys_exp * (ys - zs)
+    z_total, y_total = tl.sum(z_sum, 0), tl.sum(y_sum, 0)
+    log_z = z_top + tl.log(z_total)
+    log_y, full = 0.0, 0.0
+    if TARGET:
+        log_y = y_top + tl.log(y_total)
+    if ACCEPT or MEASURE:
+        full = tl.load(full_log_z + row)
+
+    alpha, mean, from_p, from_q = 0.0, 0.0, 0.0, 0.0
+    if SECOND:
+        alpha_sum, mean_sum = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+        p_sum, q_sum = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+        for start in range(0, width, BLOCK):
+            cols = start + lanes
+            log_q = _read(z, cols, width, per_temperature) - log_z
+            ys = _read_target(y, cols, width, per_temperature)
+            q = tl.exp(log_q)
+            if ACCEPT or MEASURE:
+                p_full = tl.exp(ys - full)
+                alpha_sum += tl.minimum(p_full, q)
+                mean_sum += tl.where(q < p_full, q, 0.0)
+            if JS:
+                log_p = ys - log_y
+                log_m = _log_mixture(log_p, log_q, beta)
+                p_sum += tl.exp(log_p) * (log_p - log_m)
+                q_sum += q * (log_q - log_m)
+        alpha, mean = tl.sum(alpha_sum, 0), tl.sum(mean_sum, 0)
+        from_p, from_q = tl.sum(p_sum, 0), tl.sum(q_sum, 0)
+    if MEASURE:
+        tl.store(alphas + row, alpha)
+        tl.store(agrees + row, choice == tl.load(likeliest + row))
+    if GRAD:
+        value, kl_factor, tv_factor, ce_factor, reverse = 0.0, kl_weight, tv_weight, ce_weight, 0.0
+        label = -1
+        if ACCEPT:
+            bounded = tl.maximum(alpha, TINY)
+            lam = tl.exp(-eta * alpha)
+            kl_factor += lkl_weight * lam
+            value += (tv_weight + tvn_weight + lkl_weight * (1 - lam)) * (1 - alpha) - lka_weight * tl.log(bounded)
+            tv_factor += tvn_weight * tl.rsqrt(tl.maximum(mean * (1 - mean), TINY))
+            tv_factor += lka_weight / bounded + lkl_weight * (1 - lam)
+        if KL:
+            value += kl_factor * (tl.sum(kl_sum, 0) / y_total - log_y + log_z)
+        if REVERSE:
+            reverse = tl.sum(reverse_sum, 0) / z_total - log_z + log_y
+            value += reverse_weight * reverse
+        if JS:
+            value += js_weight * (beta * from_p + (1 - beta) * from_q)
+        if CE:
+            label = tl.load(sampled + row)
+            ce_factor = tl.where(label >= 0, ce_weight, 0.0)
+            chosen = tl.load(z + tl.maximum(label, 0)).to(tl.float32) * per_temperature
+            value += ce_factor * (log_z - chosen)
+        if ADD:
+            value += tl.load(values + row)
+        tl.store(values + row, value)
+        scale = tl.load(row_weight + row) * per_temperature
+        for start in range(0, width, BLOCK):
+            cols = start + lanes
+            log_q = _read(z, cols, width, per_temperature) - log_z
+            q = tl.exp(log_q)
+            slope = tl.zeros([BLOCK], tl.float32)
+            if TARGET:
+                ys = _read_target(y, cols, width, per_temperature)
+                log_p = ys - log_y
+                if KL:
+                    slope += kl_factor * (q - tl.exp(log_p))
+                if REVERSE:
+                    slope += reverse_weight * q * (log_q - log_p - reverse)
+                if JS:
+                    slope += js_weight * (1 - beta) * q * (log_q - _log_mixture(log_p, log_q, beta) - from_q)
+                if ACCEPT:
+                    slope += tv_factor * q * (mean - tl.where(q < tl.exp(ys - full), 1.0, 0.0))
+            if CE:
+                slope += ce_factor * (q - tl.where(cols == label, 1.0, 0.0))
+            slope *= scale
+            if ADD:
+                slope += tl.load(grad + cols, mask=cols < width, other=0.0).to(tl.float32)
+            tl.store(grad + cols, slope.to(grad.dtype.element_ty), mask=cols < width)
