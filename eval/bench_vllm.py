@@ -55,7 +55,11 @@ def vllm_run(args: argparse.Namespace, target: Target, prompts: list[list[int]],
         errors = Path(folder) / "stderr"
         with errors.open("w") as file:
             process = subprocess.Popen(
-                [args.vllm_python, str(script), str(job)], env=environment, stdout=subprocess.PIPE, stderr=file, text=True
+                [args.vllm_python, str(script), str(job)],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                text=True,
             )
             assert process.stdout is not None
             for line in process.stdout:

@@ -19,7 +19,6 @@ from drafttrain.drafters.base import Drafter, Session, TreeSpec
 from drafttrain.ops.sampling import Sampler
 from drafttrain.target import Target
 
-
 # A match this likely to go on is drafted alone: what the other drafter could add is worth less than the time it takes.
 _SURE = 0.75
 # In a chain or a fan-out, where one drafter's tree takes the other's place, a match goes first from here on.

@@ -14,7 +14,16 @@ from transformers.generation.logits_process import (
 )
 
 from drafttrain.errors import UserError
-from drafttrain.ops.sampling import SamplingParams, argmax, draw_distinct, penalise, pick, probabilities, sample, top_log_probs
+from drafttrain.ops.sampling import (
+    SamplingParams,
+    argmax,
+    draw_distinct,
+    penalise,
+    pick,
+    probabilities,
+    sample,
+    top_log_probs,
+)
 
 
 def transformers_says(logits, params, history=None):
