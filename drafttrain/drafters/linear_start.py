@@ -132,8 +132,7 @@ def _set_attention(attention: Any, maps: Tensor, covariance: Tensor, rho: float)
 
 def _set_temperature(drafter: Any, batch: Batch, source: Source) -> None:
     """Scales the final norm so that the start's confidence fits: a prediction's RMS says nothing about its certainty."""
-    rows = slice(0, 2)
-    part = Batch(batch.input_ids[rows], batch.lengths[rows], batch.response_mask[rows], batch.index[rows])
+    part = batch.first_rows(2)
     output, targets, row_of = source(part)
     weight, best = drafter.norm.weight.clone(), (float("inf"), 1.0)
     for factor in (0.25, 0.35, 0.5, 0.65, 0.8, 1.0):

@@ -53,7 +53,9 @@ class Spans:
         """[1, 1, queries, keys] of 0 and -inf."""
         seen = torch.arange(keys.start, keys.stop, device=self.first.device)
         hidden = (seen < self.first[queries, None]) | (seen > self.last[queries, None])
-        return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))[None, None]
+        return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))[
+            None, None
+        ]
 
     def block_mask(self, keys: int) -> BlockMask:
         """The same for FlexAttention over that many keys, from the intervals' ends alone: no [t, keys] is formed."""
@@ -138,9 +140,7 @@ class PathAttention:
             self.paths.append((own, key, value))
 
 
-def path_attention(
-    query: Tensor, base_key: Tensor, base_value: Tensor, spans: Spans, paths: Sequence[Path]
-) -> Tensor:
+def path_attention(query: Tensor, base_key: Tensor, base_value: Tensor, spans: Spans, paths: Sequence[Path]) -> Tensor:
     """Each query sees an interval of base keys, and one key per later depth: its own.
 
     On a CPU the base part is torch's flash kernel, elsewhere FlexAttention.
@@ -173,7 +173,9 @@ def _scores(query: Tensor, paths: Sequence[Path]) -> Tensor:
     return torch.stack(products, dim=-1).view(t, heads, -1).to(exact) * e**-0.5
 
 
-def _merge(query: Tensor, base: Tensor, base_lse: Tensor, paths: Sequence[Path], scores: Tensor) -> tuple[Tensor, Tensor]:
+def _merge(
+    query: Tensor, base: Tensor, base_lse: Tensor, paths: Sequence[Path], scores: Tensor
+) -> tuple[Tensor, Tensor]:
     """Joins the base part [t, heads, e], with its log-sum-exp [t, heads], and the paths' under one softmax."""
     lse = torch.logaddexp(base_lse, scores.logsumexp(-1))
     out = base * (base_lse - lse).exp().unsqueeze(-1).to(base.dtype)
@@ -190,7 +192,9 @@ class _OnCpu(torch.autograd.Function):
     whole softmax, and what a score's gradient subtracts is the whole output's, so its formulas hold as they stand."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, base_key: Tensor, base_value: Tensor, spans: Spans, rows: Any, *tensors: Tensor):
+    def forward(
+        ctx: Any, query: Tensor, base_key: Tensor, base_value: Tensor, spans: Spans, rows: Any, *tensors: Tensor
+    ):
         out = torch.empty_like(query)
         lse = query.new_empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
         for ask, see in spans.blocks():

@@ -19,7 +19,7 @@ def begins(lengths=LENGTHS):
 
 def textbook(query, base, paths, own, begin, depth, window=0):
     """query [t, heads, e]; every key of every depth in one row, hidden ones masked."""
-    t, heads, e = query.shape
+    heads, e = query.shape[1:]
     total, kv = base[0].shape[:2]
     at = torch.arange(total)
     mask = (at >= begin[own, None]) & (at <= own[:, None])
@@ -78,7 +78,12 @@ def test_gradients_against_finite_differences():
     begin = begins((3, 4))
     own = torch.tensor([1, 2, 4, 6])
     make = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()  # noqa: E731
-    tensors = make(4, 4, 3), *(make(7, 2, 3) for _ in "kv"), *(make(5, 2, 3) for _ in "kv"), *(make(4, 2, 3) for _ in "kv")
+    tensors = (
+        make(4, 4, 3),
+        *(make(7, 2, 3) for _ in "kv"),
+        *(make(5, 2, 3) for _ in "kv"),
+        *(make(4, 2, 3) for _ in "kv"),
+    )
 
     def attention(query, base_key, base_value, *path):
         rows = torch.tensor([0, 2, 3, 4])
@@ -113,10 +118,10 @@ def _lists(mask):
             yield sorted(row[:count])
 
 
-def test_the_form_for_gpus_gives_the_same(window=7):
+def test_the_form_for_gpus_gives_the_same():
     """FlexAttention as torch defines it, uncompiled; its gradients exist on GPUs only."""
     generator = torch.Generator().manual_seed(2)
-    spans = spans_of(window)
+    spans = spans_of(7)
     t, total = len(spans.first), len(begins())
     query = torch.randn(t, 4, 16, generator=generator)
     base = [torch.randn(total, 2, 16, generator=generator) for _ in "kv"]
