@@ -45,8 +45,10 @@ class Batch:
     documents: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
-        moved = (self.input_ids, self.lengths, self.response_mask, self.index)
-        return Batch(*(t.to(device) for t in moved), None if self.documents is None else self.documents.to(device))
+        ids, lengths, mask, index = (
+            t.to(device) for t in (self.input_ids, self.lengths, self.response_mask, self.index)
+        )
+        return Batch(ids, lengths, mask, index, None if self.documents is None else self.documents.to(device))
 
     def conversations(self) -> Tensor:
         """[c, 3] int64 row, start and length of each conversation, in order."""

@@ -107,7 +107,8 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         input_ids[i, : row["length"]] = torch.as_tensor(row["tokens"])
         for start, end in row["spans"]:
             response_mask[i, start:end] = True
-    documents, index = [], []
+    documents: list[list[int]] = []
+    index: list[int] = []
     for i, row in enumerate(rows):
         index += row["index"] if "documents" in row else [row["index"]]
         start = 0
@@ -128,5 +129,5 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 def to_batch(inputs: dict[str, Tensor]) -> Batch:
-    names = ("input_ids", "lengths", "response_mask", "index")
-    return Batch(*(inputs[name] for name in names), inputs.get("documents"))
+    ids, lengths, mask, index = (inputs[name] for name in ("input_ids", "lengths", "response_mask", "index"))
+    return Batch(ids, lengths, mask, index, inputs.get("documents"))

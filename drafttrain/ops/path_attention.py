@@ -76,7 +76,8 @@ class Spans:
         def sees(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return (key >= own_first[query]) & (key <= own_last[query])
 
-        return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(t, keys))
+        count, some, full_count, whole = lists
+        return BlockMask.from_kv_blocks(count, some, full_count, whole, BLOCK, sees, (t, keys))
 
     def _ends(self) -> tuple[Tensor, Tensor]:
         return self.first.double(), self.last.double()  # padding by replication takes floats
