@@ -60,8 +60,8 @@ class Spans:
     def block_mask(self, keys: int) -> BlockMask:
         """The same for FlexAttention over that many keys, from the intervals' ends alone: no [t, keys] is formed."""
         t = len(self.first)
-        rows = -(-t // BLOCK)
-        first, last = (F.pad(x[None], (0, rows * BLOCK - t), mode="replicate").view(rows, BLOCK) for x in self._ends())
+        padded = torch.arange(-(-t // BLOCK) * BLOCK, device=self.first.device).clamp(max=t - 1)
+        first, last = (ends[padded].view(-1, BLOCK) for ends in (self.first, self.last))
         begin = torch.arange(0, keys, BLOCK, device=first.device)
         end = (begin + BLOCK).clamp(max=keys) - 1
         touched = (begin <= last.amax(1, keepdim=True)) & (end >= first.amin(1, keepdim=True))
@@ -78,9 +78,6 @@ class Spans:
 
         count, some, full_count, whole = lists
         return BlockMask.from_kv_blocks(count, some, full_count, whole, BLOCK, sees, (t, keys))
-
-    def _ends(self) -> tuple[Tensor, Tensor]:
-        return self.first.double(), self.last.double()  # padding by replication takes floats
 
 
 @dataclass
@@ -144,7 +141,7 @@ class PathAttention:
 def path_attention(query: Tensor, base_key: Tensor, base_value: Tensor, spans: Spans, paths: Sequence[Path]) -> Tensor:
     """Each query sees an interval of base keys, and one key per later depth: its own.
 
-    On a CPU the base part is torch's flash kernel, elsewhere FlexAttention.
+    On a CPU the base part is torch's flash kernel, elsewhere FlexAttention; none runs where nobody asks.
 
     Args:
         query: [t, heads, e]; base_key, base_value: [T, kv_heads, e].
@@ -154,7 +151,7 @@ def path_attention(query: Tensor, base_key: Tensor, base_value: Tensor, spans: S
         [t, heads * e].
     """
     tensors = [tensor for path in paths for tensor in (path.key, path.value)]
-    if query.device.type == "cpu":
+    if query.device.type == "cpu" or not len(query):
         out = _OnCpu.apply(query, base_key, base_value, spans, [path.rows for path in paths], *tensors)
     else:
         out = _on_gpu(query, base_key, base_value, spans, paths)
@@ -165,13 +162,19 @@ def _rows(tensor: Tensor, rows: Tensor | None) -> Tensor:
     return tensor if rows is None else tensor[rows]
 
 
+def _grouped(tensor: Tensor, paths: Sequence[Path]) -> Tensor:
+    """[t, heads, e] -> [t, kv_heads, heads / kv_heads, e]; t may be 0."""
+    t, heads, e = tensor.shape
+    kv = paths[0].key.shape[1]
+    return tensor.reshape(t, kv, heads // kv, e)
+
+
 def _scores(query: Tensor, paths: Sequence[Path]) -> Tensor:
     """[t, heads, k] scaled dot products of queries with their own paths."""
-    t, heads, e = query.shape
-    grouped = query.view(t, paths[0].key.shape[1], -1, e)
+    grouped = _grouped(query, paths)
     products = [(grouped * _rows(path.key, path.rows).unsqueeze(2)).sum(-1) for path in paths]
     exact = torch.promote_types(query.dtype, torch.float32)
-    return torch.stack(products, dim=-1).view(t, heads, -1).to(exact) * e**-0.5
+    return torch.stack(products, dim=-1).flatten(1, 2).to(exact) * query.shape[2] ** -0.5
 
 
 def _merge(
@@ -181,7 +184,7 @@ def _merge(
     lse = torch.logaddexp(base_lse, scores.logsumexp(-1))
     out = base * (base_lse - lse).exp().unsqueeze(-1).to(base.dtype)
     weights = (scores - lse.unsqueeze(-1)).exp().to(base.dtype).unsqueeze(-2)
-    grouped = out.view(len(out), paths[0].key.shape[1], -1, out.shape[-1])
+    grouped = _grouped(out, paths)
     shares = weights.view(*grouped.shape[:3], 1, len(paths))
     for i, path in enumerate(paths):
         grouped = grouped + shares[..., i] * _rows(path.value, path.rows).unsqueeze(2)
@@ -237,7 +240,7 @@ def _path_grads(
 ) -> list[Tensor]:
     """Adds the paths' part to grad_query; returns the gradients of each path's key and value."""
     t, heads, e = query.shape
-    shape = (t, paths[0].key.shape[1], -1, e)
+    shape = _grouped(query, paths).shape
     weights = (scores - lse.unsqueeze(-1)).exp()
     delta = (grad * out).sum(-1)
     grouped, asked, into = grad.view(shape), query.view(shape), grad_query.view(shape)

@@ -123,6 +123,17 @@ def test_packed_rows_give_the_loss_and_gradients_of_single_ones(target, options)
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5 * max(1.0, float(mine.abs().max())))
 
 
+@pytest.mark.parametrize("options", [{}, EVERYTHING], ids=["plain", "everything"])
+def test_responses_shorter_than_the_depths_train_as_far_as_they_go(target, options):
+    drafter, batch = shaken(target, **options), make_batch((12, 9))
+    batch.response_mask[:] = False
+    batch.response_mask[0, 4:7] = True  # anchors at two depths out of four
+    step = run_step(drafter, target, batch)
+    step.loss.backward()
+    assert step.metrics["count"].tolist() == [2, 1, 0, 0]
+    assert step.loss.isfinite() and drafter.fc.weight.grad.isfinite().all()
+
+
 def packed_batch(whole: Batch, rows: list[list[int]]) -> Batch:
     """The conversations of an unpacked batch, several per row."""
     lengths = whole.lengths.tolist()
