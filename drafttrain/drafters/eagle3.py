@@ -318,7 +318,7 @@ class Eagle3(LayerDrafting, PreTrainedModel):
         queries, everything = (own, torch.arange(len(state), device=own.device)) if whole else (None, own)
         asking = [*[everything] * (len(attentions) - 1), own]
         fresh: list[list[Tensor]] = [[] for _ in attentions]
-        attends = [attention.attend(*each) for attention, *each in zip(attentions, asking, fresh, strict=True)]
+        attends = [attention.attend(who, new) for attention, who, new in zip(attentions, asking, fresh, strict=True)]
 
         def run(state: Tensor, embeds: Tensor) -> tuple[Tensor, ...]:
             out = self.step(state, embeds, positions, attends, queries)

@@ -64,8 +64,13 @@ class Rotary:
             return self.parameters["rope_theta"] ** (-steps / self.width), 1.0
         original = self.parameters.get("original_max_position_embeddings") or 2048
         longest = int(original * (self.parameters.get("factor") or 1.0))
-        shape = {"hidden_size": self.head_dim, "num_attention_heads": 1, "head_dim": self.head_dim}
-        config = LlamaConfig(**shape, max_position_embeddings=longest, rope_parameters=dict(self.parameters))
+        config = LlamaConfig(
+            hidden_size=self.head_dim,
+            num_attention_heads=1,
+            head_dim=self.head_dim,
+            max_position_embeddings=longest,
+            rope_parameters=dict(self.parameters),  # type: ignore[arg-type]
+        )
         return ROPE_INIT_FUNCTIONS[kind](config, device)
 
 
@@ -115,8 +120,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(width, kv_heads * head_dim, bias=bias)
         self.v_proj = nn.Linear(width, kv_heads * head_dim, bias=bias)
         self.o_proj = nn.Linear(heads * head_dim, hidden, bias=bias)
-        self.q_norm = nn.Identity() if norm_eps is None else RMSNorm(head_dim, norm_eps)
-        self.k_norm = nn.Identity() if norm_eps is None else RMSNorm(head_dim, norm_eps)
+        self.q_norm: Any = nn.Identity() if norm_eps is None else RMSNorm(head_dim, norm_eps)
+        self.k_norm: Any = nn.Identity() if norm_eps is None else RMSNorm(head_dim, norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, queries: Tensor | None = None) -> Tensor:
         """Every token gives a key and a value; only those in `queries` ask.

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
@@ -53,9 +52,8 @@ class Spans:
         """[1, 1, queries, keys] of 0 and -inf."""
         seen = torch.arange(keys.start, keys.stop, device=self.first.device)
         hidden = (seen < self.first[queries, None]) | (seen > self.last[queries, None])
-        return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))[
-            None, None
-        ]
+        bias = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+        return bias.masked_fill_(hidden, float("-inf"))[None, None]
 
     def block_mask(self, keys: int) -> BlockMask:
         """The same for FlexAttention over that many keys, from the intervals' ends alone: no [t, keys] is formed."""
