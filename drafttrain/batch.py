@@ -26,20 +26,51 @@ from torch import Tensor
 class Batch:
     """Right-padded token rows for training. Padding is on the right, so causal attention needs no padding mask.
 
+    A row holds one conversation or, packed, several one after the other. Those do not see each other, and each counts its
+    positions from 0.
+
     Attributes:
         input_ids: [b, s] int64, padded with any valid id.
         lengths: [b] int64, real tokens per row.
-        response_mask: [b, s] bool, True where the target (or the conversation's assistant) produced the token.
-        index: [b] int64, row numbers in the data set; keys of the feature cache.
+        response_mask: [b, s] bool, True where the target (or the conversation's assistant) produced the token. A packed
+            conversation's first token never counts, so responses of neighbours do not touch.
+        index: [c] int64, each conversation's row number in the data set, keys of the feature cache; c = b if not packed.
+        documents: [c, 3] int64 row, start and length of each conversation, in order; None if each row is one.
     """
 
     input_ids: Tensor
     lengths: Tensor
     response_mask: Tensor
     index: Tensor
+    documents: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
-        return Batch(*(t.to(device) for t in (self.input_ids, self.lengths, self.response_mask, self.index)))
+        ids, lengths, mask, index = (
+            t.to(device) for t in (self.input_ids, self.lengths, self.response_mask, self.index)
+        )
+        return Batch(ids, lengths, mask, index, None if self.documents is None else self.documents.to(device))
+
+    def conversations(self) -> Tensor:
+        """[c, 3] int64 row, start and length of each conversation, in order."""
+        if self.documents is not None:
+            return self.documents
+        rows = torch.arange(len(self.lengths), device=self.lengths.device)
+        return torch.stack((rows, torch.zeros_like(rows), self.lengths), dim=1)
+
+    def anchors(self) -> tuple[Tensor, Tensor]:
+        """The tokens that another one of their conversation follows: flat positions [t] int64, ascending, and each one's
+        position in its conversation [t]."""
+        row, start, length = self.conversations().unbind(1)
+        count = (length - 1).clamp(min=0)
+        begin = torch.repeat_interleave(row * self.input_ids.shape[1] + start, count)
+        place = torch.arange(len(begin), device=begin.device) - torch.repeat_interleave(count.cumsum(0) - count, count)
+        return begin + place, place
+
+    def first_rows(self, b: int) -> Batch:
+        """The first b rows."""
+        kept = self.conversations()[:, 0] < b
+        documents = None if self.documents is None else self.documents[kept]
+        return Batch(self.input_ids[:b], self.lengths[:b], self.response_mask[:b], self.index[kept], documents)
 
 
 @dataclass

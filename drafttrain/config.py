@@ -25,6 +25,7 @@ class TrainConfig:
         loss: between target and drafter, see docs/training.md: kl, js:0.5, lk_lambda, 0.9*kl+0.1*ce, kl@2, ...
         dtype: the frozen target's: auto, float32, bfloat16.
         max_length: tokens of a conversation that are used.
+        packing: fill rows of max_length tokens with several conversations, which do not see each other.
         validation: share of conversations held out.
         max_minutes: stop after so much training time, the learning rate decaying by time; 0 means by steps.
         cache_gb: memory for target features kept across epochs; -1 means 4 on a CPU and none on a GPU.
@@ -41,6 +42,7 @@ class TrainConfig:
     loss: str = "kl"
     dtype: str = "auto"
     max_length: int = 2048
+    packing: bool = False
     validation: float = 0.02
     max_minutes: float = 0.0
     cache_gb: float = -1.0

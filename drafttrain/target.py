@@ -424,10 +424,8 @@ class Target:
         if self._native is not None and few and context is not None and position_ids is not None:
             return self._native.forward(input_ids, feature_layers, position_ids, context)
         length = input_ids.shape[1]
-        if context is None and self.max_positions is not None and length > self.max_positions:
-            raise UserError(
-                f"rows of {length} tokens, but target {self.name!r} reads at most {self.max_positions}; shorten them"
-            )
+        if context is None:
+            self.check_length(length)
         caught: dict[int, Tensor] = {}
         handles = [self._catch(i, caught) for i in set(feature_layers)]
         if self._project_out is not None:
@@ -441,6 +439,13 @@ class Target:
         last = caught.get(-1, out.last_hidden_state)
         parts = [caught[i] for i in feature_layers]
         return TargetOutput(torch.cat(parts, dim=-1) if parts else last[..., :0], last)
+
+    def check_length(self, length: int) -> None:
+        """Raises UserError for a sequence longer than the target reads."""
+        if self.max_positions is not None and length > self.max_positions:
+            raise UserError(
+                f"rows of {length} tokens, but target {self.name!r} reads at most {self.max_positions}; shorten them"
+            )
 
     def _catch(self, layer: int, caught: dict[int, Tensor]):
         if layer < self.num_layers:

@@ -23,8 +23,8 @@ HELP = """Train a drafter from a YAML recipe.
   accelerate launch drafttrain/train.py configs/smollm2-135m/eagle3.yaml data=runs/data max_steps=500
   drafttrain train configs/smollm2-135m/eagle3.yaml drafter.ttt_steps=3     (one process, the same thing)
 
-Keys are those of TrainConfig (kind, target, data, output_dir, init, drafter.*, loss, dtype, max_length, validation,
-max_minutes, cache_gb, resume) and every field of transformers TrainingArguments. A run that was interrupted
+Keys are those of TrainConfig (kind, target, data, output_dir, init, drafter.*, loss, dtype, max_length, packing,
+validation, max_minutes, cache_gb, resume) and every field of transformers TrainingArguments. A run that was interrupted
 goes on from its newest checkpoint when started again; a finished one is left alone."""
 
 
@@ -71,10 +71,15 @@ def setup(config_path: str, overrides: list[str]) -> tuple[Any, Any]:
         raise UserError(f"config={config_path!r}: {' '.join(str(error).split())}") from error
 
 
+# A continued drafter whose vocabulary covers less of the new data gets a note.
+MIN_COVERAGE = 0.95
+
+
 def build_drafter(config: Any, target: Any, records: Any) -> tuple[Any, dict[str, Any]]:
     """A new drafter initialised from the target, or an existing one to continue; and its vocabulary report."""
     from drafttrain.config import neighbours
     from drafttrain.data.vocab import count_tokens, keep_frequent
+    from drafttrain.drafters.adapt import continue_drafter
     from drafttrain.drafters.base import kind_class
 
     kind = kind_class(config.kind)
@@ -82,20 +87,27 @@ def build_drafter(config: Any, target: Any, records: Any) -> tuple[Any, dict[str
         raise UserError(
             f"kind={config.kind!r} has no weights to train; use it directly: drafttrain eval --drafter {config.kind}"
         )
+    if config.packing and not getattr(kind, "takes_packed_rows", False):
+        raise UserError(f"packing=true, but kind={config.kind!r} does not train on packed rows; set packing=false")
     counts = count_tokens(records, target.vocab_size)
+    options = dict(config.drafter)
+    known = [name for name in vars(kind.config_class()) if not name.startswith("_")]
+    for name in options:
+        if name not in known:
+            raise UserError(f"unknown key drafter.{name}{neighbours(name, known)}")
     if config.init not in ("target", "random"):
-        drafter = kind.from_pretrained(config.init, use_safetensors=True)
-        drafter.config.loss = config.loss
+        drafter = continue_drafter(config.init, kind, options, config.loss, target)
         _, report = keep_frequent(counts, 0)
-        covered = counts[drafter.kept_ids].sum() / counts.sum().clamp(min=1)
-        report.update(size=len(drafter.kept_ids), coverage=round(float(covered), 6))
+        covered = float(counts[drafter.kept_ids].sum() / counts.sum().clamp(min=1))
+        report.update(size=len(drafter.kept_ids), coverage=round(covered, 6))
+        if covered < MIN_COVERAGE:
+            print(
+                f"note: the vocabulary of init={config.init!r} covers {100 * covered:.1f} % of this data's response tokens, and "
+                "what it lacks is never drafted; init=target chooses a new one from this data",
+                flush=True,
+            )
     else:
-        options = dict(config.drafter)
         kept, report = keep_frequent(counts, int(options.pop("draft_vocab_size", 0)), target.eos_ids)
-        known = [name for name in vars(kind.config_class()) if not name.startswith("_")]
-        for name in options:
-            if name not in known:
-                raise UserError(f"unknown key drafter.{name}{neighbours(name, known)}")
         options["loss"] = config.loss
         drafter = kind(kind.config_class.for_target(target, **options, draft_vocab_size=len(kept)))
         drafter.kept_ids.copy_(kept)
@@ -143,7 +155,7 @@ def fit(config: Any, args: Any) -> dict[str, Any]:
     from transformers.trainer_utils import get_last_checkpoint
 
     from drafttrain import __version__
-    from drafttrain.data.loader import collate, training_rows
+    from drafttrain.data.loader import collate, pack_rows, training_rows
     from drafttrain.data.store import FeatureStore, load_records, read_meta
     from drafttrain.files import write_json
     from drafttrain.losses import parse_loss
@@ -167,6 +179,8 @@ def fit(config: Any, args: Any) -> dict[str, Any]:
             f"{100 * vocab['coverage']:.2f} % of response tokens",
             flush=True,
         )
+    if config.packing:
+        train_rows = pack_rows(train_rows, config.max_length, args.seed)
     cache_gb = config.cache_gb if config.cache_gb >= 0 else (4.0 if target.device.type == "cpu" else 0.0)
     stored = FeatureStore.open(config.data, drafter.feature_layers)
     source = TargetSource(

@@ -46,12 +46,59 @@ def training_rows(records: Dataset, max_length: int, validation: float, seed: in
     return split["train"], split["test"]
 
 
-def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Right-pads rows.
+# Rows that are still being filled. More waste less room and cost more looking.
+_OPEN_ROWS = 64
+
+
+def pack_rows(rows: Dataset, max_length: int, seed: int) -> Dataset:
+    """Packs conversations into rows of at most max_length tokens, each into the first open row that has room for it.
+
+    They come in an order drawn by the seed, so the same data, length and seed give the same rows, and neighbours are
+    no more alike than chance has it.
+
+    Args:
+        rows: {tokens, spans, length, index}, none longer than max_length.
 
     Returns:
-        input_ids [b, s], lengths [b], response_mask [b, s], index [b]; and shift_labels [b, s], which hold 0 at every depth-0
-        anchor and -100 elsewhere: the loop counts them to know the anchors of a whole optimizer step.
+        rows {tokens, spans, length, index, documents}; index and documents hold a conversation's number and length each.
+    """
+    lengths = list(rows["length"])
+    order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed)).tolist()
+    packed: list[list[int]] = []
+    room: list[int] = []
+    first_open = 0
+    for number in order:
+        fits = (i for i in range(first_open, len(packed)) if room[i] >= lengths[number])
+        place = next(fits, None)
+        if place is None:
+            place = len(packed)
+            packed.append([])
+            room.append(max_length)
+            first_open = max(first_open, len(packed) - _OPEN_ROWS)
+        packed[place].append(number)
+        room[place] -= lengths[number]
+
+    def joined(row: dict[str, Any]) -> dict[str, Any]:
+        result: dict[str, Any] = {"tokens": [], "spans": [], "index": [], "documents": []}
+        for member in (rows[number] for number in row["members"]):
+            begin = len(result["tokens"])
+            result["spans"] += [[begin + start, begin + end] for start, end in member["spans"]]
+            result["tokens"] += member["tokens"]
+            result["index"].append(member["index"])
+            result["documents"].append(member["length"])
+        return {**result, "length": len(result["tokens"])}
+
+    members = Dataset.from_dict({"members": packed})
+    return members.map(joined, remove_columns="members", desc="packing")
+
+
+def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Right-pads rows, packed or not.
+
+    Returns:
+        input_ids [b, s], lengths [b], response_mask [b, s], index [c], for packed rows documents [c, 3], all as in `Batch`;
+        and shift_labels [b, s], which hold 0 at every depth-0 anchor and -100 elsewhere: the loop counts them to know the
+        anchors of a whole optimizer step.
     """
     b, s = len(rows), max(row["length"] for row in rows)
     input_ids = torch.zeros(b, s, dtype=torch.long)
@@ -60,16 +107,27 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         input_ids[i, : row["length"]] = torch.as_tensor(row["tokens"])
         for start, end in row["spans"]:
             response_mask[i, start:end] = True
+    documents: list[list[int]] = []
+    index: list[int] = []
+    for i, row in enumerate(rows):
+        index += row["index"] if "documents" in row else [row["index"]]
+        start = 0
+        for length in row.get("documents", ()):
+            documents.append([i, start, length])
+            response_mask[i, start] = False  # no anchor precedes it, and a neighbour's response must not go on here
+            start += length
     labels = torch.full((b, s), -100)
     labels[:, :-2][response_mask[:, 1:-1] & response_mask[:, 2:]] = 0
     return {
         "input_ids": input_ids,
         "lengths": torch.tensor([row["length"] for row in rows]),
         "response_mask": response_mask,
-        "index": torch.tensor([row["index"] for row in rows]),
+        "index": torch.tensor(index),
         "shift_labels": labels,
+        **({"documents": torch.tensor(documents)} if documents else {}),
     }
 
 
 def to_batch(inputs: dict[str, Tensor]) -> Batch:
-    return Batch(inputs["input_ids"], inputs["lengths"], inputs["response_mask"], inputs["index"])
+    ids, lengths, mask, index = (inputs[name] for name in ("input_ids", "lengths", "response_mask", "index"))
+    return Batch(ids, lengths, mask, index, inputs.get("documents"))

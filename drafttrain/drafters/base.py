@@ -274,7 +274,7 @@ def load_drafter(name: str, target: Target) -> Drafter | None:
         drafter = untrained(name)
     else:
         # Rounded to the dtype asked for, as the target's weights are: bfloat16 values stream at half the bytes.
-        drafter = _load_trained(name).to(target.dtype).to(device=target.device, dtype=target.compute_dtype).eval()
+        drafter = load_trained(name).to(target.dtype).to(device=target.device, dtype=target.compute_dtype).eval()
         if target.device.type == "cpu":
             getattr(drafter, "pack", lambda: pack(drafter))()
     drafter.bind(target)
@@ -336,11 +336,16 @@ def default_tree(name: str) -> str | None:
         raise UserError(f'{path} has no tree ({error!r}); write {{"tree": "chain:3"}}, or pass a tree') from error
 
 
-def _load_trained(name: str) -> Any:
+def load_trained(name: str, key: str = "drafter") -> Any:
+    """A saved drafter, by folder or Hub id, not yet bound. key: what the user gave the name for.
+
+    Raises:
+        UserError: nothing there, or not saved by drafttrain.
+    """
     path = Path(name).expanduser()
     if not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") != 1):
         raise UserError(
-            f"drafter={name!r}: no such folder, and not a Hub id (user/name); kinds without weights: ngram, ngram_store"
+            f"{key}={name!r}: no such folder, and not a Hub id (user/name); kinds without weights: ngram, ngram_store"
         )
     try:
         if path.exists():
@@ -351,10 +356,8 @@ def _load_trained(name: str) -> Any:
             config_file = Path(hf_hub_download(name, "config.json"))
         config = json.loads(config_file.read_text())
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"drafter={name!r}: config.json cannot be read ({error}); train one or check the path"
-        ) from error
+        raise UserError(f"{key}={name!r}: config.json cannot be read ({error}); train one or check the path") from error
     kind = config.get("drafter_kind")
     if kind is None:
-        raise UserError(f"drafter={name!r}: config.json has no drafter_kind, so it was not saved by drafttrain")
+        raise UserError(f"{key}={name!r}: config.json has no drafter_kind, so it was not saved by drafttrain")
     return kind_class(kind).from_pretrained(name, use_safetensors=True)

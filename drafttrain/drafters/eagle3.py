@@ -1,9 +1,9 @@
-"""EAGLE-3: one decoder layer over fused target features, trained by training-time test (arXiv 2503.01840).
+"""EAGLE-3: decoder layers over fused target features, trained by training-time test (arXiv 2503.01840).
 
     anchor t, depth 0:   state = fc(features_t)              token x_{t+1}        predicts x_{t+2}
     anchor t, depth k:   state = own output at depth k-1     token x_{t+1+k}      predicts x_{t+2+k}
 
-    out = layer(state, embed(token))      q, k, v read norm(embed) ++ norm(state); the residual is the state
+    out = layers(state, embed(token))     q, k, v of the first read norm(embed) ++ norm(state); the residual is the state
     logits = lm_head(norm(out))           over the drafter's own, pruned vocabulary
 
 A query at (t, k) sees the depth-0 keys of anchors 0..t and its own keys at depths 1..k. Its rotary position is t + k. The
@@ -14,17 +14,15 @@ drafted path. Both call `Eagle3.step`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from drafttrain.batch import Batch, StepOutput, TargetOutput, TokenTree
-from drafttrain.drafters.base import TreeSpec
-from drafttrain.drafters.expand import grow
+from drafttrain.batch import Batch, StepOutput, TargetOutput
+from drafttrain.drafters.eagle3_config import Eagle3Config
+from drafttrain.drafters.layer_session import CacheShape, LayerDrafting
 from drafttrain.drafters.layers import MLP, Attend, Attention, RMSNorm, Rotary
 from drafttrain.drafters.linear_start import Source, linear_start
 from drafttrain.drafters.shared import anchors_by_depth, bind_target, copy_linear, copy_norm
@@ -33,109 +31,43 @@ from drafttrain.ops.decoder_layer import DecoderLayer, LayerWeights
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import SKINNY_ROWS, pack
 from drafttrain.ops.path_attention import PathAttention
-from drafttrain.ops.sampling import Sampler
 from drafttrain.target import Target
 
-
-class Eagle3Config(PreTrainedConfig):
-    """Shape and training recipe of an EAGLE-3 drafter.
-
-    Attributes:
-        draft_vocab_size: d, kept tokens; 0 keeps the target's whole vocabulary.
-        feature_layers: target hidden states that are fused; empty means the target's default three.
-        ttt_steps: depths trained. depth_decay: weight of depth k is depth_decay ** k.
-        depth_share: share of anchors, drawn anew each step, that go on to depths after the first. Those losses keep their
-            weight in expectation; less than 1 trains more first-depth anchors in the same time.
-        target: the target's identity, checked before use.
-    """
-
-    model_type = "drafttrain_eagle3"
-
-    def __init__(
-        self,
-        hidden_size: int = 64,
-        intermediate_size: int = 0,
-        num_attention_heads: int = 4,
-        num_key_value_heads: int = 0,
-        head_dim: int = 0,
-        rms_norm_eps: float = 1e-5,
-        rope_theta: float = 10000.0,
-        vocab_size: int = 0,
-        draft_vocab_size: int = 0,
-        feature_layers: tuple[int, ...] = (),
-        target_hidden_size: int = 0,
-        ttt_steps: int = 4,
-        depth_decay: float = 0.8,
-        depth_share: float = 1.0,
-        loss: str = "kl",
-        target: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ):
-        self.drafter_kind = "eagle3"
-        self.hidden_size = hidden_size
-        self.intermediate_size = intermediate_size or 4 * hidden_size
-        self.num_attention_heads = num_attention_heads
-        self.num_key_value_heads = num_key_value_heads or num_attention_heads
-        self.head_dim = head_dim or hidden_size // num_attention_heads
-        self.rms_norm_eps = rms_norm_eps
-        self.rope_theta = rope_theta
-        self.vocab_size = vocab_size
-        self.draft_vocab_size = draft_vocab_size or vocab_size
-        self.feature_layers = tuple(feature_layers)
-        self.target_hidden_size = target_hidden_size or hidden_size
-        self.ttt_steps = ttt_steps
-        self.depth_decay = depth_decay
-        self.depth_share = depth_share
-        self.loss = loss
-        self.target = target or {}
-        super().__init__(**{"tie_word_embeddings": False, **kwargs})
-
-    @classmethod
-    def for_target(cls, target: Target, **options: Any) -> Eagle3Config:
-        """The target's own shapes where `options` say nothing."""
-        config = target.config
-        rope = getattr(config, "rope_parameters", None) or {}
-        rope = rope.get("full_attention", rope)
-        shapes = {
-            "hidden_size": target.hidden_size,
-            "intermediate_size": getattr(config, "intermediate_size", None) or 4 * target.hidden_size,
-            "num_attention_heads": config.num_attention_heads,
-            "num_key_value_heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-            "head_dim": getattr(config, "head_dim", None) or target.hidden_size // config.num_attention_heads,
-            "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-5),
-            "rope_theta": rope.get("rope_theta", 10000.0),
-            "feature_layers": target.default_feature_layers,
-        }
-        fixed = {
-            "vocab_size": target.vocab_size,
-            "target_hidden_size": target.hidden_size,
-            "target": target.identity(),
-        }
-        return cls(**{**shapes, **options, **fixed})
+# Activations that the CPU kernels know, and whether each is the tanh form of GELU.
+_NATIVE_ACTS = {"silu": False, "gelu_pytorch_tanh": True}
 
 
 class Eagle3Layer(nn.Module):
-    """The decoder layer; names follow the published checkpoints."""
+    """A decoder layer; names follow the published checkpoints. The first one reads the token beside the state."""
 
-    def __init__(self, config: Eagle3Config):
+    def __init__(self, config: Eagle3Config, first: bool):
         super().__init__()
         h, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(config.target_hidden_size, eps)
-        self.hidden_norm = RMSNorm(h, eps)
+        self.config, self.first = config, first
+        self.input_layernorm = RMSNorm(config.target_hidden_size if first else h, eps)
+        if first:
+            self.hidden_norm = RMSNorm(h, eps)
         self.self_attn = Attention(
-            config.target_hidden_size + h,
+            config.target_hidden_size + h if first else h,
             h,
             config.num_attention_heads,
             config.num_key_value_heads,
             config.head_dim,
+            config.attention_bias,
+            eps if config.qk_norm else None,
         )
         self.post_attention_layernorm = RMSNorm(h, eps)
-        self.mlp = MLP(h, config.intermediate_size)
+        self.mlp = MLP(h, config.intermediate_size, config.mlp_bias, config.hidden_act)
         self.native: DecoderLayer | None = None
 
-    def pack(self) -> None:
-        """Readies the layer for inference on a CPU: from now on few rows take two kernel calls around the attention."""
-        attention, mlp = self.self_attn, self.mlp
+    def pack(self, rotary_dim: int) -> None:
+        """Readies the layer for inference on a CPU: from now on few rows take two kernel calls around the attention.
+
+        Layers with biases or an activation that the kernels lack keep the plain form.
+        """
+        config, attention, mlp = self.config, self.self_attn, self.mlp
+        if config.attention_bias or config.mlp_bias or config.hidden_act not in _NATIVE_ACTS:
+            return
         self.native = DecoderLayer(
             LayerWeights(
                 qkv=torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]).detach(),
@@ -147,13 +79,24 @@ class Eagle3Layer(nn.Module):
                 heads=attention.heads,
                 kv_heads=attention.kv_heads,
                 head_dim=attention.head_dim,
-                rotary_dim=attention.head_dim,
+                rotary_dim=rotary_dim,
                 eps=self.post_attention_layernorm.eps,
+                gelu=_NATIVE_ACTS[config.hidden_act],
+                query_norm=attention.q_norm.weight.detach() if config.qk_norm else None,
+                key_norm=attention.k_norm.weight.detach() if config.qk_norm else None,
             )
         )
 
-    def forward(self, state: Tensor, embeds: Tensor, cos: Tensor, sin: Tensor, attend: Attend, queries: Tensor | None):
-        x = torch.cat((self.input_layernorm(embeds), self.hidden_norm(state)), dim=-1)
+    def forward(
+        self, state: Tensor, embeds: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend, queries: Tensor | None
+    ) -> Tensor:
+        """state [t, h], embeds [t, target h] for the first layer -> [t or queries, h]."""
+        if embeds is None:
+            x = self.input_layernorm(state)
+        else:
+            normed = self.hidden_norm(state)
+            x = torch.cat((self.input_layernorm(embeds), normed), dim=-1)
+            state = normed if self.config.norm_before_residual else state
         if self.native is not None and len(x) <= SKINNY_ROWS:
             return self._native_forward(self.native, state, x, cos, sin, attend, queries)
         if queries is not None:
@@ -172,33 +115,52 @@ class Eagle3Layer(nn.Module):
         return out
 
 
-class Eagle3(PreTrainedModel):
+class Eagle3(LayerDrafting, PreTrainedModel):
     """The drafter. Its embedding is the target's, frozen and never saved; `bind` attaches it."""
 
     config_class = Eagle3Config
     base_model_prefix = ""
+    supports_gradient_checkpointing = True
     kind = "eagle3"
     trainable = True
+    takes_packed_rows = True
     kept_ids: Tensor
     embed: Callable[[Tensor], Tensor]  # given by bind()
 
     def __init__(self, config: Eagle3Config):
         super().__init__(config)
         self.fc = nn.Linear(len(config.feature_layers) * config.target_hidden_size, config.hidden_size, bias=False)
-        self.midlayer = Eagle3Layer(config)
+        self.fc_norm = nn.ModuleList(
+            RMSNorm(config.target_hidden_size, config.rms_norm_eps) for _ in config.feature_layers if config.fc_norm
+        )
+        self.midlayer = Eagle3Layer(config, first=True)
+        # Numbered as engines number them: the middle layer is their layer 0.
+        self.layers = nn.ModuleDict(
+            {str(i): Eagle3Layer(config, first=False) for i in range(1, config.num_hidden_layers)}
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.register_buffer("kept_ids", torch.arange(config.draft_vocab_size))
-        self.rotary = Rotary(config.head_dim, config.rope_theta)
+        self.rotary = Rotary(config.head_dim, config.rope_parameters)
+        self.cache_shape = CacheShape(
+            config.num_hidden_layers, config.num_key_value_heads, config.head_dim, config.sliding_window
+        )
+        self.gradient_checkpointing = False
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=module.in_features**-0.5)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
         return tuple(self.config.feature_layers)
+
+    @property
+    def decoder_layers(self) -> list[Any]:
+        return [self.midlayer, *self.layers.values()]
 
     def bind(self, target: Target) -> None:
         """Checks that this drafter was made for the target and borrows its embedding."""
@@ -207,41 +169,32 @@ class Eagle3(PreTrainedModel):
     def pack(self) -> None:
         """Readies the drafter for inference on a CPU in float32; elsewhere linear layers and norms as far as served."""
         if cpu_kernels() is not None and self.fc.weight.dtype == torch.float32 and self.fc.weight.device.type == "cpu":
-            self.midlayer.pack()
+            for layer in self.decoder_layers:
+                layer.pack(self.rotary.width)
         pack(self)
 
     @torch.no_grad()
     def initialise(self, target: Target, kept_ids: Tensor) -> list[str]:
-        """Starts from the target: head rows of the kept tokens, and its last layer on the state half of the input.
+        """Starts from the target: head rows of the kept tokens, and its last layers (the first on its input's state half).
 
-        `fc` starts as the identity on the highest feature, so the untrained drafter is the target's last layer on a late
-        state. Returns the names of what was copied.
+        `fc` starts as the identity on the highest feature, so the untrained drafter is the target's last layers on a late
+        state. Returns the names of what was copied; nothing fits a drafter of another hidden size.
         """
-        h, ours, theirs = self.config.hidden_size, self.midlayer, target.layers[-1]
+        h = self.config.hidden_size
         self.kept_ids.copy_(kept_ids)
         if h != self.config.target_hidden_size:
             return []
         self.lm_head.weight.copy_(target.head_weight[kept_ids])
         self.fc.weight.mul_(0.1)
         self.fc.weight[:, -h:].add_(torch.eye(h))
-        # Families with four norms a layer name the one before the MLP differently.
-        before_mlp = getattr(theirs, "pre_feedforward_layernorm", None) or getattr(
-            theirs, "post_attention_layernorm", None
-        )
-        done = {
-            "norm": copy_norm(self.norm, getattr(target.body, "norm", None)),
-            "hidden_norm": copy_norm(ours.hidden_norm, getattr(theirs, "input_layernorm", None)),
-            "post_attention_layernorm": copy_norm(ours.post_attention_layernorm, before_mlp),
-        }
-        for block, names in (
-            ("self_attn", ("q_proj", "k_proj", "v_proj", "o_proj")),
-            ("mlp", ("gate_proj", "up_proj", "down_proj")),
-        ):
-            for name in names:
-                head_dim = self.config.head_dim if name in ("k_proj", "v_proj") else 0
-                other = getattr(getattr(theirs, block, None), name, None)
-                done[f"{block}.{name}"] = copy_linear(getattr(getattr(ours, block), name), other, head_dim)
-        return ["lm_head", "fc", *(name for name, copied in done.items() if copied)]
+        names = ["lm_head", "fc"]
+        if copy_norm(self.norm, getattr(target.body, "norm", None)):
+            names.append("norm")
+        ours = self.decoder_layers[-target.num_layers :]
+        for layer, theirs in zip(ours, target.layers[-len(ours) :], strict=True):
+            copied = _copy_layer(layer, theirs, self.config.head_dim)
+            names += copied if layer is self.midlayer else []
+        return names
 
     def solve_start(self, batches: list[Batch], source: Source) -> float:
         """Fits the linear part in closed form, see `linear_start`; returns the share of variance explained."""
@@ -249,25 +202,46 @@ class Eagle3(PreTrainedModel):
 
     # -- the one forward ----------------------------------------------------------------------------------------
 
+    def fuse(self, features: Tensor) -> Tensor:
+        """[t, f * target h] target features -> [t, h], the state that depth 0 reads."""
+        return self.fc(self.norm_features(features))
+
+    def norm_features(self, features: Tensor) -> Tensor:
+        """What `fc` reads, in its dtype: each feature under its own norm, where there are norms."""
+        features = features.to(self.fc.weight.dtype)
+        if not self.fc_norm:
+            return features
+        parts = features.chunk(len(self.fc_norm), dim=-1)
+        return torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+
     def step(
-        self, state: Tensor, embeds: Tensor, positions: Tensor, attend: Attend, queries: Tensor | None = None
+        self, state: Tensor, embeds: Tensor, positions: Tensor, attends: Sequence[Attend], queries: Tensor | None = None
     ) -> Tensor:
         """One depth for t tokens.
 
         Args:
             state: [t, h]: fused features at depth 0, the previous depth's output below.
             embeds: [t, target h], of the tokens read; positions: [t] int64.
-            attend: which keys each query sees. queries: rows that need an output (all if None).
+            attends: per layer, which keys each query sees. queries: rows that need an output (all if None).
 
         Returns:
-            [tq, h] outputs before the final norm: what the next depth reads.
+            [t or queries, h], what the next depth reads: the last layer's output, normed if the config says so.
         """
         cos, sin = self.rotary.tables(positions, state.dtype)
-        return self.midlayer(state, embeds.to(state.dtype), cos, sin, attend, queries)
+        layers = self.decoder_layers
+        read: Tensor | None = embeds.to(state.dtype)
+        for layer, attend in zip(layers, attends, strict=True):
+            state = layer(state, read, cos, sin, attend, queries if layer is layers[-1] else None)
+            read = None
+        return self.norm(state) if self.config.norm_output else state
+
+    def read_out(self, state: Tensor) -> Tensor:
+        """What the head reads of a step's output."""
+        return state if self.config.norm_output else self.norm(state)
 
     def logits(self, state: Tensor) -> Tensor:
-        """[t, h] outputs -> [t, d] over the drafter's vocabulary."""
-        return self.lm_head(self.norm(state))
+        """[t, h] outputs of steps -> [t, d] over the drafter's vocabulary."""
+        return self.lm_head(self.read_out(state))
 
     # -- training half ------------------------------------------------------------------------------------------
 
@@ -295,35 +269,29 @@ class Eagle3(PreTrainedModel):
         config = self.config
         b, s = batch.input_ids.shape
         share = config.depth_share if self.training else 1.0
-        anchors = anchors_by_depth(batch.response_mask, config.ttt_steps, share)  # k -> flat positions, nested
-        valid = (torch.arange(s, device=embeds.device) < batch.lengths[:, None] - 1).flatten().nonzero().squeeze(1)
+        asking = anchors_by_depth(batch.response_mask, config.ttt_steps, share)  # k -> flat positions, nested
+        valid, place = batch.anchors()
+        own = [torch.searchsorted(valid, anchors) for anchors in asking]  # the same among the first-depth tokens
         embeds = embeds.reshape(b * s, -1)
-        state = self.fc(output.features.reshape(b * s, -1)[valid].to(self.fc.weight.dtype))
-        place = torch.full((b * s,), -1, device=embeds.device)
-        place[valid] = torch.arange(len(valid), device=embeds.device)
+        state = self.fuse(output.features.reshape(b * s, -1)[valid])
         decay = config.depth_decay ** torch.arange(config.ttt_steps, dtype=torch.float32, device=embeds.device)
         decay = decay / decay.sum()
 
-        attention = PathAttention(b, s, valid)
+        begin = torch.arange(len(valid), device=valid.device) - place
+        attentions = [PathAttention(begin, config.sliding_window) for _ in range(config.num_hidden_layers)]
         losses: list[Tensor] = []
         sums: list[Tensor] = []
-        for k, asking in enumerate(anchors):
+        for k, anchors in enumerate(asking):
             if k == 0:
-                tokens_at, queries = valid + 1, place[asking]
+                state = self._depth(state, embeds[valid + 1], place, attentions, own[0], whole=True)
             else:
-                # Anchors are nested: keep those of the previous depth that go on.
-                going_on = torch.isin(anchors[k - 1], asking, assume_unique=True)
-                state = state[going_on]
-                if k > 1:
-                    attention.keep(going_on)
-                tokens_at, queries = asking + 1 + k, None
-            positions = (valid if k == 0 else asking) % s + k
-            state = self.step(state, embeds[tokens_at], positions, attention.attend(asking), queries)
-            weight = (decay[k] / (count * (share if k else 1.0))).expand(len(asking))
-            at = row_of.flatten()[asking + 1 + k]
-            out = linear_divergence(
-                self.norm(state), self.lm_head.weight, rows, at, weight, config.loss, measure=measure
-            )
+                if len(own[k]) < len(own[k - 1]):  # anchors are nested: keep those of the previous depth that go on
+                    state = state[torch.searchsorted(own[k - 1], own[k])]
+                state = self._depth(state, embeds[anchors + 1 + k], place[own[k]] + k, attentions, own[k])
+            weight = (decay[k] / (count * (share if k else 1.0))).expand(len(anchors))
+            at = row_of.flatten()[anchors + 1 + k]
+            read, head = self.read_out(state), self.lm_head.weight
+            out = linear_divergence(read, head, rows, at, weight, config.loss, measure=measure)
             losses.append(out.loss)
             if out.alpha is not None and out.agree is not None:
                 values = torch.ones_like(out.values), out.values, out.alpha, out.agree.float()
@@ -332,177 +300,60 @@ class Eagle3(PreTrainedModel):
         metrics = dict(zip(names, torch.stack(sums, dim=1), strict=True)) if sums else {}
         return StepOutput(torch.stack(losses).sum(), metrics)
 
-    # -- proposal half ------------------------------------------------------------------------------------------
+    def _depth(
+        self,
+        state: Tensor,
+        embeds: Tensor,
+        positions: Tensor,
+        attentions: Sequence[PathAttention],
+        own: Tensor,
+        whole: bool = False,
+    ) -> Tensor:
+        """One depth of training-time test, whose layers then remember its keys; recomputed in backward if so asked.
 
-    def start(self, prompt_ids: Tensor, max_length: int) -> Eagle3Session:
-        return Eagle3Session(self, max_length)
+        Args:
+            state, embeds, positions: of the tokens at this depth; attentions: of each layer.
+            own: [tq] int64 first-depth tokens that anchors are; whole: all first-depth tokens give keys, not just those.
+        """
+        queries, everything = (own, torch.arange(len(state), device=own.device)) if whole else (None, own)
+        asking = [*[everything] * (len(attentions) - 1), own]
+        fresh: list[list[Tensor]] = [[] for _ in attentions]
+        attends = [attention.attend(who, new) for attention, who, new in zip(attentions, asking, fresh, strict=True)]
 
-    @torch.no_grad()
-    def extend_all(
-        self, sessions: Sequence[Eagle3Session], tokens: Sequence[Tensor], features: Sequence[Tensor]
-    ) -> None:
-        """One step over the new tokens of all sessions. Only each last anchor drafts; the others leave their keys."""
-        sizes = [len(new) for new in tokens]
-        device = tokens[0].device
-        starts = [session.length for session in sessions]
-        positions = _cat([torch.arange(start, start + size) for start, size in zip(starts, sizes, strict=True)])
-        last = torch.tensor([end - 1 for end in accumulate(sizes)])
+        def run(state: Tensor, embeds: Tensor) -> tuple[Tensor, ...]:
+            out = self.step(state, embeds, positions, attends, queries)
+            return out, *(tensor for pair in fresh for tensor in pair)
 
-        states = self.fc(_cat(features).to(self.fc.weight.dtype))
-        attend = _attend_apart(sessions, starts, [None] * len(sizes), [1] * len(sizes), sizes)
-        out = self.step(states, self.embed(_cat(tokens)), positions.to(device), attend, last.to(device))
-        for session, size, state in zip(sessions, sizes, out.split(1), strict=True):
-            session.last = state
-            session.length += size
-
-    @torch.no_grad()
-    def propose_all(
-        self, sessions: Sequence[Eagle3Session], specs: Sequence[TreeSpec], samplers: Sequence[Sampler | None]
-    ) -> list[TokenTree]:
-        """The trees of all sessions grow together: one step per depth over the nodes that any of them opens."""
-        first = self.logits(_cat([session.root for session in sessions]))
-        drafts = [_Draft(*each, self.kept_ids) for each in zip(sessions, specs, samplers, first, strict=True)]
-        growing = [draft for draft in drafts if draft.tree is None]
-        while growing:
-            sizes = [len(draft.parents) for draft in growing]
-            tokens = _cat([draft.tokens for draft in growing])
-            states = torch.stack([draft.state_of(parent) for draft in growing for parent in draft.parents])
-            masks = [draft.open().to(tokens.device) for draft in growing]
-            positions = torch.tensor([at for draft in growing for at in draft.positions], device=tokens.device)
-            own = [draft.session for draft in growing]
-            attend = _attend_apart(own, [draft.begin for draft in growing], masks, sizes, sizes)
-            out = self.step(states, self.embed(self.kept_ids[tokens]), positions, attend)
-            for draft, state, logits in zip(growing, out.split(sizes), self.logits(out).split(sizes), strict=True):
-                draft.states.extend(state)
-                draft.grow(logits)
-            growing = [draft for draft in growing if draft.tree is None]
-        return [draft.tree for draft in drafts if draft.tree is not None]
+        if self.gradient_checkpointing and self.training:
+            out, *cached = self._gradient_checkpointing_func(run, state, embeds)
+        else:
+            out, *cached = run(state, embeds)
+        for attention, key, value in zip(attentions, cached[::2], cached[1::2], strict=True):
+            attention.remember(own, key, value)
+        return out
 
 
-def _cat(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
-
-
-def _attend_apart(
-    sessions: Sequence[Eagle3Session],
-    begins: Sequence[int],
-    masks: Sequence[Tensor | None],
-    asking: Sequence[int],
-    sizes: Sequence[int],
-) -> Attend:
-    """Attention of packed tokens, each session's over its own keys.
-
-    Args:
-        begins: slot of each session's first new token; masks: which slots its queries see.
-        asking: queries per session; sizes: new keys per session.
-    """
-
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        outs = []
-        parts = zip(query.split(asking), key.split(sizes), value.split(sizes), strict=True)
-        for session, begin, mask, (q, k, v) in zip(sessions, begins, masks, parts, strict=True):
-            outs.append(session.attention(q, session.store(begin, k, v), mask))
-        return _cat(outs)
-
-    return attend
-
-
-class Eagle3Session:
-    """One sequence being drafted.
-
-    Keys and values live in one buffer [kv_heads, capacity, e]: committed positions first, then the nodes opened in this
-    round in the order they were opened.
-    """
-
-    def __init__(self, drafter: Eagle3, max_length: int):
-        self.drafter = drafter
-        weight = drafter.fc.weight
-        shape = (drafter.config.num_key_value_heads, max_length, drafter.config.head_dim)
-        self.keys, self.values = weight.new_empty(shape), weight.new_empty(shape)
-        self.length = 0
-        self.last: Tensor | None = None  # [1, h] output at the last committed anchor
-
-    @property
-    def root(self) -> Tensor:
-        assert self.last is not None, "extend() comes before propose()"
-        return self.last
-
-    def extend(self, tokens: Tensor, features: Tensor) -> None:
-        self.drafter.extend_all([self], [tokens], [features])
-
-    def propose(self, spec: TreeSpec, sampler: Sampler | None = None) -> TokenTree:
-        return self.drafter.propose_all([self], [spec], [sampler])[0]
-
-    def store(self, start: int, key: Tensor, value: Tensor) -> int:
-        """Writes keys and values [m, kv_heads, e] to slots from `start` on; returns the end."""
-        end = start + key.shape[0]
-        if end > self.keys.shape[1]:
-            # Trees need a little room beyond the longest sequence.
-            room = self.keys.new_empty(self.keys.shape[0], end, self.keys.shape[2])
-            for name in ("keys", "values"):
-                grown = room.clone()
-                grown[:, :start] = getattr(self, name)[:, :start]
-                setattr(self, name, grown)
-        self.keys[:, start:end] = key.transpose(0, 1)
-        self.values[:, start:end] = value.transpose(0, 1)
-        return end
-
-    def attention(self, query: Tensor, end: int, mask: Tensor | None) -> Tensor:
-        """query [m, heads, e] over slots [0, end); mask [m, end] bool or None for all. Returns [m, heads * e]."""
-        m, heads, e = query.shape
-        kv = self.keys.shape[0]
-        groups = heads // kv
-        # Query heads of a group become rows, so that keys and values are read once and never repeated.
-        folded = query.view(m, kv, groups, e).permute(1, 2, 0, 3).reshape(1, kv, groups * m, e)
-        if mask is not None:
-            mask = mask.repeat(groups, 1)
-        out = F.scaled_dot_product_attention(folded, self.keys[None, :, :end], self.values[None, :, :end], mask)
-        return out.view(kv, groups, m, e).permute(2, 0, 1, 3).reshape(m, heads * e)
-
-
-class _Draft:
-    """A session's tree while it grows.
-
-    Attributes:
-        tree: the result, once it is done.
-        tokens, parents: the nodes to open next: drafter ids [m], and their parents among the opened nodes (-1: the root).
-        begin: the slot of the first of them; positions: their rotary positions.
-        states: [h] outputs of the opened nodes.
-    """
-
-    def __init__(
-        self, session: Eagle3Session, spec: TreeSpec, sampler: Sampler | None, first: Tensor, kept_ids: Tensor
+def _copy_layer(ours: Eagle3Layer, theirs: Any, head_dim: int) -> list[str]:
+    """Gives a layer what the target's layer has in the same form; returns the names."""
+    # Families with four norms a layer name the one before the MLP differently.
+    before_mlp = getattr(theirs, "pre_feedforward_layernorm", None) or getattr(theirs, "post_attention_layernorm", None)
+    into = "hidden_norm" if ours.first else "input_layernorm"
+    done = {
+        into: copy_norm(getattr(ours, into), getattr(theirs, "input_layernorm", None)),
+        "post_attention_layernorm": copy_norm(ours.post_attention_layernorm, before_mlp),
+    }
+    their_attention = getattr(theirs, "self_attn", None)
+    for name in ("q_norm", "k_norm") if ours.config.qk_norm else ():
+        done[f"self_attn.{name}"] = copy_norm(getattr(ours.self_attn, name), getattr(their_attention, name, None))
+    for block, names in (
+        ("self_attn", ("q_proj", "k_proj", "v_proj", "o_proj")),
+        ("mlp", ("gate_proj", "up_proj", "down_proj")),
     ):
-        self.session = session
-        self.tree: TokenTree | None = None
-        self.states: list[Tensor] = []
-        self._slots: list[list[int]] = []  # opened node -> slots of its path, its own included
-        self._growth = grow(spec, first, kept_ids, sampler)
-        self.grow(None)
-
-    def grow(self, logits: Tensor | None) -> None:
-        """Takes the logits [m, d] of the nodes just opened, None to begin."""
-        try:
-            self.tokens, self.parents = next(self._growth) if logits is None else self._growth.send(logits)
-        except StopIteration as done:
-            self.tree = done.value
-
-    def state_of(self, node: int) -> Tensor:
-        return self.states[node] if node >= 0 else self.session.root[0]
-
-    def open(self) -> Tensor:
-        """Gives the nodes their slots and positions; returns [m, end] bool, the slots that each may see."""
-        length = self.session.length
-        self.begin = length + len(self._slots)
-        mask = torch.zeros(len(self.parents), self.begin + len(self.parents), dtype=torch.bool)
-        mask[:, :length] = True
-        self.positions = []
-        for row, parent in enumerate(self.parents):
-            path = [*(self._slots[parent] if parent >= 0 else []), self.begin + row]
-            mask[row, path] = True
-            self._slots.append(path)
-            self.positions.append(length - 1 + len(path))
-        return mask
+        for name in names:
+            repeated = head_dim if name in ("k_proj", "v_proj") else 0
+            other = getattr(getattr(theirs, block, None), name, None)
+            done[f"{block}.{name}"] = copy_linear(getattr(getattr(ours, block), name), other, repeated)
+    return [name for name, copied in done.items() if copied]
 
 
 KIND = Eagle3

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 # (query [tq, heads, e], key [t, kv_heads, e], value [t, kv_heads, e]) -> [tq, heads * e], e = head size
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -22,66 +26,117 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
-class Rotary:
-    """Rotary position embedding in the half-split layout of Llama (RoFormer, arXiv 2104.09864)."""
+# How positions beyond those of pretraining are reached. Left out is what depends on the length of the sequence at hand:
+# keys that are cached or stored would have to change while it grows.
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
-    def __init__(self, head_dim: int, theta: float):
-        self.head_dim, self.theta = head_dim, theta
+
+class Rotary:
+    """Rotary position embedding in the half-split layout of Llama (RoFormer, arXiv 2104.09864).
+
+    Args:
+        head_dim: e. parameters: in the form of transformers 5: rope_theta, and for long contexts rope_type, factor, ...;
+            `partial_rotary_factor` rotates a head's first entries only.
+
+    Attributes:
+        width: r, entries of a head that are rotated.
+    """
+
+    def __init__(self, head_dim: int, parameters: dict[str, Any]):
+        self.head_dim, self.parameters = head_dim, dict(parameters)
+        self.width = int(head_dim * (self.parameters.get("partial_rotary_factor") or 1.0))
+        self._known: dict[torch.device, tuple[Tensor, float]] = {}
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """positions [t] int64 -> cos, sin [t, 1, head_dim]."""
-        inv = self.theta ** (
-            -torch.arange(0, self.head_dim, 2, device=positions.device, dtype=torch.float) / self.head_dim
-        )
-        angles = positions[:, None].float() * inv
+        """positions [t] int64 -> cos, sin [t, 1, r]."""
+        device = positions.device
+        if device not in self._known:
+            self._known[device] = self._frequencies(device)
+        frequencies, scale = self._known[device]
+        angles = positions[:, None].float() * frequencies
         angles = torch.cat((angles, angles), dim=-1)[:, None]
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
+
+    def _frequencies(self, device: torch.device) -> tuple[Tensor, float]:
+        kind = self.parameters.get("rope_type", "default")
+        if kind == "default":
+            steps = torch.arange(0, self.width, 2, device=device, dtype=torch.float)
+            return self.parameters["rope_theta"] ** (-steps / self.width), 1.0
+        original = self.parameters.get("original_max_position_embeddings") or 2048
+        longest = int(original * (self.parameters.get("factor") or 1.0))
+        config = LlamaConfig(
+            hidden_size=self.head_dim,
+            num_attention_heads=1,
+            head_dim=self.head_dim,
+            max_position_embeddings=longest,
+            rope_parameters=dict(self.parameters),  # type: ignore[arg-type]
+        )
+        return ROPE_INIT_FUNCTIONS[kind](config, device)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [t, heads, e]; cos, sin [t, 1, e]."""
+    """x [t, heads, e]; cos, sin [t, 1, r] with r <= e."""
+    width = cos.shape[-1]
+    if width < x.shape[-1]:
+        return torch.cat((rotate(x[..., :width], cos, sin), x[..., width:]), dim=-1)
     left, right = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-right, left), dim=-1) * sin
 
 
 class MLP(nn.Module):
-    """SwiGLU."""
+    """A gated MLP; SwiGLU with the activation "silu"."""
 
-    def __init__(self, hidden: int, intermediate: int):
+    def __init__(self, hidden: int, intermediate: int, bias: bool = False, act: str = "silu"):
         super().__init__()
-        self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
-        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
-        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
+        self.gate_proj = nn.Linear(hidden, intermediate, bias=bias)
+        self.up_proj = nn.Linear(hidden, intermediate, bias=bias)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=bias)
+        self.act = ACT2FN[act]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Attention(nn.Module):
-    """Grouped-query attention whose input may be wider than its output (EAGLE-3 reads embedding ++ feature)."""
+    """Grouped-query attention whose input may be wider than its output (EAGLE-3 reads embedding ++ feature).
 
-    def __init__(self, width: int, hidden: int, heads: int, kv_heads: int, head_dim: int):
+    Args:
+        bias: of all four projections. norm_eps: normalise each query and key head (Qwen3) with this eps; None for not.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        bias: bool = False,
+        norm_eps: float | None = None,
+    ):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.q_proj = nn.Linear(width, heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(width, kv_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(width, kv_heads * head_dim, bias=False)
-        self.o_proj = nn.Linear(heads * head_dim, hidden, bias=False)
+        self.q_proj = nn.Linear(width, heads * head_dim, bias=bias)
+        self.k_proj = nn.Linear(width, kv_heads * head_dim, bias=bias)
+        self.v_proj = nn.Linear(width, kv_heads * head_dim, bias=bias)
+        self.o_proj = nn.Linear(heads * head_dim, hidden, bias=bias)
+        self.q_norm: Any = nn.Identity() if norm_eps is None else RMSNorm(head_dim, norm_eps)
+        self.k_norm: Any = nn.Identity() if norm_eps is None else RMSNorm(head_dim, norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, queries: Tensor | None = None) -> Tensor:
         """Every token gives a key and a value; only those in `queries` ask.
 
         Args:
-            x: [t, width]; cos, sin: [t, 1, e].
+            x: [t, width]; cos, sin: [t, 1, r].
             attend: knows which keys a query sees, cached ones included.
             queries: [tq] int64 rows of x that need an output; None means all.
 
         Returns:
             [tq, hidden].
         """
-        key = rotate(self.k_proj(x).view(-1, self.kv_heads, self.head_dim), cos, sin)
+        key = rotate(self.k_norm(self.k_proj(x).view(-1, self.kv_heads, self.head_dim)), cos, sin)
         value = self.v_proj(x).view(-1, self.kv_heads, self.head_dim)
         if queries is not None:
             x, cos, sin = x[queries], cos[queries], sin[queries]
-        query = rotate(self.q_proj(x).view(-1, self.heads, self.head_dim), cos, sin)
+        query = rotate(self.q_norm(self.q_proj(x).view(-1, self.heads, self.head_dim)), cos, sin)
         return self.o_proj(attend(query, key, value))

@@ -64,49 +64,90 @@ class LeastSquares:
 def linear_start(drafter: Any, batches: Iterable[Batch], source: Source) -> float:
     """Overwrites fc, attention, MLP output and the scale of the final norm of a drafter with `fc`, `midlayer`, `norm`.
 
+    Layers above the middle one start silent: their output projections are zero.
+
     Args:
-        drafter: bound to its target, head already set.
+        drafter: bound to its target; of the target's width, its head already set.
         batches: some of the training data, on the drafter's device; read twice. source: as in training.
 
     Returns:
         Share of variance of y that the map explains, 0 to 1.
     """
     batches = list(batches)
+    project = _projection(drafter, batches, source)
     first, second = LeastSquares(), LeastSquares()
-    squares = 0.0
+    squares, power = 0.0, 0.0
     for batch in batches:
         output, rows, row_of = source(batch)
         hidden = rows.hidden.float()
-        squares += float(hidden.square().mean(-1).sum())
-        first.add(output.features[row_of >= 0].float(), unit(hidden))
+        y = unit(hidden) @ project
+        squares += float((hidden @ project).square().mean(-1).sum())
+        power += float(y.square().mean(-1).sum())
+        first.add(drafter.norm_features(output.features[row_of >= 0]).float(), y)
     fc = first.solve()
     states = 0.0
     for batch in batches:
         output, rows, row_of = source(batch)
         anchors = anchors_by_depth(batch.response_mask, 1)[0]
-        state = output.features.flatten(0, 1)[anchors].float() @ fc.T
+        state = drafter.norm_features(output.features.flatten(0, 1)[anchors]).float() @ fc.T
         states += float(state.square().mean(-1).sum())
         embeds = drafter.embed(batch.input_ids).flatten(0, 1)[anchors + 1].float()
-        y = unit(rows.hidden[row_of.flatten()[anchors + 1]].float())
+        y = unit(rows.hidden[row_of.flatten()[anchors + 1]].float()) @ project
         second.add(torch.cat((unit(embeds), unit(state)), dim=-1), y)
     assert second.xx is not None
     maps, covariance = second.solve(), second.xx / second.count
     rho = float(((maps @ covariance) * maps).sum() / len(maps)) ** 0.5
+    config = drafter.config
     drafter.fc.weight.copy_(fc * rho / (states / second.count) ** 0.5)
     drafter.midlayer.hidden_norm.weight.fill_(1.0)
-    drafter.midlayer.mlp.down_proj.weight.zero_()
-    _set_attention(drafter.midlayer.self_attn, maps, covariance, rho)
-    drafter.norm.weight.fill_((squares / first.count) ** 0.5)
+    for layer in drafter.decoder_layers:
+        _silence(layer.mlp.down_proj)
+        if layer is not drafter.midlayer:
+            _silence(layer.self_attn.o_proj)
+    _set_attention(drafter.midlayer.self_attn, maps, covariance, 1.0 if config.norm_before_residual else rho)
+    scale = (squares / first.count) ** 0.5
+    if (
+        config.norm_output
+    ):  # what the next depth reads must keep the size that the map expects, so the head takes the scale
+        drafter.norm.weight.fill_(rho)
+        drafter.lm_head.weight.mul_(scale / rho)
+    else:
+        drafter.norm.weight.fill_(scale)
     _set_temperature(drafter, batches[0], source)
-    return rho**2
+    return rho**2 / (power / first.count)
 
 
-def _set_attention(attention: Any, maps: Tensor, covariance: Tensor, rho: float) -> None:
-    """Puts x -> maps x, less the residual, into heads that attend to their own token; further heads start silent."""
+def _projection(drafter: Any, batches: list[Batch], source: Source) -> Tensor:
+    """[target h, h]: how the target's last state is told in the drafter's width, whose head is then set to fit.
+
+    A narrower drafter takes the directions of most variance, a wider one leaves columns empty.
+    """
+    h, wide = drafter.config.hidden_size, drafter.config.target_hidden_size
+    if h == wide:
+        return torch.eye(h, device=drafter.device)
+    covariance = torch.zeros(wide, wide, device=drafter.device)
+    for batch in batches:
+        _, rows, _ = source(batch)
+        y = unit(rows.hidden.float())
+        covariance += y.T @ y
+    project = torch.zeros(wide, h, device=drafter.device)
+    directions = torch.linalg.eigh(covariance).eigenvectors.flip(1)[:, :h]  # eigenvalues come in ascending order
+    project[:, : directions.shape[1]] = directions
+    drafter.lm_head.weight.copy_(rows.weight.float() @ project)
+    return project
+
+
+def _silence(linear: Any) -> None:
+    for parameter in linear.parameters():
+        parameter.zero_()
+
+
+def _set_attention(attention: Any, maps: Tensor, covariance: Tensor, residual: float) -> None:
+    """Puts x -> maps x, less the residual's share of x, into heads that attend to their own token; others start silent."""
     h, width = maps.shape
     e, heads, kv = attention.head_dim, attention.heads, attention.kv_heads
     wanted = maps.clone()
-    wanted[:, width - h :] -= rho * torch.eye(h, device=maps.device)
+    wanted[:, width - h :] -= residual * torch.eye(h, device=maps.device)
     # The directions that matter most for this data come first, so that fewer value heads lose as little as possible.
     root = torch.linalg.cholesky(
         covariance + 1e-4 * covariance.diagonal().mean() * torch.eye(width, device=maps.device)
@@ -114,6 +155,12 @@ def _set_attention(attention: Any, maps: Tensor, covariance: Tensor, rho: float)
     directions = torch.linalg.svd(wanted @ root).U  # [h, h]
     rank = min(h, kv * e)
     used = -(-rank // e)  # key/value heads that carry the map
+    for linear in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
+        if linear.bias is not None:
+            linear.bias.zero_()
+    for norm in (attention.q_norm, attention.k_norm):
+        for weight in norm.parameters():  # normed heads forget the probe's length, so the norms bring the sharpness
+            weight.fill_(SHARPNESS * (64 / e) ** 0.25)
     values = attention.v_proj.weight.new_zeros(used * e, width)
     values[:rank] = directions[:, :rank].T @ wanted
     attention.v_proj.weight[: used * e] = values
@@ -131,13 +178,13 @@ def _set_attention(attention: Any, maps: Tensor, covariance: Tensor, rho: float)
 
 
 def _set_temperature(drafter: Any, batch: Batch, source: Source) -> None:
-    """Scales the final norm so that the start's confidence fits: a prediction's RMS says nothing about its certainty."""
-    rows = slice(0, 2)
-    part = Batch(batch.input_ids[rows], batch.lengths[rows], batch.response_mask[rows], batch.index[rows])
+    """Scales the logits so that the start's confidence fits: a prediction's RMS says nothing about its certainty."""
+    part = batch.first_rows(2)
     output, targets, row_of = source(part)
-    weight, best = drafter.norm.weight.clone(), (float("inf"), 1.0)
+    scaled = (drafter.lm_head if drafter.config.norm_output else drafter.norm).weight
+    weight, best = scaled.clone(), (float("inf"), 1.0)
     for factor in (0.25, 0.35, 0.5, 0.65, 0.8, 1.0):
-        drafter.norm.weight.copy_(weight * factor)
+        scaled.copy_(weight * factor)
         loss = float(drafter(part, drafter.embed(part.input_ids), output, targets, row_of, 1.0, measure=False).loss)
         best = min(best, (loss, factor))
-    drafter.norm.weight.copy_(weight * best[1])
+    scaled.copy_(weight * best[1])

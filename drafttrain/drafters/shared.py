@@ -88,11 +88,15 @@ def copy_linear(ours: nn.Linear, theirs: Any, head_dim: int = 0) -> bool:
     if theirs is None:
         return False
     weight = theirs.weight.detach().to(ours.weight.dtype)
-    if head_dim and ours.weight.shape[0] % weight.shape[0] == 0:
-        heads = weight.view(-1, head_dim, weight.shape[1])
-        weight = heads.repeat_interleave(ours.weight.shape[0] // weight.shape[0], dim=0).flatten(0, 1)
+    bias = getattr(theirs, "bias", None)
+    if head_dim and ours.weight.shape[0] % weight.shape[0] == 0 and weight.shape[0] % head_dim == 0:
+        times = ours.weight.shape[0] // weight.shape[0]
+        weight = weight.view(-1, head_dim, weight.shape[1]).repeat_interleave(times, dim=0).flatten(0, 1)
+        bias = None if bias is None else bias.view(-1, head_dim).repeat_interleave(times, dim=0).flatten()
     if weight.shape[0] != ours.weight.shape[0] or weight.shape[1] > ours.weight.shape[1]:
         return False
     ours.weight.data[:, : -weight.shape[1]] *= 0.1
     ours.weight.data[:, -weight.shape[1] :] = weight
+    if ours.bias is not None and bias is not None:
+        ours.bias.data.copy_(bias)
     return True

@@ -10,10 +10,30 @@ from torch import Tensor
 
 from drafttrain.batch import Batch, TargetOutput
 from drafttrain.losses import TargetRows
+from drafttrain.ops.tree_attention import TreeLayout, tree_attention
 from drafttrain.target import Target
 
 if TYPE_CHECKING:
     from drafttrain.data.store import FeatureStore
+
+
+class Documents:
+    """An attention context for one row of several documents: each attends causally, and only to itself."""
+
+    def __init__(self, lengths: list[int]):
+        self.parts = []
+        start = 0
+        for length in lengths:
+            self.parts.append((slice(start, start + length), TreeLayout(0, count=length)))
+            start += length
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Any) -> Tensor:
+        """As `AttentionContext.attend`."""
+        outs = [
+            tree_attention(query[:, :, part], key[:, :, part], value[:, :, part], layout, **form)
+            for part, layout in self.parts
+        ]
+        return torch.cat(outs, dim=2).transpose(1, 2)
 
 
 @dataclass
@@ -77,15 +97,16 @@ class TargetSource:
         """Features and last states [b, s, .], the needed rows [r, .], and row_of [b, s] (-1 where no row is needed)."""
         needed = needed_rows(batch.response_mask)
         index = batch.index.tolist()
+        where = [(row, slice(start, start + length)) for row, start, length in batch.conversations().tolist()]
         entries: list[_Entry | None] = [self.kept.get(i) for i in index]
         self.hits["memory"] += sum(entry is not None for entry in entries)
         for place, entry in enumerate(entries):
             if entry is None and self.stored is not None and self.ids is not None:
-                entries[place] = self._from_store(batch, place, index[place], needed[place])
+                entries[place] = self._from_store(index[place], needed[where[place]])
         missing = [place for place, entry in enumerate(entries) if entry is None]
         if missing:
-            self._run_target(batch, missing, index, needed, entries)
-        return self._assemble(batch, entries, needed)
+            self._run_target(batch, missing, where, index, needed, entries)
+        return self._assemble(batch, entries, where, needed)
 
     def _keep(self, index: int, entry: _Entry) -> _Entry:
         if self.used_bytes + entry.bytes <= self.limit_bytes:
@@ -107,12 +128,12 @@ class TargetSource:
             return none, torch.empty(0, dtype=torch.long, device=hidden.device)
         return torch.cat(log_z), torch.cat(argmax)
 
-    def _from_store(self, batch: Batch, place: int, index: int, needed: Tensor) -> _Entry | None:
+    def _from_store(self, index: int, needed: Tensor) -> _Entry | None:
         assert self.stored is not None and self.ids is not None
         found = self.stored.get(self.ids[index])
         if found is None:
             return None
-        length = int(batch.lengths[place])
+        length = len(needed)
         features, last = (t.to(self.target.device) for t in (found["features"], found["last_hidden"]))
         if len(features) < length - 1:
             return None
@@ -124,14 +145,24 @@ class TargetSource:
         return self._keep(index, _Entry(features, hidden, *self._statistics(hidden.to(self.target.compute_dtype))))
 
     def _run_target(
-        self, batch: Batch, missing: list[int], index: list[int], needed: Tensor, entries: list[_Entry | None]
+        self,
+        batch: Batch,
+        missing: list[int],
+        where: list[tuple[int, slice]],
+        index: list[int],
+        needed: Tensor,
+        entries: list[_Entry | None],
     ) -> None:
-        lengths = batch.lengths[missing]
-        out = self.target.forward(batch.input_ids[missing, : int(lengths.max())], self.layers)
-        for row, place in enumerate(missing):
-            length = int(lengths[row])
-            hidden = out.last_hidden[row, needed[place, : out.last_hidden.shape[1]].nonzero().squeeze(1)]
-            entry = _Entry(out.features[row, :length], hidden, *self._statistics(hidden))
+        """All missing conversations in one row, without padding."""
+        ids = torch.cat([batch.input_ids[where[place]] for place in missing])
+        lengths = [where[place][1].stop - where[place][1].start for place in missing]
+        self.target.check_length(max(lengths))
+        positions = torch.cat([torch.arange(length, device=ids.device) for length in lengths])
+        out = self.target.forward(ids[None], self.layers, positions[None], Documents(lengths))
+        parts = zip(missing, out.features[0].split(lengths), out.last_hidden[0].split(lengths), strict=True)
+        for place, features, last in parts:
+            hidden = last[needed[where[place]].nonzero().squeeze(1)]
+            entry = _Entry(features, hidden, *self._statistics(hidden))
             entries[place] = self._keep(index[place], self._compact(entry))
         self.hits["online"] += len(missing)
 
@@ -141,11 +172,13 @@ class TargetSource:
             return entry
         return _Entry(entry.features.bfloat16(), entry.hidden.bfloat16(), entry.log_z, entry.argmax)
 
-    def _assemble(self, batch: Batch, entries: list[Any], needed: Tensor) -> tuple[TargetOutput, TargetRows, Tensor]:
+    def _assemble(
+        self, batch: Batch, entries: list[Any], where: list[tuple[int, slice]], needed: Tensor
+    ) -> tuple[TargetOutput, TargetRows, Tensor]:
         b, s = batch.input_ids.shape
         features = entries[0].features.new_zeros(b, s, entries[0].features.shape[1])
-        for row, entry in enumerate(entries):
-            features[row, : len(entry.features)] = entry.features
+        for place, entry in zip(where, entries, strict=True):
+            features[place] = entry.features
         row_of = torch.full((b, s), -1, device=needed.device)
         row_of[needed] = torch.arange(int(needed.sum()), device=needed.device)
         # The row at position j predicts the token at j + 1, and all rows have one.

@@ -1,0 +1,283 @@
+"""Every option of EAGLE-3, alone and together, in both halves: training step k is what decoding computes at depth k."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from drafttrain.batch import Batch
+from drafttrain.drafters.base import TreeSpec, load_drafter
+from drafttrain.drafters.eagle3 import Eagle3, Eagle3Config
+from drafttrain.drafters.layers import Rotary
+from drafttrain.drafters.linear_start import linear_start
+from drafttrain.drafters.shared import anchors_by_depth
+from drafttrain.errors import UserError
+from drafttrain.ops.native import cpu_kernels
+from drafttrain.target import Target
+from drafttrain.training.targets import TargetSource
+from tests.conftest import make_target, make_tokenizer
+from tests.drafters.test_eagle3 import make_batch, make_drafter, run_step
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+EVERYTHING = {
+    "num_hidden_layers": 3, "fc_norm": True, "norm_output": True, "norm_before_residual": True, "qk_norm": True,
+    "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu_pytorch_tanh", "sliding_window": 6, "hidden_size": 48,
+    "rope_parameters": YARN, "feature_layers": (0, 1, 2, 4), "num_key_value_heads": 2, "head_dim": 8,
+}  # fmt: skip
+OPTIONS = [
+    {"num_hidden_layers": 2},
+    {"fc_norm": True},
+    {"norm_output": True},
+    {"norm_before_residual": True},
+    {"qk_norm": True},
+    {"attention_bias": True},
+    {"mlp_bias": True},
+    {"hidden_act": "gelu_pytorch_tanh"},
+    {"sliding_window": 6},
+    {"num_hidden_layers": 2, "sliding_window": 5},
+    {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 1},
+    {"rope_parameters": YARN},
+    {"rope_parameters": LLAMA3},
+    {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+    {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    {"feature_layers": (3,)},
+    {"feature_layers": (0, 1, 2, 3, 4)},
+    EVERYTHING,
+    {**EVERYTHING, "attention_bias": False, "mlp_bias": False},
+]
+
+
+def shaken(target, **options):
+    """A drafter whose norms and biases are no longer ones and zeros, so that each of them matters."""
+    drafter = make_drafter(target, torch.arange(40, 240), ttt_steps=4, **options)
+    generator = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            if parameter.dim() == 1:
+                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return drafter.eval()
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "everything" if len(o) > 9 else "-".join(map(str, o)))
+def test_training_step_k_is_decoding_at_depth_k(target, options):
+    depth = 4
+    drafter = shaken(target, **options)
+    prefix = make_batch((12,)).input_ids[0]
+    features = target.forward(prefix[None], drafter.feature_layers).features[0]
+    anchor = len(prefix) - 2
+
+    decoded, trees, step = [], [], drafter.step
+    for packed in (False, True) if cpu_kernels() is not None else (False,):
+        decoder = shaken(target, **options)
+        if packed:
+            decoder.pack()
+            plain = options.get("attention_bias") or options.get("mlp_bias")
+            assert (decoder.midlayer.native is None) == bool(plain)
+        states, run = [], decoder.step
+        decoder.step = lambda *args, states=states, run=run: states.append(run(*args)) or states[-1]
+        session = decoder.start(prefix[: anchor + 1], max_length=13)  # so that the buffers have to grow
+        session.extend(prefix[1 : anchor - 2], features[: anchor - 3])  # in pieces, as rounds do
+        session.extend(prefix[anchor - 2 : anchor + 2], features[anchor - 3 : anchor + 1])
+        trees.append(session.propose(TreeSpec.parse(f"chain:{depth}")))
+        decoded.append([state[0] for state in states[1:]])
+    assert all(torch.equal(tree.tokens, trees[0].tokens) for tree in trees)
+
+    # The conversation stands behind another one in its row.
+    other = torch.arange(7)
+    ids = torch.cat((other, prefix, trees[0].tokens, torch.tensor([7, 8])))[None]
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[:, [0, 1, 7, 8]] = False
+    documents = torch.tensor([[0, 0, 7], [0, 7, ids.shape[1] - 7]])
+    batch = Batch(ids, torch.tensor([ids.shape[1]]), mask, torch.tensor([0, 1]), documents)
+    trained = []
+    drafter.step = lambda *args: trained.append(step(*args)) or trained[-1]
+    run_step(drafter, target, batch)
+    for k, anchors in enumerate(anchors_by_depth(mask, depth)):
+        row = anchors.tolist().index(anchor + 7)
+        for states in decoded:
+            torch.testing.assert_close(trained[k][row], states[k], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_hidden_layers": 2}, EVERYTHING], ids=["plain", "layers", "everything"])
+def test_packed_rows_give_the_loss_and_gradients_of_single_ones(target, options):
+    lengths = (17, 11, 30, 9)
+    drafter, whole = shaken(target, **options), make_batch(lengths, start=2)
+    packed = packed_batch(whole, [[2, 0], [3, 1]])
+    results = []
+    for batch in (whole, packed):
+        drafter.zero_grad()
+        step = run_step(drafter, target, batch)
+        step.loss.backward()
+        results.append((step, [parameter.grad.clone() for parameter in drafter.parameters()]))
+    (one, grads), (other, packed_grads) = results
+    torch.testing.assert_close(one.loss, other.loss, rtol=1e-5, atol=1e-6)
+    for name in one.metrics:
+        torch.testing.assert_close(one.metrics[name], other.metrics[name], rtol=1e-4, atol=1e-4)
+    for mine, theirs in zip(grads, packed_grads, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5 * max(1.0, float(mine.abs().max())))
+
+
+@pytest.mark.parametrize("options", [{}, EVERYTHING], ids=["plain", "everything"])
+def test_responses_shorter_than_the_depths_train_as_far_as_they_go(target, options):
+    drafter, batch = shaken(target, **options), make_batch((12, 9))
+    batch.response_mask[:] = False
+    batch.response_mask[0, 4:7] = True  # anchors at two depths out of four
+    step = run_step(drafter, target, batch)
+    step.loss.backward()
+    assert step.metrics["count"].tolist() == [2, 1, 0, 0]
+    assert step.loss.isfinite() and drafter.fc.weight.grad.isfinite().all()
+
+
+def packed_batch(whole: Batch, rows: list[list[int]]) -> Batch:
+    """The conversations of an unpacked batch, several per row."""
+    lengths = whole.lengths.tolist()
+    s = max(sum(lengths[i] for i in row) for row in rows)
+    ids, mask = torch.zeros(len(rows), s, dtype=torch.long), torch.zeros(len(rows), s, dtype=torch.bool)
+    documents = []
+    for r, members in enumerate(rows):
+        start = 0
+        for i in members:
+            ids[r, start : start + lengths[i]] = whole.input_ids[i, : lengths[i]]
+            mask[r, start : start + lengths[i]] = whole.response_mask[i, : lengths[i]]
+            documents.append([r, start, lengths[i]])
+            start += lengths[i]
+    index = torch.tensor([i for row in rows for i in row])
+    totals = torch.tensor([sum(lengths[i] for i in row) for row in rows])
+    return Batch(ids, totals, mask, index, torch.tensor(documents))
+
+
+@pytest.mark.parametrize("options", [{}, EVERYTHING], ids=["plain", "everything"])
+def test_gradient_checkpointing_gives_the_same_gradients(target, options):
+    grads = []
+    for checkpointing in (False, True):
+        drafter = shaken(target, **options).train()
+        if checkpointing:
+            drafter.gradient_checkpointing_enable()
+            assert drafter.gradient_checkpointing
+        run_step(drafter, target, make_batch()).loss.backward()
+        grads.append({name: parameter.grad for name, parameter in drafter.named_parameters()})
+    for name in grads[0]:
+        torch.testing.assert_close(grads[0][name], grads[1][name], rtol=1e-5, atol=1e-7)
+        assert grads[0][name].abs().sum() > 0, name
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"num_hidden_layers": 2}, {"norm_output": True}, {"norm_before_residual": True}, {"fc_norm": True}, {"qk_norm": True},
+     {"attention_bias": True}, {"hidden_size": 24, "head_dim": 8}, EVERYTHING],
+    ids=lambda o: "everything" if len(o) > 9 else next(iter(o)),
+)  # fmt: skip
+def test_the_closed_form_start_serves_every_option(options):
+    target = make_target(hidden=32)
+    drafter = make_drafter(target, **{"head_dim": 8, "ttt_steps": 3, **options})
+    batches = [make_batch((60, 50), seed=seed) for seed in range(20)]
+    before = run_step(drafter, target, batches[0])
+    explained = linear_start(drafter, batches, TargetSource(target, drafter.feature_layers, drafter.kept_ids))
+    after = run_step(drafter, target, batches[0])
+    assert 0.1 < explained <= 1.0
+    assert after.loss < before.loss
+    assert (after.metrics["alpha"] > before.metrics["alpha"]).all()  # at every depth
+
+
+@pytest.mark.parametrize("parameters", [YARN, LLAMA3, {"rope_type": "linear", "rope_theta": 5e3, "factor": 3.0}])
+def test_rotary_tables_are_those_of_transformers(parameters):
+    positions = torch.arange(0, 200, 7)
+    config = LlamaConfig(
+        hidden_size=32, num_attention_heads=2, head_dim=16, max_position_embeddings=64, rope_parameters=dict(parameters)
+    )
+    wanted = LlamaRotaryEmbedding(config)(torch.zeros(1), positions[None])
+    ours = Rotary(16, parameters).tables(positions, torch.float32)
+    for mine, theirs in zip(ours, wanted, strict=True):
+        torch.testing.assert_close(mine[:, 0], theirs[0])
+
+
+def test_a_target_of_qwen3_hands_on_its_query_norms_and_long_context():
+    shape = {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 300, "tie_word_embeddings": True,
+    }  # fmt: skip
+    model = Qwen3ForCausalLM(Qwen3Config(**shape, rope_parameters=dict(YARN), max_position_embeddings=64))
+    torch.nn.init.normal_(model.model.layers[-1].self_attn.q_norm.weight)
+    target = Target.wrap(model, make_tokenizer(300), name="qwen3", dtype=torch.float32)
+    drafter = make_drafter(target)
+    assert drafter.config.qk_norm and drafter.config.rope_parameters["factor"] == 4.0 and drafter.config.head_dim == 16
+    torch.testing.assert_close(drafter.midlayer.self_attn.q_norm.weight, target.layers[-1].self_attn.q_norm.weight)
+    assert torch.equal(drafter.lm_head.weight.detach(), target.embed_weight)  # the tied head
+    assert make_drafter(target, rope_theta=7e3).config.rope_parameters == {"rope_type": "default", "rope_theta": 7e3}
+    assert run_step(drafter, target, make_batch()).loss.isfinite()
+    assert not Eagle3Config.for_target(make_target()).qk_norm
+
+
+@pytest.mark.parametrize("shard", ["1GB", "20KB"])
+def test_checkpoints_in_one_file_and_in_several(tmp_path, shard):
+    target = make_target(tie_word_embeddings=True)
+    target.model.save_pretrained(tmp_path / "target", max_shard_size=shard)
+    target.tokenizer.save_pretrained(tmp_path / "target")
+    loaded = Target.load(str(tmp_path / "target"), "float32")
+    drafter = shaken(loaded, **EVERYTHING)
+    drafter.save_pretrained(tmp_path / "drafter", max_shard_size=shard)
+    assert (len(list((tmp_path / "drafter").glob("*.safetensors"))) > 1) == (shard == "20KB")
+    again = Eagle3.from_pretrained(tmp_path / "drafter").eval()
+    kept, read = drafter.config.to_dict(), again.config.to_dict()
+    assert {name for name in kept if kept[name] != read[name]} <= {"_name_or_path", "dtype", "feature_layers"}
+    assert again.feature_layers == drafter.feature_layers
+    again.bind(loaded)
+    a, b = (run_step(d, loaded, make_batch()).loss for d in (drafter, again))
+    torch.testing.assert_close(a, b)
+    assert load_drafter(str(tmp_path / "drafter"), loaded).config.num_hidden_layers == 3
+
+
+def test_soft_capped_targets_are_what_the_drafter_learns():
+    """p comes from the capped logits, over the full vocabulary, as the model itself returns them."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    shape = {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 300, "initializer_range": 0.4,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    reference = Gemma2ForCausalLM(Gemma2Config(**shape, final_logit_softcapping=2.0)).eval()
+    target = Target.wrap(reference, make_tokenizer(300), name="gemma2", dtype=torch.float32)
+    target.check_head()
+    drafter, batch = make_drafter(target).eval(), make_batch((12,))
+    logits = AutoModelForCausalLM.from_config(reference.config)
+    logits.load_state_dict(reference.state_dict())
+    p = logits.eval()(batch.input_ids).logits.softmax(-1)[0].detach()
+    states, step = [], drafter.step
+    drafter.step = lambda *args: states.append(step(*args)) or states[-1]
+    out = run_step(drafter, target, batch)
+    anchors = anchors_by_depth(batch.response_mask, 1)[0]
+    q = drafter.logits(states[0]).softmax(-1)
+    torch.testing.assert_close(out.metrics["alpha"][0], torch.minimum(p[anchors + 1], q).sum(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type='longrope' is not one of default, linear"),
+        ({"hidden_act": "silo"}, "hidden_act='silo' is no activation"),
+        ({"sliding_window": 4}, "sliding_window=4 must be larger than ttt_steps=4"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3 must divide num_attention_heads=4"),
+    ],
+)
+def test_what_cannot_work_is_said(target, options, message):
+    with pytest.raises(UserError, match=message):
+        Eagle3Config.for_target(target, **options)
+
+
+def test_llama_targets_with_biases_hand_them_on():
+    torch.manual_seed(0)
+    config = make_target().config.to_dict() | {"attention_bias": True, "mlp_bias": True}
+    model = LlamaForCausalLM(LlamaConfig(**config))
+    torch.nn.init.normal_(model.model.layers[-1].self_attn.k_proj.bias)
+    target = Target.wrap(model, make_tokenizer(300), name="biased", dtype=torch.float32)
+    drafter = make_drafter(target, attention_bias=True, num_key_value_heads=4)
+    theirs = target.layers[-1].self_attn.k_proj.bias.view(2, 1, 8).expand(2, 2, 8).flatten()
+    assert torch.equal(drafter.midlayer.self_attn.k_proj.bias, theirs)

@@ -1,0 +1,81 @@
+"""Continuing a drafter on other data: what is kept, what the recipe may change, and what it may not."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from drafttrain.cli import main
+from drafttrain.drafters.base import load_drafter
+from drafttrain.drafters.eagle3 import Eagle3, Eagle3Config
+from drafttrain.target import Target
+from tests.conftest import make_target
+from tests.training.test_train import write_data, write_recipe
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A target, data, and a drafter for it with options that no default has."""
+    folder = tmp_path_factory.mktemp("adapt")
+    target = make_target()
+    target.model.save_pretrained(folder / "target")
+    target.tokenizer.save_pretrained(folder / "target")
+    torch.manual_seed(1)
+    options = {"feature_layers": (0, 3), "fc_norm": True, "norm_output": True, "num_hidden_layers": 2, "ttt_steps": 3}
+    drafter = Eagle3(Eagle3Config.for_target(target, draft_vocab_size=200, **options))
+    drafter.initialise(target, torch.arange(60, 260))
+    drafter.save_pretrained(folder / "drafter")
+    return folder / "target", write_data(folder / "data", target), folder / "drafter"
+
+
+def recipe(tmp_path, made, **extra):
+    words = write_recipe(tmp_path, *made[:2], max_steps=3, init=str(made[2]), **extra)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(path.read_text().replace("drafter: {draft_vocab_size: 255, ttt_steps: 2}\n", ""))
+    return words
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+
+
+def test_an_own_drafter_goes_on_with_packing_and_checkpointing(tmp_path, made, capsys):
+    words = recipe(tmp_path, made, packing=True, max_length=64, gradient_checkpointing=True)
+    assert main(["train", *words, "drafter.ttt_steps=2", "drafter.num_hidden_layers=2"]) == 0
+    assert "note: the vocabulary of init=" in capsys.readouterr().out
+    target = Target.load(str(made[0]), "float32")
+    before, after = (load_drafter(str(path), target) for path in (made[2], tmp_path / "drafter"))
+    assert torch.equal(before.kept_ids, after.kept_ids) and after.feature_layers == (0, 3)
+    assert after.config.fc_norm and after.config.norm_output and len(after.decoder_layers) == 2
+    assert (before.config.ttt_steps, after.config.ttt_steps) == (3, 2)
+    assert not torch.equal(before.fc.weight, after.fc.weight)
+    summary = json.loads((tmp_path / "drafter" / "training.json").read_text())
+    assert summary["vocabulary"]["size"] == 200 and summary["steps"] == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["drafter.draft_vocab_size=100"], "drafter.draft_vocab_size=100, but the drafter of init=.* has 200"),
+        (["drafter.feature_layers=[1,2,3]"], r"drafter.feature_layers=\[1, 2, 3\], but .* has \(0, 3\)|\[0, 3\]"),
+        (["drafter.qk_norm=true"], "drafter.qk_norm=True, but .* has False"),
+        (["drafter.fc_nrm=true"], "unknown key drafter.fc_nrm; did you mean fc_norm"),
+        (["init=/nowhere"], "init='/nowhere': no such folder"),
+    ],
+)
+def test_a_recipe_that_contradicts_the_drafter_is_refused(tmp_path, made, words, message, capsys):
+    assert main(["train", *recipe(tmp_path, made), *words]) == 2
+    import re
+
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_target_that_it_was_not_made_for_is_refused(tmp_path, made, capsys):
+    other = make_target(layers=6)
+    other.model.save_pretrained(tmp_path / "other")
+    other.tokenizer.save_pretrained(tmp_path / "other")
+    assert main(["train", *recipe(tmp_path, made), f"target={tmp_path / 'other'}"]) == 2
+    assert "num_layers=4, but target" in capsys.readouterr().err
