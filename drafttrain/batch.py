@@ -30,7 +30,7 @@ class Batch:
         input_ids: [b, s] int64, padded with any valid id.
         lengths: [b] int64, real tokens per row.
         response_mask: [b, s] bool, True where the target (or the conversation's assistant) produced the token.
-        index: [b] int64, row numbers in the data set; keys of the feature cache.
+        index: [b] int64, row numbers in the data set; keys of the feature cache. -1 for a row of no data set.
     """
 
     input_ids: Tensor

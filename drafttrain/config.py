@@ -22,7 +22,8 @@ class TrainConfig:
         output_dir: the drafter, its checkpoints and training.json go here.
         init: 'target' starts from the target's weights, 'random' does not; anything else is a drafter to continue.
         drafter: options of the kind's config (draft_vocab_size, ttt_steps, feature_layers, ...).
-        loss: divergence between target and drafter: kl, reverse_kl, tv.
+        loss: divergence between target and drafter: kl, reverse_kl, tv; next_token pretrains a draft model without target.
+        on_policy: a share of the responses is sampled by the drafter itself, see training/on_policy.py; empty for none.
         dtype: the frozen target's: auto, float32, bfloat16.
         max_length: tokens of a conversation that are used.
         validation: share of conversations held out.
@@ -39,6 +40,7 @@ class TrainConfig:
     init: str = "target"
     drafter: dict[str, Any] = field(default_factory=dict)
     loss: str = "kl"
+    on_policy: dict[str, Any] = field(default_factory=dict)
     dtype: str = "auto"
     max_length: int = 2048
     validation: float = 0.02

@@ -37,11 +37,22 @@ def needed_rows(response_mask: Tensor) -> Tensor:
     return needed
 
 
+class NoTarget:
+    """Stands for a target that is not asked, while a language model is pretrained on text."""
+
+    hits: dict[str, int] = {}
+
+    def __call__(self, batch: Batch) -> tuple[TargetOutput, None, None]:
+        nothing = torch.empty(*batch.input_ids.shape, 0, device=batch.input_ids.device)
+        return TargetOutput(nothing, nothing), None, None
+
+
 class TargetSource:
     """Gives a batch its target features and distributions, at the least cost.
 
     A conversation is looked up in memory (kept from an earlier epoch), then in stored features (written while its
-    responses were generated), else the target runs. What was computed is kept while `limit_bytes` lasts.
+    responses were generated), else the target runs. What was computed is kept while `limit_bytes` lasts. Conversations
+    of no data set (index below 0) are neither looked up nor kept.
 
     Args:
         target: frozen; feature_layers: what the drafter reads; kept_ids: [d] the drafter's vocabulary.
@@ -76,7 +87,7 @@ class TargetSource:
         entries: list[_Entry | None] = [self.kept.get(i) for i in index]
         self.hits["memory"] += sum(entry is not None for entry in entries)
         for place, entry in enumerate(entries):
-            if entry is None and self.stored is not None and self.ids is not None:
+            if entry is None and self.stored is not None and self.ids is not None and index[place] >= 0:
                 entries[place] = self._from_store(batch, place, index[place], needed[place])
         missing = [place for place, entry in enumerate(entries) if entry is None]
         if missing:
@@ -84,7 +95,7 @@ class TargetSource:
         return self._assemble(batch, entries, needed)
 
     def _keep(self, index: int, entry: _Entry) -> _Entry:
-        if self.used_bytes + entry.bytes <= self.limit_bytes:
+        if index >= 0 and self.used_bytes + entry.bytes <= self.limit_bytes:
             self.kept[index] = entry
             self.used_bytes += entry.bytes
         return entry
