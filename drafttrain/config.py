@@ -106,7 +106,7 @@ def load_config(path: str, overrides: list[str], trainer_keys: list[str]) -> Tra
     if not isinstance(raw, dict):
         raise UserError(f"config={path!r} must hold key: value lines, not {type(raw).__name__}")
     for key, value in parse_overrides(overrides).items():
-        if isinstance(value, dict) and isinstance(raw.get(key), dict):
+        if isinstance(value, dict) and value and isinstance(raw.get(key), dict):  # {} empties
             raw[key] = {**raw[key], **value}
         else:
             raw[key] = value

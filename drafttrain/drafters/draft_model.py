@@ -267,20 +267,19 @@ class DraftModel(PreTrainedModel):
         if head.bias is not None:  # one more column whose input is 1
             states = torch.cat((states, states.new_ones(len(states), 1)), dim=1)
             weight = torch.cat((weight, head.bias[:d, None]), dim=1)
+        sums: dict[str, Tensor | None] = {"count": torch.ones_like(at)}
         if rows is None or row_of is None:
             values, agree = next_token_loss(states, weight, ids.flatten()[at + 1])
-            sums = {"loss": values.detach(), "agree": agree}
             loss = values.sum() / count
+            sums |= {"loss": values.detach(), "agree": agree}
         else:
             share = (1.0 / torch.as_tensor(count, device=ids.device)).float().expand(len(at))
             out = linear_divergence(
                 states, weight, rows, row_of.flatten()[at], share, self.config.loss, measure=measure
             )
-            sums = {"loss": out.values, "alpha": out.alpha, "agree": out.agree} if measure else {}
             loss = out.loss
+            sums |= {"loss": out.values, "alpha": out.alpha, "agree": out.agree}
         metrics = {name: value.float().sum()[None] for name, value in sums.items() if value is not None}
-        if metrics:
-            metrics["count"] = torch.tensor([float(len(at))], device=ids.device)
         return StepOutput(loss, metrics if measure else {})
 
     def _readable(self, ids: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ def load_adapter(lm: nn.Module, folder: Path) -> None:
     """Gives the adapters in a model the weights that `save_adapter` wrote."""
     state = load_file(folder / _WEIGHTS)
     own = {name.removeprefix(_PREFIX): value for name, value in state.items()}
-    result = set_peft_model_state_dict(lm, own, adapter_name=_NAME)
+    result: Any = set_peft_model_state_dict(lm, own, adapter_name=_NAME)
     missing = [name for name in result.missing_keys if ".lora_" in name]
     if result.unexpected_keys or missing:
         raise UserError(

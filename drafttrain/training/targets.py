@@ -72,7 +72,8 @@ class TargetSource:
         self.target, self.layers, self.stored, self.ids = target, feature_layers, stored, ids
         device = target.device
         self.kept_ids = kept_ids.to(device)
-        self.weight = target.head_weight[self.kept_ids].contiguous()
+        whole = len(kept_ids) == target.vocab_size  # then ids are kept in order, and a copy would be large
+        self.weight = target.head_weight if whole else target.head_weight[self.kept_ids].contiguous()
         self.to_drafter = torch.full((target.vocab_size,), -1, device=device)
         self.to_drafter[self.kept_ids] = torch.arange(len(kept_ids), device=device)
         self.limit_bytes, self.used_bytes = limit_bytes, 0
