@@ -84,14 +84,14 @@ def test_a_batch_can_be_overfitted(target, name):
     optimizer = torch.optim.AdamW(
         [p for p in drafter.parameters() if p.requires_grad], lr=2e-2 if name == "lora" else 1e-2
     )
-    for _ in range(120):
+    for _ in range(80):
         optimizer.zero_grad()
         step = run_step(drafter, target, batch, source)
         step.loss.backward()
         optimizer.step()
-    assert step.loss < 0.3 * first.loss
-    if name == "random":
-        assert (step.metrics["agree"] / step.metrics["count"])[0] > 0.9
+    assert step.loss < (0.3 if name == "lora" else 0.05) * first.loss
+    if name == "random":  # some of the target's first two tokens are nearly tied
+        assert (step.metrics["agree"] / step.metrics["count"])[0] > 0.75
 
 
 def test_the_loss_is_the_divergence_of_the_models_own_logits(target):
