@@ -34,7 +34,8 @@ class Batch:
         lengths: [b] int64, real tokens per row.
         response_mask: [b, s] bool, True where the target (or the conversation's assistant) produced the token. A packed
             conversation's first token never counts, so responses of neighbours do not touch.
-        index: [c] int64, each conversation's row number in the data set, keys of the feature cache; c = b if not packed.
+        index: [c] int64, each conversation's row number in the data set, keys of the feature cache, -1 for one of no data set;
+            c = b if not packed.
         documents: [c, 3] int64 row, start and length of each conversation, in order; None if each row is one.
     """
 

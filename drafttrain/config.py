@@ -23,6 +23,8 @@ class TrainConfig:
         init: 'target' starts from the target's weights, 'random' does not; anything else is a drafter to continue.
         drafter: options of the kind's config (draft_vocab_size, ttt_steps, feature_layers, ...).
         loss: between target and drafter, see docs/training.md: kl, js:0.5, lk_lambda, 0.9*kl+0.1*ce, kl@2, ...
+            next_token pretrains a draft model without the target.
+        on_policy: a share of the responses is sampled by the drafter itself, see training/on_policy.py; empty for none.
         dtype: the frozen target's: auto, float32, bfloat16.
         max_length: tokens of a conversation that are used.
         packing: fill rows of max_length tokens with several conversations, which do not see each other.
@@ -40,6 +42,7 @@ class TrainConfig:
     init: str = "target"
     drafter: dict[str, Any] = field(default_factory=dict)
     loss: str = "kl"
+    on_policy: dict[str, Any] = field(default_factory=dict)
     dtype: str = "auto"
     max_length: int = 2048
     packing: bool = False
@@ -106,7 +109,7 @@ def load_config(path: str, overrides: list[str], trainer_keys: list[str]) -> Tra
     if not isinstance(raw, dict):
         raise UserError(f"config={path!r} must hold key: value lines, not {type(raw).__name__}")
     for key, value in parse_overrides(overrides).items():
-        if isinstance(value, dict) and isinstance(raw.get(key), dict):
+        if isinstance(value, dict) and value and isinstance(raw.get(key), dict):  # {} empties
             raw[key] = {**raw[key], **value}
         else:
             raw[key] = value

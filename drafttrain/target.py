@@ -241,9 +241,18 @@ class Target:
 
     @classmethod
     def wrap(
-        cls, model: PreTrainedModel, tokenizer: Any, name: str = "", path: str = "", dtype: torch.dtype | None = None
+        cls,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        name: str = "",
+        path: str = "",
+        dtype: torch.dtype | None = None,
+        freeze: bool = True,
     ) -> Target:
         """Makes a Target of a loaded HF model. The model is frozen, and attends through our interface from now on.
+
+        Args:
+            freeze: False for a draft model, which runs by the same means but is trained.
 
         Raises:
             UserError: a model that an attention context cannot run, by class name and with the reason.
@@ -252,9 +261,11 @@ class Target:
         reason = _unservable(model)
         if reason is not None:
             raise UserError(f"target={name!r} ({type(model).__name__}) {reason}; use a target with plain attention")
-        if dtype == torch.bfloat16 and model.device.type == "cpu" and not cpu_has_bfloat16():
-            model = model.float()
-        model.eval().requires_grad_(False)
+        model.eval()
+        if freeze:
+            if dtype == torch.bfloat16 and model.device.type == "cpu" and not cpu_has_bfloat16():
+                model = model.float()
+            model.requires_grad_(False)
         target = cls(model, tokenizer, name, path, dtype)
         if model.device.type != "meta":  # a model without weights stands for one that runs elsewhere
             target._take_over_attention()

@@ -90,31 +90,54 @@ def build_drafter(config: Any, target: Any, records: Any) -> tuple[Any, dict[str
     if config.packing and not getattr(kind, "takes_packed_rows", False):
         raise UserError(f"packing=true, but kind={config.kind!r} does not train on packed rows; set packing=false")
     counts = count_tokens(records, target.vocab_size)
+    _, report = keep_frequent(counts, 0)
     options = dict(config.drafter)
-    known = [name for name in vars(kind.config_class()) if not name.startswith("_")]
-    for name in options:
-        if name not in known:
-            raise UserError(f"unknown key drafter.{name}{neighbours(name, known)}")
-    if config.init not in ("target", "random"):
-        drafter = continue_drafter(config.init, kind, options, config.loss, target)
-        _, report = keep_frequent(counts, 0)
-        covered = float(counts[drafter.kept_ids].sum() / counts.sum().clamp(min=1))
-        report.update(size=len(drafter.kept_ids), coverage=round(covered, 6))
-        if covered < MIN_COVERAGE:
-            print(
-                f"note: the vocabulary of init={config.init!r} covers {100 * covered:.1f} % of this data's response tokens, and "
-                "what it lacks is never drafted; init=target chooses a new one from this data",
-                flush=True,
-            )
+    if hasattr(kind, "begin"):  # kinds with beginnings of their own
+        drafter = kind.begin(target, config.init, options, config.loss)
     else:
-        kept, report = keep_frequent(counts, int(options.pop("draft_vocab_size", 0)), target.eos_ids)
-        options["loss"] = config.loss
-        drafter = kind(kind.config_class.for_target(target, **options, draft_vocab_size=len(kept)))
-        drafter.kept_ids.copy_(kept)
-        if config.init == "target":
-            print("initialised from the target:", ", ".join(drafter.initialise(target, kept)) or "nothing", flush=True)
+        known = [name for name in vars(kind.config_class()) if not name.startswith("_")]
+        for name in options:
+            if name not in known:
+                raise UserError(f"unknown key drafter.{name}{neighbours(name, known)}")
+        if config.init not in ("target", "random"):
+            drafter = continue_drafter(config.init, kind, options, config.loss, target)
+        else:
+            kept, _ = keep_frequent(counts, int(options.pop("draft_vocab_size", 0)), target.eos_ids)
+            options["loss"] = config.loss
+            drafter = kind(kind.config_class.for_target(target, **options, draft_vocab_size=len(kept)))
+            drafter.kept_ids.copy_(kept)
+            if config.init == "target":
+                copied = drafter.initialise(target, kept)
+                print("initialised from the target:", ", ".join(copied) or "nothing", flush=True)
     drafter.bind(target)
+    covered = float(counts[drafter.kept_ids.to(counts.device)].sum() / counts.sum().clamp(min=1))
+    report.update(size=len(drafter.kept_ids), coverage=round(covered, 6))
+    if config.init not in ("target", "random") and covered < MIN_COVERAGE:
+        print(
+            f"note: the vocabulary of init={config.init!r} covers {100 * covered:.1f} % of this data's response tokens, and "
+            "what it lacks is never drafted; init=target chooses a new one from this data",
+            flush=True,
+        )
     return drafter.to(target.device), report
+
+
+def check_pretraining(config: Any) -> None:
+    """Raises UserError where the target's distributions are needed but not asked for, or the other way round."""
+    from drafttrain.data.plain_text import is_text
+    from drafttrain.drafters.base import kind_class
+
+    if config.loss == "next_token":
+        if not getattr(kind_class(config.kind), "pretrains", False):
+            raise UserError(
+                f"loss='next_token' pretrains language models; kind={config.kind!r} needs another loss (kl)"
+            )
+        if config.on_policy:
+            raise UserError("on_policy is scored by the target, but loss='next_token' does not run it; choose loss=kl")
+    elif is_text(config.data):
+        raise UserError(
+            f"data={config.data!r} is raw text, which only loss=next_token learns from; for loss={config.loss} make a "
+            "data set of the target's answers: drafttrain generate"
+        )
 
 
 # Enough for a well-determined regression over a few thousand inputs; more changes little.
@@ -156,19 +179,28 @@ def fit(config: Any, args: Any) -> dict[str, Any]:
 
     from drafttrain import __version__
     from drafttrain.data.loader import collate, pack_rows, training_rows
+    from drafttrain.data.plain_text import is_text, load_text
     from drafttrain.data.store import FeatureStore, load_records, read_meta
     from drafttrain.files import write_json
     from drafttrain.losses import parse_loss
     from drafttrain.target import Target
-    from drafttrain.training.targets import TargetSource
+    from drafttrain.training.on_policy import OnPolicy
+    from drafttrain.training.targets import NoTarget, TargetSource
     from drafttrain.training.trainer import DrafterTrainer, Progress, TimeBudget
 
-    loss = parse_loss(config.loss)
+    pretrain = config.loss == "next_token"
+    temperatures = () if pretrain else parse_loss(config.loss).temperatures
+    check_pretraining(config)
     set_seed(args.seed)
-    records = load_records(config.data)
+    text = is_text(config.data)
+    records = None if text else load_records(config.data)
     target = Target.load(config.target, config.dtype, str(args.device), config.trust_remote_code)
     target.check_head()
-    check_data(read_meta(config.data), target, config.data)
+    if records is None:
+        records = load_text(config.data, target, config.max_length)
+    else:
+        check_data(read_meta(config.data), target, config.data)
+        records = records.map(lambda row: {"spans": [[0, len(row["tokens"])]]}) if pretrain else records
     train_rows, held_out = training_rows(records, config.max_length, config.validation, args.seed)
     drafter, vocab = build_drafter(config, target, records)
     parameters = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
@@ -182,16 +214,19 @@ def fit(config: Any, args: Any) -> dict[str, Any]:
     if config.packing:
         train_rows = pack_rows(train_rows, config.max_length, args.seed)
     cache_gb = config.cache_gb if config.cache_gb >= 0 else (4.0 if target.device.type == "cpu" else 0.0)
-    stored = FeatureStore.open(config.data, drafter.feature_layers)
-    source = TargetSource(
-        target,
-        drafter.feature_layers,
-        drafter.kept_ids,
-        stored,
-        list(records["id"]) if stored else None,
-        cache_gb * 1e9,
-        loss.temperatures,
-    )
+    source: Any = NoTarget()
+    if not pretrain:
+        stored = FeatureStore.open(config.data, drafter.feature_layers)
+        source = TargetSource(
+            target,
+            drafter.feature_layers,
+            drafter.kept_ids,
+            stored,
+            list(records["id"]) if stored else None,
+            cache_gb * 1e9,
+            temperatures,
+        )
+    on_policy = OnPolicy.of(config.on_policy, drafter, train_rows, target, config.max_length, args)
     checkpoint = get_last_checkpoint(args.output_dir) if config.resume and os.path.isdir(args.output_dir) else None
     if config.init == "target" and checkpoint is None and hasattr(drafter, "solve_start"):
         begin_from_least_squares(drafter, train_rows, source)
@@ -203,6 +238,7 @@ def fit(config: Any, args: Any) -> dict[str, Any]:
         data_collator=collate,
         target=target,
         source=source,
+        on_policy=on_policy,
         callbacks=[Progress(), *([TimeBudget(config.max_minutes)] if config.max_minutes > 0 else [])],
     )
     trainer.remove_callback(PrinterCallback)
@@ -224,6 +260,7 @@ def fit(config: Any, args: Any) -> dict[str, Any]:
         "parameters": parameters,
         "vocabulary": vocab,
         "target_features": source.hits,
+        "on_policy_rows": on_policy.used if on_policy else 0,
         "engine": type(trainer.model_wrapped).__name__,
         "device": str(args.device),
         "processes": args.world_size,

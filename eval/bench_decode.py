@@ -21,8 +21,8 @@ from benchmark import alternate, median, write_result
 from transformers import AutoModelForCausalLM
 
 from drafttrain.decode import generate
-from drafttrain.decode.cache import TreeCache
 from drafttrain.evaluation.suites import load_suite, render, take_evenly
+from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target import DTYPES, Target
 
 GOAL = 1.5  # times transformers' generate; also the most that a tree round may cost, in plain steps

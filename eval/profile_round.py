@@ -19,9 +19,9 @@ from typing import Any
 from benchmark import write_result
 
 from drafttrain.decode import SamplingParams, engine, generate
-from drafttrain.decode.cache import TreeCache
 from drafttrain.drafters.base import TreeSpec, load_drafter
 from drafttrain.evaluation.suites import load_suite, render, take_evenly
+from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target import Target
 
 

@@ -23,8 +23,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from drafttrain.decode.cache import TreeCache
 from drafttrain.ops.native import cpu_kernels
+from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target import Target
 from drafttrain.target_native import NativeBody
 

@@ -389,5 +389,5 @@ class FeatureStore:
             self._files[shard] = safe_open(shard, framework="pt")
         features = self._files[shard].get_tensor(f"{key}/features")
         if self.columns is not None:
-            features = torch.cat([features[:, start:end] for start, end in self.columns], dim=-1)
+            features = torch.cat([features[:, :0], *(features[:, start:end] for start, end in self.columns)], dim=-1)
         return {"features": features, "last_hidden": self._files[shard].get_tensor(f"{key}/last_hidden")}

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from drafttrain.batch import TargetOutput, TokenTree
-from drafttrain.decode.cache import TreeCache
 from drafttrain.decode.text import TextStream, check_stop
 from drafttrain.decode.verify import Verdict, Verifier, verify_batch
 from drafttrain.drafters.base import Drafter, Session, TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.ops.sampling import SamplingParams
+from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target import Target
 
 # Most tokens of one prefill forward: it bounds activations and features, whatever the length of a prompt.

@@ -24,12 +24,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from drafttrain.batch import TokenTree
 from drafttrain.errors import UserError
 from drafttrain.ops.packing import pack
 from drafttrain.ops.sampling import Sampler, SamplingParams
-from drafttrain.target import Target
+from drafttrain.target import Target, resolve_target
+
+# Beside a drafter whose config.json is another library's: says that it is ours, and of which kind.
+META_FILE = "drafttrain.json"
 
 
 @dataclass(frozen=True)
@@ -249,7 +253,7 @@ def kind_class(name: str) -> Any:
 def load_drafter(name: str, target: Target) -> Drafter | None:
     """A drafter for decoding, by name:
 
-    FOLDER or Hub id           a trained drafter
+    FOLDER or Hub id           a trained drafter, or any causal language model with the target's vocabulary
     KIND, KIND:OPTIONS         a kind without weights: ngram, ngram:5, ngram:max_n=5,min_n=2, ngram_store:FILE
     FIRST+KIND, ..+KIND:..     the matches of a kind without weights merged into the first's tree
     none                       no drafter
@@ -273,8 +277,12 @@ def load_drafter(name: str, target: Target) -> Drafter | None:
     if is_untrained(name):
         drafter = untrained(name)
     else:
-        # Rounded to the dtype asked for, as the target's weights are: bfloat16 values stream at half the bytes.
-        drafter = load_trained(name).to(target.dtype).to(device=target.device, dtype=target.compute_dtype).eval()
+        drafter = load_trained(name).eval()
+        for weight in drafter.parameters():
+            # Rounded to the dtype asked for, as the target's weights are: bfloat16 values stream at half the bytes.
+            # Buffers keep their precision: rotary frequencies have to.
+            weight.data = weight.data.to(target.dtype).to(target.compute_dtype)
+        drafter = drafter.to(target.device)
         if target.device.type == "cpu":
             getattr(drafter, "pack", lambda: pack(drafter))()
     drafter.bind(target)
@@ -336,13 +344,20 @@ def default_tree(name: str) -> str | None:
         raise UserError(f'{path} has no tree ({error!r}); write {{"tree": "chain:3"}}, or pass a tree') from error
 
 
-def load_trained(name: str, key: str = "drafter") -> Any:
-    """A saved drafter, by folder or Hub id, not yet bound. key: what the user gave the name for.
+def kind_of(name: str, key: str = "drafter") -> str:
+    """The kind of a drafter, named as for `load_drafter`; a causal language model that is not ours is a draft model.
+
+    Args:
+        key: what the user gave the name for.
 
     Raises:
-        UserError: nothing there, or not saved by drafttrain.
+        UserError: nothing there, or not a drafter.
     """
+    if name == "none" or is_untrained(name):
+        return name
     path = Path(name).expanduser()
+    if not path.exists() and "/" not in name:
+        path = Path(resolve_target(name))  # a model that `drafttrain fetch` has cached
     if not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") != 1):
         raise UserError(
             f"{key}={name!r}: no such folder, and not a Hub id (user/name); kinds without weights: ngram, ngram_store"
@@ -357,7 +372,15 @@ def load_trained(name: str, key: str = "drafter") -> Any:
         config = json.loads(config_file.read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"{key}={name!r}: config.json cannot be read ({error}); train one or check the path") from error
-    kind = config.get("drafter_kind")
-    if kind is None:
-        raise UserError(f"{key}={name!r}: config.json has no drafter_kind, so it was not saved by drafttrain")
-    return kind_class(kind).from_pretrained(name, use_safetensors=True)
+    if config.get("drafter_kind"):
+        return config["drafter_kind"]
+    if set(config.get("architectures") or ()) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
+        return "draft_model"
+    raise UserError(
+        f"{key}={name!r}: config.json has no drafter_kind and is no causal language model's, so it is no drafter"
+    )
+
+
+def load_trained(name: str, key: str = "drafter") -> Any:
+    """A saved drafter, by folder or Hub id, not yet bound; see `kind_of`."""
+    return kind_class(kind_of(name, key)).from_pretrained(name, use_safetensors=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from drafttrain.decode import Decoder, SamplingParams, token_limit
-from drafttrain.drafters.base import Drafter, TreeSpec, default_tree, load_drafter
+from drafttrain.drafters.base import Drafter, TreeSpec, default_tree, kind_of, load_drafter
 from drafttrain.environment import describe_environment
 from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import BASELINES, HF_SPECULATIVE, Record, by_category, summarise
@@ -165,15 +164,13 @@ def check_lengths(target: Target, questions: Sequence[Question], max_new_tokens:
 def describe(args: argparse.Namespace, target: Target, suite: Suite, sampling: SamplingParams) -> dict[str, Any]:
     """The head of results.json: what was measured, where, with what."""
     folder, plus, side = args.drafter.partition("+")
-    config = Path(folder).expanduser() / "config.json"
-    kind = json.loads(config.read_text()).get("drafter_kind", folder) if config.is_file() else folder
     return {
         **describe_environment(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
         "compute_dtype": str(target.compute_dtype).removeprefix("torch."),
         "target": args.target,
         "drafter": args.drafter,
-        "kind": kind + plus + side,
+        "kind": kind_of(folder) + plus + side,
         "suite": suite.name,
         "suite_digest": suite.digest,
         "decoding": {

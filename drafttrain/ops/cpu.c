@@ -253,24 +253,26 @@ static void attend_rows(const float *query[LANES], float *out[LANES], const int 
         }
 }
 
-/* One sequence of a packed batch: its first slot on the cache's slot axis, committed keys, first new token, new tokens. */
+/* One sequence of a packed batch: its first slot on the cache's slot axis, committed keys, first new token, new tokens;
+ * tokens of its tree that earlier passes stored behind the prefix, and where its tree begins in ancestors and depth. */
 struct part {
-    long slot, prefix, token, n;
+    long slot, prefix, token, n, held, node;
 };
 
 static void append(float *cache, long cache_stride, const float *new, long head_stride, long token_stride, long kv_heads,
                    const struct part *part, long width) {
     for (long kv = 0; kv < kv_heads; kv++)
         for (long i = 0; i < part->n; i++)
-            memcpy(cache + kv * cache_stride + (part->slot + part->prefix + i) * width,
+            memcpy(cache + kv * cache_stride + (part->slot + part->prefix + part->held + i) * width,
                    new + kv * head_stride + (part->token + i) * token_stride, width * sizeof(float));
 }
 
-/* Attention of each part's n <= 64 new tokens over its committed keys and over their own ancestors (a bit per new token).
+/* Attention of each part's n new tokens over its committed keys and over their own ancestors (a bit per token of the tree,
+ * held + n <= 64 of them).
  *
  * query [heads, N, e], new_key [kv_heads, N, e], new_value [kv_heads, N, ve] by strides; new keys and values are stored
  * first (NULL: they are in place). keys [kv_heads, slots, e], values [kv_heads, slots, ve] with a stride per head; out
- * [N, heads, ve]. e and ve are multiples of 16; ancestors, depth [N]; window 0, softcap 0, sinks NULL: none. */
+ * [N, heads, ve]. e and ve are multiples of 16; ancestors, depth per tree token; window 0, softcap 0, sinks NULL: none. */
 void tree_attention(const float *query, long head_stride, long token_stride, const float *new_key, long new_key_head,
                     long new_key_token, const float *new_value, long new_value_head, long new_value_token, float *keys,
                     long key_stride, float *values, long value_stride, float *out, long heads, long kv_heads, long e,
@@ -281,7 +283,7 @@ void tree_attention(const float *query, long head_stride, long token_stride, con
         const struct part *part = parts + p;
         if (new_key) append(keys, key_stride, new_key, new_key_head, new_key_token, kv_heads, part, e);
         if (new_value) append(values, value_stride, new_value, new_value_head, new_value_token, kv_heads, part, ve);
-        long needed = (group * part->n + LANES - 1) / LANES, seen = part->prefix + part->n;
+        long needed = (group * part->n + LANES - 1) / LANES, seen = part->prefix + part->held + part->n;
         blocks = needed > blocks ? needed : blocks;
         slots = seen > slots ? seen : slots;
     }
@@ -301,14 +303,15 @@ void tree_attention(const float *query, long head_stride, long token_stride, con
             int token[LANES];
             for (long i = 0; i < size; i++) {
                 long head = kv * group + (begin + i) / n;
-                token[i] = (int)((begin + i) % n);
-                queries[i] = query + head * head_stride + (part->token + token[i]) * token_stride;
-                outs[i] = out + ((part->token + token[i]) * heads + head) * ve;
+                long fresh = (begin + i) % n;
+                token[i] = (int)(part->held + fresh);
+                queries[i] = query + head * head_stride + (part->token + fresh) * token_stride;
+                outs[i] = out + ((part->token + fresh) * heads + head) * ve;
                 if (sinks) sink[i] = sinks[head];
             }
             attend_rows(queries, outs, token, (int)size, sinks ? sink : 0, keys + kv * key_stride + part->slot * e,
-                        values + kv * value_stride + part->slot * ve, first, part->prefix, n, e, ve,
-                        ancestors + part->token, depth + part->token, scaling, window, softcap, transposed, scores);
+                        values + kv * value_stride + part->slot * ve, first, part->prefix, part->held + n, e,
+                        ve, ancestors + part->node, depth + part->node, scaling, window, softcap, transposed, scores);
         }
         free(transposed);
     }

@@ -34,32 +34,34 @@ class TreeLayout:
     Attributes:
         prefix_len: L, committed positions; slot and position agree there.
         parents: per tree node the index of its parent among the nodes, -1 below the root; None for a plain chain.
-        count: n, new tokens. With parents, new token 0 is the root and new token i+1 is node i.
+        held: the tree's first tokens, whose keys lie behind the prefix since earlier forwards: a tree that grows.
+        count: n, new tokens. With parents, token 0 of a tree is the root and token i+1 is node i.
         depths: [n] int array; new token i stands at position L + depths[i].
     """
 
-    def __init__(self, prefix_len: int, parents: Sequence[int] | None = None, count: int | None = None):
-        self.prefix_len, self.parents = prefix_len, parents
+    def __init__(self, prefix_len: int, parents: Sequence[int] | None = None, count: int | None = None, held: int = 0):
+        self.prefix_len, self.parents, self.held = prefix_len, parents, held
         if parents is None:
             assert count is not None, "a chain needs its length"
-            self.count, self.depths = count, np.arange(count)
+            self.count, self.tree_depths = count, np.arange(count)
         else:
-            self.count = len(parents) + 1
+            self.count = len(parents) + 1 - held
             depths = [0]
             for parent in parents:
                 depths.append(depths[parent + 1] + 1)
-            self.depths = np.asarray(depths)
+            self.tree_depths = np.asarray(depths)
+        self.depths = self.tree_depths[held:]
         self._masks: dict[tuple, tuple[int, Tensor | None]] = {}
         self._bits: tuple[np.ndarray, np.ndarray] | None = None
 
     def bits(self) -> tuple[np.ndarray, np.ndarray]:
-        """For n <= 64: [n] uint64, bit j set where new token j is an ancestor or the token itself; [n] int32 depths."""
+        """Per token of a tree of at most 64: uint64, bit j set where token j is an ancestor or itself; int32 depth."""
         if self._bits is None:
             seen: list[int] = []
             parents = range(-1, self.count - 1) if self.parents is None else [-1, *(p + 1 for p in self.parents)]
             for token, parent in enumerate(parents):
                 seen.append((seen[parent] if parent >= 0 else 0) | 1 << token)
-            self._bits = np.array(seen, dtype=np.uint64), self.depths.astype(np.int32)
+            self._bits = np.array(seen, dtype=np.uint64), self.tree_depths.astype(np.int32)
         return self._bits
 
     def positions(self, device: torch.device | str = "cpu") -> Tensor:
@@ -75,20 +77,20 @@ class TreeLayout:
             like: gives dtype and device.
 
         Returns:
-            The first visible key slot, and [repeats*n, L+n-first] of 0 and -inf, or None where everything is visible.
+            The first visible key slot, and [repeats*n, L+held+n-first] of 0 and -inf, or None where all is visible.
         """
-        reach = self.prefix_len + int(self.depths.max(initial=0)) + 1
+        reach = self.prefix_len + int(self.tree_depths.max(initial=0)) + 1
         window = None if window is None or window >= reach else window
         key = (window, repeats, like.dtype, like.device)
         if key not in self._masks:
             first = 0 if window is None else max(0, self.prefix_len + 1 - window)
-            bias = None if self.count == 1 else self._bias(first, window)
+            bias = None if self.count == 1 and not self.held else self._bias(first, window)
             tiled = None if bias is None else torch.from_numpy(np.tile(bias, (repeats, 1))).to(like.device, like.dtype)
             self._masks[key] = (first, tiled)
         return self._masks[key]
 
     def _bias(self, first: int, window: int | None) -> np.ndarray:
-        prefix, n = self.prefix_len - first, self.count
+        prefix, n = self.prefix_len - first, self.held + self.count
         bias = np.zeros((n, prefix + n), dtype=np.float32)
         if self.parents is None:
             bias[:, prefix:] = np.triu(np.full((n, n), -np.inf, dtype=np.float32), 1)
@@ -100,10 +102,10 @@ class TreeLayout:
                 tree[node] = tree[parent + 1]
                 tree[node, node] = 0
         if window is not None:
-            new = self.prefix_len + self.depths
+            new = self.prefix_len + self.tree_depths
             keys = np.concatenate((np.arange(first, self.prefix_len), new))
             bias[new[:, None] - keys[None, :] >= window] = -np.inf
-        return bias
+        return bias[self.held :]
 
 
 def tree_attention(
@@ -117,12 +119,12 @@ def tree_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attends with n new tokens over L committed and n new keys, as `layout` says who sees whom.
+    """Attends with n new tokens over L committed, the held and n new keys, as `layout` says who sees whom.
 
     Args:
         query: [b, heads, n, head_dim], RoPE applied.
-        key: [b, kv_heads, L+n, head_dim]; query head i reads key head i // (heads / kv_heads).
-        value: [b, kv_heads, L+n, value_dim].
+        key: [b, kv_heads, L+held+n, head_dim]; query head i reads key head i // (heads / kv_heads).
+        value: [b, kv_heads, L+held+n, value_dim].
         layout: the same for all b rows.
         scaling: factor of the dot products.
         window: visible positions, own included; None for all.
@@ -155,10 +157,11 @@ class CpuPlan:
     """
 
     def __init__(self, parts: Sequence[tuple[int, TreeLayout]]):
-        rows, begin = [], 0
+        rows, begin, node = [], 0, 0
         for slot, layout in parts:
-            rows.append((slot, layout.prefix_len, begin, layout.count))
+            rows.append((slot, layout.prefix_len, begin, layout.count, layout.held, node))
             begin += layout.count
+            node += layout.held + layout.count
         bits = [layout.bits() for _, layout in parts]
         self._parts = np.array(rows, dtype=np.int64)
         self._ancestors = bits[0][0] if len(bits) == 1 else np.concatenate([ancestors for ancestors, _ in bits])
@@ -168,7 +171,7 @@ class CpuPlan:
     @staticmethod
     def build(parts: Sequence[tuple[int, TreeLayout]]) -> CpuPlan | None:
         """None where a sequence has too many tokens for the kernel, or keys enough for torch to be faster."""
-        if any(layout.count > _FEW or layout.prefix_len > _NEAR for _, layout in parts):
+        if any(layout.held + layout.count > _FEW or layout.prefix_len > _NEAR for _, layout in parts):
             return None
         return CpuPlan(parts) if cpu_kernels() is not None else None
 

@@ -58,11 +58,22 @@ def needed_rows(response_mask: Tensor) -> Tensor:
     return needed
 
 
+class NoTarget:
+    """Stands for a target that is not asked, while a language model is pretrained on text."""
+
+    hits: dict[str, int] = {}
+
+    def __call__(self, batch: Batch) -> tuple[TargetOutput, None, None]:
+        nothing = torch.empty(*batch.input_ids.shape, 0, device=batch.input_ids.device)
+        return TargetOutput(nothing, nothing), None, None
+
+
 class TargetSource:
     """Gives a batch its target features and distributions, at the least cost.
 
     A conversation is looked up in memory (kept from an earlier epoch), then in stored features (written while its
-    responses were generated), else the target runs. What was computed is kept while `limit_bytes` lasts.
+    responses were generated), else the target runs. What was computed is kept while `limit_bytes` lasts. Conversations
+    of no data set (index below 0) are neither looked up nor kept.
 
     Args:
         target: frozen; feature_layers: what the drafter reads; kept_ids: [d] the drafter's vocabulary.
@@ -85,7 +96,8 @@ class TargetSource:
         self.temperatures = temperatures
         device = target.device
         self.kept_ids = kept_ids.to(device)
-        self.weight = target.head_weight[self.kept_ids].contiguous()
+        whole = len(kept_ids) == target.vocab_size  # then ids are kept in order, and a copy would be large
+        self.weight = target.head_weight if whole else target.head_weight[self.kept_ids].contiguous()
         self.to_drafter = torch.full((target.vocab_size,), -1, device=device)
         self.to_drafter[self.kept_ids] = torch.arange(len(kept_ids), device=device)
         self.limit_bytes, self.used_bytes = limit_bytes, 0
@@ -101,7 +113,7 @@ class TargetSource:
         entries: list[_Entry | None] = [self.kept.get(i) for i in index]
         self.hits["memory"] += sum(entry is not None for entry in entries)
         for place, entry in enumerate(entries):
-            if entry is None and self.stored is not None and self.ids is not None:
+            if entry is None and self.stored is not None and self.ids is not None and index[place] >= 0:
                 entries[place] = self._from_store(index[place], needed[where[place]])
         missing = [place for place, entry in enumerate(entries) if entry is None]
         if missing:
@@ -109,7 +121,7 @@ class TargetSource:
         return self._assemble(batch, entries, where, needed)
 
     def _keep(self, index: int, entry: _Entry) -> _Entry:
-        if self.used_bytes + entry.bytes <= self.limit_bytes:
+        if index >= 0 and self.used_bytes + entry.bytes <= self.limit_bytes:
             self.kept[index] = entry
             self.used_bytes += entry.bytes
         return entry

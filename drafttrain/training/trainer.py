@@ -13,7 +13,8 @@ from transformers.trainer_callback import ExportableState
 from drafttrain.data.loader import to_batch
 from drafttrain.errors import UserError
 from drafttrain.target import Target
-from drafttrain.training.targets import TargetSource
+from drafttrain.training.on_policy import OnPolicy
+from drafttrain.training.targets import NoTarget, TargetSource
 
 # Acceptance is measured on every so many training steps: it costs a tenth of a step and changes slowly.
 MEASURE_EVERY = 4
@@ -27,16 +28,43 @@ class DrafterTrainer(Trainer):
 
     Args:
         target: frozen, outside the wrapped model. source: gives each batch its target features and distributions.
+        on_policy: puts the drafter's own responses among the data's, if not None.
         rest: as for transformers.Trainer.
     """
 
-    def __init__(self, *args: Any, target: Target, source: TargetSource, **rest: Any):
+    def __init__(
+        self,
+        *args: Any,
+        target: Target,
+        source: TargetSource | NoTarget,
+        on_policy: OnPolicy | None = None,
+        **rest: Any,
+    ):
         super().__init__(*args, **rest)
-        self.target, self.source = target, source
+        self.target, self.source, self.on_policy = target, source, on_policy
+        if on_policy is not None:
+            self.add_callback(on_policy)
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
         self.sums: dict[str, dict[str, Tensor]] = {"train": {}, "eval": {}}
         self.clock, self.anchors = time.perf_counter(), 0
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
+        """The micro-batches of one optimizer step, and the anchors in them."""
+        batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self.on_policy is not None and batches:
+            self.on_policy.refresh(self.state.global_step)
+            batches = [self.on_policy.mix(inputs, self.state.global_step) for inputs in batches]
+            count = self._get_num_items_in_batch(batches, device)
+        return batches, count
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Kinds that are not saved under the names of their own weights load their checkpoints themselves."""
+        load = getattr(self.model, "load_checkpoint", None)
+        if load is not None:
+            load(resume_from_checkpoint)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     # -- one step -----------------------------------------------------------------------------------------------
 
@@ -86,7 +114,8 @@ class DrafterTrainer(Trainer):
 
         agree@k: share of anchors where the drafter's likeliest token is the target's (greedy acceptance at depth k, given
         that the path so far is the target's); alpha@k: mean sum_v min(p, q); accepted_length: tokens per target pass of a
-        greedy chain of all depths, if depths agreed independently.
+        greedy chain of all depths, if depths agreed independently. A kind that is trained one depth deep because all its
+        depths are alike says by `chain_depth` how long that chain is.
         """
         if not self.sums[phase]:
             return {}
@@ -95,8 +124,10 @@ class DrafterTrainer(Trainer):
         count = summed["count"].clamp(min=1)
         means = {name: (value / count).tolist() for name, value in summed.items() if name != "count"}
         metrics = {f"{name}@{k + 1}": round(x, 4) for name, row in means.items() for k, x in enumerate(row)}
+        agree = means["agree"]
+        agree += agree[-1:] * (getattr(self.accelerator.unwrap_model(self.model), "chain_depth", 0) - len(agree))
         chain, expected = 1.0, 1.0
-        for share in means["agree"]:
+        for share in agree:
             chain *= share
             expected += chain
         return {**metrics, "accepted_length": round(expected, 4)}

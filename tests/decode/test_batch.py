@@ -7,12 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafttrain.decode import Decoder, SamplingParams, cache, engine, generate, generate_batch, strip_padding
+from drafttrain.decode import Decoder, SamplingParams, engine, generate, generate_batch, strip_padding
 from drafttrain.decode.engine import Stats
 from drafttrain.drafters.base import TreeSpec
 from drafttrain.drafters.combined import CombinedDrafter
 from drafttrain.drafters.ngram import NgramDrafter
 from drafttrain.errors import UserError
+from drafttrain.ops import tree_cache
 from drafttrain.ops.tree_attention import TreeLayout
 from tests.conftest import make_target
 from tests.decode.fakes import ANY, FakeBatch, MarkovTarget, family, hf_greedy
@@ -220,9 +221,9 @@ def test_the_packed_kernel_serves_the_cache(name, monkeypatch):
     options = {"max_new_tokens": 12, "eos_ids": (), "spec": TreeSpec.parse("dynamic:3,3,8")}
     want = tokens_of(generate_batch(target, NgramDrafter(), PROMPTS, max_rows=3, **options))
     plans, calls = [], []
-    build, attend = cache.PackedPlan.build, cache.packed_tree_attention
-    monkeypatch.setattr(cache, "_on_gpu", lambda query: True)
-    monkeypatch.setattr(cache.PackedPlan, "build", lambda *args: plans.append(1) or build(*args))
-    monkeypatch.setattr(cache, "packed_tree_attention", lambda *a, **k: calls.append(1) or attend(*a, **k))
+    build, attend = tree_cache.PackedPlan.build, tree_cache.packed_tree_attention
+    monkeypatch.setattr(tree_cache, "_on_gpu", lambda query: True)
+    monkeypatch.setattr(tree_cache.PackedPlan, "build", lambda *args: plans.append(1) or build(*args))
+    monkeypatch.setattr(tree_cache, "packed_tree_attention", lambda *a, **k: calls.append(1) or attend(*a, **k))
     assert tokens_of(generate_batch(target, NgramDrafter(), PROMPTS, max_rows=3, **options)) == want
     assert len(calls) == target.num_layers * len(plans) > 0

@@ -205,3 +205,43 @@ def test_cpu_kernel_serves_packed_rows(data):
     torch.testing.assert_close(got, torch.cat(want, dim=2).transpose(1, 2), atol=2e-5, rtol=2e-5)
     first = order[0] * capacity + layouts[0].prefix_len
     assert torch.equal(keys[:, first : first + layouts[0].count], key[0, :, : layouts[0].count])
+
+
+@pytest.mark.parametrize("width", [8, 16])  # the kernel serves multiples of 16
+@pytest.mark.parametrize("window", [None, 3])
+@torch.no_grad()
+def test_a_tree_may_grow_over_several_forwards(width, window):
+    for prefix, (_, parents) in zip((0, 5, 9), TREES.items(), strict=True):
+        n = len(parents) + 1
+        q, k, v = inputs(6, 2, n, prefix + n, width=width, value_width=width)
+        whole = tree_attention(q, k, v, TreeLayout(prefix, parents), scaling=0.4, window=window)
+        for held in range(1, n):
+            layout = TreeLayout(prefix, parents, held=held)
+            assert layout.count == n - held
+            assert layout.positions().tolist() == [(TreeLayout(prefix, parents).depths[held:] + prefix).tolist()]
+            got = tree_attention(q[:, :, held:], k, v, layout, scaling=0.4, window=window)
+            torch.testing.assert_close(got, whole[:, :, held:], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.skipif(cpu_kernels() is None, reason="no C compiler here")
+@torch.no_grad()
+def test_growing_trees_share_a_packed_pass():
+    """Two sequences, one with held tokens and one without, in one call that also stores the new keys."""
+    trees = [(3, [-1, -1, 0, 1], 3), (6, [-1, 0, 0], 0)]
+    layouts = [TreeLayout(prefix, parents, held=held) for prefix, parents, held in trees]
+    slots, packed, want = 16, [], []
+    keys, values = torch.zeros(2, 2 * slots, 16), torch.zeros(2, 2 * slots, 16)
+    for row, (layout, (prefix, parents, held)) in enumerate(zip(layouts, trees, strict=True)):
+        total = prefix + len(parents) + 1
+        q, k, v = inputs(4, 2, layout.count, total, width=16, value_width=16, seed=row)
+        old = prefix + held
+        keys[:, row * slots : row * slots + old], values[:, row * slots : row * slots + old] = (
+            k[0, :, :old],
+            v[0, :, :old],
+        )
+        packed.append((q, k[:, :, old:], v[:, :, old:]))
+        want.append(tree_attention(q, k, v, layout, scaling=0.4))
+    q, k, v = (torch.cat(parts, dim=2) for parts in zip(*packed, strict=True))
+    plan = CpuPlan.build([(row * slots, layout) for row, layout in enumerate(layouts)])
+    got = plan.attend(q, keys, values, scaling=0.4, window=None, softcap=None, sinks=None, new=(k, v))
+    torch.testing.assert_close(got.transpose(1, 2), torch.cat(want, dim=2), atol=1e-5, rtol=1e-5)

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drafttrain.decode.cache import TreeCache
 from drafttrain.errors import UserError
+from drafttrain.ops.tree_cache import TreeCache
 
 
 def feed(cache, values, parents=None):
@@ -116,3 +116,17 @@ def test_memory_is_told():
     feed(cache, [1, 2, 3])
     assert cache.nbytes == 2 * 2 * 1024 * (1 + 2) * 4
     assert str(cache) == "key/value cache 0.0 MiB (2 rows x 1,024 positions)"
+
+
+def test_more_room_keeps_what_rows_hold():
+    cache = TreeCache(4, rows=2)
+    for row, value in enumerate((1.0, 5.0)):
+        cache.open([(row, 2)])
+        x = torch.tensor([value, value + 1]).view(1, 1, 2, 1)
+        cache.attend(0, x, x, x.repeat(1, 1, 1, 2), scaling=1.0, window=None, softcap=None, sinks=None)
+        cache.commit([range(2)])
+    cache.reserve(9)
+    cache.reserve(3)
+    keys, values = cache._layers[0]
+    assert cache.capacity == 9 and keys.shape == (1, 18, 1)
+    assert keys[0, [0, 1, 9, 10], 0].tolist() == values[0, [0, 1, 9, 10], 1].tolist() == [1, 2, 5, 6]

@@ -1,4 +1,4 @@
-"""The decoder's key/value cache: preallocated, written in place, rolled back by not committing."""
+"""The key/value cache of decoding: preallocated, written in place, rolled back by not committing."""
 
 from __future__ import annotations
 
@@ -63,12 +63,23 @@ class TreeCache:
         """Empties a row for its next sequence."""
         self.lengths[row] = 0
 
-    def open(self, new: Sequence[tuple[int, Sequence[int] | int]]) -> list[TreeLayout]:
+    def reserve(self, capacity: int) -> None:
+        """Makes room for so many positions per row; what the rows hold stays."""
+        if capacity <= self.capacity:
+            return
+        held, self.capacity = self.capacity, capacity
+        for layer, pair in self._layers.items():
+            grown = [self._allocate(buffer[None]) for buffer in pair]
+            for buffer, room in zip(pair, grown, strict=True):
+                room.unflatten(1, (self.rows, capacity))[:, :, :held] = buffer.unflatten(1, (self.rows, held))
+            self._layers[layer] = (grown[0], grown[1])
+
+    def open(self, new: Sequence[tuple[int, Sequence[int] | int | TreeLayout]]) -> list[TreeLayout]:
         """Announces the next forward.
 
         Args:
-            new: per part of the packed forward, the cache row and its new tokens: a count of tokens in a row, or the
-                parents of tree nodes below a root. Each row at most once.
+            new: per part of the packed forward, the cache row and its new tokens: a count of tokens in a row, the
+                parents of tree nodes below a root, or the layout of a tree that goes on growing. Each row at most once.
 
         Raises:
             UserError: a row's tokens do not fit.
@@ -77,11 +88,14 @@ class TreeCache:
         self._cpu_plan, self._planned = None, False
         for row, shape in new:
             length = self.lengths[row]
-            layout = TreeLayout(length, count=shape) if isinstance(shape, int) else TreeLayout(length, shape)
-            if length + layout.count > self.capacity:
+            if isinstance(shape, TreeLayout):
+                layout = shape
+            else:
+                layout = TreeLayout(length, count=shape) if isinstance(shape, int) else TreeLayout(length, shape)
+            if length + layout.held + layout.count > self.capacity:
                 raise UserError(
-                    f"the key/value cache holds {self.capacity} positions, but {length} + {layout.count} are needed; "
-                    "use a smaller tree or fewer new tokens"
+                    f"the key/value cache holds {self.capacity} positions, but {length} + {layout.held + layout.count} "
+                    "are needed; use a smaller tree or fewer new tokens"
                 )
             self._open.append((row, layout))
         return [layout for _, layout in self._open]
@@ -115,7 +129,7 @@ class TreeCache:
             return self._cpu_plan.attend(query, keys, values, new=(key, value), **options)
         if len(self._open) == 1:
             row, layout = self._open[0]
-            begin = row * self.capacity + layout.prefix_len
+            begin = row * self.capacity + layout.prefix_len + layout.held
             keys[:, begin : begin + layout.count] = key[0]
             values[:, begin : begin + layout.count] = value[0]
         else:
@@ -126,7 +140,8 @@ class TreeCache:
 
     def _attend_rows(self, query: Tensor, keys: Tensor, values: Tensor, options: dict[str, Any]) -> Tensor:
         """Attention of the packed queries [1, heads, N, e]: on a GPU one kernel for all rows, elsewhere row by row."""
-        if _on_gpu(query) and max(layout.count for _, layout in self._open) <= _KERNEL_TOKENS:
+        few = all(layout.count <= _KERNEL_TOKENS and not layout.held for _, layout in self._open)
+        if _on_gpu(query) and few:
             if self._plan is None:
                 rows = [row for row, _ in self._open]
                 self._plan = PackedPlan.build([layout for _, layout in self._open], rows, query.device)
@@ -136,14 +151,16 @@ class TreeCache:
         parts = query.split([layout.count for _, layout in self._open], dim=2)
         for part, (row, layout) in zip(parts, self._open, strict=True):
             first = row * self.capacity
-            seen = slice(first, first + layout.prefix_len + layout.count)
+            seen = slice(first, first + layout.prefix_len + layout.held + layout.count)
             outs.append(tree_attention(part, keys[None, :, seen], values[None, :, seen], layout, **options))
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
 
     def _new_slots(self, device: torch.device) -> Tensor:
         """[N] int64 slots of the announced tokens on the common axis; the same for all layers."""
         if self._slots is None:
-            starts = [(row * self.capacity + layout.prefix_len, layout.count) for row, layout in self._open]
+            starts = [
+                (row * self.capacity + layout.prefix_len + layout.held, layout.count) for row, layout in self._open
+            ]
             self._slots = torch.cat([torch.arange(start, start + count) for start, count in starts]).to(device)
         return self._slots
 
@@ -152,7 +169,7 @@ class TreeCache:
         return torch.empty((heads, self.rows * self.capacity, width), dtype=like.dtype, device=like.device)
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
-        """Keeps, per part of the last forward, the given new tokens, in path order (ascending indices)."""
+        """Keeps, per part of the last forward, the given tokens behind L, in path order (ascending indices)."""
         sources: list[int] = []
         goals: list[int] = []
         rows_moved = 0

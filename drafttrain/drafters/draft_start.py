@@ -1,0 +1,159 @@
+"""How a draft model begins: from some of the target's own layers, from a config, or from a checkpoint."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from drafttrain.errors import UserError
+from drafttrain.target import Target, resolve_target
+
+
+def own_layers(target: Target, layers: Sequence[int], share: bool) -> Any:
+    """A model of the target's family with a subset of its layers, and its embedding, last norm and head.
+
+    Args:
+        layers: indices, ascending.
+        share: embedding and head stay the target's: frozen, and the same memory where the formats agree. Else copies
+            that are trained.
+
+    Raises:
+        UserError: no such layers, or a family whose layers cannot be chosen singly.
+    """
+    count = target.num_layers
+    fine = layers and all(isinstance(i, int) and 0 <= i < count for i in layers)
+    if not fine or any(a >= b for a, b in pairwise(layers)):
+        raise UserError(
+            f"drafter.layers={list(layers)} must be ascending layers of target {target.name!r}, 0 to {count - 1}; for "
+            f"example [0, 1, {count // 2}, {count - 2}, {count - 1}]"
+        )
+    config = copy.deepcopy(target.config)
+    config.num_hidden_layers = len(layers)
+    for key, value in list(vars(config).items()):  # layer_types and the like
+        if isinstance(value, list) and len(value) == count:
+            setattr(config, key, [value[i] for i in layers])
+    lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    body: Any = lm.get_decoder() if hasattr(lm, "get_decoder") else lm.base_model
+    prefix = next(name for name, module in target.body.named_modules() if module is target.layers) + "."
+    place = {str(layer): str(i) for i, layer in enumerate(layers)}
+    state = {}
+    for name, value in target.body.state_dict().items():
+        if name.startswith(prefix):
+            layer, dot, rest = name.removeprefix(prefix).partition(".")
+            if layer not in place:
+                continue
+            name = prefix + place[layer] + dot + rest
+        state[name] = value
+    try:
+        body.load_state_dict(state)
+    except RuntimeError as error:
+        first = str(error).split("\n")[1].strip()
+        raise UserError(
+            f"drafter.layers={list(layers)}: layers of target {target.name!r} cannot be chosen singly ({first}); use "
+            "init=random with drafter.config, or a checkpoint"
+        ) from error
+    head = lm.get_output_embeddings()
+    head.load_state_dict(target.lm_head.state_dict())
+    lm.generation_config = copy.deepcopy(target.model.generation_config)
+    if share:
+        tied = head.weight is lm.get_input_embeddings().weight
+        embedding = nn.Parameter(target.embed_weight.detach().float(), requires_grad=False)
+        lm.get_input_embeddings().weight = embedding
+        head.weight = embedding if tied else nn.Parameter(target.lm_head.weight.detach().float(), requires_grad=False)
+    return lm
+
+
+def from_config(target: Target, config: str | dict[str, Any]) -> Any:
+    """A model with random weights and the target's vocabulary.
+
+    Args:
+        config: a folder or Hub id whose config.json says the shapes, or the shapes themselves: the fields of a
+            transformers config, `model_type` (llama unless given) among them.
+
+    Raises:
+        UserError: nothing to read there, or fields that do not go together.
+    """
+    own = target.config
+    fixed: dict[str, Any] = {"vocab_size": target.vocab_size}
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        fixed[key] = getattr(own, key, None)
+    try:
+        if isinstance(config, str):
+            made = AutoConfig.from_pretrained(resolve_target(config)).get_text_config()
+            for key, value in fixed.items():
+                setattr(made, key, value)
+        else:
+            length = target.max_positions or 4096
+            shapes = {"tie_word_embeddings": True, "max_position_embeddings": length, **config, **fixed}
+            made = AutoConfig.for_model(shapes.pop("model_type", "llama"), **shapes)
+        return AutoModelForCausalLM.from_config(made, dtype=torch.float32)
+    except (OSError, ValueError, TypeError, RuntimeError) as error:
+        raise UserError(
+            f"drafter.config={config!r} makes no causal language model ({' '.join(str(error).split())[:200]}); write "
+            "for example {hidden_size: 256, num_hidden_layers: 4, num_attention_heads: 4, intermediate_size: 768}"
+        ) from error
+
+
+def from_checkpoint(name: str) -> tuple[Any, Any]:
+    """Loads (model in float32, tokenizer) by folder, Hub id or the short name of a fetched model.
+
+    Raises:
+        UserError: nothing loadable there, or no tokenizer beside it.
+    """
+    where = resolve_target(name)
+    try:
+        lm = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, use_safetensors=True)
+        tokenizer = AutoTokenizer.from_pretrained(where)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"drafter={name!r} cannot be loaded as a draft model ({first}); give a folder or Hub id with config.json, "
+            "safetensors and the tokenizer's files"
+        ) from error
+    return lm, tokenizer
+
+
+def load_weights(lm: Any, folder: Path) -> None:
+    """Gives a model the weights that `save_pretrained` wrote to a folder.
+
+    Raises:
+        UserError: they are not this model's.
+    """
+    state = {
+        name: value for shard in sorted(folder.glob("model*.safetensors")) for name, value in load_file(shard).items()
+    }
+    result = lm.load_state_dict(state, strict=False)
+    missing = set(result.missing_keys) - set(lm.all_tied_weights_keys)  # tied weights are stored once
+    if missing or result.unexpected_keys:
+        raise UserError(
+            f"{folder}: weights of another model ({sorted([*missing, *result.unexpected_keys])[0]}); choose another "
+            "output_dir, or resume=false"
+        )
+
+
+def check_vocabulary(tokenizer: Any, target: Target, name: str) -> None:
+    """Compares token ids: those that both tokenizers have must mean the same text.
+
+    What only one of them has is no fault: added tokens, and rows that merely pad the embedding to a round number.
+
+    Raises:
+        UserError: names the first id that differs.
+    """
+    if tokenizer is None or target.tokenizer is None:
+        return
+    ours, theirs = ({i: token for token, i in t.get_vocab().items()} for t in (tokenizer, target.tokenizer))
+    differing = sorted(i for i in ours.keys() & theirs.keys() if ours[i] != theirs[i])
+    if differing:
+        first = differing[0]
+        raise UserError(
+            f"drafter={name!r} has another vocabulary than target {target.name!r}: {len(differing)} ids differ, {first} "
+            f"is {ours[first]!r} here and {theirs[first]!r} there; use a draft model of the target's family"
+        )

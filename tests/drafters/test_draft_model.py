@@ -1,0 +1,431 @@
+"""A language model as drafter: beginnings, distillation, trees with kept keys, plain checkpoints, other vocabularies."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PhiConfig, PhiForCausalLM
+
+from drafttrain.batch import Batch
+from drafttrain.decode import SamplingParams, generate, generate_batch
+from drafttrain.drafters.base import TreeSpec, kind_of, load_drafter
+from drafttrain.drafters.draft_model import DraftModel, DraftModelConfig
+from drafttrain.drafters.shared import anchors_by_depth
+from drafttrain.errors import UserError
+from drafttrain.ops.native import cpu_kernels
+from drafttrain.ops.sampling import Sampler
+from drafttrain.training.targets import NoTarget, TargetSource
+from tests.conftest import make_target, make_tokenizer
+from tests.decode.fakes import FAMILIES, VOCAB, family
+from tests.drafters.test_eagle3 import make_batch
+
+SHAPES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+BEGINNINGS = {
+    "layers": ("target", {"layers": [0, 2]}),
+    "shared": ("target", {"layers": [0, 3], "embedding": "shared"}),
+    "random": ("random", {"config": {**SHAPES, "initializer_range": 0.2}}),
+    "lora": ("target", {"layers": [0, 2], "lora": {"r": 4, "alpha": 8}}),
+}
+needs_compiler = pytest.mark.skipif(cpu_kernels() is None, reason="no C compiler here")
+
+
+def make_drafter(target, name="layers", loss="kl"):
+    torch.manual_seed(1)
+    init, options = BEGINNINGS[name]
+    drafter = DraftModel.begin(target, init, options, loss)
+    drafter.bind(target)
+    return drafter
+
+
+def other_rows(target, rows, seed=2):
+    """A drafter of the target's vocabulary whose embedding is padded to other rows."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(vocab_size=rows, initializer_range=0.3, tie_word_embeddings=True, **SHAPES)
+    drafter = DraftModel(LlamaForCausalLM(config), make_tokenizer(min(rows, 290)), DraftModelConfig())
+    drafter.bind(target)
+    return drafter
+
+
+def run_step(drafter, target, batch, source=None):
+    source = source or TargetSource(target, drafter.feature_layers, drafter.kept_ids)
+    output, rows, row_of = source(batch)
+    count = len(anchors_by_depth(batch.response_mask, 1)[0])
+    return drafter(batch, target.embed(batch.input_ids), output, rows, row_of, count)
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", list(BEGINNINGS))
+def test_every_trained_parameter_gets_a_finite_gradient(target, name):
+    drafter = make_drafter(target, name)
+    step = run_step(drafter.train(), target, make_batch())
+    step.loss.backward()
+    assert step.loss.isfinite() and step.metrics["count"].tolist() == [17.0]
+    trained = {n: p for n, p in drafter.named_parameters() if p.requires_grad}
+    for key, parameter in trained.items():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), key
+        # B begins as zeros, so nothing reaches A in the first step.
+        assert parameter.grad.abs().sum() > 0 or "lora_A" in key, key
+    if name == "lora":
+        assert all("lora_" in key for key in trained) and len(trained) == 2 * 7 * 2
+    embedding = drafter.lm.get_input_embeddings().weight
+    assert embedding.requires_grad == (name in ("layers", "random"))
+    assert (embedding.data_ptr() == target.embed_weight.data_ptr()) == (name == "shared")
+    assert not any(p.requires_grad for p in target.model.parameters())
+
+
+@pytest.mark.parametrize("name", ["random", "lora"])
+def test_a_batch_can_be_overfitted(target, name):
+    drafter, batch = make_drafter(target, name).train(), make_batch()
+    source = TargetSource(target, (), drafter.kept_ids)
+    first = run_step(drafter, target, batch, source)
+    optimizer = torch.optim.AdamW(
+        [p for p in drafter.parameters() if p.requires_grad], lr=2e-2 if name == "lora" else 1e-2
+    )
+    for _ in range(80):
+        optimizer.zero_grad()
+        step = run_step(drafter, target, batch, source)
+        step.loss.backward()
+        optimizer.step()
+    assert step.loss < (0.3 if name == "lora" else 0.05) * first.loss
+    if name == "random":  # some of the target's first two tokens are nearly tied
+        assert (step.metrics["agree"] / step.metrics["count"])[0] > 0.75
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_loss_is_the_divergence_of_the_models_own_logits(target, biased):
+    """Straight from two transformers forwards: KL at response tokens whose successor is in the response."""
+    drafter, batch = make_drafter(target), make_batch()
+    if biased:  # Phi's head has a bias
+        torch.manual_seed(0)
+        lm = PhiForCausalLM(PhiConfig(vocab_size=300, bos_token_id=1, eos_token_id=2, pad_token_id=2, **SHAPES))
+        torch.nn.init.normal_(lm.lm_head.bias)
+        drafter = DraftModel(lm, target.tokenizer, DraftModelConfig())
+        drafter.bind(target)
+    step = run_step(drafter, target, batch)
+    want, alpha, count = 0.0, 0.0, 0
+    for row, length in enumerate(batch.lengths.tolist()):
+        ids = batch.input_ids[row : row + 1, :length]
+        p, q = (model(input_ids=ids).logits[0].log_softmax(-1) for model in (target.model, drafter.lm))
+        mask = batch.response_mask[row, :length]
+        at = (mask[:-1] & mask[1:]).nonzero().squeeze(1)
+        want += (p.exp() * (p - q)).sum(-1)[at].sum()
+        alpha += torch.minimum(p.exp(), q.exp()).sum(-1)[at].sum()
+        count += len(at)
+    torch.testing.assert_close(step.loss, want / count, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(step.metrics["alpha"][0], alpha, rtol=1e-4, atol=1e-4)
+    if biased:
+        step.loss.backward()
+        assert lm.lm_head.bias.grad.abs().sum() > 0
+
+
+def test_padding_changes_nothing(target):
+    drafter, both = make_drafter(target), make_batch((17, 11))
+    together = run_step(drafter, target, both)
+    total = 0.0
+    for row, length in enumerate((17, 11)):
+        part = Batch(*(t[row : row + 1] for t in (both.input_ids, both.lengths, both.response_mask, both.index)))
+        part.input_ids, part.response_mask = part.input_ids[:, :length], part.response_mask[:, :length]
+        total += run_step(drafter, target, part).metrics["loss"]
+    torch.testing.assert_close(together.metrics["loss"], total, rtol=1e-4, atol=1e-4)
+
+
+def test_pretraining_is_next_token_cross_entropy(target):
+    drafter, batch = make_drafter(target, "random", loss="next_token"), make_batch((17, 11))
+    step = run_step(drafter, target, batch, NoTarget())
+    step.loss.backward()
+    want, count = 0.0, 0
+    for row in range(2):
+        logits = drafter.lm(input_ids=batch.input_ids[row : row + 1]).logits[0]
+        mask = batch.response_mask[row]
+        at = (mask[:-1] & mask[1:]).nonzero().squeeze(1)
+        want += torch.nn.functional.cross_entropy(logits[at], batch.input_ids[row, at + 1], reduction="sum")
+        count += len(at)
+    torch.testing.assert_close(step.loss, want / count, rtol=1e-5, atol=1e-5)
+    assert all(p.grad.abs().sum() > 0 for p in drafter.parameters())
+
+
+def test_gradient_checkpointing_changes_no_gradient(target):
+    grads = []
+    for on in (False, True):
+        drafter = make_drafter(target).train()
+        if on:
+            drafter.gradient_checkpointing_enable()
+            assert any(getattr(module, "gradient_checkpointing", False) for module in drafter.modules())
+        run_step(drafter, target, make_batch()).loss.backward()
+        grads.append([parameter.grad for parameter in drafter.parameters()])
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_all_layers_of_any_family_are_the_target_again(name):
+    """No divergence in training, and every draft is right."""
+    target, _ = family(name)
+    begin = ("target", {"layers": list(range(target.num_layers))}, "kl")
+    if target.softcap is not None:
+        with pytest.raises(UserError, match=r"caps its logits, which training does not support"):
+            DraftModel.begin(target, *begin)
+        return
+    drafter = DraftModel.begin(target, *begin).eval()
+    drafter.bind(target)
+    batch = make_batch((17, 11))
+    batch.input_ids %= VOCAB
+    step = run_step(drafter, target, batch)
+    means = {key: float(value / step.metrics["count"]) for key, value in step.metrics.items()}
+    assert abs(means["loss"]) < 1e-3 and means["alpha"] > 0.999 and means["agree"] == 1
+    spec = TreeSpec.parse("chain:3")
+    done = generate(target, drafter, list(range(3, 15)), max_new_tokens=13, spec=spec, eos_ids=())
+    assert done.stats.accepted == [3, 3, 3]
+
+
+# -- drafting ---------------------------------------------------------------------------------------------------------
+
+
+def session_after(drafter, ids, pieces=1):
+    """A session that has read ids, brought as decoding brings them."""
+    session = drafter.start(ids[:-1], 64)
+    for part in ids[1:].split(-(-(len(ids) - 1) // pieces)):
+        session.extend(part, part.new_empty(len(part), 0))
+    return session
+
+
+@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=needs_compiler)])
+@pytest.mark.parametrize("text", ["chain:4", "fanout:3x2x2", "dynamic:4,3,10", "paths:0,1,0-0,0-1,1-0,0-0-0"])
+def test_every_node_gets_what_the_model_says_after_its_path(target, text, packed):
+    """Parity with training: the trained forward over prefix and path gives the log-probabilities of the tree."""
+    drafter = make_drafter(target).eval()
+    plain = make_drafter(target).eval()
+    if packed:
+        drafter.pack()
+        assert drafter.runner._native is not None
+    ids = make_batch((12,)).input_ids[0]
+    tree = session_after(drafter, ids, pieces=3).propose(TreeSpec.parse(text))
+    assert len(tree) == {"chain:4": 4, "fanout:3x2x2": 21, "dynamic:4,3,10": 10}.get(text, 6)
+    assert all(parent < i for i, parent in enumerate(tree.parents))
+    assert len(set(zip(tree.parents, tree.tokens.tolist(), strict=True))) == len(tree)
+    for node in range(len(tree)):
+        path = []
+        while node >= 0:
+            path.insert(0, node)
+            node = tree.parents[node]
+        whole = torch.cat((ids, tree.tokens[path]))
+        log_probs = plain.lm(input_ids=whole[None]).logits[0].log_softmax(-1)
+        want = sum(log_probs[len(ids) - 1 + i, token] for i, token in enumerate(tree.tokens[path].tolist()))
+        torch.testing.assert_close(tree.log_probs[path[-1]], want, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_rounds_leave_what_a_fresh_reading_gives(window):
+    """Whatever is accepted, the root's logits and the kept keys are those of a session that reads the text at once."""
+    options = {} if window is None else {"sliding_window": window}
+    target = make_target()
+    if window is not None:
+        from transformers import MistralConfig, MistralForCausalLM
+
+        torch.manual_seed(4)
+        config = MistralConfig(vocab_size=300, num_key_value_heads=1, initializer_range=0.3, **SHAPES, **options)
+        drafter = DraftModel(MistralForCausalLM(config).eval(), target.tokenizer, DraftModelConfig())
+        drafter.bind(target)
+    else:
+        drafter = make_drafter(target).eval()
+    text = make_batch((12,)).input_ids[0]
+    session = session_after(drafter, text)
+    generator = torch.Generator().manual_seed(0)
+    for spec in ("fanout:3x2x2", "chain:3", "dynamic:4,3,12", "none", "fanout:3x2x2", "dynamic:4,3,12"):
+        tree = session.propose(TreeSpec.parse(spec))
+        node, new = -1, []
+        while True:  # a random path down the tree, then some other token
+            children = [i for i, parent in enumerate(tree.parents) if parent == node]
+            if not children or (new and torch.rand(1, generator=generator) < 0.3):
+                break
+            node = children[int(torch.randint(len(children), (1,), generator=generator))]
+            new.append(int(tree.tokens[node]))
+        new.append(int(torch.randint(250, (1,), generator=generator)))
+        session.extend(torch.tensor(new), torch.empty(len(new), 0))
+        text = torch.cat((text, torch.tensor(new)))
+        fresh = session_after(drafter, text)
+        assert session.cache.lengths == fresh.cache.lengths == [len(text) - 1]
+        torch.testing.assert_close(session.root, fresh.root, rtol=1e-4, atol=1e-4)
+        for layer in range(drafter.runner.num_layers):
+            for ours, theirs in zip(session.cache._layers[layer], fresh.cache._layers[layer], strict=True):
+                torch.testing.assert_close(ours[:, : len(text)], theirs[:, : len(text)], rtol=1e-4, atol=1e-4)
+
+
+def test_accepted_tokens_are_not_read_again(target):
+    drafter = make_drafter(target).eval()
+    session = session_after(drafter, make_batch((12,)).input_ids[0])
+    tree = session.propose(TreeSpec.parse("chain:4"))
+    sizes, forward = [], drafter.runner.forward
+    drafter.runner.forward = lambda ids, *rest: sizes.append(ids.shape[1]) or forward(ids, *rest)
+    session.extend(torch.cat((tree.tokens[:3], torch.tensor([7]))), torch.empty(4, 0))
+    assert sizes == [1]
+
+
+@pytest.mark.parametrize("text", ["chain:3", "fanout:3x2", "dynamic:4,3,8"])
+def test_greedy_decoding_is_lossless_and_alone_or_together_the_same(target, text):
+    drafter = load_like(make_drafter(target), target)
+    prompts = [make_batch((n,), seed=n).input_ids[0].tolist() for n in (5, 9, 7)]
+    want = [generate(target, None, p, max_new_tokens=16).tokens for p in prompts]
+    spec = TreeSpec.parse(text)
+    alone = [generate(target, drafter, p, max_new_tokens=16, spec=spec) for p in prompts]
+    together = generate_batch(target, drafter, prompts, max_new_tokens=16, spec=spec, max_rows=2)
+    for expected, one, many in zip(want, alone, together, strict=True):
+        assert one.tokens == many.tokens == expected
+        assert one.stats.accepted == many.stats.accepted
+
+
+def load_like(drafter, target):
+    """As load_drafter readies a drafter."""
+    drafter.eval().pack()
+    drafter.bind(target)
+    return drafter
+
+
+def test_a_model_that_is_the_target_is_always_right(target):
+    drafter = DraftModel.begin(target, "target", {"layers": [0, 1, 2, 3]}, "kl").eval()
+    drafter.bind(target)
+    done = generate(target, drafter, [5, 6, 7], max_new_tokens=21, spec=TreeSpec.parse("chain:3"), eos_ids=())
+    assert done.stats.accepted == [3] * 5
+    drawn = generate(
+        target, drafter, [5, 6, 7], max_new_tokens=21, spec=TreeSpec.parse("fanout:2x1x1@sample"),
+        sampling=SamplingParams(temperature=1.0), eos_ids=(),
+    )  # fmt: skip
+    assert drawn.stats.accepted == [3] * 5, "p = q, so the first draw is always accepted"
+
+
+def test_drawn_trees_come_from_the_drafters_distribution(target):
+    drafter = make_drafter(target).eval()
+    ids = make_batch((9,)).input_ids[0]
+    session = session_after(drafter, ids)
+    q = session.root.softmax(-1)
+    sampler = Sampler(SamplingParams(temperature=1.0), torch.Generator().manual_seed(0))
+    trees = [session.propose(TreeSpec.parse("chain:1@sample"), sampler) for _ in range(500)]
+    torch.testing.assert_close(trees[0].proposal.probs[0], q)
+    counts = torch.bincount(torch.cat([tree.tokens for tree in trees]), minlength=300) / 500
+    assert (counts - q).abs().max() < 0.08
+
+
+def test_beyond_what_it_reads_nothing_is_drafted():
+    target = make_target()
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=300, max_position_embeddings=16, **SHAPES)
+    drafter = DraftModel(LlamaForCausalLM(config).eval(), target.tokenizer, DraftModelConfig())
+    drafter.bind(target)
+    want = generate(target, None, [5, 6, 7], max_new_tokens=40, eos_ids=()).tokens
+    done = generate(target, drafter, [5, 6, 7], max_new_tokens=40, spec=TreeSpec.parse("chain:3"), eos_ids=())
+    assert done.tokens == want and done.stats.offered[0] == 3 and done.stats.offered[-1] == 0
+
+
+# -- vocabularies -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [288, 320])
+def test_rows_that_pad_the_vocabulary_do_no_harm(target, rows):
+    """The target has 300 rows. Loss over the common ones, proposals of common ones, committed ones of any."""
+    drafter, batch = other_rows(target, rows), make_batch()
+    batch.input_ids[0, 6:9] = torch.tensor([299, 289, 298])
+    common = min(rows, 300)
+    assert torch.equal(drafter.kept_ids, torch.arange(common))
+    step = run_step(drafter, target, batch)
+    step.loss.backward()
+    assert step.loss.isfinite()
+    grad = drafter.lm.get_output_embeddings().weight.grad
+    assert grad[:common].abs().sum() > 0
+    if rows > 300:
+        assert grad[300:].abs().sum() == 0
+    for text, temperature in (("fanout:3x2", 0.0), ("fanout:3x2@sample", 1.5)):
+        done = generate(
+            target, drafter.eval(), [5, 299, 7], max_new_tokens=20, spec=TreeSpec.parse(text), eos_ids=(),
+            sampling=SamplingParams(temperature=temperature),
+        )  # fmt: skip
+        assert len(done.tokens) == 20
+        if temperature == 0:
+            assert done.tokens == generate(target, None, [5, 299, 7], max_new_tokens=20, eos_ids=()).tokens
+    assert drafter.as_target().vocab_size == common
+
+
+def test_another_vocabulary_is_refused(target):
+    tokenizer = make_tokenizer()
+    drafter = DraftModel(make_drafter(target).lm, tokenizer, DraftModelConfig())
+    drafter.bind(target)
+    other = make_tokenizer(280)
+    other.add_tokens(["<tool>"])
+    drafter.tokenizer = other
+    with pytest.raises(UserError, match=r"1 ids differ, 280 is '<tool>' here and '<unused22>' there"):
+        drafter.bind(target)
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", list(BEGINNINGS))
+def test_it_is_saved_as_a_plain_checkpoint(target, name, tmp_path):
+    drafter = make_drafter(target, name).eval()
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    drafter.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"] and "drafter_kind" not in config
+    assert json.loads((tmp_path / "drafttrain.json").read_text())["target"]["name"] == "tiny"
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = make_batch().input_ids
+    torch.testing.assert_close(theirs(ids).logits, drafter.lm(ids).logits, rtol=1e-4, atol=1e-4)
+    assert AutoTokenizer.from_pretrained(tmp_path).get_vocab() == target.tokenizer.get_vocab()
+    assert kind_of(str(tmp_path)) == "draft_model"
+    loaded = load_drafter(str(tmp_path), target)
+    spec = TreeSpec.parse("fanout:3x2")
+    ours, again = (session_after(d, ids[0]).propose(spec) for d in (drafter, loaded))
+    assert torch.equal(ours.tokens, again.tokens) and ours.parents == again.parents
+    if name == "lora":
+        from peft import PeftModel
+
+        torch.manual_seed(1)
+        base = DraftModel.begin(target, "target", {"layers": [0, 2]}, "kl").lm
+        with_adapter = PeftModel.from_pretrained(base, tmp_path / "adapter")
+        torch.testing.assert_close(with_adapter(ids).logits, theirs(ids).logits, rtol=1e-4, atol=1e-4)
+    fresh = make_drafter(target, name)
+    fresh.load_checkpoint(tmp_path)
+    state = fresh.state_dict()
+    for key, value in drafter.state_dict().items():
+        assert torch.equal(state[key], value), key
+
+
+def test_any_causal_language_model_is_a_drafter(target, target_dir):
+    drafter = load_drafter(str(target_dir), target)
+    assert drafter.kind == kind_of(str(target_dir)) == "draft_model"
+    done = generate(target, drafter, [5, 6, 7], max_new_tokens=13, spec=TreeSpec.parse("chain:3"), eos_ids=())
+    assert done.stats.accepted == [3] * 3
+
+
+def test_rotary_frequencies_keep_their_precision_in_bfloat16(target, target_dir):
+    from drafttrain.target import Target
+
+    rounded = Target.load(str(target_dir), "bfloat16")
+    drafter = load_drafter(str(target_dir), rounded)
+    want = target.model.model.rotary_emb.inv_freq
+    assert torch.equal(drafter.lm.model.rotary_emb.inv_freq, want)
+
+
+@pytest.mark.parametrize(
+    ("init", "options", "message"),
+    [
+        ("target", {}, r"drafter.layers=\[\] must be ascending layers of target 'tiny', 0 to 3"),
+        ("target", {"layers": [0, 4]}, r"drafter.layers=\[0, 4\] must be ascending"),
+        ("target", {"layers": [2, 1]}, r"drafter.layers=\[2, 1\] must be ascending"),
+        ("target", {"layers": [0], "embedding": "own"}, r"drafter.embedding='own' is not one of copied, shared"),
+        ("target", {"layers": [0], "config": {}}, r"unknown key drafter.config for kind=draft_model with init='target'"),
+        ("target", {"layers": [0], "lora": {"rank": 4}}, r"unknown key drafter.lora.rank; there are r, alpha"),
+        ("target", {"layers": [0], "lora": {"targets": ["q"]}}, r"drafter.lora=.*[Tt]arget modules"),
+        ("random", {"config": {"model_type": "lama"}}, r"drafter.config=.*makes no causal language model"),
+        ("/nowhere/at/all", {}, r"no model folder with a config.json there"),
+    ],
+)  # fmt: skip
+def test_each_mistake_ends_in_one_clear_line(target, init, options, message):
+    with pytest.raises(UserError, match=message):
+        DraftModel.begin(target, init, options, "kl")

@@ -1,0 +1,144 @@
+"""Responses of the drafter among the data's: which rows they replace, what the loss is on, and resuming."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from drafttrain.data.loader import collate, to_batch
+from drafttrain.drafters.draft_model import DraftModel
+from drafttrain.errors import UserError
+from drafttrain.training.on_policy import OnPolicy, OnPolicyOptions
+from drafttrain.training.targets import TargetSource
+
+ROWS = [
+    {"tokens": list(range(start, start + 12)), "spans": [[3, 6], [8, 12]], "length": 12, "index": index}
+    for index, start in enumerate(range(10, 90, 10))
+]
+
+
+def make(target, rank=0, world=1, **options):
+    torch.manual_seed(0)
+    drafter = DraftModel.begin(target, "target", {"layers": [0, 2]}, "kl")
+    drafter.bind(target)
+    chosen = OnPolicyOptions(**{"share": 0.5, "refresh_steps": 2, "responses": 6, "max_new_tokens": 5, **options})
+    return OnPolicy(chosen, drafter, ROWS, target, 64, seed=3, rank=rank, world=world), drafter
+
+
+def test_responses_are_the_drafters_own_after_prompts_of_the_data(target):
+    policy, drafter = make(target, temperature=0.0)
+    policy.refresh(0)
+    prompts = [row["tokens"][:begin] for row in ROWS for begin, _ in row["spans"]]
+    assert len(policy.pool) >= 4
+    for row in policy.pool:
+        begin, end = row["spans"][0]
+        tokens = torch.tensor(row["tokens"])
+        assert row["tokens"][:begin] in prompts and end == row["length"] == len(tokens) and 2 <= end - begin <= 5
+        assert row["index"] == -1
+        greedy = drafter.lm(input_ids=tokens[None]).logits[0].argmax(-1)
+        assert torch.equal(greedy[begin - 1 : end - 1], tokens[begin:])
+
+
+def test_a_share_of_the_rows_is_replaced_and_the_others_stay_as_they_were(target):
+    policy, _ = make(target)
+    inputs = collate(ROWS)
+    assert policy.mix(inputs, 0) is inputs, "no responses yet"
+    policy.refresh(0)
+    replaced = 0
+    for step in range(40):
+        mixed = policy.mix(inputs, step)
+        for place, index in enumerate(mixed["index"].tolist()):
+            length = int(mixed["lengths"][place])
+            tokens = mixed["input_ids"][place, :length].tolist()
+            mask = mixed["response_mask"][place].nonzero().flatten().tolist()
+            if index == -1:
+                row = next(row for row in policy.pool if row["tokens"] == tokens)
+                assert mask == list(range(*row["spans"][0]))
+                replaced += 1
+            else:
+                assert tokens == ROWS[index]["tokens"] and mask == [3, 4, 5, 8, 9, 10, 11]
+                assert index == place
+        again = policy.mix(inputs, step)
+        assert all(torch.equal(mixed[name], again[name]) for name in mixed)
+    assert 0.4 < replaced / (40 * len(ROWS)) < 0.6
+    assert policy.used == 2 * replaced
+
+
+def test_the_loss_is_on_sampled_tokens_and_the_targets_say(target):
+    policy, drafter = make(target, share=1.0)
+    policy.refresh(0)
+    mixed = policy.mix(collate(ROWS[:3]), 0)
+    assert (mixed["index"] == -1).all()
+    batch = to_batch(mixed)
+    source = TargetSource(target, (), drafter.kept_ids, limit_bytes=1e9)
+    output, rows, row_of = source(batch)
+    assert source.kept == {} and source.hits["online"] == 3, "such rows are neither looked up nor kept"
+    count = int((mixed["shift_labels"] != -100).sum())
+    step = drafter(batch, target.embed(batch.input_ids), output, rows, row_of, count)
+    want, at = 0.0, 0
+    for place, length in enumerate(batch.lengths.tolist()):
+        ids = batch.input_ids[place : place + 1, :length]
+        p, q = (model(input_ids=ids).logits[0].log_softmax(-1) for model in (target.model, drafter.lm))
+        begin = int(batch.response_mask[place].nonzero()[0])
+        want += (p.exp() * (p - q)).sum(-1)[begin : length - 1].sum()
+        at += length - 1 - begin
+    assert at == count
+    torch.testing.assert_close(step.loss, want / count, rtol=1e-4, atol=1e-4)
+
+
+def test_it_answers_anew_when_a_round_begins_with_the_weights_of_then(target):
+    policy, drafter = make(target)
+    policy.refresh(0)
+    first = [row["tokens"] for row in policy.pool]
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    policy.refresh(1)
+    assert [row["tokens"] for row in policy.pool] == first
+    policy.refresh(2)
+    assert [row["tokens"] for row in policy.pool] != first and policy.round == 1
+    assert not any(isinstance(module, type(target.pack().lm_head)) for module in drafter.modules()), "a copy was packed"
+
+
+def test_a_resumed_run_has_the_same_responses(target):
+    policy, _ = make(target)
+    policy.refresh(5)
+    saved = json.loads(json.dumps({"OnPolicy": policy.state()}))
+    other, _ = make(target)
+    other.on_train_begin(None, SimpleNamespace(stateful_callbacks=saved), None)
+    assert other.pool == policy.pool and other.round == policy.round == 2
+
+
+def test_processes_share_the_work(target, monkeypatch):
+    alone, _ = make(target)
+    alone.refresh(0)
+    parts = []
+    for rank in range(2):
+        policy, _ = make(target, rank=rank, world=2)
+        monkeypatch.setattr("drafttrain.training.on_policy.gather_object", lambda made: parts.append(made) or made)
+        policy.refresh(0)
+    monkeypatch.setattr("drafttrain.training.on_policy.gather_object", lambda made: parts[0] + parts[1])
+    policy, _ = make(target, rank=0, world=2)
+    policy.refresh(0)
+    assert parts[0] and parts[1] and policy.pool == alone.pool
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"chance": 0.5}, r"unknown key on_policy.chance; there are share, refresh_steps"),
+        ({"share": 2}, r"on_policy.share=2 must be at most 1"),
+        ({"refresh_steps": 0}, r"on_policy.refresh_steps=0 must be a positive number"),
+    ],
+)
+def test_each_mistake_is_said(target, options, message):
+    _, drafter = make(target)
+    args = SimpleNamespace(seed=0, process_index=0, world_size=1)
+    with pytest.raises(UserError, match=message):
+        OnPolicy.of(options, drafter, ROWS, target, 64, args)
+    assert OnPolicy.of({}, drafter, ROWS, target, 64, args) is None
+    with pytest.raises(UserError, match=r"a drafter of kind='eagle3' cannot write responses"):
+        OnPolicy.of({"share": 0.5}, SimpleNamespace(kind="eagle3"), ROWS, target, 64, args)
