@@ -24,11 +24,14 @@ class TrainConfig:
         drafter: options of the kind's config (draft_vocab_size, ttt_steps, feature_layers, ...).
         loss: divergence between target and drafter: kl, reverse_kl, tv.
         dtype: the frozen target's: auto, float32, bfloat16.
+        target_device_map: 'auto' spreads a target that is too large for one GPU over several; empty keeps it on one.
         max_length: tokens of a conversation that are used.
         validation: share of conversations held out.
         max_minutes: stop after so much training time, the learning rate decaying by time; 0 means by steps.
         cache_gb: memory for target features kept across epochs; -1 means 4 on a CPU and none on a GPU.
-        resume: go on from the newest checkpoint in output_dir, if there is one.
+        decode_prompts: held-out prompts that the real decoder continues during training; 0 for none. decode_steps: how
+            often; 0 means with every checkpoint. decode_tokens: of each answer. decode_tree: greedy, see `drafttrain eval`.
+        resume: go on from the newest checkpoint in output_dir, if there is one; false deletes them and begins anew.
         trainer: the remaining keys, for TrainingArguments.
     """
 
@@ -40,10 +43,15 @@ class TrainConfig:
     drafter: dict[str, Any] = field(default_factory=dict)
     loss: str = "kl"
     dtype: str = "auto"
+    target_device_map: str = ""
     max_length: int = 2048
     validation: float = 0.02
     max_minutes: float = 0.0
     cache_gb: float = -1.0
+    decode_prompts: int = 8
+    decode_steps: int = 0
+    decode_tokens: int = 64
+    decode_tree: str = "chain:4"
     resume: bool = True
     trust_remote_code: bool = False
     trainer: dict[str, Any] = field(default_factory=dict)

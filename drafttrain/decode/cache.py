@@ -48,6 +48,7 @@ class TreeCache:
         self._open: list[tuple[int, TreeLayout]] = []
         self._slots: Tensor | None = None
         self._plan: PackedPlan | None = None
+        self._plan_device: torch.device | None = None
         self._cpu_plan: CpuPlan | None = None
         self._planned = False
 
@@ -127,8 +128,9 @@ class TreeCache:
     def _attend_rows(self, query: Tensor, keys: Tensor, values: Tensor, options: dict[str, Any]) -> Tensor:
         """Attention of the packed queries [1, heads, N, e]: on a GPU one kernel for all rows, elsewhere row by row."""
         if _on_gpu(query) and max(layout.count for _, layout in self._open) <= _KERNEL_TOKENS:
-            if self._plan is None:
+            if self._plan is None or self._plan_device != query.device:  # a spread target has layers on several devices
                 rows = [row for row, _ in self._open]
+                self._plan_device = query.device
                 self._plan = PackedPlan.build([layout for _, layout in self._open], rows, query.device)
             keys, values = (b.unflatten(1, (self.rows, self.capacity)).transpose(0, 1) for b in (keys, values))
             return packed_tree_attention(query, keys, values, self._plan, **options)
@@ -145,7 +147,7 @@ class TreeCache:
         if self._slots is None:
             starts = [(row * self.capacity + layout.prefix_len, layout.count) for row, layout in self._open]
             self._slots = torch.cat([torch.arange(start, start + count) for start, count in starts]).to(device)
-        return self._slots
+        return self._slots.to(device)
 
     def _allocate(self, like: Tensor) -> Tensor:
         _, heads, _, width = like.shape
@@ -171,8 +173,8 @@ class TreeCache:
         goal = None if rows_moved == 1 else torch.tensor(goals, device=device)
         for pair in self._layers.values():
             for buffer in pair:
-                held = buffer.index_select(1, source)
+                held = buffer.index_select(1, source.to(buffer.device))
                 if goal is None:
                     buffer[:, goals[0] : goals[-1] + 1] = held
                 else:
-                    buffer.index_copy_(1, goal, held)
+                    buffer.index_copy_(1, goal.to(buffer.device), held)

@@ -2,5 +2,6 @@
 
 from drafttrain.losses.divergence import DIVERGENCES
 from drafttrain.losses.linear import DivergenceOutput, TargetRows, linear_divergence
+from drafttrain.losses.topk import StoredTopK
 
-__all__ = ["DIVERGENCES", "DivergenceOutput", "TargetRows", "linear_divergence"]
+__all__ = ["DIVERGENCES", "DivergenceOutput", "StoredTopK", "TargetRows", "linear_divergence"]

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafttrain.losses.divergence import DIVERGENCES, Divergence, Rows, dot
+from drafttrain.losses.topk import StoredTopK
 
 # Target distributions up to this size are computed once per batch and shared by all depths; larger ones once per use.
 _SHARED_BYTES = 256e6
@@ -84,7 +85,15 @@ class DivergenceOutput:
 class _LinearDivergence(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, hidden, weight, rows: TargetRows, index, row_weight, divergence: Divergence, chunk: int, measure: bool
+        ctx,
+        hidden,
+        weight,
+        rows: TargetRows | StoredTopK,
+        index,
+        row_weight,
+        divergence: Divergence,
+        chunk: int,
+        measure: bool,
     ):
         total = hidden.shape[0]
         master, weight = weight, weight.to(hidden.dtype)
@@ -128,7 +137,7 @@ class _LinearDivergence(torch.autograd.Function):
 def linear_divergence(
     hidden: Tensor,
     weight: Tensor,
-    rows: TargetRows,
+    rows: TargetRows | StoredTopK,
     index: Tensor,
     row_weight: Tensor,
     loss: str = "kl",

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from drafttrain.batch import Batch, TargetOutput
-from drafttrain.losses import TargetRows
+from drafttrain.errors import UserError
+from drafttrain.losses import StoredTopK, TargetRows
 from drafttrain.target import Target
 
 if TYPE_CHECKING:
@@ -18,16 +19,22 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Entry:
-    """One conversation: features [s, f*h] and, at the rows that losses need, states [r, h], log_z [r], argmax [r]."""
+    """One conversation: features [s, f*h] and, at the rows that losses need, states [r, h], log_z [r], argmax [r].
+
+    With stored top-k tokens there are no states: hidden [r, k] holds their log-probabilities, ids [r, k] their drafter ids
+    (-1: not in its vocabulary), and log_z the log of the mass of all other tokens.
+    """
 
     features: Tensor
     hidden: Tensor
     log_z: Tensor
     argmax: Tensor
+    ids: Tensor | None = None
 
     @property
     def bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self.features, self.hidden, self.log_z, self.argmax))
+        parts = (self.features, self.hidden, self.log_z, self.argmax, self.ids)
+        return sum(t.numel() * t.element_size() for t in parts if t is not None)
 
 
 def needed_rows(response_mask: Tensor) -> Tensor:
@@ -61,7 +68,8 @@ class TargetSource:
         self.target, self.layers, self.stored, self.ids = target, feature_layers, stored, ids
         device = target.device
         self.kept_ids = kept_ids.to(device)
-        self.weight = target.head_weight[self.kept_ids].contiguous()
+        head = target.head_weight
+        self.weight = head[self.kept_ids.to(head.device)].to(device).contiguous()
         self.to_drafter = torch.full((target.vocab_size,), -1, device=device)
         self.to_drafter[self.kept_ids] = torch.arange(len(kept_ids), device=device)
         self.limit_bytes, self.used_bytes = limit_bytes, 0
@@ -69,7 +77,7 @@ class TargetSource:
         self.hits = {"memory": 0, "stored": 0, "online": 0}
 
     @torch.no_grad()
-    def __call__(self, batch: Batch) -> tuple[TargetOutput, TargetRows, Tensor]:
+    def __call__(self, batch: Batch) -> tuple[TargetOutput, TargetRows | StoredTopK, Tensor]:
         """Features and last states [b, s, .], the needed rows [r, .], and row_of [b, s] (-1 where no row is needed)."""
         needed = needed_rows(batch.response_mask)
         index = batch.index.tolist()
@@ -79,6 +87,11 @@ class TargetSource:
             if entry is None and self.stored is not None and self.ids is not None:
                 entries[place] = self._from_store(batch, place, index[place], needed[place])
         missing = [place for place, entry in enumerate(entries) if entry is None]
+        if missing and self.stored is not None and self.stored.top_k:
+            raise UserError(
+                f"the data's features hold likeliest tokens, but none for {len(missing)} conversations of a batch (or they end "
+                "too early); run drafttrain features on this data set again, with this run's max_length"
+            )
         if missing:
             self._run_target(batch, missing, index, needed, entries)
         return self._assemble(batch, entries, needed)
@@ -106,26 +119,38 @@ class TargetSource:
         if found is None:
             return None
         length = int(batch.lengths[place])
-        features, last = (t.to(self.target.device) for t in (found["features"], found["last_hidden"]))
+        features = found["features"].to(self.target.device)
         if len(features) < length - 1:
             return None
         # A response's last token was sampled but never fed, so its state may be missing; nothing reads it.
         pad = length - min(len(features), length)
+        rows = needed[: len(features)].nonzero().squeeze(1)
         features = torch.nn.functional.pad(features[:length], (0, 0, 0, pad))
-        hidden = last[needed[: len(last)].nonzero().squeeze(1)]
         self.hits["stored"] += 1
-        return self._keep(index, _Entry(features, hidden, *self._statistics(hidden.to(self.target.compute_dtype))))
+        if "last_hidden" in found:
+            hidden = found["last_hidden"].to(self.target.device)[rows]
+            entry = _Entry(features, hidden, *self._statistics(hidden.to(self.target.compute_dtype)))
+        else:
+            ids, logits, log_z = (found[name].to(rows.device)[rows] for name in ("topk_ids", "topk_logits", "log_z"))
+            ids, log_p = self.to_drafter[ids.long()], logits.float() - log_z.unsqueeze(1)
+            entry = _Entry(features, log_p, torch.log1p(-log_p.exp().sum(-1).clamp(max=1 - 1e-6)), ids[:, 0], ids)
+        return self._keep(index, entry)
 
     def _run_target(
         self, batch: Batch, missing: list[int], index: list[int], needed: Tensor, entries: list[_Entry | None]
     ) -> None:
-        lengths = batch.lengths[missing]
-        out = self.target.forward(batch.input_ids[missing, : int(lengths.max())], self.layers)
-        for row, place in enumerate(missing):
-            length = int(lengths[row])
-            hidden = out.last_hidden[row, needed[place, : out.last_hidden.shape[1]].nonzero().squeeze(1)]
-            entry = _Entry(out.features[row, :length], hidden, *self._statistics(hidden))
-            entries[place] = self._keep(index[place], self._compact(entry))
+        lengths = batch.lengths[missing].tolist()
+        # On a CPU row by row: without padding, and with values that do not depend on which rows came together. What is kept
+        # is then the same whenever it was computed, so a resumed run, which has nothing kept yet, computes the same.
+        size = 1 if self.target.device.type == "cpu" else len(missing)
+        for begin in range(0, len(missing), size):
+            together = missing[begin : begin + size]
+            longest = max(lengths[begin : begin + size])
+            out = self.target.forward(batch.input_ids[together, :longest], self.layers)
+            for row, place in enumerate(together):
+                hidden = out.last_hidden[row, needed[place, :longest].nonzero().squeeze(1)]
+                entry = _Entry(out.features[row, : lengths[begin + row]], hidden, *self._statistics(hidden))
+                entries[place] = self._keep(index[place], self._compact(entry))
         self.hits["online"] += len(missing)
 
     def _compact(self, entry: _Entry) -> _Entry:
@@ -141,11 +166,14 @@ class TargetSource:
             features[row, : len(entry.features)] = entry.features
         row_of = torch.full((b, s), -1, device=needed.device)
         row_of[needed] = torch.arange(int(needed.sum()), device=needed.device)
-        rows = TargetRows(
-            torch.cat([entry.hidden for entry in entries]),
-            self.weight,
-            torch.cat([entry.log_z for entry in entries]),
-            torch.cat([entry.argmax for entry in entries]),
-            self.target.shape_logits,
+        hidden, log_z, argmax = (
+            torch.cat([getattr(e, name) for e in entries]) for name in ("hidden", "log_z", "argmax")
         )
+        rows: TargetRows | StoredTopK
+        if entries[0].ids is not None:
+            rows = StoredTopK(
+                torch.cat([entry.ids for entry in entries]), hidden, log_z.exp(), argmax, len(self.kept_ids)
+            )
+        else:
+            rows = TargetRows(hidden, self.weight, log_z, argmax, self.target.shape_logits)
         return TargetOutput(features, features[..., :0]), rows, row_of
