@@ -86,9 +86,16 @@ class DrafterTrainer(Trainer):
         for name, value in step.metrics.items():
             where[name] = where[name] + value.detach() if name in where else value.detach()
         loss = step.loss
-        if model.training and self.args.average_tokens_across_devices and num_items_in_batch is not None:
+        if model.training and num_items_in_batch is not None:
             loss = loss * self.accelerator.num_processes  # gradients are averaged over ranks, the count is global
         return (loss, step) if return_outputs else loss
+
+    def _get_num_items_in_batch(self, batch_samples: list[dict[str, Tensor]], device: torch.device) -> Tensor | None:
+        """Anchors of an optimizer step, over all ranks and accumulation steps; transformers would count `labels`."""
+        if not batch_samples:
+            return None
+        count = torch.stack([(inputs["shift_labels"] != -100).sum() for inputs in batch_samples]).sum().to(device)
+        return self.accelerator.gather(count).sum()
 
     def _check_finite(self, name: str, value: Tensor | float) -> None:
         if not torch.isfinite(torch.as_tensor(value)):
