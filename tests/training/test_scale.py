@@ -58,8 +58,7 @@ def outcome(folder: Path) -> tuple[list[float], dict[str, torch.Tensor], dict]:
 def alone(tiny, tmp_path_factory):
     """One process, all four rows of a step at once."""
     folder = tmp_path_factory.mktemp("alone")
-    done = launch(recipe(folder, tiny, 4))
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert main(["train", *recipe(folder, tiny, 4)]) == 0
     return outcome(folder)
 
 
