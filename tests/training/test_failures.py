@@ -91,7 +91,12 @@ def test_a_disk_that_fills_while_saving(begun, tmp_path, monkeypatch, capsys, er
         raise error
 
     monkeypatch.setattr(DrafterTrainer, "_save_rng_state", full)
-    fails(begun, tmp_path, capsys, r"error: output_dir=.*no space left.*save_total_limit lower.*checkpoint-2 is kept, the same")
+    fails(
+        begun,
+        tmp_path,
+        capsys,
+        r"error: output_dir=.*no space left.*save_total_limit lower.*checkpoint-2 is kept, the same",
+    )
 
 
 def test_an_empty_mask(begun, tmp_path, monkeypatch, capsys):

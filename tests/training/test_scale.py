@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -76,9 +79,7 @@ def test_accumulated_pieces_equal_the_whole_batch(tiny, alone, tmp_path):
     check(outcome(tmp_path), alone)
 
 
-@pytest.mark.parametrize(
-    "stage", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_two_processes_under_zero_equal_one(tiny, alone, tmp_path, stage):
     config = str(ROOT / f"configs/deepspeed/zero{stage}.json")
     launcher = [*TWO, "--use_deepspeed", "--deepspeed_config_file", config, "--dynamo_backend", "no"]
@@ -113,6 +114,29 @@ def test_a_resumed_zero3_run_equals_an_uninterrupted_one(tiny, alone, tmp_path):
     whole.mkdir()
     other = launch([*recipe(whole, tiny, 2), "lr_scheduler_type=constant"], launcher, DS_ACCELERATOR="cpu")
     assert other.returncode == 0, other.stderr[-4000:]
-    ours, theirs = (load_file(place / "drafter" / f"checkpoint-{STEPS}" / "model.safetensors") for place in (tmp_path, whole))
+    ours, theirs = (
+        load_file(place / "drafter" / f"checkpoint-{STEPS}" / "model.safetensors") for place in (tmp_path, whole)
+    )
     for name, weight in theirs.items():
         assert torch.equal(ours[name], weight), name
+
+
+@pytest.mark.slow
+def test_two_machines_equal_one_process(tiny, alone, tmp_path):
+    """The multi-node recipe with its two machines on this one, a process each."""
+    words = recipe(tmp_path, tiny, 2)
+    fixed = ["--config_file", str(ROOT / "configs/accelerate/multi-node.yaml"), "--main_process_ip", "127.0.0.1"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        fixed += ["--num_processes", "2", "--main_process_port", str(free.getsockname()[1])]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    machines = [
+        subprocess.Popen(
+            [*TWO[:3], *fixed, "--machine_rank", str(rank), str(ROOT / "drafttrain/train.py"), *words],
+            cwd=ROOT,
+            env=env,
+        )
+        for rank in range(2)
+    ]
+    assert [machine.wait(timeout=400) for machine in machines] == [0, 0]
+    check(outcome(tmp_path), alone)
