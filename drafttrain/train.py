@@ -130,14 +130,21 @@ def begin_from_least_squares(drafter: Any, rows: Any, source: Any) -> None:
     )
 
 
-def check_data(meta: dict[str, Any], target: Any, where: str) -> None:
-    """Raises UserError if the data was written by a target whose token ids mean something else."""
+def check_data(meta: dict[str, Any], features: dict[str, Any] | None, target: Any, where: str) -> None:
+    """Raises UserError if the data was written by a target whose token ids or states mean something else."""
     recorded, actual = meta.get("target") or {}, target.identity()
     if recorded.get("tokenizer") not in (None, actual["tokenizer"]):
         raise UserError(
             f"data={where!r} was tokenized for target {recorded.get('name')!r} (tokenizer {recorded['tokenizer']}), not for "
             f"{actual['name']!r} (tokenizer {actual['tokenizer']}); generate data with this target"
         )
+    for key, mine in actual.items():
+        theirs = ((features or {}).get("target") or recorded).get(key, mine)
+        if features and key in ("hidden_size", "num_layers") and theirs != mine:
+            raise UserError(
+                f"data={where!r} holds features of a target with {key}={theirs}, {actual['name']!r} has {mine}; store this "
+                "target's: drafttrain features --overwrite"
+            )
 
 
 def watch_acceptance(config: Any, trainer: Any, held_out: Any) -> None:
@@ -164,7 +171,7 @@ def fit(config: Any, args: Any) -> dict[str, Any]:
 
     from drafttrain import __version__
     from drafttrain.data.loader import collate, training_rows
-    from drafttrain.data.store import FeatureStore, load_records, read_meta
+    from drafttrain.data.store import FeatureStore, load_records, read_meta, stored_features
     from drafttrain.files import write_json
     from drafttrain.losses import DIVERGENCES
     from drafttrain.target import Target
@@ -183,7 +190,7 @@ def fit(config: Any, args: Any) -> dict[str, Any]:
         config.target, config.dtype, str(args.device), config.trust_remote_code, config.target_device_map
     )
     target.check_head()
-    check_data(read_meta(config.data), target, config.data)
+    check_data(read_meta(config.data), stored_features(Path(config.data).expanduser()), target, config.data)
     train_rows, held_out = training_rows(records, config.max_length, config.validation, args.seed)
     drafter, vocab = build_drafter(config, target, records)
     parameters = sum(p.numel() for p in drafter.parameters() if p.requires_grad)

@@ -159,7 +159,7 @@ class TargetSource:
             return entry
         return _Entry(entry.features.bfloat16(), entry.hidden.bfloat16(), entry.log_z, entry.argmax)
 
-    def _assemble(self, batch: Batch, entries: list[Any], needed: Tensor) -> tuple[TargetOutput, TargetRows, Tensor]:
+    def _assemble(self, batch: Batch, entries: list[Any], needed: Tensor) -> tuple[TargetOutput, Any, Tensor]:
         b, s = batch.input_ids.shape
         features = entries[0].features.new_zeros(b, s, entries[0].features.shape[1])
         for row, entry in enumerate(entries):

@@ -50,8 +50,8 @@ class DrafterTrainer(Trainer):
             return super()._get_train_sampler(train_dataset)
         args = self.args
         rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-        lengths = (train_dataset or self.train_dataset)["length"]
-        return ByLength(list(lengths), rows, args.data_seed or args.seed, lambda: int(self.state.epoch or 0))
+        data: Any = train_dataset or self.train_dataset
+        return ByLength(list(data["length"]), rows, args.data_seed or args.seed, lambda: int(self.state.epoch or 0))
 
     # -- one step -----------------------------------------------------------------------------------------------
 
@@ -80,7 +80,7 @@ class DrafterTrainer(Trainer):
             count=torch.as_tensor(count, device=batch.input_ids.device).clamp(min=1),
             measure=not model.training or self.state.global_step % MEASURE_EVERY == 0,
         )
-        self._check_finite("loss", step.loss)
+        self._check_finite("loss", step.loss.detach())
         self.anchors += anchors if model.training else 0
         where = self.sums["train" if model.training else "eval"]
         for name, value in step.metrics.items():
@@ -163,7 +163,7 @@ class DrafterTrainer(Trainer):
 
         So nobody who looks for the newest checkpoint ever finds half of one, whenever this process is killed.
         """
-        root, name = Path(self.args.output_dir), f"checkpoint-{self.state.global_step}"
+        root, name = Path(str(self.args.output_dir)), f"checkpoint-{self.state.global_step}"
         partial = root / ".partial"
         if self.args.local_process_index == 0:
             shutil.rmtree(partial, ignore_errors=True)

@@ -45,7 +45,7 @@ def infinite_loss(trainer, loss):
 
 
 STEP = [
-    (no_memory, r"error: out of memory on cpu \(CUDA out of memory.*per_device_train_batch_size=2 gradient_accum.*=2 \(now 4 and 1"),
+    (no_memory, r"error: out of memory on cpu \(CUDA out of memory.*per_device_train_batch_size=2 gradient_accum.*=2 \(now 4"),
     (no_memory_on_a_cpu, r"error: out of memory on cpu \(.*can't allocate memory.*per_device_train_batch_size=2"),
     (infinite_gradients, r"error: grad_norm=inf at step 2: not finite; lower learning_rate \(0.001\)"),
     (infinite_loss, r"error: loss=inf at step 2: not finite; lower learning_rate \(0.001\)"),

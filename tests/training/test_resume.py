@@ -15,9 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import TrainerState
 from transformers.trainer_utils import get_last_checkpoint
 
 from drafttrain.cli import main
+from drafttrain.training.callbacks import TimeBudget
 from drafttrain.training.sampler import ByLength
 from drafttrain.training.trainer import DrafterTrainer
 from tests.conftest import make_target
@@ -174,6 +176,14 @@ def test_sigterm_saves_first_and_the_run_goes_on(tiny, tmp_path, monkeypatch, ca
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert main(["train", *words, "max_steps=3"]) == 0
     assert "checkpoint-2" in capsys.readouterr().out
+
+
+def test_a_time_budget_is_what_a_checkpoint_left_of_it(tmp_path):
+    budget = TimeBudget(2.0, used=100.0)
+    TrainerState(stateful_callbacks={"TimeBudget": budget.state()}).save_to_json(str(tmp_path / "trainer_state.json"))
+    assert TimeBudget.after(2.0, None).used == 0.0
+    resumed = TimeBudget.after(3.0, str(tmp_path))
+    assert (resumed.minutes, resumed.used) == (3.0, 100.0)
 
 
 def test_the_order_of_rows_depends_on_seed_and_epoch_alone():
