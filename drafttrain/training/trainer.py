@@ -143,9 +143,8 @@ class DrafterTrainer(Trainer):
         if "loss" in logs:
             now = time.perf_counter()
             fresh = self.take_metrics("train")
-            if fresh:
-                rate = self.anchors * self.args.world_size / max(now - self.clock, 1e-9)
-                fresh["tokens_per_second"] = round(rate, 1)
+            rate = self.anchors * self.args.world_size / max(now - self.clock, 1e-9)
+            fresh["tokens_per_second"] = round(rate, 1)
             self.clock, self.anchors = now, 0
             logs = {**logs, **fresh, "memory_gb": round(peak_memory(self.args.device) / 1e9, 3)}
         super().log(logs, *args, **kwargs)

@@ -21,7 +21,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from drafttrain.cli import main
 from drafttrain.training.callbacks import TimeBudget
 from drafttrain.training.sampler import ByLength
-from drafttrain.training.trainer import DrafterTrainer
+from drafttrain.training.trainer import MEASURE_EVERY, DrafterTrainer
 from tests.conftest import make_target
 from tests.training.test_train import ROOT, launch, write_data, write_recipe
 
@@ -153,9 +153,10 @@ def test_wandb_has_the_values(whole):
     for data in wandb_records(file):
         for item in Record.FromString(data).history.item:
             rows.setdefault("/".join(item.nested_key) or item.key, []).append(json.loads(item.value_json))
-    for key in ("train/loss", "train/grad_norm", "train/tokens_per_second", "train/memory_gb", "train/agree@1"):
+    for key in ("train/loss", "train/grad_norm", "train/tokens_per_second", "train/memory_gb"):
         assert len(rows[key]) == STEPS, key
     assert all(x > 0 for x in rows["train/memory_gb"])
+    assert len(rows["train/agree@1"]) == len(range(0, STEPS, MEASURE_EVERY))
     for key in ("eval/decode_accepted_length", "eval/decode_acceptance@1", "eval/accepted_length"):
         assert rows[key], key
 
