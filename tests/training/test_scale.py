@@ -94,7 +94,8 @@ def test_two_processes_under_zero_equal_one(tiny, alone, tmp_path, stage):
 @pytest.mark.slow
 @pytest.mark.parametrize("pieces", [1, 2])
 def test_two_processes_without_deepspeed_equal_one(tiny, alone, tmp_path, pieces):
-    done = launch(recipe(tmp_path, tiny, 2 // pieces, pieces), [*TWO, "--cpu", "--dynamo_backend", "no"])
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = launch(recipe(tmp_path, tiny, 2 // pieces, pieces), launcher)
     assert done.returncode == 0, done.stderr[-4000:]
     ours = outcome(tmp_path)
     assert ours[2]["engine"] == "DistributedDataParallel" and ours[2]["processes"] == 2
