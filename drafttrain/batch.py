@@ -16,7 +16,8 @@ What a drafter sees, in two rows (the shift that every kind shares):
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,9 +88,8 @@ class TargetOutput:
     last_hidden: Tensor
 
 
-@dataclass
-class StepOutput:
-    """A training step's result.
+class StepOutput(NamedTuple):
+    """A training step's result; a tuple, because DDP and ZeRO-3 look for tensors in what a forward returns.
 
     Attributes:
         loss: scalar, already divided by the global number of anchors.
@@ -98,7 +98,7 @@ class StepOutput:
     """
 
     loss: Tensor
-    metrics: dict[str, Tensor] = field(default_factory=dict)
+    metrics: dict[str, Tensor]
 
 
 @dataclass

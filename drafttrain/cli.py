@@ -20,6 +20,10 @@ COMMANDS = {
     ),
     "prompts": ("drafttrain.data.prompts", "collect, clean and decontaminate prompts"),
     "generate": ("drafttrain.data.generate", "let the target answer the prompts: the distillation data"),
+    "features": (
+        "drafttrain.data.features",
+        "store the target's states of a data set, to train without running the target",
+    ),
     "train": ("drafttrain.train", "train a drafter from a config (same as accelerate launch drafttrain/train.py)"),
     "ngram-store": ("drafttrain.decode.ngram_corpus", "count the n-grams of a corpus: a drafter without training"),
     "eval": ("drafttrain.evaluation.runner", "measure a drafter in the lossless tree decoder against both baselines"),

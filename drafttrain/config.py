@@ -26,12 +26,15 @@ class TrainConfig:
             next_token pretrains a draft model without the target.
         on_policy: a share of the responses is sampled by the drafter itself, see training/on_policy.py; empty for none.
         dtype: the frozen target's: auto, float32, bfloat16.
+        target_device_map: 'auto' spreads a target that is too large for one GPU over several; empty keeps it on one.
         max_length: tokens of a conversation that are used.
         packing: fill rows of max_length tokens with several conversations, which do not see each other.
         validation: share of conversations held out.
         max_minutes: stop after so much training time, the learning rate decaying by time; 0 means by steps.
         cache_gb: memory for target features kept across epochs; -1 means 4 on a CPU and none on a GPU.
-        resume: go on from the newest checkpoint in output_dir, if there is one.
+        decode_prompts: held-out prompts that the real decoder continues during training; 0 for none. decode_steps: how
+            often; 0 means with every checkpoint. decode_tokens: of each answer. decode_tree: greedy, see `drafttrain eval`.
+        resume: go on from the newest checkpoint in output_dir, if there is one; false deletes them and begins anew.
         trainer: the remaining keys, for TrainingArguments.
     """
 
@@ -44,11 +47,16 @@ class TrainConfig:
     loss: str = "kl"
     on_policy: dict[str, Any] = field(default_factory=dict)
     dtype: str = "auto"
+    target_device_map: str = ""
     max_length: int = 2048
     packing: bool = False
     validation: float = 0.02
     max_minutes: float = 0.0
     cache_gb: float = -1.0
+    decode_prompts: int = 8
+    decode_steps: int = 0
+    decode_tokens: int = 64
+    decode_tree: str = "chain:4"
     resume: bool = True
     trust_remote_code: bool = False
     trainer: dict[str, Any] = field(default_factory=dict)

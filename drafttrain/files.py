@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sysconfig
@@ -23,6 +24,13 @@ def suites_folder() -> Path:
     """The evaluation suites that come with drafttrain: in the repository, or where a wheel installs them."""
     repository = Path(__file__).resolve().parents[1] / "eval" / "suites"
     return repository if repository.is_dir() else Path(sysconfig.get_path("data")) / "share" / "drafttrain" / "suites"
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether an error says so; safetensors and torch have errors of their own, with the cause in the text only."""
+    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    return any(sign in str(error) for sign in ("No space left", "Disk quota exceeded", "PytorchStreamWriter"))
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -158,7 +159,20 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 def resolve_device(name: str = "auto") -> torch.device:
     if name != "auto":
         return torch.device(name)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
+
+
+def share_of_gpus() -> dict[int | str, int] | None:
+    """What a spread target may take of each GPU: of n processes on a machine, each uses every n-th; None without GPUs."""
+    count = torch.cuda.device_count()
+    if count == 0:
+        return None
+    processes, mine = (
+        int(os.environ.get(key, default)) for key, default in (("LOCAL_WORLD_SIZE", 1), ("LOCAL_RANK", 0))
+    )
+    # The first of a process's GPUs also holds the drafter, its optimizer and all activations.
+    gpus = range(mine, count, processes)
+    return {gpu: int(torch.cuda.mem_get_info(gpu)[0] * (0.5 if gpu == mine else 0.9)) for gpu in gpus}
 
 
 def resolve_target(name: str) -> str:
@@ -216,19 +230,32 @@ class Target:
     # -- loading ------------------------------------------------------------------------------------------------
 
     @classmethod
-    def load(cls, name: str, dtype: str = "auto", device: str = "auto", trust_remote_code: bool = False) -> Target:
+    def load(
+        cls,
+        name: str,
+        dtype: str = "auto",
+        device: str = "auto",
+        trust_remote_code: bool = False,
+        device_map: str | dict[str, Any] = "",
+    ) -> Target:
         """Loads a target by short name, folder or Hub id, frozen and in eval mode.
+
+        Args:
+            device_map: for a target that is too large for one device: `auto` (or `balanced`, `sequential`, or a map) spreads
+                its layers over the GPUs, see accelerate's dispatch. With several processes on a machine each takes every
+                n-th GPU. Inputs and outputs are on the first one.
 
         Raises:
             UserError: nothing loadable there, an unknown dtype, or a model without the attention interface.
         """
         where, place = resolve_target(name), resolve_device(device)
         wanted = resolve_dtype(dtype, place)
+        spread = {"device_map": device_map, "max_memory": share_of_gpus()} if device_map else {}
         try:
             config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
             tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
             model = AutoModelForCausalLM.from_pretrained(
-                where, config=config, dtype=wanted, trust_remote_code=trust_remote_code, use_safetensors=True
+                where, config=config, dtype=wanted, trust_remote_code=trust_remote_code, use_safetensors=True, **spread
             )
         except (OSError, ValueError) as error:
             first = str(error).strip().splitlines()[0]
@@ -237,7 +264,7 @@ class Target:
                 "a reachable Hub id, or fetch one: drafttrain fetch smollm2-135m"
             ) from error
         moved: Any = model
-        return cls.wrap(moved.to(place), tokenizer, name, where, wanted)
+        return cls.wrap(model if device_map else moved.to(place), tokenizer, name, where, wanted)
 
     @classmethod
     def wrap(
@@ -392,7 +419,7 @@ class Target:
     def head(self, hidden: Tensor, weight: Tensor | None = None) -> Tensor:
         """[..., h] -> float32 logits over the vocabulary, or over the given head rows `weight` [d, h]."""
         if weight is None:
-            logits = self.lm_head(hidden if self._project_out is None else self._project_out(hidden))
+            logits = self.lm_head(hidden if self._project_out is None else self._project_out(hidden)).to(hidden.device)
         else:
             logits = F.linear(hidden, weight)
         return self.shape_logits(logits.float())
@@ -447,8 +474,8 @@ class Target:
         finally:
             for handle in handles:
                 handle.remove()
-        last = caught.get(-1, out.last_hidden_state)
-        parts = [caught[i] for i in feature_layers]
+        last = caught.get(-1, out.last_hidden_state).to(input_ids.device)
+        parts = [caught[i].to(input_ids.device) for i in feature_layers]  # a spread target has them on several devices
         return TargetOutput(torch.cat(parts, dim=-1) if parts else last[..., :0], last)
 
     def check_length(self, length: int) -> None:

@@ -23,9 +23,13 @@ HELP = """Train a drafter from a YAML recipe.
   accelerate launch drafttrain/train.py configs/smollm2-135m/eagle3.yaml data=runs/data max_steps=500
   drafttrain train configs/smollm2-135m/eagle3.yaml drafter.ttt_steps=3     (one process, the same thing)
 
-Keys are those of TrainConfig (kind, target, data, output_dir, init, drafter.*, loss, dtype, max_length, packing,
-validation, max_minutes, cache_gb, resume) and every field of transformers TrainingArguments. A run that was interrupted
-goes on from its newest checkpoint when started again; a finished one is left alone."""
+Keys are those of TrainConfig (kind, target, data, output_dir, init, drafter.*, loss, dtype, target_device_map, max_length,
+packing, on_policy, validation, max_minutes, cache_gb, decode_prompts, decode_steps, decode_tokens, decode_tree, resume)
+and every field of transformers TrainingArguments. A run that was interrupted goes on from its newest checkpoint when started
+again; a finished one is left alone. SIGTERM saves a checkpoint first and exits with status 143."""
+
+# What a shell reports for a process that SIGTERM ended.
+TERMINATED = 143
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,13 +62,13 @@ def setup(config_path: str, overrides: list[str]) -> tuple[Any, Any]:
         **config.trainer,
         "output_dir": config.output_dir,
     }
+    if "wandb" in str(options["report_to"]):
+        os.environ.setdefault("WANDB_PROJECT", "drafttrain")
     if config.max_minutes > 0:
         # TimeBudget ends the run; the number of epochs only has to be out of its way.
         options["num_train_epochs"] = 10_000
     if isinstance(options["report_to"], str):
         options["report_to"] = [options["report_to"]]
-    if "wandb" in options["report_to"]:
-        os.environ.setdefault("WANDB_PROJECT", "drafttrain")
     try:
         return config, TrainingArguments(**options)
     except (TypeError, ValueError) as error:
@@ -162,44 +166,74 @@ def begin_from_least_squares(drafter: Any, rows: Any, source: Any) -> None:
     )
 
 
-def check_data(meta: dict[str, Any], target: Any, where: str) -> None:
-    """Raises UserError if the data was written by a target whose token ids mean something else."""
+def check_data(meta: dict[str, Any], features: dict[str, Any] | None, target: Any, where: str) -> None:
+    """Raises UserError if the data was written by a target whose token ids or states mean something else."""
     recorded, actual = meta.get("target") or {}, target.identity()
     if recorded.get("tokenizer") not in (None, actual["tokenizer"]):
         raise UserError(
             f"data={where!r} was tokenized for target {recorded.get('name')!r} (tokenizer {recorded['tokenizer']}), not for "
             f"{actual['name']!r} (tokenizer {actual['tokenizer']}); generate data with this target"
         )
+    for key, mine in actual.items():
+        theirs = ((features or {}).get("target") or recorded).get(key, mine)
+        if features and key in ("hidden_size", "num_layers") and theirs != mine:
+            raise UserError(
+                f"data={where!r} holds features of a target with {key}={theirs}, {actual['name']!r} has {mine}; store this "
+                "target's: drafttrain features --overwrite"
+            )
+
+
+def watch_acceptance(config: Any, trainer: Any, held_out: Any) -> None:
+    """Lets the trainer run the real decoder on held-out prompts."""
+    from drafttrain.drafters.base import TreeSpec
+    from drafttrain.evaluation.held_out import acceptance, first_prompts
+    from drafttrain.training.callbacks import DecodeHeldOut
+
+    target, spec = trainer.target, TreeSpec.parse(config.decode_tree)
+    prompts = first_prompts(held_out, config.decode_prompts, target.max_positions)
+    if prompts:
+
+        def decode(drafter: Any) -> dict[str, float]:
+            return acceptance(target, drafter, prompts, spec, config.decode_tokens)
+
+        trainer.add_callback(DecodeHeldOut(trainer, config.decode_steps, decode))
 
 
 def fit(config: Any, args: Any) -> dict[str, Any]:
     """Trains and saves; returns what training.json holds."""
     from transformers import PrinterCallback, ProgressCallback, set_seed
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
     from transformers.trainer_utils import get_last_checkpoint
 
     from drafttrain import __version__
     from drafttrain.data.loader import collate, pack_rows, training_rows
     from drafttrain.data.plain_text import is_text, load_text
-    from drafttrain.data.store import FeatureStore, load_records, read_meta
+    from drafttrain.data.store import FeatureStore, load_records, read_meta, stored_features
     from drafttrain.files import write_json
     from drafttrain.losses import parse_loss
     from drafttrain.target import Target
+    from drafttrain.training.callbacks import Progress, SaveOnTerm, TimeBudget
+    from drafttrain.training.failures import explained
     from drafttrain.training.on_policy import OnPolicy
     from drafttrain.training.targets import NoTarget, TargetSource
-    from drafttrain.training.trainer import DrafterTrainer, Progress, TimeBudget
+    from drafttrain.training.trainer import DrafterTrainer, forget_checkpoints
 
     pretrain = config.loss == "next_token"
     temperatures = () if pretrain else parse_loss(config.loss).temperatures
     check_pretraining(config)
     set_seed(args.seed)
+    # ZeRO-3 would scatter whatever is loaded from now on; it gets the drafter only, and that later.
+    unset_hf_deepspeed_config()
     text = is_text(config.data)
     records = None if text else load_records(config.data)
-    target = Target.load(config.target, config.dtype, str(args.device), config.trust_remote_code)
+    target = Target.load(
+        config.target, config.dtype, str(args.device), config.trust_remote_code, config.target_device_map
+    )
     target.check_head()
     if records is None:
         records = load_text(config.data, target, config.max_length)
     else:
-        check_data(read_meta(config.data), target, config.data)
+        check_data(read_meta(config.data), stored_features(Path(config.data).expanduser()), target, config.data)
         records = records.map(lambda row: {"spans": [[0, len(row["tokens"])]]}) if pretrain else records
     train_rows, held_out = training_rows(records, config.max_length, config.validation, args.seed)
     drafter, vocab = build_drafter(config, target, records)
@@ -215,6 +249,7 @@ def fit(config: Any, args: Any) -> dict[str, Any]:
         train_rows = pack_rows(train_rows, config.max_length, args.seed)
     cache_gb = config.cache_gb if config.cache_gb >= 0 else (4.0 if target.device.type == "cpu" else 0.0)
     source: Any = NoTarget()
+    stored = None
     if not pretrain:
         stored = FeatureStore.open(config.data, drafter.feature_layers)
         source = TargetSource(
@@ -227,9 +262,13 @@ def fit(config: Any, args: Any) -> dict[str, Any]:
             temperatures,
         )
     on_policy = OnPolicy.of(config.on_policy, drafter, train_rows, target, config.max_length, args)
-    checkpoint = get_last_checkpoint(args.output_dir) if config.resume and os.path.isdir(args.output_dir) else None
-    if config.init == "target" and checkpoint is None and hasattr(drafter, "solve_start"):
+    if not config.resume:
+        forget_checkpoints(args)
+    checkpoint = get_last_checkpoint(args.output_dir) if os.path.isdir(args.output_dir) else None
+    states = not pretrain and (stored is None or not stored.top_k)
+    if config.init == "target" and checkpoint is None and states and hasattr(drafter, "solve_start"):
         begin_from_least_squares(drafter, train_rows, source)
+    budget = [TimeBudget.after(config.max_minutes, checkpoint)] if config.max_minutes > 0 else []
     trainer = DrafterTrainer(
         model=drafter,
         args=args,
@@ -239,21 +278,33 @@ def fit(config: Any, args: Any) -> dict[str, Any]:
         target=target,
         source=source,
         on_policy=on_policy,
-        callbacks=[Progress(), *([TimeBudget(config.max_minutes)] if config.max_minutes > 0 else [])],
+        callbacks=[Progress(), *budget],
     )
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
+    if held_out is not None and config.decode_prompts > 0:
+        watch_acceptance(config, trainer, held_out)
+    term = SaveOnTerm()
+    trainer.add_callback(term)
     if checkpoint and args.process_index == 0:
         print(f"going on from {checkpoint}", flush=True)
     start = time.perf_counter()
-    result = trainer.train(resume_from_checkpoint=checkpoint)
-    seconds = time.perf_counter() - start
-    metrics = trainer.evaluate() if held_out is not None else {}
-    trainer.save_model()
+    with explained(args):
+        result = trainer.train(resume_from_checkpoint=checkpoint)
+        if term.received:
+            if args.process_index == 0:
+                where = get_last_checkpoint(args.output_dir)
+                print(f"SIGTERM: saved {where}; the same command goes on from there", file=sys.stderr, flush=True)
+            sys.exit(TERMINATED)
+        seconds = time.perf_counter() - start
+        trainer.take_best()
+        metrics = trainer.evaluate() if held_out is not None else {}
+        trainer.save_model()
     summary = {
         "drafttrain": __version__,
         "config": dataclasses.asdict(config),
         "steps": result.global_step,
+        "best": {"step": trainer.state.best_global_step, "accepted_length": trainer.state.best_metric},
         "seconds": round(seconds, 1),
         "train_loss": result.training_loss,
         "held_out": metrics,
@@ -282,10 +333,11 @@ def run(args: argparse.Namespace) -> int:
         return 0
     summary = fit(config, training_args)
     if training_args.process_index == 0:
-        held = summary["held_out"]
+        held, best = summary["held_out"], summary["best"]
+        decoded = f"{best['accepted_length']:.2f} decoded at step {best['step']}, " if best["step"] else ""
         print(
             f"trained {summary['steps']} steps in {summary['seconds']:.0f} s on {summary['engine']}; held out: accepted length "
-            f"{held.get('eval_accepted_length', float('nan')):.2f} (chain, teacher-forced)\ndrafter: {config.output_dir}"
+            f"{decoded}{held.get('eval_accepted_length', float('nan')):.2f} teacher-forced\ndrafter: {config.output_dir}"
         )
     return 0
 

@@ -27,7 +27,8 @@ def training_rows(records: Dataset, max_length: int, validation: float, seed: in
     """
 
     def cut(row: dict[str, Any], index: int) -> dict[str, Any]:
-        spans = [[a, min(b, max_length)] for a, b in row["spans"] if min(b, max_length) - a >= 2]
+        # Nothing can stand before token 0, so a response that begins there has one anchor less.
+        spans = [[a, min(b, max_length)] for a, b in row["spans"] if min(b, max_length) - max(a, 1) >= 2]
         tokens = row["tokens"][:max_length]
         return {"tokens": tokens, "spans": spans, "length": len(tokens), "index": index}
 

@@ -3,6 +3,7 @@
     DIR/meta.json                           who wrote it: target, settings, version, counts
     DIR/part-0003.jsonl                     one line per conversation, written by process 3
     DIR/features/part-0003-00012.safetensors  states of some of them, complete or absent
+    DIR/features/features.json              what they are, where `drafttrain features` wrote them
     DIR/arrow/                              what `load_records` has read, memory-mapped by datasets
 
 A line {"id", "tokens", "spans": [[start, end], ...], "finish": ["stop" | "length", ...], "source"}: spans are the
@@ -32,7 +33,7 @@ from torch import Tensor
 
 from drafttrain import __version__
 from drafttrain.errors import UserError
-from drafttrain.files import write_json
+from drafttrain.files import is_disk_full, write_json
 
 FORMAT = 1
 _SYNC_SECONDS = 5.0
@@ -78,11 +79,13 @@ def _disk_full(directory: Path, kept: str) -> UserError:
     )
 
 
-def check_space(directory: Path, needed: float, what: str) -> None:
+def check_space(
+    directory: Path, needed: float, what: str, remedy: str = "choose another disk, fewer prompts or --features none"
+) -> None:
     """Refuses to begin what cannot fit.
 
     Args:
-        needed: bytes.
+        needed: bytes. what, remedy: for the error's text.
 
     Raises:
         UserError: less is free.
@@ -90,8 +93,7 @@ def check_space(directory: Path, needed: float, what: str) -> None:
     free = shutil.disk_usage(directory).free
     if needed > free:
         raise UserError(
-            f"output={str(directory)!r}: {what} need about {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; "
-            "choose another disk, fewer prompts or --features none"
+            f"output={str(directory)!r}: {what} need about {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; {remedy}"
         )
 
 
@@ -287,37 +289,78 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 # -- features -----------------------------------------------------------------------------------------------------
 
 
+class ShardWriter:
+    """Writes tensors of conversations into shards that appear complete or not at all.
+
+    Args:
+        folder: created when missing; rank: number of this process, which writes its own shards.
+        shard_bytes: size at which a shard is written.
+
+    Attributes:
+        pending: conversations added since the last shard.
+    """
+
+    def __init__(self, folder: Path, rank: int, shard_bytes: int = _SHARD_BYTES):
+        self.folder, self.rank, self.shard_bytes = folder, rank, shard_bytes
+        folder.mkdir(exist_ok=True)
+        written = [int(shard.stem.rsplit("-", 1)[1]) for shard in folder.glob(f"part-{rank:04d}-*.safetensors")]
+        self.next_shard = max(written, default=-1) + 1
+        for leftover in folder.glob(f".part-{rank:04d}-*"):
+            leftover.unlink()
+        self.pending = 0
+        self._tensors: dict[str, Tensor] = {}
+        self._bytes = 0
+
+    def add(self, key: str, **tensors: Tensor) -> None:
+        for name, tensor in tensors.items():
+            self._tensors[f"{key}/{name}"] = tensor.contiguous()
+            self._bytes += tensor.numel() * tensor.element_size()
+        self.pending += 1
+
+    @property
+    def full(self) -> bool:
+        return self._bytes >= self.shard_bytes
+
+    def write(self, kept: str) -> None:
+        """Writes what is pending.
+
+        Args:
+            kept: what there is to go on from, for the error's text.
+
+        Raises:
+            UserError: the disk is full.
+        """
+        name = f"part-{self.rank:04d}-{self.next_shard:05d}.safetensors"
+        part = self.folder / f".{name}"
+        try:
+            save_file(self._tensors, part)
+            os.replace(part, self.folder / name)
+        except Exception as error:
+            part.unlink(missing_ok=True)
+            if not is_disk_full(error):
+                raise
+            raise _disk_full(self.folder, kept) from error
+        self.next_shard += 1
+        self.pending, self._tensors, self._bytes = 0, {}, 0
+
+
 class FeatureWriter:
     """Writes a store's conversations together with the target's states, shard by shard.
 
     A shard appears complete, and only then do its conversations appear in the part: every stored conversation has its
     states, and a killed process redoes at most one shard.
-
-    Args:
-        store: receives the records.
-        shard_bytes: size at which a shard is written.
     """
 
     def __init__(self, store: Store, shard_bytes: int = _SHARD_BYTES):
-        self.store, self.shard_bytes = store, shard_bytes
-        self.folder = store.directory / "features"
-        self.folder.mkdir(exist_ok=True)
-        shards = self.folder.glob(f"part-{store.rank:04d}-*.safetensors")
-        written = [int(shard.stem.rsplit("-", 1)[1]) for shard in shards]
-        self.next_shard = max(written, default=-1) + 1
-        for leftover in self.folder.glob(f".part-{store.rank:04d}-*"):
-            leftover.unlink()
-        self._tensors: dict[str, Tensor] = {}
+        self.store = store
+        self.shards = ShardWriter(store.directory / "features", store.rank, shard_bytes)
         self._records: list[dict[str, Any]] = []
-        self._bytes = 0
 
     def append(self, record: dict[str, Any], features: Tensor, last_hidden: Tensor) -> None:
         """Adds a conversation with its states: features [n, f*h] and last_hidden [n, h], n = tokens - 1."""
-        self._tensors[f"{record['id']}/features"] = features.contiguous()
-        self._tensors[f"{record['id']}/last_hidden"] = last_hidden.contiguous()
+        self.shards.add(record["id"], features=features, last_hidden=last_hidden)
         self._records.append(record)
-        self._bytes += sum(t.numel() * t.element_size() for t in (features, last_hidden))
-        if self._bytes >= self.shard_bytes:
+        if self.shards.full:
             self.flush()
 
     def flush(self) -> None:
@@ -328,21 +371,22 @@ class FeatureWriter:
         """
         if not self._records:
             return
-        name = f"part-{self.store.rank:04d}-{self.next_shard:05d}.safetensors"
-        part = self.folder / f".{name}"
-        try:
-            save_file(self._tensors, part)
-            os.replace(part, self.folder / name)
-        except Exception as error:
-            # safetensors reports a full disk as its own error, with the cause in the text only.
-            part.unlink(missing_ok=True)
-            if "No space left" not in str(error) and getattr(error, "errno", None) != errno.ENOSPC:
-                raise
-            raise _disk_full(self.folder, f"{self.store.appended} conversations of this run are") from error
+        self.shards.write(f"{self.store.appended} conversations of this run are")
         for record in self._records:
             self.store.append(record)
-        self.next_shard += 1
-        self._tensors, self._records, self._bytes = {}, [], 0
+        self._records = []
+
+
+def stored_features(root: Path) -> dict[str, Any] | None:
+    """What a data set's features are: {"layers", "dtype", "top_k"}; None if it has none.
+
+    They were written by `drafttrain features`, which leaves its own description, or while responses were generated.
+    """
+    try:
+        return json.loads((root / "features" / "features.json").read_text(encoding="utf-8"))
+    except OSError:
+        held = read_meta(root).get("features")
+        return {"top_k": 0, **held} if held else None
 
 
 class FeatureStore:
@@ -351,10 +395,11 @@ class FeatureStore:
     Args:
         directory: of the data set.
         columns: which features of a stored row to return, [f, h] ranges in the asked order; None for all.
+        top_k: likeliest tokens stored in place of last states; 0 where there are states.
     """
 
-    def __init__(self, directory: Path, columns: list[tuple[int, int]] | None = None):
-        self.columns = columns
+    def __init__(self, directory: Path, columns: list[tuple[int, int]] | None = None, top_k: int = 0):
+        self.columns, self.top_k = columns, top_k
         self._files: dict[Path, Any] = {}
         self._where: dict[str, Path] = {}
         for shard in sorted((directory / "features").glob("part-*.safetensors")):
@@ -366,13 +411,12 @@ class FeatureStore:
     def open(directory: str | Path, feature_layers: Sequence[int]) -> FeatureStore | None:
         """The states of these layers, or None if the data set does not hold them all."""
         root = Path(directory).expanduser()
-        meta = read_meta(root)
-        held = (meta.get("features") or {}).get("layers") or []
-        if not held or not set(feature_layers) <= set(held):
+        held = stored_features(root)
+        if held is None or not held["layers"] or not set(feature_layers) <= set(held["layers"]):
             return None
-        width = meta["target"]["hidden_size"]
-        columns = [(held.index(layer) * width, (held.index(layer) + 1) * width) for layer in feature_layers]
-        return FeatureStore(root, None if list(feature_layers) == held else columns)
+        layers, width = held["layers"], (held.get("target") or read_meta(root)["target"])["hidden_size"]
+        columns = [(layers.index(layer) * width, (layers.index(layer) + 1) * width) for layer in feature_layers]
+        return FeatureStore(root, None if list(feature_layers) == layers else columns, held["top_k"])
 
     def __len__(self) -> int:
         return len(self._where)
@@ -381,13 +425,19 @@ class FeatureStore:
         return key in self._where
 
     def get(self, key: str) -> dict[str, Tensor] | None:
-        """{"features": [n, f*h], "last_hidden": [n, h]} bfloat16 of a conversation, or None; n is tokens - 1."""
+        """The stored tensors of a conversation, or None; n is tokens - 1.
+
+        "features" [n, f*h], and either "last_hidden" [n, h], or "topk_ids" [n, k] int32 (likeliest first), "topk_logits"
+        [n, k] and "log_z" [n] float32, the log of the softmax denominator over the full vocabulary.
+        """
         shard = self._where.get(key)
         if shard is None:
             return None
         if shard not in self._files:
             self._files[shard] = safe_open(shard, framework="pt")
-        features = self._files[shard].get_tensor(f"{key}/features")
+        names = ("topk_ids", "topk_logits", "log_z") if self.top_k else ("last_hidden",)
+        found = {name: self._files[shard].get_tensor(f"{key}/{name}") for name in ("features", *names)}
         if self.columns is not None:
-            features = torch.cat([features[:, :0], *(features[:, start:end] for start, end in self.columns)], dim=-1)
-        return {"features": features, "last_hidden": self._files[shard].get_tensor(f"{key}/last_hidden")}
+            whole = found["features"]
+            found["features"] = torch.cat([whole[:, :0], *(whole[:, start:end] for start, end in self.columns)], dim=-1)
+        return found

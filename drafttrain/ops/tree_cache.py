@@ -48,6 +48,7 @@ class TreeCache:
         self._open: list[tuple[int, TreeLayout]] = []
         self._slots: Tensor | None = None
         self._plan: PackedPlan | None = None
+        self._plan_device: torch.device | None = None
         self._cpu_plan: CpuPlan | None = None
         self._planned = False
 
@@ -142,8 +143,9 @@ class TreeCache:
         """Attention of the packed queries [1, heads, N, e]: on a GPU one kernel for all rows, elsewhere row by row."""
         few = all(layout.count <= _KERNEL_TOKENS and not layout.held for _, layout in self._open)
         if _on_gpu(query) and few:
-            if self._plan is None:
+            if self._plan is None or self._plan_device != query.device:  # a spread target has layers on several devices
                 rows = [row for row, _ in self._open]
+                self._plan_device = query.device
                 self._plan = PackedPlan.build([layout for _, layout in self._open], rows, query.device)
             keys, values = (b.unflatten(1, (self.rows, self.capacity)).transpose(0, 1) for b in (keys, values))
             return packed_tree_attention(query, keys, values, self._plan, **options)
@@ -162,7 +164,7 @@ class TreeCache:
                 (row * self.capacity + layout.prefix_len + layout.held, layout.count) for row, layout in self._open
             ]
             self._slots = torch.cat([torch.arange(start, start + count) for start, count in starts]).to(device)
-        return self._slots
+        return self._slots.to(device)
 
     def _allocate(self, like: Tensor) -> Tensor:
         _, heads, _, width = like.shape
@@ -188,8 +190,8 @@ class TreeCache:
         goal = None if rows_moved == 1 else torch.tensor(goals, device=device)
         for pair in self._layers.values():
             for buffer in pair:
-                held = buffer.index_select(1, source)
+                held = buffer.index_select(1, source.to(buffer.device))
                 if goal is None:
                     buffer[:, goals[0] : goals[-1] + 1] = held
                 else:
-                    buffer.index_copy_(1, goal, held)
+                    buffer.index_copy_(1, goal.to(buffer.device), held)

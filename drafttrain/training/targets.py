@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from drafttrain.batch import Batch, TargetOutput
-from drafttrain.losses import TargetRows
+from drafttrain.errors import UserError
+from drafttrain.losses import StoredTopK, TargetRows
 from drafttrain.ops.tree_attention import TreeLayout, tree_attention
 from drafttrain.target import Target
 
@@ -39,16 +40,22 @@ class Documents:
 @dataclass
 class _Entry:
     """One conversation: features [s, f*h] and, at the rows that losses need, states [r, h], log_z [r, 1 + temperatures] and
-    argmax [r]."""
+    argmax [r].
+
+    With stored top-k tokens there are no states: hidden [r, k] holds their log-probabilities, ids [r, k] their drafter ids
+    (-1: not in its vocabulary), and log_z [r, 1] the log of the mass of all other tokens.
+    """
 
     features: Tensor
     hidden: Tensor
     log_z: Tensor
     argmax: Tensor
+    ids: Tensor | None = None
 
     @property
     def bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self.features, self.hidden, self.log_z, self.argmax))
+        parts = (self.features, self.hidden, self.log_z, self.argmax, self.ids)
+        return sum(t.numel() * t.element_size() for t in parts if t is not None)
 
 
 def needed_rows(response_mask: Tensor) -> Tensor:
@@ -97,7 +104,8 @@ class TargetSource:
         device = target.device
         self.kept_ids = kept_ids.to(device)
         whole = len(kept_ids) == target.vocab_size  # then ids are kept in order, and a copy would be large
-        self.weight = target.head_weight if whole else target.head_weight[self.kept_ids].contiguous()
+        head = target.head_weight
+        self.weight = (head if whole else head[self.kept_ids.to(head.device)].contiguous()).to(device)
         self.to_drafter = torch.full((target.vocab_size,), -1, device=device)
         self.to_drafter[self.kept_ids] = torch.arange(len(kept_ids), device=device)
         self.limit_bytes, self.used_bytes = limit_bytes, 0
@@ -105,7 +113,7 @@ class TargetSource:
         self.hits = {"memory": 0, "stored": 0, "online": 0}
 
     @torch.no_grad()
-    def __call__(self, batch: Batch) -> tuple[TargetOutput, TargetRows, Tensor]:
+    def __call__(self, batch: Batch) -> tuple[TargetOutput, TargetRows | StoredTopK, Tensor]:
         """Features and last states [b, s, .], the needed rows [r, .], and row_of [b, s] (-1 where no row is needed)."""
         needed = needed_rows(batch.response_mask)
         index = batch.index.tolist()
@@ -116,6 +124,11 @@ class TargetSource:
             if entry is None and self.stored is not None and self.ids is not None and index[place] >= 0:
                 entries[place] = self._from_store(index[place], needed[where[place]])
         missing = [place for place, entry in enumerate(entries) if entry is None]
+        if missing and self.stored is not None and self.stored.top_k:
+            raise UserError(
+                f"the data's features hold likeliest tokens, but none for {len(missing)} conversations of a batch (or they end "
+                "too early); run drafttrain features on this data set again, with this run's max_length"
+            )
         if missing:
             self._run_target(batch, missing, where, index, needed, entries)
         return self._assemble(batch, entries, where, needed)
@@ -146,15 +159,24 @@ class TargetSource:
         if found is None:
             return None
         length = len(needed)
-        features, last = (t.to(self.target.device) for t in (found["features"], found["last_hidden"]))
+        features = found["features"].to(self.target.device)
         if len(features) < length - 1:
             return None
         # A response's last token was sampled but never fed, so its state may be missing; nothing reads it.
         pad = length - min(len(features), length)
+        rows = needed[: len(features)].nonzero().squeeze(1)
         features = torch.nn.functional.pad(features[:length], (0, 0, 0, pad))
-        hidden = last[needed[: len(last)].nonzero().squeeze(1)]
         self.hits["stored"] += 1
-        return self._keep(index, _Entry(features, hidden, *self._statistics(hidden.to(self.target.compute_dtype))))
+        if "last_hidden" in found:
+            hidden = found["last_hidden"].to(self.target.device)[rows]
+            entry = _Entry(features, hidden, *self._statistics(hidden.to(self.target.compute_dtype)))
+        else:
+            ids, logits, log_z = (found[name].to(rows.device)[rows] for name in ("topk_ids", "topk_logits", "log_z"))
+            ids, log_p = self.to_drafter[ids.long()], logits.float() - log_z.unsqueeze(1)
+            entry = _Entry(
+                features, log_p, torch.log1p(-log_p.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6)), ids[:, 0], ids
+            )
+        return self._keep(index, entry)
 
     def _run_target(
         self,
@@ -165,17 +187,24 @@ class TargetSource:
         needed: Tensor,
         entries: list[_Entry | None],
     ) -> None:
-        """All missing conversations in one row, without padding."""
-        ids = torch.cat([batch.input_ids[where[place]] for place in missing])
-        lengths = [where[place][1].stop - where[place][1].start for place in missing]
-        self.target.check_length(max(lengths))
-        positions = torch.cat([torch.arange(length, device=ids.device) for length in lengths])
-        out = self.target.forward(ids[None], self.layers, positions[None], Documents(lengths))
-        parts = zip(missing, out.features[0].split(lengths), out.last_hidden[0].split(lengths), strict=True)
-        for place, features, last in parts:
-            hidden = last[needed[where[place]].nonzero().squeeze(1)]
-            entry = _Entry(features, hidden, *self._statistics(hidden))
-            entries[place] = self._keep(index[place], self._compact(entry))
+        """The missing conversations in one row, without padding.
+
+        On a CPU one by one, for values that do not depend on which ones came together. What is kept is then the same whenever
+        it was computed, so a resumed run, which has nothing kept yet, computes the same.
+        """
+        size = 1 if self.target.device.type == "cpu" else len(missing)
+        for begin in range(0, len(missing), size):
+            together = missing[begin : begin + size]
+            ids = torch.cat([batch.input_ids[where[place]] for place in together])
+            lengths = [where[place][1].stop - where[place][1].start for place in together]
+            self.target.check_length(max(lengths))
+            positions = torch.cat([torch.arange(length, device=ids.device) for length in lengths])
+            out = self.target.forward(ids[None], self.layers, positions[None], Documents(lengths))
+            parts = zip(together, out.features[0].split(lengths), out.last_hidden[0].split(lengths), strict=True)
+            for place, features, last in parts:
+                hidden = last[needed[where[place]].nonzero().squeeze(1)]
+                entry = _Entry(features, hidden, *self._statistics(hidden))
+                entries[place] = self._keep(index[place], self._compact(entry))
         self.hits["online"] += len(missing)
 
     def _compact(self, entry: _Entry) -> _Entry:
@@ -186,7 +215,7 @@ class TargetSource:
 
     def _assemble(
         self, batch: Batch, entries: list[Any], where: list[tuple[int, slice]], needed: Tensor
-    ) -> tuple[TargetOutput, TargetRows, Tensor]:
+    ) -> tuple[TargetOutput, Any, Tensor]:
         b, s = batch.input_ids.shape
         features = entries[0].features.new_zeros(b, s, entries[0].features.shape[1])
         for place, entry in zip(where, entries, strict=True):
@@ -194,15 +223,18 @@ class TargetSource:
         row_of = torch.full((b, s), -1, device=needed.device)
         row_of[needed] = torch.arange(int(needed.sum()), device=needed.device)
         # The row at position j predicts the token at j + 1, and all rows have one.
-        following = batch.input_ids[:, 1:][needed[:, :-1]]
-        log_z, *others = torch.cat([entry.log_z for entry in entries]).unbind(1)
-        rows = TargetRows(
-            torch.cat([entry.hidden for entry in entries]),
-            self.weight,
-            log_z,
-            torch.cat([entry.argmax for entry in entries]),
-            self.target.shape_logits if self.target.shapes_logits else None,
-            self.to_drafter[following],
-            dict(zip(self.temperatures, others, strict=True)),
+        sampled = self.to_drafter[batch.input_ids[:, 1:][needed[:, :-1]]]
+        hidden, log_z, argmax = (
+            torch.cat([getattr(entry, name) for entry in entries]) for name in ("hidden", "log_z", "argmax")
         )
+        first, *others = log_z.unbind(1)
+        rows: TargetRows | StoredTopK
+        if entries[0].ids is not None:
+            ids = torch.cat([entry.ids for entry in entries])
+            rows = StoredTopK(ids, hidden, first.exp(), argmax, sampled)
+        else:
+            shape = self.target.shape_logits if self.target.shapes_logits else None
+            rows = TargetRows(
+                hidden, self.weight, first, argmax, shape, sampled, dict(zip(self.temperatures, others, strict=True))
+            )
         return TargetOutput(features, features[..., :0]), rows, row_of

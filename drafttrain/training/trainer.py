@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import shutil
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Trainer, TrainerCallback
-from transformers.trainer_callback import ExportableState
+from transformers import Trainer
+from transformers.trainer_utils import rotate_checkpoints
 
 from drafttrain.data.loader import to_batch
 from drafttrain.errors import UserError
 from drafttrain.target import Target
+from drafttrain.training.callbacks import TimeBudget
 from drafttrain.training.on_policy import OnPolicy
+from drafttrain.training.sampler import ByLength
 from drafttrain.training.targets import NoTarget, TargetSource
 
 # Acceptance is measured on every so many training steps: it costs a tenth of a step and changes slowly.
@@ -66,6 +73,14 @@ class DrafterTrainer(Trainer):
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        if self.args.train_sampling_strategy != "group_by_length":
+            return super()._get_train_sampler(train_dataset)
+        args = self.args
+        rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        data: Any = train_dataset or self.train_dataset
+        return ByLength(list(data["length"]), rows, args.data_seed or args.seed, lambda: int(self.state.epoch or 0))
+
     # -- one step -----------------------------------------------------------------------------------------------
 
     def compute_loss(
@@ -77,7 +92,13 @@ class DrafterTrainer(Trainer):
     ) -> Any:
         batch = to_batch(inputs)
         output, rows, row_of = self.source(batch)
-        count = num_items_in_batch if num_items_in_batch is not None else (inputs["shift_labels"] != -100).sum()
+        anchors = int((inputs["shift_labels"] != -100).sum())
+        count = num_items_in_batch if num_items_in_batch is not None else anchors
+        if model.training and int(count) == 0:
+            raise UserError(
+                f"step {self.state.global_step}: the loss mask of all rows is empty (no two response tokens in a row); give "
+                "data whose conversations have responses, or raise max_length"
+            )
         step = model(
             batch=batch,
             embeds=self.target.embed(batch.input_ids),
@@ -87,20 +108,37 @@ class DrafterTrainer(Trainer):
             count=torch.as_tensor(count, device=batch.input_ids.device).clamp(min=1),
             measure=not model.training or self.state.global_step % MEASURE_EVERY == 0,
         )
-        if not torch.isfinite(step.loss):
-            raise UserError(
-                f"loss={step.loss.item()} at step {self.state.global_step}: not finite; lower learning_rate "
-                f"({self.args.learning_rate}) or max_grad_norm ({self.args.max_grad_norm}), then run again to go on from the "
-                "last checkpoint"
-            )
-        self.anchors += int((inputs["shift_labels"] != -100).sum()) if model.training else 0
+        self._check_finite("loss", step.loss.detach())
+        self.anchors += anchors if model.training else 0
         where = self.sums["train" if model.training else "eval"]
         for name, value in step.metrics.items():
             where[name] = where[name] + value.detach() if name in where else value.detach()
         loss = step.loss
-        if model.training and self.args.average_tokens_across_devices and num_items_in_batch is not None:
+        if model.training and num_items_in_batch is not None:
             loss = loss * self.accelerator.num_processes  # gradients are averaged over ranks, the count is global
         return (loss, step) if return_outputs else loss
+
+    def _get_num_items_in_batch(self, batch_samples: list[dict[str, Tensor]], device: torch.device) -> Tensor | None:
+        """Anchors of an optimizer step, over all ranks and accumulation steps; transformers would count `labels`."""
+        if not batch_samples:
+            return None
+        count = torch.stack([(inputs["shift_labels"] != -100).sum() for inputs in batch_samples]).sum().to(device)
+        return self.accelerator.gather(count).sum()
+
+    def _check_finite(self, name: str, value: Tensor | float) -> None:
+        if not torch.isfinite(torch.as_tensor(value)):
+            raise UserError(
+                f"{name}={float(value)} at step {self.state.global_step}: not finite; lower learning_rate "
+                f"({self.args.learning_rate}) or max_grad_norm ({self.args.max_grad_norm}), then run again to go on from the "
+                "last checkpoint"
+            )
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """Also the guard against gradients that would spoil the weights, and with them the next checkpoint."""
+        norm = super()._get_grad_norm(model, grad_norm)
+        if norm is not None:
+            self._check_finite("grad_norm", norm)
+        return norm
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *_: Any, **__: Any) -> tuple[Tensor, None, None]:
         with torch.no_grad():
@@ -136,11 +174,10 @@ class DrafterTrainer(Trainer):
         if "loss" in logs:
             now = time.perf_counter()
             fresh = self.take_metrics("train")
-            if fresh:
-                rate = self.anchors * self.args.world_size / max(now - self.clock, 1e-9)
-                fresh["tokens_per_second"] = round(rate, 1)
+            rate = self.anchors * self.args.world_size / max(now - self.clock, 1e-9)
+            fresh["tokens_per_second"] = round(rate, 1)
             self.clock, self.anchors = now, 0
-            logs = {**logs, **fresh}
+            logs = {**logs, **fresh, "memory_gb": round(peak_memory(self.args.device) / 1e9, 3)}
         super().log(logs, *args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -148,6 +185,43 @@ class DrafterTrainer(Trainer):
         prefix = kwargs.get("metric_key_prefix", "eval")
         measured = {f"{prefix}_{k}": v for k, v in self.take_metrics("eval").items()}
         return output._replace(metrics={**(output.metrics or {}), **measured})
+
+    # -- checkpoints --------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Writes a checkpoint under another name and moves it into place when all of it is on disk.
+
+        So nobody who looks for the newest checkpoint ever finds half of one, whenever this process is killed.
+        """
+        root, name = Path(str(self.args.output_dir)), f"checkpoint-{self.state.global_step}"
+        partial = root / ".partial"
+        if self.args.local_process_index == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        self.args.output_dir = str(partial)
+        try:
+            super()._save_checkpoint(model, trial)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        finally:
+            self.args.output_dir = str(root)
+        if self.state.best_global_step:
+            self.state.best_model_checkpoint = str(root / f"checkpoint-{self.state.best_global_step}")
+        if self.args.should_save:
+            self.state.save_to_json(str(partial / name / "trainer_state.json"))  # anew, for the best one's place
+        self.accelerator.wait_for_everyone()
+        if self.args.local_process_index == 0:
+            _move(partial, root, name)
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            rotate_checkpoints(str(root), self.args.save_total_limit, self.state.best_model_checkpoint)
+
+    def take_best(self) -> None:
+        """Goes back to the weights of the best checkpoint, if the last step's are not the best."""
+        best = self.state.best_global_step
+        if best and best != self.state.global_step and os.path.isdir(self.state.best_model_checkpoint or ""):
+            self._load_best_model()
 
     # -- schedule -----------------------------------------------------------------------------------------------
 
@@ -164,53 +238,31 @@ class DrafterTrainer(Trainer):
         return super().create_scheduler(num_training_steps, optimizer)
 
 
-class TimeBudget(TrainerCallback, ExportableState):
-    """Ends training after so many minutes, and decays the learning rate to nothing by then.
-
-    The time already used is part of the checkpoint, so a resumed run gets the rest only.
-    """
-
-    def __init__(self, minutes: float, used: float = 0.0):
-        self.minutes, self.used = minutes, used
-        self._last: float | None = None
-
-    def factor(self) -> float:
-        """Constant for the first third, then linear to a twentieth."""
-        progress = min(1.0, self.used / (60 * self.minutes))
-        return min(1.0, max(0.05, 1.5 * (1 - progress)))
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._last = time.perf_counter()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        now = time.perf_counter()
-        self.used += now - (self._last or now)
-        self._last = now
-        done = min(1.0, self.used / (60 * self.minutes))
-        state.max_steps = max(state.global_step + 1, round(state.global_step / max(done, 1e-6)))
-        if done >= 1.0:
-            state.max_steps = state.global_step
-            control.should_training_stop = True
-
-    def state(self) -> dict[str, Any]:
-        return {"args": {"minutes": self.minutes}, "attributes": {"used": self.used}}
+def _move(partial: Path, root: Path, name: str) -> None:
+    """Gets a finished checkpoint to the disk and then to its place; on a shared disk the first node does."""
+    try:
+        for path in (partial / name).rglob("*"):
+            if path.is_file():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+        if (partial / name).exists() and (root / name).exists():  # of a run that is being repeated
+            os.replace(root / name, partial / "before")
+        os.replace(partial / name, root / name)
+    except FileNotFoundError:  # another node was first
+        return
+    shutil.rmtree(partial, ignore_errors=True)
 
 
-class Progress(TrainerCallback):
-    """A line per log: step, loss, acceptance by depth, rate and time left; lines suit terminals, files and CI alike."""
+def forget_checkpoints(args: Any) -> None:
+    """Deletes what an earlier run left in output_dir, which would be taken for this run's."""
+    with args.main_process_first(desc="deleting old checkpoints"):
+        for old in Path(args.output_dir).glob("checkpoint-*"):
+            shutil.rmtree(old, ignore_errors=True)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.start, self.first = time.perf_counter(), state.global_step
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
-        if not state.is_world_process_zero or not logs or "loss" not in logs:
-            return
-        elapsed, done = time.perf_counter() - self.start, max(state.global_step - self.first, 1)
-        left = elapsed / done * max(state.max_steps - state.global_step, 0)
-        depths = " ".join(f"{v:.2f}" for k, v in logs.items() if k.startswith("agree@"))
-        print(
-            f"step {state.global_step}/{state.max_steps}  loss {logs['loss']:.3f}  agree by depth {depths}  "
-            f"accepted length {logs.get('accepted_length', 1):.2f}  {logs.get('tokens_per_second', 0):.0f} tok/s  "
-            f"{int(left) // 60}:{int(left) % 60:02d} left",
-            flush=True,
-        )
+def peak_memory(device: torch.device) -> float:
+    """Bytes: the most that tensors took on a GPU so far, or this process on a CPU."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return float(peak if sys.platform == "darwin" else 1024 * peak)

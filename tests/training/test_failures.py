@@ -1,0 +1,129 @@
+"""What goes wrong in the middle of a run ends in one clear error, and the last good checkpoint stays."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+
+import pytest
+import torch
+
+from drafttrain.cli import main
+from drafttrain.data import loader
+from drafttrain.training.trainer import DrafterTrainer
+from tests.conftest import make_target
+from tests.training.test_train import write_data, write_recipe
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """A run with a checkpoint at step 2, and the words that go on to step 4."""
+    folder = tmp_path_factory.mktemp("begun")
+    target = make_target()
+    target.model.save_pretrained(folder / "target")
+    target.tokenizer.save_pretrained(folder / "target")
+    data = write_data(folder / "data", target)
+    words = write_recipe(folder, folder / "target", data, save_steps=2, max_steps=4, decode_prompts=0, validation=0)
+    assert main(["train", *words, "max_steps=2"]) == 0
+    return folder / "drafter", words
+
+
+def no_memory(trainer, loss):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def no_memory_on_a_cpu(trainer, loss):
+    torch.empty(1 << 60)  # what torch says for real
+
+
+def infinite_gradients(trainer, loss):
+    return loss * 3e38
+
+
+def infinite_loss(trainer, loss):
+    trainer._check_finite("loss", loss * float("inf"))
+
+
+STEP = [
+    (no_memory, r"error: out of memory on cpu \(CUDA out of memory.*per_device_train_batch_size=2 gradient_accum.*=2 \(now 4"),
+    (no_memory_on_a_cpu, r"error: out of memory on cpu \(.*can't allocate memory.*per_device_train_batch_size=2"),
+    (infinite_gradients, r"error: grad_norm=inf at step 2: not finite; lower learning_rate \(0.001\)"),
+    (infinite_loss, r"error: loss=inf at step 2: not finite; lower learning_rate \(0.001\)"),
+]  # fmt: skip
+
+
+def fails(begun, tmp_path, capsys, message: str) -> None:
+    """The run ends in that one line with checkpoint-2 whole, and nothing else, behind it."""
+    import re
+
+    run = tmp_path / "run"
+    shutil.copytree(begun[0], run)
+    before = {path: path.read_bytes() for path in (run / "checkpoint-2").iterdir()}
+    assert main(["train", *begun[1], f"output_dir={run}"]) == 2
+    said = capsys.readouterr().err
+    assert re.search(message, said) and "checkpoint" in said, said[-2000:]
+    assert {path: path.read_bytes() for path in (run / "checkpoint-2").iterdir()} == before
+    assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-2"] and not (run / ".partial").exists()
+
+
+@pytest.mark.parametrize(("fault", "message"), STEP, ids=[fault.__name__ for fault, _ in STEP])
+def test_a_step_that_fails(begun, tmp_path, monkeypatch, capsys, fault, message):
+    plain = DrafterTrainer.compute_loss
+
+    def faulty(self, *args, **kwargs):
+        loss = plain(self, *args, **kwargs)
+        return loss if self.state.global_step < 2 else fault(self, loss)
+
+    monkeypatch.setattr(DrafterTrainer, "compute_loss", faulty)
+    fails(begun, tmp_path, capsys, message)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        RuntimeError("[enforce fail at inline_container.cc:672] . PytorchStreamWriter failed writing file data/0"),
+    ],
+)
+def test_a_disk_that_fills_while_saving(begun, tmp_path, monkeypatch, capsys, error):
+    def full(self, output_dir):
+        assert output_dir.endswith("/.partial/checkpoint-4")
+        raise error
+
+    monkeypatch.setattr(DrafterTrainer, "_save_rng_state", full)
+    fails(
+        begun,
+        tmp_path,
+        capsys,
+        r"error: output_dir=.*no space left.*save_total_limit lower.*checkpoint-2 is kept, the same",
+    )
+
+
+def test_an_empty_mask(begun, tmp_path, monkeypatch, capsys):
+    plain = loader.collate
+
+    def empty(rows):
+        batch = plain(rows)
+        return {**batch, "shift_labels": torch.full_like(batch["shift_labels"], -100)}
+
+    monkeypatch.setattr(loader, "collate", empty)
+    assert main(["train", *begun[1], f"output_dir={tmp_path}"]) == 2
+    assert "the loss mask of all rows is empty" in capsys.readouterr().err
+
+
+def test_other_errors_stay_what_they_are(begun, tmp_path, monkeypatch):
+    def broken(self, *args, **kwargs):
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    monkeypatch.setattr(DrafterTrainer, "compute_loss", broken)
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        main(["train", *begun[1], f"output_dir={tmp_path}"])
+
+
+def test_resume_false_begins_anew(begun, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(begun[0], run)
+    (run / "checkpoint-2").rename(run / "checkpoint-900")
+    assert main(["train", *begun[1], f"output_dir={run}", "resume=false"]) == 0
+    assert "going on" not in capsys.readouterr().out
+    assert {path.name for path in run.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}

@@ -1,0 +1,202 @@
+"""Nothing is lost: kill -9 at a random step, SIGTERM, checkpoints, and what a run leaves in its logs."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import TrainerState
+from transformers.trainer_utils import get_last_checkpoint
+
+from drafttrain.cli import main
+from drafttrain.training.callbacks import TimeBudget
+from drafttrain.training.sampler import ByLength
+from drafttrain.training.trainer import MEASURE_EVERY, DrafterTrainer
+from tests.conftest import make_target
+from tests.training.test_train import ROOT, launch, write_data, write_recipe
+
+STEPS = 11
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    target = make_target()
+    target.model.save_pretrained(folder / "target")
+    target.tokenizer.save_pretrained(folder / "target")
+    return folder / "target", write_data(folder / "data", target)
+
+
+def recipe(tmp_path: Path, tiny, **extra: object) -> list[str]:
+    """Everything that could remember something: random depths, a feature cache, accumulation, epochs of 5 steps, decoding."""
+    options = {
+        "max_steps": STEPS,
+        "save_steps": 3,
+        "logging_steps": 1,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "lr_scheduler_type": "cosine",
+        "decode_prompts": 2,
+        "decode_tokens": 12,
+        "eval_strategy": "steps",
+        "eval_steps": 4,
+        **extra,
+    }
+    return [*write_recipe(tmp_path, *tiny, **options), "drafter.depth_share=0.5"]
+
+
+@pytest.fixture(scope="module")
+def whole(tiny, tmp_path_factory):
+    """An uninterrupted run that logs to wandb without a network."""
+    folder = tmp_path_factory.mktemp("whole")
+    done = launch(recipe(folder, tiny, report_to="wandb"), WANDB_MODE="offline", WANDB_DIR=str(folder))
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder, done.stdout
+
+
+def same(a: object, b: object) -> bool:
+    """Bit for bit, through nested containers."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return isinstance(b, (list, tuple)) and len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and bool((a == b) if not hasattr(a, "all") else (a == b).all())
+
+
+def state_of(checkpoint: Path) -> dict[str, object]:
+    """Weights, optimizer, schedule, random numbers, and every loss since the start."""
+    files = {
+        name: torch.load(checkpoint / name, weights_only=False)
+        for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth")
+    }
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    losses = [[log["step"], log["loss"], log["grad_norm"]] for log in state["log_history"] if "loss" in log]
+    return {
+        "weights": load_file(checkpoint / "model.safetensors"),
+        **files,
+        "losses": losses,
+        "best": state["best_metric"],
+    }
+
+
+def test_killed_at_a_random_step_and_resumed_equals_uninterrupted(tiny, whole, tmp_path):
+    words, drafter = recipe(tmp_path, tiny), tmp_path / "drafter"
+    last = random.Random().randint(4, STEPS - 1)
+    command = [sys.executable, str(ROOT / "drafttrain" / "train.py"), *words]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env) as process:
+        for line in process.stdout:
+            if line.startswith(f"step {last}/"):
+                process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL and not (drafter / "training.json").exists()
+    assert get_last_checkpoint(str(drafter)) is not None
+    (drafter / ".partial" / "checkpoint-999").mkdir(parents=True, exist_ok=True)  # as if it had been saving
+    done = launch(words)
+    assert done.returncode == 0 and "going on from" in done.stdout, done.stderr[-3000:]
+    name = f"checkpoint-{STEPS}"
+    ours, theirs = state_of(drafter / name), state_of(whole[0] / "drafter" / name)
+    assert len(ours["losses"]) == STEPS
+    for part in ours:
+        assert same(ours[part], theirs[part]), f"{part} differs after a kill at step {last}"
+    a, b = (load_file(place / "model.safetensors") for place in (drafter, whole[0] / "drafter"))
+    assert same(a, b)
+
+
+def test_the_best_checkpoint_is_the_one_that_decodes_best(whole):
+    folder, out = whole[0] / "drafter", whole[1]
+    state = json.loads((folder / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
+    key = "eval_decode_accepted_length"
+    decoded = {log["step"]: log[key] for log in state["log_history"] if key in log}
+    assert list(decoded) == [3, 6, 9, STEPS] and "decoding held-out prompts: accepted length" in out
+    best = max(decoded, key=lambda step: (decoded[step], -step))
+    assert state["best_global_step"] == best and Path(state["best_model_checkpoint"]) == folder / f"checkpoint-{best}"
+    kept = {path.name for path in folder.glob("checkpoint-*")}
+    assert (
+        {f"checkpoint-{best}", f"checkpoint-{STEPS}"} <= kept and len(kept) == 2 and not (folder / ".partial").exists()
+    )
+    assert same(load_file(folder / "model.safetensors"), load_file(folder / f"checkpoint-{best}" / "model.safetensors"))
+    assert json.loads((folder / "training.json").read_text())["best"]["step"] == best
+
+
+def wandb_records(path: Path) -> Iterator[bytes]:
+    """The records of an offline run's file: LevelDB's log format behind a header of 7 bytes."""
+    data, at, record = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:  # no room for another header in this block
+            at += 32768 - at % 32768
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # a whole one, or the last piece
+            yield record
+            record = b""
+
+
+def test_wandb_has_the_values(whole):
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (file,) = whole[0].glob("wandb/offline-run-*/run-*.wandb")
+    rows: dict[str, list[float]] = {}
+    for data in wandb_records(file):
+        for item in Record.FromString(data).history.item:
+            rows.setdefault("/".join(item.nested_key) or item.key, []).append(json.loads(item.value_json))
+    for key in ("train/loss", "train/grad_norm", "train/tokens_per_second", "train/memory_gb"):
+        assert len(rows[key]) == STEPS, key
+    assert all(x > 0 for x in rows["train/memory_gb"])
+    assert len(rows["train/agree@1"]) == len(range(0, STEPS, MEASURE_EVERY))
+    for key in ("eval/decode_accepted_length", "eval/decode_acceptance@1", "eval/accepted_length"):
+        assert rows[key], key
+
+
+def test_sigterm_saves_first_and_the_run_goes_on(tiny, tmp_path, monkeypatch, capsys):
+    words, plain = recipe(tmp_path, tiny, decode_prompts=0), DrafterTrainer.compute_loss
+
+    def signalled(self, *args, **kwargs):
+        if self.state.global_step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(DrafterTrainer, "compute_loss", signalled)
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", *words])
+    assert stopped.value.code == 143
+    assert "checkpoint-2; the same command goes on from there" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert main(["train", *words, "max_steps=3"]) == 0
+    assert "checkpoint-2" in capsys.readouterr().out
+
+
+def test_a_time_budget_is_what_a_checkpoint_left_of_it(tmp_path):
+    budget = TimeBudget(2.0, used=100.0)
+    TrainerState(stateful_callbacks={"TimeBudget": budget.state()}).save_to_json(str(tmp_path / "trainer_state.json"))
+    assert TimeBudget.after(2.0, None).used == 0.0
+    resumed = TimeBudget.after(3.0, str(tmp_path))
+    assert (resumed.minutes, resumed.used) == (3.0, 100.0)
+
+
+def test_the_order_of_rows_depends_on_seed_and_epoch_alone():
+    lengths = torch.randint(5, 400, (203,), generator=torch.Generator().manual_seed(0)).tolist()
+    orders = []
+    for epoch in (0, 0, 1):
+        torch.rand(epoch + len(orders))  # other draws do not matter
+        orders.append(list(ByLength(lengths, 8, 7, lambda epoch=epoch: epoch)))
+    first, again, second = orders
+    assert first == again != second
+    assert len(set(first)) == len(first) == len(ByLength(lengths, 8, 7, lambda: 0)) == 200
+    assert set(first) != set(second)
+    spread = [max(step) - min(step) for step in ([lengths[i] for i in first[at : at + 8]] for at in range(0, 200, 8))]
+    assert sum(spread) / len(spread) < 100 and max(lengths[i] for i in first) in [lengths[i] for i in first[:8]]
+    assert sorted(ByLength(lengths[:5], 8, 7, lambda: 0)) == [0, 1, 2, 3, 4]

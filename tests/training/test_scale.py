@@ -1,0 +1,143 @@
+"""The same training on one process, on two, under every ZeRO stage, and in accumulated pieces."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from drafttrain.cli import main
+from drafttrain.drafters.base import load_drafter
+from drafttrain.target import Target
+from tests.conftest import make_target
+from tests.training.test_train import ROOT, launch, write_data, write_recipe
+
+TWO = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1"]
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    target = make_target()
+    target.model.save_pretrained(folder / "target")
+    target.tokenizer.save_pretrained(folder / "target")
+    return folder / "target", write_data(folder / "data", target)
+
+
+def recipe(folder: Path, tiny, batch: int, pieces: int = 1, **extra: object) -> list[str]:
+    """Six steps of four rows in more than an epoch. Adam's epsilon keeps rounding from being divided by nothing."""
+    options = {
+        "max_steps": STEPS,
+        "save_steps": 100,
+        "logging_steps": 1,
+        "per_device_train_batch_size": batch,
+        "gradient_accumulation_steps": pieces,
+        "adam_epsilon": 1e-5,
+        "decode_prompts": 2,
+        "decode_tokens": 12,
+        **extra,
+    }
+    return write_recipe(folder, *tiny, **options)
+
+
+def outcome(folder: Path) -> tuple[list[float], dict[str, torch.Tensor], dict]:
+    """Losses and gradient norms by step, final weights, training.json."""
+    state = json.loads((folder / "drafter" / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
+    figures = [log[key] for log in state["log_history"] if "loss" in log for key in ("loss", "grad_norm")]
+    assert len(figures) == 2 * STEPS
+    summary = json.loads((folder / "drafter" / "training.json").read_text())
+    return figures, load_file(folder / "drafter" / "model.safetensors"), summary
+
+
+@pytest.fixture(scope="module")
+def alone(tiny, tmp_path_factory):
+    """One process, all four rows of a step at once."""
+    folder = tmp_path_factory.mktemp("alone")
+    assert main(["train", *recipe(folder, tiny, 4)]) == 0
+    return outcome(folder)
+
+
+def check(ours, alone) -> None:
+    torch.testing.assert_close(torch.tensor(ours[0]), torch.tensor(alone[0]), rtol=1e-4, atol=1e-4)
+    assert ours[1].keys() == alone[1].keys()
+    for name, weight in alone[1].items():
+        torch.testing.assert_close(ours[1][name], weight, rtol=1e-4, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}")
+    assert ours[2]["best"]["step"] == STEPS
+    assert ours[2]["best"]["accepted_length"] == pytest.approx(alone[2]["best"]["accepted_length"])
+
+
+def test_accumulated_pieces_equal_the_whole_batch(tiny, alone, tmp_path):
+    assert main(["train", *recipe(tmp_path, tiny, 1, 4)]) == 0
+    check(outcome(tmp_path), alone)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
+def test_two_processes_under_zero_equal_one(tiny, alone, tmp_path, stage):
+    config = str(ROOT / f"configs/deepspeed/zero{stage}.json")
+    launcher = [*TWO, "--use_deepspeed", "--deepspeed_config_file", config, "--dynamo_backend", "no"]
+    done = launch(recipe(tmp_path, tiny, 2), launcher, DS_ACCELERATOR="cpu")
+    assert done.returncode == 0, done.stderr[-4000:]
+    ours = outcome(tmp_path)
+    assert ours[2]["engine"] == "DeepSpeedEngine" and ours[2]["processes"] == 2
+    check(ours, alone)
+    assert load_drafter(str(tmp_path / "drafter"), Target.load(str(tiny[0]), "float32")).kind == "eagle3"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_two_processes_without_deepspeed_equal_one(tiny, alone, tmp_path, pieces):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = launch(recipe(tmp_path, tiny, 2 // pieces, pieces), launcher)
+    assert done.returncode == 0, done.stderr[-4000:]
+    ours = outcome(tmp_path)
+    assert ours[2]["engine"] == "DistributedDataParallel" and ours[2]["processes"] == 2
+    check(ours, alone)
+
+
+@pytest.mark.slow
+def test_a_resumed_zero3_run_equals_an_uninterrupted_one(tiny, alone, tmp_path):
+    words = recipe(tmp_path, tiny, 2, save_steps=2)
+    launcher = [*TWO, "--config_file", str(ROOT / "configs/accelerate/cpu-2.yaml"), "--deepspeed_config_file"]
+    launcher.append(str(ROOT / "configs/deepspeed/zero3.json"))
+    first = launch([*words, "max_steps=4", "lr_scheduler_type=constant"], launcher, DS_ACCELERATOR="cpu")
+    assert first.returncode == 0, first.stderr[-4000:]
+    rest = launch([*words, "lr_scheduler_type=constant"], launcher, DS_ACCELERATOR="cpu")
+    assert rest.returncode == 0 and "going on from" in rest.stdout, rest.stderr[-4000:]
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    other = launch([*recipe(whole, tiny, 2), "lr_scheduler_type=constant"], launcher, DS_ACCELERATOR="cpu")
+    assert other.returncode == 0, other.stderr[-4000:]
+    ours, theirs = (
+        load_file(place / "drafter" / f"checkpoint-{STEPS}" / "model.safetensors") for place in (tmp_path, whole)
+    )
+    for name, weight in theirs.items():
+        assert torch.equal(ours[name], weight), name
+
+
+@pytest.mark.slow
+def test_two_machines_equal_one_process(tiny, alone, tmp_path):
+    """The multi-node recipe with its two machines on this one, a process each."""
+    words = recipe(tmp_path, tiny, 2)
+    fixed = ["--config_file", str(ROOT / "configs/accelerate/multi-node.yaml"), "--main_process_ip", "127.0.0.1"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        fixed += ["--num_processes", "2", "--main_process_port", str(free.getsockname()[1])]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    machines = [
+        subprocess.Popen(
+            [*TWO[:3], *fixed, "--machine_rank", str(rank), str(ROOT / "drafttrain/train.py"), *words],
+            cwd=ROOT,
+            env=env,
+        )
+        for rank in range(2)
+    ]
+    assert [machine.wait(timeout=400) for machine in machines] == [0, 0]
+    check(outcome(tmp_path), alone)
