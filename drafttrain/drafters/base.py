@@ -327,7 +327,9 @@ def default_tree(name: str) -> str | None:
     Raises:
         UserError: a decoding.json without a tree.
     """
-    path = Path(name.partition("+")[0]).expanduser() / "decoding.json"
+    first = name.partition("+")[0]
+    path = Path(first).expanduser()
+    path = (drafter_folder(first) if _is_hub_id(first) and not path.exists() else path) / "decoding.json"
     if not path.is_file():
         return None
     try:
@@ -336,25 +338,49 @@ def default_tree(name: str) -> str | None:
         raise UserError(f'{path} has no tree ({error!r}); write {{"tree": "chain:3"}}, or pass a tree') from error
 
 
-def _load_trained(name: str) -> Any:
+def drafter_folder(name: str) -> Path:
+    """The folder of a trained drafter; one on the Hub is fetched to the Hub's cache first (JSON and safetensors only).
+
+    Raises:
+        UserError: no such folder, and not a Hub id that can be read.
+    """
     path = Path(name).expanduser()
-    if not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") != 1):
+    if path.exists():
+        return path
+    if not _is_hub_id(name):
         raise UserError(
             f"drafter={name!r}: no such folder, and not a Hub id (user/name); kinds without weights: ngram, ngram_store"
         )
-    try:
-        if path.exists():
-            config_file = path / "config.json"
-        else:
-            from huggingface_hub import hf_hub_download
+    from huggingface_hub import snapshot_download
 
-            config_file = Path(hf_hub_download(name, "config.json"))
-        config = json.loads(config_file.read_text())
+    patterns = ["*.json", "*.safetensors", "*.jinja"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["speculators/*", "results/*"]))
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"drafter={name!r}: no such folder, and the Hub does not give it ({first}); check the name, and log in for a "
+            "private one: hf auth login"
+        ) from error
+
+
+def _is_hub_id(name: str) -> bool:
+    return not name.startswith((".", "/", "~")) and name.count("/") == 1
+
+
+def _load_trained(name: str) -> Any:
+    folder = drafter_folder(name)
+    try:
+        config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise UserError(
             f"drafter={name!r}: config.json cannot be read ({error}); train one or check the path"
         ) from error
     kind = config.get("drafter_kind")
     if kind is None:
-        raise UserError(f"drafter={name!r}: config.json has no drafter_kind, so it was not saved by drafttrain")
-    return kind_class(kind).from_pretrained(name, use_safetensors=True)
+        raise UserError(
+            f"drafter={name!r}: config.json has no drafter_kind, so it was not saved by drafttrain; bring a published EAGLE-3 "
+            "head in by: drafttrain import"
+        )
+    cls = kind_class(kind)
+    return cls.load(folder) if hasattr(cls, "load") else cls.from_pretrained(folder, use_safetensors=True)

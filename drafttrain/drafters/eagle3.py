@@ -15,10 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -177,6 +179,7 @@ class Eagle3(PreTrainedModel):
 
     config_class = Eagle3Config
     base_model_prefix = ""
+    _keys_to_ignore_on_load_unexpected = ["d2t", "t2d"]
     kind = "eagle3"
     trainable = True
     kept_ids: Tensor
@@ -195,6 +198,18 @@ class Eagle3(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=module.in_features**-0.5)
+
+    @classmethod
+    def load(cls, folder: Path) -> Eagle3:
+        """A saved drafter, published ones included: those hold the kept ids as the engines' d2t, target id minus drafter id."""
+        loaded: Any = cls.from_pretrained(folder, use_safetensors=True, output_loading_info=True)
+        drafter, info = loaded
+        if "kept_ids" in info["missing_keys"]:
+            drafter.kept_ids = torch.arange(drafter.config.draft_vocab_size)
+            if drafter.config.draft_vocab_size != drafter.config.vocab_size:
+                with safe_open(folder / "model.safetensors", "pt") as file:
+                    drafter.kept_ids += file.get_tensor("d2t")
+        return drafter
 
     @property
     def feature_layers(self) -> tuple[int, ...]:

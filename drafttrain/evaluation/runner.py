@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from drafttrain.decode import Decoder, SamplingParams, token_limit
-from drafttrain.drafters.base import Drafter, TreeSpec, default_tree, load_drafter
+from drafttrain.drafters.base import Drafter, TreeSpec, default_tree, drafter_folder, is_untrained, load_drafter
 from drafttrain.environment import describe_environment
 from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import BASELINES, HF_SPECULATIVE, Record, by_category, summarise
@@ -165,8 +165,9 @@ def check_lengths(target: Target, questions: Sequence[Question], max_new_tokens:
 def describe(args: argparse.Namespace, target: Target, suite: Suite, sampling: SamplingParams) -> dict[str, Any]:
     """The head of results.json: what was measured, where, with what."""
     folder, plus, side = args.drafter.partition("+")
-    config = Path(folder).expanduser() / "config.json"
-    kind = json.loads(config.read_text()).get("drafter_kind", folder) if config.is_file() else folder
+    kind = folder
+    if folder != "none" and not is_untrained(folder):
+        kind = json.loads((drafter_folder(folder) / "config.json").read_text()).get("drafter_kind", folder)
     return {
         **describe_environment(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
