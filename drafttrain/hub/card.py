@@ -47,6 +47,11 @@ def front_matter(values: dict[str, Any]) -> str:
     return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True).strip()
 
 
+def link(model: str) -> str:
+    """A model's name, as a link if it is a Hub id."""
+    return f"[{model}](https://huggingface.co/{model})" if "/" in model else model
+
+
 def model_card(
     trained: Trained,
     repo: str,
@@ -67,7 +72,7 @@ def model_card(
     """
     training = read_training(trained.folder)
     metadata = {
-        "base_model": base_model,
+        "base_model": base_model if "/" in base_model else "",
         "license": licence,
         "datasets": [dataset] if dataset else [],
         "library_name": "drafttrain",
@@ -79,6 +84,7 @@ def model_card(
         metadata=front_matter(metadata),
         repo=repo,
         base_model=base_model,
+        base_link=link(base_model),
         licence=licence,
         kind_line=_kind_line(trained, training),
         runs=[_run(file, run, repo) for file, run in results],
@@ -126,8 +132,7 @@ def _run(file: str, results: dict[str, Any], repo: str) -> dict[str, Any]:
         "file": file,
         "suite": shorten(results.get("suite", "")),
         "temperature": decoding["temperature"],
-        "baselines": names,
-        "rows": [_row(name, figures, names) for name, figures in groups.items()],
+        "table": "\n".join(_table(groups, names)),
         "device": results.get("device", "unknown device"),
         "threads": results.get("threads", "?"),
         "dtype": results.get("dtype", "?"),
@@ -141,16 +146,24 @@ def _run(file: str, results: dict[str, Any], repo: str) -> dict[str, Any]:
     }
 
 
-def _row(name: str, figures: dict[str, Any], baselines: Sequence[str]) -> dict[str, Any]:
-    speedup = figures.get("speedup") or {}
-    return {
-        "name": name,
-        "prompts": figures["prompts"],
-        "accepted_length": f"{figures['accepted_length']:.2f}",
-        "depths": " ".join(f"{share:.2f}" for share in figures["acceptance_by_depth"]["conditional"]) or "-",
-        "rate": f"{figures['tokens_per_second']:.1f}",
-        "speedups": [f"{speedup[each]:.2f}x" if each in speedup else "-" for each in baselines],
-    }
+def _table(groups: dict[str, dict[str, Any]], baselines: Sequence[str]) -> list[str]:
+    """Markdown lines: a row for each group of figures."""
+    head = [
+        "category",
+        "prompts",
+        "accepted length",
+        "acceptance by depth",
+        "tokens/s",
+        *(f"vs {n}" for n in baselines),
+    ]
+    lines = [head, ["---"] * len(head)]
+    for name, figures in groups.items():
+        speedup = figures.get("speedup") or {}
+        depths = " ".join(f"{share:.2f}" for share in figures["acceptance_by_depth"]["conditional"])
+        row = [name, str(figures["prompts"]), f"{figures['accepted_length']:.2f}", depths or "-"]
+        row.append(f"{figures['tokens_per_second']:.1f}")
+        lines.append(row + [f"{speedup[each]:.2f}x" if each in speedup else "-" for each in baselines])
+    return [f"| {' | '.join(cells)} |" for cells in lines]
 
 
 def _training_lines(training: dict[str, Any], data: dict[str, Any] | None, dataset: str) -> list[str]:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from drafttrain.errors import UserError
 from drafttrain.hub.drafters import DRAFT_MODEL, EAGLE3, Trained, find_drafter, load_shell, parse_dtype
 from drafttrain.hub.eagle3_formats import FLAT, SPECULATORS, default_layers, obstacles, write_eagle3
-from drafttrain.hub.serving import as_text, public_name, recipes, tuned_tree
+from drafttrain.hub.serving import as_text, fastest, public_name, recipes, tuned_tree
 from drafttrain.target import resolve_target
 
 HELP = """Write a drafter in the form that an engine loads, and print how to serve it.
@@ -196,4 +196,5 @@ def drafter_recipes(
             layers = head.feature_layers
     else:
         gguf = f"{drafter}/{GGUF_NAME}"
-    return recipes(trained.kind, drafter, target, tree, blocked, layers, gguf)
+    _, plus, side = str((fastest(results or []) or {}).get("kind", "")).partition("+")
+    return recipes(trained.kind, drafter, target, tree, blocked, layers, gguf, plus + side)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from drafttrain.data.store import load_records, read_meta
 from drafttrain.errors import UserError
-from drafttrain.hub.card import front_matter, render
+from drafttrain.hub.card import front_matter, link, render
 from drafttrain.hub.serving import public_name
 from drafttrain.hub.upload import check_private, check_repo, list_files, print_files, shorten, upload, write_clean_json
 
@@ -98,6 +98,7 @@ def prepare(args: argparse.Namespace, folder: Path) -> None:
         metadata=front_matter(metadata),
         repo=args.repo,
         target=target,
+        target_link=link(target),
         identity=identity,
         counts=counts,
         sources=sources.most_common(10),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from drafttrain.drafters.base import TreeSpec
+from drafttrain.drafters.base import TreeSpec, default_tree
 from drafttrain.hub.fetch import MODELS
 
 
@@ -47,6 +47,7 @@ def recipes(
     obstacles: Mapping[str, Sequence[str]],
     feature_layers: Sequence[int] = (),
     gguf: str = "",
+    side: str = "",
 ) -> list[Recipe]:
     """Every engine's recipe.
 
@@ -55,7 +56,7 @@ def recipes(
         tree: the tuned one; engines that only draft chains get its depth.
         obstacles: per engine why it cannot run this drafter.
         feature_layers: given if they are not the default ones, which TensorRT-LLM must be told.
-        gguf: name of the GGUF file, if there is one.
+        gguf: name of the GGUF file, if there is one. side: what our own decoder merges in, such as +ngram.
     """
     depth = max(tree.depth, 1)
     made = [
@@ -71,7 +72,7 @@ def recipes(
     else:
         needs = "needs a causal language model as drafter, and this is a head on the target's states"
         made += [Recipe("llama.cpp", reasons=[needs]), Recipe("transformers", reasons=[needs])]
-    made.append(Recipe("drafttrain", _ours(drafter, target, tree)))
+    made.append(Recipe("drafttrain", _ours(drafter + side, target, tree)))
     return [Recipe(recipe.engine, reasons=recipe.reasons) if recipe.reasons else recipe for recipe in made]
 
 
@@ -142,17 +143,16 @@ def _ours(drafter: str, target: str, tree: TreeSpec) -> str:
     )
 
 
+def fastest(results: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The measured run that gained most; None without one that drafted."""
+    measured = [run for run in results if run["decoding"].get("tree", {}).get("depth")]
+    return max(measured, key=lambda run: run["overall"].get("speedup_vs_fastest") or 0.0, default=None)
+
+
 def tuned_tree(folder: Path, results: Sequence[dict[str, Any]] = (), default_depth: int = 3) -> TreeSpec:
     """The tree to serve with: of the fastest measured run, else of decoding.json, else a chain of the default depth."""
-    measured = [
-        run for run in results if run["overall"].get("tokens_per_second") and "spec" in run["decoding"].get("tree", {})
-    ]
-    if measured:
-        best = max(measured, key=lambda run: run["overall"].get("speedup_vs_fastest") or 0.0)
-        spec = best["decoding"]["tree"]["spec"]
-    elif (folder / "decoding.json").is_file():
-        spec = json.loads((folder / "decoding.json").read_text())["tree"]
-    else:
-        spec = f"chain:{default_depth}"
-    tree = TreeSpec.parse(spec)
+    best = fastest(results)
+    if best is not None:
+        return TreeSpec.parse(best["decoding"]["tree"]["spec"])
+    tree = TreeSpec.parse(default_tree(str(folder)) or f"chain:{default_depth}")
     return tree if tree.depth else TreeSpec.parse(f"chain:{default_depth}")
