@@ -16,6 +16,8 @@ from drafttrain.hub.weights import read_config
 from drafttrain.target import DTYPES, Target, resolve_target
 
 EAGLE3, DRAFT_MODEL = "eagle3", "draft_model"
+# Beside a draft model, whose config.json is its own architecture's: kind, target and what it began as.
+META_FILE = "drafttrain.json"
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,8 @@ def find_drafter(name: str) -> Trained:
     """
     folder = drafter_folder(name)
     config = read_config(folder)
-    kind = config.get("drafter_kind")
+    meta = read_config(folder, META_FILE) if (folder / META_FILE).is_file() else config
+    kind = meta.get("drafter_kind")
     if kind is None and any(str(each).endswith("ForCausalLM") for each in config.get("architectures") or []):
         kind = DRAFT_MODEL
     if kind not in (EAGLE3, DRAFT_MODEL):
@@ -67,7 +70,7 @@ def find_drafter(name: str) -> Trained:
             f"drafter={name!r} is of kind {kind!r}; exported are eagle3 heads and draft models (a published EAGLE-3 head of "
             "others comes in by: drafttrain import)"
         )
-    return Trained(folder, kind, config, config.get("target") or {})
+    return Trained(folder, kind, config, meta.get("target") or {})
 
 
 def load_shell(name: str, trust_remote_code: bool = False) -> Target:

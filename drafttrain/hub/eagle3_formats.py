@@ -28,7 +28,6 @@ from drafttrain.files import write_json
 from drafttrain.hub.weights import read_config, read_weights
 
 SPECULATORS, FLAT = "speculators", "LlamaForCausalLMEagle3"
-_POSITIONS = 131072  # engines raise or lower it to the target's; it only sizes their rotary tables
 
 
 @dataclass(frozen=True)
@@ -56,6 +55,7 @@ KEYS = {
     "rms_norm_eps": Key("rms_norm_eps", default=1e-6),
     "attention_bias": Key("attention_bias", default=False),
     "mlp_bias": Key("mlp_bias", default=False),
+    "max_position_embeddings": Key("max_position_embeddings", default=131072),
     "vocab_size": Key("vocab_size"),
     "draft_vocab_size": Key("draft_vocab_size", layer=False, default=0),
     "target_hidden_size": Key("target_hidden_size", layer=False, default=0),
@@ -67,7 +67,7 @@ KEYS = {
 _UNSAID = {"qk_norm": False, "sliding_window": 0, "rope_parameters": None}
 
 
-def _value(config: Eagle3Config, field: str) -> Any:
+def _value(config: Any, field: str) -> Any:
     """A field; heads saved before a field came compute what its default says."""
     return getattr(config, field, _UNSAID[field] if field in _UNSAID else KEYS[field].default)
 
@@ -82,7 +82,7 @@ def obstacles(drafter: Eagle3, engine: str) -> list[str]:
         engine: "vllm" or "sglang" (whose rules TensorRT-LLM's loader shares).
     """
     found = []
-    config = drafter.config
+    config: Any = drafter.config
     layers, activation, window = (
         tuple(config.feature_layers),
         _value(config, "hidden_act"),
@@ -115,6 +115,8 @@ def obstacles(drafter: Eagle3, engine: str) -> list[str]:
     for flag in ("attention_bias", "mlp_bias", "qk_norm", "fc_norm", "norm_output", "norm_before_residual"):
         if _value(config, flag):
             found.append(f"{flag}: the engine ignores it silently and would compute something else")
+    if rope_parameters(config).get("partial_rotary_factor", 1.0) != 1.0:
+        found.append("partial_rotary_factor: the engine's layer rotates whole heads")
     if window:
         found.append(f"sliding_window={window}: the engine's layer attends to everything")
     return found
@@ -185,14 +187,13 @@ def _engine_weights(drafter: Eagle3, form: str, dtype: torch.dtype) -> dict[str,
     return weights
 
 
-def _layer_keys(config: Eagle3Config) -> dict[str, Any]:
+def _layer_keys(config: Any) -> dict[str, Any]:
     """The decoder layer as a config of the Llama family, rope, window and norms of queries and keys included."""
     rope = rope_parameters(config)
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     keys = {
         "model_type": "qwen3" if _value(config, "qk_norm") else "llama",
         **{key.name: _value(config, ours) for ours, key in KEYS.items() if key.layer},
-        "max_position_embeddings": _POSITIONS,
         "rope_parameters": rope,
         "rope_theta": rope["rope_theta"],
         "rope_scaling": None if scaling["rope_type"] == "default" else scaling,
@@ -205,15 +206,13 @@ def _layer_keys(config: Eagle3Config) -> dict[str, Any]:
     return keys
 
 
-def rope_parameters(config: Eagle3Config) -> dict[str, Any]:
+def rope_parameters(config: Any) -> dict[str, Any]:
     """The rotary embedding in transformers 5's form: rope_type, rope_theta, and what the type needs."""
     given = dict(_value(config, "rope_parameters") or {})
     return {"rope_type": "default", "rope_theta": config.rope_theta, **given}
 
 
-def _speculators_config(
-    config: Eagle3Config, tokens: int, target_name: str, architectures: Sequence[str]
-) -> dict[str, Any]:
+def _speculators_config(config: Any, tokens: int, target_name: str, architectures: Sequence[str]) -> dict[str, Any]:
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -358,14 +357,14 @@ def _our_fields(
     if eagle.get("use_aux_hidden_state") is False:
         raise UserError(f"{where} reads one target state (use_aux_hidden_state false), which is EAGLE-1")
     fields: dict[str, Any] = {}
-    for ours, key in KEYS.items():
-        value = (layer if key.layer else described).get(key.name)
+    for ours, place in KEYS.items():
+        value = (layer if place.layer else described).get(place.name)
         if value is None:
-            value = key.default
+            value = place.default
             if ours == "norm_before_residual" and form == SPECULATORS:
                 value = True  # what vLLM takes for heads in this form that do not say
         if value is None:
-            raise UserError(f"{where}: config.json has no {key.name}; it is needed")
+            raise UserError(f"{where}: config.json has no {place.name}; it is needed")
         fields[ours] = value
     fields["qk_norm"] = "midlayer.self_attn.q_norm.weight" in weights
     types = set(layer.get("layer_types") or [])
@@ -375,8 +374,10 @@ def _our_fields(
     rope = dict(layer.get("rope_parameters") or layer.get("rope_scaling") or {})
     rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type", "default")
     rope.setdefault("rope_theta", layer.get("rope_theta") or 10000.0)
+    if layer.get("partial_rotary_factor"):
+        rope.setdefault("partial_rotary_factor", layer["partial_rotary_factor"])
     fields["rope_theta"] = rope["rope_theta"]
-    fields["rope_parameters"] = None if rope["rope_type"] == "default" else rope
+    fields["rope_parameters"] = rope
     if not fields["draft_vocab_size"]:
         fields["draft_vocab_size"] = len(weights["lm_head.weight"]) if "lm_head.weight" in weights else 0
     for key in ("hidden_size", "vocab_size"):

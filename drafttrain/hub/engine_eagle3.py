@@ -48,7 +48,8 @@ class EngineHead:
         shape = {name: layer[name] for name in ("hidden_size", "num_attention_heads", "head_dim")}
         config = LlamaConfig(**shape, rope_parameters=rope, max_position_embeddings=layer["max_position_embeddings"])
         if rope["rope_type"] == "default":
-            steps = torch.arange(0, layer["head_dim"], 2).float() / layer["head_dim"]
+            width = int(layer["head_dim"] * rope.get("partial_rotary_factor", 1.0))
+            steps = torch.arange(0, width, 2).float() / width
             self.frequencies, self.rope_scale = 1.0 / rope["rope_theta"] ** steps, 1.0
         else:
             self.frequencies, self.rope_scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
@@ -107,8 +108,9 @@ class EngineHead:
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         angles = positions[:, None, None].float() * self.frequencies
         cos, sin = angles.cos() * self.rope_scale, angles.sin() * self.rope_scale
-        left, right = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
-        return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
+        half = len(self.frequencies)
+        left, right, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        return torch.cat((left * cos - right * sin, right * cos + left * sin, rest), dim=-1)
 
     def _attend(self, x: Tensor, positions: Tensor, layer: int) -> Tensor:
         """x [t, width] at the positions after those in the cache -> [t, h]; the cache grows by t."""

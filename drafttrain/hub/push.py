@@ -21,11 +21,12 @@ from typing import Any
 from drafttrain.errors import UserError
 from drafttrain.evaluation.report import draw, load_results
 from drafttrain.hub.card import base_model_name, default_licence, model_card, read_training
-from drafttrain.hub.drafters import DRAFT_MODEL, EAGLE3, Trained, find_drafter, parse_dtype
+from drafttrain.hub.drafters import DRAFT_MODEL, EAGLE3, META_FILE, Trained, find_drafter, parse_dtype
 from drafttrain.hub.eagle3_formats import FLAT, SPECULATORS, obstacles, write_eagle3
 from drafttrain.hub.export import GGUF_NAME, drafter_recipes, export
 from drafttrain.hub.serving import public_name, tuned_tree
 from drafttrain.hub.upload import check_private, check_repo, list_files, print_files, shorten, upload, write_clean_json
+from drafttrain.hub.weights import read_config
 from drafttrain.target import resolve_target
 
 HELP = """Publish a drafter on the Hugging Face Hub with a model card made from measured results.
@@ -155,9 +156,12 @@ def _write_weights(trained: Trained, folder: Path, dtype: Any, base_model: str, 
     target = {**trained.target, "name": base_model}
     if trained.kind == DRAFT_MODEL:
         export(trained, "transformers", folder, dtype, trained.target_name)
-        described = json.loads((folder / "config.json").read_text())
-        write_clean_json(folder / "config.json", {**described, "drafter_kind": DRAFT_MODEL, "target": target})
-        files = [("model.safetensors", "the draft model, for transformers, vLLM, SGLang, TensorRT-LLM and drafttrain")]
+        own = read_config(trained.folder, META_FILE) if (trained.folder / META_FILE).is_file() else {}
+        write_clean_json(folder / META_FILE, {**own, "drafter_kind": DRAFT_MODEL, "target": target})
+        files = [(META_FILE, "kind, target and beginning of the draft model, for drafttrain")]
+        files.append(
+            ("model.safetensors", "the draft model, for transformers, vLLM, SGLang, TensorRT-LLM and drafttrain")
+        )
         try:
             export(trained, "gguf", folder, dtype, trained.target_name)
             files.append((GGUF_NAME, "the same for llama.cpp"))

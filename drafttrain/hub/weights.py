@@ -16,18 +16,18 @@ from drafttrain.errors import UserError
 _PICKLES = ("pytorch_model.bin", "model.bin", "model.pt", "pytorch_model.pt", "model.pth")
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """A folder's config.json.
+def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
+    """A folder's config.json, or another JSON file.
 
     Raises:
         UserError: none there, or not a JSON object.
     """
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((folder / name).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"{str(folder)!r}: config.json cannot be read ({error}); give a checkpoint's folder") from error
+        raise UserError(f"{str(folder)!r}: {name} cannot be read ({error}); give a checkpoint's folder") from error
     if not isinstance(config, dict):
-        raise UserError(f"{str(folder)!r}: config.json must hold an object, not {type(config).__name__}")
+        raise UserError(f"{str(folder)!r}: {name} must hold an object, not {type(config).__name__}")
     return config
 
 

@@ -1,7 +1,7 @@
 """A small server that speaks the Hugging Face Hub's documented HTTP protocol, as far as huggingface_hub uses it.
 
-https://huggingface.co/docs/hub/api and https://github.com/git-lfs/git-lfs/blob/main/docs/api/batch.md: who am I, create, preupload,
-LFS batch and upload, commit (NDJSON), tags, refs, tree, revision and resolve; for models and datasets, with bearer tokens.
+https://huggingface.co/docs/hub/api and https://github.com/git-lfs/git-lfs/blob/main/docs/api/batch.md: who am I, create,
+preupload, LFS batch and upload, commit (NDJSON), tags, refs, tree, revision, resolve; models and datasets; bearer tokens.
 """
 
 from __future__ import annotations

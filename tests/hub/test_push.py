@@ -146,9 +146,8 @@ def test_private_things_are_found(tmp_path):
 
 def test_a_draft_model_is_published_with_its_gguf_file(tmp_path, capsys):
     make_checkpoint(tmp_path / "draft", "llama")
-    config = tmp_path / "draft" / "config.json"
-    target = {"name": "someone/base", "vocab_size": 300}
-    config.write_text(json.dumps({**json.loads(config.read_text()), "drafter_kind": "draft_model", "target": target}))
+    described = {"drafter_kind": "draft_model", "target": {"name": "someone/base", "vocab_size": 300}}
+    (tmp_path / "draft" / "drafttrain.json").write_text(json.dumps(described))
     command = [
         "push",
         "--drafter",
@@ -161,7 +160,7 @@ def test_a_draft_model_is_published_with_its_gguf_file(tmp_path, capsys):
     assert main([*command, "--output", str(tmp_path / "out")]) == 0
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "draft.gguf", "README.md"} <= names
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["drafter_kind"] == "draft_model"
+    assert json.loads((tmp_path / "out" / "drafttrain.json").read_text())["drafter_kind"] == "draft_model"
     card = (tmp_path / "out" / "README.md").read_text()
     assert "--spec-draft-model writer/draft/draft.gguf" in card and "assistant_model=assistant" in card
 

@@ -168,9 +168,8 @@ def test_what_a_file_cannot_say_is_refused(tmp_path):
 @pytest.mark.parametrize("form", ["transformers", "vllm", "gguf"])
 def test_export_and_verify_of_a_draft_model(tmp_path, capsys, form):
     make_checkpoint(tmp_path / "hf", "llama")
-    config = tmp_path / "hf" / "config.json"
-    target = {"name": "user/big", "vocab_size": 300}
-    config.write_text(json.dumps({**json.loads(config.read_text()), "drafter_kind": "draft_model", "target": target}))
+    described = {"drafter_kind": "draft_model", "target": {"name": "user/big", "vocab_size": 300}}
+    (tmp_path / "hf" / "drafttrain.json").write_text(json.dumps(described))
     args = ["--drafter", str(tmp_path / "hf")]
     assert (
         main(["export", *args, "--format", form, "--output", str(tmp_path / "out"), "--speculative-tokens", "5"]) == 0
@@ -194,9 +193,8 @@ def test_export_and_verify_of_a_draft_model(tmp_path, capsys, form):
 
 def test_a_draft_model_with_another_vocabulary_is_refused(tmp_path, capsys):
     make_checkpoint(tmp_path / "hf", "llama")
-    config = tmp_path / "hf" / "config.json"
-    target = {"name": "user/big", "vocab_size": 301}
-    config.write_text(json.dumps({**json.loads(config.read_text()), "drafter_kind": "draft_model", "target": target}))
+    described = {"drafter_kind": "draft_model", "target": {"name": "user/big", "vocab_size": 301}}
+    (tmp_path / "hf" / "drafttrain.json").write_text(json.dumps(described))
     assert (
         main(["export", "--drafter", str(tmp_path / "hf"), "--format", "vllm", "--output", str(tmp_path / "out")]) == 2
     )
