@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 
 import pytest
@@ -178,3 +179,70 @@ def test_pickles_are_read_only_on_demand_and_only_tensors(target, tmp_path):
     with pytest.raises(UserError, match="more than tensors"):
         read_eagle3(tmp_path, target.identity(), allow_pickle=True)
     assert not (tmp_path / "ran").exists()
+
+
+FLAGS = [
+    {"norm_before_residual": True},
+    {"fc_norm": True, "norm_output": True},
+    {"qk_norm": True},
+    {"attention_bias": True, "mlp_bias": True},
+    {"num_hidden_layers": 3, "norm_output": True},
+    {"sliding_window": 9},
+    {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 5000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+    },
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5}},
+]
+
+
+# The drafter's part of these flags is not everywhere yet; delete this mark once it is.
+needs_flags = pytest.mark.skipif(
+    "qk_norm" not in inspect.signature(Eagle3Config.__init__).parameters, reason="this Eagle3Config has no flags"
+)
+
+
+@needs_flags
+@pytest.mark.parametrize("form", [SPECULATORS, FLAT])
+@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags))
+def test_every_flag_is_written_read_and_computed(target, tmp_path, form, flags):
+    """And losing it is noticed: the head computes something else without it."""
+    head = make_head(target, **flags)
+    write_eagle3(head, tmp_path / "a", form, dtype=torch.float32)
+    back = read_eagle3(tmp_path / "a", target.identity())
+    for name, value in flags.items():
+        found = getattr(back.config, name)
+        assert {**found, **value} == found if isinstance(value, dict) else found == value, name
+    assert all(torch.equal(back.state_dict()[name], value) for name, value in head.state_dict().items())
+    assert compare_steps(head, tmp_path / "a")["same_tokens"]
+    assert compare_steps(back, tmp_path / "a")["same_tokens"]
+    assert obstacles(head, "vllm") == []
+    plain = flags.get("rope_parameters", {}).get("rope_type") == "yarn"
+    assert (obstacles(head, "sglang") == []) == plain
+    if form == FLAT and not plain:
+        described = json.loads((tmp_path / "a" / "config.json").read_text())
+        assert described["architectures"] == [
+            "Eagle3Qwen3ForCausalLM" if "qk_norm" in flags else "Eagle3LlamaForCausalLM"
+        ]
+    unweighted = set(flags) & {"norm_before_residual", "norm_output", "sliding_window", "rope_parameters"}
+    for name in unweighted:
+        setattr(head.config, name, None if name == "rope_parameters" else 0)
+    if unweighted:
+        write_eagle3(head, tmp_path / "b", form, dtype=torch.float32)
+        with pytest.raises(UserError, match="computes something else"):
+            compare_steps(back, tmp_path / "b")
+
+
+@needs_flags
+def test_flags_that_vllm_has_no_class_for(target, tmp_path):
+    for flags, message in (
+        ({"qk_norm": True, "mlp_bias": True}, "has an MLP without bias"),
+        ({"qk_norm": True, "attention_bias": True}, "has no o_proj bias"),
+        ({"hidden_act": "gelu"}, "raises on anything but silu"),
+    ):
+        with pytest.raises(UserError, match=message):
+            write_eagle3(make_head(target, **flags), tmp_path / "x", FLAT)
