@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 import tempfile
 from pathlib import Path
@@ -17,7 +18,7 @@ from drafttrain.errors import UserError
 from drafttrain.evaluation.suites import load_suite, render, take_evenly
 from drafttrain.files import write_json
 from drafttrain.hub import engine_runs
-from drafttrain.hub.drafters import EAGLE3, Trained, find_drafter, parse_dtype
+from drafttrain.hub.drafters import DRAFT_MODEL, EAGLE3, Trained, find_drafter, parse_dtype
 from drafttrain.hub.export import FORMATS, GGUF_NAME, export
 from drafttrain.hub.serving import tuned_tree
 from drafttrain.hub.verify_eagle3 import compare_steps
@@ -44,7 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--exported", help="folder written by drafttrain export (default: export it now, for the engine)")
     add("--format", choices=FORMATS, help="format of what is exported now (default: the engine's, else vllm)")
     add("--dtype", default="bfloat16", help="of what is exported now, and of the target: bfloat16, float16, float32")
-    add("--engine", choices=("none", *engine_runs.ENGINES), default="none", help="also run it in this engine")
+    add(
+        "--engine",
+        choices=("auto", "none", *engine_runs.ENGINES),
+        default="auto",
+        help="also run it in this engine (default: vllm or llama.cpp if installed beside drafttrain)",
+    )
     add(
         "--engine-python",
         default=sys.executable,
@@ -66,6 +72,8 @@ def run(args: argparse.Namespace) -> int:
     """
     trained = find_drafter(args.drafter)
     depth = args.speculative_tokens or tuned_tree(trained.folder).depth
+    if args.engine == "auto":
+        args.engine = installed_engine(trained)
     form = args.format or {"transformers": "transformers", "llama.cpp": "gguf"}.get(args.engine, "vllm")
     with tempfile.TemporaryDirectory() as scratch:
         exported = Path(args.exported).expanduser() if args.exported else Path(scratch) / "export"
@@ -83,6 +91,12 @@ def run(args: argparse.Namespace) -> int:
         )
         print(f"wrote {args.output}")
     return 0 if agree else 1
+
+
+def installed_engine(trained: Trained) -> str:
+    """An engine in this environment that runs the drafter, or none."""
+    packages = {"vllm": "vllm"} | ({"llama.cpp": "xllamacpp"} if trained.kind == DRAFT_MODEL else {})
+    return next((name for name, package in packages.items() if importlib.util.find_spec(package)), "none")
 
 
 def check_files(trained: Trained, exported: Path) -> dict[str, Any]:
