@@ -180,6 +180,8 @@ def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any, vocab_size: int) -> 
     if model["type"] != "BPE":
         raise UserError(f"tokenizers of type {model['type']} are not written to GGUF; BPE is")
     ranks = {tuple(m) if isinstance(m, list) else tuple(m.split(" ")): i for i, m in enumerate(model["merges"])}
+    if not ranks:
+        raise UserError("the tokenizer has no merges, without which llama.cpp does not load it")
     spaces = bool(model.get("byte_fallback"))  # of the SentencePiece kind
     added = {token["id"]: token for token in described["added_tokens"]}
     by_id = {number: text for text, number in tokenizer.get_vocab().items()}
@@ -193,7 +195,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any, vocab_size: int) -> 
         prepends = json.dumps([described["normalizer"], described["pre_tokenizer"]])
         writer.add_add_space_prefix("Prepend" in prepends or '"prepend_scheme": "first"' in prepends)
     writer.add_token_types([_token_type(number, text, by_id, added, spaces) for number, text in enumerate(tokens)])
-    if ranks and not spaces:
+    if not spaces:
         writer.add_token_merges([" ".join(pair) for pair in ranks])
     for name in ("bos", "eos", "pad", "unk"):
         number = getattr(tokenizer, f"{name}_token_id")

@@ -25,7 +25,8 @@ from transformers import (
 from drafttrain.cli import main
 from drafttrain.errors import UserError
 from drafttrain.hub.write_gguf import _CUTS, write_gguf
-from tests.conftest import make_tokenizer
+from tests.conftest import CHAT_TEMPLATE
+from tests.conftest import make_tokenizer as without_merges
 
 SHAPE = {
     "hidden_size": 32,
@@ -38,8 +39,8 @@ SHAPE = {
     "max_position_embeddings": 64,
     "initializer_range": 0.2,
     "rms_norm_eps": 1e-5,
-    "bos_token_id": 256,
-    "eos_token_id": 257,
+    "bos_token_id": 258,
+    "eos_token_id": 259,
 }
 ROPE = {"rope_type": "default", "rope_theta": 5000.0}
 LLAMA3 = {
@@ -56,6 +57,18 @@ FAMILIES = {
     # 128 and 256 are what transformers' loader takes for granted in these families
     "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**{**SHAPE, "head_dim": 256}, sliding_window=64)),
 }
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes, two merges, two chat markers."""
+    vocab = {symbol: i for i, symbol in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), "ĊĊ", "he"])}
+    raw = Tokenizer(models.BPE(vocab=vocab, merges=[("Ċ", "Ċ"), ("h", "e")]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    marks = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, **marks)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
 
 
 def make_checkpoint(folder, family: str, tokenizer=None):
@@ -121,7 +134,7 @@ def test_a_tokenizer_comes_back(tmp_path):
     text = "<|im_start|>user\n Héllo 42\n\n1.<|im_end|>"
     assert after(text).input_ids == before(text).input_ids
     reader = gguf.GGUFReader(path)
-    for name, wanted in (("bos", 256), ("eos", 257), ("padding", 257)):
+    for name, wanted in (("bos", 258), ("eos", 259), ("padding", 259)):
         assert reader.get_field(f"tokenizer.ggml.{name}_token_id").contents() == wanted
     assert reader.get_field("tokenizer.ggml.add_bos_token").contents() is False
     assert reader.get_field("tokenizer.chat_template").contents() == before.chat_template
@@ -162,6 +175,9 @@ def test_what_a_file_cannot_say_is_refused(tmp_path):
         config.write_text(json.dumps({**described, **change}))
         with pytest.raises(UserError, match=message):
             write_gguf(tmp_path / "hf", tmp_path / "m.gguf", torch.float32)
+    make_checkpoint(tmp_path / "bytes", "llama", without_merges())
+    with pytest.raises(UserError, match=r"has no merges, without which llama.cpp does not load it"):
+        write_gguf(tmp_path / "bytes", tmp_path / "m.gguf", torch.float32)
 
 
 @pytest.mark.parametrize("form", ["transformers", "vllm", "gguf"])
