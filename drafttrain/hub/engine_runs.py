@@ -69,7 +69,7 @@ def vllm(
 def llama_cpp(
     python: str, target: Path, draft: Path, prompts: Sequence[list[int]], tokens: int, depth: int
 ) -> dict[str, Any]:
-    """llama.cpp's server; target and draft are GGUF files. It counts drafted tokens, and all its chains but the last are full."""
+    """llama.cpp's server; target and draft are GGUF files. It counts drafted and accepted tokens, and rounds follow."""
     job = {
         "target": str(target),
         "draft": str(draft),
@@ -80,8 +80,12 @@ def llama_cpp(
         "threads": torch.get_num_threads(),
     }
     answer = run_side(python, "llama_side.py", job, dict(os.environ))
-    after_prefill = sum(map(len, answer["tokens"])) - len(prompts)
-    rounds = max(sum(-(-offered // depth) for offered in answer["offered"]), 1)
+    rounds = after_prefill = 0
+    for made, offered, accepted in zip(answer["tokens"], answer["offered"], answer["accepted"], strict=True):
+        # A round commits what it accepts and one token more; the last one does not, if it accepted the end of the text.
+        after_prefill += len(made) - 1
+        rounds += max(len(made) - 1 - accepted, -(-offered // depth))
+    rounds = max(rounds, 1)
     return {**answer, "rounds": rounds, "accepted_length": round(after_prefill / rounds, 4)}
 
 
