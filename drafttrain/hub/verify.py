@@ -21,6 +21,7 @@ from drafttrain.hub import engine_runs
 from drafttrain.hub.drafters import DRAFT_MODEL, EAGLE3, Trained, find_drafter, parse_dtype
 from drafttrain.hub.export import FORMATS, GGUF_NAME, export
 from drafttrain.hub.serving import tuned_tree
+from drafttrain.hub.upload import shorten
 from drafttrain.hub.verify_eagle3 import compare_steps
 from drafttrain.target import Target
 
@@ -85,10 +86,9 @@ def run(args: argparse.Namespace) -> int:
         if args.engine != "none":
             agree = _compare_engine(args, trained, exported, depth, found, Path(scratch))
     if args.output:
-        described = describe_environment(torch.device("cpu"))
-        write_json(
-            Path(args.output).expanduser(), {**described, "command": [Path(sys.argv[0]).name, *sys.argv[1:]], **found}
-        )
+        command = [Path(sys.argv[0]).name, *sys.argv[1:]]
+        described = {**describe_environment(torch.device("cpu")), "command": command, **found}
+        write_json(Path(args.output).expanduser(), shorten(described))
         print(f"wrote {args.output}")
     return 0 if agree else 1
 
