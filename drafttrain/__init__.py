@@ -11,14 +11,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from drafttrain.api import generate, load_drafter, stream
+    from drafttrain.api import evaluate, generate, load_drafter, stream
+    from drafttrain.drafters.base import Drafter
     from drafttrain.target import Target
 
 __version__ = "0.1.0"
-__all__ = ["Target", "generate", "load_drafter", "stream"]
+__all__ = ["Drafter", "Target", "evaluate", "generate", "load_drafter", "stream"]
 
 # Loaded on first use: `import drafttrain` and the command line's --help stay quick.
-_HOMES = {"Target": "drafttrain.target", **dict.fromkeys(("generate", "load_drafter", "stream"), "drafttrain.api")}
+_CALLS = ("evaluate", "generate", "load_drafter", "stream")
+_HOMES = {
+    "Drafter": "drafttrain.drafters.base",
+    "Target": "drafttrain.target",
+    **dict.fromkeys(_CALLS, "drafttrain.api"),
+}
 
 
 def __getattr__(name: str) -> Any:

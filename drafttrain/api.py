@@ -5,7 +5,9 @@ A thin layer over `drafttrain.decode`: it turns names into models, and prompts o
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -109,6 +111,39 @@ def load_drafter(name: str, model: Model, tokenizer: Any = None) -> Drafter | No
         UserError: nothing there, not a drafter of ours, or made for another target.
     """
     return load_for_target(name, _target(model, tokenizer))
+
+
+def evaluate(target: str, drafter: str, output: str | Path, **options: Any) -> dict[str, Any]:
+    """`drafttrain eval` from Python: measures a drafter against plain decoding and writes the results file.
+
+    Args:
+        target, drafter: as in `generate`, by name. output: the results file; an interrupted run goes on by it.
+        options: the command's, with underscores: suite="mt_bench.jsonl", limit=10, temperature=1.0, dtype="bfloat16", ...
+
+    Returns:
+        What the file holds: overall figures, figures by category, and a record for each prompt.
+
+    Raises:
+        UserError: an unknown option, a value out of range, or anything that cannot be loaded.
+    """
+    import argparse
+
+    from drafttrain.evaluation import runner
+
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    runner.add_arguments(parser)
+    words = ["--target", target, "--drafter", drafter, "--output", str(output)]
+    for name, value in options.items():
+        flag = f"--{name.replace('_', '-')}"
+        words += [flag] if value is True else [] if value in (None, False) else [flag, str(value)]
+    try:
+        args, unknown = parser.parse_known_args(words)
+    except argparse.ArgumentError as error:
+        raise UserError(f"evaluate: {error}; see drafttrain eval --help") from error
+    if unknown:
+        raise UserError(f"evaluate: {unknown[0]} is no option of drafttrain eval; see its --help")
+    runner.run(args)
+    return json.loads(Path(output).expanduser().read_text())
 
 
 def _pieces(text: TextStream, rounds: Iterator[tuple[int, list[int]]]) -> Iterator[str]:

@@ -23,7 +23,9 @@ from benchmark import median, write_result
 from drafttrain.decode import generate
 from drafttrain.drafters.base import TreeSpec, load_drafter
 from drafttrain.evaluation.suites import load_suite, render, take_evenly
-from drafttrain.hub.engine_format import export_eagle3
+from drafttrain.hub import engines
+from drafttrain.hub.drafters import find_drafter
+from drafttrain.hub.export import export
 from drafttrain.target import Target
 
 
@@ -39,8 +41,10 @@ def vllm_run(args: argparse.Namespace, target: Target, prompts: list[list[int]],
                     "prompts": prompts,
                     "tokens": args.tokens,
                     "repeats": args.repeats,
+                    "warm_up": True,
                     "max_model_len": max(map(len, prompts)) + args.tokens + 32,
                     "speculative": speculative,
+                    "ignore_eos": True,
                     "answer": str(answer),
                 }
             )
@@ -51,7 +55,7 @@ def vllm_run(args: argparse.Namespace, target: Target, prompts: list[list[int]],
             "VLLM_LOGGING_LEVEL": "WARNING",
             **os.environ,
         }
-        script = Path(__file__).with_name("vllm_side.py")
+        script = Path(engines.__file__).with_name("vllm_side.py")
         errors = Path(folder) / "stderr"
         with errors.open("w") as file:
             process = subprocess.Popen(
@@ -105,7 +109,8 @@ def main() -> None:
     questions = take_evenly(load_suite(args.suite).questions, args.prompts)
     prompts = [render(target.tokenizer, question.turns[:1], []) for question in questions]
     head = load_drafter(args.drafter, target)
-    exported = str(export_eagle3(args.drafter, tempfile.mkdtemp()))
+    exported = tempfile.mkdtemp()
+    export(find_drafter(args.drafter), "sglang", Path(exported))
     lookup = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 1}
     eagle = {"method": "eagle3", "model": exported, "num_speculative_tokens": 3}
     sides: dict[str, Any] = {}

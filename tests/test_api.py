@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import drafttrain
-from drafttrain import Target, generate, load_drafter, stream
+from drafttrain import Target, evaluate, generate, load_drafter, stream
 from drafttrain.decode.text import TextStream
 from drafttrain.errors import UserError
 from tests.conftest import make_target, make_tokenizer
@@ -174,3 +175,20 @@ def make_tokenizer_without_template():
 
 def test_importing_the_package_loads_no_library():
     subprocess.run([sys.executable, "-c", "import sys, drafttrain; assert 'torch' not in sys.modules"], check=True)
+
+
+def test_evaluate_gives_the_results_of_the_command(target_dir, tmp_path):
+    (tmp_path / "suite.jsonl").write_text('{"question_id": "a", "category": "chat", "turns": ["Hello there"]}\n')
+    options = {"suite": str(tmp_path / "suite.jsonl"), "dtype": "float32", "max_new_tokens": 8, "tree": "chain:2"}
+    results = evaluate(str(target_dir), "ngram", tmp_path / "r.json", baselines="none", **options)
+    assert results["kind"] == "ngram" and results["overall"]["prompts"] == 1
+    assert results == json.loads((tmp_path / "r.json").read_text())
+    with pytest.raises(UserError, match="--colour is no option of drafttrain eval"):
+        evaluate(str(target_dir), "ngram", tmp_path / "r.json", colour="red")
+    with pytest.raises(UserError, match="invalid int value"):
+        evaluate(str(target_dir), "ngram", tmp_path / "r.json", limit="few")
+
+
+def test_the_names_of_the_package():
+    for name in drafttrain.__all__:
+        assert getattr(drafttrain, name).__name__ == name

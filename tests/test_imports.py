@@ -20,7 +20,7 @@ ROOMS = {
     "data": {"ops"},
     "training": {"ops", "losses", "drafters", "data"},
     "decode": {"ops", "losses", "drafters", "data"},
-    "hub": {"ops", "losses", "drafters", "data", "training", "decode"},
+    "hub": {"ops", "losses", "drafters", "data", "training", "decode", "evaluation"},
     "evaluation": {"ops", "losses", "drafters", "data", "training", "decode"},
 }
 COMMON = {"errors", "files", "progress", "environment", "batch", "target", "target_native"}

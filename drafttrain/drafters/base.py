@@ -335,7 +335,9 @@ def default_tree(name: str) -> str | None:
     Raises:
         UserError: a decoding.json without a tree.
     """
-    path = Path(name.partition("+")[0]).expanduser() / "decoding.json"
+    first = name.partition("+")[0]
+    path = Path(first).expanduser()
+    path = (drafter_folder(first) if _is_hub_id(first) and not path.exists() else path) / "decoding.json"
     if not path.is_file():
         return None
     try:
@@ -344,43 +346,65 @@ def default_tree(name: str) -> str | None:
         raise UserError(f'{path} has no tree ({error!r}); write {{"tree": "chain:3"}}, or pass a tree') from error
 
 
-def kind_of(name: str, key: str = "drafter") -> str:
-    """The kind of a drafter, named as for `load_drafter`; a causal language model that is not ours is a draft model.
+def drafter_folder(name: str, key: str = "drafter") -> Path:
+    """The folder of a trained drafter; one on the Hub is fetched to the Hub's cache first (JSON and safetensors only).
 
     Args:
         key: what the user gave the name for.
+
+    Raises:
+        UserError: no such folder, and not a Hub id that can be read.
+    """
+    path = Path(name).expanduser()
+    if not path.exists() and "/" not in name:
+        path = Path(resolve_target(name))  # a model that `drafttrain fetch` has cached
+    if path.exists():
+        return path
+    if not _is_hub_id(name):
+        raise UserError(
+            f"{key}={name!r}: no such folder, and not a Hub id (user/name); kinds without weights: ngram, ngram_store"
+        )
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["speculators/*", "results/*"]))
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"{key}={name!r}: no such folder, and the Hub does not give it ({first}); check the name, and log in for a "
+            "private one: hf auth login"
+        ) from error
+
+
+def _is_hub_id(name: str) -> bool:
+    return not name.startswith((".", "/", "~")) and name.count("/") == 1
+
+
+def kind_of(name: str, key: str = "drafter") -> str:
+    """The kind of a drafter, named as for `load_drafter`; a causal language model that is not ours is a draft model.
 
     Raises:
         UserError: nothing there, or not a drafter.
     """
     if name == "none" or is_untrained(name):
         return name
-    path = Path(name).expanduser()
-    if not path.exists() and "/" not in name:
-        path = Path(resolve_target(name))  # a model that `drafttrain fetch` has cached
-    if not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") != 1):
-        raise UserError(
-            f"{key}={name!r}: no such folder, and not a Hub id (user/name); kinds without weights: ngram, ngram_store"
-        )
     try:
-        if path.exists():
-            config_file = path / "config.json"
-        else:
-            from huggingface_hub import hf_hub_download
-
-            config_file = Path(hf_hub_download(name, "config.json"))
-        config = json.loads(config_file.read_text())
+        config = json.loads((drafter_folder(name, key) / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"{key}={name!r}: config.json cannot be read ({error}); train one or check the path") from error
     if config.get("drafter_kind"):
         return config["drafter_kind"]
-    if set(config.get("architectures") or ()) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
+    architectures = set(config.get("architectures") or ())
+    if architectures & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
         return "draft_model"
     raise UserError(
-        f"{key}={name!r}: config.json has no drafter_kind and is no causal language model's, so it is no drafter"
+        f"{key}={name!r}: config.json has no drafter_kind and is no causal language model's, so it is no drafter of ours; bring "
+        "a published EAGLE-3 head in by: drafttrain import"
     )
 
 
 def load_trained(name: str, key: str = "drafter") -> Any:
     """A saved drafter, by folder or Hub id, not yet bound; see `kind_of`."""
-    return kind_class(kind_of(name, key)).from_pretrained(name, use_safetensors=True)
+    cls, folder = kind_class(kind_of(name, key)), drafter_folder(name, key)
+    return cls.load(folder) if hasattr(cls, "load") else cls.from_pretrained(str(folder), use_safetensors=True)

@@ -14,9 +14,11 @@ drafted path. Both call `Eagle3.step`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -121,6 +123,7 @@ class Eagle3(LayerDrafting, PreTrainedModel):
     config_class = Eagle3Config
     base_model_prefix = ""
     supports_gradient_checkpointing = True
+    _keys_to_ignore_on_load_unexpected = ["d2t", "t2d"]
     kind = "eagle3"
     trainable = True
     takes_packed_rows = True
@@ -153,6 +156,18 @@ class Eagle3(LayerDrafting, PreTrainedModel):
             nn.init.normal_(module.weight, std=module.in_features**-0.5)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
+
+    @classmethod
+    def load(cls, folder: Path) -> Eagle3:
+        """A saved drafter, published ones included: those hold the kept ids as the engines' d2t, target id minus drafter id."""
+        loaded: Any = cls.from_pretrained(folder, use_safetensors=True, output_loading_info=True)
+        drafter, info = loaded
+        if "kept_ids" in info["missing_keys"]:
+            drafter.kept_ids = torch.arange(drafter.config.draft_vocab_size)
+            if drafter.config.draft_vocab_size != drafter.config.vocab_size:
+                with safe_open(folder / "model.safetensors", "pt") as file:
+                    drafter.kept_ids += file.get_tensor("d2t")
+        return drafter
 
     @property
     def feature_layers(self) -> tuple[int, ...]:

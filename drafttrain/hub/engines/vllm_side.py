@@ -1,4 +1,10 @@
-"""The vLLM side of bench_vllm.py; runs in vLLM's own environment. Reads a job as JSON on its command line's file."""
+"""vLLM's side of a comparison; a script that runs in vLLM's own environment and imports nothing of ours.
+
+    python vllm_side.py JOB.json
+
+The job says target, dtype, prompts (token ids), tokens, repeats, warm_up, max_model_len, speculative (vLLM's speculative_config or
+null), ignore_eos and answer, the file to write: runs, tokens of the last one, and vLLM's counters of speculative decoding.
+"""
 
 import json
 import sys
@@ -19,9 +25,10 @@ def main() -> None:
         enable_prefix_caching=False,
         disable_log_stats=False,
     )
-    params = SamplingParams(temperature=0, max_tokens=job["tokens"], ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=job["tokens"], ignore_eos=job["ignore_eos"])
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
-    llm.generate(prompts[:1], params, use_tqdm=False)
+    if job["warm_up"]:
+        llm.generate(prompts[:1], params, use_tqdm=False)
     print("vllm: ready", flush=True)
     runs = []
     for _ in range(job["repeats"]):
@@ -35,8 +42,11 @@ def main() -> None:
     for metric in llm.get_metrics():
         if "spec_decode" in metric.name and hasattr(metric, "value"):
             counters[metric.name] = metric.value
+    import vllm
+
     with open(job["answer"], "w") as file:
-        json.dump({"runs": runs, "tokens": [list(text) for text in texts], "counters": counters}, file)
+        answer = {"runs": runs, "tokens": [list(text) for text in texts], "counters": counters}
+        json.dump({**answer, "version": vllm.__version__}, file)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""Scripts that run in the environments of other engines; they import nothing of ours."""

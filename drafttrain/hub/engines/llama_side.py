@@ -1,0 +1,56 @@
+"""llama.cpp's side of a comparison, by its python server (xllamacpp); a script that imports nothing of ours.
+
+    python llama_side.py JOB.json
+
+The job says target and draft (GGUF files; draft may be null), prompts (token ids), tokens, depth, max_model_len, threads and
+answer, the file to write: per prompt its tokens, and how many drafted ones were offered and accepted.
+"""
+
+import json
+import sys
+import urllib.request
+
+
+def main() -> None:
+    with open(sys.argv[1]) as file:
+        job = json.load(file)
+    import xllamacpp as llama
+
+    params = llama.CommonParams()
+    params.model.path = job["target"]
+    params.n_ctx = job["max_model_len"]
+    params.n_parallel = 1
+    params.cpuparams.n_threads = job["threads"]
+    params.warmup = False
+    params.port = 0  # any free one
+    if job["draft"]:
+        params.speculative.types = [llama.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
+        draft = params.speculative.draft
+        draft.mparams.path = job["draft"]
+        # A plain chain: always of full length, whatever the drafter thinks of it.
+        draft.n_max, draft.n_min, draft.p_min = job["depth"], 0, 0.0
+    server = llama.Server(params)
+    address = server.listening_address
+    tokens, offered, accepted = [], [], []
+    for prompt in job["prompts"]:
+        body = {
+            "prompt": prompt,
+            "n_predict": job["tokens"],
+            "temperature": 0.0,
+            "return_tokens": True,
+            "cache_prompt": False,
+        }
+        request = urllib.request.Request(
+            f"{address}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request) as reply:
+            answer = json.load(reply)
+        tokens.append(answer["tokens"])
+        offered.append(answer["timings"].get("draft_n", 0))
+        accepted.append(answer["timings"].get("draft_n_accepted", 0))
+    with open(job["answer"], "w") as file:
+        json.dump({"tokens": tokens, "offered": offered, "accepted": accepted, "version": llama.__version__}, file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,250 @@
+"""Publishing: what goes up, what is refused, and the real huggingface_hub client against a server of its protocol."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from drafttrain.cli import main
+from drafttrain.data.store import Store
+from drafttrain.errors import UserError
+from drafttrain.hub.eagle3_formats import read_eagle3
+from drafttrain.hub.upload import check_private, shorten
+from drafttrain.target import Target
+from tests.conftest import make_target
+from tests.hub.hub_server import READ_ONLY, TOKEN, HubServer
+from tests.hub.test_eagle3_formats import make_head
+from tests.hub.test_write_gguf import make_checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """A target, a drafter for it with a training record, a suite, data, and an evaluation of the drafter."""
+    folder = tmp_path_factory.mktemp("work")
+    built = make_target(layers=8)
+    built.model.save_pretrained(folder / "target")
+    built.tokenizer.save_pretrained(folder / "target")
+    target = Target.load(str(folder / "target"), "float32")
+    make_head(target).save_pretrained(folder / "drafter")
+    config = {
+        "kind": "eagle3", "target": str(folder / "target"), "data": str(folder / "data"), "loss": "kl", "init": "target",
+        "output_dir": str(folder / "drafter"), "max_length": 512, "drafter": {"ttt_steps": 4}, "trainer": {"seed": 3},
+    }  # fmt: skip
+    record = {"config": config, "steps": 12, "seconds": 30.0, "parameters": 12345, "device": "cpu", "processes": 1}
+    (folder / "drafter" / "training.json").write_text(json.dumps(record))
+    (folder / "drafter" / "decoding.json").write_text('{"tree": "chain:2"}')
+    with Store(
+        folder / "data", {"target": target.identity(), "sampling": {"temperature": 1.0, "max_new_tokens": 8}}
+    ) as store:
+        for i in range(3):
+            row = {"id": str(i), "tokens": [1, 2, 3, 4], "spans": [[2, 4]], "finish": ["stop"]}
+            store.append({**row, "source": str(folder / "prompts.jsonl")})
+    (folder / "suite.jsonl").write_text('{"question_id": "a", "category": "chat", "turns": ["Hello there"]}\n')
+    assert evaluate(folder, str(folder / "drafter"), folder / "results.json") == 0
+    return folder
+
+
+def evaluate(folder: Path, drafter: str, output: Path) -> int:
+    return main(eval_command(folder, drafter, output))
+
+
+def eval_command(folder: Path, drafter: str, output: Path) -> list[str]:
+    return ["eval", "--target", str(folder / "target"), "--drafter", drafter, "--suite", str(folder / "suite.jsonl"),
+            "--dtype", "float32", "--baselines", "autoregressive", "--max-new-tokens", "12", "--output", str(output)]  # fmt: skip
+
+
+def push_command(work: Path, *more: str) -> list[str]:
+    return ["push", "--drafter", str(work / "drafter"), "--repo", "writer/head", "--results", str(work / "results.json"),
+            "--base-model", "someone/base", "--dtype", "float32", *more]  # fmt: skip
+
+
+def test_a_dry_run_writes_what_would_go_up_and_no_local_path(work, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(push_command(work, "--dry-run", "--output", str(out), "--licence", "mit")) == 0
+    printed = capsys.readouterr().out
+    names = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
+    assert names == {
+        "README.md", "config.json", "model.safetensors", "speculators/config.json", "speculators/model.safetensors",
+        "decoding.json", "training.json", "results/1-suite-t0.json", "plots/results.png",
+    }  # fmt: skip
+    assert all(name in printed for name in names) and "dry run: nothing was uploaded" in printed
+    for name in names:
+        if not name.endswith((".png", ".safetensors")):
+            text = (out / name).read_text()
+            for private in (str(work), str(ROOT), str(Path.home()), "/tmp/", "prompts.jsonl"):
+                assert private not in text, (name, private)
+    card = (out / "README.md").read_text()
+    results = json.loads((work / "results.json").read_text())
+    for expected in (
+        "base_model: someone/base", "license: mit", "- speculative-decoding", f"{results['overall']['accepted_length']:.2f}",
+        "| **all** | 1 |", results["device"], '"num_speculative_tokens": 2', "--speculative-num-steps 2", "max_draft_len: 2",
+        "recipe: kind eagle3, loss kl", "12 steps", "3 conversations", "## Limits", "tree `chain:2`",
+    ):  # fmt: skip
+        assert expected in card, expected
+    table = [line for line in card.splitlines() if line.startswith("|")]
+    assert len({line.count("|") for line in table}) == 1 and len(table) == 4
+    assert "{{" not in card and "{%" not in card
+    # Both forms hold the head, and a second dry run replaces the first.
+    identity = {**make_target(layers=8).identity(), "name": "someone/base"}
+    weights = [read_eagle3(out / part, identity).state_dict() for part in ("", "speculators")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert main(push_command(work, "--dry-run", "--output", str(out))) == 0
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.txt").write_text("")
+    assert main(push_command(work, "--dry-run", "--output", str(tmp_path / "other"))) == 2
+    assert (tmp_path / "other" / "thesis.txt").exists()
+
+
+def test_no_evaluation_or_a_foreign_one_is_refused(work, tmp_path, capsys):
+    bare = [
+        "push",
+        "--drafter",
+        str(work / "drafter"),
+        "--repo",
+        "writer/head",
+        "--dry-run",
+        "--output",
+        str(tmp_path / "o"),
+    ]
+    assert main(bare) == 2
+    assert "there is no evaluation to publish" in capsys.readouterr().err
+    assert not (tmp_path / "o").exists()
+    assert main([*bare, "--without-evaluation"]) == 0
+    assert "## Not measured" in (tmp_path / "o" / "README.md").read_text()
+    results = json.loads((work / "results.json").read_text())
+    for change, message in (
+        ({"target": "someone/else"}, "are for target 'someone/else'"),
+        ({"kind": "ngram"}, "measured a drafter of kind 'ngram'"),
+    ):
+        (tmp_path / "r.json").write_text(json.dumps({**results, **change}))
+        assert main([*bare, "--results", str(tmp_path / "r.json")]) == 2
+        assert message in capsys.readouterr().err
+    assert main(["push", "--drafter", str(work / "drafter"), "--repo", "noslash", "--without-evaluation"]) == 2
+
+
+def test_private_things_are_found(tmp_path):
+    assert shorten(
+        {"a": ["/home/me/run/x.json", "data=/tmp/d", "user/name", "runs/a/b+ngram", "https://a/b/c", "a / b"]}
+    ) == {"a": ["x.json", "data=d", "user/name", "b+ngram", "https://a/b/c", "a / b"]}
+    for text, message in ((f"see {TOKEN}", "looks like a Hub token"), ("in /home/somebody/x", "/home/somebody/x")):
+        (tmp_path / "README.md").write_text(text)
+        with pytest.raises(UserError, match=message) as caught:
+            check_private(tmp_path, [Path("README.md")])
+        assert TOKEN not in str(caught.value)
+    (tmp_path / "README.md").write_text("https://huggingface.co/home/x and user/home/x")
+    check_private(tmp_path, [Path("README.md")])
+
+
+def test_a_draft_model_is_published_with_its_gguf_file(tmp_path, capsys):
+    make_checkpoint(tmp_path / "draft", "llama")
+    described = {"drafter_kind": "draft_model", "target": {"name": "someone/base", "vocab_size": 300}}
+    (tmp_path / "draft" / "drafttrain.json").write_text(json.dumps(described))
+    command = [
+        "push",
+        "--drafter",
+        str(tmp_path / "draft"),
+        "--repo",
+        "writer/draft",
+        "--without-evaluation",
+        "--dry-run",
+    ]
+    assert main([*command, "--output", str(tmp_path / "out")]) == 0
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "draft.gguf", "README.md"} <= names
+    assert json.loads((tmp_path / "out" / "drafttrain.json").read_text())["drafter_kind"] == "draft_model"
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "--spec-draft-model writer/draft/draft.gguf" in card and "assistant_model=assistant" in card
+
+
+_DRIVER = """
+import json, os, sys, time, urllib.request
+time.sleep = lambda seconds: None  # the client waits between its tries
+from drafttrain.cli import main
+report = []
+for token, command in json.loads(sys.stdin.read()):
+    os.environ.pop("HF_TOKEN", None)
+    if token:
+        os.environ["HF_TOKEN"] = token
+    print(f"=== {len(report)}", flush=True)
+    print(f"=== {len(report)}", file=sys.stderr, flush=True)
+    if command == "heal":
+        urllib.request.urlopen(os.environ["HF_ENDPOINT"] + "/heal").close()
+        report.append(0)
+    else:
+        report.append(main(command))
+print("=== " + json.dumps(report))
+"""
+
+
+def run_against(server: HubServer, home: Path, commands: list) -> tuple[list[int], list[str], list[str]]:
+    """Commands in one process whose Hub is the server; their status, and what each printed and complained of."""
+    environment = {
+        **{key: value for key, value in os.environ.items() if not key.startswith("HF_")},
+        "HF_ENDPOINT": server.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0", "NO_PROXY": "*",
+        "PYTHONPATH": str(ROOT), "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", _DRIVER], input=json.dumps(commands), env=environment, capture_output=True,
+                          text=True, cwd=home, check=False, timeout=300)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    out = [part.partition("\n")[2] for part in f"\n{done.stdout}".split("\n=== ")[1:-1]]
+    errors = [part.partition("\n")[2] for part in f"\n{done.stderr}".split("\n=== ")[1:]]
+    return json.loads(done.stdout.rpartition("=== ")[2]), out, errors
+
+
+def test_the_hub_from_login_to_reading_back(work, tmp_path):
+    """Auth failures, an interrupted upload that resumes, an update with a tag, and an evaluation of the published drafter."""
+    push = push_command(work)
+    data = ["push-data", "--data", str(work / "data"), "--repo", "writer/data", "--prompt-licence", "our own, CC0"]
+    with HubServer() as server:
+        server.break_after = 1
+        commands = [
+            ("", push),
+            ("hf_" + "wrong" * 6, push),
+            (READ_ONLY, push),
+            (TOKEN, push),
+            (TOKEN, "heal"),
+            (TOKEN, push),
+            (TOKEN, push),
+            (TOKEN, push_command(work, "--licence", "mit")),
+            (TOKEN, eval_command(work, "writer/head", tmp_path / "again.json")),
+            (TOKEN, data),
+            ("", eval_command(work, "writer/missing", tmp_path / "none.json")),
+        ]
+        status, out, errors = run_against(server, tmp_path, commands)
+        assert status == [2, 2, 2, 2, 0, 0, 0, 0, 0, 0, 2], errors
+        assert "not logged in; run hf auth login" in errors[0]
+        assert "does not accept the token (401)" in errors[1]
+        assert "may not write there (403)" in errors[2]
+        assert "the upload broke off" in errors[3] and "run the same command again" in errors[3]
+        assert "the Hub does not give it" in errors[10]
+        head = server.repositories["models", "writer/head"]
+        # Of three large files one had arrived before the break, and it was not sent again.
+        puts = Counter(line.rpartition("/")[2] for line in server.log if line.startswith("PUT /lfs/"))
+        assert puts.keys() == server.objects.keys() and len(puts) == 3
+        assert min(puts.values()) == 1 and max(puts.values()) > 1
+        # The first push that came through made v1, the same again changed nothing, the changed card made v2.
+        assert list(head.tags) == ["v1", "v2"] and head.tags["v2"] == head.head
+        assert out[5].strip().endswith("/writer/head/tree/v1") and out[6].strip().endswith("/writer/head/tree/v1")
+        before, after = head.commits[head.tags["v1"]], head.commits[head.tags["v2"]]
+        assert set(before) <= set(after) and ".gitattributes" in after
+        assert b"license: mit" in after["README.md"] and b"license: mit" not in before["README.md"]
+        everything = b"".join(content for files in head.commits.values() for content in files.values())
+        assert TOKEN.encode() not in everything and TOKEN not in "".join(out + errors)
+        rows = server.repositories["datasets", "writer/data"].commits[
+            server.repositories["datasets", "writer/data"].head
+        ]
+        assert rows["part-0000.jsonl"].count(b"\n") == 3 and b"our own, CC0" in rows["README.md"]
+        assert str(work).encode() not in b"".join(rows.values())
+    local, hub = (json.loads(path.read_text()) for path in (work / "results.json", tmp_path / "again.json"))
+    assert hub["kind"] == "eagle3" and hub["decoding"]["tree"]["spec"] == "chain:2"
+    for key in ("accepted_length", "tokens", "target_passes", "identical_outputs"):
+        assert hub["overall"][key] == local["overall"][key]
