@@ -23,7 +23,12 @@ COMMANDS = {
     "train": ("drafttrain.train", "train a drafter from a config (same as accelerate launch drafttrain/train.py)"),
     "ngram-store": ("drafttrain.decode.ngram_corpus", "count the n-grams of a corpus: a drafter without training"),
     "eval": ("drafttrain.evaluation.runner", "measure a drafter in the lossless tree decoder against both baselines"),
-    "report": ("drafttrain.evaluation.report", "table and plot from results.json"),
+    "report": ("drafttrain.evaluation.report", "table, page and pictures from results.json"),
+    "trace": ("drafttrain.evaluation.trace", "one answer, token by token: who produced each, and every round's tree"),
+    "bench-server": (
+        "drafttrain.evaluation.serving",
+        "load-test OpenAI-compatible servers, with and without speculation",
+    ),
 }
 
 

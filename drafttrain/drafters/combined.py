@@ -35,7 +35,9 @@ def merge(first: TokenTree, second: TokenTree) -> TokenTree:
             tokens.append(token)
         where[node] = place[key]
     drawn = first.proposal and replace(first.proposal, rows=first.proposal.rows + [-1] * (len(tokens) - len(first)))
-    return TokenTree(torch.tensor(tokens, dtype=torch.long, device=first.tokens.device), parents, proposal=drawn)
+    known = first.log_probs
+    log_probs = None if known is None else torch.cat((known, known.new_full((len(tokens) - len(first),), torch.nan)))
+    return TokenTree(torch.tensor(tokens, dtype=torch.long, device=first.tokens.device), parents, log_probs, drawn)
 
 
 class CombinedDrafter(Drafter):
