@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 from rich.console import Console
 from rich.table import Table
 
+from drafttrain.environment import describe_environment
 from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import percentiles
 from drafttrain.evaluation.serving_client import Answer, Server, ask, connect, read_metrics, speculation
@@ -55,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ignore-eos", action="store_true", help="ask for answers of full length (vLLM and SGLang know this field)")
     add("--api-key-env", metavar="NAME", help="environment variable that holds the key, if the server wants one")
     add("--seed", type=int, default=0, help="of the moments of --request-rate")
+    add("--note", default="", help="a sentence to keep with the results, such as what else ran on the machine")
     add("--output", default="server.json", help="results file")
 
 
@@ -100,11 +103,10 @@ def run(args: argparse.Namespace) -> int:
         "suite_digest": suite.digest,
     }
     servers = asyncio.run(measure(args, loads, prompts))
-    from drafttrain import __version__
-
     results = {
-        "drafttrain": __version__,
+        **describe_environment(torch.device("cpu")),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        **({"note": args.note} if args.note else {}),
         "workload": workload,
         "servers": servers,
         "comparison": compare(*servers.values()) if len(servers) == 2 else [],
@@ -299,15 +301,15 @@ def print_results(results: dict[str, Any], console: Console | None = None) -> No
     for name, server in results["servers"].items():
         title = f"{name}: {server['url']}, {server['model']}"
         table = Table(title=title, title_justify="left", title_style="bold")
-        for heading in ("load", "done", "errors", "tokens/s", "TTFT ms\np50 / p95 / p99", "TPOT ms\np50 / p95 / p99"):
-            table.add_column(heading, justify="right", no_wrap=True)
-        for heading in ("between pieces ms\np50 / p95 / p99", "whole ms\np50 / p95 / p99", "accepted\nlength"):
+        headings = ["load", "done", "errors", "tokens/s"]
+        headings += [f"{what} ms\np50 / p95 / p99" for what in ("TTFT", "TPOT", "ITL", "whole")] + ["accepted\nlength"]
+        for heading in headings:
             table.add_column(heading, justify="right", no_wrap=True)
         for cell in server["cells"]:
             errors = ", ".join(f"{count} {kind}" for kind, count in cell["errors"].items()) or "0"
             length = cell.get("speculation", {}).get("accepted_length")
             times = [
-                " / ".join(f"{v:,.0f}" for v in cell[key].values())
+                " / ".join(f"{v:.0f}" for v in cell[key].values())
                 for key in ("ttft_ms", "tpot_ms", "itl_ms", "latency_ms")
             ]
             rate = f"{cell['tokens_per_second']:.1f}"
@@ -334,4 +336,4 @@ def print_results(results: dict[str, Any], console: Console | None = None) -> No
 
 
 def _step(cell: dict[str, Any]) -> str:
-    return f"{cell['request_rate']:g}/s" if "request_rate" in cell else f"{cell['concurrency']} at a time"
+    return f"{cell['request_rate']:g}/s" if "request_rate" in cell else f"{cell['concurrency']} at once"

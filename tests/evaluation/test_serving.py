@@ -128,11 +128,13 @@ def bench(tmp_path):
 
 def test_a_concurrency_sweep(bench, capsys):
     with FakeServer(gap=0.02, page=lambda asked: vllm_page(100 + 8 * asked)) as server:
-        results = bench("--url", server.url + "/v1/", "--concurrency", "1,3", "--warm-up", "1")
+        results = bench("--url", server.url + "/v1/", "--concurrency", "1,3", "--warm-up", "1", "--note", "quiet")
         assert server.most == 3
     assert len(server.asked) == 1 + 6 + 6
     assert [body["messages"][0]["content"] for body in server.asked[1:4]] == ["question 0", "question 1", "question 2"]
     assert {(body["model"], body["stream"], body["max_tokens"]) for body in server.asked} == {("tiny", True, 8)}
+    assert results["note"] == "quiet"
+    assert {"drafttrain", "versions", "device", "command", "workload"} <= results.keys()
     one, three = results["servers"]["url"]["cells"]
     assert (one["concurrency"], one["completed"], one["errors"], one["tokens"]) == (1, 6, {}, 48)
     assert one["tokens_counted"] is True
@@ -152,7 +154,7 @@ def test_a_concurrency_sweep(bench, capsys):
             "acceptance_by_depth": {"conditional": [0.5, 0.5], "joint": [0.5, 0.25]},
         }
     shown = capsys.readouterr().out
-    assert "3 at a time" in shown
+    assert "3 at once" in shown
     assert "1.75" in shown
 
 
