@@ -133,8 +133,9 @@ def _draw(chart: Chart, colours: dict[str, str], save: Callable[[Any], None], ti
 
     groups, bars = len(chart.labels), len(chart.series)
     height = 0.5 + groups * max(0.2 * bars + 0.1, 0.3) if chart.form == "bars" else 2.7
-    style = {
+    style: Any = {
         "svg.fonttype": "none",
+        "text.parse_math": False,
         "svg.hashsalt": chart.key,
         "font.size": 10.5,
         "text.color": colours["ink"],
@@ -143,16 +144,18 @@ def _draw(chart: Chart, colours: dict[str, str], save: Callable[[Any], None], ti
         "ytick.color": colours["muted"],
     }
     with plt.rc_context(style):
-        legend = titled and len(chart.series) > 1
-        figure, axes = plt.subplots(figsize=(4.4, height + 0.5 * titled + 0.25 * legend), layout="constrained")
+        names = [one.name for one in chart.series] if titled and len(chart.series) > 1 else []
+        columns = 1 if max(map(len, names), default=0) > 24 else 2
+        height += 0.4 * titled + 0.2 * -(-len(names) // columns)
+        figure, axes = plt.subplots(figsize=(4.4, height), layout="constrained")
         try:
             {"bars": _bars, "columns": _columns, "lines": _lines}[chart.form](axes, chart, colours)
             axes.set_frame_on(False)
             axes.tick_params(length=0)
             if titled:
                 axes.set_title(chart.title, loc="left", fontweight="bold", color=colours["ink"], fontsize=11)
-                if legend:
-                    figure.legend(loc="outside lower left", frameon=False, fontsize=8, ncols=2)
+                if names:
+                    figure.legend(loc="outside lower left", frameon=False, fontsize=8, ncols=columns)
             save(figure)
         finally:
             plt.close(figure)

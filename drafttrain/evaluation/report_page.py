@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from drafttrain.evaluation.charts import Chart, Series, svg
+from drafttrain.evaluation.metrics import BASELINES, accepted_length_histogram
 from drafttrain.evaluation.page import render_page
 
 Results = dict[str, Any]
@@ -29,6 +31,13 @@ _NAMES = {
     "hf_prompt_lookup": "transformers prompt lookup",
     "hf_assisted": "transformers assisted",
 }
+_AXES = {
+    "batch_size": "batch size",
+    "tree": "tree",
+    "temperature": "temperature",
+    "dtype": "dtype",
+    "context": "context length",
+}  # of a sweep
 _CONTEXT = 160  # characters of agreement shown before two outputs part
 
 
@@ -50,7 +59,7 @@ def make_charts(runs: Sequence[Results], names: Sequence[str], sweeps: Sequence[
     if runs:
         charts += [_speedup(runs, names), _accepted_length(runs, names), _acceptance(runs, names)]
         charts += [_histogram(runs, names), *_latencies(runs, names), _rates(runs, names)]
-    charts += [_crossover(sweep, number) for number, sweep in enumerate(sweeps, 1)]
+    charts += [chart for number, sweep in enumerate(sweeps, 1) for chart in _sweep_charts(sweep, number)]
     return [chart for chart in charts if any(value is not None for one in chart.series for value in one.values)]
 
 
@@ -95,9 +104,18 @@ def verdict(overall: Results) -> tuple[str, str]:
     return f"{factor:.2f} times as fast as the faster baseline{sure}, at {length}.", "good" if factor > 1.02 else ""
 
 
-def _span(figures: Results, key: str) -> tuple[float, float] | None:
-    """The confidence interval of a figure, if the file has one."""
-    low_high = figures.get("confidence", {}).get(key)
+def _span(figures: Results, key: str, side: str = "") -> tuple[float, float] | None:
+    """The confidence interval of a figure, if the file has one.
+
+    Args:
+        key: of the figure; `speedup_vs_fastest` means the speed-up over the baseline that it is the figure of.
+        side: which baseline, for the key `speedup`.
+    """
+    known = figures.get("confidence", {})
+    if key == "speedup_vs_fastest":
+        speedup = {name: figures["speedup"][name] for name in BASELINES if name in figures.get("speedup", {})}
+        key, side = "speedup", min(speedup, key=lambda name: speedup[name], default="")
+    low_high = known.get(key, {}).get(side) if key == "speedup" else known.get(key)
     return (low_high[0], low_high[1]) if low_high else None
 
 
@@ -116,7 +134,10 @@ def _speedup(runs: Sequence[Results], names: Sequence[str]) -> Chart:
         sides = list(runs[0]["overall"]["speedup"])
         series = [
             Series(
-                f"over {_NAMES.get(side, side)}", [_of(runs[0], g).get("speedup", {}).get(side) for g in groups], tone
+                f"over {_NAMES.get(side, side)}",
+                [_of(runs[0], group).get("speedup", {}).get(side) for group in groups],
+                tone,
+                spans=[_span(_of(runs[0], group), "speedup", side) for group in groups],
             )
             for tone, side in enumerate(sides, 1)
         ]
@@ -182,8 +203,18 @@ def _acceptance(runs: Sequence[Results], names: Sequence[str]) -> Chart:
     )
 
 
+def _rounds_by_length(run: Results) -> list[int]:
+    """The histogram in the file, or of its prompts' rounds where an older version wrote it."""
+    if "accepted_length_histogram" in run["overall"]:
+        return run["overall"]["accepted_length_histogram"]
+    rounds: Counter[tuple[int, int]] = Counter()
+    for record in run.get("prompts", []):
+        rounds.update({(accepted, offered): count for accepted, offered, count in record["sides"]["drafter"]["rounds"]})
+    return accepted_length_histogram(rounds)
+
+
 def _histogram(runs: Sequence[Results], names: Sequence[str]) -> Chart:
-    every = [run["overall"].get("accepted_length_histogram") or [] for run in runs]
+    every = [_rounds_by_length(run) for run in runs]
     longest = max(map(len, every), default=0)
     first = 1 if all(not counts or counts[0] == 0 for counts in every) else 0
     series = []
@@ -221,36 +252,65 @@ def _latencies(runs: Sequence[Results], names: Sequence[str]) -> Iterable[Chart]
 
 
 def _rates(runs: Sequence[Results], names: Sequence[str]) -> Chart:
-    """A bar per side; of several runs, a group of bars per run."""
+    """A bar per side and run."""
     sides = list(dict.fromkeys(side for run in runs for side in run["overall"]["baselines"]))
-    ours: list[float | None] = [run["overall"]["tokens_per_second"] for run in runs]
-    theirs = [[run["overall"]["baselines"].get(side, {}).get("tokens_per_second") for run in runs] for side in sides]
-    called = ["with the drafter", *(_NAMES.get(side, side) for side in sides)]
-    if len(runs) == 1:
-        labels, series = called, [Series("tokens per second", [*ours, *(values[0] for values in theirs)])]
-    else:
-        tones = [1, 0, *range(2, 7)]
-        labels = list(names)
-        series = [Series(*each) for each in zip(called, [ours, *theirs], tones, strict=False)]
+    series = []
+    for tone, (run, name) in enumerate(zip(runs, names, strict=True), 1):
+        theirs = [run["overall"]["baselines"].get(side, {}).get("tokens_per_second") for side in sides]
+        series.append(Series(name, [run["overall"]["tokens_per_second"], *theirs], tone))
+    labels = ["with the drafter", *(_NAMES.get(side, side) for side in sides)]
     note = "New tokens over wall-clock time, prefill included, every side alike."
     return Chart("rates", "Tokens per second", note, "bars", labels, series, show=lambda value: f"{value:,.1f}")
 
 
-def _crossover(sweep: Results, number: int) -> Chart:
-    """Speed-up by batch size, a line per setting otherwise."""
-    cells = [cell for cell in sweep["cells"] if cell.get("overall", {}).get("speedup_vs_fastest") is not None]
-    sizes = sorted({cell.get("batch_size", 1) for cell in cells})
+def _cells(sweep: Results) -> list[tuple[Results, Results]]:
+    """(settings, figures) of each cell that was compared with a baseline.
+
+    A cell holds its settings under `cell` or beside its figures, and its figures under `overall` or beside its settings.
+    """
+    found = []
+    for cell in sweep["cells"]:
+        figures = cell.get("overall", cell)
+        if figures.get("speedup_vs_fastest") is not None:
+            settings = dict(cell.get("cell") or {key: cell[key] for key in _AXES if key in cell})
+            settings["tree"] = cell.get("spec") or settings.get("tree")
+            found.append((settings, figures))
+    return found
+
+
+def _sweep_charts(sweep: Results, number: int) -> Iterable[Chart]:
+    """Speed-up by batch size, a line per setting otherwise; and by each other axis, the rest as in the first cell."""
+    cells = _cells(sweep)
+    suffix = "" if number == 1 else f"_{number}"
+    differing = [key for key in _AXES if len({str(settings.get(key)) for settings, _ in cells}) > 1]
     lines: dict[str, dict[int, Results]] = {}
-    keys = [
-        key
-        for key in dict.fromkeys(key for cell in cells for key in cell)
-        if key not in ("batch_size", "overall", "categories")
-        and all(isinstance(cell.get(key), str | int | float) for cell in cells)
-    ]
-    differing = [key for key in keys if len({str(cell[key]) for cell in cells}) > 1]
-    for cell in cells:
-        name = ", ".join(str(cell[key]) if key == "tree" else f"{key} {cell[key]}" for key in differing)
-        lines.setdefault(name or "speed-up", {})[cell.get("batch_size", 1)] = cell["overall"]
+    for settings, figures in cells:
+        others = [key for key in differing if key != "batch_size"]
+        name = ", ".join(str(settings[key]) if key == "tree" else f"{_AXES[key]} {settings.get(key)}" for key in others)
+        lines.setdefault(name or "speed-up", {})[settings.get("batch_size", 1)] = figures
+    lines = {name: by_size for name, by_size in lines.items() if len(by_size) > 1}
+    if lines:
+        yield _crossover(lines, f"crossover{suffix}")
+    for key in (key for key in differing if key != "batch_size"):
+        rest = [other for other in _AXES if other != key]
+        own = {str(s[key]): f for s, f in cells if all(s.get(other) == cells[0][0].get(other) for other in rest)}
+        values = [figures["speedup_vs_fastest"] for figures in own.values()]
+        spans = [_span(figures, "speedup_vs_fastest") for figures in own.values()]
+        yield Chart(
+            f"sweep_{key}{suffix}",
+            f"Speed-up by {_AXES[key]}",
+            "Over the faster baseline, all else as in the sweep's first cell.",
+            "bars",
+            list(own),
+            [Series("speed-up", values, spans=spans)],
+            show=lambda value: f"{value:.2f}\u00d7",
+            reference=1.0,
+        )
+
+
+def _crossover(lines: dict[str, dict[int, Results]], key: str) -> Chart:
+    """Args: lines: by the name of a setting, figures by batch size."""
+    sizes = sorted({size for by_size in lines.values() for size in by_size})
     series = [
         Series(
             name,
@@ -263,7 +323,7 @@ def _crossover(sweep: Results, number: int) -> Chart:
     ends = [crossover(sizes, one.values) for one in series]
     told = "; ".join(f"{one.name}: {end}" for one, end in zip(series, ends, strict=True))
     return Chart(
-        "crossover" if number == 1 else f"crossover_{number}",
+        key,
         "Speed-up by batch size",
         f"Below the dashed line speculation does not pay. {told[:1].upper()}{told[1:]}.",
         "lines",
@@ -378,8 +438,8 @@ def mark(before: str, after: str) -> tuple[list[tuple[str, str]], list[tuple[str
 
     A long beginning that both share is cut, since the place where they part is what matters.
     """
-    words = [re.findall(r"\s+|\w+|[^\w\s]", text) for text in (before, after)]
-    matcher = difflib.SequenceMatcher(None, *words, autojunk=False)
+    words: list[list[str]] = [re.findall(r"\s+|\w+|[^\w\s]", text) for text in (before, after)]
+    matcher = difflib.SequenceMatcher(None, words[0], words[1], autojunk=False)
     left, right = list[tuple[str, str]](), list[tuple[str, str]]()
     for tag, i, j, k, m in matcher.get_opcodes():
         if tag == "equal":

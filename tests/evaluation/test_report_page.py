@@ -41,7 +41,11 @@ def results(drafter="ngram", tree="chain:2", same=False, outputs=True):
         "categories": by_category(records),
         "prompts": records,
     }
-    content["overall"]["confidence"] = {"speedup_vs_fastest": [1.5, 1.8], "accepted_length": [1.8, 2.2]}
+    content["diagnosis"] = [{"cause": "domain", "figures": "code accepts less", "advice": "train on code", "off": []}]
+    content["overall"]["confidence"] = {
+        "accepted_length": [1.8, 2.2],
+        "speedup": {"autoregressive": [1.9, 2.1], "hf_generate": [1.5, 1.8]},
+    }
     return content
 
 
@@ -123,6 +127,7 @@ def test_one_drafter(write, tmp_path, capsys):
         assert part in text
     assert "<del>right</del>" in source
     assert "<ins>left</ins>" in source
+    assert "train on code" in text
     assert "<script" not in source, "text of the results is escaped"
     assert len(page.ids) == len(set(page.ids))
     assert all(link.startswith(("#", "data:")) for link in page.links), "a page stands alone"
@@ -144,12 +149,28 @@ def test_several_drafters_and_a_sweep(compared):
 def test_older_results_lack_histogram_texts_and_intervals(write, tmp_path):
     content = results(outputs=False)
     del content["overall"]["accepted_length_histogram"], content["overall"]["confidence"]
+    del content["diagnosis"], content["device"], content["versions"]
     output = tmp_path / "old.html"
     assert cli.main(["report", write("a.json", content), "--output", str(output)]) == 0
     source = output.read_text()
     assert "came without the texts" in source
-    assert "Accepted length of rounds" not in source
+    assert (tmp_path / "old_charts" / "histogram.png").is_file(), "made from the prompts' rounds"
     assert "interval" not in source
+
+
+def test_both_forms_of_a_cell_and_an_axis_of_its_own():
+    flat = {
+        "cells": [
+            {"cell": {k: v for k, v in cell.items() if k != "overall"}, **cell["overall"]} for cell in sweep()["cells"]
+        ]
+    }
+    for cell in flat["cells"]:
+        cell["spec"] = cell["cell"]["tree"]
+        cell["cell"]["tree"] = None if cell["spec"] == "chain:3" else cell["spec"]
+    nested = make_charts([], [], [sweep()])
+    assert [chart.key for chart in nested] == ["crossover", "sweep_tree"]
+    assert [chart.rows() for chart in make_charts([], [], [flat])] == [chart.rows() for chart in nested]
+    assert nested[1].rows() == [("chain:3", ["1.40\u00d7"]), ("chain:6", ["1.60\u00d7"])]
 
 
 def test_a_sweep_alone_and_where_it_cannot_go(write, tmp_path, capsys):
