@@ -125,7 +125,7 @@ class TokenTree:
         parents: n ints, index of each node's parent, -1 for children of the root; always smaller than the node's own
             index. Siblings carry distinct tokens.
         drafted_depth: the depth that was offered (the longest path); acceptance rates divide by it.
-        log_probs: [n] float32 or None, the drafter's log-probability of each token's path.
+        log_probs: [n] float32 or None, the drafter's log-probability of each token's path; nan for a merged match.
         proposal: None if every node was chosen by a rule (the likeliest tokens, a match), which needs no q to verify.
     """
 

@@ -27,12 +27,17 @@ COMMANDS = {
     "train": ("drafttrain.train", "train a drafter from a config (same as accelerate launch drafttrain/train.py)"),
     "ngram-store": ("drafttrain.decode.ngram_corpus", "count the n-grams of a corpus: a drafter without training"),
     "eval": ("drafttrain.evaluation.runner", "measure a drafter in the lossless tree decoder against both baselines"),
+    "report": ("drafttrain.evaluation.report", "table, page and pictures from results.json"),
+    "trace": ("drafttrain.evaluation.trace", "one answer, token by token: who produced each, and every round's tree"),
+    "bench-server": (
+        "drafttrain.evaluation.serving",
+        "load-test OpenAI-compatible servers, with and without speculation",
+    ),
     "export": ("drafttrain.hub.export", "write a drafter as vLLM, SGLang, transformers or llama.cpp load it"),
     "import": ("drafttrain.hub.import_eagle3", "bring a published EAGLE-3 head into drafttrain"),
     "verify": ("drafttrain.hub.verify", "prove that an export computes what the drafter does, in an engine too"),
     "push": ("drafttrain.hub.push", "publish a drafter on the Hub with a model card from measured results"),
     "push-data": ("drafttrain.hub.push_data", "publish a distillation data set with a data card"),
-    "report": ("drafttrain.evaluation.report", "table and plot from results.json"),
 }
 
 

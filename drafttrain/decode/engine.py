@@ -233,6 +233,7 @@ class Decoder:
 
     Attributes:
         cache: of the last call. memory: bytes and description of the largest one so far.
+        observer: called with each round's (index of the prompt, tree, verdict, logits [n+1, v]); None by default.
 
     Raises:
         UserError: no row, stop strings that cannot be looked for, or a spec that draws tokens while decoding is greedy.
@@ -259,6 +260,7 @@ class Decoder:
         self.stop, self.max_rows = check_stop(stop, target), max_rows
         self.cache = TreeCache(0)
         self.memory = (0, str(self.cache))
+        self.observer: Callable[[int, TokenTree, Verdict, Tensor], None] | None = None
         self._layers = self.drafter.feature_layers if self.drafter is not None else ()
         self._now = _clock(target.device)
 
@@ -381,6 +383,9 @@ class Decoder:
         share = (self._now() - begun) / len(rows)
         sizes = [layout.count for layout in layouts]
         verdicts = self._verify(rows, trees, logits)
+        if self.observer is not None:
+            for row, *seen in zip(rows, trees, verdicts, logits.split(sizes), strict=True):
+                self.observer(row.index, *seen)
         kept = [[0, *(node + 1 for node in verdict.path)] for verdict in verdicts]
         self.cache.commit(kept)
         moment = self._now()

@@ -6,7 +6,8 @@ A record is what the runner keeps of one prompt (one turn of a question):
      "sides": {"drafter": {"tokens", "seconds", "latency", "ttft", "passes", "draft_seconds", "target_seconds",
                            "rounds": [[accepted, offered, count], ...]},
                "autoregressive": {the same}, "hf_generate": {"tokens", "seconds"}},
-     "identical": {"autoregressive": bool, "hf_generate": bool} or {} when sampled}
+     "identical": {"autoregressive": bool, "hf_generate": bool} or {} when sampled,
+     "outputs": {"drafter": text, ...}, with each side's that differs; absent where none does}
 
 Every side's seconds are the wall-clock time of a whole generation, prefill included; prompts of one batch have equal shares
 of the batch's time, while latency is how long each took. A round is one target pass after the prefill; the prefill's own
@@ -64,6 +65,20 @@ def acceptance_by_depth(rounds: Counter[tuple[int, int]]) -> dict[str, list[floa
     return {"conditional": conditional, "joint": joint}
 
 
+def accepted_length_histogram(rounds: Counter[tuple[int, int]]) -> list[int]:
+    """How many rounds committed n tokens, at index n: accepted tokens and the bonus token.
+
+    A round that EOS cut has no bonus token and counts as if it had one, since what is kept of it does not tell.
+
+    Args:
+        rounds: counts by (accepted, offered depth).
+    """
+    counts = [0] * (max((accepted for accepted, _ in rounds), default=-1) + 2)
+    for (accepted, _), count in rounds.items():
+        counts[accepted + 1] += count
+    return counts
+
+
 def percentiles(values: Sequence[float]) -> dict[str, float]:
     """p50, p95 and p99 of values in seconds, in milliseconds; zeros without values."""
     points = np.percentile(values, (50, 95, 99)) * 1000 if len(values) else np.zeros(3)
@@ -90,7 +105,7 @@ def summarise(records: Sequence[Record]) -> dict[str, Any]:
         prompts, tokens, target_passes: counts; tokens are all new tokens of the side with the drafter.
         accepted_length: tokens committed by rounds / rounds, the bonus token included (block efficiency, tau).
         acceptance_rate: accepted draft tokens / drafted depth offered (for a chain: accepted / proposed).
-        acceptance_by_depth: see that function.
+        acceptance_by_depth, accepted_length_histogram: see those functions.
         tokens_per_second, ttft_ms, tpot_ms: see those functions.
         draft_fraction: seconds in the drafter / seconds in all.
         mbsu: the memory-bound speed-up tau / (c * gamma + 1). gamma is the mean depth offered, c the cost of one draft
@@ -125,6 +140,7 @@ def summarise(records: Sequence[Record]) -> dict[str, Any]:
         "accepted_length": round(tau, 4),
         "acceptance_rate": round(_ratio(accepted, offered), 4),
         "acceptance_by_depth": acceptance_by_depth(rounds),
+        "accepted_length_histogram": accepted_length_histogram(rounds),
         "tokens_per_second": rate,
         **latencies(ours),
         "draft_fraction": round(_ratio(draft_seconds, sum(side["seconds"] for side in ours)), 4),

@@ -1,4 +1,4 @@
-"""`drafttrain report`: the table and the plot of a results.json."""
+"""`drafttrain report`: the table, the page and the pictures of results.json files."""
 
 from __future__ import annotations
 
@@ -11,48 +11,78 @@ from rich.console import Console
 from rich.table import Table
 
 from drafttrain.errors import UserError
+from drafttrain.evaluation import charts, report_page
+from drafttrain.evaluation.page import write_page
 
-HELP = """Show results.json as a table, and draw it.
+HELP = """Show results.json as a table, and make a page or a picture of it.
 
+  drafttrain report results.json --output report.html
+  drafttrain report eagle.json ngram.json sweep.json --output compared.html
   drafttrain report results.json --output report.png
 
-Several files give a table and a row of panels each: speed-up by category, acceptance by depth, tokens/s by side."""
+A page stands alone: it needs no network. Beside it, FOLDER/NAME_charts/ gets a PNG of each chart. Several files are compared;
+a sweep's summary adds speed-up by batch size. A picture has a row of panels per file."""
 
-FORMATS = (".png", ".svg", ".pdf")
+FORMATS = (".html", ".png", ".svg", ".pdf")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("results", nargs="+", help="files written by drafttrain eval")
-    parser.add_argument("--output", default="report.png", help=f"picture to write ({', '.join(FORMATS)})")
+    parser.add_argument("results", nargs="+", help="files written by drafttrain eval, and sweeps' summaries")
+    parser.add_argument("--output", default="report.png", help=f"page or picture to write ({', '.join(FORMATS)})")
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns the exit status.
 
     Raises:
-        UserError: a file that is no results.json, or an unknown picture format.
+        UserError: a file that is no results.json, or an unknown format.
     """
     output = Path(args.output).expanduser()
     if output.suffix not in FORMATS:
         raise UserError(f"output={args.output!r}: the ending must be one of {', '.join(FORMATS)}")
-    runs = [load_results(name) for name in args.results]
-    for results in runs:
+    loaded = [(name, load_results(name)) for name in args.results]
+    runs = [(name, content) for name, content in loaded if not report_page.is_sweep(content)]
+    sweeps = [content for _, content in loaded if report_page.is_sweep(content)]
+    for _, results in runs:
         print_results(results)
-    draw(runs, output)
+    if output.suffix == ".html":
+        write_report([name for name, _ in runs], [results for _, results in runs], sweeps, output)
+    elif sweeps:
+        raise UserError(f"output={args.output!r}: a sweep is shown on a page; end the name in .html")
+    else:
+        draw([results for _, results in runs], output)
     print(f"wrote {output}")
     return 0
 
 
+def write_report(files: list[str], runs: list[dict[str, Any]], sweeps: list[dict[str, Any]], output: Path) -> None:
+    """Writes the page, and a PNG of each chart into a folder beside it.
+
+    Args:
+        files: where each of the runs came from. sweeps: summaries of sweeps.
+
+    Raises:
+        UserError: the place cannot be written.
+    """
+    names = report_page.run_names(runs, files)
+    drawn = report_page.make_charts(runs, names, sweeps)
+    write_page(output, report_page.page(runs, names, sweeps, drawn, [identity_line(run) for run in runs]))
+    for chart in drawn:
+        charts.png(chart, output.with_name(f"{output.stem}_charts") / f"{chart.key}.png")
+
+
 def load_results(name: str) -> dict[str, Any]:
-    """Reads a results file.
+    """Reads a results file, or the summary of a sweep.
 
     Raises:
         UserError: not there, not JSON, or not written by drafttrain eval.
     """
     try:
-        results = json.loads(Path(name).expanduser().read_text())
+        results = json.loads(Path(name).expanduser().read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"results={name!r} cannot be read ({error}); give a file that drafttrain eval wrote") from error
+    if report_page.is_sweep(results):
+        return results
     if not isinstance(results, dict) or not {"overall", "categories", "decoding"} <= results.keys():
         raise UserError(
             f"results={name!r} is not a results file (no overall figures); give one that drafttrain eval wrote"

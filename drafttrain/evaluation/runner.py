@@ -19,7 +19,7 @@ from drafttrain.evaluation.metrics import BASELINES, HF_SPECULATIVE, Record, by_
 from drafttrain.evaluation.report import print_results
 from drafttrain.evaluation.sides import Side, engine_side, hf_sides
 from drafttrain.evaluation.store import Partial, fingerprint, folder_state
-from drafttrain.evaluation.suites import Question, Suite, load_suite, render, take_evenly
+from drafttrain.evaluation.suites import Question, Suite, known_suites, load_suite, render, take_evenly
 from drafttrain.evaluation.tuning import CANDIDATES, calibration_prompts, search_tree
 from drafttrain.files import write_json
 from drafttrain.progress import Progress
@@ -40,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--target", required=True, help="short name, folder or Hub id")
     add("--drafter", required=True, help="a drafter's folder or Hub id, ngram, ngram_store:FILE, FOLDER+ngram, or none")
-    add("--suite", default="drafttrain", help="a suite's name, or a JSONL file in FastChat's question format")
+    add("--suite", default="drafttrain", help=f"{', '.join(known_suites())}, a JSONL file in FastChat's question "
+        "format, or NAME:FILE for a public suite in a file")  # fmt: skip
     add("--dtype", default="auto", help="float32, bfloat16, float16 or auto (bfloat16 where the device has it)")
     add("--device", default="auto", help="cpu, cuda or auto")
     add("--temperature", type=float, default=0.0, help="0 decodes greedily")
@@ -173,6 +174,7 @@ def describe(args: argparse.Namespace, target: Target, suite: Suite, sampling: S
         "kind": kind_of(folder) + plus + side,
         "suite": suite.name,
         "suite_digest": suite.digest,
+        **({"suite_licence": suite.licence} if suite.licence else {}),
         "decoding": {
             **dataclasses.asdict(sampling),
             "max_new_tokens": args.max_new_tokens,
@@ -264,6 +266,11 @@ def answer(plan: Plan, batch: dict[int, Question], sides: dict[str, Side]) -> di
         for row, index in enumerate(prompts):
             tokens = results["drafter"][row][0]
             same = {name: results[name][row][0] == tokens for name in names[1:]} if plan.sampling.greedy else {}
+            differing = [name for name, equal in same.items() if not equal]
+            texts = {
+                name: tokenizer.decode(results[name][row][0], skip_special_tokens=True)
+                for name in ("drafter", *differing)
+            }
             records[index].append(
                 {
                     "question_id": batch[index].question_id,
@@ -272,7 +279,8 @@ def answer(plan: Plan, batch: dict[int, Question], sides: dict[str, Side]) -> di
                     "prompt_tokens": len(prompts[index]),
                     "sides": {name: results[name][row][1] for name in names},
                     "identical": same,
+                    **({"outputs": texts} if differing else {}),
                 }
             )
-            answers[index].append(tokenizer.decode(tokens, skip_special_tokens=True))
+            answers[index].append(texts["drafter"])
     return records

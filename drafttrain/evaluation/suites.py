@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from drafttrain.errors import UserError
+from drafttrain.evaluation.public_suites import PUBLIC, read_public
 from drafttrain.files import suites_folder
 
 
@@ -25,30 +26,38 @@ class Question:
 
 @dataclass(frozen=True)
 class Suite:
-    """Attributes: name: as the user gave it; questions; digest: of the file's bytes."""
+    """Attributes: name: as the user gave it; questions; digest: of the content; licence: of a public one, else empty."""
 
     name: str
     questions: tuple[Question, ...]
     digest: str
+    licence: str = ""
 
 
 def known_suites() -> list[str]:
-    """Names that `load_suite` finds without a path."""
-    return sorted(path.stem for path in suites_folder().glob("*.jsonl"))
+    """Names that `load_suite` finds without a path: those that come with drafttrain, then the public ones."""
+    return [*sorted(path.stem for path in suites_folder().glob("*.jsonl")), *PUBLIC]
 
 
 def load_suite(name: str) -> Suite:
-    """Reads a suite by name or path: JSON lines with `turns`, and optionally `question_id` and `category`.
+    """Reads a suite.
+
+    Args:
+        name: a JSONL file with `turns` and optionally `question_id` and `category`; a name of `known_suites`; or
+            NAME:FILE, a public benchmark of that name in a file of its own format.
 
     Raises:
-        UserError: no such file, a row that is not in the format, or no rows.
+        UserError: no such file, a public benchmark that cannot be had, a row that is not in the format, or no rows.
     """
     candidates = [Path(name).expanduser(), suites_folder() / f"{name}.jsonl"]
     path = next((path for path in candidates if path.is_file()), None)
+    public, _, file = name.partition(":")
+    if path is None and public in PUBLIC:
+        return _public(name, public, file)
     if path is None:
-        known = ", ".join(known_suites()) or "none installed"
         raise UserError(
-            f"suite={name!r} is neither a file nor a known suite ({known}); give a JSONL path or a known name"
+            f"suite={name!r} is neither a file nor a known suite ({', '.join(known_suites())}); give a JSONL path, a "
+            "known name, or NAME:FILE for a public one in a file"
         )
     content = path.read_bytes()
     questions: list[Question] = []
@@ -58,6 +67,14 @@ def load_suite(name: str) -> Suite:
     if not questions:
         raise UserError(f"suite={name!r} ({path}) holds no questions; each line is a JSON object with turns")
     return Suite(name, tuple(questions), hashlib.sha256(content).hexdigest()[:16])
+
+
+def _public(name: str, public: str, file: str) -> Suite:
+    questions = tuple(Question(*fields) for fields in read_public(public, file))
+    if not questions:
+        raise UserError(f"suite={name!r} holds no questions; check the file")
+    content = json.dumps([(question.category, question.turns) for question in questions], ensure_ascii=False)
+    return Suite(name, questions, hashlib.sha256(content.encode()).hexdigest()[:16], PUBLIC[public].licence)
 
 
 def _parse(line: str, where: str, index: int) -> Question:

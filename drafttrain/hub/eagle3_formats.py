@@ -64,12 +64,6 @@ KEYS = {
     "norm_output": Key("norm_output", layer=False, default=False),
 }
 # Fields without a key of one value: qk_norm (a model type), sliding_window (with layer types), rope, feature_layers.
-_UNSAID = {"qk_norm": False, "sliding_window": 0, "rope_parameters": None}
-
-
-def _value(config: Any, field: str) -> Any:
-    """A field; heads saved before a field came compute what its default says."""
-    return getattr(config, field, _UNSAID[field] if field in _UNSAID else KEYS[field].default)
 
 
 # -- refusing what a form cannot say --------------------------------------------------------------------------------
@@ -85,8 +79,8 @@ def obstacles(drafter: Eagle3, engine: str) -> list[str]:
     config: Any = drafter.config
     layers, activation, window = (
         tuple(config.feature_layers),
-        _value(config, "hidden_act"),
-        _value(config, "sliding_window"),
+        config.hidden_act,
+        config.sliding_window,
     )
     if activation != "silu":
         found.append(f"hidden_act={activation!r}: the engine's MLP raises on anything but silu")
@@ -100,20 +94,20 @@ def obstacles(drafter: Eagle3, engine: str) -> list[str]:
     if config.draft_vocab_size == config.vocab_size and not _in_order(drafter.kept_ids):
         found.append("the whole vocabulary is kept, but in another order, for which the engine has no table")
     if engine == "vllm":
-        normed = _value(config, "qk_norm")
-        if normed and _value(config, "mlp_bias"):
+        normed = config.qk_norm
+        if normed and config.mlp_bias:
             found.append("mlp_bias with qk_norm: its class for normed queries and keys (Qwen3) has an MLP without bias")
-        if normed and _value(config, "attention_bias"):
+        if normed and config.attention_bias:
             found.append(
                 "attention_bias with qk_norm: its class for normed queries and keys (Qwen3) has no o_proj bias"
             )
         return found
     if len(layers) != 3:
         found.append(f"{len(layers)} feature layers: the engine's fc takes three")
-    if (count := _value(config, "num_hidden_layers")) != 1:
+    if (count := config.num_hidden_layers) != 1:
         found.append(f"num_hidden_layers={count}: most versions of the engine load one layer only")
     for flag in ("attention_bias", "mlp_bias", "qk_norm", "fc_norm", "norm_output", "norm_before_residual"):
-        if _value(config, flag):
+        if getattr(config, flag):
             found.append(f"{flag}: the engine ignores it silently and would compute something else")
     if rope_parameters(config).get("partial_rotary_factor", 1.0) != 1.0:
         found.append("partial_rotary_factor: the engine's layer rotates whole heads")
@@ -192,15 +186,15 @@ def _layer_keys(config: Any) -> dict[str, Any]:
     rope = rope_parameters(config)
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     keys = {
-        "model_type": "qwen3" if _value(config, "qk_norm") else "llama",
-        **{key.name: _value(config, ours) for ours, key in KEYS.items() if key.layer},
+        "model_type": "qwen3" if config.qk_norm else "llama",
+        **{key.name: getattr(config, ours) for ours, key in KEYS.items() if key.layer},
         "rope_parameters": rope,
         "rope_theta": rope["rope_theta"],
         "rope_scaling": None if scaling["rope_type"] == "default" else scaling,
         "tie_word_embeddings": False,
         "num_aux_hidden_states": len(config.feature_layers),
     }
-    if window := _value(config, "sliding_window"):
+    if window := config.sliding_window:
         keys["sliding_window"] = window
         keys["layer_types"] = ["sliding_attention"] * keys["num_hidden_layers"]
     return keys
@@ -208,7 +202,7 @@ def _layer_keys(config: Any) -> dict[str, Any]:
 
 def rope_parameters(config: Any) -> dict[str, Any]:
     """The rotary embedding in transformers 5's form: rope_type, rope_theta, and what the type needs."""
-    given = dict(_value(config, "rope_parameters") or {})
+    given = dict(config.rope_parameters or {})
     return {"rope_type": "default", "rope_theta": config.rope_theta, **given}
 
 
@@ -216,7 +210,7 @@ def _speculators_config(config: Any, tokens: int, target_name: str, architecture
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
-        **{key.name: _value(config, ours) for ours, key in KEYS.items() if not key.layer},
+        **{key.name: getattr(config, ours) for ours, key in KEYS.items() if not key.layer},
         "norm_before_fc": False,
         "embed_requires_grad": False,
         "tie_word_embeddings": False,
@@ -241,11 +235,11 @@ def _speculators_config(config: Any, tokens: int, target_name: str, architecture
 def _flat_config(drafter: Eagle3) -> dict[str, Any]:
     config, architecture = drafter.config, FLAT
     if obstacles(drafter, "sglang"):
-        architecture = "Eagle3Qwen3ForCausalLM" if _value(config, "qk_norm") else "Eagle3LlamaForCausalLM"
+        architecture = "Eagle3Qwen3ForCausalLM" if config.qk_norm else "Eagle3LlamaForCausalLM"
     keys = {
         "architectures": [architecture],
         **_layer_keys(config),
-        **{key.name: _value(config, ours) for ours, key in KEYS.items() if not key.layer},
+        **{key.name: getattr(config, ours) for ours, key in KEYS.items() if not key.layer},
     }
     layers = list(config.feature_layers)
     if tuple(layers) != default_layers(config.target.get("num_layers", 0)):

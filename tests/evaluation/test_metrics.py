@@ -4,7 +4,13 @@ from collections import Counter
 
 import pytest
 
-from drafttrain.evaluation.metrics import acceptance_by_depth, by_category, percentiles, summarise
+from drafttrain.evaluation.metrics import (
+    acceptance_by_depth,
+    accepted_length_histogram,
+    by_category,
+    percentiles,
+    summarise,
+)
 
 
 def side(tokens, seconds, rounds=(), draft=0.0, target=0.0, ttft=0.1):
@@ -39,6 +45,12 @@ def test_acceptance_by_depth():
     got = acceptance_by_depth(Counter({(0, 0): 1, (0, 2): 1, (1, 2): 1, (2, 2): 2}))
     assert got == {"conditional": [0.75, 0.6667], "joint": [0.6, 0.4]}
     assert acceptance_by_depth(Counter()) == {"conditional": [], "joint": []}
+
+
+def test_histogram_of_rounds():
+    assert accepted_length_histogram(Counter({(0, 0): 1, (0, 2): 1, (1, 2): 1, (2, 2): 2})) == [0, 2, 1, 2]
+    assert summarise([record("a", OURS, PLAIN)])["accepted_length_histogram"] == [0, 2, 1, 2]
+    assert sum(accepted_length_histogram(Counter())) == 0
 
 
 def test_a_depth_that_nothing_reached_is_zero():

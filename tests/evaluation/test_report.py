@@ -50,7 +50,7 @@ def test_table_and_picture(results, tmp_path, capsys):
         (None, "r.png", "cannot be read"),
         ("{broken", "r.png", "cannot be read"),
         ('{"sides": {}}', "r.png", "is not a results file"),
-        ("{}", "r.docx", "the ending must be one of .png, .svg, .pdf"),
+        ("{}", "r.docx", "the ending must be one of .html, .png, .svg, .pdf"),
     ],
 )
 def test_bad_input_is_named(tmp_path, capsys, content, output, message):

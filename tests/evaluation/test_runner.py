@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from drafttrain import cli
-from drafttrain.decode import Generation, Stats
-from drafttrain.drafters.base import default_tree
+from drafttrain.decode import Generation, SamplingParams, Stats
+from drafttrain.drafters.base import TreeSpec, default_tree
 from drafttrain.evaluation import runner, sides, tuning
 from drafttrain.evaluation.report import identity_line
 from drafttrain.evaluation.store import Partial
+from drafttrain.evaluation.suites import Question
 from drafttrain.target import Target
 from tests.conftest import make_target
 
@@ -294,3 +295,22 @@ def test_the_line_about_identity_says_what_the_dtype_means():
     assert identity_line(results).endswith("identical to transformers generate on 10 of 10 prompts")
     overall["identical_outputs"] = overall["identical_to_hf_generate"] = None
     assert "not compared" in identity_line(results)
+
+
+def test_texts_are_kept_where_outputs_differ(target):
+    plan = runner.Plan(target, None, TreeSpec.parse("none"), SamplingParams(), 4, 1, 0)
+    ids = {text: target.tokenizer(text).input_ids for text in ("same", "other")}
+
+    def says(*texts):
+        answers = iter(texts)
+        return lambda prompts, limits, seed: [(ids[next(answers)], {})]
+
+    question = Question("q", "chat", ("one", "two"))
+    sides = {
+        "drafter": says("same", "same"),
+        "autoregressive": says("same", "other"),
+        "hf_generate": says("same", "same"),
+    }
+    first, second = runner.answer(plan, {0: question}, sides)[0]
+    assert "outputs" not in first
+    assert second["outputs"] == {"drafter": "same", "autoregressive": "other"}

@@ -24,7 +24,7 @@ def test_suites_by_name(tmp_path, monkeypatch):
     write(tmp_path / "chat.jsonl", [{"turns": ["hello"]}])
     monkeypatch.setattr(suites, "suites_folder", lambda: tmp_path)
     assert load_suite("chat").questions[0].turns == ("hello",)
-    with pytest.raises(UserError, match=r"suite='nope' is neither a file nor a known suite \(chat\)"):
+    with pytest.raises(UserError, match=r"suite='nope' is neither a file nor a known suite \(chat, spec_bench, "):
         load_suite("nope")
 
 

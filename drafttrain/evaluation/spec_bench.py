@@ -1,0 +1,75 @@
+"""Our decoder inside Spec-Bench: a `forward_func` for the loop in its evaluation/eval.py.
+
+A script beside Spec-Bench's other inference_*.py is these lines and their argument parser:
+
+    from drafttrain.evaluation.spec_bench import forward_function
+
+    model = AutoModelForCausalLM.from_pretrained(args.model_path, dtype=..., device_map="cuda")
+    tokenizer = AutoTokenizer.from_pretrained(args.model_path)
+    run_eval(model=model, tokenizer=tokenizer, forward_func=forward_function(model, tokenizer, "runs/drafter"), ...)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafttrain.decode import Decoder, SamplingParams, Stats, strip_padding
+from drafttrain.drafters.base import TreeSpec, default_tree, load_drafter
+from drafttrain.errors import UserError
+from drafttrain.target import Target
+
+# (inputs, model, tokenizer, max_new_tokens) -> output ids [1, L + new], new tokens, decoding steps, tokens of each step
+Forward = Callable[..., tuple[Tensor, int, int, list[int]]]
+
+
+def forward_function(
+    model: Any, tokenizer: Any, drafter: str, *, tree: str | None = None, sampling: SamplingParams | None = None
+) -> Forward:
+    """Makes the function that Spec-Bench calls for every turn.
+
+    Args:
+        model: the loaded transformers model that Spec-Bench also gets; it is frozen and gets our attention.
+        tokenizer: the model's.
+        drafter: a name as in `load_drafter`; `none` decodes plainly, for Spec-Bench's baseline.
+        tree: what a round drafts; what the drafter's decoding.json says, else chain:3, unless given.
+        sampling: greedy unless given. Spec-Bench seeds torch for each choice; drawn tokens follow that seed.
+
+    Returns:
+        forward(inputs, model, tokenizer, max_new_tokens), where inputs are what a tokenizer returns for one prompt. Its
+        result is what Spec-Bench's loop unpacks: output ids [1, L + new] with the prompt, the number of new tokens, the
+        number of steps (target passes after the prefill), and each step's committed tokens, bonus token included. The
+        prefill's own token belongs to no step, so the new tokens are one more than the sum of the list.
+
+    Raises:
+        UserError: a model that cannot be served, a drafter made for another one, or a wrong tree.
+    """
+    target = Target.wrap(model, tokenizer, getattr(model, "name_or_path", "") or type(model).__name__)
+    spec = TreeSpec.parse(tree or default_tree(drafter) or "chain:3")
+    decoder = Decoder(target, load_drafter(drafter, target), spec=spec, sampling=sampling)
+
+    def forward(
+        inputs: Any, model: Any, tokenizer: Any, max_new_tokens: int, **_: Any
+    ) -> tuple[Tensor, int, int, list[int]]:
+        ids = inputs.input_ids
+        if ids.shape[0] != 1:
+            raise UserError(f"input_ids has {ids.shape[0]} rows; Spec-Bench answers one prompt at a time")
+        mask = inputs.attention_mask if "attention_mask" in inputs else torch.ones_like(ids)
+        (prompt,) = strip_padding(ids, mask)
+        (made,) = decoder.generate([prompt], max_new_tokens=max_new_tokens, seed=torch.initial_seed())
+        new = torch.tensor([made.tokens], dtype=ids.dtype, device=ids.device)
+        return torch.cat((ids, new), dim=1), len(made.tokens), made.stats.target_passes, committed(made.stats)
+
+    return forward
+
+
+def committed(stats: Stats) -> list[int]:
+    """Tokens that each round committed, bonus token included."""
+    lengths = [accepted + 1 for accepted in stats.accepted]
+    # Where EOS or a stop string cut the last path there was no bonus token.
+    if lengths:
+        lengths[-1] -= sum(lengths) - (stats.new_tokens - 1)
+    return lengths

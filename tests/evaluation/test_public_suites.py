@@ -1,0 +1,162 @@
+"""Each public benchmark's own format, written on the spot with made-up rows."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from drafttrain.errors import UserError
+from drafttrain.evaluation.public_suites import PUBLIC
+from drafttrain.evaluation.suites import Question, load_suite
+
+ROWS = {
+    "spec_bench": {"question_id": 81, "category": "writing", "turns": ["a", "b"], "reference": []},
+    "mt_bench": {"prompt": ["a", "b"], "prompt_id": 7, "category": "math", "reference": []},
+    "humaneval": {
+        "task_id": "HumanEval/0",
+        "prompt": "def f(x):\n    '''One more.'''\n",
+        "canonical_solution": "    return x + 1\n",
+        "test": "assert f(1) == 2",
+        "entry_point": "f",
+    },
+    "gsm8k": {"question": "What is 1 + 1?", "answer": "It is\n#### 2"},
+    "alpaca": {"instruction": "Sort these.", "input": "c, a", "output": "a, c", "text": "Below is ..."},
+    "cnn_dm": {"article": "It rained.", "highlights": "Rain.", "id": "f001"},
+    "speed_bench": {
+        "question_id": "q-1",
+        "category": "coding",
+        "sub_category": "",
+        "turns": ["a", "b"],
+        "source": "s",
+        "src_id": "1",
+        "difficulty": "",
+        "multiturn": True,
+    },
+}
+EXPECTED = {
+    "spec_bench": Question("81", "mt_bench", ("a", "b")),
+    "mt_bench": Question("7", "math", ("a", "b")),
+    "gsm8k": Question("0", "gsm8k", ("What is 1 + 1?",)),
+    "alpaca": Question("0", "alpaca", ("Sort these.\n\nc, a",)),
+    "speed_bench": Question("q-1", "coding", ("a", "b")),
+}
+
+
+def write(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_in_the_benchmarks_own_format(tmp_path, name):
+    suite = load_suite(f"{name}:{write(tmp_path / 'rows.jsonl', ROWS[name])}")
+    (question,) = suite.questions
+    assert suite.licence == PUBLIC[name].licence
+    if name in EXPECTED:
+        assert question == EXPECTED[name]
+    elif name == "humaneval":
+        assert (question.question_id, question.category) == ("HumanEval/0", "humaneval")
+        assert "```python\ndef f(x):\n    '''One more.'''\n```" in question.turns[0]
+        assert "return x" not in question.turns[0]
+    else:
+        assert question.question_id == "f001"
+        assert question.turns[0].endswith("\n\nIt rained.")
+
+
+def test_every_public_suite_is_covered():
+    assert set(ROWS) == {name for name in PUBLIC if not name.startswith("speed_bench_")}
+
+
+def test_alpaca_without_input(tmp_path):
+    path = write(tmp_path / "a.jsonl", {**ROWS["alpaca"], "input": ""})
+    assert load_suite(f"alpaca:{path}").questions[0].turns == ("Sort these.",)
+
+
+def test_files_as_the_hub_keeps_them(tmp_path):
+    """Folders by config and split, parquet; OpenAI's own gzipped lines; a JSON array."""
+    table = pyarrow.Table.from_pylist([ROWS["gsm8k"]])
+    for place in ("main/test", "main/train", "socratic/test"):
+        path = tmp_path / "hub" / f"{place}-00000-of-00001.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pyarrow.parquet.write_table(table, path)
+    assert len(load_suite(f"gsm8k:{tmp_path / 'hub'}").questions) == 1
+    zipped = tmp_path / "HumanEval.jsonl.gz"
+    zipped.write_bytes(gzip.compress(json.dumps(ROWS["humaneval"]).encode()))
+    assert load_suite(f"humaneval:{zipped}").questions[0].question_id == "HumanEval/0"
+    array = tmp_path / "alpaca_data.json"
+    array.write_text(json.dumps([ROWS["alpaca"]] * 2))
+    assert len(load_suite(f"alpaca:{array}").questions) == 2
+    csv = tmp_path / "test.csv"
+    csv.write_text('id,article,highlights\n7,"It rained.",Rain.\n')
+    assert load_suite(f"cnn_dm:{csv}").questions[0].question_id == "7"
+
+
+def test_fastchat_rows_pass_under_every_name(tmp_path):
+    path = write(tmp_path / "q.jsonl", {"question_id": 3, "category": "x", "turns": ["a"]})
+    for name in ("gsm8k", "humaneval", "mt_bench"):
+        assert load_suite(f"{name}:{path}").questions == (Question("3", "x", ("a",)),)
+
+
+def test_from_the_hub(monkeypatch):
+    import datasets
+
+    asked = []
+
+    def load(*args, **kwargs):
+        asked.append((args, kwargs))
+        return datasets.Dataset.from_list([{"turns": ["a"], "question_id": 1, "category": "qa"}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    load_suite("gsm8k")
+    load_suite("spec_bench")
+    load_suite("speed_bench_8k")
+    assert asked[0] == (("openai/gsm8k", "main"), {"split": "test"})
+    assert asked[1][0] == ("json",)
+    assert asked[1][1]["data_files"].endswith("Spec-Bench/main/data/spec_bench/question.jsonl")
+    assert asked[2] == (("nvidia/SPEED-Bench", "throughput_8k"), {"split": "test"})
+
+
+def test_offline_says_what_to_do(monkeypatch):
+    import datasets
+
+    def load(*args, **kwargs):
+        raise ConnectionError("Couldn't reach 'openai/gsm8k' on the Hub\n(trace)")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    with pytest.raises(
+        UserError, match=r"(?s)^suite='gsm8k' cannot be loaded from openai/gsm8k \(Couldn't reach [^\n]*gsm8k:FILE$"
+    ):
+        load_suite("gsm8k")
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"text": "a"}], "row 1 has the keys text, which is not gsm8k's format"),
+        ([{"question": "a"}, {"question": " "}], "row 2: its turns must be"),
+        ([["a"]], "row 1 has the keys of no object but of a list"),
+        ([{"turns": "abc"}], "row 1: its turns must be"),
+        ([{"turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM ..."]}, {"turns": ["a"]}], "1 rows hold only a note"),
+        ([], "holds no questions"),
+    ],
+)
+def test_what_is_not_the_benchmark_is_refused(tmp_path, rows, message):
+    with pytest.raises(UserError, match=message):
+        load_suite(f"gsm8k:{write(tmp_path / 'rows.jsonl', *rows)}")
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path):
+    with pytest.raises(UserError, match="no such file"):
+        load_suite(f"gsm8k:{tmp_path / 'nope.jsonl'}")
+    broken = tmp_path / "broken.parquet"
+    broken.write_bytes(b"not parquet")
+    with pytest.raises(UserError, match=r"broken\.parquet cannot be read"):
+        load_suite(f"gsm8k:{broken}")
+    for name in ("a.jsonl", "b.jsonl"):
+        write(tmp_path / name, ROWS["gsm8k"])
+    with pytest.raises(UserError, match="none of the split 'test'"):
+        load_suite(f"gsm8k:{tmp_path}")
