@@ -21,11 +21,13 @@ from drafttrain.target import Target
 def merge(first: TokenTree, second: TokenTree) -> TokenTree:
     """The union of two trees: paths that begin alike share their nodes.
 
-    Nodes of `first` keep their indices, and what they were drawn from; the others count as chosen by a rule.
+    Nodes of `first` keep their indices, and what they were drawn from; the others count as chosen by a rule. Those of
+    `second` count as certain (log-probability 0), since they have their share of the budget in any case.
     """
     parents = list(first.parents)
     tokens = first.tokens.tolist()
     place = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
+    scores = first.log_probs.tolist() if first.log_probs is not None else [0.0] * len(first)
     where = {-1: -1}
     for node, (parent, token) in enumerate(zip(second.parents, second.tokens.tolist(), strict=True)):
         key = (where[parent], token)
@@ -33,16 +35,21 @@ def merge(first: TokenTree, second: TokenTree) -> TokenTree:
             place[key] = len(tokens)
             parents.append(key[0])
             tokens.append(token)
+            scores.append(0.0)
         where[node] = place[key]
+        scores[place[key]] = 0.0
     drawn = first.proposal and replace(first.proposal, rows=first.proposal.rows + [-1] * (len(tokens) - len(first)))
-    return TokenTree(torch.tensor(tokens, dtype=torch.long, device=first.tokens.device), parents, proposal=drawn)
+    log_probs = None if first.log_probs is None else torch.tensor(scores)
+    return TokenTree(
+        torch.tensor(tokens, dtype=torch.long, device=first.tokens.device), parents, log_probs, proposal=drawn
+    )
 
 
 class CombinedDrafter(Drafter):
     """Drafts with `main` and merges the chain that `side` proposes.
 
-    A dynamic tree gives the chain up to half of its budget. Chains and fan-outs have no room to share: there the match,
-    if any, is drafted instead.
+    A dynamic tree gives the chain up to half of its budget (`@match=S`: that share). Chains and fan-outs have no room to
+    share: there the match, if any, is drafted instead, unless S is 0.
     """
 
     trainable = False
@@ -88,7 +95,7 @@ class CombinedDrafter(Drafter):
 
 def _room(spec: TreeSpec) -> TreeSpec:
     """The chain that the side drafter may propose."""
-    length = spec.budget // 2 if spec.shape == "dynamic" else spec.depth
+    length = int(spec.budget * spec.match) if spec.shape == "dynamic" else spec.depth * (spec.match > 0)
     return TreeSpec.parse(f"chain:{length}" if length else "none")
 
 
