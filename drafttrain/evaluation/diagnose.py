@@ -84,7 +84,9 @@ def _verdict(results: dict[str, Any]) -> Finding:
     interval = overall["confidence"]["speedup"].get("autoregressive")
     figures += f"; measured {speedup:.2f}x" + (f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "")
     if speedup < 1:
-        return Finding("verdict", figures, "it slows decoding down here: see the causes, run `drafttrain tune`, or switch it off")
+        return Finding(
+            "verdict", figures, "it slows decoding down here: see the causes, run `drafttrain tune`, or switch it off"
+        )
     odd = " although the rule of thumb says otherwise: verification is cheap here" if rate < USELESS else ""
     return Finding("verdict", figures, "it pays here" + odd)
 
@@ -190,7 +192,10 @@ def _categories(results: dict[str, Any], _: dict[str, Any]) -> Finding | None:
     if slow:
         advice += f"; speculation slows {', '.join(slow)} down: switch it off there (`drafttrain diagnose --apply`)"
     return Finding(
-        "domain", f"accepted length by category: {shown}, against {overall['accepted_length']:.2f} overall", advice, slow
+        "domain",
+        f"accepted length by category: {shown}, against {overall['accepted_length']:.2f} overall",
+        advice,
+        slow,
     )
 
 
@@ -199,13 +204,17 @@ def _cost(results: dict[str, Any], _: dict[str, Any]) -> Finding | None:
     if share < DEAR:
         return None
     return Finding(
-        "drafting takes long", f"{share:.0%} of the time is spent in the drafter", "draft fewer depths: `drafttrain tune`"
+        "drafting takes long",
+        f"{share:.0%} of the time is spent in the drafter",
+        "draft fewer depths: `drafttrain tune`",
     )
 
 
 def _temperature(results: dict[str, Any], others: Sequence[dict[str, Any]]) -> Finding | None:
     heat = results["decoding"]["temperature"]
-    cooler = [each for each in others if each["decoding"]["temperature"] < heat and each["drafter"] == results["drafter"]]
+    cooler = [
+        each for each in others if each["decoding"]["temperature"] < heat and each["drafter"] == results["drafter"]
+    ]
     ours = results["overall"]["accepted_length"] - 1
     best = max(cooler, key=lambda each: each["overall"]["accepted_length"], default=None)
     if best is None or ours >= LESS * (best["overall"]["accepted_length"] - 1):
@@ -230,7 +239,9 @@ def print_findings(findings: Sequence[dict[str, Any]], console: Console | None =
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("results", nargs="+", help="files written by drafttrain eval; each is diagnosed")
     parser.add_argument("--drafter", default="", help="the drafter's folder (default: the one that the results name)")
-    parser.add_argument("--apply", action="store_true", help="write the kinds to switch off into the drafter's decoding.json")
+    parser.add_argument(
+        "--apply", action="store_true", help="write the kinds to switch off into the drafter's decoding.json"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -259,7 +270,9 @@ def apply(drafter: str, results: dict[str, Any]) -> None:
     """
     place = decoding_file(drafter)
     if not place.parent.joinpath("config.json").is_file():
-        raise UserError(f"drafter={drafter!r} is no drafter's folder, so there is no decoding.json; give --drafter FOLDER")
+        raise UserError(
+            f"drafter={drafter!r} is no drafter's folder, so there is no decoding.json; give --drafter FOLDER"
+        )
     settings = decoding_settings(drafter) or {"tree": results["decoding"]["tree"]["spec"]}
     unmeasured = {record["category"] for record in results["prompts"] if record.get("speculation") is False}
     known = set(results["categories"]) - unmeasured

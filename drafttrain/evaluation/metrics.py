@@ -172,7 +172,9 @@ def intervals(records: Sequence[Record], baselines: Sequence[str], seed: int = 0
     for name in baselines:
         # Rates of totals: tokens and seconds are drawn together, per prompt.
         sums = [
-            np.array([[record["sides"][side][key] for record in records] for key in ("tokens", "seconds")])[:, draws].sum(2)
+            np.array([[record["sides"][side][key] for record in records] for key in ("tokens", "seconds")])[
+                :, draws
+            ].sum(2)
             for side in ("drafter", name)
         ]
         (tokens, seconds), (theirs, spent) = sums

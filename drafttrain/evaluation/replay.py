@@ -221,7 +221,7 @@ def recall(tracks: Sequence[Track], tops: Sequence[int] = (1, 2, 4, 8)) -> dict[
         for place, trees in enumerate(track.trees):
             tree, follow = trees[width], track.tokens[place + 1 : place + 1 + DEPTH]
             way = tree.way(follow)
-            opened = set(tree.parents)
+            opened = {-1, *tree.parents}
             for depth in range(len(follow)):
                 if depth > len(way) or (way[depth - 1] if depth else -1) not in opened:
                     break

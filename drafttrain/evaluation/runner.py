@@ -22,8 +22,8 @@ from drafttrain.errors import UserError
 from drafttrain.evaluation.diagnose import diagnose, print_findings
 from drafttrain.evaluation.memory import peak_memory, reset_peak
 from drafttrain.evaluation.metrics import BASELINES, HF_SPECULATIVE, Record, by_category, summarise
-from drafttrain.evaluation.report import print_results
 from drafttrain.evaluation.replay import parts_of
+from drafttrain.evaluation.report import print_results
 from drafttrain.evaluation.sides import Side, engine_side, hf_sides
 from drafttrain.evaluation.store import Partial, fingerprint, folder_state
 from drafttrain.evaluation.suites import Question, Suite, load_suite, render, take_evenly

@@ -116,9 +116,7 @@ def test_costs_are_medians_by_size_and_depth(target, monkeypatch):
     model = costs_module.measure_costs(target, drafter, PROMPTS, SamplingParams(), 24, cycles=2)
     assert set(model.verify) == {0, *costs_module.NODES}
     assert set(model.draft) == {(k, d) for k in (1, 4, 8) for d in costs_module.DEPTHS}
-    assert all(
-        seconds > 0 for seconds in (*model.verify.values(), *model.draft.values(), model.read, model.read_prompt)
-    )
+    assert all(seconds > 0 for seconds in (*model.verify.values(), *model.draft.values(), model.read))
     table = model.table()
     assert table["verification_ms"]["8"] == round(1000 * model.verify[8], 3)
     assert table["drafting_ms"]["4"]["3"] == round(1000 * model.draft[4, 3], 3)
@@ -165,7 +163,7 @@ def test_tune_writes_the_drafters_default(target_dir, target, tmp_path, capsys, 
     } <= result.keys()
     assert result["tree"] == result["picked"] + "@adapt"
     assert result["relative_error"] == pytest.approx(
-        result["predicted_speedup"] / result["measured_speedup"] - 1, abs=2e-4
+        result["predicted_speedup"] / result["measured_speedup"] - 1, rel=1e-2
     )
     settings = decoding_settings(str(tmp_path / "drafter"))
     assert settings["tree"] == result["tree"]
