@@ -136,7 +136,7 @@ class TreeSpec:
         else:
             kept = [[path for path in self.paths if len(path) <= depth] for depth in range(1, self.depth + 1)]
             texts = ["paths:" + ",".join("-".join(map(str, path)) for path in paths) for paths in kept]
-        options = {"sampled": self.sampled, "stop": self.stop, "match": self.match}
+        options: dict[str, Any] = {"sampled": self.sampled, "stop": self.stop, "match": self.match}
         return [replace(TreeSpec.parse(text), **options) for text in texts]
 
 

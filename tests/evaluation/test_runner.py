@@ -12,6 +12,7 @@ from drafttrain.evaluation.report import identity_line
 from drafttrain.evaluation.store import Partial
 from drafttrain.target import Target
 from tests.conftest import make_target
+from tests.drafters.test_eagle3 import make_drafter
 
 QUESTIONS = [
     {"question_id": "q1", "category": "chat", "turns": ["hello there", "and again"]},
@@ -217,6 +218,29 @@ def test_a_drafter_folder_may_name_its_tree(tmp_path):
     (tmp_path / "decoding.json").write_text("{}")
     with pytest.raises(runner.UserError, match=r"decoding.json has no tree .* or pass a tree"):
         default_tree(str(tmp_path))
+
+
+def test_kinds_that_decoding_json_switches_off_are_decoded_plainly(command, target_dir, tmp_path):
+    own = Target.load(str(target_dir), "float32", "cpu")
+    folder = tmp_path / "drafter"
+    make_drafter(own, kept=torch.arange(200)).save_pretrained(folder)
+    (folder / "decoding.json").write_text('{"tree": "dynamic:2,4,8", "off": ["chat"]}')
+    arguments = [
+        part for part in command(drafter=folder, baselines="autoregressive") if part not in ("--tree", "chain:3")
+    ]
+    for size in ("1", "4"):
+        assert cli.main([*arguments, "--batch-size", size]) == 0
+        results = read(tmp_path)
+        chat, code = results["categories"]["chat"], results["categories"]["code"]
+        assert (chat["accepted_length"], chat["draft_fraction"]) == (1.0, 0.0)
+        assert code["draft_fraction"] > 0
+        assert [record.get("speculation", True) for record in results["prompts"]] == [False, False, True, False]
+        assert all(0 <= record["covered"] <= 1 and record["memory"] > 0 for record in results["prompts"])
+        assert results["overall"]["peak_memory_mb"] > 1
+        assert results["diagnosis"][0]["cause"] == "verdict"
+        (tmp_path / "results.json").unlink()
+    assert cli.main([*arguments, "--tree", "chain:2"]) == 0  # a tree that is named measures every kind
+    assert read(tmp_path)["categories"]["chat"]["draft_fraction"] > 0
 
 
 @pytest.mark.parametrize(
