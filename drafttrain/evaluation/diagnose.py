@@ -16,6 +16,7 @@ from rich.console import Console
 
 from drafttrain.drafters.base import decoding_file, decoding_settings
 from drafttrain.errors import UserError
+from drafttrain.evaluation.console import wide_console
 from drafttrain.evaluation.metrics import summarise
 from drafttrain.evaluation.report import load_results
 from drafttrain.files import write_json
@@ -230,7 +231,7 @@ def _temperature(results: dict[str, Any], others: Sequence[dict[str, Any]]) -> F
 
 def print_findings(findings: Sequence[dict[str, Any]], console: Console | None = None) -> None:
     """A line with the figures and a line with the advice per finding."""
-    console = console or Console()
+    console = console or wide_console()
     for finding in findings:
         console.print(f"[bold]{finding['cause']}[/bold]: {finding['figures']}", highlight=False, soft_wrap=True)
         console.print(f"  -> {finding['advice']}", highlight=False, soft_wrap=True)

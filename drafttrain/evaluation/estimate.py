@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from drafttrain.errors import UserError
+from drafttrain.evaluation.console import wide_console
 from drafttrain.evaluation.report import load_results
 from drafttrain.files import write_json
 from drafttrain.target import resolve_target
@@ -374,7 +375,7 @@ def print_rows(
     rows: Sequence[dict[str, Any]], device: Device, profile: Profile, console: Console | None = None
 ) -> None:
     """A table with a line per batch size, and when to disable speculation."""
-    console = console or Console()
+    console = console or wide_console()
     table = Table(
         "batch", "length", "speed-up", "tokens/s", "plain", "bound", "break-even\nacceptance", title_justify="left"
     )

@@ -18,6 +18,7 @@ from drafttrain.decode import token_limit
 from drafttrain.drafters.base import Drafter, load_drafter
 from drafttrain.errors import UserError
 from drafttrain.evaluation import runner
+from drafttrain.evaluation.console import wide_console
 from drafttrain.evaluation.store import fingerprint, folder_state
 from drafttrain.evaluation.suites import Question, Suite, load_suite, render
 from drafttrain.files import write_json
@@ -250,7 +251,7 @@ def crossovers(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def print_summary(rows: Sequence[dict[str, Any]], console: Console | None = None) -> None:
     """A table with a row per cell, and the crossovers."""
-    console = console or Console()
+    console = console or wide_console()
     table = Table(*AXES, "accepted\nlength", "tokens/s", "speed-up")
     for each in rows:
         cell = {**each["cell"], "tree": each["spec"]}

@@ -28,6 +28,7 @@ from drafttrain.decode import Decoder, SamplingParams, token_limit
 from drafttrain.drafters.base import Drafter, TreeSpec, decoding_file, decoding_settings, load_drafter
 from drafttrain.environment import describe_environment
 from drafttrain.errors import UserError
+from drafttrain.evaluation.console import wide_console
 from drafttrain.evaluation.costs import CYCLES, CostModel, measure_costs
 from drafttrain.evaluation.replay import DEPTH, Track, chances, parts_of, recall, record, replay
 from drafttrain.evaluation.suites import render, render_messages
@@ -350,7 +351,7 @@ def tune(
 
 def print_result(result: dict[str, Any], console: Console | None = None) -> None:
     """Prints the costs, the acceptance, the best candidates and the comparison of prediction and measurement."""
-    console = console or Console()
+    console = console or wide_console()
     costs = result["costs"]
     verify = "  ".join(f"{nodes}: {ms:.1f}" for nodes, ms in costs["verification_ms"].items())
     console.print(f"verification, ms by nodes   {verify}", highlight=False)
