@@ -82,7 +82,7 @@ def _verdict(results: dict[str, Any]) -> Finding:
     figures = f"acceptance rate {rate:.0%}, accepted length {overall['accepted_length']:.2f} (rule of thumb: {rule})"
     if speedup is None:
         return Finding("verdict", figures, "no baseline was run: measure one to know whether it pays")
-    interval = overall["confidence"]["speedup"].get("autoregressive")
+    interval = overall.get("confidence", {"speedup": {}})["speedup"].get("autoregressive")
     figures += f"; measured {speedup:.2f}x" + (f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "")
     if speedup < 1:
         return Finding(

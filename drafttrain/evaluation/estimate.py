@@ -254,7 +254,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--results", required=True, help="a results.json of this drafter: its acceptance profile")
     add("--target", help="short name, folder, Hub id or config.json (default: what the results name)")
-    add("--target-params", type=float, help="weights instead, such as 8e9")
+    add("--target-params", type=float, help="weights instead, such as 8e9; contexts then cost nothing")
     add("--drafter", help="the drafter's folder (default: what the results name)")
     add("--drafter-params", type=float, help="weights instead, such as 4e8; 0 for n-grams")
     add("--device", default="h100", help=f"one of {', '.join(DEVICES)} (default: %(default)s)")
