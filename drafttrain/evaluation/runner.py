@@ -331,7 +331,7 @@ def answer(plan: Plan, batch: dict[int, Question], sides: dict[str, Side]) -> di
 
 def _kept(drafter: Drafter | None) -> Tensor | None:
     """The target ids that a pruned vocabulary holds; None where every token can be drafted."""
-    main = parts_of(drafter)[0] if drafter is not None else None
+    main: Any = parts_of(drafter)[0] if drafter is not None else None
     kept = getattr(main, "kept_ids", None)
     return None if kept is None or len(kept) == main.config.vocab_size else kept
 

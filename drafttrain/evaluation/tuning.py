@@ -77,8 +77,8 @@ def calibration_prompts(
         UserError: a file that is missing, malformed, or has no usable row.
     """
     if file is None:
-        rows = [render(target.tokenizer, [prompt], []) for prompt in PROMPTS if prompt not in exclude]
-        return [ids for ids in rows if _fits(target, ids, tokens)]
+        built_in = [render(target.tokenizer, [prompt], []) for prompt in PROMPTS if prompt not in exclude]
+        return [ids for ids in built_in if _fits(target, ids, tokens)]
     try:
         rows = [json.loads(line) for line in Path(file).expanduser().read_text().splitlines() if line.strip()]
     except (OSError, ValueError) as error:
