@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from drafttrain.decode import Decoder, SamplingParams, strip_padding
 from drafttrain.decode.text import TextStream
-from drafttrain.drafters.base import Drafter, TreeSpec, default_tree
+from drafttrain.drafters.base import Drafter, TreeSpec, decoding_settings, default_tree
 from drafttrain.drafters.base import load_drafter as load_for_target
 from drafttrain.errors import UserError
 from drafttrain.target import Target
@@ -41,6 +41,7 @@ def generate(
     seed: int = 0,
     stop: str | Sequence[str] = (),
     batch_size: int = 8,
+    category: str | Sequence[str] = "",
 ) -> Any:
     """Continues a prompt, or a list of prompts, exactly as the model would by itself; a drafter only makes it faster.
 
@@ -59,6 +60,8 @@ def generate(
         seed: prompt i samples with seed + i.
         stop: strings that end an answer; the text ends before them.
         batch_size: prompts at a time.
+        category: the kind of request, or a list of one per prompt. Kinds that the drafter's decoding.json lists as `off`
+            are decoded plainly; needs the drafter's name.
 
     Returns:
         A `Generation` (text, tokens, stats), or a list of them for a list of prompts or a padded batch.
@@ -70,7 +73,12 @@ def generate(
     decoder = _decoder(model, drafter, tokenizer, tree, sampling, stop, batch_size)
     several = _is_several(prompt)
     ids = [_ids(decoder.target, each) for each in (_rows(prompt) if several else [prompt])]
-    made = decoder.generate(ids, max_new_tokens=max_new_tokens, seed=seed)
+    off = decoding_settings(drafter).get("off", []) if isinstance(drafter, str) else []
+    categories = [category] * len(ids) if isinstance(category, str) else category
+    if len(categories) != len(ids):
+        raise UserError(f"category has {len(categories)} entries for {len(ids)} prompts; give one each, or one for all")
+    speculate = [each not in off for each in categories]
+    made = decoder.generate(ids, max_new_tokens=max_new_tokens, seed=seed, speculate=speculate)
     if decoder.target.tokenizer is not None:
         for generation in made:
             text = TextStream(decoder.target.tokenizer, decoder.stop)

@@ -27,6 +27,10 @@ COMMANDS = {
     "train": ("drafttrain.train", "train a drafter from a config (same as accelerate launch drafttrain/train.py)"),
     "ngram-store": ("drafttrain.decode.ngram_corpus", "count the n-grams of a corpus: a drafter without training"),
     "eval": ("drafttrain.evaluation.runner", "measure a drafter in the lossless tree decoder against both baselines"),
+    "tune": ("drafttrain.evaluation.tuning", "find the fastest tree for a drafter on this machine"),
+    "sweep": ("drafttrain.evaluation.sweep", "eval over temperatures, trees, batch sizes, contexts and dtypes"),
+    "diagnose": ("drafttrain.evaluation.diagnose", "why acceptance is what it is, and what to do"),
+    "estimate": ("drafttrain.evaluation.estimate", "expected speed-up and cost on other hardware"),
     "report": ("drafttrain.evaluation.report", "table, page and pictures from results.json"),
     "trace": ("drafttrain.evaluation.trace", "one answer, token by token: who produced each, and every round's tree"),
     "bench-server": (

@@ -106,6 +106,21 @@ def test_stop_strings_end_the_text_wherever_they_begin(tiny, tree):
         assert "".join(pieces) == out.text
 
 
+def test_kinds_of_request_that_are_switched_off(target, tmp_path):
+    make_drafter(target).save_pretrained(tmp_path / "drafter")
+    (tmp_path / "drafter" / "decoding.json").write_text('{"tree": "chain:2", "off": ["poetry"]}')
+    drafter = str(tmp_path / "drafter")
+    off, on = generate(target, [TEXT, TEXT], drafter, max_new_tokens=12, category=["poetry", "code"])
+    assert off.tokens == on.tokens
+    assert off.stats.draft_seconds == 0.0 < on.stats.draft_seconds
+    assert generate(target, TEXT, drafter, max_new_tokens=12, category="poetry").stats.draft_seconds == 0.0
+    with pytest.raises(UserError, match="category has 1 entries for 2 prompts"):
+        generate(target, [TEXT, TEXT], drafter, category=["poetry"])
+    (tmp_path / "drafter" / "decoding.json").write_text('{"tree": "chain:2", "off": "poetry"}')
+    with pytest.raises(UserError, match="off='poetry' must be a list"):
+        generate(target, TEXT, drafter)
+
+
 def test_streams_come_in_pieces(tiny):
     whole = generate(tiny, TEXT, max_new_tokens=30)
     pieces = list(stream(tiny, TEXT, "ngram", max_new_tokens=30))

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.batch import TargetOutput, TokenTree
+from drafttrain.decode.adaptive import Adaptive, Pace, Round
 from drafttrain.decode.text import TextStream, check_stop
 from drafttrain.decode.verify import Verdict, Verifier, verify_batch
 from drafttrain.drafters.base import Drafter, Session, TreeSpec
@@ -176,7 +177,9 @@ class _Row:
         verifier: says which drafted tokens the target would have chosen.
         text: looks for stop strings; None without any.
         root: [1], the last committed token, whose keys are not in the cache yet.
+        speculate: something may be drafted.
         session: the drafter's; None where nothing is drafted.
+        pending: committed tokens [m] and their features [m, f*h] that the session has not taken in yet.
         joined: when its prefill began.
     """
 
@@ -187,13 +190,20 @@ class _Row:
     text: TextStream | None
     stats: Stats
     root: Tensor
+    speculate: bool = True
     slot: int = 0
     session: Session | None = None
+    pending: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     joined: float = 0.0
 
     @property
     def left(self) -> int:
         return self.limit - self.stats.new_tokens
+
+    @property
+    def behind(self) -> int:
+        """Committed tokens that the session has not taken in yet."""
+        return sum(len(tokens) for tokens, _ in self.pending)
 
     def record(self, verdict: Verdict, moment: float) -> list[int]:
         """Books a round's tokens, known at `moment`, and returns them: up to the end of a stop string."""
@@ -230,6 +240,7 @@ class Decoder:
         eos_ids: tokens that end a sequence; the target's own unless given.
         stop: strings that end a sequence; its tokens then end with the one that completed the string.
         max_rows: most sequences at a time; the others wait for a row to finish.
+        pace: chooses each round's tree, none larger than `spec`; an `Adaptive` one if the spec is.
 
     Attributes:
         cache: of the last call. memory: bytes and description of the largest one so far.
@@ -249,11 +260,13 @@ class Decoder:
         eos_ids: Collection[int] | None = None,
         stop: str | Sequence[str] = (),
         max_rows: int = 1,
+        pace: Pace | None = None,
     ):
         if max_rows < 1:
             raise UserError(f"max_rows={max_rows} must be at least 1")
         self.target, self.spec = target, spec or TreeSpec.parse("chain:3")
         self.drafter = None if self.spec.shape == "none" else drafter
+        self.pace = pace or (Adaptive(self.spec) if self.drafter is not None and self.spec.adaptive else None)
         self.sampling = sampling or SamplingParams()
         self.spec.check(self.sampling)
         self.eos_ids = frozenset(target.eos_ids if eos_ids is None else eos_ids)
@@ -265,12 +278,18 @@ class Decoder:
         self._now = _clock(target.device)
 
     def generate(
-        self, prompts: Sequence[Tensor | Sequence[int]], *, max_new_tokens: int, seed: int = 0
+        self,
+        prompts: Sequence[Tensor | Sequence[int]],
+        *,
+        max_new_tokens: int,
+        seed: int = 0,
+        speculate: Sequence[bool] | None = None,
     ) -> list[Generation]:
         """The continuation of each prompt, in the prompts' order. See `stream`."""
         made = [Generation([], Stats()) for _ in prompts]
         every = [generation.stats for generation in made]
-        for index, tokens in self.stream(prompts, max_new_tokens=max_new_tokens, seed=seed, stats=every):
+        rounds = self.stream(prompts, max_new_tokens=max_new_tokens, seed=seed, stats=every, speculate=speculate)
+        for index, tokens in rounds:
             made[index].tokens += tokens
         return made
 
@@ -281,6 +300,7 @@ class Decoder:
         max_new_tokens: int,
         seed: int = 0,
         stats: Sequence[Stats] | None = None,
+        speculate: Sequence[bool] | None = None,
     ) -> Iterator[tuple[int, list[int]]]:
         """Yields (index of the prompt, new tokens) as they come.
 
@@ -290,6 +310,7 @@ class Decoder:
             seed: prompt i samples with seed + i, so its tokens do not depend on the batch. In exact arithmetic the same
                 seed gives the same tokens with any drafter and spec that draws nothing itself (no `@sample`).
             stats: one per prompt, filled on the way.
+            speculate: per prompt, False decodes it plainly; all True unless given.
 
         Raises:
             UserError: an empty prompt, one that fills the target's context, or max_new_tokens below 1.
@@ -307,7 +328,8 @@ class Decoder:
             text = TextStream(self.target.tokenizer, self.stop) if self.stop else None
             numbers = torch.Generator().manual_seed(seed + index)
             verifier = Verifier(self.sampling, self.eos_ids, numbers, prompt)
-            rows.append(_Row(index, prompt, limit, verifier, text, record, prompt[:0]))
+            drafting = speculate is None or speculate[index]
+            rows.append(_Row(index, prompt, limit, verifier, text, record, prompt[:0], drafting))
         room = self.spec.budget if self.drafter is not None else 0
         need = max((row.prompt.numel() + row.limit for row in rows), default=0) + room
         self.cache = TreeCache(need, min(self.max_rows, len(rows)))
@@ -348,7 +370,8 @@ class Decoder:
             for (row, begin, end), features in zip(parts, out.features[0].split(sizes), strict=True):
                 follow = torch.cat((row.prompt[begin + 1 : end + 1], row.root))
                 # With one more token to come there is nothing to draft.
-                if self.drafter is not None and begin == 0 and row.limit > 2 and not row.stats.finish:
+                wanted = row.speculate and row.limit > 2 and not row.stats.finish
+                if self.drafter is not None and begin == 0 and wanted:
                     row.session = self.drafter.start(row.prompt, row.prompt.numel() + row.limit)
                 if row.session is not None and not row.stats.finish:
                     extended.append((row, follow, features))
@@ -375,7 +398,10 @@ class Decoder:
     def _round(self, rows: list[_Row]) -> Iterator[tuple[int, list[int]]]:
         """One draft, one packed target pass and one verdict for each row; yields what each committed."""
         device = self.target.device
-        trees = self._draft(rows)
+        asked = self._now()
+        behind = sum(row.behind for row in rows) if self.pace is not None else 0
+        spec = self.spec if self.pace is None else self.pace.choose(len(rows), behind)
+        trees, read_seconds = self._draft(rows, spec)
         begun = self._now()
         layouts = self.cache.open([(row.slot, tree.parents) for row, tree in zip(rows, trees, strict=True)])
         out = self._forward([part for row, tree in zip(rows, trees, strict=True) for part in (row.root, tree.tokens)])
@@ -404,6 +430,15 @@ class Decoder:
             if row.session is not None and not row.stats.finish:
                 extended.append((row, new, features[nodes]))
         self._extend(extended)
+        if self.pace is not None:
+            asking = zip(rows, trees, verdicts, strict=True)
+            drafted = [(tree, verdict.path) for row, tree, verdict in asking if row.session is not None and len(tree)]
+            self.pace.observe(
+                Round(
+                    spec, len(rows), sum(sizes), self._now() - asked, begun - asked - read_seconds,
+                    behind if read_seconds else 0, read_seconds, drafted,
+                )
+            )  # fmt: skip
         yield from told
 
     def _verify(self, rows: list[_Row], trees: list[TokenTree], logits: Tensor) -> list[Verdict]:
@@ -415,34 +450,49 @@ class Decoder:
         ids = parts[0] if len(parts) == 1 else torch.cat(parts)
         return self.target.forward(ids[None], self._layers, self.cache.positions(ids.device), self.cache)
 
-    def _draft(self, rows: list[_Row]) -> list[TokenTree]:
-        """A tree per row; an empty one where nothing is drafted."""
-        asking = [i for i, row in enumerate(rows) if row.session is not None and row.left > 1]
-        trees = [TokenTree.empty(self.target.device)] * len(rows)
-        if self.drafter is None or not asking:
-            return trees
+    def _draft(self, rows: list[_Row], spec: TreeSpec) -> tuple[list[TokenTree], float]:
+        """A tree per row, an empty one where nothing is drafted; and the seconds that the drafter read before."""
+        asking = [row for row in rows if row.session is not None and row.left > 1]
+        trees = {row.index: TokenTree.empty(self.target.device) for row in rows}
+        if self.drafter is None or spec.shape == "none" or not asking:
+            return list(trees.values()), 0.0
+        read_seconds = self._read(asking)
         begun = self._now()
-        sessions = [rows[i].session for i in asking]
-        samplers = [rows[i].verifier.sampler for i in asking]
-        drafted = self.drafter.propose_all(sessions, [self.spec] * len(asking), samplers)
-        for i, tree in zip(asking, drafted, strict=True):
-            trees[i] = tree.prune(rows[i].left - 1)
-        self._charge([rows[i] for i in asking], begun)
-        return trees
+        sessions = [row.session for row in asking]
+        samplers = [row.verifier.sampler for row in asking]
+        drafted = self.drafter.propose_all(sessions, [spec] * len(asking), samplers)
+        for row, tree in zip(asking, drafted, strict=True):
+            trees[row.index] = tree.prune(row.left - 1)
+        self._charge(asking, begun)
+        return list(trees.values()), read_seconds
 
     def _extend(self, news: list[tuple[_Row, Tensor, Tensor]]) -> None:
-        """Gives the drafter what was committed: rows with a session, their tokens [m] and features [m, f*h]."""
-        if self.drafter is None or not news:
-            return
-        begun = self._now()
-        rows, tokens, features = zip(*news, strict=True)
-        self.drafter.extend_all([row.session for row in rows], tokens, features)
-        self._charge(rows, begun)
+        """Keeps what was committed for the drafter: rows with a session, their tokens [m] and features [m, f*h].
 
-    def _charge(self, rows: Sequence[_Row], begun: float) -> None:
-        share = (self._now() - begun) / len(rows)
+        The drafter takes it in when it is next asked, so that rounds without drafting cost nothing; a whole chunk at once.
+        """
+        for row, tokens, features in news:
+            row.pending.append((tokens, features))
+        self._read([row for row, _, _ in news if row.behind >= _CHUNK])
+
+    def _read(self, rows: list[_Row]) -> float:
+        """Gives the drafter what was committed since it was last asked; returns the seconds that took."""
+        rows = [row for row in rows if row.pending]
+        if self.drafter is None or not rows:
+            return 0.0
+        begun = self._now()
+        news = [[torch.cat(parts) for parts in zip(*row.pending, strict=True)] for row in rows]
+        tokens, features = zip(*news, strict=True)
+        self.drafter.extend_all([row.session for row in rows], tokens, features)
         for row in rows:
-            row.stats.draft_seconds += share
+            row.pending = []
+        return self._charge(rows, begun)
+
+    def _charge(self, rows: Sequence[_Row], begun: float) -> float:
+        seconds = self._now() - begun
+        for row in rows:
+            row.stats.draft_seconds += seconds / len(rows)
+        return seconds
 
 
 def _split(packed: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:

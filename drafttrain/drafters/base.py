@@ -54,6 +54,10 @@ class TreeSpec:
     sampled    chain:3@sample        tokens are drawn from the drafter's own distribution, without replacement, under the
                                      target's temperature, top-k, top-p and min-p; not for dynamic trees
     stop       chain:8@stop=0.2      a path that the drafter thinks less likely than this is not continued
+    alone      chain:8@alone=0.6     a second drafter's match this likely to go on is drafted alone (0.75 unless given in a
+                                     dynamic tree, whose nodes both share otherwise; 0.5 in others)
+    nomatch    chain:8@nomatch       a second drafter is not asked
+    adapt      dynamic:5,8,24@adapt  at most this tree: rounds draft less, or nothing, where that is faster
 
     Attributes:
         depth: of the deepest node; fanout: most children per node at each depth (not for dynamic trees).
@@ -69,6 +73,9 @@ class TreeSpec:
     paths: tuple[tuple[int, ...], ...] = ()
     sampled: bool = False
     stop: float = 0.0
+    alone: float = 0.0
+    matches: bool = True
+    adaptive: bool = False
 
     @staticmethod
     def parse(text: str) -> TreeSpec:
@@ -84,11 +91,16 @@ class TreeSpec:
             name, _, value = option.partition("=")
             if option == "sample" and spec.shape != "none":
                 spec = replace(spec, sampled=True)
-            elif name == "stop" and spec.shape != "none" and 0 < _number(value) < 1:
-                spec = replace(spec, stop=float(value))
+            elif option == "adapt" and spec.shape != "none":
+                spec = replace(spec, adaptive=True)
+            elif option == "nomatch" and spec.shape != "none":
+                spec = replace(spec, matches=False)
+            elif name in ("stop", "alone") and spec.shape != "none" and 0 < _number(value) < 1:
+                spec = replace(spec, **{name: float(value)})
             else:
                 raise UserError(
-                    f"tree={text!r}: {option!r} is no option; write @sample or @stop=P with P between 0 and 1"
+                    f"tree={text!r}: {option!r} is no option; write @sample, @stop=P or @alone=P with P between 0 "
+                    "and 1, @nomatch or @adapt"
                 )
         # Which drawn tokens stay would depend on what was drawn, so what stays is no longer distributed as q.
         if spec.sampled and spec.shape == "dynamic":
@@ -112,7 +124,27 @@ class TreeSpec:
             "dynamic": f"dynamic:{self.depth},{self.top_k},{self.budget}",
             "paths": "paths:" + ",".join("-".join(map(str, path)) for path in self.paths),
         }[self.shape]
-        return text + "@sample" * self.sampled + (f"@stop={self.stop}" if self.stop else "")
+        text += "@sample" * self.sampled + (f"@stop={self.stop}" if self.stop else "")
+        text += (f"@alone={self.alone}" if self.alone else "") + "@nomatch" * (not self.matches)
+        return text + "@adapt" * self.adaptive
+
+    def smaller(self) -> list[TreeSpec]:
+        """The trees that an adaptive decoder may fall back to, from the smallest to this one (`none` is not listed)."""
+        if self.shape == "chain":
+            lengths = sorted({max(1, self.depth >> shift) for shift in range(self.depth.bit_length())})
+            texts = [f"chain:{length}" for length in lengths]
+        elif self.shape == "dynamic":
+            shares = sorted({max(1, self.budget >> shift): shift for shift in (2, 1, 0)}.items())
+            texts = [
+                f"dynamic:{max(1, self.depth - shift)},{min(self.top_k, nodes)},{nodes}" for nodes, shift in shares
+            ]
+        elif self.shape == "fanout":
+            texts = ["fanout:" + "x".join(map(str, self.fanout[:depth])) for depth in range(1, self.depth + 1)]
+        else:
+            kept = [[path for path in self.paths if len(path) <= depth] for depth in range(1, self.depth + 1)]
+            texts = ["paths:" + ",".join("-".join(map(str, path)) for path in paths) for paths in kept]
+        same = {name: getattr(self, name) for name in ("sampled", "stop", "alone", "matches")}
+        return [replace(TreeSpec.parse(text), **same) for text in texts]
 
 
 def _parse_shape(text: str, body: str) -> TreeSpec:
@@ -329,21 +361,44 @@ def untrained(name: str, beside: bool = False) -> Any:
     return cls(**{**(cls.defaults_beside if beside else {}), **given})
 
 
+def decoding_file(name: str) -> Path:
+    """Where a drafter's default decoding settings are kept: beside its weights."""
+    return Path(name.partition("+")[0]).expanduser() / "decoding.json"
+
+
 def default_tree(name: str) -> str | None:
     """The tree in a drafter folder's decoding.json; None without one.
 
     Raises:
         UserError: a decoding.json without a tree.
     """
+    settings = decoding_settings(name)
+    return str(settings["tree"]) if settings else None
+
+
+def decoding_settings(name: str) -> dict[str, Any]:
+    """A drafter folder's decoding.json: `tree`, and perhaps `off`, the kinds of request that are decoded plainly.
+
+    Returns:
+        Its content; empty without the file.
+
+    Raises:
+        UserError: a decoding.json without a tree, or whose `off` is no list.
+    """
     first = name.partition("+")[0]
-    path = Path(first).expanduser()
-    path = (drafter_folder(first) if _is_hub_id(first) and not path.exists() else path) / "decoding.json"
+    path = decoding_file(name)
+    if _is_hub_id(first) and not path.parent.exists():
+        path = drafter_folder(first) / path.name
     if not path.is_file():
-        return None
+        return {}
     try:
-        return str(json.loads(path.read_text())["tree"])
+        settings = json.loads(path.read_text())
+        str(settings["tree"])
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f'{path} has no tree ({error!r}); write {{"tree": "chain:3"}}, or pass a tree') from error
+    if not isinstance(settings.get("off", []), list):
+        raise UserError(f'{path}: off={settings["off"]!r} must be a list of categories, such as ["translation"]')
+    return settings
 
 
 def drafter_folder(name: str, key: str = "drafter") -> Path:

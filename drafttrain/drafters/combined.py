@@ -35,6 +35,7 @@ def merge(first: TokenTree, second: TokenTree, budget: int) -> TokenTree:
     tokens = first.tokens.tolist()
     scores = _scores(first)
     place = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
+    scores = first.log_probs.tolist() if first.log_probs is not None else [0.0] * len(first)
     where = {-1: -1}
     entries = zip(second.parents, second.tokens.tolist(), _scores(second), strict=True)
     for node, (parent, token, score) in enumerate(entries):
@@ -93,10 +94,8 @@ class CombinedDrafter(Drafter):
         self, sessions: Sequence[CombinedSession], specs: Sequence[TreeSpec], samplers: Sequence[Sampler | None]
     ) -> list[TokenTree]:
         sides = [session.side for session in sessions]
-        found = self.side.propose_all(sides, [_room(spec) for spec in specs], samplers)
-        chance = [math.exp(_scores(tree)[0]) if len(tree) else 0.0 for tree in found]
-        alone = [p >= (_SURE if spec.shape == "dynamic" else _LIKELY) for p, spec in zip(chance, specs, strict=True)]
-        rows = [row for row in range(len(sessions)) if not alone[row]]
+        found = self.side.propose_all(sides, [match_spec(spec) for spec in specs], samplers)
+        rows = [row for row, (tree, spec) in enumerate(zip(found, specs, strict=True)) if not drafts_alone(tree, spec)]
         trees = dict(enumerate(found))
         if rows:
             mains = [sessions[row].main for row in rows]
@@ -107,9 +106,20 @@ class CombinedDrafter(Drafter):
         return [trees[row] for row in range(len(sessions))]
 
 
-def _room(spec: TreeSpec) -> TreeSpec:
-    """What the side drafter may propose: in a dynamic tree paths as long as the budget, for they cost it nothing to find."""
-    return replace(spec, depth=spec.budget) if spec.shape == "dynamic" else TreeSpec.parse(f"chain:{spec.depth}")
+def match_spec(spec: TreeSpec) -> TreeSpec:
+    """What the second drafter may propose: in a dynamic tree paths as long as the budget, for they cost nothing to find."""
+    if not spec.matches or spec.shape == "none":
+        return TreeSpec.parse("none")
+    return (
+        replace(spec, depth=spec.budget, stop=0.0) if spec.shape == "dynamic" else TreeSpec.parse(f"chain:{spec.depth}")
+    )
+
+
+def drafts_alone(match: TokenTree, spec: TreeSpec) -> bool:
+    """Whether the match is so likely to go on that the other drafter is not asked."""
+    return len(match) > 0 and math.exp(_scores(match)[0]) >= (
+        spec.alone or (_SURE if spec.shape == "dynamic" else _LIKELY)
+    )
 
 
 class CombinedSession:

@@ -7,7 +7,10 @@ A record is what the runner keeps of one prompt (one turn of a question):
                            "rounds": [[accepted, offered, count], ...]},
                "autoregressive": {the same}, "hf_generate": {"tokens", "seconds"}},
      "identical": {"autoregressive": bool, "hf_generate": bool} or {} when sampled,
-     "outputs": {"drafter": text, ...}, with each side's that differs; absent where none does}
+     "outputs": {"drafter": text, ...}, with each side's that differs; absent where none does,}
+     "memory": bytes at most in use while the drafter's side answered (batches: the whole batch's),
+     "covered": share of the answer's tokens that the drafter's vocabulary holds; left out where it holds all,
+     "speculation": false where decoding.json switches the category off}
 
 Every side's seconds are the wall-clock time of a whole generation, prefill included; prompts of one batch have equal shares
 of the batch's time, while latency is how long each took. A round is one target pass after the prefill; the prefill's own
@@ -24,6 +27,7 @@ import numpy as np
 
 from drafttrain.decode import Generation
 
+RESAMPLES = 1000
 BASELINES = ("autoregressive", "hf_generate")
 # On request: transformers' own speculative decoding. Speed-ups are claimed against the plain ones above only.
 HF_SPECULATIVE = ("hf_prompt_lookup", "hf_assisted")
@@ -115,6 +119,9 @@ def summarise(records: Sequence[Record]) -> dict[str, Any]:
         speedup: tokens_per_second over each baseline's; speedup_vs_fastest is the least, None without baselines.
         identical_outputs: share of prompts whose greedy output equals the autoregressive one; None if sampled or not
             measured. identical_to_hf_generate: the same against transformers' generate.
+        confidence: 95 % intervals of accepted_length and of each speed-up, see `intervals`.
+        peak_memory_mb: most memory in use while the drafter's side answered, on a GPU of the device, else of the process
+            (with the baselines' models in it); None where no record says.
     """
     ours = [record["sides"]["drafter"] for record in records]
     rounds: Counter[tuple[int, int]] = Counter()
@@ -150,7 +157,55 @@ def summarise(records: Sequence[Record]) -> dict[str, Any]:
         "speedup_vs_fastest": min((speedup[name] for name in BASELINES if name in speedup), default=None),
         "identical_outputs": _identical(records, "autoregressive"),
         "identical_to_hf_generate": _identical(records, "hf_generate"),
+        "confidence": intervals(records, measured),
+        "peak_memory_mb": _peak(records),
     }
+
+
+def intervals(records: Sequence[Record], baselines: Sequence[str], seed: int = 0) -> dict[str, Any]:
+    """95 % bootstrap intervals over prompts: how far the figures would move with other prompts of the same kinds.
+
+    Prompts are drawn with replacement RESAMPLES times, and each draw's figure is computed from its totals, as the figure
+    itself is. Turns of a question count as prompts. With a single prompt there is nothing to draw, and both ends are equal.
+
+    Args:
+        baselines: that all records have.
+
+    Returns:
+        accepted_length: [low, high]; speedup: the same for each baseline.
+    """
+    if not records:
+        return {"accepted_length": None, "speedup": {}}
+    draws = np.random.default_rng(seed).integers(len(records), size=(RESAMPLES, len(records)))
+
+    def interval(over: Sequence[float], under: Sequence[float]) -> list[float] | None:
+        below = np.asarray(under, dtype=float)[draws].sum(1)
+        ratios = np.asarray(over, dtype=float)[draws].sum(1)[below > 0] / below[below > 0]
+        return [round(float(x), 4) for x in np.percentile(ratios, (2.5, 97.5))] if len(ratios) else None
+
+    ours = [record["sides"]["drafter"] for record in records]
+    speedup = {}
+    for name in baselines:
+        # Rates of totals: tokens and seconds are drawn together, per prompt.
+        sums = [
+            np.array([[record["sides"][side][key] for record in records] for key in ("tokens", "seconds")])[
+                :, draws
+            ].sum(2)
+            for side in ("drafter", name)
+        ]
+        (tokens, seconds), (theirs, spent) = sums
+        fine = (seconds > 0) & (theirs > 0)
+        ratios = (tokens * spent)[fine] / (seconds * theirs)[fine]
+        speedup[name] = [round(float(x), 4) for x in np.percentile(ratios, (2.5, 97.5))] if len(ratios) else None
+    return {
+        "accepted_length": interval([side["tokens"] - 1 for side in ours], [side["passes"] for side in ours]),
+        "speedup": speedup,
+    }
+
+
+def _peak(records: Sequence[Record]) -> float | None:
+    known = [record["memory"] for record in records if record.get("memory")]
+    return round(max(known) / 2**20, 1) if known else None
 
 
 def by_category(records: Sequence[Record]) -> dict[str, dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import contextlib
 import dataclasses
 import sys
@@ -11,16 +12,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from drafttrain.decode import Decoder, SamplingParams, token_limit
-from drafttrain.drafters.base import Drafter, TreeSpec, default_tree, kind_of, load_drafter
+from drafttrain.drafters.base import Drafter, TreeSpec, decoding_settings, default_tree, kind_of, load_drafter
 from drafttrain.environment import describe_environment
 from drafttrain.errors import UserError
+from drafttrain.evaluation.diagnose import diagnose, print_findings
+from drafttrain.evaluation.memory import peak_memory, reset_peak
 from drafttrain.evaluation.metrics import BASELINES, HF_SPECULATIVE, Record, by_category, summarise
+from drafttrain.evaluation.replay import parts_of
 from drafttrain.evaluation.report import print_results
 from drafttrain.evaluation.sides import Side, engine_side, hf_sides
 from drafttrain.evaluation.store import Partial, fingerprint, folder_state
 from drafttrain.evaluation.suites import Question, Suite, known_suites, load_suite, render, take_evenly
-from drafttrain.evaluation.tuning import CANDIDATES, calibration_prompts, search_tree
+from drafttrain.evaluation.tuning import calibration_prompts, search_tree
 from drafttrain.files import write_json
 from drafttrain.progress import Progress
 from drafttrain.target import Target
@@ -83,6 +90,7 @@ class Plan:
     max_new_tokens: int
     batch_size: int
     seed: int
+    off: tuple[str, ...] = ()  # categories that are decoded plainly
 
     def decoder(self, drafter: Drafter | None) -> Decoder:
         return Decoder(self.target, drafter, spec=self.spec, sampling=self.sampling, max_rows=self.batch_size)
@@ -94,6 +102,23 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: an argument out of its range, or anything that cannot be loaded.
     """
+    check(args)
+    suite = load_suite(args.suite)
+    take_evenly(suite.questions, args.limit)
+    target = Target.load(args.target, args.dtype, args.device, args.trust_remote_code)
+    results = evaluate(args, target, load_drafter(args.drafter, target), suite)
+    print_results(results)
+    print_findings(results["diagnosis"])
+    print(f"wrote {Path(args.output).expanduser()}")
+    return 0
+
+
+def check(args: argparse.Namespace) -> SamplingParams:
+    """What can be checked before anything is loaded.
+
+    Raises:
+        UserError: an argument out of its range.
+    """
     sampling = SamplingParams(args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty)
     baselines = parse_baselines(args.baselines)
     if args.batch_size < 1:
@@ -102,21 +127,32 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"batch-size={args.batch_size}: transformers speculates on single prompts only; use 1")
     if args.tree not in (None, "auto"):
         TreeSpec.parse(args.tree).check(sampling)
-    output = Path(args.output).expanduser()
-    suite = load_suite(args.suite)
+    return sampling
+
+
+def evaluate(args: argparse.Namespace, target: Target, drafter: Drafter | None, suite: Suite) -> dict[str, Any]:
+    """Measures, writes and returns the results.
+
+    Args:
+        args: of the command; target, drafter: what they name.
+
+    Raises:
+        UserError: an argument out of its range, prompts that do not fit, or an output that cannot be written.
+    """
+    sampling, baselines, output = check(args), parse_baselines(args.baselines), Path(args.output).expanduser()
     questions = take_evenly(suite.questions, args.limit)
-    target = Target.load(args.target, args.dtype, args.device, args.trust_remote_code)
     target.check_head()
     check_lengths(target, questions, args.max_new_tokens)
-    drafter = load_drafter(args.drafter, target)
     settings = describe(args, target, suite, sampling)
+    # Kinds of request that decoding.json switches off; naming a tree measures them all.
+    off = tuple(decoding_settings(args.drafter).get("off", ())) if args.tree is None else ()
     state = [folder_state(target.path), folder_state(args.drafter.partition("+")[0])]
-    choices = [baselines, args.assistant, args.tree, args.calibrate, args.limit]
+    choices = [baselines, args.assistant, args.tree, args.calibrate, args.limit, off]
     partial = Partial(output, fingerprint({"settings": settings, "files": state, "choices": choices}))
     target.pack()
     spec, tree_search = choose_tree(args, target, drafter, sampling, questions, partial)
     settings["decoding"]["tree"] = {"spec": str(spec), **dataclasses.asdict(spec)}
-    plan = Plan(target, drafter, spec, sampling, args.max_new_tokens, args.batch_size, args.seed)
+    plan = Plan(target, drafter, spec, sampling, args.max_new_tokens, args.batch_size, args.seed, off)
     others: dict[str, Side] = {}
     if "autoregressive" in baselines:
         others["autoregressive"] = engine_side(plan.decoder(None))
@@ -132,11 +168,16 @@ def run(args: argparse.Namespace) -> int:
         "categories": by_category(records),
         "prompts": records,
     }
+    results["diagnosis"] = diagnose(results, training_record(args.drafter))
     write_json(output, results)
     partial.remove()
-    print_results(results)
-    print(f"wrote {output}")
-    return 0
+    return results
+
+
+def training_record(drafter: str) -> dict[str, Any]:
+    """The drafter folder's training.json; empty without one."""
+    path = Path(drafter.partition("+")[0]).expanduser() / "training.json"
+    return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def parse_baselines(text: str) -> list[str]:
@@ -201,9 +242,8 @@ def choose_tree(
     if partial.tree is None:
         exclude = {turn for question in questions for turn in question.turns}
         prompts = calibration_prompts(target, args.calibrate, exclude)
-        with Progress("finding the fastest tree", len(prompts) * len(CANDIDATES), "runs") as meter:
-            spec, table = search_tree(target, drafter, prompts, sampling, advance=meter.advance)
-        partial.add_tree(str(spec), table)
+        search = search_tree(target, drafter, prompts, sampling)
+        partial.add_tree(str(search.best.spec), search.table())
     assert partial.tree is not None
     return TreeSpec.parse(partial.tree["tree"]), partial.tree["tree_search"]
 
@@ -259,10 +299,16 @@ def answer(plan: Plan, batch: dict[int, Question], sides: dict[str, Side]) -> di
         first = min(batch)
         start = (first // plan.batch_size + turn) % len(sides)
         names = list(sides)
-        results = {
-            name: sides[name](list(prompts.values()), list(limits.values()), plan.seed + first)
-            for name in names[start:] + names[:start]
-        }
+        wanted = [batch[index].category not in plan.off for index in prompts]
+        results, memory = {}, 0
+        for name in names[start:] + names[:start]:
+            ours = name == "drafter"
+            if ours:
+                reset_peak(plan.target.device)
+            choice = (wanted,) if ours and plan.off else ()
+            results[name] = sides[name](list(prompts.values()), list(limits.values()), plan.seed + first, *choice)
+            if ours:
+                memory = peak_memory(plan.target.device)
         for row, index in enumerate(prompts):
             tokens = results["drafter"][row][0]
             same = {name: results[name][row][0] == tokens for name in names[1:]} if plan.sampling.greedy else {}
@@ -280,7 +326,23 @@ def answer(plan: Plan, batch: dict[int, Question], sides: dict[str, Side]) -> di
                     "sides": {name: results[name][row][1] for name in names},
                     "identical": same,
                     **({"outputs": texts} if differing else {}),
+                    "memory": memory,
+                    **({"covered": _covered(plan.drafter, tokens)} if _kept(plan.drafter) is not None else {}),
+                    **({} if wanted[row] else {"speculation": False}),
                 }
             )
             answers[index].append(texts["drafter"])
     return records
+
+
+def _kept(drafter: Drafter | None) -> Tensor | None:
+    """The target ids that a pruned vocabulary holds; None where every token can be drafted."""
+    main: Any = parts_of(drafter)[0] if drafter is not None else None
+    kept = getattr(main, "kept_ids", None)
+    return None if kept is None or len(kept) == main.config.vocab_size else kept
+
+
+def _covered(drafter: Drafter | None, tokens: list[int]) -> float:
+    kept = _kept(drafter)
+    assert kept is not None
+    return round(float(torch.isin(torch.tensor(tokens, device=kept.device), kept).float().mean()), 4) if tokens else 1.0

@@ -15,15 +15,20 @@ from drafttrain.evaluation.metrics import Record, side_record
 from drafttrain.target import Target, resolve_target
 
 # (prompts' ids, most new tokens of each, seed) -> per prompt its new tokens, and what is kept of the generation
-Side = Callable[[Sequence[list[int]], Sequence[int], int], list[tuple[list[int], Record]]]
+Side = Callable[..., list[tuple[list[int], Record]]]
 
 
 def engine_side(decoder: Decoder) -> Side:
-    """Our engine; without a drafter it decodes plainly by the same code. All prompts of a call are one batch."""
+    """Our engine; without a drafter it decodes plainly by the same code. All prompts of a call are one batch.
 
-    def run(prompts: Sequence[list[int]], limits: Sequence[int], seed: int) -> list[tuple[list[int], Record]]:
+    It takes a fourth argument: per prompt, whether to speculate.
+    """
+
+    def run(
+        prompts: Sequence[list[int]], limits: Sequence[int], seed: int, speculate: Sequence[bool] | None = None
+    ) -> list[tuple[list[int], Record]]:
         start = time.perf_counter()
-        made = decoder.generate(prompts, max_new_tokens=max(limits), seed=seed)
+        made = decoder.generate(prompts, max_new_tokens=max(limits), seed=seed, speculate=speculate)
         share = (time.perf_counter() - start) / len(prompts) if len(prompts) > 1 else None
         return [(generation.tokens, side_record(generation, share)) for generation in made]
 

@@ -8,6 +8,7 @@ from drafttrain.evaluation.metrics import (
     acceptance_by_depth,
     accepted_length_histogram,
     by_category,
+    intervals,
     percentiles,
     summarise,
 )
@@ -104,6 +105,32 @@ def test_categories_keep_their_order_and_share_of_identical_outputs():
     got = by_category([record("b", OURS, PLAIN), record("a", OURS, PLAIN, same=False), record("b", OURS, PLAIN)])
     assert list(got) == ["b", "a"]
     assert (got["b"]["prompts"], got["b"]["identical_outputs"], got["a"]["identical_outputs"]) == (2, 1.0, 0.0)
+
+
+def test_intervals_hold_what_other_prompts_would_give():
+    alike = intervals([record("a", OURS, PLAIN)] * 5, ["autoregressive"])
+    assert alike == {"accepted_length": [2.0, 2.0], "speedup": {"autoregressive": [2.0, 2.0]}}
+    good = side(31, 2.0, [(2, 2, 10)])
+    mixed = [record("a", OURS, PLAIN), record("a", good, side(31, 12.0, [(0, 0, 30)]))] * 10
+    got = intervals(mixed, ["autoregressive"])
+    assert got == intervals(mixed, ["autoregressive"])  # seeded
+    whole = summarise(mixed)
+    for figure, (low, high) in (
+        (whole["accepted_length"], got["accepted_length"]),
+        (whole["speedup"]["autoregressive"], got["speedup"]["autoregressive"]),
+    ):
+        assert low < figure < high
+    assert whole["confidence"] == got
+    # Few prompts say less than many of the same.
+    few = intervals(mixed[:4], ["autoregressive"])["accepted_length"]
+    assert few[1] - few[0] > got["accepted_length"][1] - got["accepted_length"][0]
+    assert intervals([], []) == {"accepted_length": None, "speedup": {}}
+
+
+def test_peak_memory_is_that_of_the_hungriest_prompt():
+    records = [{**record("a", OURS, PLAIN), "memory": size * 2**20} for size in (100, 300, 200)]
+    assert summarise(records)["peak_memory_mb"] == 300.0
+    assert summarise([record("a", OURS, PLAIN)])["peak_memory_mb"] is None
 
 
 def test_percentiles_in_milliseconds():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from drafttrain import cli
-from drafttrain.decode import Generation, SamplingParams, Stats
+from drafttrain.decode import SamplingParams
 from drafttrain.drafters.base import TreeSpec, default_tree
 from drafttrain.evaluation import runner, sides, tuning
 from drafttrain.evaluation.report import identity_line
@@ -14,6 +14,7 @@ from drafttrain.evaluation.store import Partial
 from drafttrain.evaluation.suites import Question
 from drafttrain.target import Target
 from tests.conftest import make_target
+from tests.drafters.test_eagle3 import make_drafter
 
 QUESTIONS = [
     {"question_id": "q1", "category": "chat", "turns": ["hello there", "and again"]},
@@ -196,8 +197,9 @@ def test_other_settings_do_not_reuse_records(tmp_path):
     assert (other.records, other.tree) == ({}, None)
 
 
-def test_auto_takes_the_fastest_and_keeps_the_table(command, tmp_path, monkeypatch):
-    monkeypatch.setattr(tuning, "TOKENS", 8)
+def test_auto_takes_the_tree_that_was_predicted_fastest(command, tmp_path, monkeypatch):
+    search = tuning.search_tree
+    monkeypatch.setattr(runner, "search_tree", lambda *args: search(*args, tokens=16, cycles=1))
     rows = [{"messages": [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]}]
     rows += [{"text": "hello there"}, {"text": "x y z"}]  # the first is in the suite
     calibration = tmp_path / "prompts.jsonl"
@@ -205,24 +207,10 @@ def test_auto_takes_the_fastest_and_keeps_the_table(command, tmp_path, monkeypat
     assert cli.main(command(tree="auto", calibrate=calibration, baselines="none", limit=1)) == 0
     results = read(tmp_path)
     table = results["tree_search"]
-    assert len(table) == len(tuning.CANDIDATES)
     assert results["decoding"]["tree"]["spec"] == table[0]["tree"]
-    assert max(row["prompts"] for row in table) == table[0]["prompts"] == 2
-
-
-def test_slow_candidates_are_dropped_early(monkeypatch):
-    calls = []
-
-    def timed(target, drafter, prompt, *, spec, **_):
-        calls.append(str(spec))
-        seconds = {"none": 1.0, "chain:1": 0.5, "chain:2": 0.52}[str(spec)]
-        return Generation([], Stats(new_tokens=11, target_passes=10, total_seconds=seconds))
-
-    monkeypatch.setattr(tuning, "generate", timed)
-    spec, table = tuning.search_tree(None, None, [[1]] * 3, None, ("none", "chain:1", "chain:2"))
-    assert str(spec) == "chain:1"
-    assert [(row["tree"], row["prompts"]) for row in table] == [("chain:1", 3), ("chain:2", 3), ("none", 1)]
-    assert calls.count("none") == 1
+    rates = [row["tokens_per_second"] for row in table]
+    assert rates == sorted(rates, reverse=True)
+    assert {row["tree"]: row["predicted_speedup"] for row in table}["none"] == 1.0
 
 
 def test_a_drafter_folder_may_name_its_tree(tmp_path):
@@ -232,6 +220,29 @@ def test_a_drafter_folder_may_name_its_tree(tmp_path):
     (tmp_path / "decoding.json").write_text("{}")
     with pytest.raises(runner.UserError, match=r"decoding.json has no tree .* or pass a tree"):
         default_tree(str(tmp_path))
+
+
+def test_kinds_that_decoding_json_switches_off_are_decoded_plainly(command, target_dir, tmp_path):
+    own = Target.load(str(target_dir), "float32", "cpu")
+    folder = tmp_path / "drafter"
+    make_drafter(own, kept=torch.arange(200)).save_pretrained(folder)
+    (folder / "decoding.json").write_text('{"tree": "dynamic:2,4,8", "off": ["chat"]}')
+    arguments = [
+        part for part in command(drafter=folder, baselines="autoregressive") if part not in ("--tree", "chain:3")
+    ]
+    for size in ("1", "4"):
+        assert cli.main([*arguments, "--batch-size", size]) == 0
+        results = read(tmp_path)
+        chat, code = results["categories"]["chat"], results["categories"]["code"]
+        assert (chat["accepted_length"], chat["draft_fraction"]) == (1.0, 0.0)
+        assert code["draft_fraction"] > 0
+        assert [record.get("speculation", True) for record in results["prompts"]] == [False, False, True, False]
+        assert all(0 <= record["covered"] <= 1 and record["memory"] > 0 for record in results["prompts"])
+        assert results["overall"]["peak_memory_mb"] > 1
+        assert results["diagnosis"][0]["cause"] == "verdict"
+        (tmp_path / "results.json").unlink()
+    assert cli.main([*arguments, "--tree", "chain:2"]) == 0  # a tree that is named measures every kind
+    assert read(tmp_path)["categories"]["chat"]["draft_fraction"] > 0
 
 
 @pytest.mark.parametrize(

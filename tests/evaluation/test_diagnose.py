@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from drafttrain import cli
+from drafttrain.evaluation.diagnose import diagnose
+from drafttrain.evaluation.metrics import by_category, summarise
+from tests.evaluation.test_metrics import record, side
+
+
+def prompt(category="chat", accepted=1, seconds=1.0, prompt_tokens=50, covered=1.0, draft=0.1, offered=2):
+    """A prompt of 10 rounds that accept `accepted` of `offered` tokens; plain decoding takes 0.1 s a token."""
+    tokens = 1 + 10 * (1 + accepted)
+    ours = side(tokens, seconds, [(accepted, offered, 10)], draft=draft, target=0.5)
+    plain = side(tokens, 0.1 * tokens, [(0, 0, tokens - 1)], target=0.1 * tokens)
+    return {**record(category, ours, plain), "prompt_tokens": prompt_tokens, "covered": covered}
+
+
+def results_of(records, temperature=0.0, **more):
+    return {
+        "target": "t",
+        "drafter": "d",
+        "decoding": {"temperature": temperature, "tree": {"spec": "chain:2", "shape": "chain", "sampled": False}},
+        "overall": summarise(records),
+        "categories": by_category(records),
+        "prompts": records,
+        **more,
+    }
+
+
+def causes(records, training=None, others=(), **more):
+    return {finding["cause"]: finding for finding in diagnose(results_of(records, **more), training, others)}
+
+
+def test_nothing_is_wrong_with_a_good_drafter():
+    found = causes([prompt(accepted=2)] * 12, {"held_out": {"eval_agree@1": 0.9}})
+    assert list(found) == ["verdict"]
+    assert "above 80 %: draft more" in found["verdict"]["figures"]
+    assert "measured 3.10x [3.10, 3.10]" in found["verdict"]["figures"]
+
+
+@pytest.mark.parametrize(
+    ("accepted", "offered", "rule"),
+    [(0, 4, "useless"), (1, 3, "draft fewer"), (1, 2, "about right"), (2, 2, "draft more")],
+)
+def test_rules_of_thumb_stand_beside(accepted, offered, rule):
+    assert rule in causes([prompt(accepted=accepted, offered=offered)])["verdict"]["figures"]
+
+
+def test_measurement_goes_before_the_rule():
+    found = causes([prompt(accepted=0, seconds=0.5, offered=4)])
+    assert "useless" in found["verdict"]["figures"]
+    assert found["verdict"]["advice"].startswith("it pays here although")
+    assert "slows decoding down" in causes([prompt(accepted=0, seconds=2.0)])["verdict"]["advice"]
+
+
+def test_low_everywhere_against_training_is_a_mismatch():
+    training = {"held_out": {"eval_agree@1": 0.6}, "config": {"target": "other"}}
+    found = causes([prompt(accepted=0), prompt("code", accepted=0)], training)["tokenizer or template mismatch"]
+    assert "0.60 right on held-out" in found["figures"]
+    assert "trained for 'other', used with 't'" in found["figures"]
+
+
+def test_low_in_one_category_against_training_is_the_domain():
+    records = [prompt(accepted=2)] + [prompt("code", accepted=0, seconds=3.0)] * 5
+    found = causes(records, {"held_out": {"eval_agree@1": 0.6}})
+    assert "mismatch" not in " ".join(found)
+    assert found["domain"]["off"] == ("code",)
+
+
+def test_vocabulary():
+    found = causes([prompt(covered=0.8)] * 3)["vocabulary coverage"]
+    assert "holds 80.0% of the answers' tokens; 20.0% can never be accepted" in found["figures"]
+    assert "vocabulary coverage" not in causes([prompt(covered=0.97)])
+
+
+def test_acceptance_that_falls_by_depth():
+    records = [prompt(accepted=1, offered=3)] * 5 + [prompt(accepted=2, offered=3)]
+    found = causes(records, {"config": {"drafter": {"ttt_steps": 2}}})["acceptance falls by depth"]
+    assert "1.00 0.17 0.00 by depth" in found["figures"]
+    assert "trained for 2 depths, drafts 3" in found["figures"]
+
+
+def test_long_context():
+    records = (
+        [prompt(accepted=2, prompt_tokens=40)] * 4
+        + [prompt(prompt_tokens=90)] * 4
+        + [prompt(accepted=1, prompt_tokens=900)] * 4
+    )
+    found = causes(records, {"config": {"max_length": 512}})["long context"]
+    assert "2.00 behind 40 prompt tokens, 1.00 behind 900" in found["figures"]
+    assert "trained on at most 512" in found["figures"]
+    assert "long context" not in causes(records[:6])
+
+
+def test_temperature_is_seen_between_runs():
+    cold = results_of([prompt(accepted=2)] * 2)
+    found = causes([prompt(accepted=1)] * 2, others=[cold], temperature=1.0)["temperature"]
+    assert "2.00 at temperature 0, 1.00 at 1" in found["figures"]
+    assert "@sample" in found["advice"]
+    assert "temperature" not in causes([prompt(accepted=2)], others=[cold], temperature=1.0)
+
+
+def test_a_slow_drafter():
+    assert "50% of the time" in causes([prompt(draft=0.5)])["drafting takes long"]["figures"]
+
+
+def test_slow_kinds_are_switched_off_in_the_drafters_folder(tmp_path, capsys):
+    records = [prompt("chat", accepted=2), prompt("code", accepted=0, seconds=2.0)]
+    records += [{**prompt("poetry", accepted=0), "speculation": False}]
+    (tmp_path / "results.json").write_text(json.dumps(results_of(records)))
+    arguments = ["diagnose", str(tmp_path / "results.json"), "--apply", "--drafter"]
+    assert cli.main([*arguments, str(tmp_path / "nowhere")]) == 2
+    assert "is no drafter's folder" in capsys.readouterr().err
+    folder = tmp_path / "drafter"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "decoding.json").write_text('{"tree": "chain:4", "off": ["chat", "poetry", "maths"]}')
+    assert cli.main([*arguments, f"{folder}+ngram"]) == 0
+    # chat pays again, code does not, poetry was decoded plainly and maths not asked: both stay
+    assert json.loads((folder / "decoding.json").read_text()) == {"tree": "chain:4", "off": ["code", "maths", "poetry"]}
+    assert "verdict" in capsys.readouterr().out
