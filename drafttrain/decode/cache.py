@@ -52,6 +52,11 @@ class TreeCache:
         self._planned = False
 
     @property
+    def opened(self) -> list[tuple[int, TreeLayout]]:
+        """Row and layout of each part of the announced forward."""
+        return self._open
+
+    @property
     def nbytes(self) -> int:
         return sum(buffer.nbytes for pair in self._layers.values() for buffer in pair)
 
@@ -119,18 +124,26 @@ class TreeCache:
             keys[:, begin : begin + layout.count] = key[0]
             values[:, begin : begin + layout.count] = value[0]
         else:
-            slots = self._new_slots(key.device)
-            keys.index_copy_(1, slots, key[0])
-            values.index_copy_(1, slots, value[0])
-        return self._attend_rows(query, keys, values, options).transpose(1, 2)
+            self.store(layer, self._new_slots(key.device), key, value)
+        return self._attend_rows(layer, query, keys, values, options).transpose(1, 2)
 
-    def _attend_rows(self, query: Tensor, keys: Tensor, values: Tensor, options: dict[str, Any]) -> Tensor:
+    def store(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Writes a layer's keys and values [1, kv_heads, N, e] to slots [N] int64 of the common axis, row * capacity + slot."""
+        for buffer, new in zip(self._layers[layer], (key, value), strict=True):
+            buffer.index_copy_(1, slots, new[0])
+
+    def by_row(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Views [rows, kv_heads, capacity, e] of a layer's keys and values."""
+        keys, values = (b.unflatten(1, (self.rows, self.capacity)).transpose(0, 1) for b in self._layers[layer])
+        return keys, values
+
+    def _attend_rows(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, options: dict[str, Any]) -> Tensor:
         """Attention of the packed queries [1, heads, N, e]: on a GPU one kernel for all rows, elsewhere row by row."""
         if _on_gpu(query) and max(layout.count for _, layout in self._open) <= _KERNEL_TOKENS:
             if self._plan is None:
                 rows = [row for row, _ in self._open]
                 self._plan = PackedPlan.build([layout for _, layout in self._open], rows, query.device)
-            keys, values = (b.unflatten(1, (self.rows, self.capacity)).transpose(0, 1) for b in (keys, values))
+            keys, values = self.by_row(layer)
             return packed_tree_attention(query, keys, values, self._plan, **options)
         outs = []
         parts = query.split([layout.count for _, layout in self._open], dim=2)
