@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.errors import UserError
+from drafttrain.ops.slot_moves import move_slots
 from drafttrain.ops.tree_attention import CpuPlan, TreeLayout, tree_attention
 from drafttrain.ops.tree_attention_triton import PackedPlan, packed_tree_attention
 
@@ -166,26 +167,12 @@ class TreeCache:
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
         """Keeps, per part of the last forward, the given new tokens, in path order (ascending indices)."""
-        sources: list[int] = []
-        goals: list[int] = []
-        rows_moved = 0
+        moves: list[tuple[int, list[int]]] = []
         for (row, layout), indices in zip(self._open, kept, strict=True):
             begin = row * self.capacity + layout.prefix_len
             moved = next((i for i, index in enumerate(indices) if i != index), len(indices))
-            sources += [begin + index for index in indices[moved:]]
-            goals += range(begin + moved, begin + len(indices))
-            rows_moved += moved < len(indices)
+            if moved < len(indices):
+                moves.append((begin + moved, [begin + index for index in indices[moved:]]))
             self.lengths[row] += len(indices)
-        if not sources or not self._layers:
-            return
-        device = next(iter(self._layers.values()))[0].device
-        source = torch.tensor(sources, device=device)
-        # The goals in one row are a range, and a plain copy is cheaper than a scatter.
-        goal = None if rows_moved == 1 else torch.tensor(goals, device=device)
-        for pair in self._layers.values():
-            for buffer in pair:
-                held = buffer.index_select(1, source)
-                if goal is None:
-                    buffer[:, goals[0] : goals[-1] + 1] = held
-                else:
-                    buffer.index_copy_(1, goal, held)
+        if moves:
+            move_slots((buffer for pair in self._layers.values() for buffer in pair), moves)

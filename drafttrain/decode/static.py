@@ -140,14 +140,17 @@ class StaticStep:
         current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         mode = torch.cuda.get_sync_debug_mode()
-        with warnings.catch_warnings(), torch.cuda.graph(graph, pool, side, capture_error_mode="thread_local"):
-            warnings.filterwarnings("ignore", "Synchronization debug mode")
-            try:
+        try:
+            with warnings.catch_warnings(), torch.cuda.graph(graph, pool, side, capture_error_mode="thread_local"):
+                warnings.filterwarnings("ignore", "Synchronization debug mode")
                 # Waiting is then refused before CUDA sees it, which would spoil the capture, and with a clear reason.
                 torch.cuda.set_sync_debug_mode("error")
-                self._out = self.forward()
-            finally:
-                torch.cuda.set_sync_debug_mode(mode)
+                try:
+                    self._out = self.forward()
+                finally:
+                    torch.cuda.set_sync_debug_mode(mode)
+        finally:
+            torch.cuda.set_stream(current)  # a capture that fails to end leaves its own
         self._graph = graph
 
     def run(self) -> Pass:

@@ -194,7 +194,7 @@ def packed_tree_attention(
     if torch.compiler.is_compiling():
         tensors = (plan.rows, plan.offsets, plan.prefix_lens, plan.chains, plan.positions, plan.ancestors)
         return _opaque(query, keys, values, *tensors, plan.max_new, **options)
-    if query.is_cuda and _has_triton():
+    if query.is_cuda and has_triton():
         return _launch(query, keys, values, plan, **options)
     return (packed_reference if plan.layouts else static_reference)(query, keys, values, plan, **options)
 
@@ -285,7 +285,7 @@ def static_reference(
 
 
 @functools.cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 

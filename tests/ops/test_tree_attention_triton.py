@@ -290,6 +290,10 @@ for line in sys.argv[1:]:
         kernels.merge_parts, {"partial": "*fp32", "logs": "*fp32", "out": "*" + dtype},
         dict(HEADS=32, VALUE_WIDTH=width, VALUE_PADDED=padded, CHUNK=16), capability, shared,
     )
+    build(
+        kernels.move_paths, {"addresses": "*i64", "moves": "*i64", "like": "*" + dtype},
+        dict(HEADS=8, WIDTH=width, PADDED=padded, PATH=8), capability, shared,
+    )
 """
 
 
