@@ -233,7 +233,7 @@ class TargetSteps:
         """Bytes of cache and graphs, and their description."""
         text = str(self.cache)
         if self.graph_bytes:
-            text += f", CUDA graphs of {len(self._steps)} passes {self.graph_bytes / 2**20:,.1f} MiB"
+            text += f", {len(self._steps)} captured CUDA graphs {self.graph_bytes / 2**20:,.1f} MiB"
         return self.cache.nbytes + self.graph_bytes, text
 
     @torch.no_grad()

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -46,6 +46,13 @@ def decode(target, drafter, prompts, graphs, spec="chain:3", max_rows=3, count=1
     return [(generation.tokens, generation.stats.accepted) for generation in made]
 
 
+@torch.no_grad()
+def near_tie(reference, prompt, tokens):
+    logits = reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+    best, second = logits.topk(2).values.unbind(-1)
+    return bool((best - second < 1e-4).any())
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "mixtral", "qwen3_moe", "gpt2", "opt_post_norm"])
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
@@ -61,9 +68,11 @@ def decode(target, drafter, prompts, graphs, spec="chain:3", max_rows=3, count=1
 def test_generations_are_those_of_dynamic_passes(
     name, on_cpu, counted, prompts, seed, agree, nodes, count, max_rows, eos, temperature
 ):
-    target, _ = family(name)
+    target, reference = family(name)
     options = {"count": count, "eos_ids": [eos], "seed": seed, "sampling": SamplingParams(temperature)}
     want = decode(target, None, prompts, False, "none", max_rows=1, **options)
+    # Sums run in another order, so a choice between equals may differ.
+    assume(temperature or not any(near_tie(reference, p, t) for p, (t, _) in zip(prompts, want, strict=True)))
     truths = dict(zip(map(tuple, prompts), [tokens for tokens, _ in want], strict=True))
     form = {"agree": agree, "nodes": nodes, "seed": seed, "feature_layers": (1, target.num_layers)}
     counted.clear()
@@ -263,8 +272,7 @@ def test_captured_graphs_decode_as_dynamic_passes(name, temperature):
         for ours, theirs in zip(got.sessions, want.sessions, strict=True):
             torch.testing.assert_close(torch.cat(ours.features), torch.cat(theirs.features), atol=1e-3, rtol=1e-3)
     (steps,) = target.idle_steps
-    # Experts are routed on the device only where torch has grouped products for the dtype.
-    if name not in ("mixtral", "gpt_oss"):
+    if name in ("llama", "gemma2", "gpt2"):  # others may wait for the device, experts in float32 for one
         assert not steps.failure
     assert steps.failure or all(step._graph is not None for step in steps._steps.values())
     assert bool(steps.failure) == (not steps._steps)
@@ -287,5 +295,5 @@ def test_memory_of_graphs_is_told():
     target = on_gpu("llama")
     decoder = Decoder(target, None, eos_ids=(), graphs=True)
     decoder.generate(PROMPTS, max_new_tokens=8)
-    assert "CUDA graphs of 1 passes" in decoder.memory[1]
+    assert "1 captured CUDA graphs" in decoder.memory[1]
     assert decoder.memory[0] > decoder.cache.nbytes
