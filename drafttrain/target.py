@@ -10,6 +10,7 @@ on a few tokens that a model really is one of them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -64,14 +65,14 @@ class AttentionContext(Protocol):
 
 
 @contextlib.contextmanager
-def attention_context(context: AttentionContext) -> Iterator[None]:
-    """While active, every target forward in this thread attends through `context`."""
-    previous = getattr(_active, "context", None)
-    _active.context = context
+def attention_context(context: AttentionContext, caught: dict[int, Tensor] | None = None) -> Iterator[None]:
+    """While active, every target forward in this thread attends through `context`; `caught` takes the hooked features."""
+    previous = getattr(_active, "context", None), getattr(_active, "caught", None)
+    _active.context, _active.caught = context, caught
     try:
         yield
     finally:
-        _active.context = previous
+        _active.context, _active.caught = previous
 
 
 class _Rows:
@@ -133,6 +134,36 @@ def _attention(module, query, key, value, attention_mask, dropout=0.0, scaling=N
     bias = bias.masked_fill(~attention_mask, torch.finfo(query.dtype).min)
     eager = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
     return eager(module, query, key, value, bias, **options)
+
+
+# Features are caught by hooks that are registered once per module and stay: a compiled or captured forward keeps them.
+# They write to the dict of the running `Target.forward`, and do nothing while the model runs for somebody else.
+_LAST = -1  # what enters a projection behind the last norm (OPT-350m)
+
+
+def _catch_input(layer: int, _module, args, kwargs):
+    caught = getattr(_active, "caught", None)
+    if caught is not None:
+        caught[layer] = args[0] if args else kwargs["hidden_states"]
+
+
+def _catch_output(layer: int, _module, _args, output):
+    caught = getattr(_active, "caught", None)
+    if caught is not None:
+        caught[layer] = output[0] if isinstance(output, tuple) else output
+
+
+def _hook(module: nn.Module, catch: Any, layer: int) -> None:
+    """Registers a hook unless the module has it already, from another Target of the same model or from its original."""
+    before = catch is _catch_input
+    present: Any = module._forward_pre_hooks if before else module._forward_hooks
+    if any(getattr(other, "func", None) is catch for other in present.values()):
+        return
+    hook = functools.partial(catch, layer)
+    if before:
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+    else:
+        module.register_forward_hook(hook)
 
 
 def _mask(*args, **kwargs):
@@ -203,6 +234,7 @@ class Target:
         hidden_size, vocab_size, num_layers: h, rows of the head, decoder layers.
         max_positions: the longest sequence that it reads, or None where nothing limits it.
         eos_ids: every token id that ends a response.
+        idle_steps: captured decoding steps between two calls of the decoder, which owns them.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, name: str, path: str, dtype: torch.dtype):
@@ -226,6 +258,8 @@ class Target:
         self.eos_ids = self._find_eos()
         self._packed = False
         self._native: NativeBody | None = None
+        self._hooked: set[int] = set()
+        self.idle_steps: list[Any] = []
 
     # -- loading ------------------------------------------------------------------------------------------------
 
@@ -464,17 +498,11 @@ class Target:
         length = input_ids.shape[1]
         if context is None:
             self.check_length(length)
+        self.hook(feature_layers)
         caught: dict[int, Tensor] = {}
-        handles = [self._catch(i, caught) for i in set(feature_layers)]
-        if self._project_out is not None:
-            handles.append(self._project_out.register_forward_pre_hook(lambda _, args: caught.update({-1: args[0]})))
-        try:
-            with attention_context(context or _Rows(length)):
-                out = self.body(input_ids=input_ids, position_ids=position_ids, use_cache=False)
-        finally:
-            for handle in handles:
-                handle.remove()
-        last = caught.get(-1, out.last_hidden_state).to(input_ids.device)
+        with attention_context(context or _Rows(length), caught):
+            out = self.body(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+        last = caught.get(_LAST, out.last_hidden_state).to(input_ids.device)
         parts = [caught[i].to(input_ids.device) for i in feature_layers]  # a spread target has them on several devices
         return TargetOutput(torch.cat(parts, dim=-1) if parts else last[..., :0], last)
 
@@ -485,18 +513,17 @@ class Target:
                 f"rows of {length} tokens, but target {self.name!r} reads at most {self.max_positions}; shorten them"
             )
 
-    def _catch(self, layer: int, caught: dict[int, Tensor]):
-        if layer < self.num_layers:
-
-            def before(_module, args, kwargs):
-                caught[layer] = args[0] if args else kwargs["hidden_states"]
-
-            return self.layers[layer].register_forward_pre_hook(before, with_kwargs=True)
-
-        def after(_module, _args, output):
-            caught[layer] = output[0] if isinstance(output, tuple) else output
-
-        return self.layers[-1].register_forward_hook(after)
+    def hook(self, feature_layers: Sequence[int]) -> None:
+        """Readies the model to have these features caught; `forward` does so itself, but compiled code must find it done."""
+        wanted = {*feature_layers} if self._project_out is None else {*feature_layers, _LAST}
+        for layer in wanted - self._hooked:
+            if layer == _LAST:
+                _hook(self._project_out, _catch_input, layer)
+            elif layer < self.num_layers:
+                _hook(self.layers[layer], _catch_input, layer)
+            else:
+                _hook(self.layers[-1], _catch_output, layer)
+            self._hooked.add(layer)
 
     @torch.no_grad()
     def check_head(self) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from drafttrain.batch import TargetOutput, TokenTree
 from drafttrain.decode.adaptive import Adaptive, Pace, Round
+from drafttrain.decode.static import TargetSteps
 from drafttrain.decode.text import TextStream, check_stop
 from drafttrain.decode.verify import Verdict, Verifier, verify_batch
 from drafttrain.drafters.base import Drafter, Session, TreeSpec
@@ -241,9 +242,10 @@ class Decoder:
         stop: strings that end a sequence; its tokens then end with the one that completed the string.
         max_rows: most sequences at a time; the others wait for a row to finish.
         pace: chooses each round's tree, none larger than `spec`; an `Adaptive` one if the spec is.
+        graphs: False runs rounds on a GPU without CUDA graphs; see `TargetSteps.lease`.
 
     Attributes:
-        cache: of the last call. memory: bytes and description of the largest one so far.
+        cache: of the last call. memory: bytes and description of the largest one so far, its CUDA graphs included.
         observer: called with each round's (index of the prompt, tree, verdict, logits [n+1, v]); None by default.
 
     Raises:
@@ -261,6 +263,7 @@ class Decoder:
         stop: str | Sequence[str] = (),
         max_rows: int = 1,
         pace: Pace | None = None,
+        graphs: bool | None = None,
     ):
         if max_rows < 1:
             raise UserError(f"max_rows={max_rows} must be at least 1")
@@ -271,7 +274,7 @@ class Decoder:
         self.spec.check(self.sampling)
         self.eos_ids = frozenset(target.eos_ids if eos_ids is None else eos_ids)
         self.stop, self.max_rows = check_stop(stop, target), max_rows
-        self.cache = TreeCache(0)
+        self.cache, self.graphs = TreeCache(0), graphs
         self.memory = (0, str(self.cache))
         self.observer: Callable[[int, TokenTree, Verdict, Tensor], None] | None = None
         self._layers = self.drafter.feature_layers if self.drafter is not None else ()
@@ -332,12 +335,14 @@ class Decoder:
             rows.append(_Row(index, prompt, limit, verifier, text, record, prompt[:0], drafting))
         room = self.spec.budget if self.drafter is not None else 0
         need = max((row.prompt.numel() + row.limit for row in rows), default=0) + room
-        self.cache = TreeCache(need, min(self.max_rows, len(rows)))
+        plain = self.sampling.greedy and self.sampling.repetition_penalty == 1
+        self._steps = TargetSteps.lease(self.target, self.graphs)
+        self.cache = self._steps.open(need, min(self.max_rows, len(rows)), self._layers, choose=plain)
         return self._run(deque(rows))
 
     @torch.no_grad()
     def _run(self, waiting: deque[_Row]) -> Iterator[tuple[int, list[int]]]:
-        free = list(range(self.cache.rows))
+        free = list(range(min(self.max_rows, self.cache.rows)))
         active: list[_Row] = []
         while waiting or active:
             joining = [waiting.popleft() for _ in range(min(len(free), len(waiting)))]
@@ -352,7 +357,8 @@ class Decoder:
                 yield from self._round(going)
             free += [row.slot for row in active if row.stats.finish]
             active = [row for row in active if not row.stats.finish]
-        self.memory = max(self.memory, (self.cache.nbytes, str(self.cache)))
+        self.memory = max(self.memory, self._steps.memory)
+        self._steps.release()
 
     def _prefill(self, rows: list[_Row]) -> Iterator[tuple[int, list[int]]]:
         """Runs the rows' prompts, as many tokens at a time as a chunk holds, and yields each one's first token."""
@@ -404,13 +410,13 @@ class Decoder:
         trees, read_seconds = self._draft(rows, spec)
         begun = self._now()
         layouts = self.cache.open([(row.slot, tree.parents) for row, tree in zip(rows, trees, strict=True)])
-        out = self._forward([part for row, tree in zip(rows, trees, strict=True) for part in (row.root, tree.tokens)])
-        logits = self.target.head(out.last_hidden[0])
+        parts = [part for row, tree in zip(rows, trees, strict=True) for part in (row.root, tree.tokens)]
+        out = self._steps.run(torch.cat(parts))
         share = (self._now() - begun) / len(rows)
         sizes = [layout.count for layout in layouts]
-        verdicts = self._verify(rows, trees, logits)
+        verdicts = self._verify(rows, trees, out.logits, out.choices)
         if self.observer is not None:
-            for row, *seen in zip(rows, trees, verdicts, logits.split(sizes), strict=True):
+            for row, *seen in zip(rows, trees, verdicts, out.logits.split(sizes), strict=True):
                 self.observer(row.index, *seen)
         kept = [[0, *(node + 1 for node in verdict.path)] for verdict in verdicts]
         self.cache.commit(kept)
@@ -424,8 +430,8 @@ class Decoder:
         news = torch.tensor([token for _, tokens in told for token in tokens], device=device)
         extended = []
         each = _split(news, [len(tokens) for _, tokens in told])
-        parts = zip(rows, each, _split(out.features[0], sizes), kept, strict=True)
-        for row, new, features, nodes in parts:
+        news_of_rows = zip(rows, each, _split(out.features, sizes), kept, strict=True)
+        for row, new, features, nodes in news_of_rows:
             row.root = new[-1:]
             if row.session is not None and not row.stats.finish:
                 extended.append((row, new, features[nodes]))
@@ -441,9 +447,11 @@ class Decoder:
             )  # fmt: skip
         yield from told
 
-    def _verify(self, rows: list[_Row], trees: list[TokenTree], logits: Tensor) -> list[Verdict]:
+    def _verify(
+        self, rows: list[_Row], trees: list[TokenTree], logits: Tensor, choices: Tensor | None = None
+    ) -> list[Verdict]:
         """A verdict per row; logits [N, v] at every row's root and nodes, one row after the other."""
-        return verify_batch([row.verifier for row in rows], trees, logits)
+        return verify_batch([row.verifier for row in rows], trees, logits, choices)
 
     def _forward(self, parts: list[Tensor]) -> TargetOutput:
         """The target over the announced new tokens of all rows, one after the other."""

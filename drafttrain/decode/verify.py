@@ -82,20 +82,24 @@ class Verifier:
         return verify_batch([self], [tree], logits)[0]
 
 
-def verify_batch(verifiers: Sequence[Verifier], trees: Sequence[TokenTree], logits: Tensor) -> list[Verdict]:
+def verify_batch(
+    verifiers: Sequence[Verifier], trees: Sequence[TokenTree], logits: Tensor, choices: Tensor | None = None
+) -> list[Verdict]:
     """Verifies the trees of many sequences in lockstep, one depth at a time; plain greedy decoding needs no steps.
 
     Args:
         verifiers: one per sequence, all with the same sampling.
         trees: one per sequence.
         logits: [N, v], each sequence's root and nodes in turn: N is the sum of len(tree) + 1.
+        choices: [N] int64, the logits' `argmax` where it is known already.
     """
     sampling = verifiers[0].sampler.params
     assert all(verifier.sampler.params == sampling for verifier in verifiers)
     starts = [0, *accumulate(len(tree) + 1 for tree in trees)]
     plain = sampling.greedy and sampling.repetition_penalty == 1
     # One transfer from the device for all sequences.
-    numbers = torch.cat(([argmax(logits)] if plain else []) + [tree.tokens for tree in trees]).tolist()
+    chosen = ([argmax(logits)] if choices is None else [choices]) if plain else []
+    numbers = torch.cat(chosen + [tree.tokens for tree in trees]).tolist()
     drafted = numbers[starts[-1] :] if plain else numbers
     walks = []
     for i, (verifier, tree) in enumerate(zip(verifiers, trees, strict=True)):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import contextlib
 import dataclasses
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -8,7 +8,8 @@
 
 Softmax runs in base 2 and in float32. A part leaves its normalised output and the logarithm of its weight, so the merge is
 one weighted mean. Lengths are read on the device: the grid depends on upper bounds alone, and programs beyond a row's end
-leave at once. Only `tree_attention_triton` calls this module.
+leave at once. A third kernel moves accepted keys and values together. `tree_attention_triton` and `slot_moves` call this
+module.
 
 Source: online softmax with split keys as in Flash-Decoding (Dao et al., 2023).
 """
@@ -186,3 +187,23 @@ def merge_parts(
         mean = mean * fade + tl.sum(values * share[:, None], 0)
         top = highest
     tl.store(out + place * VALUE_WIDTH + dims, (mean / total).to(out.dtype.element_ty), mask=dims < VALUE_WIDTH)
+
+
+@triton.jit
+def move_paths(
+    addresses, moves, like, head_stride, slot_stride,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, PATH: tl.constexpr,
+):  # fmt: skip
+    """Moves a path's slots together in one head of one buffer. One program per (buffer, head) and path.
+
+    addresses [buffers], of the type of `like`; moves [paths, 1 + PATH]: the first goal, then the sources, -1 behind them.
+    """
+    head, path = tl.program_id(0) % HEADS, tl.program_id(1)
+    base = tl.load(addresses + tl.program_id(0) // HEADS).to(like.dtype) + head.to(tl.int64) * head_stride
+    moves += path * (PATH + 1)
+    step, dims = tl.arange(0, PATH), tl.arange(0, PADDED)
+    source, goal = tl.load(moves + 1 + step), tl.load(moves) + step
+    mask = (source >= 0)[:, None] & (dims < WIDTH)[None, :]
+    held = tl.load(base + source[:, None] * slot_stride + dims[None, :], mask=mask)
+    tl.debug_barrier()  # a goal may be another's source
+    tl.store(base + goal[:, None] * slot_stride + dims[None, :], held, mask=mask)

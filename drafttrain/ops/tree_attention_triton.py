@@ -5,15 +5,17 @@
     row 2: L = 2, root and 3 nodes
 
 On a GPU two Triton kernels do the work (`tree_attention_kernels`); elsewhere, and in tests as the reference, a loop over
-rows calls `tree_attention`. What the forward looks like is said once, in a `PackedPlan` that all layers share. Who sees whom
-among new tokens is a bit per pair in trees and nothing at all in chains, so no mask is quadratic in the prompt. A long prompt
-without a prefix is still better served by torch's causal attention, which the reference picks for it.
+rows calls `tree_attention`, or a masked product does where a plan is static, so that only its tensors are known. What the
+forward looks like is said once, in a `PackedPlan` that all layers share. Who sees whom among new tokens is a bit per pair in
+trees and nothing at all in chains, so no mask is quadratic in the prompt. A long prompt without a prefix is still better
+served by torch's causal attention, which the reference picks for it.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,22 +31,52 @@ _MOST_PARTS = 128
 _WORD = 32
 
 
+class PlanShape(NamedTuple):
+    """What a plan's tensors are sized by. Static plans are larger than what they hold.
+
+    Attributes:
+        rows: R; tokens: N; max_new: most new tokens of any row.
+        words: of 32 bits, enough for the new tokens of any tree.
+    """
+
+    rows: int
+    tokens: int
+    max_new: int
+    words: int
+
+    @property
+    def sizes(self) -> list[tuple[int, ...]]:
+        """Of rows, offsets, prefix_lens, chains, positions and ancestors."""
+        n = self.rows
+        return [(n,), (n + 1,), (n,), (n,), (self.tokens,), (self.tokens, self.words)]
+
+    @property
+    def numbers(self) -> int:
+        """int32 numbers of all tensors together; each starts on 16 bytes, as Triton compiles unaligned pointers anew."""
+        return sum(_aligned(math.prod(size)) for size in self.sizes)
+
+
+def _aligned(count: int) -> int:
+    return -(-count // 4) * 4
+
+
 @dataclass(frozen=True)
 class PackedPlan:
     """Where the N new tokens of one forward stand; R rows, row r's new tokens at offsets[r] .. offsets[r+1].
 
-    All tensors are int32 on the device. A captured CUDA graph replays with new contents copied into them, as long as
-    `max_new` and the shapes stay; tokens that pad such a batch form a row of their own on a spare cache row.
+    All tensors are int32 on the device, views of one. A static plan has a shape that fits many forwards, whose numbers
+    (`pack_plan`) are copied into it: nothing that a captured CUDA graph has baked in depends on lengths or trees.
 
     Attributes:
-        layouts: R layouts on the host; the reference reads nothing else.
-        rows: [R] each sequence's row of the cache; `cache_rows`: the same on the host.
+        layouts: R layouts on the host, the only thing that `packed_reference` reads; empty in a static plan.
+        cache_rows: `rows` on the host, likewise.
+        rows: [R] each sequence's row of the cache.
         offsets: [R+1].
         prefix_lens: [R], L_r.
         chains: [R], 1 where new tokens see all earlier ones, 0 where `ancestors` says whom they see.
         positions: [N] absolute positions, L_r + depth.
         ancestors: [N, words]; bit j of word w: the token sees new token 32 * w + j of its row. Not read for chains.
-        max_new: most new tokens of any row.
+        max_new: no row has more new tokens.
     """
 
     layouts: tuple[TreeLayout, ...]
@@ -71,25 +103,54 @@ class PackedPlan:
         rows = tuple(range(len(layouts)) if rows is None else rows)
         counts = [layout.count for layout in layouts]
         words = max([1, *(-(-layout.count // _WORD) for layout in layouts if layout.parents is not None)])
-        parts = [
-            np.asarray(rows),
-            np.cumsum([0, *counts]),
-            np.asarray([layout.prefix_len for layout in layouts]),
-            np.asarray([layout.parents is None for layout in layouts]),
-            np.concatenate([layout.depths + layout.prefix_len for layout in layouts]),
-            np.concatenate([_ancestor_words(layout, words) for layout in layouts]),
-        ]
-        # Every tensor starts on 16 bytes: Triton compiles unaligned pointers anew.
-        room = [-(-part.size // 4) * 4 for part in parts]
-        flat = np.zeros(sum(room), dtype=np.int32)
-        for part, start in zip(parts, np.cumsum([0, *room]), strict=False):
-            flat[start : start + part.size] = part.ravel()
-        pieces = torch.from_numpy(flat).to(device).split(room)
-        tensors = (piece[: part.size].view(part.shape) for piece, part in zip(pieces, parts, strict=True))
-        cache_rows, offsets, prefix_lens, chains, positions, ancestors = tensors
-        return PackedPlan(
-            tuple(layouts), rows, cache_rows, offsets, prefix_lens, chains, positions, ancestors, max(counts)
-        )
+        shape = PlanShape(len(layouts), sum(counts), max(counts), words)
+        numbers = torch.from_numpy(pack_plan(layouts, rows, shape)).to(device)
+        return PackedPlan(tuple(layouts), rows, *_views(numbers, shape), max_new=shape.max_new)
+
+    @staticmethod
+    def static(numbers: Tensor, shape: PlanShape) -> PackedPlan:
+        """A plan over [shape.numbers] int32 numbers on the device, whatever they will hold."""
+        return PackedPlan((), (), *_views(numbers, shape), max_new=shape.max_new)
+
+
+def _views(numbers: Tensor, shape: PlanShape) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    counts = [math.prod(size) for size in shape.sizes]
+    pieces = numbers.split([_aligned(count) for count in counts])
+    parts = (piece[:n].view(size) for piece, n, size in zip(pieces, counts, shape.sizes, strict=True))
+    rows, offsets, prefix_lens, chains, positions, ancestors = parts
+    return rows, offsets, prefix_lens, chains, positions, ancestors
+
+
+def pack_plan(layouts: Sequence[TreeLayout], rows: Sequence[int], shape: PlanShape) -> np.ndarray:
+    """The numbers of a plan, [shape.numbers] int32.
+
+    Tokens that pad it belong to the last row: they stand where its root stands, see what it sees and themselves, and take
+    slots behind its new tokens. Rows that pad it are empty.
+    """
+    counts = [layout.count for layout in layouts]
+    pads, spare = shape.tokens - sum(counts), [0] * (shape.rows - len(layouts))
+    counts[-1] += pads
+    assert pads >= 0 and max(counts) <= shape.max_new, "the plan's shape is too small"
+    ancestors = [_ancestor_words(layout, shape.words) for layout in layouts]
+    if pads:
+        own = np.arange(counts[-1] - pads, counts[-1])
+        bits = np.zeros((pads, shape.words), dtype=np.uint32)
+        bits[np.arange(pads), own // _WORD] = np.uint32(1) << (own % _WORD).astype(np.uint32)
+        ancestors.append(bits.view(np.int32))
+    parts = [
+        np.asarray([*rows, *spare]),
+        np.cumsum([0, *counts, *spare]),
+        np.asarray([*(layout.prefix_len for layout in layouts), *spare]),
+        np.asarray([*(layout.parents is None for layout in layouts), *spare]),
+        np.concatenate([layout.depths + layout.prefix_len for layout in layouts] + [[layouts[-1].prefix_len] * pads]),
+        np.concatenate(ancestors),
+    ]
+    flat = np.zeros(shape.numbers, dtype=np.int32)
+    start = 0
+    for part in parts:
+        flat[start : start + part.size] = part.ravel()
+        start += _aligned(part.size)
+    return flat
 
 
 def _ancestor_words(layout: TreeLayout, words: int) -> np.ndarray:
@@ -129,8 +190,42 @@ def packed_tree_attention(
     Returns:
         [1, heads, N, value_dim], laid out so that its transpose [1, N, heads, value_dim] is contiguous.
     """
-    attend = _launch if query.is_cuda and _has_triton() else packed_reference
-    return attend(query, keys, values, plan, scaling=scaling, window=window, softcap=softcap, sinks=sinks)
+    options: dict[str, Any] = {"scaling": scaling, "window": window, "softcap": softcap, "sinks": sinks}
+    if torch.compiler.is_compiling():
+        tensors = (plan.rows, plan.offsets, plan.prefix_lens, plan.chains, plan.positions, plan.ancestors)
+        return _opaque(query, keys, values, *tensors, plan.max_new, **options)
+    if query.is_cuda and has_triton():
+        return _launch(query, keys, values, plan, **options)
+    return (packed_reference if plan.layouts else static_reference)(query, keys, values, plan, **options)
+
+
+@torch.library.custom_op("drafttrain::packed_tree_attention", mutates_args=())
+def _opaque(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: Tensor,
+    offsets: Tensor,
+    prefix_lens: Tensor,
+    chains: Tensor,
+    positions: Tensor,
+    ancestors: Tensor,
+    max_new: int,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """What torch.compile sees of `packed_tree_attention`: one operator whose inside it leaves alone."""
+    plan = PackedPlan((), (), rows, offsets, prefix_lens, chains, positions, ancestors, max_new)
+    return packed_tree_attention(
+        query, keys, values, plan, scaling=scaling, window=window, softcap=softcap, sinks=sinks
+    )
+
+
+@_opaque.register_fake
+def _(query: Tensor, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> Tensor:
+    return query.new_empty(1, query.shape[2], query.shape[1], values.shape[3]).transpose(1, 2)
 
 
 def packed_reference(query: Tensor, keys: Tensor, values: Tensor, plan: PackedPlan, **options: Any) -> Tensor:
@@ -147,8 +242,50 @@ def packed_reference(query: Tensor, keys: Tensor, values: Tensor, plan: PackedPl
     return out.transpose(1, 2)
 
 
+def static_reference(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: PackedPlan,
+    *,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """The same from the plan's tensors alone, over all slots of the cache; arguments as in `packed_tree_attention`.
+
+    No shape and no branch depends on lengths, so it can be captured; it reads what the kernels read, and as slowly as that
+    sounds: every token multiplies with every slot of every row.
+    """
+    count, (cache_rows, kv_heads, capacity, _) = query.shape[2], keys.shape
+    token = torch.arange(count, device=query.device)
+    row = torch.searchsorted(plan.offsets[1:], token.to(torch.int32), right=True)
+    first, prefix, chain = (x[row][:, None] for x in (plan.offsets, plan.prefix_lens, plan.chains))
+    slot = torch.arange(capacity, device=query.device)
+    node = slot - prefix
+    new = (node >= 0) & (node < plan.offsets[row + 1][:, None] - first)
+    bits = plan.ancestors.gather(1, (node // _WORD).clamp(0, plan.ancestors.shape[1] - 1)) >> (node % _WORD) & 1
+    visible = (node < 0) | new & torch.where(chain != 0, node <= token[:, None] - first, bits != 0)
+    if window is not None:
+        stands = torch.where(new, plan.positions[(first + node).clamp(0, count - 1)], slot)
+        visible &= plan.positions[:, None] - stands < window
+    own = torch.arange(cache_rows, device=query.device) == plan.rows[row][:, None]
+    visible = (own[:, :, None] & visible[:, None, :]).flatten(1)  # [N, slots of all rows]
+    # What nobody sees may be nan.
+    keys, values = (x.transpose(0, 1).flatten(1, 2).masked_fill(~visible.any(0)[:, None], 0) for x in (keys, values))
+    scores = query[0].unflatten(0, (kv_heads, -1)) @ keys[:, None].transpose(2, 3) * scaling
+    scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
+    scores = scores.float().masked_fill(~visible, float("-inf")).flatten(0, 1)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.float()[:, None, None].expand(-1, count, 1)), dim=-1)
+    weights = scores.softmax(dim=-1)[..., : visible.shape[1]].to(values.dtype)
+    out = weights.unflatten(0, (kv_heads, -1)) @ values[:, None]
+    return out.flatten(0, 1).transpose(0, 1).contiguous().transpose(0, 1)[None]
+
+
 @functools.cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.errors import UserError
+from drafttrain.ops.slot_moves import move_slots
 from drafttrain.ops.tree_attention import CpuPlan, TreeLayout, tree_attention
 from drafttrain.ops.tree_attention_triton import PackedPlan, packed_tree_attention
 
@@ -51,6 +52,11 @@ class TreeCache:
         self._plan_device: torch.device | None = None
         self._cpu_plan: CpuPlan | None = None
         self._planned = False
+
+    @property
+    def opened(self) -> list[tuple[int, TreeLayout]]:
+        """Row and layout of each part of the announced forward."""
+        return self._open
 
     @property
     def nbytes(self) -> int:
@@ -134,12 +140,20 @@ class TreeCache:
             keys[:, begin : begin + layout.count] = key[0]
             values[:, begin : begin + layout.count] = value[0]
         else:
-            slots = self._new_slots(key.device)
-            keys.index_copy_(1, slots, key[0])
-            values.index_copy_(1, slots, value[0])
-        return self._attend_rows(query, keys, values, options).transpose(1, 2)
+            self.store(layer, self._new_slots(key.device), key, value)
+        return self._attend_rows(layer, query, keys, values, options).transpose(1, 2)
 
-    def _attend_rows(self, query: Tensor, keys: Tensor, values: Tensor, options: dict[str, Any]) -> Tensor:
+    def store(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Writes a layer's keys and values [1, kv_heads, N, e] to slots [N] int64 of the common axis, row * capacity + slot."""
+        for buffer, new in zip(self._layers[layer], (key, value), strict=True):
+            buffer.index_copy_(1, slots, new[0])
+
+    def by_row(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Views [rows, kv_heads, capacity, e] of a layer's keys and values."""
+        keys, values = (b.unflatten(1, (self.rows, self.capacity)).transpose(0, 1) for b in self._layers[layer])
+        return keys, values
+
+    def _attend_rows(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, options: dict[str, Any]) -> Tensor:
         """Attention of the packed queries [1, heads, N, e]: on a GPU one kernel for all rows, elsewhere row by row."""
         few = all(layout.count <= _KERNEL_TOKENS and not layout.held for _, layout in self._open)
         if _on_gpu(query) and few:
@@ -147,7 +161,7 @@ class TreeCache:
                 rows = [row for row, _ in self._open]
                 self._plan_device = query.device
                 self._plan = PackedPlan.build([layout for _, layout in self._open], rows, query.device)
-            keys, values = (b.unflatten(1, (self.rows, self.capacity)).transpose(0, 1) for b in (keys, values))
+            keys, values = self.by_row(layer)
             return packed_tree_attention(query, keys, values, self._plan, **options)
         outs = []
         parts = query.split([layout.count for _, layout in self._open], dim=2)
@@ -172,26 +186,12 @@ class TreeCache:
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
         """Keeps, per part of the last forward, the given tokens behind L, in path order (ascending indices)."""
-        sources: list[int] = []
-        goals: list[int] = []
-        rows_moved = 0
+        moves: list[tuple[int, list[int]]] = []
         for (row, layout), indices in zip(self._open, kept, strict=True):
             begin = row * self.capacity + layout.prefix_len
             moved = next((i for i, index in enumerate(indices) if i != index), len(indices))
-            sources += [begin + index for index in indices[moved:]]
-            goals += range(begin + moved, begin + len(indices))
-            rows_moved += moved < len(indices)
+            if moved < len(indices):
+                moves.append((begin + moved, [begin + index for index in indices[moved:]]))
             self.lengths[row] += len(indices)
-        if not sources or not self._layers:
-            return
-        device = next(iter(self._layers.values()))[0].device
-        source = torch.tensor(sources, device=device)
-        # The goals in one row are a range, and a plain copy is cheaper than a scatter.
-        goal = None if rows_moved == 1 else torch.tensor(goals, device=device)
-        for pair in self._layers.values():
-            for buffer in pair:
-                held = buffer.index_select(1, source.to(buffer.device))
-                if goal is None:
-                    buffer[:, goals[0] : goals[-1] + 1] = held
-                else:
-                    buffer.index_copy_(1, goal.to(buffer.device), held)
+        if moves:
+            move_slots((buffer for pair in self._layers.values() for buffer in pair), moves)

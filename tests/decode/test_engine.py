@@ -174,7 +174,7 @@ def test_sampled_tokens_follow_the_target_exactly():
 
 
 def test_the_distribution_test_catches_a_planted_bug(monkeypatch):
-    def planted(verifiers, trees, logits):
+    def planted(verifiers, trees, logits, choices):
         return [redraw_without_removing(verifiers[0], trees[0], logits)]
 
     monkeypatch.setattr("drafttrain.decode.engine.verify_batch", planted)

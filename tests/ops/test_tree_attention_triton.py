@@ -16,9 +16,12 @@ from drafttrain.ops.tree_attention import TreeLayout, tree_attention
 from drafttrain.ops.tree_attention_triton import (
     Geometry,
     PackedPlan,
+    PlanShape,
     choose_geometry,
+    pack_plan,
     packed_reference,
     packed_tree_attention,
+    static_reference,
 )
 
 pytest.importorskip("triton", reason="triton has no build for this platform")
@@ -170,6 +173,66 @@ def test_off_the_gpu_each_row_is_plain_tree_attention():
     assert got.transpose(1, 2).is_contiguous()
 
 
+SHAPE = PlanShape(rows=4, tokens=32, max_new=24, words=1)
+# Batches that a static plan of this shape holds in turn, with the cache rows of each.
+CONTENTS = [
+    ([TreeLayout(5, tree(3)), TreeLayout(0, []), TreeLayout(37, tree(10)), TreeLayout(20, tree(6))], [4, 0, 2, 5]),
+    ([TreeLayout(44, tree(20)), TreeLayout(3, count=12)], [1, 3]),
+    ([TreeLayout(1, tree(9)), TreeLayout(0, tree(7)), TreeLayout(29, tree(16))], [3, 4, 0]),
+]
+
+
+def static_batch(numbers, layouts, rows):
+    """Queries, keys, values as in `batch`, the plan's numbers set, and how many tokens are none that pad it."""
+    count = sum(layout.count for layout in layouts)
+    pads, last = SHAPE.tokens - count, layouts[-1]
+    # Slots of padding tokens are written like others.
+    padded = [*layouts[:-1], TreeLayout(last.prefix_len, count=last.count + pads)]
+    query, keys, values, _ = batch(padded, heads=2, rows=rows)
+    keys, values = (torch.nn.functional.pad(x, (0, 0, 0, 80 - x.shape[2]), value=float("nan")) for x in (keys, values))
+    numbers.copy_(torch.from_numpy(pack_plan(layouts, rows, SHAPE)))
+    return query, keys, values, count
+
+
+@pytest.mark.parametrize(("window", "softcap", "sinks"), [(None, None, False), (7, None, True), (3, 5.0, False)])
+def test_one_static_plan_serves_batch_after_batch(window, softcap, sinks, monkeypatch):
+    """Kernels and reference read its tensors alone, so what a graph has captured (the geometry too) stays right."""
+    sinks = torch.linspace(-1, 2, 2, device=DEVICE) if sinks else None
+    options = {"scaling": 0.3, "window": window, "softcap": softcap, "sinks": sinks}
+    numbers = torch.zeros(SHAPE.numbers, dtype=torch.int32, device=DEVICE)
+    plan, geometries = PackedPlan.static(numbers, SHAPE), set()
+    choose = module.choose_geometry
+    monkeypatch.setattr(module, "choose_geometry", lambda *a: geometries.add(choose(*a)) or choose(*a))
+    if DEVICE == "cpu":
+        monkeypatch.setattr(module, "_device_limits", lambda index: (12, 65536))
+    for layouts, rows in CONTENTS:
+        query, keys, values, count = static_batch(numbers, layouts, rows)
+        want = packed_reference(query[:, :, :count], keys, values, PackedPlan.build(layouts, rows, DEVICE), **options)
+        for attend in (static_reference, module._launch):
+            got = attend(query, keys, values, plan, **options)
+            assert got.shape == query.shape and got.isfinite().all()
+            torch.testing.assert_close(got[:, :, :count], want, atol=2e-5, rtol=2e-5)
+            assert got.transpose(1, 2).is_contiguous()
+    (geometry,) = geometries
+    assert window or DEVICE == "cuda" or geometry.parts == 2
+
+
+def test_padding_a_plan():
+    shape = PlanShape(rows=4, tokens=8, max_new=6, words=2)
+    layouts = [TreeLayout(5, [-1, 0]), TreeLayout(7, [-1])]
+    plan = PackedPlan.static(torch.from_numpy(pack_plan(layouts, [2, 0], shape)), shape)
+    assert plan.rows.tolist() == [2, 0, 0, 0]
+    assert plan.offsets.tolist() == [0, 3, 8, 8, 8]
+    assert plan.prefix_lens.tolist() == [5, 7, 0, 0]
+    assert plan.positions.tolist() == [5, 6, 7, 7, 8, 7, 7, 7]
+    assert plan.ancestors[:, 0].tolist() == [0b1, 0b11, 0b111, 0b1, 0b11, 0b100, 0b1000, 0b10000]
+    assert not plan.ancestors[:, 1].any()
+    whole = PackedPlan.static(torch.from_numpy(pack_plan([TreeLayout(0, [])], [0], (s := PlanShape(1, 40, 40, 2)))), s)
+    assert whole.ancestors[31].tolist() == [-(2**31), 0] and whole.ancestors[39].tolist() == [0, 1 << 7]
+    with pytest.raises(AssertionError, match="shape is too small"):
+        pack_plan(layouts, [2, 0], shape._replace(max_new=4))
+
+
 @pytest.mark.parametrize("shared", [65536, 101376, 166912, 232448])
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("width", [64, 80, 128, 192, 256])
@@ -226,6 +289,10 @@ for line in sys.argv[1:]:
     build(
         kernels.merge_parts, {"partial": "*fp32", "logs": "*fp32", "out": "*" + dtype},
         dict(HEADS=32, VALUE_WIDTH=width, VALUE_PADDED=padded, CHUNK=16), capability, shared,
+    )
+    build(
+        kernels.move_paths, {"addresses": "*i64", "moves": "*i64", "like": "*" + dtype},
+        dict(HEADS=8, WIDTH=width, PADDED=padded, PATH=8), capability, shared,
     )
 """
 

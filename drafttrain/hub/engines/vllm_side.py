@@ -2,8 +2,9 @@
 
     python vllm_side.py JOB.json
 
-The job says target, dtype, prompts (token ids), tokens, repeats, warm_up, max_model_len, speculative (vLLM's
-speculative_config or null), ignore_eos and answer, the file to write: runs, tokens of the last one, and vLLM's counters of speculative decoding.
+The job says target, dtype, prompts (token ids), tokens, repeats, warm_up, max_model_len, ignore_eos, speculative (vLLM's
+speculative_config or null) and answer, the file to write: runs, tokens of the last one, and vLLM's counters of speculative
+decoding.
 """
 
 import json
