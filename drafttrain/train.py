@@ -199,29 +199,14 @@ def watch_acceptance(config: Any, trainer: Any, held_out: Any) -> None:
         trainer.add_callback(DecodeHeldOut(trainer, config.decode_steps, decode))
 
 
-def fit(config: Any, args: Any) -> dict[str, Any]:
-    """Trains and saves; returns what training.json holds."""
-    from transformers import PrinterCallback, ProgressCallback, set_seed
+def prepare(config: Any, args: Any) -> tuple[Any, Any]:
+    """The frozen target, and the records to learn from."""
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-    from transformers.trainer_utils import get_last_checkpoint
 
-    from drafttrain import __version__
-    from drafttrain.data.loader import collate, pack_rows, training_rows
     from drafttrain.data.plain_text import is_text, load_text
-    from drafttrain.data.store import FeatureStore, load_records, read_meta, stored_features
-    from drafttrain.files import write_json
-    from drafttrain.losses import parse_loss
+    from drafttrain.data.store import load_records, read_meta, stored_features
     from drafttrain.target import Target
-    from drafttrain.training.callbacks import Progress, SaveOnTerm, TimeBudget
-    from drafttrain.training.failures import explained
-    from drafttrain.training.on_policy import OnPolicy
-    from drafttrain.training.targets import NoTarget, TargetSource
-    from drafttrain.training.trainer import DrafterTrainer, forget_checkpoints
 
-    pretrain = config.loss == "next_token"
-    temperatures = () if pretrain else parse_loss(config.loss).temperatures
-    check_pretraining(config)
-    set_seed(args.seed)
     # ZeRO-3 would scatter whatever is loaded from now on; it gets the drafter only, and that later.
     unset_hf_deepspeed_config()
     text = is_text(config.data)
@@ -231,10 +216,52 @@ def fit(config: Any, args: Any) -> dict[str, Any]:
     )
     target.check_head()
     if records is None:
-        records = load_text(config.data, target, config.max_length)
-    else:
-        check_data(read_meta(config.data), stored_features(Path(config.data).expanduser()), target, config.data)
-        records = records.map(lambda row: {"spans": [[0, len(row["tokens"])]]}) if pretrain else records
+        return target, load_text(config.data, target, config.max_length)
+    check_data(read_meta(config.data), stored_features(Path(config.data).expanduser()), target, config.data)
+    if config.loss == "next_token":
+        records = records.map(lambda row: {"spans": [[0, len(row["tokens"])]]})
+    return target, records
+
+
+def build_source(config: Any, target: Any, drafter: Any, records: Any) -> tuple[Any, bool]:
+    """Where a batch's target features and distributions come from, and whether it knows the target's states."""
+    from drafttrain.data.store import FeatureStore
+    from drafttrain.losses import parse_loss
+    from drafttrain.training.targets import NoTarget, TargetSource
+
+    if config.loss == "next_token":
+        return NoTarget(), False
+    cache_gb = config.cache_gb if config.cache_gb >= 0 else (4.0 if target.device.type == "cpu" else 0.0)
+    stored = FeatureStore.open(config.data, drafter.feature_layers)
+    source = TargetSource(
+        target,
+        drafter.feature_layers,
+        drafter.kept_ids,
+        stored,
+        list(records["id"]) if stored else None,
+        cache_gb * 1e9,
+        parse_loss(config.loss).temperatures,
+    )
+    return source, stored is None or not stored.top_k
+
+
+def fit(config: Any, args: Any) -> dict[str, Any]:
+    """Trains and saves; returns what training.json holds."""
+    from transformers import PrinterCallback, ProgressCallback, set_seed
+    from transformers.trainer_utils import get_last_checkpoint
+
+    from drafttrain.data.loader import collate, pack_rows, training_rows
+    from drafttrain.losses import parse_loss
+    from drafttrain.training.callbacks import Progress, SaveOnTerm, TimeBudget
+    from drafttrain.training.failures import explained
+    from drafttrain.training.on_policy import OnPolicy
+    from drafttrain.training.trainer import DrafterTrainer, forget_checkpoints
+
+    if config.loss != "next_token":
+        parse_loss(config.loss)  # a mistake here should not wait for a model to load
+    check_pretraining(config)
+    set_seed(args.seed)
+    target, records = prepare(config, args)
     train_rows, held_out = training_rows(records, config.max_length, config.validation, args.seed)
     drafter, vocab = build_drafter(config, target, records)
     parameters = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
@@ -247,25 +274,11 @@ def fit(config: Any, args: Any) -> dict[str, Any]:
         )
     if config.packing:
         train_rows = pack_rows(train_rows, config.max_length, args.seed)
-    cache_gb = config.cache_gb if config.cache_gb >= 0 else (4.0 if target.device.type == "cpu" else 0.0)
-    source: Any = NoTarget()
-    stored = None
-    if not pretrain:
-        stored = FeatureStore.open(config.data, drafter.feature_layers)
-        source = TargetSource(
-            target,
-            drafter.feature_layers,
-            drafter.kept_ids,
-            stored,
-            list(records["id"]) if stored else None,
-            cache_gb * 1e9,
-            temperatures,
-        )
+    source, states = build_source(config, target, drafter, records)
     on_policy = OnPolicy.of(config.on_policy, drafter, train_rows, target, config.max_length, args)
     if not config.resume:
         forget_checkpoints(args)
     checkpoint = get_last_checkpoint(args.output_dir) if os.path.isdir(args.output_dir) else None
-    states = not pretrain and (stored is None or not stored.top_k)
     if config.init == "target" and checkpoint is None and states and hasattr(drafter, "solve_start"):
         begin_from_least_squares(drafter, train_rows, source)
     budget = [TimeBudget.after(config.max_minutes, checkpoint)] if config.max_minutes > 0 else []
@@ -284,13 +297,12 @@ def fit(config: Any, args: Any) -> dict[str, Any]:
     trainer.remove_callback(ProgressCallback)
     if held_out is not None and config.decode_prompts > 0:
         watch_acceptance(config, trainer, held_out)
-    term = SaveOnTerm()
-    trainer.add_callback(term)
+    trainer.add_callback(term := SaveOnTerm())
     if checkpoint and args.process_index == 0:
         print(f"going on from {checkpoint}", flush=True)
     start = time.perf_counter()
     with explained(args):
-        result = trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.train(resume_from_checkpoint=checkpoint)
         if term.received:
             if args.process_index == 0:
                 where = get_last_checkpoint(args.output_dir)
@@ -300,18 +312,30 @@ def fit(config: Any, args: Any) -> dict[str, Any]:
         trainer.take_best()
         metrics = trainer.evaluate() if held_out is not None else {}
         trainer.save_model()
+    used = on_policy.used if on_policy else 0
+    return summarise(config, trainer, seconds, metrics, {"parameters": parameters, "vocabulary": vocab}, used)
+
+
+def summarise(
+    config: Any, trainer: Any, seconds: float, metrics: dict[str, Any], drafter: dict[str, Any], on_policy_rows: int
+) -> dict[str, Any]:
+    """Writes training.json and returns what it holds."""
+    from drafttrain import __version__
+    from drafttrain.files import write_json
+
+    state, args = trainer.state, trainer.args
+    losses = [entry["train_loss"] for entry in state.log_history if "train_loss" in entry]
     summary = {
         "drafttrain": __version__,
         "config": dataclasses.asdict(config),
-        "steps": result.global_step,
-        "best": {"step": trainer.state.best_global_step, "accepted_length": trainer.state.best_metric},
+        "steps": state.global_step,
+        "best": {"step": state.best_global_step, "accepted_length": state.best_metric},
         "seconds": round(seconds, 1),
-        "train_loss": result.training_loss,
+        "train_loss": losses[-1] if losses else None,
         "held_out": metrics,
-        "parameters": parameters,
-        "vocabulary": vocab,
-        "target_features": source.hits,
-        "on_policy_rows": on_policy.used if on_policy else 0,
+        **drafter,
+        "target_features": trainer.source.hits,
+        "on_policy_rows": on_policy_rows,
         "engine": type(trainer.model_wrapped).__name__,
         "device": str(args.device),
         "processes": args.world_size,

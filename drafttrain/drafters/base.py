@@ -96,7 +96,7 @@ class TreeSpec:
             elif option == "nomatch" and spec.shape != "none":
                 spec = replace(spec, matches=False)
             elif name in ("stop", "alone") and spec.shape != "none" and 0 < _number(value) < 1:
-                spec = replace(spec, **{name: float(value)})
+                spec = replace(spec, stop=float(value)) if name == "stop" else replace(spec, alone=float(value))
             else:
                 raise UserError(
                     f"tree={text!r}: {option!r} is no option; write @sample, @stop=P or @alone=P with P between 0 "
