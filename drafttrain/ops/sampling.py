@@ -166,6 +166,8 @@ def top_log_probs(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 def _few_rows(logits: Tensor) -> bool:
     """Whether the C kernel serves: torch splits even a few rows among threads, and waking those takes longer than the work."""
+    if torch.compiler.is_compiling():
+        return False
     fits = logits.device.type == "cpu" and logits.dtype == torch.float32 and logits.is_contiguous()
     return fits and 0 < len(logits) <= _FEW and cpu_kernels() is not None
 

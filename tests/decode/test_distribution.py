@@ -8,7 +8,7 @@ through `verify_batch`. Planted bugs show that the test sees what it is there fo
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -19,7 +19,6 @@ from drafttrain.batch import Proposal, TokenTree
 from drafttrain.decode import SamplingParams, generate
 from drafttrain.decode.verify import Verifier, try_drawn, verify_batch
 from drafttrain.drafters.base import Drafter, TreeSpec
-from drafttrain.drafters.combined import merge
 from drafttrain.drafters.expand import expand
 from drafttrain.ops.sampling import draw_distinct, penalise, pick, probabilities
 from tests.decode.fakes import MarkovTarget
@@ -33,6 +32,20 @@ DRAFTER = TARGET + torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_
 PLAIN = SamplingParams(0.9)
 IMPOSSIBLE = TARGET.clone()
 IMPOSSIBLE[:, 1] = float("-inf")  # q has mass there
+
+
+def with_rule(drawn: TokenTree, rule: TokenTree) -> TokenTree:
+    """A drawn tree and, beside its nodes, those of one that a rule chose."""
+    tokens, parents = drawn.tokens.tolist(), list(drawn.parents)
+    where = {-1: -1}
+    for node, (parent, token) in enumerate(zip(rule.parents, rule.tokens.tolist(), strict=True)):
+        known = [i for i, pair in enumerate(zip(parents, tokens, strict=True)) if pair == (where[parent], token)]
+        if not known:
+            tokens.append(token)
+            parents.append(where[parent])
+        where[node] = known[0] if known else len(tokens) - 1
+    proposal = replace(drawn.proposal, rows=drawn.proposal.rows + [-1] * (len(tokens) - len(drawn)))
+    return TokenTree(torch.tensor(tokens), parents, proposal=proposal)
 
 
 @dataclass
@@ -93,7 +106,7 @@ class Case:
             key = str((a, b))
             if key not in different:
                 tree = self.tree(a, b, True)
-                different[key] = tree if likeliest is None else merge(tree, likeliest)
+                different[key] = tree if likeliest is None else with_rule(tree, likeliest)
             drawn.append(different[key])
         return drawn
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from drafttrain.drafters.base import TreeSpec
-from drafttrain.drafters.combined import merge
 from drafttrain.drafters.expand import expand
 from drafttrain.errors import UserError
 from drafttrain.ops.sampling import Sampler, SamplingParams, probabilities
@@ -153,14 +152,6 @@ def test_unlikely_paths_are_not_continued(text, stop):
         assert opened == {node for node in likely if cut.depths[node] < TreeSpec.parse(text).depth}
 
 
-def test_merging_keeps_what_was_drawn():
-    drafter = TableDrafter()
-    drawn, rule = drafter.tree("fanout:2x1@sample", sampler()), drafter.tree("chain:4")
-    both = merge(drawn, rule)
-    assert both.proposal.rows == drawn.proposal.rows + [-1] * (len(both) - len(drawn))
-    assert merge(rule, rule).proposal is None
-
-
 def test_drawn_trees_of_a_trained_kind(target):
     drafter = make_drafter(target, kept=torch.arange(40, 240))
     prefix = make_batch((9,)).input_ids[0]
@@ -213,7 +204,7 @@ def test_paths_may_come_from_a_file(tmp_path):
         ("paths:0,-1", "is not a tree"),
         ("paths:0,1-0", "node 1-0 has no parent; add 1"),
         ("paths:/no/file.json", "/no/file.json cannot be read"),
-        ("chain:3@draw", "'draw' is no option; write @sample or @stop=P"),
+        ("chain:3@draw", "'draw' is no option; write @sample, @stop=P"),
         ("chain:3@stop=2", "'stop=2' is no option"),
         ("chain:3@stop=x", "'stop=x' is no option"),
         ("none@sample", "'sample' is no option"),

@@ -161,7 +161,7 @@ def test_names_and_files(target, tmp_path):
     ("name", "message"),
     [
         ("ngram:size=3", "'size' is no option of ngram; there are max_n, min_n"),
-        ("ngram:max_n=x", "max_n='x' is no int; write for example ngram:max_n=4"),
+        ("ngram:max_n=x", "max_n='x' is no int; write for example ngram:max_n=8"),
         ("ngram_store:grow=maybe", "grow='maybe' is no bool"),
         ("ngram_store:min_n=3,max_n=2", "must satisfy 1 <= min_n <= max_n"),
         ("ngram_store:min_p=1.5", "min_p=1.5 must be at least 0 and below 1"),

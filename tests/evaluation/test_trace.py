@@ -8,10 +8,8 @@ import torch
 from rich.console import Console
 
 from drafttrain import cli
-from drafttrain.batch import TokenTree
 from drafttrain.decode import Decoder, SamplingParams
 from drafttrain.drafters.base import TreeSpec
-from drafttrain.drafters.combined import merge
 from drafttrain.evaluation.trace import drawing, page, pieces_of, print_trace, record
 from tests.decode.fakes import FakeDrafter
 from tests.evaluation.test_report_page import Page
@@ -61,11 +59,6 @@ def test_probabilities_are_the_targets(target, traced, plain):
 
 def test_drafters_without_probabilities_say_none(traced):
     assert all(node.draft is None for one in traced.rounds for node in one.nodes)
-    both = merge(
-        TokenTree(torch.tensor([1, 2]), [-1, 0], torch.tensor([-0.5, -1.5])), TokenTree(torch.tensor([1, 3]), [-1, 0])
-    )
-    assert both.log_probs[:2].tolist() == [-0.5, -1.5]
-    assert both.log_probs[2:].isnan().tolist() == [True]
 
 
 def test_sampled_probabilities_are_those_that_were_drawn_from(target):

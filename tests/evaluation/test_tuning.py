@@ -51,8 +51,8 @@ def test_a_replay_is_what_decoding_does(target, kind, sampling):
         spec = TreeSpec.parse(tree)
         decoder = Decoder(target, drafter, spec=spec, sampling=sampling)
         sizes, verify = [], decoder._verify
-        decoder._verify = lambda rows, trees, logits, sizes=sizes, verify=verify: (
-            sizes.append(len(trees[0])) or verify(rows, trees, logits)
+        decoder._verify = lambda rows, trees, *rest, sizes=sizes, verify=verify: (
+            sizes.append(len(trees[0])) or verify(rows, trees, *rest)
         )
         for number, (prompt, track) in enumerate(zip(PROMPTS, tracks, strict=True)):
             sizes.clear()
@@ -71,7 +71,7 @@ def track_of(tree: TokenTree, tokens) -> Track:
     trees = [{1: _Recorded(tree), 8: _Recorded(tree)}] + [
         {1: _Recorded(TokenTree.empty()), 8: _Recorded(TokenTree.empty())}
     ] * 9
-    return Track(3, 10, tokens, trees, [[]] * 10)
+    return Track(3, 10, tokens, trees, [{k: _Recorded(TokenTree.empty()) for k in (1, 8)}] * 10)
 
 
 def test_recall_and_chances_by_hand():

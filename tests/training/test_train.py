@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -64,7 +65,15 @@ def write_recipe(tmp_path: Path, target_dir: Path, data: Path, **extra: object) 
 def launch(words: list[str], launcher: list[str] | None = None, **env: str) -> subprocess.CompletedProcess[str]:
     command = [*(launcher or [sys.executable]), str(ROOT / "drafttrain" / "train.py"), *words]
     full = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", **env}
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=full, timeout=400)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=full)
+    try:
+        out, err = process.communicate(timeout=400)
+    except subprocess.TimeoutExpired:
+        for rank in psutil.Process(process.pid).children(recursive=True):  # a launcher leaves its ranks behind
+            rank.kill()
+        process.kill()
+        raise
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 @pytest.fixture(scope="module")
