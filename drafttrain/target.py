@@ -1,180 +1,45 @@
-"""The frozen target: loading, features, embedding, head, tokenizer. The only file that knows HF model internals.
+"""The frozen target: loading, features, embedding, head, tokenizer. With target_attention and target_native the only file
+that knows HF model internals.
 
 Everything that runs the target (training, response generation, tree verification) goes through `Target`, so features
-mean the same thing everywhere. Decoders plug their own attention in through `attention_context`: the transformers
-attention interface then hands each layer's fresh queries, keys and values to a context object that owns the cache and
-the mask. The model's own code stays unpatched, so any decoder-only family with that interface works; `Target.wrap` proves
-on a few tokens that a model really is one of them.
+mean the same thing everywhere. Decoders plug their own attention in through `attention_context`, so any decoder-only family with
+the transformers attention interface works; `Target.wrap` proves on a few tokens that a model really is one of them.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import hashlib
 import json
 import os
-import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from drafttrain.batch import TargetOutput
 from drafttrain.errors import UserError
 from drafttrain.ops.packing import cpu_has_bfloat16, pack
-from drafttrain.ops.tree_attention import TreeLayout, tree_attention
+from drafttrain.target_attention import (
+    ATTENTION,
+    LAST,
+    AttentionContext,
+    Probe,
+    Rows,
+    attention_context,
+    catch_input,
+    catch_output,
+    hook_features,
+)
 from drafttrain.target_native import NATIVE_ROWS, NativeBody
 
-ATTENTION = "drafttrain"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Names of transformers for layers that an attention context can serve, and for layers with a state.
 _SERVED = {"full_attention", "sliding_attention"}
 _RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
-_active = threading.local()
-
-
-class AttentionContext(Protocol):
-    """A decoder's cache and mask: receives each layer's new keys and values and returns its attention output."""
-
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """Stores key and value [b, kv_heads, n, head_dim], attends with query [b, heads, n, head_dim].
-
-        Returns [b, n, heads, head_dim]. RoPE is already applied. `window` counts visible positions, own included.
-        """
-        ...
-
-
-@contextlib.contextmanager
-def attention_context(context: AttentionContext, caught: dict[int, Tensor] | None = None) -> Iterator[None]:
-    """While active, every target forward in this thread attends through `context`; `caught` takes the hooked features."""
-    previous = getattr(_active, "context", None), getattr(_active, "caught", None)
-    _active.context, _active.caught = context, caught
-    try:
-        yield
-    finally:
-        _active.context, _active.caught = previous
-
-
-class _Rows:
-    """Plain causal attention over the rows of one forward, in any form of it that a family knows."""
-
-    def __init__(self, length: int):
-        self.layout = TreeLayout(0, count=length)
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Any) -> Tensor:
-        return tree_attention(query, key, value, self.layout, **form).transpose(1, 2)
-
-
-class _Probe(_Rows):
-    """Attends as if two rows came interleaved in one (a0 b0 a1 b1 ...), and notes what a model asks for.
-
-    Attributes:
-        layers: the layer of each call. windows: those given with the calls; masked: those of the masks it wanted.
-    """
-
-    def __init__(self, length: int):
-        super().__init__(length)
-        self.layers: list[int] = []
-        self.windows: set[int | None] = set()
-        self.masked: set[int] = set()
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Any) -> Tensor:
-        self.layers.append(layer)
-        self.windows.add(form["window"])
-        query, key, value = (torch.cat((x[:, :, 0::2], x[:, :, 1::2])) for x in (query, key, value))
-        out = super().attend(layer, query, key, value, **form)
-        return torch.stack((out[:1], out[1:]), dim=2).flatten(1, 2)
-
-
-def _attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
-    context: AttentionContext | None = getattr(_active, "context", None)
-    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
-    if context is not None:
-        if attention_mask is not None or kwargs.get("position_bias") is not None:
-            raise UserError(f"{type(module).__name__} brings its own mask or position bias, which no context can apply")
-        out = context.attend(
-            getattr(module, "layer_idx", -1),
-            query,
-            key,
-            value,
-            scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-            window=kwargs.get("sliding_window"),
-            softcap=softcap,
-            sinks=sinks,
-        )
-        return out, None
-    # Whoever calls the model itself, transformers' generate for one, gets what it would have computed before.
-    options = {"dropout": dropout, "scaling": scaling, **kwargs}
-    if softcap is None and sinks is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    n, seen = query.shape[2], key.shape[2]
-    if attention_mask is None:  # `sdpa_mask` leaves out plain causal ones
-        attention_mask = torch.ones(n, seen, dtype=torch.bool, device=query.device).tril(seen - n)
-    bias = torch.zeros_like(attention_mask, dtype=query.dtype)
-    bias = bias.masked_fill(~attention_mask, torch.finfo(query.dtype).min)
-    eager = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
-    return eager(module, query, key, value, bias, **options)
-
-
-# Features are caught by hooks that are registered once per module and stay: a compiled or captured forward keeps them.
-# They write to the dict of the running `Target.forward`, and do nothing while the model runs for somebody else.
-_LAST = -1  # what enters a projection behind the last norm (OPT-350m)
-
-
-def _catch_input(layer: int, _module, args, kwargs):
-    caught = getattr(_active, "caught", None)
-    if caught is not None:
-        caught[layer] = args[0] if args else kwargs["hidden_states"]
-
-
-def _catch_output(layer: int, _module, _args, output):
-    caught = getattr(_active, "caught", None)
-    if caught is not None:
-        caught[layer] = output[0] if isinstance(output, tuple) else output
-
-
-def _hook(module: nn.Module, catch: Any, layer: int) -> None:
-    """Registers a hook unless the module has it already, from another Target of the same model or from its original."""
-    before = catch is _catch_input
-    present: Any = module._forward_pre_hooks if before else module._forward_hooks
-    if any(getattr(other, "func", None) is catch for other in present.values()):
-        return
-    hook = functools.partial(catch, layer)
-    if before:
-        module.register_forward_pre_hook(hook, with_kwargs=True)
-    else:
-        module.register_forward_hook(hook)
-
-
-def _mask(*args, **kwargs):
-    context = getattr(_active, "context", None)
-    if isinstance(context, _Probe):
-        context.masked |= {kwargs["local_size"]} if kwargs.get("local_size") else set()
-    return None if context is not None else sdpa_mask(*args, **kwargs)
-
-
-ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
-ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, _mask)
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -346,7 +211,7 @@ class Target:
         ids = (torch.arange(1, 2 * n + 1, device=self.device) * self.vocab_size // (2 * n + 2)).view(2, n)
         own = self.body(input_ids=ids, use_cache=False).last_hidden_state.float()
         self.model.set_attn_implementation(ATTENTION)
-        probe, positions = _Probe(n), torch.arange(n, device=self.device).repeat_interleave(2)[None]
+        probe, positions = Probe(n), torch.arange(n, device=self.device).repeat_interleave(2)[None]
         with attention_context(probe):
             packed = self.body(input_ids=ids.t().reshape(1, -1), position_ids=positions, use_cache=False)
         fault = None
@@ -500,9 +365,9 @@ class Target:
             self.check_length(length)
         self.hook(feature_layers)
         caught: dict[int, Tensor] = {}
-        with attention_context(context or _Rows(length), caught):
+        with attention_context(context or Rows(length), caught):
             out = self.body(input_ids=input_ids, position_ids=position_ids, use_cache=False)
-        last = caught.get(_LAST, out.last_hidden_state).to(input_ids.device)
+        last = caught.get(LAST, out.last_hidden_state).to(input_ids.device)
         parts = [caught[i].to(input_ids.device) for i in feature_layers]  # a spread target has them on several devices
         return TargetOutput(torch.cat(parts, dim=-1) if parts else last[..., :0], last)
 
@@ -515,14 +380,14 @@ class Target:
 
     def hook(self, feature_layers: Sequence[int]) -> None:
         """Readies the model to have these features caught; `forward` does so itself, but compiled code must find it done."""
-        wanted = {*feature_layers} if self._project_out is None else {*feature_layers, _LAST}
+        wanted = {*feature_layers} if self._project_out is None else {*feature_layers, LAST}
         for layer in wanted - self._hooked:
-            if layer == _LAST:
-                _hook(self._project_out, _catch_input, layer)
+            if layer == LAST:
+                hook_features(self._project_out, catch_input, layer)
             elif layer < self.num_layers:
-                _hook(self.layers[layer], _catch_input, layer)
+                hook_features(self.layers[layer], catch_input, layer)
             else:
-                _hook(self.layers[-1], _catch_output, layer)
+                hook_features(self.layers[-1], catch_output, layer)
             self._hooked.add(layer)
 
     @torch.no_grad()
@@ -534,7 +399,7 @@ class Target:
         """
         ids = torch.full((1, 2), min(3, self.vocab_size - 1), device=self.device)
         ours = self.head(self.forward(ids, ()).last_hidden)
-        with attention_context(_Rows(ids.shape[1])):
+        with attention_context(Rows(ids.shape[1])):
             theirs = self.model(input_ids=ids, use_cache=False).logits.float()
         if not torch.allclose(ours, theirs, rtol=2e-2, atol=2e-2 * theirs.abs().max().item()):
             raise UserError(

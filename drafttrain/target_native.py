@@ -18,6 +18,7 @@ from drafttrain.batch import TargetOutput
 from drafttrain.ops.decoder_layer import DecoderLayer, LayerWeights
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import PackedRMSNorm
+from drafttrain.target_attention import Rows
 
 _LAYER_PARTS = {
     "self_attn", "mlp", "input_layernorm", "post_attention_layernorm",
@@ -46,7 +47,7 @@ class NativeBody:
         if rotary_embedding is None or not hasattr(target.body, "norm"):
             return None
         rotary = _Rotary(rotary_embedding)
-        probe = _Probe()
+        probe = _Noting()
         expected = [_probe(target, probe, start, rotary) for start in _starts(target)]
         layers = []
         for module in target.layers:
@@ -104,19 +105,17 @@ class _Rotary:
         return [(cosine[0].contiguous(), sine[0].contiguous()) for cosine, sine in pairs]
 
 
-class _Probe:
-    """A context without a cache: plain causal attention over the pass's own tokens; keeps what each layer asks for."""
+class _Noting(Rows):
+    """Attends within the pass's own tokens, and keeps what each layer asks for."""
 
     def __init__(self) -> None:
+        super().__init__(_PROBE_TOKENS)
         self.options: list[dict[str, Any]] = []
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         if layer == len(self.options):
             self.options.append(options)
-        out = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=options["scaling"], enable_gqa=query.shape[1] != key.shape[1]
-        )
-        return out.transpose(1, 2)
+        return super().attend(layer, query, key, value, **options)
 
 
 def _starts(target: Any) -> tuple[int, ...]:
@@ -130,7 +129,7 @@ def _probe_tokens(target: Any, start: int) -> tuple[Tensor, Tensor]:
     return ids, torch.arange(start, start + _PROBE_TOKENS)[None]
 
 
-def _probe(target: Any, probe: _Probe, start: int, rotary: _Rotary) -> TargetOutput:
+def _probe(target: Any, probe: _Noting, start: int, rotary: _Rotary) -> TargetOutput:
     """The model's own pass; notes the calls of the rotary module and which layer gets which tables."""
     outputs: list[Any] = []
     calls: list[tuple] = []

@@ -23,12 +23,16 @@ ROOMS = {
     "hub": {"ops", "losses", "drafters", "data", "training", "decode", "evaluation"},
     "evaluation": {"ops", "losses", "drafters", "data", "training", "decode"},
 }
-COMMON = {"errors", "files", "progress", "environment", "batch", "target", "target_native"}
+COMMON = {"errors", "files", "progress", "environment", "batch", "target", "target_attention", "target_native"}
 # Exceptions, each with its reason.
 ALLOWED = {
     ("target", "hub.fetch"),  # a short name is looked up in the cache; imported when a target is loaded
     ("target", "ops"),  # packed linear layers
     ("target", "target_native"),
+    ("target", "target_attention"),
+    ("target_native", "target_attention"),
+    ("target_attention", "ops"),
+    ("target_attention", "errors"),
     ("target_native", "ops"),
     ("target_native", "batch"),
     ("ops", "files"),  # built kernels are kept in the cache folder
