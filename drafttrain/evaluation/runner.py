@@ -283,6 +283,7 @@ def answer(plan: Plan, batch: dict[int, Question], sides: dict[str, Side]) -> di
         Each question's records.
     """
     tokenizer = plan.target.tokenizer
+    kept = pruned_vocabulary(plan.drafter, plan.target.vocab_size)
     records: dict[int, list[Record]] = {index: [] for index in batch}
     answers: dict[int, list[str]] = {index: [] for index in batch}
     for turn in range(max(len(question.turns) for question in batch.values())):
@@ -327,7 +328,7 @@ def answer(plan: Plan, batch: dict[int, Question], sides: dict[str, Side]) -> di
                     "identical": same,
                     **({"outputs": texts} if differing else {}),
                     "memory": memory,
-                    **({"covered": _covered(plan.drafter, tokens)} if _kept(plan.drafter) is not None else {}),
+                    **({"covered": covered(kept, tokens)} if kept is not None else {}),
                     **({} if wanted[row] else {"speculation": False}),
                 }
             )
@@ -335,14 +336,13 @@ def answer(plan: Plan, batch: dict[int, Question], sides: dict[str, Side]) -> di
     return records
 
 
-def _kept(drafter: Drafter | None) -> Tensor | None:
-    """The target ids that a pruned vocabulary holds; None where every token can be drafted."""
+def pruned_vocabulary(drafter: Drafter | None, vocab_size: int) -> Tensor | None:
+    """[d] the target ids that a pruned vocabulary holds; None where every token can be drafted."""
     main: Any = parts_of(drafter)[0] if drafter is not None else None
     kept = getattr(main, "kept_ids", None)
-    return None if kept is None or len(kept) == main.config.vocab_size else kept
+    return None if kept is None or len(kept) == vocab_size else kept
 
 
-def _covered(drafter: Drafter | None, tokens: list[int]) -> float:
-    kept = _kept(drafter)
-    assert kept is not None
+def covered(kept: Tensor, tokens: list[int]) -> float:
+    """Share of tokens that a vocabulary holds."""
     return round(float(torch.isin(torch.tensor(tokens, device=kept.device), kept).float().mean()), 4) if tokens else 1.0

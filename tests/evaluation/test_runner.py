@@ -149,6 +149,12 @@ def test_none_drafts_nothing(command, tmp_path):
     assert results["overall"]["speedup"] == {}
 
 
+def test_any_causal_language_model_drafts(command, target_dir, tmp_path):
+    assert cli.main(command(drafter=target_dir, limit=1)) == 0
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["kind"] == "draft_model" and results["overall"]["acceptance_rate"] == 1.0
+
+
 def test_the_order_of_sides_rotates(command, tmp_path, monkeypatch):
     order = []
     original = runner.engine_side
