@@ -301,7 +301,7 @@ def fit(config: Any, args: Any) -> dict[str, Any]:
     if checkpoint and args.process_index == 0:
         print(f"going on from {checkpoint}", flush=True)
     start = time.perf_counter()
-    with explained(args):
+    with term, explained(args):
         trainer.train(resume_from_checkpoint=checkpoint)
         if term.received:
             if args.process_index == 0:

@@ -29,6 +29,7 @@ from drafttrain.drafters.base import TreeSpec
 _ALLOWANCE = 0.015  # share of the time that trials may lose
 _MOST = 4.0  # plain rounds that the allowance holds at most
 _WINDOW = 16  # rounds that the running mean of accepted tokens goes back
+_TRUST = 8  # rounds with an accepted token each that a drafter is credited with at first: real acceptance comes in bursts
 _SAMPLES = 9  # rounds that a median is taken of
 _LOOK = 32  # rounds between two looks at plain decoding, and at the next larger tree
 _MARGIN = 1.03  # how much faster drafting must look before it starts again
@@ -113,8 +114,8 @@ class Adaptive:
     def __init__(self, spec: TreeSpec):
         self.levels = [TreeSpec.parse("none"), *spec.smaller()]
         count = len(self.levels)
-        # Per level accepted tokens a row: their decayed sum over the decayed number of rounds. It starts at one token.
-        self._sums, self._weights = [0.0] + [1.0] * (count - 1), [1.0] * count
+        # Per level accepted tokens a row: their decayed sum over the decayed number of rounds.
+        self._sums, self._weights = [0.0] + [float(_TRUST)] * (count - 1), [float(_TRUST)] * count
         self._hits, self._tries = 0.5, 1.0  # decayed counts of accepted tokens, and of accepted and first rejected ones
         self._nodes = [float(level.budget) for level in self.levels]
         self._passes = Costs()
@@ -172,7 +173,7 @@ class Adaptive:
             earned += plain * tokens / done.rows - done.seconds
             self._drafting[self.level].add(done.rows, done.draft_seconds)
             self._learn(done.drafted)
-        self._credit = min(max(self._credit + earned, -_MOST * plain), _MOST * plain)
+        self._credit = min(max(self._credit + earned, 0.0), _MOST * plain)
 
     def _learn(self, drafted: Sequence[tuple[TokenTree, list[int]]]) -> None:
         """Running means of every level from a round at `self.level`."""

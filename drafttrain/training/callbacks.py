@@ -69,7 +69,8 @@ class TimeBudget(TrainerCallback, ExportableState):
 class SaveOnTerm(TrainerCallback):
     """SIGTERM (a scheduler taking the machine back) ends training after the step in progress, with a checkpoint.
 
-    All processes save at the same step, whichever of them the signal reaches, and whenever.
+    All processes save at the same step, whichever of them the signal reaches, and whenever. As a context it listens, and
+    leaves the signal as it was, however training ends.
 
     Attributes:
         received: a signal has come.
@@ -79,8 +80,12 @@ class SaveOnTerm(TrainerCallback):
         self.received = False
         self._before: Any = None
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def __enter__(self) -> SaveOnTerm:
         self._before = signal.signal(signal.SIGTERM, self._note)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
 
     def _note(self, *_: Any) -> None:
         self.received = True
@@ -89,9 +94,6 @@ class SaveOnTerm(TrainerCallback):
         self.received = over_ranks(float(self.received), args.device) > 0
         if self.received:
             control.should_save = control.should_training_stop = True
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
 
 
 def whole(drafter: Any, target: Target, wanted: bool) -> Any:
