@@ -29,7 +29,9 @@ from drafttrain.drafters.base import TreeSpec
 _ALLOWANCE = 0.015  # share of the time that trials may lose
 _MOST = 4.0  # plain rounds that the allowance holds at most
 _WINDOW = 16  # rounds that the running mean of accepted tokens goes back
-_TRUST = 8  # rounds with an accepted token each that a drafter is credited with at first: real acceptance comes in bursts
+_TRUST = (
+    8  # rounds with an accepted token each that a drafter is credited with at first: real acceptance comes in bursts
+)
 _SAMPLES = 9  # rounds that a median is taken of
 _LOOK = 32  # rounds between two looks at plain decoding, and at the next larger tree
 _MARGIN = 1.03  # how much faster drafting must look before it starts again
