@@ -154,7 +154,17 @@ class TokenTree:
         depths = self.depths
         if max(depths, default=0) <= depth:
             return self
-        kept = [node for node, at in enumerate(depths) if at <= depth]
+        return self.part([node for node, at in enumerate(depths) if at <= depth])
+
+    def likeliest(self, count: int) -> TokenTree:
+        """The `count` nodes of highest `log_probs`; the first of equals. No node is likelier than its parent and parents come
+        first, so these form a tree."""
+        assert self.log_probs is not None
+        scores = self.log_probs.tolist()
+        return self.part(sorted(sorted(range(len(self)), key=lambda node: -scores[node])[:count]))
+
+    def part(self, kept: list[int]) -> TokenTree:
+        """The given nodes, ascending, each with its parent."""
         place = {old: new for new, old in enumerate(kept)} | {-1: -1}
         log_probs = None if self.log_probs is None else self.log_probs[kept]
         proposal = self.proposal and replace(self.proposal, rows=[self.proposal.rows[node] for node in kept])

@@ -1,8 +1,11 @@
-"""What a measurement depends on besides its settings: device, threads, versions."""
+"""What a measurement depends on besides its settings (device, threads, versions), and the memory it took."""
 
 from __future__ import annotations
 
+import contextlib
 import platform
+import resource
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,3 +37,23 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "device": device_name(device),
         "threads": torch.get_num_threads(),
     }
+
+
+def reset_peak(device: torch.device) -> None:
+    """Forgets earlier peaks, where the system can."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with contextlib.suppress(OSError):  # Linux, and a kernel that allows it; else the peak is the process's so far
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: allocated on the GPU since `reset_peak`, else resident in the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.is_file() else []
+    own = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return own or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -35,7 +35,6 @@ def merge(first: TokenTree, second: TokenTree, budget: int) -> TokenTree:
     tokens = first.tokens.tolist()
     scores = _scores(first)
     place = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
-    scores = first.log_probs.tolist() if first.log_probs is not None else [0.0] * len(first)
     where = {-1: -1}
     entries = zip(second.parents, second.tokens.tolist(), _scores(second), strict=True)
     for node, (parent, token, score) in enumerate(entries):
@@ -48,14 +47,8 @@ def merge(first: TokenTree, second: TokenTree, budget: int) -> TokenTree:
             tokens.append(token)
             scores.append(score)
         where[node] = place[key]
-    # No node is likelier than its parent, and parents come first: the likeliest nodes form a tree.
-    kept = sorted(sorted(range(len(tokens)), key=lambda i: -scores[i])[:budget])
-    index = {-1: -1} | {old: new for new, old in enumerate(kept)}
-    return TokenTree(
-        torch.tensor([tokens[i] for i in kept], dtype=torch.long, device=first.tokens.device),
-        [index[parents[i]] for i in kept],
-        torch.tensor([scores[i] for i in kept]),
-    )
+    ids = torch.tensor(tokens, dtype=torch.long, device=first.tokens.device)
+    return TokenTree(ids, parents, torch.tensor(scores)).likeliest(budget)
 
 
 def _scores(tree: TokenTree) -> list[float]:

@@ -126,14 +126,8 @@ class NgramSession:
                 above = scores[node]
             if spec.shape == "chain":
                 break
-        # A child is never likelier than its parent and comes later, so the likeliest nodes form a tree.
-        kept = sorted(sorted(range(len(tokens)), key=lambda i: -scores[i])[: spec.budget])
-        index = {-1: -1} | {old: new for new, old in enumerate(kept)}
-        return TokenTree(
-            torch.tensor([tokens[i] for i in kept], dtype=torch.long, device=self.device),
-            [index[parents[i]] for i in kept],
-            torch.tensor([math.log(scores[i]) for i in kept]),
-        )
+        ids = torch.tensor(tokens, dtype=torch.long, device=self.device)
+        return TokenTree(ids, parents, torch.tensor([math.log(p) for p in scores])).likeliest(spec.budget)
 
     def _matches(self):
         """(length, position that followed) of earlier occurrences of the current suffix, the best first."""

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from drafttrain.batch import TokenTree
@@ -75,9 +74,7 @@ class _Recorded:
         if key not in self._merged:
             above = [self.scores[parent] if parent >= 0 else 0.0 for parent in self.parents]
             kept = [i for i in range(len(self.tokens)) if self.depths[i] <= depth and above[i] >= floor]
-            index = {-1: -1} | {old: new for new, old in enumerate(kept)}
-            scores = torch.tensor([self.scores[i] for i in kept])
-            part = TokenTree(self.tree.tokens[kept], [index[self.parents[i]] for i in kept], scores)
+            part = self.tree.part(kept)
             whole = merge(part, match.tree, len(kept) + len(match.tokens)) if matches and match.tokens else part
             self._merged[key] = _Recorded(whole), part.drafted_depth
         return self._merged[key]

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from drafttrain.decode import Decoder, SamplingParams, token_limit
 from drafttrain.drafters.base import Drafter, TreeSpec, decoding_settings, default_tree, kind_of, load_drafter
-from drafttrain.environment import describe_environment
+from drafttrain.environment import describe_environment, peak_memory, reset_peak
 from drafttrain.errors import UserError
 from drafttrain.evaluation.diagnose import diagnose, print_findings
-from drafttrain.evaluation.memory import peak_memory, reset_peak
 from drafttrain.evaluation.metrics import BASELINES, HF_SPECULATIVE, Record, by_category, summarise
 from drafttrain.evaluation.replay import parts_of
 from drafttrain.evaluation.report import print_results

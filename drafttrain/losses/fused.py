@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from drafttrain.losses.spec import ACCEPTANCE, Loss
 from drafttrain.losses.targets import Targets
+from drafttrain.ops.tree_attention_triton import has_triton
 
 # A program's loop over the vocabulary takes so many columns at a time.
 _BLOCK = 4096
@@ -19,12 +19,7 @@ _BLOCK = 4096
 
 def has_kernel(hidden: Tensor) -> bool:
     """Whether this is a GPU's tensor in a dtype that the kernel serves (float64 is not) and Triton is there."""
-    return hidden.is_cuda and hidden.dtype != torch.float64 and _has_triton()
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return hidden.is_cuda and hidden.dtype != torch.float64 and has_triton()
 
 
 @dataclass

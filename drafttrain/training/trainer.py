@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from transformers import Trainer
 from transformers.trainer_utils import rotate_checkpoints
 
 from drafttrain.data.loader import to_batch
+from drafttrain.environment import peak_memory
 from drafttrain.errors import UserError
 from drafttrain.target import Target
 from drafttrain.training.callbacks import TimeBudget
@@ -258,11 +257,3 @@ def forget_checkpoints(args: Any) -> None:
     with args.main_process_first(desc="deleting old checkpoints"):
         for old in Path(args.output_dir).glob("checkpoint-*"):
             shutil.rmtree(old, ignore_errors=True)
-
-
-def peak_memory(device: torch.device) -> float:
-    """Bytes: the most that tensors took on a GPU so far, or this process on a CPU."""
-    if device.type == "cuda":
-        return float(torch.cuda.max_memory_allocated(device))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return float(peak if sys.platform == "darwin" else 1024 * peak)
