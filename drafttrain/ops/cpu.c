@@ -25,7 +25,9 @@ typedef int32_t ints __attribute__((vector_size(4 * LANES)));
  * y = x W^T for few rows: every weight is read from memory once, whatever the number of rows. W [out, in] comes in
  * panels of 32 outputs, [out/32][in][32], so that a core streams one panel from front to back and keeps the sums of up
  * to MAX_ROWS rows in registers. bfloat16 panels interleave outputs i and i+16 in one 32-bit word: a shift and a mask
- * widen both exactly. */
+ * widen both exactly. int8 panels have outputs i and i+16 of two inputs in a word (a last odd input beside zeros), and end
+ * with a float32 factor per output, which the finished sums are multiplied by. */
+enum format { FLOAT32, BFLOAT16, INT8 }; /* as in ops/packing.py */
 
 /* Bytes ahead of the multiplication that weights are asked for; measured, 2 to 8 KiB are alike and a quarter faster than
  * the hardware's own prefetching. */
@@ -47,6 +49,16 @@ static inline void load_float32(const void *panel, long i, vec *low, vec *high) 
     __builtin_prefetch(at + AHEAD + sizeof *low);
     memcpy(low, at, sizeof *low);
     memcpy(high, at + sizeof *low, sizeof *high);
+}
+
+static inline void load_int8(const void *panel, long i, vec *low, vec *high) {
+    const char *at = (const char *)panel + (i & ~1L) * PANEL;
+    int odd = (i & 1) * 16;
+    ints four;
+    __builtin_prefetch(at + AHEAD);
+    memcpy(&four, at, sizeof four);
+    *low = __builtin_convertvector((four << (24 - odd)) >> 24, vec); /* an arithmetic shift extends the sign */
+    *high = __builtin_convertvector((four << (16 - odd)) >> 24, vec);
 }
 
 /* `rows` is a constant in every call, so the loops over rows unroll and the sums stay in registers. */
@@ -82,19 +94,38 @@ static inline __attribute__((always_inline)) void multiply(
     }
 DISPATCH(multiply_bfloat16, load_bfloat16)
 DISPATCH(multiply_float32, load_float32)
+DISPATCH(multiply_int8, load_int8)
+
+static void scale(int rows, const void *factors, float *y) {
+    vec low, high;
+    memcpy(&low, factors, sizeof low);
+    memcpy(&high, (const char *)factors + sizeof low, sizeof high);
+    for (int r = 0; r < rows; r++, y += PANEL) {
+        vec a, b;
+        memcpy(&a, y, sizeof a);
+        memcpy(&b, y + LANES, sizeof b);
+        a *= low, b *= high;
+        memcpy(y, &a, sizeof a);
+        memcpy(y + LANES, &b, sizeof b);
+    }
+}
 
 /* x [rows, in], y [rows, out] float32, row-major; panels as above, the last one padded. */
-void skinny_linear(const float *x, long rows, long in, const void *panels, int is_bfloat16, float *y, long out, int threads) {
+void skinny_linear(const float *x, long rows, long in, const void *panels, int format, float *y, long out, int threads) {
     long count = (out + PANEL - 1) / PANEL, blocks = (rows + MAX_ROWS - 1) / MAX_ROWS;
-    long bytes = in * PANEL * (is_bfloat16 ? 2 : 4);
+    void (*product)(int, const float *, long, const void *, float *) =
+        format == INT8 ? multiply_int8 : format == BFLOAT16 ? multiply_bfloat16 : multiply_float32;
+    long whole = (in + 1) / 2 * 2 * PANEL; /* bytes of an int8 panel before its factors */
+    long size = format == INT8 ? whole + PANEL * (long)sizeof(float) : in * PANEL * (format == BFLOAT16 ? 2 : 4);
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (long p = 0; p < count; p++) {
         float tile[MAX_ROWS * PANEL];
-        const void *panel = (const char *)panels + p * bytes;
+        const void *panel = (const char *)panels + p * size;
         long width = out - p * PANEL < PANEL ? out - p * PANEL : PANEL, done = 0;
         for (long b = 0; b < blocks; b++) { /* blocks of nearly equal size: 16 rows are 8 + 8, not 12 + 4 */
             int m = (int)((rows - done + blocks - b - 1) / (blocks - b));
-            (is_bfloat16 ? multiply_bfloat16 : multiply_float32)(m, x + done * in, in, panel, tile);
+            product(m, x + done * in, in, panel, tile);
+            if (format == INT8) scale(m, (const char *)panel + whole, tile);
             for (int r = 0; r < m; r++)
                 memcpy(y + (done + r) * out + p * PANEL, tile + r * PANEL, width * sizeof(float));
             done += m;
@@ -323,7 +354,7 @@ void tree_attention(const float *query, long head_stride, long token_stride, con
 struct layer {
     const void *qkv, *o, *gate_up, *down; /* panels; query, key and value rows (gate and up rows) joined */
     const float *qkv_bias, *input_norm, *query_norm, *key_norm, *attended_norm, *mlp_norm, *mlp_out_norm;
-    int qkv_bfloat16, o_bfloat16, gate_up_bfloat16, down_bfloat16;
+    int qkv_format, o_format, gate_up_format, down_format;
     int width, hidden, heads, kv_heads, head_dim, rotary_dim, inner, gelu; /* width: columns of qkv */
     float eps;
 };
@@ -343,7 +374,7 @@ void layer_before_attention(const struct layer *layer, const float *x, long n, c
     long width = (long)(turned + layer->kv_heads) * e;
     float *normed = layer->input_norm ? malloc(n * layer->width * sizeof(float)) : 0;
     if (normed) rms_norm(x, layer->input_norm, layer->eps, normed, n, layer->width);
-    skinny_linear(normed ? normed : x, n, layer->width, layer->qkv, layer->qkv_bfloat16, qkv, width, threads);
+    skinny_linear(normed ? normed : x, n, layer->width, layer->qkv, layer->qkv_format, qkv, width, threads);
     free(normed);
     for (long r = 0; r < n; r++) {
         float *row = qkv + r * width;
@@ -378,13 +409,13 @@ void layer_after_attention(const struct layer *layer, float *x, const float *att
     long hidden = layer->hidden, inner = layer->inner, count = n * hidden;
     float *block = malloc((2 * count + 3 * n * inner) * sizeof(float)), *normed = block + count, *gate = normed + count;
     float *active = gate + 2 * n * inner;
-    skinny_linear(attended, n, (long)layer->heads * layer->head_dim, layer->o, layer->o_bfloat16, block, hidden, threads);
+    skinny_linear(attended, n, (long)layer->heads * layer->head_dim, layer->o, layer->o_format, block, hidden, threads);
     if (layer->attended_norm) rms_norm(block, layer->attended_norm, layer->eps, block, n, hidden);
     for (long i = 0; i < count; i++) x[i] += block[i];
     rms_norm(x, layer->mlp_norm, layer->eps, normed, n, hidden);
-    skinny_linear(normed, n, hidden, layer->gate_up, layer->gate_up_bfloat16, gate, 2 * inner, threads);
+    skinny_linear(normed, n, hidden, layer->gate_up, layer->gate_up_format, gate, 2 * inner, threads);
     activate(gate, active, n, inner, layer->gelu, threads);
-    skinny_linear(active, n, inner, layer->down, layer->down_bfloat16, block, hidden, threads);
+    skinny_linear(active, n, inner, layer->down, layer->down_format, block, hidden, threads);
     if (layer->mlp_out_norm) rms_norm(block, layer->mlp_out_norm, layer->eps, block, n, hidden);
     for (long i = 0; i < count; i++) x[i] += block[i];
     free(block);

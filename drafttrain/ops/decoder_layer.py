@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.ops.native import cpu_kernels
-from drafttrain.ops.packing import pack_panels
+from drafttrain.ops.packing import FORMATS, pack_panels
 
 
 @dataclass
@@ -59,7 +59,7 @@ class _Layer(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in (*_PANELS, *_VECTORS)),
-        *((f"{name}_bfloat16", ctypes.c_int) for name in _PANELS),
+        *((f"{name}_format", ctypes.c_int) for name in _PANELS),
         *((name, ctypes.c_int) for name in _NUMBERS),
         ("eps", ctypes.c_float),
     ]
@@ -83,7 +83,7 @@ class DecoderLayer:
         self._struct = _Layer(
             **{name: packed.data_ptr() for name, packed in panels.items()},
             **{name: next(pointers).data_ptr() for name, vector in vectors.items() if vector is not None},
-            **{f"{name}_bfloat16": packed.dtype == torch.bfloat16 for name, packed in panels.items()},
+            **{f"{name}_format": FORMATS[packed.dtype] for name, packed in panels.items()},
             **numbers,
             width=weights.qkv.shape[1],
             hidden=weights.o.shape[0],

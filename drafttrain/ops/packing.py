@@ -8,7 +8,7 @@ weights in memory. torch's CPU linear repacks the weight on every call and reach
     more        MKL (float32), oneDNN (bfloat16)  64 rows 86 ms (skinny_linear: 99)
 
 Published weights are bfloat16. Where a float32 weight holds only such values it is streamed as bfloat16 and widened in
-registers: half the bytes, the very same products.
+registers: half the bytes, the very same products. Rows that are whole numbers up to 127 times a factor stream as int8.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafttrain.ops.native import cpu_kernels
@@ -25,6 +26,7 @@ SKINNY_ROWS = 32
 # MKL chooses its blocking from the row count given when packing; 128 was fastest or equal for every count from 1 to 128.
 _MKL_ROWS = 128
 _LANES = 16  # as in cpu.c
+FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # of panels; enum format of cpu.c
 
 
 def cpu_has_bfloat16() -> bool:
@@ -33,16 +35,51 @@ def cpu_has_bfloat16() -> bool:
     return any(getattr(torch.cpu, name, lambda: False)() for name in probes)
 
 
+def round_to_int8(weight: Tensor) -> Tensor:
+    """[out, in] -> the nearest matrix of the same dtype whose rows are whole numbers up to 127 times a factor.
+
+    `pack_panels` knows such a matrix again: the factor keeps 16 bits, so 127 times it is exact in float32.
+    """
+    highest = weight.float().abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny * 2**16)
+    bits = (highest / 127).view(torch.int32)
+    factor = ((bits + 0xFF) & ~0xFF).view(torch.float32)
+    return ((weight.float() / factor).round() * factor).to(weight.dtype)
+
+
+def _as_int8(weight: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Whole numbers [out, in] int8 and factors [out] that give exactly this float32 weight, if there are such."""
+
+    def parts(rows: Tensor) -> tuple[Tensor, Tensor, bool]:
+        factor = rows.abs().amax(1, keepdim=True) / 127
+        whole = (rows / factor).nan_to_num().round()
+        return whole, factor[:, 0], torch.equal(whole * factor, rows)
+
+    if not parts(weight[:1])[2]:  # most weights fail here, before all of them is looked at
+        return None
+    whole, factor, exact = parts(weight)
+    return (whole.to(torch.int8), factor) if exact else None
+
+
 def pack_panels(weight: Tensor) -> Tensor:
-    """[out, in] -> panels of 32 outputs for `skinny_linear`, in bfloat16 if that loses nothing, else in float32."""
-    half = weight.to(torch.bfloat16)
-    exact = torch.equal(half.to(weight.dtype), weight)
+    """[out, in] -> panels of 32 outputs for `skinny_linear`, in the smallest of FORMATS that loses nothing."""
     out, width = weight.shape
     panels = -(-out // (2 * _LANES))
-    padded = torch.zeros((panels * 2 * _LANES, width), dtype=torch.bfloat16 if exact else torch.float32)
-    padded[:out] = half if exact else weight
-    blocks = padded.view(panels, 2, _LANES, width)
-    return blocks.permute(0, 3, 2, 1).contiguous() if exact else blocks.permute(0, 3, 1, 2).contiguous()
+
+    def padded(values: Tensor) -> Tensor:
+        rows = values.new_zeros((panels * 2 * _LANES, *values.shape[1:]))
+        rows[:out] = values
+        return rows.view(panels, 2, _LANES, *values.shape[1:])
+
+    small = _as_int8(weight) if weight.dtype == torch.float32 else None
+    if small is not None:
+        whole, factor = (padded(part) for part in small)
+        pairs = F.pad(whole, (0, width % 2)).view(panels, 2, _LANES, -1, 2)
+        numbers = pairs.permute(0, 3, 2, 4, 1).reshape(panels, -1)  # a word: both halves of one input, then of the next
+        return torch.cat((numbers, factor.view(panels, -1).view(torch.int8)), dim=1)
+    half = weight.to(torch.bfloat16)
+    if torch.equal(half.to(weight.dtype), weight):
+        return padded(half).permute(0, 3, 2, 1).contiguous()
+    return padded(weight).permute(0, 3, 1, 2).contiguous()
 
 
 def skinny_linear(x: Tensor, panels: Tensor, out: int) -> Tensor:
@@ -54,8 +91,8 @@ def skinny_linear(x: Tensor, panels: Tensor, out: int) -> Tensor:
     assert kernels is not None
     rows, width = x.shape
     y = torch.empty((rows, out))
-    exact, threads = panels.dtype == torch.bfloat16, torch.get_num_threads()
-    kernels.skinny_linear(x.data_ptr(), rows, width, panels.data_ptr(), exact, y.data_ptr(), out, threads)
+    form, threads = FORMATS[panels.dtype], torch.get_num_threads()
+    kernels.skinny_linear(x.data_ptr(), rows, width, panels.data_ptr(), form, y.data_ptr(), out, threads)
     return y
 
 

@@ -15,6 +15,7 @@ from drafttrain.drafters.draft_model import DraftModel, DraftModelConfig
 from drafttrain.drafters.shared import anchors_by_depth
 from drafttrain.errors import UserError
 from drafttrain.ops.native import cpu_kernels
+from drafttrain.ops.packing import cpu_has_bfloat16, pack_panels
 from drafttrain.ops.sampling import Sampler
 from drafttrain.training.targets import NoTarget, TargetSource
 from tests.conftest import make_target, make_tokenizer
@@ -410,6 +411,25 @@ def test_rotary_frequencies_keep_their_precision_in_bfloat16(target, target_dir)
     drafter = load_drafter(str(target_dir), rounded)
     want = target.model.model.rotary_emb.inv_freq
     assert torch.equal(drafter.lm.model.rotary_emb.inv_freq, want)
+
+
+@pytest.mark.skipif(
+    cpu_kernels() is None or cpu_has_bfloat16(), reason="int8 is for CPUs that compute bfloat16 in float32"
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_drafter_of_bfloat16_streams_int8_and_stays_lossless(target_dir, dtype):
+    from drafttrain.target import Target
+
+    exact = Target.load(str(target_dir), dtype).pack()
+    drafter = load_drafter(str(target_dir), exact)
+    linear = [drafter.lm.model.layers[0].self_attn.q_proj.weight, drafter.lm.model.layers[1].mlp.down_proj.weight]
+    form = torch.int8 if dtype == "bfloat16" else torch.float32
+    assert [pack_panels(weight.detach()).dtype for weight in linear] == [form] * 2
+    prompt, spec = [5, 6, 7], TreeSpec.parse("chain:3")
+    plain = generate(exact, None, prompt, max_new_tokens=24, eos_ids=())
+    done = generate(exact, drafter, prompt, max_new_tokens=24, spec=spec, eos_ids=())
+    assert done.tokens == plain.tokens
+    assert done.stats.accepted_length > 2  # the target's own weights, rounded, still mostly agree
 
 
 @pytest.mark.parametrize(

@@ -7,23 +7,37 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from drafttrain.ops import native, packing
-from drafttrain.ops.packing import SKINNY_ROWS, PackedLinear, PackedRMSNorm, pack, pack_panels, skinny_linear
+from drafttrain.ops.packing import (
+    SKINNY_ROWS,
+    PackedLinear,
+    PackedRMSNorm,
+    pack,
+    pack_panels,
+    round_to_int8,
+    skinny_linear,
+)
 
 needs_compiler = pytest.mark.skipif(native.cpu_kernels() is None, reason="no C compiler here")
 
 
-def weights(out, width, bfloat16, seed=0):
-    weight = torch.randn(out, width, generator=torch.Generator().manual_seed(seed)) / width**0.5
-    return weight.bfloat16().float() if bfloat16 else weight
+ROUNDED = {
+    torch.float32: lambda weight: weight,
+    torch.bfloat16: lambda weight: weight.bfloat16().float(),
+    torch.int8: round_to_int8,
+}
+
+
+def weights(out, width, form, seed=0):
+    return ROUNDED[form](torch.randn(out, width, generator=torch.Generator().manual_seed(seed)) / width**0.5)
 
 
 @needs_compiler
-@pytest.mark.parametrize("bfloat16", [True, False])
-@pytest.mark.parametrize(("out", "width"), [(1, 1), (31, 17), (32, 64), (33, 8), (100, 300)])
-def test_skinny_linear_equals_the_product(out, width, bfloat16):
-    weight = weights(out, width, bfloat16)
+@pytest.mark.parametrize("form", ROUNDED)
+@pytest.mark.parametrize(("out", "width"), [(1, 3), (31, 17), (32, 64), (33, 8), (100, 300)])
+def test_skinny_linear_equals_the_product(out, width, form):
+    weight = weights(out, width, form)
     panels = pack_panels(weight)
-    assert panels.dtype == (torch.bfloat16 if bfloat16 else torch.float32)
+    assert panels.dtype == form
     for rows in (1, 2, 5, 12, 13, 24, SKINNY_ROWS):
         x = torch.randn(rows, width)
         exact = (x.double() @ weight.double().t()).float()
@@ -31,19 +45,32 @@ def test_skinny_linear_equals_the_product(out, width, bfloat16):
 
 
 @needs_compiler
-def test_a_row_does_not_depend_on_the_others():
-    panels = pack_panels(weights(70, 129, True))
+@pytest.mark.parametrize("form", ROUNDED)
+def test_a_row_does_not_depend_on_the_others(form):
+    panels = pack_panels(weights(70, 129, form))
     x = torch.randn(SKINNY_ROWS, 129)
     together = skinny_linear(x, panels, 70)
     for rows in (1, 3, 8, 13):
         assert torch.equal(skinny_linear(x[:rows], panels, 70), together[:rows])
 
 
-def test_one_value_beyond_bfloat16_keeps_the_weight_in_float32():
-    weight = weights(40, 40, True)
-    assert pack_panels(weight).dtype == torch.bfloat16
-    weight[39, 39] = 1 + 2**-12
+@pytest.mark.parametrize("form", [torch.bfloat16, torch.int8])
+def test_one_value_off_the_grid_keeps_the_weight_in_float32(form):
+    weight = weights(40, 40, form)
+    assert pack_panels(weight).dtype == form
+    weight[39, 39] *= 1 + 2**-12
     assert pack_panels(weight).dtype == torch.float32
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 1e4])
+def test_rounding_to_int8_errs_by_half_a_step_and_is_known_again(scale):
+    weight = torch.randn(2000, 50, generator=torch.Generator().manual_seed(1)) * scale
+    weight[7] = 0
+    rounded = round_to_int8(weight)
+    step = weight.abs().amax(1, keepdim=True) / 127
+    assert ((rounded - weight).abs() <= 0.5001 * step).all()
+    assert pack_panels(rounded).dtype == torch.int8
+    assert torch.equal(round_to_int8(rounded), rounded)
 
 
 @pytest.mark.parametrize("compiled", [True, False])
