@@ -14,7 +14,7 @@ The headline is plain time over adaptive time with the random drafter; the goal 
 from __future__ import annotations
 
 import argparse
-import copy
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +22,23 @@ import torch
 from benchmark import alternate, median, write_result
 
 from drafttrain.decode import Decoder
-from drafttrain.drafters.base import TreeSpec, load_drafter
+from drafttrain.drafters.base import TreeSpec, load_drafter, load_trained
 from drafttrain.evaluation.suites import load_suite, render, take_evenly
 from drafttrain.target import Target
 
 GOAL = 0.97
 
 
-def randomised(drafter: Any, target: Target) -> Any:
-    """A copy whose head is noise, so that it drafts as long as the drafter does and hits as good as never."""
-    useless = copy.deepcopy(drafter)
+def randomised(name: str, target: Target) -> Any:
+    """The drafter with noise for weights, loaded as it is: it drafts as long as that and hits as good as never."""
+    useless = load_trained(name)
     generator = torch.Generator().manual_seed(0)
     for parameter in useless.parameters():
         noise = torch.randn(parameter.shape, generator=generator) * parameter.float().std().cpu()
         parameter.data.copy_(noise.to(parameter))
-    useless.pack()
-    useless.bind(target)
-    return useless
+    with tempfile.TemporaryDirectory() as folder:
+        useless.save_pretrained(folder)
+        return load_drafter(folder, target)
 
 
 def answer(decoder: Decoder, prompts: list[list[int]], count: int) -> dict[str, Any]:
@@ -69,9 +69,7 @@ def main() -> None:
     args = parser.parse_args()
     target = Target.load(args.target, args.dtype, args.device).pack()
     drafter: Any = load_drafter(args.drafter, target)
-    # Noise goes into weights that are not laid out for this machine yet, so this one is loaded by itself.
-    fresh: Any = type(drafter).from_pretrained(args.drafter, use_safetensors=True)
-    useless = randomised(fresh.to(device=target.device, dtype=target.compute_dtype).eval(), target)
+    useless = randomised(args.drafter, target)
     questions = take_evenly(load_suite(args.suite).questions, args.prompts)
     prompts = [render(target.tokenizer, question.turns[:1], []) for question in questions]
     fixed, adaptive = TreeSpec.parse(args.tree), TreeSpec.parse(f"{args.tree}@adapt")

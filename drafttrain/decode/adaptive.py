@@ -122,7 +122,7 @@ class Adaptive:
         self._nodes = [float(level.budget) for level in self.levels]
         self._passes = Costs()
         self._drafting = [Costs() for _ in self.levels]
-        self._read_one = 0.0  # seconds to take in a committed token
+        self._reading = Costs()  # by committed tokens taken in
         self._credit = 0.0  # seconds that trials may lose
         self._rounds = 0
         self.on = True
@@ -136,7 +136,7 @@ class Adaptive:
     def _choose(self, rows: int, behind: int) -> int:
         lowest = self._passes.lowest()
         if lowest is None:
-            return len(self.levels) - 1
+            return 1
         if rows < lowest:
             return 0  # what plain decoding takes must be known
         plain = self._passes.at(rows)
@@ -147,7 +147,7 @@ class Adaptive:
             if self._rounds % _LOOK == 0:
                 return 0
             return min(best + 1, len(rates)) if self._rounds % _LOOK == _LOOK // 2 else best
-        loss = self._cost(best, rows) + behind * self._read_one - plain
+        loss = self._cost(best, rows) + self._reading.at(behind) - plain
         return best if self._credit >= loss else 0
 
     def tokens(self, level: int) -> float:
@@ -160,14 +160,15 @@ class Adaptive:
         if drafting == 0.0:  # not tried yet: as much per depth as a neighbour takes
             known = [(costs.at(rows), self.levels[i].depth) for i, costs in enumerate(self._drafting) if i]
             drafting = self.levels[level].depth * max((seconds / depth for seconds, depth in known), default=0.0)
-        reading = self._read_one * rows * self.tokens(level)
+        reading = self._reading.at(rows * self.tokens(level))
         return self._passes.at(rows * (1 + self._nodes[level])) + drafting + reading
 
     def observe(self, done: Round) -> None:
+        if self._rounds <= 2:  # they lay out weights, for many rows and for few, which no later round does
+            return
         self._passes.add(done.new_tokens, done.seconds - done.draft_seconds - done.read_seconds)
         if done.read:
-            each = done.read_seconds / done.read
-            self._read_one = each if self._read_one == 0.0 else self._read_one + (each - self._read_one) / _WINDOW
+            self._reading.add(done.read, done.read_seconds)
         plain = self._passes.at(done.rows)
         earned = _ALLOWANCE * done.seconds
         if done.drafted:
