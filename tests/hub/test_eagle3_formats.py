@@ -199,7 +199,6 @@ FLAGS = [
 ]
 
 
-# The drafter's part of these flags is not everywhere yet; delete this mark once it is.
 @pytest.mark.parametrize("form", [SPECULATORS, FLAT])
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags))
 def test_every_flag_is_written_read_and_computed(target, tmp_path, form, flags):
