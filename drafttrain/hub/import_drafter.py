@@ -13,7 +13,9 @@ from drafttrain.hub.weights import read_config
 
 _READS = "; ".join(filter(None, (shipping(kind).reads for kind in shipped_kinds())))
 
-HELP = f"""Bring a published drafter into drafttrain, to measure, tune or train it further. Read are: {_READS}.
+HELP = f"""Bring a published drafter into drafttrain, to measure, tune or train it further.
+
+Read are {_READS}.
 
   drafttrain import --checkpoint yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --target meta-llama/Llama-3.1-8B-Instruct \\
       --output runs/eagle3-llama

@@ -80,7 +80,7 @@ def as_text(made: Sequence[Recipe]) -> str:
     """For the terminal."""
     parts = []
     for recipe in made:
-        body = f"not served: {'; '.join(recipe.reasons)}" if recipe.reasons else recipe.commands
+        body = f"not served, because {'; '.join(recipe.reasons)}" if recipe.reasons else recipe.commands
         parts.append(f"-- {recipe.engine}\n{body}")
     return "\n\n".join(parts)
 

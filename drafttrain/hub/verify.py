@@ -73,6 +73,9 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: nothing to verify, step outputs that differ, or an engine that cannot run.
     """
+    for key in ("prompts", "max_new_tokens", "speculative_tokens"):
+        if (value := getattr(args, key)) is not None and value < 1:
+            raise UserError(f"{key.replace('_', '-')}={value} must be at least 1")
     trained = find_drafter(args.drafter)
     kind = shipping(trained.kind)
     if not kind.formats:

@@ -31,7 +31,8 @@ def test_every_module_is_of_a_trained_kind_and_names_known_formats_and_engines()
         assert set(kind.verifiable.values()) <= kind.formats.keys()
         for form, described in kind.formats.items():
             assert described.engines and set(described.engines) <= ENGINES.keys()
-            assert any(line.split()[:2] == [name, form] for line in format_lines().splitlines())
+            line = next(line for line in format_lines().splitlines() if name in line and described.text in line)
+            assert form in line.partition(described.text)[0]
 
 
 def test_a_kind_without_a_module_is_published_in_our_own_format_and_nowhere_else(

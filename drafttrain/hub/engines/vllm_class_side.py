@@ -46,6 +46,8 @@ def main() -> None:
         return out.transpose(0, 1).flatten(1)
 
     Attention.forward = attend
+    if not torch.accelerator.is_available():
+        torch.accelerator.empty_cache = lambda: None  # which vLLM calls after loading, and torch refuses on a CPU
     found = []
     for number, folder in enumerate(job["heads"]):
         config = EngineArgs(

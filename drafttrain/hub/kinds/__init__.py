@@ -43,7 +43,7 @@ class Format:
     """
 
     text: str
-    engines: Sequence[str]
+    engines: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -173,13 +173,14 @@ def shipping(kind: str) -> Shipping:
 
 
 def format_lines() -> str:
-    """Every kind's formats, a line each, for the help."""
-    rows = [
-        (kind, form, f"{described.text} ({'; '.join(described.engines)})")
-        for kind in shipped_kinds()
-        for form, described in shipping(kind).formats.items()
-    ]
-    return "\n".join(f"  {kind:<15} {form:<13} {text}" for kind, form, text in rows)
+    """Every kind's formats for the help; those in which the same is written share a line."""
+    lines = []
+    for kind in shipped_kinds():
+        formats = shipping(kind).formats
+        for described in dict.fromkeys(formats.values()):
+            names = ", ".join(form for form, other in formats.items() if other == described)
+            lines.append(f"  {kind:<15} {names:<27} {described.text} ({'; '.join(described.engines)})")
+    return "\n".join(lines)
 
 
 def check_expressible(trained: Trained, form: str) -> Shipping:
