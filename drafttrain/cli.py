@@ -38,7 +38,7 @@ COMMANDS = {
         "load-test OpenAI-compatible servers, with and without speculation",
     ),
     "export": ("drafttrain.hub.export", "write a drafter as vLLM, SGLang, transformers or llama.cpp load it"),
-    "import": ("drafttrain.hub.import_eagle3", "bring a published EAGLE-3 head into drafttrain"),
+    "import": ("drafttrain.hub.import_drafter", "bring a published EAGLE-3 head or another drafter into drafttrain"),
     "verify": ("drafttrain.hub.verify", "prove that an export computes what the drafter does, in an engine too"),
     "push": ("drafttrain.hub.push", "publish a drafter on the Hub with a model card from measured results"),
     "push-data": ("drafttrain.hub.push_data", "publish a distillation data set with a data card"),

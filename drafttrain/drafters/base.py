@@ -438,7 +438,7 @@ def drafter_folder(name: str, key: str = "drafter") -> Path:
 
     patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt"]
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["speculators/*", "results/*"]))
+        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*"]))
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise UserError(

@@ -14,14 +14,10 @@ from drafttrain import __version__
 from drafttrain.errors import UserError
 from drafttrain.evaluation.report import identity_line
 from drafttrain.hub.drafters import Trained
+from drafttrain.hub.kinds import shipping
 from drafttrain.hub.serving import Recipe, public_name
 from drafttrain.hub.upload import shorten
 
-_KINDS = {
-    "eagle3": "an EAGLE-3 head (arXiv 2503.01840), {layers} over the target's states {features}, {parameters} parameters, "
-    "{kept} of its {vocab_size} tokens",
-    "draft_model": "a small language model of {parameters} parameters with the same tokenizer, trained to guess what it writes",
-}
 _TRAINER_KEYS = (
     "per_device_train_batch_size",
     "learning_rate",
@@ -71,6 +67,7 @@ def model_card(
         files: names with their purpose. data: meta.json of the training data, if known. dataset: its Hub id, if published.
     """
     training = read_training(trained.folder)
+    count = training.get("parameters")
     metadata = {
         "base_model": base_model if "/" in base_model else "",
         "license": licence,
@@ -86,7 +83,7 @@ def model_card(
         base_model=base_model,
         base_link=link(base_model),
         licence=licence,
-        kind_line=_kind_line(trained, training),
+        kind_line=shipping(trained.kind).line(trained, f"{count:,}" if count else "an unrecorded number of"),
         runs=[_run(file, run, repo) for file, run in results],
         plots=plots,
         recipes=recipes,
@@ -107,20 +104,6 @@ def read_training(folder: Path) -> dict[str, Any]:
         return json.loads(path.read_text()) if path.is_file() else {}
     except ValueError as error:
         raise UserError(f"{path.name} beside the drafter is not JSON ({error}); mend or remove it") from error
-
-
-def _kind_line(trained: Trained, training: dict[str, Any]) -> str:
-    config = trained.config
-    count = training.get("parameters")
-    layers = config.get("num_hidden_layers", 1)
-    values = {
-        "parameters": f"{count:,}" if count else "an unrecorded number of",
-        "layers": "one decoder layer" if layers == 1 else f"{layers} decoder layers",
-        "features": ", ".join(map(str, config.get("feature_layers", []))),
-        "kept": f"{config.get('draft_vocab_size', 0):,}",
-        "vocab_size": f"{config.get('vocab_size', 0):,}",
-    }
-    return _KINDS[trained.kind].format(**values)
 
 
 def _run(file: str, results: dict[str, Any], repo: str) -> dict[str, Any]:

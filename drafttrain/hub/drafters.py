@@ -9,15 +9,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from drafttrain.drafters.base import drafter_folder, kind_class
-from drafttrain.drafters.eagle3 import Eagle3
+from drafttrain.drafters.base import META_FILE, drafter_folder, kind_class, kind_of, kinds, load_trained
 from drafttrain.errors import UserError
 from drafttrain.hub.weights import read_config
 from drafttrain.target import DTYPES, Target, resolve_target
-
-EAGLE3, DRAFT_MODEL = "eagle3", "draft_model"
-# Beside a draft model, whose config.json is its own architecture's: kind, target and what it began as.
-META_FILE = "drafttrain.json"
 
 
 @dataclass(frozen=True)
@@ -25,7 +20,7 @@ class Trained:
     """A drafter on disk.
 
     Attributes:
-        folder: where it is. kind: EAGLE3 or DRAFT_MODEL. config: its config.json.
+        folder: where it is. kind: its kind's name. config: its config.json.
         target: the identity of its target as recorded; empty if nothing is.
     """
 
@@ -38,14 +33,14 @@ class Trained:
     def target_name(self) -> str:
         return self.target.get("name", "")
 
-    def eagle3(self) -> Eagle3:
-        """The head, on the CPU.
+    def load(self) -> Any:
+        """The drafter, on the CPU and not bound to a target.
 
         Raises:
             UserError: its weights do not fit its config.
         """
         try:
-            return kind_class(EAGLE3).load(self.folder)
+            return load_trained(str(self.folder))
         except (OSError, ValueError, RuntimeError) as error:
             first = str(error).strip().splitlines()[0]
             raise UserError(
@@ -57,19 +52,14 @@ def find_drafter(name: str) -> Trained:
     """Looks at a drafter by folder or Hub id.
 
     Raises:
-        UserError: nothing there, or a kind that no engine loads.
+        UserError: nothing there, not a drafter of ours, or a kind without weights.
     """
+    kind = kind_of(name)
+    if kind not in kinds() or not kind_class(kind).trainable:
+        raise UserError(f"drafter={name!r} has no weights to ship; give a trained drafter's folder or Hub id")
     folder = drafter_folder(name)
     config = read_config(folder)
     meta = read_config(folder, META_FILE) if (folder / META_FILE).is_file() else config
-    kind = meta.get("drafter_kind")
-    if kind is None and any(str(each).endswith("ForCausalLM") for each in config.get("architectures") or []):
-        kind = DRAFT_MODEL
-    if kind not in (EAGLE3, DRAFT_MODEL):
-        raise UserError(
-            f"drafter={name!r} is of kind {kind!r}; exported are eagle3 heads and draft models (a published EAGLE-3 head of "
-            "others comes in by: drafttrain import)"
-        )
     return Trained(folder, kind, config, meta.get("target") or {})
 
 
@@ -91,6 +81,14 @@ def load_shell(name: str, trust_remote_code: bool = False) -> Target:
             f"target={name!r}: config and tokenizer cannot be loaded ({first}); give a folder or Hub id"
         ) from error
     return Target.wrap(model, tokenizer, name, where)
+
+
+def architectures_of(target: str) -> list[str]:
+    """A target's class names, as far as its config is at hand."""
+    try:
+        return list(AutoConfig.from_pretrained(resolve_target(target)).architectures or []) if target else []
+    except (UserError, OSError, ValueError):
+        return []
 
 
 def parse_dtype(name: str) -> torch.dtype:

@@ -348,6 +348,8 @@ def _our_fields(
         raise UserError(f"{where} trained an embedding of its own (embed_requires_grad); ours reads the target's")
     if described.get("parallel_drafting") or "mask_hidden" in weights:
         raise UserError(f"{where} drafts in parallel (P-EAGLE), which no kind of ours computes")
+    if (scale := layer.get("logit_scale") or 1.0) != 1.0:
+        raise UserError(f"{where} has logit_scale={scale}, a factor on its logits, which no kind of ours computes")
     if eagle.get("use_aux_hidden_state") is False:
         raise UserError(f"{where} reads one target state (use_aux_hidden_state false), which is EAGLE-1")
     fields: dict[str, Any] = {}

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +34,14 @@ def ours(target: Target, drafter: Drafter, prompts: Sequence[list[int]], tokens:
 def vllm(
     python: str,
     target: Target,
-    kind: str,
+    options: Mapping[str, Any],
     drafter: Path,
     prompts: Sequence[list[int]],
     tokens: int,
     depth: int,
     dtype: str,
 ) -> dict[str, Any]:
-    """vLLM with the exported drafter; its counters give the accepted length."""
-    method = {"eagle3": "eagle3", "draft_model": "draft_model"}[kind]
+    """vLLM with the exported drafter; its counters give the accepted length. options: keys of its speculative_config."""
     job = {
         "target": target.path,
         "dtype": dtype,
@@ -51,7 +50,7 @@ def vllm(
         "repeats": 1,
         "warm_up": False,
         "max_model_len": max(map(len, prompts)) + tokens + 32,
-        "speculative": {"method": method, "model": str(drafter), "num_speculative_tokens": depth},
+        "speculative": {"model": str(drafter), "num_speculative_tokens": depth, **options},
         "ignore_eos": False,
     }
     environment = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1", **os.environ}

@@ -1,9 +1,8 @@
 """`drafttrain push`: a drafter on the Hub, in the engines' formats, with its measured results and a model card.
 
-config.json, model.safetensors     what engines load, and drafttrain too (a Hub id works wherever a drafter's folder does):
-                                   LlamaForCausalLMEagle3 with our own keys beside the engines', or a plain HF checkpoint
-speculators/                       an EAGLE-3 head once more, in the form that `vllm serve` reads by itself
-draft.gguf                         a draft model for llama.cpp
+config.json, model.safetensors     the drafter (a Hub id works wherever a drafter's folder does), where possible in a form that
+                                   engines load too, with our own keys beside theirs; see hub/kinds
+speculators/, vllm/, draft.gguf    other engines' forms
 decoding.json, training.json       the tuned tree; how it was trained
 results/, plots/                   what drafttrain eval measured
 """
@@ -11,7 +10,6 @@ results/, plots/                   what drafttrain eval measured
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -21,12 +19,10 @@ from typing import Any
 from drafttrain.errors import UserError
 from drafttrain.evaluation.report import draw, load_results
 from drafttrain.hub.card import base_model_name, default_licence, model_card, read_training
-from drafttrain.hub.drafters import DRAFT_MODEL, EAGLE3, META_FILE, Trained, find_drafter, parse_dtype
-from drafttrain.hub.eagle3_formats import FLAT, SPECULATORS, obstacles, write_eagle3
-from drafttrain.hub.export import GGUF_NAME, drafter_recipes, export
-from drafttrain.hub.serving import public_name, tuned_tree
+from drafttrain.hub.drafters import Trained, find_drafter, parse_dtype
+from drafttrain.hub.kinds import Request, shipping
+from drafttrain.hub.serving import public_name, recipes, tuned_tree
 from drafttrain.hub.upload import check_private, check_repo, list_files, print_files, shorten, upload, write_clean_json
-from drafttrain.hub.weights import read_config
 from drafttrain.target import resolve_target
 
 HELP = """Publish a drafter on the Hugging Face Hub with a model card made from measured results.
@@ -112,9 +108,9 @@ def prepare(args: argparse.Namespace, trained: Trained, results: Sequence[dict[s
     """
     _make_empty(folder)
     base_model = base_model_name(trained, args.base_model)
-    dtype = parse_dtype(args.dtype)
-    files = _write_weights(trained, folder, dtype, base_model, tuned_tree(trained.folder, results).depth)
-    write_clean_json(folder / "decoding.json", {"tree": str(tuned_tree(trained.folder, results))})
+    tree = tuned_tree(trained.folder, results)
+    files = shipping(trained.kind).publish(trained, Request(folder, parse_dtype(args.dtype), base_model, tree.depth))
+    write_clean_json(folder / "decoding.json", {"tree": str(tree)})
     files.append(("decoding.json", "the tree to draft, as measured to be fastest" if results else "the tree to draft"))
     training = read_training(trained.folder)
     if training:
@@ -132,9 +128,9 @@ def prepare(args: argparse.Namespace, trained: Trained, results: Sequence[dict[s
         draw(public, folder / "plots" / "results.png")
         plots.append("plots/results.png")
     data = _data_meta(args.data, training)
-    recipes = drafter_recipes(trained, args.repo, base_model, results=list(results))
+    served = recipes(trained, args.repo, base_model, results=results, published=True)
     licence = args.licence or _target_licence(trained)
-    card = model_card(trained, args.repo, base_model, licence, named, plots, recipes, files, data, args.dataset)
+    card = model_card(trained, args.repo, base_model, licence, named, plots, served, files, data, args.dataset)
     (folder / "README.md").write_text(card, encoding="utf-8")
     check_private(folder, list_files(folder))
 
@@ -149,45 +145,6 @@ def _make_empty(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"output={str(folder)!r} cannot be made ({error.strerror}); choose another place") from error
-
-
-def _write_weights(trained: Trained, folder: Path, dtype: Any, base_model: str, depth: int) -> list[tuple[str, str]]:
-    """Weights in every form that can express the drafter; returns files and purposes."""
-    target = {**trained.target, "name": base_model}
-    if trained.kind == DRAFT_MODEL:
-        export(trained, "transformers", folder, dtype, trained.target_name)
-        own = read_config(trained.folder, META_FILE) if (trained.folder / META_FILE).is_file() else {}
-        write_clean_json(folder / META_FILE, {**own, "drafter_kind": DRAFT_MODEL, "target": target})
-        files = [(META_FILE, "kind, target and beginning of the draft model, for drafttrain")]
-        files.append(
-            ("model.safetensors", "the draft model, for transformers, vLLM, SGLang, TensorRT-LLM and drafttrain")
-        )
-        try:
-            export(trained, "gguf", folder, dtype, trained.target_name)
-            files.append((GGUF_NAME, "the same for llama.cpp"))
-        except UserError as error:
-            print(f"no GGUF file: {error}")
-        return files
-    head = trained.eagle3()
-    config = head.config
-    config.target = target
-    reasons = obstacles(head, "vllm")
-    if reasons:
-        print(f"in drafttrain's own format only: {'; '.join(reasons)}")
-        head.to(dtype).save_pretrained(folder)
-        return [("model.safetensors", "the head, for drafttrain; no engine can express it, see below")]
-    own = {key: value for key, value in config.to_diff_dict().items() if value not in (None, 0) and key != "dtype"}
-    write_eagle3(
-        head, folder / "speculators", SPECULATORS, dtype=dtype, speculative_tokens=depth, target_name=base_model
-    )
-    write_eagle3(head, folder, FLAT, dtype=dtype)
-    described = json.loads((folder / "config.json").read_text())
-    write_clean_json(folder / "config.json", {**own, **described, "drafter_kind": EAGLE3, "target": target})
-    engines = "vLLM and drafttrain" if obstacles(head, "sglang") else "vLLM, SGLang, TensorRT-LLM and drafttrain"
-    return [
-        ("model.safetensors", f"the head as {described['architectures'][0]}, for {engines}"),
-        ("speculators/model.safetensors", "the head in speculators' form, for vLLM and speculators"),
-    ]
 
 
 def _public_training(training: dict[str, Any]) -> dict[str, Any]:

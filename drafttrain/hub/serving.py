@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from drafttrain.drafters.base import TreeSpec, default_tree
+from drafttrain.hub.drafters import Trained
 from drafttrain.hub.fetch import MODELS
+from drafttrain.hub.kinds import ENGINES, FORMATS, GGUF_NAME, shipping
 
 
 @dataclass(frozen=True)
@@ -40,81 +42,78 @@ def public_name(name: str) -> str:
 
 
 def recipes(
-    kind: str,
+    trained: Trained,
     drafter: str,
     target: str,
-    tree: TreeSpec,
-    obstacles: Mapping[str, Sequence[str]],
-    feature_layers: Sequence[int] = (),
-    gguf: str = "",
-    side: str = "",
+    depth: int | None = None,
+    results: Sequence[dict[str, Any]] = (),
+    published: bool = False,
 ) -> list[Recipe]:
-    """Every engine's recipe.
+    """Every engine's recipe for a drafter.
 
     Args:
-        kind: eagle3 or draft_model. drafter, target: Hub ids or folders.
-        tree: the tuned one; engines that only draft chains get its depth.
-        obstacles: per engine why it cannot run this drafter.
-        feature_layers: given if they are not the default ones, which TensorRT-LLM must be told.
-        gguf: name of the GGUF file, if there is one. side: what our own decoder merges in, such as +ngram.
+        drafter, target: Hub ids or folders, as they are to appear.
+        depth: speculative tokens; the tuned tree's unless given. Engines that only draft chains get the depth.
+        results: measured runs, whose fastest tells the tree, and what our own decoder merges in, such as +ngram.
+        published: `drafter` is a repository that `Shipping.publish` filled, not a folder in one format.
     """
-    depth = max(tree.depth, 1)
-    made = [
-        Recipe("vLLM", _vllm(kind, drafter, target, depth), obstacles.get("vllm", ())),
-        Recipe("SGLang", _sglang(kind, drafter, target, tree), obstacles.get("sglang", ())),
-        Recipe(
-            "TensorRT-LLM, Triton", _tensorrt(kind, drafter, target, depth, feature_layers), obstacles.get("sglang", ())
-        ),
-    ]
-    if kind == "draft_model":
-        made.append(Recipe("llama.cpp", _llama_cpp(gguf or "draft.gguf", depth), obstacles.get("gguf", ())))
-        made.append(Recipe("transformers", _transformers(drafter, target, depth)))
-    else:
-        needs = "needs a causal language model as drafter, and this is a head on the target's states"
-        made += [Recipe("llama.cpp", reasons=[needs]), Recipe("transformers", reasons=[needs])]
-    made.append(Recipe("drafttrain", _ours(drafter + side, target, tree)))
-    return [Recipe(recipe.engine, reasons=recipe.reasons) if recipe.reasons else recipe for recipe in made]
+    kind = shipping(trained.kind)
+    tree = TreeSpec.parse(f"chain:{depth}") if depth else tuned_tree(trained.folder, results)
+    refusals = {form: kind.refusals(trained, form) for form in FORMATS}
+    options = kind.options(trained)
+    made = []
+    for engine, form in ENGINES.items():
+        if refusals[form] or engine not in options:
+            made.append(Recipe(engine, reasons=refusals[form] or [f"it knows no drafter of kind {trained.kind}"]))
+            continue
+        place, before = drafter, ""
+        if published and form not in kind.in_root:
+            place, before = f"{drafter}/{form}", f'hf download {drafter} --include "{form}/*" --local-dir {drafter}\n'
+        elif published and form == "gguf":
+            before = f"hf download {drafter} {GGUF_NAME} --local-dir {drafter}\n"
+        made.append(Recipe(engine, before + _COMMANDS[engine](place, target, tree, options[engine])))
+    _, plus, side = str((fastest(results) or {}).get("kind", "")).partition("+")
+    return [*made, Recipe("drafttrain", _ours(drafter + plus + side, target, tree))]
 
 
 def as_text(made: Sequence[Recipe]) -> str:
     """For the terminal."""
     parts = []
     for recipe in made:
-        body = f"not served: {'; '.join(recipe.reasons)}" if recipe.reasons else recipe.commands
+        body = f"not served, because {'; '.join(recipe.reasons)}" if recipe.reasons else recipe.commands
         parts.append(f"-- {recipe.engine}\n{body}")
     return "\n\n".join(parts)
 
 
-def _vllm(kind: str, drafter: str, target: str, depth: int) -> str:
-    method = {"eagle3": "eagle3", "draft_model": "draft_model"}[kind]
-    config = {"method": method, "model": drafter, "num_speculative_tokens": depth}
-    return f"vllm serve {target} --speculative-config '{json.dumps(config)}'"
+def _chosen(defaults: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a kind over the defaults; None drops a key."""
+    return {key: value for key, value in {**defaults, **options}.items() if value is not None}
 
 
-def _sglang(kind: str, drafter: str, target: str, tree: TreeSpec) -> str:
-    algorithm = {"eagle3": "EAGLE3", "draft_model": "STANDALONE"}[kind]
-    dynamic = tree.shape == "dynamic"
-    top_k, nodes = (tree.top_k, tree.budget) if dynamic else (1, max(tree.depth, 1))
+def _vllm(drafter: str, target: str, tree: TreeSpec, options: Mapping[str, Any]) -> str:
+    defaults = {"method": None, "model": drafter, "num_speculative_tokens": tree.depth}
+    return f"vllm serve {target} --speculative-config '{json.dumps(_chosen(defaults, options))}'"
+
+
+def _sglang(drafter: str, target: str, tree: TreeSpec, options: Mapping[str, Any]) -> str:
+    top_k, nodes = (tree.top_k, tree.budget) if tree.shape == "dynamic" else (1, tree.depth)
+    defaults = {
+        "speculative-algorithm": None,
+        "speculative-draft-model-path": drafter,
+        "speculative-num-steps": tree.depth,
+        "speculative-eagle-topk": top_k,
+        "speculative-num-draft-tokens": nodes + 1,
+    }
+    flags = [f"--{flag} {value}" for flag, value in _chosen(defaults, options).items()]
+    lines = [" ".join(flags[at : at + 2]) for at in range(1, len(flags), 2)]
+    return " \\\n  ".join((f"python -m sglang.launch_server --model-path {target} {flags[0]}", *lines))
+
+
+def _tensorrt(drafter: str, target: str, tree: TreeSpec, options: Mapping[str, Any]) -> str:
+    defaults = {"decoding_type": None, "max_draft_len": tree.depth, "speculative_model": drafter}
+    keys = "\n".join(f"  {key}: {value}" for key, value in _chosen(defaults, options).items())
     return (
-        f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {algorithm} \\\n"
-        f"  --speculative-draft-model-path {drafter} --speculative-num-steps {max(tree.depth, 1)} \\\n"
-        f"  --speculative-eagle-topk {top_k} --speculative-num-draft-tokens {nodes + 1}"
-    )
-
-
-def _tensorrt(kind: str, drafter: str, target: str, depth: int, layers: Sequence[int]) -> str:
-    decoding = {"eagle3": "Eagle3", "draft_model": "DraftTarget"}[kind]
-    lines = [
-        "speculative_config:",
-        f"  decoding_type: {decoding}",
-        f"  max_draft_len: {depth}",
-        f"  speculative_model: {drafter}",
-    ]
-    if layers:
-        lines.append(f"  eagle3_layers_to_capture: {[layer - 1 for layer in layers]}")
-    config = "\n".join(lines)
-    return (
-        f"cat > speculative.yaml <<'EOF'\n{config}\nEOF\n"
+        f"cat > speculative.yaml <<'EOF'\nspeculative_config:\n{keys}\nEOF\n"
         f"trtllm-serve {target} --backend pytorch --extra_llm_api_options speculative.yaml\n"
         "# Triton: the same keys in all_models/llmapi/tensorrt_llm/1/model.yaml, beside\n"
         f"#   model: {target}\n"
@@ -122,17 +121,27 @@ def _tensorrt(kind: str, drafter: str, target: str, depth: int, layers: Sequence
     )
 
 
-def _llama_cpp(gguf: str, depth: int) -> str:
-    return f"llama-server -m target.gguf --spec-type draft-simple --spec-draft-model {gguf} --spec-draft-n-max {depth}"
+def _llama_cpp(drafter: str, target: str, tree: TreeSpec, options: Mapping[str, Any]) -> str:
+    gguf = f"{drafter}/{GGUF_NAME}"
+    return f"llama-server -m target.gguf --spec-type draft-simple --spec-draft-model {gguf} --spec-draft-n-max {tree.depth}"
 
 
-def _transformers(drafter: str, target: str, depth: int) -> str:
+def _transformers(drafter: str, target: str, tree: TreeSpec, options: Mapping[str, Any]) -> str:
     return (
         f'model = AutoModelForCausalLM.from_pretrained("{target}")\n'
         f'assistant = AutoModelForCausalLM.from_pretrained("{drafter}")\n'
-        f"assistant.generation_config.num_assistant_tokens = {depth}\n"
+        f"assistant.generation_config.num_assistant_tokens = {tree.depth}\n"
         "model.generate(**inputs, assistant_model=assistant)"
     )
+
+
+_COMMANDS = {
+    "vLLM": _vllm,
+    "SGLang": _sglang,
+    "TensorRT-LLM, Triton": _tensorrt,
+    "llama.cpp": _llama_cpp,
+    "transformers": _transformers,
+}
 
 
 def _ours(drafter: str, target: str, tree: TreeSpec) -> str:

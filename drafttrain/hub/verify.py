@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from drafttrain.drafters.base import load_drafter
 from drafttrain.environment import describe_environment
@@ -18,11 +17,11 @@ from drafttrain.errors import UserError
 from drafttrain.evaluation.suites import load_suite, render, take_evenly
 from drafttrain.files import write_json
 from drafttrain.hub import engine_runs
-from drafttrain.hub.drafters import DRAFT_MODEL, EAGLE3, Trained, find_drafter, parse_dtype
-from drafttrain.hub.export import FORMATS, GGUF_NAME, export
+from drafttrain.hub.drafters import Trained, find_drafter, parse_dtype
+from drafttrain.hub.export import export
+from drafttrain.hub.kinds import FORMATS, GGUF_NAME, Shipping, shipping
 from drafttrain.hub.serving import tuned_tree
 from drafttrain.hub.upload import shorten
-from drafttrain.hub.verify_eagle3 import compare_steps
 from drafttrain.target import Target
 
 HELP = """Prove that an exported drafter computes what it computes here.
@@ -37,14 +36,17 @@ Always: the exported files are loaded by name and shape as an engine does, and s
 lengths are compared. scripts/verify_vllm_cpu.sh makes an environment with vLLM for CPUs and runs this."""
 
 TOLERANCE = 0.05  # of the accepted length, relative
-_LOGITS = 2e-2  # of the largest logit: two loaders of one file agree to rounding
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--drafter", required=True, help="a trained drafter's folder or Hub id")
     add("--exported", help="folder written by drafttrain export (default: export it now, for the engine)")
-    add("--format", choices=FORMATS, help="format of what is exported now (default: the engine's, else vllm)")
+    add(
+        "--format",
+        choices=FORMATS,
+        help="format of what is exported now (default: the engine's, else the kind's first)",
+    )
     add("--dtype", default="bfloat16", help="of what is exported now, and of the target: bfloat16, float16, float32")
     add(
         "--engine",
@@ -71,11 +73,21 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: nothing to verify, step outputs that differ, or an engine that cannot run.
     """
+    for key in ("prompts", "max_new_tokens", "speculative_tokens"):
+        if (value := getattr(args, key)) is not None and value < 1:
+            raise UserError(f"{key.replace('_', '-')}={value} must be at least 1")
     trained = find_drafter(args.drafter)
+    kind = shipping(trained.kind)
+    if not kind.formats:
+        raise UserError(f"drafter={args.drafter!r}: no engine format is known for kind {trained.kind!r} to verify")
     depth = args.speculative_tokens or tuned_tree(trained.folder).depth
     if args.engine == "auto":
-        args.engine = installed_engine(trained)
-    form = args.format or {"transformers": "transformers", "llama.cpp": "gguf"}.get(args.engine, "vllm")
+        args.engine = installed_engine(kind)
+    if args.engine not in ("none", *kind.verifiable):
+        raise UserError(
+            f"engine={args.engine!r} runs no drafter of kind {trained.kind!r}; choose {', '.join(kind.verifiable)} or none"
+        )
+    form = args.format or kind.verifiable.get(args.engine) or next(iter(kind.formats))
     with tempfile.TemporaryDirectory() as scratch:
         exported = Path(args.exported).expanduser() if args.exported else Path(scratch) / "export"
         if not args.exported:
@@ -93,10 +105,13 @@ def run(args: argparse.Namespace) -> int:
     return 0 if agree else 1
 
 
-def installed_engine(trained: Trained) -> str:
-    """An engine in this environment that runs the drafter, or none."""
-    packages = {"vllm": "vllm"} | ({"llama.cpp": "xllamacpp"} if trained.kind == DRAFT_MODEL else {})
-    return next((name for name, package in packages.items() if importlib.util.find_spec(package)), "none")
+def installed_engine(kind: Shipping) -> str:
+    """An engine in this environment that runs drafters of a kind, or none."""
+    packages = {"vllm": "vllm", "llama.cpp": "xllamacpp"}
+    found = (
+        name for name, package in packages.items() if name in kind.verifiable and importlib.util.find_spec(package)
+    )
+    return next(found, "none")
 
 
 def check_files(trained: Trained, exported: Path) -> dict[str, Any]:
@@ -107,33 +122,7 @@ def check_files(trained: Trained, exported: Path) -> dict[str, Any]:
     """
     if not exported.is_dir():
         raise UserError(f"exported={str(exported)!r} is no folder; write one: drafttrain export --help")
-    if trained.kind == EAGLE3:
-        return compare_steps(trained.eagle3(), exported)
-    return compare_logits(trained.folder, exported)
-
-
-@torch.no_grad()
-def compare_logits(folder: Path, exported: Path) -> dict[str, Any]:
-    """A draft model and its export, a GGUF file or a plain checkpoint, on one row of tokens.
-
-    Raises:
-        UserError: logits that differ beyond rounding.
-    """
-    gguf = exported / GGUF_NAME
-    form: dict[str, Any] = {"gguf_file": GGUF_NAME} if gguf.is_file() else {"use_safetensors": True}
-    theirs: Any = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32, **form)
-    ours: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
-    ids = torch.arange(1, 33)[None] * 97 % ours.config.vocab_size
-    left, right = ours.eval()(ids).logits.log_softmax(-1), theirs.eval()(ids).logits.log_softmax(-1)
-    scale = left.abs().max().item()
-    worst = (left - right).abs().max().item()
-    agree = (left.argmax(-1) == right.argmax(-1)).float().mean().item()
-    if not worst <= _LOGITS * scale:
-        raise UserError(
-            f"{str(exported)!r} computes other logits than the draft model (log-probabilities differ by {worst:.3g} of "
-            f"{scale:.3g}); export anew, and report this if it stays"
-        )
-    return {"max_log_prob_difference": worst, "largest_log_prob": scale, "same_argmax": agree}
+    return shipping(trained.kind).check(trained, exported)
 
 
 def _line(found: dict[str, Any]) -> str:
@@ -153,7 +142,7 @@ def _compare_engine(
     limits = args.max_new_tokens, depth
     if args.engine == "vllm":
         key, theirs = "vllm", engine_runs.vllm(
-            args.engine_python, target, trained.kind, exported, prompts, *limits, args.dtype
+            args.engine_python, target, shipping(trained.kind).options(trained)["vLLM"], exported, prompts, *limits, args.dtype
         )  # fmt: skip
     elif args.engine == "transformers":
         key, theirs = "transformers", engine_runs.transformers(target, exported, prompts, *limits)

@@ -160,6 +160,47 @@ def test_imports_of_others_checkpoints(target, tmp_path):
             read_eagle3(tmp_path, target.identity())
 
 
+def test_variants_of_published_configs(target, tmp_path):
+    """Nested layer keys with other spellings, integer tables, shards; and what would compute something else."""
+    head = make_head(target, feature_layers=(2, 4, 6))
+    write_eagle3(head, tmp_path, SPECULATORS, dtype=torch.float16)
+    file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    weights, described = load_file(file), json.loads(config.read_text())
+    layer = described["transformer_layer_config"]
+    for key in ("rope_parameters", "num_aux_hidden_states", "attention_bias", "mlp_bias"):
+        layer.pop(key)
+    for key in ("norm_before_residual", "fc_norm", "norm_output", "embed_requires_grad"):
+        described.pop(key)
+    layer |= {"rope_theta": 77.0, "rope_scaling": None, "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"}}
+    config.write_text(json.dumps(described))
+    weights |= {"d2t": weights["d2t"].int(), "t2d": weights["t2d"].long(), "verifier_norm.weight": torch.ones(32)}
+    names = sorted(weights)
+    shards = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
+    for shard, held in shards.items():
+        save_file({name: weights[name] for name in held}, tmp_path / shard)
+    index = {"weight_map": {name: shard for shard, held in shards.items() for name in held}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    file.unlink()
+    back = read_eagle3(tmp_path, target.identity())
+    assert back.config.norm_before_residual is True  # what vLLM takes where this form does not say
+    assert (back.config.rope_parameters["rope_theta"], back.config.feature_layers) == (77.0, (2, 4, 6))
+    assert back.fc.weight.dtype == torch.float16
+    for name, value in head.state_dict().items():
+        assert torch.equal(back.state_dict()[name], value.half() if value.is_floating_point() else value), name
+    for change, message in (
+        ({"logit_scale": 0.5}, "logit_scale=0.5"),
+        ({"norm_before_fc": True}, "norm_before_fc"),
+        ({"embed_requires_grad": True}, "trained an embedding of its own"),
+    ):
+        config.write_text(json.dumps({**described, "transformer_layer_config": {**layer, **change}, **change}))
+        with pytest.raises(UserError, match=message):
+            read_eagle3(tmp_path, target.identity())
+    (tmp_path / "model-2.safetensors").unlink()
+    config.write_text(json.dumps(described))
+    with pytest.raises(UserError, match="cannot be read"):
+        read_eagle3(tmp_path, target.identity())
+
+
 def test_pickles_are_read_only_on_demand_and_only_tensors(target, tmp_path):
     head = make_head(target)
     write_eagle3(head, tmp_path, FLAT, dtype=torch.float32)
@@ -199,7 +240,6 @@ FLAGS = [
 ]
 
 
-# The drafter's part of these flags is not everywhere yet; delete this mark once it is.
 @pytest.mark.parametrize("form", [SPECULATORS, FLAT])
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags))
 def test_every_flag_is_written_read_and_computed(target, tmp_path, form, flags):
@@ -228,6 +268,18 @@ def test_every_flag_is_written_read_and_computed(target, tmp_path, form, flags):
         write_eagle3(head, tmp_path / "b", form, dtype=torch.float32)
         with pytest.raises(UserError, match="computes something else"):
             compare_steps(back, tmp_path / "b")
+
+
+@pytest.mark.parametrize("form", [SPECULATORS, FLAT])
+@pytest.mark.parametrize(
+    "options", [{}, {"draft_vocab_size": 0}, {"feature_layers": (1, 6)}, *FLAGS], ids=lambda options: "+".join(options)
+)
+def test_export_import_and_export_again_gives_the_same_bytes(target, tmp_path, form, options):
+    write_eagle3(make_head(target, **options), tmp_path / "a", form)
+    read_eagle3(tmp_path / "a", target.identity()).save_pretrained(tmp_path / "ours")
+    write_eagle3(Eagle3.load(tmp_path / "ours"), tmp_path / "b", form)
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
 
 
 def test_flags_that_vllm_has_no_class_for(target, tmp_path):

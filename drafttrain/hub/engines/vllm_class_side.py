@@ -1,0 +1,85 @@
+"""vLLM's own model class of an EAGLE-3 head, loaded by vLLM and computed without its scheduler; imports nothing of ours.
+
+    python vllm_class_side.py JOB.json
+
+The job says target (a folder), heads (exported folders, each with a file HEAD.inputs.safetensors beside it: table [v, h], the
+embedding; tokens [t]; features [t, f*h]) and answer, the file to write. HEAD.outputs.safetensors gets logits [2, v] over the
+target's vocabulary: of the last token, and of the next depth, which reads its likeliest token and its state.
+
+vLLM creates the class, maps names and copies weights, and runs every layer; only the attention over pages of a cache, which needs
+a running engine, is replaced by a plain one.
+"""
+
+import json
+import sys
+
+
+def main() -> None:
+    with open(sys.argv[1]) as file:
+        job = json.load(file)
+    import torch
+    import vllm
+    from safetensors.torch import load_file, save_file
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.model_loader import get_model
+
+    seen = {}
+
+    def attend(self, query, key, value, *_, **__):
+        """query [t, heads * e] after the keys and values of earlier calls, from position 0 on."""
+        query, key, value = (part.view(len(part), -1, self.head_size).transpose(0, 1) for part in (query, key, value))
+        before = seen.get(self.layer_name)
+        if before is not None:
+            key, value = torch.cat((before[0], key), 1), torch.cat((before[1], value), 1)
+        seen[self.layer_name] = key, value
+        count, total = query.shape[1], key.shape[1]
+        distance = torch.arange(total - count, total)[:, None] - torch.arange(total)
+        mask = distance >= 0
+        if self.sliding_window:
+            mask &= distance < self.sliding_window
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=self.impl.scale, enable_gqa=True
+        )
+        return out.transpose(0, 1).flatten(1)
+
+    Attention.forward = attend
+    if not torch.accelerator.is_available():
+        torch.accelerator.empty_cache = lambda: None  # which vLLM calls after loading, and torch refuses on a CPU
+    found = []
+    for number, folder in enumerate(job["heads"]):
+        config = EngineArgs(
+            model=job["target"],
+            dtype="float32",
+            max_model_len=256,
+            enforce_eager=True,
+            speculative_config={"method": "eagle3", "model": folder, "num_speculative_tokens": 2},
+        ).create_engine_config()
+        with set_current_vllm_config(config), torch.no_grad():
+            if number == 0:
+                init_distributed_environment(1, 0, f"file://{job['answer']}.ranks", 0, "gloo")
+                initialize_model_parallel()
+            model = get_model(vllm_config=config, model_config=config.speculative_config.draft_model_config)
+            given = load_file(f"{folder}.inputs.safetensors")
+            # The engine puts the target's embedding here.
+            model.model.embed_tokens.weight.data[: len(given["table"])] = given["table"]
+            seen.clear()
+            tokens, positions = given["tokens"], torch.arange(len(given["tokens"]))
+            logits = []
+            hidden = model.combine_hidden_states(given["features"])
+            for _ in range(2):
+                out, state = model(tokens, positions, hidden)
+                logits.append(model.compute_logits(out[-1:])[0])
+                tokens, positions, hidden = logits[-1].argmax()[None], positions[-1:] + 1, state[-1:]
+        save_file({"logits": torch.stack(logits)}, f"{folder}.outputs.safetensors")
+        described = config.speculative_config.draft_model_config.hf_config
+        layers = getattr(described, "eagle_aux_hidden_state_layer_ids", None) or []
+        found.append({"class": type(model).__name__, "feature_layers": list(layers)})
+    with open(job["answer"], "w") as file:
+        json.dump({"heads": found, "version": vllm.__version__}, file)
+
+
+if __name__ == "__main__":
+    main()
