@@ -137,7 +137,9 @@ class CombinedSession:
         return [cast(ProbingSession, part) for part, probing in parts if probing]
 
     def probe(self) -> tuple[list[int], list[int]]:
-        tokens, parents, self.asked = [], [], []
+        tokens: list[int] = []
+        parents: list[int] = []
+        self.asked = []
         for part in self._probing():
             ids, above = part.probe()
             parents += [parent + len(tokens) if parent >= 0 else -1 for parent in above]
