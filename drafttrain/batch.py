@@ -127,12 +127,15 @@ class TokenTree:
         drafted_depth: the depth that was offered (the longest path); acceptance rates divide by it.
         log_probs: [n] float32 or None, the drafter's log-probability of each token's path; nan for a merged match.
         proposal: None if every node was chosen by a rule (the likeliest tokens, a match), which needs no q to verify.
+        probes: so many nodes, the last ones, are no drafts: the session learns what the target chooses behind them, and they
+            are never accepted.
     """
 
     tokens: Tensor
     parents: list[int]
     log_probs: Tensor | None = None
     proposal: Proposal | None = None
+    probes: int = 0
 
     def __len__(self) -> int:
         return len(self.parents)
@@ -147,7 +150,7 @@ class TokenTree:
 
     @property
     def drafted_depth(self) -> int:
-        return max(self.depths, default=0)
+        return max(self.depths[: len(self) - self.probes], default=0)
 
     def prune(self, depth: int) -> TokenTree:
         """The part down to `depth`. All children of a node go or stay, so drawn ones remain what they were drawn as."""
@@ -168,7 +171,44 @@ class TokenTree:
         place = {old: new for new, old in enumerate(kept)} | {-1: -1}
         log_probs = None if self.log_probs is None else self.log_probs[kept]
         proposal = self.proposal and replace(self.proposal, rows=[self.proposal.rows[node] for node in kept])
-        return TokenTree(self.tokens[kept], [place[self.parents[node]] for node in kept], log_probs, proposal)
+        probes = sum(node >= len(self) - self.probes for node in kept)
+        return TokenTree(self.tokens[kept], [place[self.parents[node]] for node in kept], log_probs, proposal, probes)
+
+    def drafts(self) -> TokenTree:
+        """The tree without its probes."""
+        return self.part(list(range(len(self) - self.probes))) if self.probes else self
+
+    def with_probes(self, tokens: list[int], parents: list[int], depth: int) -> tuple[TokenTree, list[int]]:
+        """Adds probes down to `depth`; where a path is drafted already, its nodes are shared.
+
+        Args:
+            tokens, parents: of the probes among themselves, in topological order, -1 below the root.
+
+        Returns:
+            The tree, and each probe's node in it, -1 for those that lie deeper.
+        """
+        ids, above, depths = self.tokens.tolist(), list(self.parents), self.depths
+        place = {key: node for node, key in enumerate(zip(above, ids, strict=True))}
+        nodes: list[int] = []
+        for token, parent in zip(tokens, parents, strict=True):
+            under = nodes[parent] if parent >= 0 else -1
+            at = 1 + (depths[under] if under >= 0 else 0)
+            if at > depth or (under < 0 <= parent):
+                nodes.append(-1)
+                continue
+            if (under, token) not in place:
+                place[under, token] = len(ids)
+                ids.append(token)
+                above.append(under)
+                depths.append(at)
+            nodes.append(place[under, token])
+        count = len(ids) - len(self)
+        log_probs = self.log_probs
+        if log_probs is not None:
+            log_probs = torch.nn.functional.pad(log_probs, (0, count), value=-torch.inf)
+        proposal = self.proposal and replace(self.proposal, rows=self.proposal.rows + [-1] * count)
+        made = torch.tensor(ids, dtype=torch.long, device=self.tokens.device)
+        return TokenTree(made, above, log_probs, proposal, self.probes + count), nodes
 
     @staticmethod
     def empty(device: torch.device | str = "cpu") -> TokenTree:

@@ -13,3 +13,13 @@ def test_pruning_keeps_a_well_formed_tree():
     assert (cut.tokens.tolist(), cut.parents, cut.log_probs.tolist()) == ([0, 1, 3, 4], [-1, 0, -1, 2], [0, 1, 3, 4])
     assert cut.proposal.rows == [0, 1, 0, -1] and cut.proposal.probs is proposal.probs
     assert len(tree.prune(0)) == 0
+
+
+def test_probes_share_what_is_drafted_and_are_no_drafts():
+    tree = TokenTree(torch.tensor([4, 5, 6]), [-1, 0, 0], torch.tensor([0.6, 0.3, 0.2]).log())
+    whole, nodes = tree.with_probes([4, 7, 5, 8, 9], [-1, 0, 0, 2, 1], depth=2)
+    assert whole.tokens.tolist() == [4, 5, 6, 7] and whole.parents == [-1, 0, 0, 0] and whole.probes == 1
+    assert nodes == [0, 3, 1, -1, -1]  # two lie deeper
+    deep, _ = tree.with_probes([7, 8, 9], [-1, 0, 1], depth=9)
+    assert deep.drafted_depth == 2 and max(deep.depths) == 3 and len(deep.drafts()) == 3
+    assert deep.prune(2).probes == 2 and deep.likeliest(3).probes == 0

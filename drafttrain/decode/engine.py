@@ -1,7 +1,7 @@
 """Draft, verify, commit: one loop for every kind of drafter, every shape of tree, every batch, and for no drafter at all.
 
     join       target over the prompts of new rows         -> first tokens (uncommitted roots), features for the drafter
-    round      drafter.propose_all                         -> a tree below each row's root
+    round      drafter.propose_all                         -> a tree below each row's root (and probes, if the kind has any)
                target over all [root + nodes], packed      -> logits at each of them
                verify, row by row                          -> accepted path + bonus token, which is the row's next root
                cache.commit, drafter.extend_all            -> both hold committed tokens only
@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -28,9 +29,9 @@ from drafttrain.decode.static import TargetSteps
 from drafttrain.decode.stats import Generation, Stats
 from drafttrain.decode.text import TextStream, check_stop
 from drafttrain.decode.verify import Verdict, Verifier, verify_batch
-from drafttrain.drafters.base import Drafter, Session, TreeSpec
+from drafttrain.drafters.base import Drafter, ProbingSession, Session, TreeSpec
 from drafttrain.errors import UserError
-from drafttrain.ops.sampling import SamplingParams
+from drafttrain.ops.sampling import SamplingParams, argmax
 from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target import Target
 
@@ -125,6 +126,7 @@ class _Row:
         speculate: something may be drafted.
         session: the drafter's; None where nothing is drafted.
         pending: committed tokens [m] and their features [m, f*h] that the session has not taken in yet.
+        probed: the node of each probe that the session has asked for in this round.
         joined: when its prefill began.
     """
 
@@ -139,6 +141,7 @@ class _Row:
     slot: int = 0
     session: Session | None = None
     pending: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    probed: list[int] = field(default_factory=list)
     joined: float = 0.0
 
     @property
@@ -222,6 +225,7 @@ class Decoder:
         self.memory = (0, str(self.cache))
         self.observer: Callable[[int, TokenTree, Verdict, Tensor], None] | None = None
         self._layers = self.drafter.feature_layers if self.drafter is not None else ()
+        self._probes: int = getattr(self.drafter, "probes", 0)
         self._now = _clock(target.device)
 
     def generate(
@@ -277,7 +281,7 @@ class Decoder:
             verifier = Verifier(self.sampling, self.eos_ids, numbers, prompt)
             drafting = speculate is None or speculate[index]
             rows.append(_Row(index, prompt, limit, verifier, text, record, prompt[:0], drafting))
-        room = self.spec.budget if self.drafter is not None else 0
+        room = self.spec.budget + self._probes if self.drafter is not None else 0
         need = max((row.prompt.numel() + row.limit for row in rows), default=0) + room
         plain = self.sampling.greedy and self.sampling.repetition_penalty == 1
         self._steps = TargetSteps.lease(self.target, self.graphs)
@@ -362,13 +366,16 @@ class Decoder:
         if self.observer is not None:
             for row, *seen in zip(rows, trees, verdicts, out.logits.split(sizes), strict=True):
                 self.observer(row.index, *seen)
+        if self._probes:
+            chosen = argmax(out.logits) if out.choices is None else out.choices
+            self._answer_probes(rows, chosen.split(sizes))
         kept = [[0, *(node + 1 for node in verdict.path)] for verdict in verdicts]
         self.cache.commit(kept)
         moment = self._now()
         told = []
-        for row, verdict, layout in zip(rows, verdicts, layouts, strict=True):
+        for row, tree, verdict in zip(rows, trees, verdicts, strict=True):
             tokens = row.record(verdict, moment)
-            row.count(len(verdict.path), len(tokens), int(layout.depths.max()))
+            row.count(len(verdict.path), len(tokens), tree.drafted_depth)
             row.stats.target_seconds += share
             told.append((row.index, tokens))
         news = torch.tensor([token for _, tokens in told for token in tokens], device=device)
@@ -414,9 +421,21 @@ class Decoder:
         samplers = [row.verifier.sampler for row in asking]
         drafted = self.drafter.propose_all(sessions, [spec] * len(asking), samplers)
         for row, tree in zip(asking, drafted, strict=True):
-            trees[row.index] = tree.prune(row.left - 1)
+            trees[row.index] = tree = tree.prune(row.left - 1)
+            if self._probes:
+                wanted = cast(ProbingSession, row.session).probe()
+                trees[row.index], row.probed = tree.with_probes(*wanted, row.left - 1)
         self._charge(asking, begun)
         return list(trees.values()), read_seconds
+
+    def _answer_probes(self, rows: list[_Row], chosen: Sequence[Tensor]) -> None:
+        """Tells the sessions what the target chooses behind root and probes; chosen: per row [n+1] at root and nodes."""
+        asked = [(row, tokens) for row, tokens in zip(rows, chosen, strict=True) if row.probed]
+        for row, tokens in asked:
+            root, *nodes = tokens.tolist()
+            found = [nodes[node] if node >= 0 else -1 for node in row.probed]
+            cast(ProbingSession, row.session).observe([root, *found])
+            row.probed = []
 
     def _extend(self, news: list[tuple[_Row, Tensor, Tensor]]) -> None:
         """Keeps what was committed for the drafter: rows with a session, their tokens [m] and features [m, f*h].

@@ -119,7 +119,9 @@ class _Walk:
 
     def __init__(self, verifier: Verifier, tree: TokenTree, drafted: list[int], start: int):
         self.verifier, self.tree, self.drafted, self.start = verifier, tree, drafted, start
-        self.children = {key: node for node, key in enumerate(zip(tree.parents, drafted, strict=True))}
+        offered = len(tree) - tree.probes
+        pairs = zip(tree.parents[:offered], drafted[:offered], strict=True)
+        self.children = {key: node for node, key in enumerate(pairs)}
         self.drawn: defaultdict[int, list[int]] = defaultdict(list)
         for node, row in enumerate(tree.proposal.rows if tree.proposal is not None else ()):
             if row >= 0:

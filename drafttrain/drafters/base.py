@@ -237,11 +237,32 @@ class Session(Protocol):
         ...
 
 
+class ProbingSession(Session, Protocol):
+    """A session of a kind with `probes`: nodes that the target's pass carries beside what is drafted, only to learn from."""
+
+    def probe(self) -> tuple[list[int], list[int]]:
+        """This round's probes, asked for after `propose`: their tokens, and their parents among them (-1: the root)."""
+        ...
+
+    def observe(self, chosen: list[int]) -> None:
+        """Is told what the target holds for likeliest behind the root and behind each probe; -1 where it was not asked.
+
+        It comes before the `extend` with what the round has committed, and leaves what is drafted lossless: it is known
+        before the next round's tokens are chosen.
+        """
+        ...
+
+
 class Drafter(Protocol):
-    """The proposal half of the contract, which every kind fulfils; one that inherits it gets the joint steps as loops."""
+    """The proposal half of the contract, which every kind fulfils; one that inherits it gets the joint steps as loops.
+
+    Attributes:
+        probes: most nodes that its sessions add to a tree; above 0 they are `ProbingSession`s.
+    """
 
     kind: str
     feature_layers: tuple[int, ...]
+    probes: int = 0
 
     def start(self, prompt_ids: Tensor, max_length: int) -> Session:
         """Begins a sequence. prompt_ids: [L] int64; max_length: most tokens the sequence can reach (cache size)."""

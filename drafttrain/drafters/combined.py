@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from drafttrain.batch import TokenTree
-from drafttrain.drafters.base import Drafter, Session, TreeSpec
+from drafttrain.drafters.base import Drafter, ProbingSession, Session, TreeSpec
 from drafttrain.ops.sampling import Sampler
 from drafttrain.target import Target
 
@@ -69,6 +70,8 @@ class CombinedDrafter(Drafter):
         self.main, self.side = main, side
         self.kind = f"{main.kind}+{side.kind}"
         self.feature_layers = main.feature_layers
+        self.probing = [getattr(part, "probes", 0) > 0 for part in (main, side)]
+        self.probes = sum(getattr(part, "probes", 0) for part in (main, side))
 
     def bind(self, target: Target) -> None:
         self.main.bind(target)
@@ -120,6 +123,7 @@ class CombinedSession:
 
     def __init__(self, drafter: CombinedDrafter, main: Session, side: Session):
         self.drafter, self.main, self.side = drafter, main, side
+        self.asked: list[int] = []  # probes of each part that has any
 
     def extend(self, tokens: Tensor, features: Tensor) -> None:
         self.main.extend(tokens, features)
@@ -127,3 +131,24 @@ class CombinedSession:
 
     def propose(self, spec: TreeSpec, sampler: Sampler | None = None) -> TokenTree:
         return self.drafter.propose_all([self], [spec], [sampler])[0]
+
+    def _probing(self) -> list[ProbingSession]:
+        parts = zip((self.main, self.side), self.drafter.probing, strict=True)
+        return [cast(ProbingSession, part) for part, probing in parts if probing]
+
+    def probe(self) -> tuple[list[int], list[int]]:
+        tokens: list[int] = []
+        parents: list[int] = []
+        self.asked = []
+        for part in self._probing():
+            ids, above = part.probe()
+            parents += [parent + len(tokens) if parent >= 0 else -1 for parent in above]
+            tokens += ids
+            self.asked.append(len(ids))
+        return tokens, parents
+
+    def observe(self, chosen: list[int]) -> None:
+        begin = 1
+        for part, count in zip(self._probing(), self.asked, strict=True):
+            part.observe([chosen[0], *chosen[begin : begin + count]])
+            begin += count

@@ -7,23 +7,21 @@ likelier it goes on. How likely, each sequence learns from its own committed tok
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
+from functools import partial
 from itertools import islice
 
-import torch
 from torch import Tensor
 
 from drafttrain.batch import TokenTree
 from drafttrain.drafters.base import Drafter, TreeSpec
+from drafttrain.drafters.matches import match_tree
 from drafttrain.errors import UserError
 from drafttrain.ops.sampling import Sampler
 from drafttrain.target import Target
 
 # Occurrences looked at per suffix length; older ones seldom add a continuation that newer ones lack.
 _OCCURRENCES = 16
-# Paths less likely than this are not followed: no budget has room for them.
-_FLOOR = 0.01
 # A match of n tokens is expected to go on with n / (n + 2), a belief that weighs as much as so many observed matches.
 _BELIEF = 4
 
@@ -95,39 +93,14 @@ class NgramSession:
         return (self.hits[n] + _BELIEF * n / (n + 2)) / (self.matches[n] + _BELIEF)
 
     def propose(self, spec: TreeSpec, sampler: Sampler | None = None) -> TokenTree:
-        """Drafts continuations of earlier occurrences: the likeliest nodes, as far as `spec` has room.
-
-        A chain follows the longest match's most recent occurrence only. Trees branch where further matches go on
-        differently: at most the spec's children per node and nodes in all. A match is a rule, not a draw: `sampler` is
-        not used.
+        """Drafts continuations of earlier occurrences; a chain follows the longest match's most recent one only. A match is a
+        rule, not a draw: `sampler` is not used.
         """
-        if spec.shape == "none":
-            return TokenTree.empty(self.device)
-        widths = (spec.top_k,) * spec.depth if spec.shape == "dynamic" else spec.fanout
-        tokens: list[int] = []
-        parents: list[int] = []
-        scores: list[float] = []
-        children: defaultdict[int, dict[int, int]] = defaultdict(dict)
-        left: defaultdict[int, float] = defaultdict(lambda: 1.0)  # what a node's children leave of its probability
-        for n, place in self._matches():
-            node, above = -1, 1.0
-            for step, (width, token) in enumerate(zip(widths, self._continuation(place), strict=False)):
-                below = children[node]
-                if token not in below:
-                    share = left[node] * self.chance(n + step)
-                    if len(below) == width or above * share < max(_FLOOR, spec.stop):
-                        break
-                    left[node] -= share
-                    below[token] = len(tokens)
-                    tokens.append(token)
-                    parents.append(node)
-                    scores.append(above * share)
-                node = below[token]
-                above = scores[node]
-            if spec.shape == "chain":
-                break
-        ids = torch.tensor(tokens, dtype=torch.long, device=self.device)
-        return TokenTree(ids, parents, torch.tensor([math.log(p) for p in scores])).likeliest(spec.budget)
+        matches = ((self._continuation(place), partial(self._chance_at, n)) for n, place in self._matches())
+        return match_tree(spec, matches, self.device)
+
+    def _chance_at(self, n: int, step: int) -> float:
+        return self.chance(n + step)
 
     def _matches(self):
         """(length, position that followed) of earlier occurrences of the current suffix, the best first."""

@@ -165,6 +165,7 @@ def record(decoder: Decoder, prompt: list[int], *, max_new_tokens: int, seed: in
     sampling = decoder.sampling
 
     def observe(_: int, tree: TokenTree, verdict: Verdict, logits: Tensor) -> None:
+        tree = tree.drafts()
         p = logits.float().softmax(-1) if sampling.greedy else probabilities(logits.float(), sampling)
         rows = torch.tensor([parent + 1 for parent in tree.parents], dtype=torch.long, device=p.device)
         last = verdict.path[-1] + 1 if verdict.path else 0

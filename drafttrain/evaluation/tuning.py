@@ -200,7 +200,14 @@ def search_tree(
         target: packed already, if it is going to be.
         prompts: token ids; not from the suite that is going to be measured.
         sampling: as in the measurement. tokens: per prompt.
+
+    Raises:
+        UserError: a kind with probes, which learns from passes that a replay does not make.
     """
+    if getattr(drafter, "probes", 0):
+        raise UserError(
+            f"drafter={drafter.kind!r} learns from its own rounds, so trees cannot be predicted; name one: --tree fanout:4x1x1"
+        )
     with Progress("recording acceptance", tokens - 1, "positions") as meter:
         tracks = record(target, drafter, prompts, sampling, tokens, meter.advance)
     with Progress("measuring costs", None, "rounds") as meter:

@@ -1,0 +1,403 @@
+"""All kinds on the same data with the same training time, measured by the same code.
+
+    python eval/compare_kinds.py --target smollm2-135m --data runs/smollm2-135m/data --minutes 20 --limit 24 \
+        --output eval/results/kinds_smollm2-135m_cpu.json --table runs/kinds/kinds.md --plot docs/kinds.png
+
+Every trained kind is trained from its recipe for so many minutes. Then those, each of them beside a second drafter, and the kinds
+without weights answer the suite by `drafttrain eval`, whose plain decoding alternates with them in the same run, for each
+temperature and tree. When sampling, trees of fixed shape are drawn (`@sample`).
+
+Each training and each cell of the comparison is a process of its own with its own folder or file under --folder, named after
+all that it depends on: the same command goes on where it stopped. What fails is recorded with its error, tried again next time,
+and stops nothing else. The output is written anew after every cell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drafttrain.drafters.base import TreeSpec, kind_class, kinds
+from drafttrain.environment import describe_environment
+from drafttrain.errors import UserError
+from drafttrain.files import write_json
+from drafttrain.progress import Progress
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass
+class Entry:
+    """A drafter to compare.
+
+    Attributes:
+        label: what it is called in tables; name: what `drafttrain eval` calls it; kind: its (first) kind.
+        cells: measured figures, or {"error"}, by setting.
+    """
+
+    label: str
+    name: str
+    kind: str
+    cells: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--target", default="smollm2-135m", help="short name, folder or Hub id")
+    add("--data", required=True, help="data set that all are trained on")
+    add("--minutes", type=float, required=True, help="training time of each")
+    add("--kinds", nargs="+", help="kinds to compare, trained or not (default: all)")
+    add("--recipes", default=str(ROOT / "configs" / "smollm2-135m"), help="folder of KIND.yaml")
+    add("--beside", nargs="*", default=["ngram"], help="kinds without weights that trained ones are also measured with")
+    add("--train", nargs="*", default=[], metavar="KEY=VALUE", help="more keys for every training")
+    add("--trees", nargs="+", default=["chain:3", "dynamic:3,4,8"])
+    add("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
+    add("--suite", default="drafttrain", help="as for drafttrain eval")
+    add("--limit", type=int, help="questions at most")
+    add("--max-new-tokens", type=int, default=64)
+    add("--dtype", default="auto", help="of the target, while decoding")
+    add("--device", default="auto")
+    add("--seed", type=int, default=0)
+    add("--cell-minutes", type=float, default=30, help="a cell that takes longer has failed")
+    add("--folder", type=Path, default=Path("runs/kinds"), help="drafters, cells and their logs")
+    add("--output", type=Path, default=Path("runs/kinds/kinds.json"))
+    add("--table", type=Path, help="markdown to write")
+    add("--plot", type=Path, help="picture to write (.png, .svg)")
+    args = parser.parse_args(words)
+    for text in args.trees:
+        TreeSpec.parse(text)
+    return args
+
+
+def execute(command: list[str], log: Path, minutes: float) -> None:
+    """Runs a process of its own, its output in a log.
+
+    Raises:
+        RuntimeError: it failed or took too long; with the last line that it wrote.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
+    with log.open("w") as out:
+        try:
+            done = subprocess.run(
+                command,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                timeout=60 * minutes,
+                env={**os.environ, "PYTHONPATH": path},
+            )
+        except subprocess.TimeoutExpired as late:
+            raise RuntimeError(f"took more than {minutes:g} minutes, see {log.name}") from late
+    if done.returncode:
+        lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        raise RuntimeError(f"exit status {done.returncode}: {lines[-1] if lines else 'no output'}, see {log.name}")
+
+
+def digest(words: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(words).encode()).hexdigest()[:8]
+
+
+def resolved(name: str) -> str:
+    """A path that does not depend on the folder we are in; other names as they are."""
+    path = Path(name).expanduser()
+    return str(path.resolve()) if path.exists() else name
+
+
+# -- training -------------------------------------------------------------------------------------------------------
+
+
+def train(kind: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Trains a kind, unless that is done; returns its folder below --folder and what is known about the training.
+
+    Raises:
+        RuntimeError: no recipe, or the training failed.
+    """
+    recipe = Path(args.recipes) / f"{kind}.yaml"
+    if not recipe.is_file():
+        raise RuntimeError(f"no recipe {recipe.name} in --recipes")
+    keys = [f"target={resolved(args.target)}", f"data={resolved(args.data)}", f"max_minutes={args.minutes}"]
+    keys += [f"seed={args.seed}", "include_num_input_tokens_seen=true", *args.train]
+    folder = (args.folder / f"{kind}-{digest([recipe.read_text(), *keys])}").resolve()
+    if not (folder / "training.json").is_file():
+        command = [sys.executable, str(ROOT / "drafttrain" / "train.py"), str(recipe), *keys, f"output_dir={folder}"]
+        # Loading, evaluation and saving come on top of the time that counts.
+        execute(command, folder.with_suffix(".log"), 2 * args.minutes + 15)
+    return {"folder": folder.name, **training_figures(folder)}
+
+
+def training_figures(folder: Path) -> dict[str, Any]:
+    """What training.json and the newest checkpoint's state say."""
+    done = json.loads((folder / "training.json").read_text())
+    states = sorted(
+        folder.glob("checkpoint-*/trainer_state.json"), key=lambda path: int(path.parent.name.split("-")[1])
+    )
+    state = json.loads(states[-1].read_text()) if states else {}
+    # The time that counted, of all runs that it took.
+    budget = state.get("stateful_callbacks", {}).get("TimeBudget", {}).get("attributes", {})
+    tokens, seconds = state.get("num_input_tokens_seen"), round(budget.get("used", done["seconds"]), 1)
+    return {
+        "parameters": done["parameters"],
+        "steps": done["steps"],
+        "seconds": seconds,
+        "tokens_seen": tokens,
+        "epochs": round(state["epoch"], 3) if state.get("epoch") is not None else None,
+        "tokens_per_second": round(tokens / seconds, 1) if tokens and seconds else None,
+        "best": done["best"],
+        "held_out": done["held_out"],
+        "loss": done["config"]["loss"],
+        "options": done["config"]["drafter"],
+    }
+
+
+# -- measuring ------------------------------------------------------------------------------------------------------
+
+
+def setting(tree: str, temperature: float) -> str:
+    return f"T={temperature:g} {tree}"
+
+
+def tree_for(text: str, temperature: float) -> str:
+    """The tree that is drafted: when sampling, one of fixed shape is drawn."""
+    spec = TreeSpec.parse(text)
+    return f"{text}@sample" if temperature > 0 and spec.shape not in ("dynamic", "none") and not spec.sampled else text
+
+
+def measure(entry: Entry, tree: str, temperature: float, args: argparse.Namespace) -> dict[str, Any]:
+    """A cell's figures, taken from its results file, which is made unless it is there.
+
+    Raises:
+        RuntimeError: the evaluation failed.
+    """
+    options = {
+        "target": resolved(args.target),
+        "drafter": entry.name,
+        "suite": resolved(args.suite),
+        "dtype": args.dtype,
+        "device": args.device,
+        "temperature": f"{temperature:g}",
+        "max-new-tokens": str(args.max_new_tokens),
+        "tree": tree_for(tree, temperature),
+        "seed": str(args.seed),
+        "baselines": "autoregressive",
+        **({"limit": str(args.limit)} if args.limit is not None else {}),
+    }
+    words = [part for key, value in options.items() for part in (f"--{key}", value)]
+    slug = re.sub(r"[^A-Za-z0-9]+", "_", f"{entry.label} {setting(tree, temperature)}").strip("_")
+    file = (args.folder / "cells" / f"{slug}-{digest(words)}.json").resolve()
+    if not file.is_file():
+        command = [sys.executable, "-m", "drafttrain.cli", "eval", *words, "--output", str(file)]
+        execute(command, file.with_suffix(".log"), args.cell_minutes)
+    return cell_figures(json.loads(file.read_text()), f"cells/{file.name}")
+
+
+def cell_figures(results: dict[str, Any], file: str) -> dict[str, Any]:
+    overall, sides = results["overall"], [record["sides"]["drafter"] for record in results["prompts"]]
+    passes = sum(side["passes"] for side in sides)
+    return {
+        "tree": results["decoding"]["tree"]["spec"],
+        "accepted_length": overall["accepted_length"],
+        "accepted_length_interval": overall["confidence"]["accepted_length"],
+        "speedup": overall["speedup"]["autoregressive"],
+        "speedup_interval": overall["confidence"]["speedup"]["autoregressive"],
+        "tokens_per_second": overall["tokens_per_second"],
+        "plain_tokens_per_second": overall["baselines"]["autoregressive"]["tokens_per_second"],
+        "drafting_ms_per_round": round(1000 * sum(side["draft_seconds"] for side in sides) / passes, 3)
+        if passes
+        else None,
+        "drafting_share": overall["draft_fraction"],
+        "acceptance_by_depth": overall["acceptance_by_depth"]["conditional"],
+        "identical_outputs": overall["identical_outputs"],
+        "prompts": overall["prompts"],
+        "tokens": overall["tokens"],
+        "file": file,  # below --folder
+    }
+
+
+# -- showing --------------------------------------------------------------------------------------------------------
+
+
+def markdown(summary: dict[str, Any]) -> str:
+    """The trainings, and a table per setting, the fastest drafter first."""
+    lines = [
+        f"{summary['target']}, {summary['minutes']:g} minutes of training each; {summary['device']}, "
+        f"{summary['threads']} threads.",
+        "",
+        "| kind | parameters (M) | steps | tokens seen | training tokens/s |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for kind, done in summary["trainings"].items():
+        if "error" in done:
+            lines.append(f"| {kind} | failed: {_cell(done['error'])} | | | |")
+            continue
+        tokens, rate = done["tokens_seen"], done["tokens_per_second"]
+        cells = [
+            f"{done['parameters'] / 1e6:.1f}",
+            str(done["steps"]),
+            f"{tokens:,}" if tokens else "",
+            f"{rate:,.0f}" if rate else "",
+        ]
+        lines.append(f"| {kind} | {' | '.join(cells)} |")
+    for name in summary["settings"]:
+        lines += ["", f"**{name}**", "", "| drafter | accepted length | speed-up | drafting, ms a round | share |"]
+        lines.append("| --- | --- | --- | --- | --- |")
+        for label, cell in ranked(summary, name):
+            if "error" in cell:
+                lines.append(f"| {label} | failed: {_cell(cell['error'])} | | | |")
+                continue
+            length = f"{cell['accepted_length']:.2f}{_interval(cell['accepted_length_interval'])}"
+            speed = f"{cell['speedup']:.2f}x{_interval(cell['speedup_interval'])}"
+            cost = f"{cell['drafting_ms_per_round']:.1f}" if cell["drafting_ms_per_round"] is not None else ""
+            lines.append(f"| {label} | {length} | {speed} | {cost} | {100 * cell['drafting_share']:.0f} % |")
+    return "\n".join(lines) + "\n"
+
+
+def ranked(summary: dict[str, Any], name: str) -> list[tuple[str, dict[str, Any]]]:
+    """A setting's cells by drafter, the fastest first, failures last."""
+    cells = {label: entry["cells"][name] for label, entry in summary["drafters"].items() if name in entry["cells"]}
+    return sorted(cells.items(), key=lambda item: -item[1].get("speedup", -1.0))
+
+
+def _interval(ends: list[float] | None) -> str:
+    return f" [{ends[0]:.2f}, {ends[1]:.2f}]" if ends else ""
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "/").replace("\n", " ")[:160]
+
+
+def draw(summary: dict[str, Any], output: Path) -> None:
+    """Bars of speed-up with their intervals, a panel per setting; accepted lengths stand beside them."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    panels = [
+        (name, [item for item in ranked(summary, name) if "error" not in item[1]]) for name in summary["settings"]
+    ]
+    panels = [(name, rows) for name, rows in panels if rows]
+    if not panels:
+        return
+    height = 1.0 + 0.27 * max(len(rows) for _, rows in panels)
+    figure, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels), height), squeeze=False)
+    for axis, (name, rows) in zip(axes[0], panels, strict=True):
+        rows = rows[::-1]
+        speeds = [cell["speedup"] for _, cell in rows]
+        ends = [cell["speedup_interval"] or [cell["speedup"]] * 2 for _, cell in rows]
+        errors = [[max(0.0, speed - low) for speed, (low, _) in zip(speeds, ends, strict=True)],
+                  [max(0.0, high - speed) for speed, (_, high) in zip(speeds, ends, strict=True)]]  # fmt: skip
+        axis.barh(
+            range(len(rows)), speeds, xerr=errors, color="#2563c9", error_kw={"ecolor": "#5b6470", "elinewidth": 1}
+        )
+        axis.set_yticks(range(len(rows)), [label for label, _ in rows], fontsize=8)
+        axis.axvline(1.0, color="#8a929c", linewidth=1, linestyle=":")
+        right = max(high for _, high in ends)
+        for place, (_, cell) in enumerate(rows):
+            axis.text(right * 1.03, place, f"{cell['accepted_length']:.2f}", va="center", fontsize=8, color="#5b6470")
+        axis.set_xlim(0, right * 1.2)
+        axis.set_title(f"{name}: speed-up, accepted length", fontsize=9)
+        for side in ("top", "right"):
+            axis.spines[side].set_visible(False)
+    figure.tight_layout()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output, dpi=150)
+    plt.close(figure)
+
+
+# -- all together ---------------------------------------------------------------------------------------------------
+
+
+def summarise(args: argparse.Namespace, trainings: dict[str, Any], entries: Sequence[Entry]) -> dict[str, Any]:
+    """Writes what is known so far, and returns it."""
+    summary = {
+        **describe_environment(torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")),
+        "target": args.target,
+        "data": args.data,
+        "minutes": args.minutes,
+        "suite": args.suite,
+        "limit": args.limit,
+        "max_new_tokens": args.max_new_tokens,
+        "dtype": args.dtype,
+        "seed": args.seed,
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "settings": [setting(tree, temperature) for temperature in args.temperatures for tree in args.trees],
+        "trainings": trainings,
+        "drafters": {entry.label: {"kind": entry.kind, "cells": entry.cells} for entry in entries},
+    }
+    write_json(args.output, summary)
+    if args.table:
+        args.table.parent.mkdir(parents=True, exist_ok=True)
+        args.table.write_text(markdown(summary))
+    return summary
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Trains, measures, shows; returns what the output holds."""
+    wanted = args.kinds or kinds()
+    trained = [kind for kind in wanted if kind_class(kind).trainable]
+    trainings: dict[str, Any] = {}
+    with Progress("training", len(trained), "kinds") as meter:
+        for kind in trained:
+            try:
+                trainings[kind] = train(kind, args)
+            except (RuntimeError, OSError, ValueError, KeyError) as error:
+                trainings[kind] = {"error": str(error)}
+                print(f"FAILED training {kind}: {error}", file=sys.stderr, flush=True)
+            meter.advance(note=kind)
+            summarise(args, trainings, [])
+    entries = [Entry(kind, kind, kind) for kind in wanted if kind not in trained]
+    for kind, done in trainings.items():
+        if "error" not in done:
+            folder = str((args.folder / done["folder"]).resolve())
+            entries.append(Entry(kind, folder, kind))
+            entries += [Entry(f"{kind}+{side}", f"{folder}+{side}", kind) for side in args.beside]
+    plan = [(t, tree, entry) for t in args.temperatures for tree in args.trees for entry in entries]
+    with Progress("measuring", len(plan), "cells") as meter:
+        for temperature, tree, entry in plan:
+            name = setting(tree, temperature)
+            try:
+                entry.cells[name] = measure(entry, tree, temperature, args)
+                note = f"{entry.label} {name}: {entry.cells[name]['speedup']:.2f}x"
+            except (RuntimeError, OSError, ValueError, KeyError) as error:
+                entry.cells[name] = {"error": str(error)}
+                note = f"{entry.label} {name} failed"
+                print(f"FAILED {entry.label} {name}: {error}", file=sys.stderr, flush=True)
+            meter.advance(note=note)
+            summarise(args, trainings, entries)
+    summary = summarise(args, trainings, entries)
+    if args.plot:
+        draw(summary, args.plot)
+    return summary
+
+
+def main() -> int:
+    try:
+        args = arguments()
+        summary = run(args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(markdown(summary))
+    print(f"wrote {args.output}")
+    failed = [kind for kind, done in summary["trainings"].items() if "error" in done]
+    failed += [f"{label} {name}" for label, entry in summary["drafters"].items()
+               for name, cell in entry["cells"].items() if "error" in cell]  # fmt: skip
+    if failed:
+        print(f"failed: {', '.join(failed)}; the same command tries them again", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
