@@ -69,8 +69,8 @@ class Hydra(Medusa):
     def take_map(self, index: int, found: Tensor, rows: Tensor) -> None:
         self.blocks[index][0].residual.weight.copy_(found)
 
-    def begin(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        return self.advance(super().begin(hidden, tokens), tokens, 0)
+    def enter(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        return self.advance(super().enter(hidden, tokens), tokens, 0)
 
     def advance(self, state: Tensor, tokens: Tensor, depth: int) -> Tensor:
         return torch.cat((state, unit(self.embed(tokens).to(state.dtype))), dim=-1)

@@ -120,7 +120,7 @@ class Medusa(PathHeads):
                 block.linear.weight.zero_()
         return super().initialise(target, kept_ids)
 
-    def begin(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+    def enter(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         return hidden.to(self.lm_heads[0].weight.dtype)
 
     def advance(self, state: Tensor, tokens: Tensor, depth: int) -> Tensor:

@@ -135,7 +135,7 @@ class MlpSpeculator(PathHeads):
             emb.weight.copy_(rows)
         return ["emb"]
 
-    def begin(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+    def enter(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         hidden = hidden.to(self.lm_heads[0].weight.dtype)
         if self.config.scale_input:
             hidden = F.rms_norm(hidden, (hidden.shape[-1],), eps=_EPS) / math.sqrt(2)

@@ -4,10 +4,10 @@
     token               x0   x1   x2   x3   x4
     last state          h0   h1   h2   h3   h4      h_t is what the target's head reads: it chose x_{t+1} by it
 
-    anchor t, depth 0:  state = begin(h_t, x_{t+1})                head 0 predicts x_{t+2}
+    anchor t, depth 0:  state = enter(h_t, x_{t+1})                head 0 predicts x_{t+2}
     anchor t, depth k:  state = advance(state, x_{t+1+k}, k)       head k predicts x_{t+2+k}
 
-Training walks along the data's tokens, decoding along drafted ones; both call `begin`, `advance` and `read`. A session keeps
+Training walks along the data's tokens, decoding along drafted ones; both call `enter`, `advance` and `read`. A session keeps
 one state, that of the last committed token, made anew from the target's own state in every round.
 """
 
@@ -80,7 +80,7 @@ class PathHeads(PreTrainedModel):
 
     # -- the one forward, filled in by the kind -----------------------------------------------------------------
 
-    def begin(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+    def enter(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """[t, h] last states and [t] the tokens chosen by them -> [t, w] states at depth 0."""
         raise NotImplementedError
 
@@ -106,7 +106,7 @@ class PathHeads(PreTrainedModel):
         (of the tokens read last), and the states there."""
         ids = batch.input_ids.flatten()
         asking = anchors_by_depth(batch.response_mask, self.depths)
-        state = self.begin(features.flatten(0, 1)[asking[0]], ids[asking[0] + 1])
+        state = self.enter(features.flatten(0, 1)[asking[0]], ids[asking[0] + 1])
         yield asking[0] + 1, state
         for k, anchors in enumerate(asking[1:], 1):
             state = state[torch.searchsorted(asking[k - 1], anchors)]  # those of the previous depth that go on
@@ -213,7 +213,7 @@ class PathHeads(PreTrainedModel):
     def extend_all(self, sessions: Sequence[PathSession], tokens: Sequence[Tensor], features: Sequence[Tensor]) -> None:
         """Only the last committed token of each session drafts; nothing is kept of the others."""
         last = torch.cat([states[-1:] for states in features]), torch.cat([new[-1:] for new in tokens])
-        for session, state in zip(sessions, self.begin(*last).split(1), strict=True):
+        for session, state in zip(sessions, self.enter(*last).split(1), strict=True):
             session.root = state
 
     @torch.no_grad()

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from drafttrain.batch import Batch
 from drafttrain.data.store import FeatureStore, FeatureWriter, Store
 from drafttrain.decode import Decoder, SamplingParams, generate
-from drafttrain.drafters.base import TreeSpec, kind_class
+from drafttrain.drafters.base import TreeSpec, default_tree, kind_class, load_drafter
 from drafttrain.drafters.path_heads import likeliest_paths
 from drafttrain.errors import UserError
 from drafttrain.ops.packing import pack
 from drafttrain.ops.sampling import Sampler
+from drafttrain.train import main
 from drafttrain.training.targets import TargetSource
 from tests.conftest import make_target
 from tests.drafters.test_eagle3 import make_batch, run_step
+from tests.training.test_train import write_data, write_recipe
 
 # Every option of every kind, each away from its default at least once.
 FORMS = [
@@ -265,3 +269,19 @@ def test_stored_last_states_serve_without_the_target(target, tmp_path):
     assert torch.equal(found["features"].float(), last) and torch.equal(found["last_hidden"].float(), last)
     both = FeatureStore.open(tmp_path, (2, *drafter.feature_layers)).get("a")["features"]
     assert torch.equal(both.float(), torch.cat((features[:, 32:], last), dim=-1))
+
+
+def test_a_training_run_starts_by_least_squares_and_leaves_a_tree(target, target_dir, tmp_path, capsys, monkeypatch):
+    words = write_recipe(tmp_path, target_dir, write_data(tmp_path / "data", target), kind="medusa", decode_prompts=0)
+    recipe = Path(words[0])
+    recipe.write_text(recipe.read_text().replace("ttt_steps: 2", "num_heads: 2, tree_nodes: 5"))
+    monkeypatch.setattr("sys.argv", ["train.py", *words])
+    assert main() == 0
+    out = capsys.readouterr().out
+    assert "least-squares start" in out and "default tree" in out
+    folder = str(tmp_path / "drafter")
+    assert TreeSpec.parse(default_tree(folder)).shape == "paths"
+    drafter = load_drafter(folder, target)
+    plain = generate(target, None, [40, 41, 42], max_new_tokens=10).tokens
+    spec = TreeSpec.parse(default_tree(folder))
+    assert generate(target, drafter, [40, 41, 42], spec=spec, max_new_tokens=10).tokens == plain
