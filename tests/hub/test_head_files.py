@@ -24,10 +24,10 @@ FORMS = [
 ]
 
 
-def exported(target, tmp_path, kind, dtype=torch.float32, **options):
+def exported(target, tmp_path, kind, dtype=torch.float32, depth=3, **options):
     make_heads(target, kind, KEPT, **options).save_pretrained(tmp_path / "ours")
     trained = find_drafter(str(tmp_path / "ours"))
-    check_expressible(trained, "vllm").write(trained, "vllm", Request(tmp_path / "theirs", dtype))
+    check_expressible(trained, "vllm").write(trained, "vllm", Request(tmp_path / "theirs", dtype, depth=depth))
     return trained, tmp_path / "theirs"
 
 
@@ -42,7 +42,7 @@ def test_the_files_alone_compute_what_the_drafter_does(target, tmp_path, kind, o
 
 
 def test_names_and_shapes_are_those_of_vllms_classes(target, tmp_path):
-    _, folder = exported(target, tmp_path / "medusa", "medusa", num_heads=2)
+    _, folder = exported(target, tmp_path / "medusa", "medusa", depth=2)
     shapes = {name: tuple(weight.shape) for name, weight in load_file(folder / "model.safetensors").items()}
     one = {"blocks.{}.layers.0.weight": (32, 32), "lm_heads.{}.weight": (300, 32)}
     assert shapes == {name.format(i): shape for i in range(2) for name, shape in one.items()}
@@ -76,6 +76,11 @@ def test_tokens_beyond_the_drafters_vocabulary_are_never_the_likeliest():
     head, kept = torch.randn(5, 8, generator=generator), torch.tensor([1, 3, 4, 8, 9])
     logits = torch.randn(200, 8, generator=generator) @ whole_rows(head, kept, 12).T
     assert set(logits.argmax(-1).tolist()) == set(kept.tolist())
+
+
+def test_more_tokens_than_heads_are_refused(target, tmp_path):
+    with pytest.raises(UserError, match="speculative-tokens=5, but the drafter has 4 heads"):
+        exported(target, tmp_path, "medusa", depth=5)
 
 
 def test_hydra_is_refused_with_the_reason(target, tmp_path):

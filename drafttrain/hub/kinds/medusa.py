@@ -9,6 +9,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from drafttrain.errors import UserError
 from drafttrain.hub.drafters import Trained
 from drafttrain.hub.head_files import compare_heads, save_heads, whole_rows
 from drafttrain.hub.kinds import Format, Request, Shipping
@@ -26,12 +27,21 @@ class MedusaShipping(Shipping):
         )
 
     def write(self, trained: Trained, form: str, request: Request) -> list[Path]:
+        """As many heads as tokens are to be drafted: vLLM drafts one per head, whatever it is told.
+
+        Raises:
+            UserError: more tokens than heads, or the output cannot be written.
+        """
         drafter = trained.load()
-        config = drafter.config
-        heads = [whole_rows(head.weight, drafter.kept_ids, config.vocab_size) for head in drafter.lm_heads]
+        config, depth = drafter.config, request.depth
+        if depth > config.num_heads:
+            raise UserError(
+                f"speculative-tokens={depth}, but the drafter has {config.num_heads} heads, one per token; ask for no more"
+            )
+        heads = [whole_rows(head.weight, drafter.kept_ids, config.vocab_size) for head in drafter.lm_heads[:depth]]
         weights = {
             f"blocks.{i}.layers.{j}.weight": block.linear.weight
-            for i, blocks in enumerate(drafter.blocks)
+            for i, blocks in enumerate(drafter.blocks[:depth])
             for j, block in enumerate(blocks)
         }
         weights |= {"lm_head.weight" if config.shared_head else f"lm_heads.{i}.weight": h for i, h in enumerate(heads)}
@@ -40,7 +50,7 @@ class MedusaShipping(Shipping):
             "model_type": "medusa",
             "hidden_size": config.hidden_size,
             "vocab_size": config.vocab_size,
-            "num_heads": config.num_heads,
+            "num_heads": depth,
             "num_hidden_layers": config.blocks,
             "original_lm_head": config.shared_head,
             "medusa_fc_bias": False,
@@ -51,8 +61,7 @@ class MedusaShipping(Shipping):
         return compare_heads(trained.load(), exported, steps)
 
     def options(self, trained: Trained) -> Mapping[str, Mapping[str, Any]]:
-        # It drafts a token per head, so it must be told as many.
-        return {"vLLM": {"method": "medusa", "num_speculative_tokens": trained.config["num_heads"]}}
+        return {"vLLM": {"method": "medusa"}}
 
 
 def steps(config: dict[str, Any], weights: dict[str, Tensor], hidden: Tensor, tokens: Tensor) -> list[Tensor]:
