@@ -144,26 +144,49 @@ def check_pretraining(config: Any) -> None:
         )
 
 
-# Enough for a well-determined regression over a few thousand inputs; more changes little.
+# Enough for a well-determined regression over a few thousand inputs, and for shares; more changes little.
 START_TOKENS = 60_000
 
 
-def begin_from_least_squares(drafter: Any, rows: Any, source: Any) -> None:
-    """Lets a kind that can solve part of itself in closed form do so on some of the data, before the first step."""
+def first_batches(rows: Any, device: Any) -> tuple[list[Any], int]:
+    """The first rows, about START_TOKENS of them, as batches; and how many tokens that is."""
     from drafttrain.data.loader import collate, to_batch
 
     batches, tokens = [], 0
     for begin in range(0, len(rows), 8):
         part = [rows[i] for i in range(begin, min(begin + 8, len(rows)))]
-        batches.append(to_batch(collate(part)).to(drafter.device))
+        batches.append(to_batch(collate(part)).to(device))
         tokens += sum(row["length"] for row in part)
         if tokens >= START_TOKENS:
             break
+    return batches, tokens
+
+
+def begin_from_least_squares(drafter: Any, rows: Any, source: Any) -> None:
+    """Lets a kind that can solve part of itself in closed form do so on some of the data, before the first step."""
+    batches, tokens = first_batches(rows, drafter.device)
     explained = drafter.solve_start(batches, source)
     print(
         f"least-squares start on {tokens} tokens explains {100 * explained:.0f} % of the target's last state",
         flush=True,
     )
+
+
+def choose_tree(trainer: Any, held_out: Any) -> None:
+    """Lets a kind that can tell a good tree from held-out data leave it in decoding.json; `drafttrain tune` finds better ones."""
+    from drafttrain.drafters.base import decoding_file
+    from drafttrain.files import write_json
+    from drafttrain.training.callbacks import whole
+
+    model, first = trainer.accelerator.unwrap_model(trainer.model), trainer.is_world_process_zero()
+    if not hasattr(model, "default_tree"):
+        return
+    drafter = whole(model, trainer.target, first)
+    if first:
+        tree = drafter.eval().default_tree(first_batches(held_out, drafter.device)[0], trainer.source)
+        if tree is not None:
+            write_json(decoding_file(trainer.args.output_dir), {"tree": tree})
+            print(f"default tree, by held-out accuracy: {tree}", flush=True)
 
 
 def check_data(meta: dict[str, Any], features: dict[str, Any] | None, target: Any, where: str) -> None:
@@ -312,6 +335,8 @@ def fit(config: Any, args: Any) -> dict[str, Any]:
         trainer.take_best()
         metrics = trainer.evaluate() if held_out is not None else {}
         trainer.save_model()
+        if held_out is not None:
+            choose_tree(trainer, held_out)
     used = on_policy.used if on_policy else 0
     return summarise(config, trainer, seconds, metrics, {"parameters": parameters, "vocabulary": vocab}, used)
 

@@ -46,14 +46,14 @@ class _Grower:
         return range(self.spec.top_k if self.spec.shape == "dynamic" else self.spec.fanout[len(path)])
 
     def add_children(self, parents: list[int], logits: Tensor) -> list[int]:
-        """Adds children of the given nodes, whose logits [m, d] are."""
+        """Adds children of the given nodes, whose logits [m, d] are; one row [1, d] is that of all of them."""
         wanted = [self.ranks(parent) for parent in parents]
         width = min(1 + max(map(max, wanted)), logits.shape[-1])
         first_row = sum(map(len, self.proposals))
         if self.sampler is None:
-            scores, tokens = top_log_probs(logits, width)
+            scores, tokens = (found.expand(len(parents), -1) for found in top_log_probs(logits, width))
         else:
-            q = probabilities(logits, self.sampler.params)
+            q = probabilities(logits, self.sampler.params).expand(len(parents), -1)
             tokens = draw_distinct(q, width, self.sampler.generator)
             scores = q.gather(-1, tokens.clamp_min(0)).log()
             self.proposals.append(q)
@@ -104,7 +104,8 @@ def expand(
 def grow(
     spec: TreeSpec, first: Tensor, kept_ids: Tensor | None = None, sampler: Sampler | None = None
 ) -> Generator[Nodes, Tensor, TokenTree]:
-    """Grows a tree of the asked shape: yields the nodes to open next and is sent their logits; returns the tree.
+    """Grows a tree of the asked shape: yields the nodes to open next and is sent their logits [m, d], or [1, d] where all
+    have the same; returns the tree.
 
     A generator, so that the trees of several sequences can grow together, one drafter step per depth for all of them.
 

@@ -53,11 +53,12 @@ class LeastSquares:
         self.xy = xy if self.xy is None else self.xy + xy
         self.count += len(x)
 
-    def solve(self) -> Tensor:
-        """[o, i]."""
+    def solve(self, each: bool = False) -> Tensor:
+        """[o, i]. each: a ridge by every input's own power, where inputs are of different sizes."""
         assert self.xx is not None and self.xy is not None
-        ridge = RIDGE * self.xx.diagonal().mean() * torch.eye(len(self.xx), device=self.xx.device)
-        return torch.linalg.solve(self.xx + ridge, self.xy).T
+        power = self.xx.diagonal()
+        ridge = RIDGE * (power if each else power.mean().expand_as(power))
+        return torch.linalg.solve(self.xx + ridge.diag(), self.xy).T
 
 
 @torch.no_grad()

@@ -1,0 +1,287 @@
+"""Medusa, Hydra and the MLP speculator: gradients, starts, trees, and the parity of training with decoding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from drafttrain.batch import Batch
+from drafttrain.data.store import FeatureStore, FeatureWriter, Store
+from drafttrain.decode import Decoder, SamplingParams, generate
+from drafttrain.drafters.base import TreeSpec, default_tree, kind_class, load_drafter
+from drafttrain.drafters.path_heads import likeliest_paths
+from drafttrain.errors import UserError
+from drafttrain.ops.packing import pack
+from drafttrain.ops.sampling import Sampler
+from drafttrain.train import main
+from drafttrain.training.targets import TargetSource
+from tests.conftest import make_target
+from tests.drafters.test_eagle3 import make_batch, run_step
+from tests.training.test_train import write_data, write_recipe
+
+# Every option of every kind, each away from its default at least once.
+FORMS = [
+    ("medusa", {}),
+    ("medusa", {"blocks": 2, "shared_head": True, "num_heads": 3}),
+    ("hydra", {}),
+    ("hydra", {"blocks": 2, "shared_head": True, "num_heads": 3}),
+    ("mlp_speculator", {}),
+    ("mlp_speculator", {"tie_weights": True, "scale_input": False, "inner_dim": 24, "n_predict": 4}),
+    ("mlp_speculator", {"inner_dim": 48, "n_predict": 1, "tie_weights": True}),
+]
+KINDS = ["medusa", "hydra", "mlp_speculator"]
+every_form = pytest.mark.parametrize(("kind", "options"), FORMS)
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def make_heads(target, kind, kept=None, spread=0.3, **options):
+    """A drafter off its start: zero-initialised branches would hide mistakes."""
+    torch.manual_seed(3)
+    kept = torch.arange(target.vocab_size) if kept is None else kept
+    cls = kind_class(kind)
+    drafter = cls(cls.config_class.for_target(target, draft_vocab_size=len(kept), **options))
+    drafter.initialise(target, kept)
+    for parameter in drafter.parameters():
+        parameter.data += spread * parameter.data.std().nan_to_num(1.0).clamp(min=0.1) * torch.randn_like(parameter)
+    drafter.bind(target)
+    return drafter.eval()
+
+
+def drafting(drafter, target, length=9):
+    """A session that has read a prefix."""
+    prefix = make_batch((length,)).input_ids[0]
+    session = drafter.start(prefix[:-1], 64)
+    features = target.forward(prefix[None], drafter.feature_layers).features[0]
+    session.extend(prefix[1:4], features[:3])  # in pieces, as rounds do
+    session.extend(prefix[4:], features[3:-1])
+    return session
+
+
+@every_form
+def test_every_parameter_gets_a_finite_gradient_and_a_batch_can_be_overfitted(target, kind, options):
+    drafter, batch = make_heads(target, kind, spread=0.0, **options), make_batch()
+    first = run_step(drafter, target, batch)
+    first.loss.backward()
+    for name, parameter in drafter.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all() and parameter.grad.abs().sum() > 0, name
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=2e-2)
+    for _ in range(70):
+        optimizer.zero_grad()
+        step = run_step(drafter, target, batch)
+        step.loss.backward()
+        optimizer.step()
+    assert step.loss < 0.2 * first.loss
+    assert (step.metrics["agree"] / step.metrics["count"]).min() > 0.7
+    assert step.metrics["count"].shape == (drafter.depths,)
+
+
+@every_form
+@pytest.mark.parametrize("packed", [False, True])
+def test_training_step_k_is_what_the_decoder_computes_at_depth_k(target, kind, options, packed):
+    """Drafts a chain after a prefix, then trains on the prefix with that chain as its continuation: logits must agree."""
+    drafter, decoder = (make_heads(target, kind, torch.arange(40, 240), **options) for _ in "td")
+    if packed:
+        pack(decoder)
+    prefix = make_batch((9,)).input_ids[0]
+    decoded, logits = [], decoder.logits
+    decoder.logits = lambda *args: decoded.append(logits(*args)) or decoded[-1]
+    tree = drafting(decoder, target).propose(TreeSpec.parse("chain:9"))
+    assert len(tree) == len(decoded) == drafter.depths
+
+    anchor = len(prefix) - 2
+    ids = torch.cat((prefix, tree.tokens, torch.tensor([7, 8])))[None]
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[:, :2] = False
+    batch = Batch(ids, torch.tensor([ids.shape[1]]), mask, torch.tensor([0]))
+    features = target.forward(ids, drafter.feature_layers).features
+    for k, (at, state) in enumerate(drafter.walk(batch, features)):
+        row = at.tolist().index(anchor + 1 + k)
+        torch.testing.assert_close(drafter.logits(state, k)[row], decoded[k][0], rtol=1e-4, atol=1e-4)
+
+
+def test_depth_k_is_aligned_with_the_target_two_tokens_beyond_the_anchor(target):
+    """A Medusa at its start says at every depth what the target's head says at the anchor itself."""
+    drafter, batch = make_heads(target, "medusa", spread=0.0, num_heads=2), make_batch((9,))
+    output = target.forward(batch.input_ids, drafter.feature_layers)
+    assert torch.equal(output.features, output.last_hidden)
+    p = target.head(output.last_hidden)[0].log_softmax(-1)
+    for k, (at, state) in enumerate(drafter.walk(batch, output.features)):
+        anchors = at - 1 - k
+        torch.testing.assert_close(drafter.logits(state, k).log_softmax(-1), p[anchors])
+        assert batch.response_mask[0, anchors + 1].all() and batch.response_mask[0, at + 1].all()
+    loss = [(p[3 + k : 7].exp() * (p[3 + k : 7] - p[2 : 6 - k])).sum() for k in (0, 1)]
+    step = run_step(drafter, target, Batch(batch.input_ids, batch.lengths, _only(9, 3, 8), batch.index))
+    torch.testing.assert_close(step.metrics["loss"], torch.stack(loss), rtol=1e-3, atol=1e-3)
+
+
+def _only(length, start, end):
+    mask = torch.zeros(1, length, dtype=torch.bool)
+    mask[:, start:end] = True
+    return mask
+
+
+@every_kind
+def test_packed_rows_and_padding_change_nothing(target, kind):
+    drafter, both = make_heads(target, kind), make_batch((17, 11))
+    mask = both.response_mask.clone()
+    together = run_step(drafter, target, both)
+    ids = torch.cat((both.input_ids[0], both.input_ids[1, :11]))[None]
+    documents = torch.tensor([[0, 0, 17], [0, 17, 11]])
+    packed = Batch(ids, torch.tensor([28]), torch.cat((mask[0], mask[1, :11]))[None], torch.tensor([0, 1]), documents)
+    other = run_step(drafter, target, packed)
+    for name, value in together.metrics.items():
+        torch.testing.assert_close(other.metrics[name], value, rtol=1e-4, atol=1e-4)
+
+
+@every_kind
+def test_trees_hold_the_probabilities_of_their_paths(target, kind):
+    """Every path of every tree, drafted again as a fixed path of its own, has the same probability."""
+    drafter = make_heads(target, kind, torch.arange(40, 240), **({} if kind == "mlp_speculator" else {"num_heads": 3}))
+    shapes = {
+        "chain:3": 3, "chain:8": 3, "fanout:3x2x1": 15, "dynamic:4,3,10": 10, "paths:0,1,0-0,0-2,0-2-1,1-0-0-0,1-0,1-0-0": 7,
+        "none": 0,
+    }  # fmt: skip
+    for text, size in shapes.items():
+        tree = drafting(drafter, target).propose(TreeSpec.parse(text))
+        assert len(tree) == size, text
+        assert all(40 <= token < 240 for token in tree.tokens.tolist())
+        state = drafting(drafter, target).state
+        for node in range(size):
+            path = [node]
+            while tree.parents[path[0]] >= 0:
+                path.insert(0, tree.parents[path[0]])
+            now, score = state, 0.0
+            for k, step in enumerate(path):
+                log_q = drafter.logits(now, k)[0].log_softmax(-1)
+                score += float(log_q[tree.tokens[step] - 40].detach())
+                if k + 1 < drafter.depths:
+                    now = drafter.advance(now, tree.tokens[step : step + 1], k + 1)
+            assert score == pytest.approx(float(tree.log_probs[node]), abs=1e-3)
+
+
+@every_kind
+def test_drawn_tokens_come_with_the_distribution_they_were_drawn_from(target, kind):
+    drafter = make_heads(target, kind, torch.arange(40, 240))
+    sampler = Sampler(SamplingParams(temperature=0.9, top_p=0.95), torch.Generator().manual_seed(1))
+    tree = drafting(drafter, target).propose(TreeSpec.parse("fanout:2x2@sample"), sampler)
+    assert tree.proposal is not None and len(tree.proposal.rows) == len(tree)
+    assert len({*zip(tree.parents, tree.tokens.tolist(), strict=True)}) == len(tree) == 6
+    probs = tree.proposal.probs[tree.proposal.rows, tree.tokens - 40]
+    assert (probs > 0).all()
+    torch.testing.assert_close(tree.proposal.probs.sum(-1), torch.ones(3), rtol=1e-4, atol=1e-4)
+
+
+@every_kind
+def test_decoding_is_lossless_and_batches_change_nothing(target, kind):
+    drafter = make_heads(target, kind, torch.arange(300), spread=0.05)
+    prompts = [[5, 9, 11, 30], [7], list(range(20))]
+    plain = [generate(target, None, prompt, max_new_tokens=10).tokens for prompt in prompts]
+    for text in ("chain:5", "dynamic:3,3,9", "paths:0,1,0-0,0-1,1-0"):
+        spec = TreeSpec.parse(text)
+        alone = [generate(target, drafter, prompt, spec=spec, max_new_tokens=10).tokens for prompt in prompts]
+        assert alone == plain, text
+        decoder = Decoder(target, drafter, spec=spec, max_rows=2)
+        assert [made.tokens for made in decoder.generate(prompts, max_new_tokens=10)] == plain, text
+
+
+@every_kind
+def test_least_squares_improves_the_start(target, kind):
+    """Tokens that repeat with a period of three: what comes is told by what was."""
+    ids = torch.arange(3).repeat(20)[None] + torch.tensor([[40], [90], [130], [170]])
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    batch = Batch(ids, torch.full((4,), 60), mask, torch.arange(4))
+    drafter = make_heads(target, kind, torch.arange(30, 250), spread=0.0)
+    before = run_step(drafter, target, batch).loss
+    source = TargetSource(target, drafter.feature_layers, drafter.kept_ids)
+    explained = drafter.solve_start([batch], source)
+    after = run_step(drafter, target, batch).loss
+    assert 0.5 < explained <= 1 and after < 0.5 * before
+
+
+@every_kind
+def test_save_and_load_round_trip(target, kind, tmp_path):
+    drafter = make_heads(target, kind, torch.arange(40, 240))
+    drafter.save_pretrained(tmp_path)
+    assert not list(tmp_path.glob("*.bin"))
+    loaded = kind_class(kind).from_pretrained(tmp_path)
+    loaded.bind(target)
+    assert torch.equal(loaded.kept_ids, drafter.kept_ids)
+    a, b = (run_step(d, target, make_batch()).loss for d in (drafter, loaded))
+    assert torch.equal(a, b)
+    with pytest.raises(UserError, match=r"trained for target 'tiny' with num_layers=4.*has num_layers=6"):
+        loaded.bind(make_target(layers=6))
+
+
+@pytest.mark.parametrize(
+    ("kind", "option"), [("medusa", "num_heads"), ("hydra", "blocks"), ("mlp_speculator", "n_predict")]
+)
+def test_impossible_sizes_are_refused(target, kind, option):
+    with pytest.raises(UserError, match=f"{option}=0: must be at least 1"):
+        make_heads(target, kind, **{option: 0})
+
+
+def test_likeliest_paths_are_those_of_highest_product():
+    shares = torch.tensor([[0.5, 0.2, 0.1], [0.4, 0.3, 0.0], [0.3, 0.05, 0.1]])
+    every = {}
+    for a in range(3):
+        every[(a,)] = shares[0, a]
+        for b in range(2):
+            every[(a, b)] = shares[0, a] * shares[1, b]
+            for c, last in enumerate((0.3, 0.05, 0.05)):  # rank 2 never goes before rank 1
+                every[(a, b, c)] = shares[0, a] * shares[1, b] * last
+    for nodes in (1, 5, 12):
+        found = likeliest_paths(shares, nodes)
+        assert len({*found}) == nodes
+        best = sorted(map(float, every.values()), reverse=True)[:nodes]
+        assert [float(every[path]) for path in found] == pytest.approx(best)
+    assert len(likeliest_paths(shares, 1000)) == len(every)
+    assert likeliest_paths(torch.zeros(2, 3), 5) == []
+
+
+@every_kind
+def test_the_default_tree_follows_what_is_right_on_held_out_data(target, kind):
+    drafter, batch = make_heads(target, kind, spread=0.05, tree_nodes=7), make_batch((20, 20))
+    source = TargetSource(target, drafter.feature_layers, drafter.kept_ids)
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=2e-2)
+    for _ in range(40):
+        optimizer.zero_grad()
+        run_step(drafter, target, batch).loss.backward()
+        optimizer.step()
+    spec = TreeSpec.parse(drafter.default_tree([batch], source))
+    # What was learned by heart is right at the first rank: the longest chain comes first.
+    assert spec.shape == "paths" and len(spec.paths) <= 7
+    assert {(0,) * depth for depth in range(1, drafter.depths + 1)} <= {*spec.paths}
+
+
+def test_stored_last_states_serve_without_the_target(target, tmp_path):
+    """Every data set with features has them, whatever layers it stores."""
+    features, last = torch.randn(5, 64), torch.randn(5, 32)
+    meta = {"target": target.identity(), "sampling": {}, "features": {"layers": [1, 2], "dtype": "float32"}}
+    with Store(tmp_path, meta) as store:
+        writer = FeatureWriter(store)
+        record = {"id": "a", "tokens": [1, 2, 3, 4, 5, 6], "spans": [[2, 6]], "finish": ["stop"], "source": "test"}
+        writer.append(record, features, last)
+        writer.flush()
+    drafter = make_heads(target, "medusa")
+    found = FeatureStore.open(tmp_path, drafter.feature_layers).get("a")
+    assert torch.equal(found["features"].float(), last) and torch.equal(found["last_hidden"].float(), last)
+    both = FeatureStore.open(tmp_path, (2, *drafter.feature_layers)).get("a")["features"]
+    assert torch.equal(both.float(), torch.cat((features[:, 32:], last), dim=-1))
+
+
+def test_a_training_run_starts_by_least_squares_and_leaves_a_tree(target, target_dir, tmp_path, capsys, monkeypatch):
+    words = write_recipe(tmp_path, target_dir, write_data(tmp_path / "data", target), kind="medusa", decode_prompts=0)
+    recipe = Path(words[0])
+    recipe.write_text(recipe.read_text().replace("ttt_steps: 2", "num_heads: 2, tree_nodes: 5"))
+    monkeypatch.setattr("sys.argv", ["train.py", *words])
+    assert main() == 0
+    out = capsys.readouterr().out
+    assert "least-squares start" in out and "default tree" in out
+    folder = str(tmp_path / "drafter")
+    assert TreeSpec.parse(default_tree(folder)).shape == "paths"
+    drafter = load_drafter(folder, target)
+    plain = generate(target, None, [40, 41, 42], max_new_tokens=10).tokens
+    spec = TreeSpec.parse(default_tree(folder))
+    assert generate(target, drafter, [40, 41, 42], spec=spec, max_new_tokens=10).tokens == plain
