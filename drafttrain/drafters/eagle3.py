@@ -27,7 +27,7 @@ from drafttrain.drafters.eagle3_config import Eagle3Config
 from drafttrain.drafters.layer_session import CacheShape, LayerDrafting
 from drafttrain.drafters.layers import MLP, Attend, Attention, RMSNorm, Rotary
 from drafttrain.drafters.linear_start import Source, linear_start
-from drafttrain.drafters.shared import anchors_by_depth, bind_target, copy_linear, copy_norm
+from drafttrain.drafters.shared import anchors_by_depth, bind_target, copy_layer, copy_norm
 from drafttrain.losses import TargetRows, linear_divergence
 from drafttrain.ops.decoder_layer import DecoderLayer, LayerWeights
 from drafttrain.ops.native import cpu_kernels
@@ -207,7 +207,7 @@ class Eagle3(LayerDrafting, PreTrainedModel):
             names.append("norm")
         ours = self.decoder_layers[-target.num_layers :]
         for layer, theirs in zip(ours, target.layers[-len(ours) :], strict=True):
-            copied = _copy_layer(layer, theirs, self.config.head_dim)
+            copied = copy_layer(layer, theirs, "hidden_norm" if layer.first else "input_layernorm")
             names += copied if layer is self.midlayer else []
         return names
 
@@ -346,29 +346,6 @@ class Eagle3(LayerDrafting, PreTrainedModel):
         for attention, key, value in zip(attentions, cached[::2], cached[1::2], strict=True):
             attention.remember(own, key, value)
         return out
-
-
-def _copy_layer(ours: Eagle3Layer, theirs: Any, head_dim: int) -> list[str]:
-    """Gives a layer what the target's layer has in the same form; returns the names."""
-    # Families with four norms a layer name the one before the MLP differently.
-    before_mlp = getattr(theirs, "pre_feedforward_layernorm", None) or getattr(theirs, "post_attention_layernorm", None)
-    into = "hidden_norm" if ours.first else "input_layernorm"
-    done = {
-        into: copy_norm(getattr(ours, into), getattr(theirs, "input_layernorm", None)),
-        "post_attention_layernorm": copy_norm(ours.post_attention_layernorm, before_mlp),
-    }
-    their_attention = getattr(theirs, "self_attn", None)
-    for name in ("q_norm", "k_norm") if ours.config.qk_norm else ():
-        done[f"self_attn.{name}"] = copy_norm(getattr(ours.self_attn, name), getattr(their_attention, name, None))
-    for block, names in (
-        ("self_attn", ("q_proj", "k_proj", "v_proj", "o_proj")),
-        ("mlp", ("gate_proj", "up_proj", "down_proj")),
-    ):
-        for name in names:
-            repeated = head_dim if name in ("k_proj", "v_proj") else 0
-            other = getattr(getattr(theirs, block, None), name, None)
-            done[f"{block}.{name}"] = copy_linear(getattr(getattr(ours, block), name), other, repeated)
-    return [name for name, copied in done.items() if copied]
 
 
 KIND = Eagle3

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from drafttrain.drafters.layers import ROPE_TYPES
+from drafttrain.drafters.layers import ROPE_TYPES, rope_parameters_of
 from drafttrain.errors import UserError
 from drafttrain.target import Target
 
@@ -129,7 +129,7 @@ class Eagle3Config(PreTrainedConfig):
             "num_key_value_heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
             "head_dim": getattr(config, "head_dim", None) or target.hidden_size // config.num_attention_heads,
             "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-5),
-            "rope_parameters": _rope_parameters(config),
+            "rope_parameters": rope_parameters_of(config),
             "max_position_embeddings": getattr(config, "max_position_embeddings", None) or 131072,
             "feature_layers": target.default_feature_layers,
             "qk_norm": has_head_norms(target.layers[-1]),
@@ -155,11 +155,3 @@ def has_head_norms(layer: nn.Module) -> bool:
     norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
     head_dim = getattr(attention, "head_dim", None)
     return all(norm is not None and getattr(norm, "weight", norm).shape == (head_dim,) for norm in norms)
-
-
-def _rope_parameters(config: Any) -> dict[str, Any]:
-    """The target's, of its layers without a window; of kinds that are not served only the base."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    rope = dict(rope.get("full_attention", rope))
-    theta = rope.get("rope_theta") or 10000.0
-    return {**rope, "rope_theta": theta} if rope.get("rope_type", "default") in ROPE_TYPES else {"rope_theta": theta}

@@ -14,6 +14,8 @@ from drafttrain.ops.sampling import Sampler, draw_distinct, probabilities, top_l
 
 # nodes to open: their own tokens [m], and their parents' order among all opened nodes so far
 Nodes = tuple[Tensor, list[int]]
+# logits [m, d] of nodes, alone or with confidences [m]
+Said = Tensor | tuple[Tensor, Tensor]
 Advance = Callable[[Tensor, list[int]], Tensor]  # nodes to open -> logits [m, d]
 
 
@@ -45,8 +47,10 @@ class _Grower:
             return ranks_below(self.spec.paths).get(path, ())
         return range(self.spec.top_k if self.spec.shape == "dynamic" else self.spec.fanout[len(path)])
 
-    def add_children(self, parents: list[int], logits: Tensor) -> list[int]:
-        """Adds children of the given nodes, whose logits [m, d] are; one row [1, d] is that of all of them."""
+    def add_children(self, parents: list[int], said: Said) -> list[int]:
+        """Adds children of the given nodes, whose logits [m, d], and perhaps confidences [m], these are; one row of logits
+        [1, d] is that of all of them."""
+        logits, confidence = said if isinstance(said, tuple) else (said, None)
         wanted = [self.ranks(parent) for parent in parents]
         width = min(1 + max(map(max, wanted)), logits.shape[-1])
         first_row = sum(map(len, self.proposals))
@@ -57,6 +61,8 @@ class _Grower:
             tokens = draw_distinct(q, width, self.sampler.generator)
             scores = q.gather(-1, tokens.clamp_min(0)).log()
             self.proposals.append(q)
+        if confidence is not None:
+            scores = scores + confidence.log().unsqueeze(1)
         new: list[int] = []
         for row, (parent, ids, values) in enumerate(zip(parents, tokens.tolist(), scores.tolist(), strict=True)):
             above, path = (self.scores[parent], self.paths[parent]) if parent >= 0 else (0.0, ())
@@ -102,8 +108,12 @@ def expand(
 
 
 def grow(
-    spec: TreeSpec, first: Tensor, kept_ids: Tensor | None = None, sampler: Sampler | None = None
-) -> Generator[Nodes, Tensor, TokenTree]:
+    spec: TreeSpec,
+    first: Said,
+    kept_ids: Tensor | None = None,
+    sampler: Sampler | None = None,
+    depth: int | None = None,
+) -> Generator[Nodes, Said, TokenTree]:
     """Grows a tree of the asked shape: yields the nodes to open next and is sent their logits [m, d], or [1, d] where all
     have the same; returns the tree.
 
@@ -117,32 +127,37 @@ def grow(
     trees: whichever nodes are opened, the children of each are drawn from its own q, and all of them stay. (Dropping
     children by what they turned out to be, as dynamic trees do, would: those that stay are no draws from q.)
 
+    A drafter may say with a node's logits how confident it is, the share of q that it expects the target to grant (the
+    acceptance rate, sum min(p, q)). A child's probability is then that share of its q. Nothing is drawn otherwise for it.
+
     Args:
         spec: the shape; `none` gives an empty tree.
-        first: [d] logits of the root's children.
+        first: [d] logits of the root's children, perhaps with its confidence, a scalar.
         kept_ids: [d] target id of each drafter id; None if the vocabularies are the same.
         sampler: draws the tokens if `spec.sampled`. q is the drafter's distribution under the target's temperature,
             top-k, top-p and min-p; it knows no repetition penalty, which costs acceptance only.
+        depth: of the deepest node that the drafter can say; None for any.
 
     Source: EAGLE-2, arXiv 2406.16858.
     """
+    root, *sure = first if isinstance(first, tuple) else (first,)
     if spec.shape == "none":
-        return TokenTree.empty(first.device)
+        return TokenTree.empty(root.device)
     grower = _Grower(spec, sampler)
     floor = math.log(spec.stop) if spec.stop else -math.inf
-    level = grower.add_children([-1], first[None])
-    for _ in range(spec.depth - 1):
+    level = grower.add_children([-1], (root[None], sure[0][None]) if sure else root[None])
+    for _ in range(min(spec.depth, depth or spec.depth) - 1):
         level = [node for node in level if grower.scores[node] >= floor and grower.ranks(node)]
         if spec.shape == "dynamic":
             level = grower.best(level, spec.top_k)
         if not level:
             break
-        level = grower.add_children(level, (yield grower.open(level, first.device)))
+        level = grower.add_children(level, (yield grower.open(level, root.device)))
     keep = list(range(len(grower.tokens)))
     if spec.shape == "dynamic":
         keep = sorted(grower.best(keep, spec.budget))
     place = {old: new for new, old in enumerate(keep)}
-    tokens = torch.tensor([grower.tokens[i] for i in keep], device=first.device)
+    tokens = torch.tensor([grower.tokens[i] for i in keep], device=root.device)
     return TokenTree(
         kept_ids[tokens] if kept_ids is not None else tokens,
         [place[grower.parents[i]] if grower.parents[i] >= 0 else -1 for i in keep],

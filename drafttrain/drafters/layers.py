@@ -74,6 +74,14 @@ class Rotary:
         return ROPE_INIT_FUNCTIONS[kind](config, device)
 
 
+def rope_parameters_of(config: Any) -> dict[str, Any]:
+    """The target's, of its layers without a window; of kinds that are not served only the base."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope = dict(rope.get("full_attention", rope))
+    theta = rope.get("rope_theta") or 10000.0
+    return {**rope, "rope_theta": theta} if rope.get("rope_type", "default") in ROPE_TYPES else {"rope_theta": theta}
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [t, heads, e]; cos, sin [t, 1, r] with r <= e."""
     width = cos.shape[-1]
@@ -123,6 +131,11 @@ class Attention(nn.Module):
         self.q_norm: Any = nn.Identity() if norm_eps is None else RMSNorm(head_dim, norm_eps)
         self.k_norm: Any = nn.Identity() if norm_eps is None else RMSNorm(head_dim, norm_eps)
 
+    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """x [t, width]; cos, sin [t, 1, r] -> rotated keys and values [t, kv_heads, e]."""
+        key = rotate(self.k_norm(self.k_proj(x).view(-1, self.kv_heads, self.head_dim)), cos, sin)
+        return key, self.v_proj(x).view(-1, self.kv_heads, self.head_dim)
+
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, queries: Tensor | None = None) -> Tensor:
         """Every token gives a key and a value; only those in `queries` ask.
 
@@ -134,8 +147,7 @@ class Attention(nn.Module):
         Returns:
             [tq, hidden].
         """
-        key = rotate(self.k_norm(self.k_proj(x).view(-1, self.kv_heads, self.head_dim)), cos, sin)
-        value = self.v_proj(x).view(-1, self.kv_heads, self.head_dim)
+        key, value = self.keys_values(x, cos, sin)
         if queries is not None:
             x, cos, sin = x[queries], cos[queries], sin[queries]
         query = rotate(self.q_norm(self.q_proj(x).view(-1, self.heads, self.head_dim)), cos, sin)

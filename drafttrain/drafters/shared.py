@@ -100,3 +100,31 @@ def copy_linear(ours: nn.Linear, theirs: Any, head_dim: int = 0) -> bool:
     if ours.bias is not None and bias is not None:
         ours.bias.data.copy_(bias)
     return True
+
+
+def copy_layer(ours: Any, theirs: Any, input_norm: str = "input_layernorm") -> list[str]:
+    """Gives a decoder layer what the target's layer has in the same form; returns the names.
+
+    Args:
+        ours: with `self_attn`, an `Attention`, and `mlp`; theirs: the target's. input_norm: our norm that stands for theirs.
+    """
+    # Families with four norms a layer name the one before the MLP differently.
+    before_mlp = getattr(theirs, "pre_feedforward_layernorm", None) or getattr(theirs, "post_attention_layernorm", None)
+    attention, their_attention = ours.self_attn, getattr(theirs, "self_attn", None)
+    done = {
+        input_norm: copy_norm(getattr(ours, input_norm), getattr(theirs, "input_layernorm", None)),
+        "post_attention_layernorm": copy_norm(ours.post_attention_layernorm, before_mlp),
+    }
+    for name in ("q_norm", "k_norm"):
+        norm = getattr(attention, name)
+        if not isinstance(norm, nn.Identity):
+            done[f"self_attn.{name}"] = copy_norm(norm, getattr(their_attention, name, None))
+    for block, names in (
+        ("self_attn", ("q_proj", "k_proj", "v_proj", "o_proj")),
+        ("mlp", ("gate_proj", "up_proj", "down_proj")),
+    ):
+        for name in names:
+            repeated = attention.head_dim if name in ("k_proj", "v_proj") else 0
+            other = getattr(getattr(theirs, block, None), name, None)
+            done[f"{block}.{name}"] = copy_linear(getattr(getattr(ours, block), name), other, repeated)
+    return [name for name, copied in done.items() if copied]

@@ -1,0 +1,269 @@
+"""The block-parallel backbone in both kinds: gradients, weights of the loss, parity, trees, losslessness."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from drafttrain.batch import Batch
+from drafttrain.decode.engine import generate, generate_batch
+from drafttrain.drafters.base import TreeSpec, load_drafter
+from drafttrain.drafters.dflash import DFlash
+from drafttrain.drafters.dspark import DSpark
+from drafttrain.drafters.shared import anchors_by_depth
+from drafttrain.errors import UserError
+from drafttrain.ops.native import cpu_kernels
+from drafttrain.ops.sampling import Sampler, SamplingParams, probabilities
+from drafttrain.training.targets import TargetSource
+from tests.conftest import make_target
+from tests.drafters.test_eagle3 import make_batch
+from tests.drafters.test_eagle3_flags import packed_batch
+
+KINDS = [DFlash, DSpark]
+KEPT = torch.arange(40, 240)
+OPTIONS = [
+    {},
+    {"num_hidden_layers": 1},
+    {"num_hidden_layers": 3, "num_key_value_heads": 4, "head_dim": 6, "intermediate_size": 40},
+    {"block_size": 2},
+    {"mask_token_id": 290},
+    {"train_head": True},
+    {"feature_layers": (1, 4)},
+    {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+]
+
+
+def make_drafter(kind, target, kept=KEPT, **options):
+    torch.manual_seed(3)
+    options = {"block_size": 5, "anchor_share": 1.0, "loss": "kl", **options}
+    drafter = kind(kind.config_class.for_target(target, draft_vocab_size=len(kept), **options))
+    drafter.initialise(target, kept)
+    drafter.bind(target)
+    return drafter
+
+
+def shaken(kind, target, **options):
+    """With norms, mask and low ranks away from where they start."""
+    drafter = make_drafter(kind, target, **options)
+    generator = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for name, parameter in drafter.named_parameters():
+            if parameter.dim() == 1 or "markov_in" in name:
+                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return drafter.eval()
+
+
+def run_step(drafter, target, batch, count=None):
+    output, rows, row_of = TargetSource(target, drafter.feature_layers, drafter.kept_ids)(batch)
+    count = count or len(anchors_by_depth(batch.response_mask, 1)[0])
+    return drafter(batch, target.embed(batch.input_ids), output, rows, row_of, count)
+
+
+def begun(drafter, target, prefix, max_length=64):
+    features = target.forward(prefix[None], drafter.feature_layers).features[0, :-1]
+    session = drafter.start(prefix[:-1], max_length)
+    for piece in (slice(0, 3), slice(3, 4), slice(4, None)):  # as prompts and rounds do
+        session.extend(prefix[1:][piece], features[piece])
+    return session
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", [{}, {"train_head": True, "weighting": "dpace"}])
+def test_every_parameter_gets_a_finite_gradient_and_a_batch_can_be_overfitted(target, kind, options):
+    drafter, batch = make_drafter(kind, target, torch.arange(300), **options), make_batch((12, 9))
+    first = run_step(drafter, target, batch)
+    first.loss.backward()
+    for name, parameter in drafter.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all() and parameter.grad.abs().sum() > 0, name
+    assert ("lm_head.weight" in dict(drafter.named_parameters())) == bool(options)
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=5e-3)
+    for _ in range(100):
+        optimizer.zero_grad()
+        step = run_step(drafter, target, batch)
+        step.loss.backward()
+        optimizer.step()
+    share = {name: step.metrics[name].sum() / step.metrics["count"].sum() for name in step.metrics}
+    assert share["agree"] > 0.8
+    assert kind is DFlash or (share["confidence"] - share["alpha"]).abs() < 0.1
+
+
+@pytest.mark.parametrize(
+    "packed", [False, pytest.param(True, marks=pytest.mark.skipif(cpu_kernels() is None, reason="C"))]
+)
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_at_depth_k_is_what_decoding_says_there(target, kind, options, packed):
+    """Teacher-forced losses, one-hot on the data's tokens, are the log-probabilities of that path in a drafted tree."""
+    drafter = shaken(kind, target, **options, loss="ce")
+    depth = drafter.config.depth
+    prefix = make_batch((12,)).input_ids[0]
+    decoder = shaken(kind, target, **options)
+    if packed:
+        decoder.pack()
+        decoder.bind(target)
+        assert decoder.layers[0].native is not None
+    tree = begun(decoder, target, prefix, 13).propose(
+        TreeSpec.parse("fanout:" + "x".join(["2", "3", "2", "2"][:depth]))
+    )
+    path = [len(tree) - 1]  # the last leaf: not the likeliest anywhere
+    while tree.parents[path[0]] >= 0:
+        path.insert(0, tree.parents[path[0]])
+    assert len(path) == depth
+    ids = torch.cat((torch.arange(7), prefix, tree.tokens[path]))[None]  # the conversation stands behind another one
+    documents = torch.tensor([[0, 0, 7], [0, 7, ids.shape[1] - 7]])
+    mask = torch.zeros_like(ids, dtype=torch.bool)
+    mask[0, 7 + len(prefix) - 1 :] = True
+    batch = Batch(ids, torch.tensor([ids.shape[1]]), mask, torch.tensor([0, 1]), documents)
+    seen, readout = [], drafter.readout
+    drafter.readout = lambda *args: seen.append(readout(*args)) or seen[-1]
+    step = run_step(drafter, target, batch)
+    assert step.metrics["count"].tolist() == [depth - k for k in range(depth)]
+    hidden, head = seen[0]
+    log_q = (hidden[:depth] @ head.T).log_softmax(-1)  # of the first anchor, the prefix's last token but one
+    wanted = log_q.gather(1, tree.tokens[path][:, None] - 40).flatten()
+    if kind is DSpark:
+        wanted = wanted + drafter.confidence(hidden[:depth]).sigmoid().log().flatten()
+    torch.testing.assert_close(tree.log_probs[path], wanted.cumsum(0), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_and_packing_change_nothing(target, kind):
+    drafter, whole = shaken(kind, target), make_batch((17, 11, 30, 9), start=2)
+    results = []
+    for batch in (whole, packed_batch(whole, [[2, 0], [3, 1]])):
+        drafter.zero_grad()
+        step = run_step(drafter, target, batch)
+        step.loss.backward()
+        results.append((step, [parameter.grad.clone() for parameter in drafter.parameters()]))
+    (one, grads), (other, packed_grads) = results
+    torch.testing.assert_close(one.loss, other.loss, rtol=1e-5, atol=1e-6)
+    for name in one.metrics:
+        torch.testing.assert_close(one.metrics[name], other.metrics[name], rtol=1e-4, atol=1e-4)
+    for mine, theirs in zip(grads, packed_grads, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5 * max(1.0, float(mine.abs().max())))
+
+
+def test_a_share_of_the_blocks_has_the_same_loss_in_expectation(target):
+    drafter, batch = shaken(DFlash, target, anchor_share=0.3), make_batch((40, 33))
+    every = run_step(drafter, target, batch)
+    drafter.train()
+    torch.manual_seed(0)
+    some = [run_step(drafter, target, batch) for _ in range(60)]
+    counts = [int(step.metrics["count"][0]) for step in some]
+    anchors = int(every.metrics["count"][0])
+    assert {int(0.3 * anchors), int(0.3 * anchors) + 1} == set(counts)
+    torch.testing.assert_close(torch.stack([step.loss for step in some]).mean(), every.loss, rtol=0.03, atol=0)
+    drafter.config.anchor_share = 1e-6  # no block at all: a loss of zero, with gradients
+    step = run_step(drafter, target, batch)
+    step.loss.backward()
+    assert step.loss == 0 and all(not parameter.grad.any() for parameter in drafter.parameters())
+
+
+def test_dpace_weighs_by_how_far_the_block_is_right(target):
+    drafter = shaken(DFlash, target, weighting="dpace", dpace_alpha=0.25)
+    mask = torch.ones(1, 9, dtype=torch.bool)
+    mask[0, :3] = False  # anchors 2, .., 6, whose blocks of 4 reach 4, 4, 3, 2 and 1 deep
+    batch = Batch(torch.arange(50, 59)[None], torch.tensor([9]), mask, torch.tensor([0]))
+    _, rows, row_of = TargetSource(target, drafter.feature_layers, drafter.kept_ids)(batch)
+    drawn = drafter.draw(mask, 5)
+    assert drawn.anchors.tolist() == [2, 3, 4, 5, 6] and drawn.live.sum(1).tolist() == [4, 4, 3, 2, 1]
+    hidden = torch.randn(14, 32, generator=torch.Generator().manual_seed(0)) * 0.1
+    at = row_of.flatten()[drawn.at]
+    weights = drafter.weigh(drawn, hidden, drafter.head.weight, rows, at).split(drawn.live.sum(1).tolist())
+    q = drafter.logits(hidden).softmax(-1).gather(1, rows.sampled_at(at)[:, None]).flatten()
+    smooth = (0.75 * q + 0.25).split(drawn.live.sum(1).tolist())
+    for weight, row in zip(weights, smooth, strict=True):
+        wanted = [sum(row[: m + 1].prod() for m in range(j, len(row))) for j in range(len(row))]
+        torch.testing.assert_close(weight, torch.stack(wanted) / 4 / 5, rtol=1e-5, atol=1e-7)
+
+
+def test_gradient_checkpointing_gives_the_same_gradients(target):
+    grads = []
+    for checkpointing in (False, True):
+        drafter = shaken(DSpark, target).train()
+        if checkpointing:
+            drafter.gradient_checkpointing_enable()
+            assert drafter.gradient_checkpointing
+        run_step(drafter, target, make_batch()).loss.backward()
+        grads.append([parameter.grad for parameter in drafter.parameters()])
+    for mine, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "text", ["chain:9", "fanout:3x2x1", "dynamic:4,5,12", "paths:0,1,0-0,1-2,0-0-1", "chain:4@stop=0.3"]
+)
+def test_trees_are_well_formed_and_go_no_deeper_than_the_block(target, kind, text):
+    drafter = shaken(kind, target)
+    tree = begun(drafter, target, make_batch((9,)).input_ids[0]).propose(TreeSpec.parse(text))
+    assert max(tree.depths) in range(1, 5)
+    assert all(parent < node for node, parent in enumerate(tree.parents))
+    assert all(40 <= token < 240 for token in tree.tokens.tolist())
+    pairs = list(zip(tree.parents, tree.tokens.tolist(), strict=True))
+    assert len(set(pairs)) == len(pairs)
+    assert all(
+        tree.log_probs[node] <= tree.log_probs[parent] for node, parent in enumerate(tree.parents) if parent >= 0
+    )
+    if text == "chain:9":
+        assert tree.depths == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drawn_trees_say_what_they_were_drawn_from(target, kind):
+    drafter, params = shaken(kind, target), SamplingParams(temperature=0.8, top_k=20)
+    session = begun(drafter, target, make_batch((9,)).input_ids[0])
+    tree = session.propose(TreeSpec.parse("fanout:3x2@sample"), Sampler(params, torch.Generator().manual_seed(1)))
+    wide = begun(drafter, target, make_batch((9,)).input_ids[0]).propose(TreeSpec.parse("fanout:200x200"))
+    log_q = {(wide.parents[n], int(wide.tokens[n])): wide.log_probs[n] for n in range(len(wide))}
+    first = {int(wide.tokens[n]): n for n in range(200)}
+    for node, parent in enumerate(tree.parents):
+        above = first[int(tree.tokens[parent])] if parent >= 0 else -1
+        scores = torch.stack([log_q[above, token] for token in KEPT.tolist()])  # up to a constant: path and confidence
+        q = probabilities(scores[None], params)[0]
+        torch.testing.assert_close(tree.proposal.probs[tree.proposal.rows[node]], q, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", ["chain:3", "fanout:3x2x1", "dynamic:4,4,10", "chain:2@stop=0.1"])
+def test_greedy_output_is_the_targets_own_alone_and_in_a_batch(target, kind, text):
+    drafter, spec = shaken(kind, target), TreeSpec.parse(text)
+    prompts = [make_batch((n,), seed=n).input_ids[0] for n in (5, 13, 9)]
+    plain = [generate(target, None, prompt, max_new_tokens=12, eos_ids=[]).tokens for prompt in prompts]
+    alone = [generate(target, drafter, prompt, max_new_tokens=12, spec=spec, eos_ids=[]) for prompt in prompts]
+    batch = generate_batch(target, drafter, prompts, max_new_tokens=12, spec=spec, eos_ids=[], max_rows=2)
+    assert [one.tokens for one in alone] == [one.tokens for one in batch] == plain
+    assert [one.stats.accepted for one in alone] == [one.stats.accepted for one in batch]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", [{}, {"train_head": True, "mask_token_id": 290}])
+def test_save_and_load_round_trip(target, tmp_path, kind, options):
+    drafter = shaken(kind, target, **options)
+    drafter.save_pretrained(tmp_path)
+    loaded = load_drafter(str(tmp_path), target)
+    assert type(loaded) is kind and loaded.feature_layers == drafter.feature_layers
+    prefix, spec = make_batch((9,)).input_ids[0], TreeSpec.parse("fanout:3x2x2")
+    trees = [begun(one, target, prefix).propose(spec) for one in (drafter, loaded)]
+    assert torch.equal(trees[0].tokens, trees[1].tokens)
+    torch.testing.assert_close(trees[0].log_probs, trees[1].log_probs, rtol=1e-4, atol=1e-5)
+    with pytest.raises(UserError, match=r"trained for target 'tiny' with num_layers=4.*has num_layers=6"):
+        loaded.bind(make_target(layers=6))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hidden_size": 48}, "its width is the target's, 32"),
+        ({"block_size": 1}, "block_size=1: a block holds"),
+        ({"mask_token_id": 300}, "mask_token_id=300 is no token"),
+        ({"anchor_share": 0}, "anchor_share=0 must be in"),
+        ({"weighting": "linear"}, "weighting='linear' is not one of exp, dpace"),
+        ({"gamma": 0}, "gamma=0 must be above 0"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3 must divide"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type='longrope' is not one of"),
+    ],
+)
+def test_what_cannot_work_is_said(target, options, message):
+    with pytest.raises(UserError, match=message):
+        DFlash.config_class.for_target(target, **options)

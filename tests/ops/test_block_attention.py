@@ -1,0 +1,67 @@
+"""Attention of blocks against one softmax under a dense mask over context and blocks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import flex_attention
+
+from drafttrain.ops import block_attention as ops
+from drafttrain.ops.block_attention import block_attention
+from drafttrain.ops.path_attention import Spans
+
+LENGTHS = (5, 300, 1, 9)  # documents, one longer than a call of the kernel
+
+
+def case(size, asked, share, seed=0, heads=4, kv=2, e=8, dtype=torch.float64):
+    """Queries, keys and values of blocks and context (leaves), and the blocks' spans."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor(LENGTHS)
+    begin = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+    own = (torch.rand(len(begin), generator=generator) < share).nonzero().squeeze(1)
+    make = lambda n, h: torch.randn(n, h, e, generator=generator, dtype=dtype).requires_grad_()  # noqa: E731
+    sizes = (len(own) * asked, heads), *[(len(own) * size, kv)] * 2, *[(len(begin), kv)] * 2
+    return [make(*each) for each in sizes], Spans(begin[own], own, begin[own])
+
+
+def textbook(query, key, value, base_key, base_value, spans):
+    heads, e = query.shape[1:]
+    blocks, kv = len(spans.last), key.shape[1]
+    of_query = torch.arange(blocks).repeat_interleave(len(query) // blocks)
+    of_key = torch.arange(blocks).repeat_interleave(len(key) // blocks)
+    at = torch.arange(len(base_key))
+    context = (at >= spans.first[of_query, None]) & (at <= spans.last[of_query, None])
+    mask = torch.cat((context, of_query[:, None] == of_key), dim=1)
+    keys, values = (torch.cat(x).repeat_interleave(heads // kv, 1) for x in ((base_key, key), (base_value, value)))
+    scores = torch.einsum("the,she->hts", query, keys) * e**-0.5
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+    return torch.einsum("hts,she->the", weights, values).flatten(1)
+
+
+def outputs(function, leaves, spans):
+    for leaf in leaves:
+        leaf.grad = None
+    out = function(*leaves, spans)
+    (out * torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view_as(out)).sum().backward()
+    return [out, *(leaf.grad for leaf in leaves)]
+
+
+@pytest.mark.parametrize(("size", "asked", "share"), [(4, 4, 1.0), (5, 4, 0.2), (2, 1, 0.5)])
+def test_outputs_and_gradients_are_the_textbooks(size, asked, share):
+    leaves, spans = case(size, asked, share)
+    for ours, theirs in zip(outputs(block_attention, leaves, spans), outputs(textbook, leaves, spans), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-8)
+
+
+def test_no_block_at_all_still_reaches_every_tensor():
+    leaves, spans = case(4, 3, 0.0)
+    assert all(not grad.any() for grad in outputs(block_attention, leaves, spans)[1:])
+
+
+def test_the_form_for_gpus_gives_the_same():
+    """FlexAttention as torch defines it, uncompiled; its gradients exist on GPUs only."""
+    leaves, spans = case(5, 4, 0.2, e=16, dtype=torch.float32)
+    wide = Spans(*(ends.repeat_interleave(4) for ends in (spans.first, spans.last, spans.begin)))
+    with torch.no_grad():
+        got = ops._on_gpu(*(leaf.detach() for leaf in leaves), wide, len(spans.last), flex_attention).flatten(1)
+        torch.testing.assert_close(got, block_attention(*leaves, spans), rtol=1e-5, atol=1e-5)
