@@ -347,7 +347,7 @@ class Target:
         Args:
             input_ids: [b, s].
             feature_layers: i picks the input of layer i (HF's hidden_states[i]); i == num_layers the last layer's output
-                before the final norm.
+                before the final norm; LAST (-1) the state behind it, which the head reads.
             position_ids: [b, s]; needed with `context`, whose tokens need not be consecutive.
             context: a decoder's cache and mask. Without one, plain causal attention over the rows.
 
@@ -368,6 +368,7 @@ class Target:
         with attention_context(context or Rows(length), caught):
             out = self.body(input_ids=input_ids, position_ids=position_ids, use_cache=False)
         last = caught.get(LAST, out.last_hidden_state).to(input_ids.device)
+        caught[LAST] = last
         parts = [caught[i].to(input_ids.device) for i in feature_layers]  # a spread target has them on several devices
         return TargetOutput(torch.cat(parts, dim=-1) if parts else last[..., :0], last)
 
@@ -380,9 +381,9 @@ class Target:
 
     def hook(self, feature_layers: Sequence[int]) -> None:
         """Readies the model to have these features caught; `forward` does so itself, but compiled code must find it done."""
-        wanted = {*feature_layers} if self._project_out is None else {*feature_layers, LAST}
+        wanted = {*feature_layers} - {LAST} if self._project_out is None else {*feature_layers, LAST}
         for layer in wanted - self._hooked:
-            if layer == LAST:
+            if layer == LAST:  # OPT-350m projects what the last norm gives; the projection counts as part of the head
                 hook_features(self._project_out, catch_input, layer)
             elif layer < self.num_layers:
                 hook_features(self.layers[layer], catch_input, layer)

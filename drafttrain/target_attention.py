@@ -122,7 +122,8 @@ def _attention(module, query, key, value, attention_mask, dropout=0.0, scaling=N
 
 # Features are caught by hooks that are registered once per module and stay: a compiled or captured forward keeps them.
 # They write to the dict of the running `Target.forward`, and do nothing while the model runs for somebody else.
-LAST = -1  # what enters a projection behind the last norm (OPT-350m)
+# The feature layer that is the state the head reads, behind the last norm.
+LAST = -1
 
 
 def catch_input(layer: int, _module, args, kwargs):

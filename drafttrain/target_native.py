@@ -18,7 +18,7 @@ from drafttrain.batch import TargetOutput
 from drafttrain.ops.decoder_layer import DecoderLayer, LayerWeights
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import PackedRMSNorm
-from drafttrain.target_attention import Rows
+from drafttrain.target_attention import LAST, Rows
 
 _LAYER_PARTS = {
     "self_attn", "mlp", "input_layernorm", "post_attention_layernorm",
@@ -75,7 +75,7 @@ class NativeBody:
         embedded = self.embed(input_ids)
         x = embedded[0].contiguous().clone()
         tables = self.rotary.tables(embedded, position_ids)
-        wanted, caught = set(feature_layers), {}
+        wanted, caught = set(feature_layers), dict[int, Tensor]()
         threads = torch.get_num_threads()
         for i, layer in enumerate(self.layers):
             if i in wanted:
@@ -85,8 +85,8 @@ class NativeBody:
             layer.after(x, attended.contiguous(), threads)
         if len(self.layers) in wanted:
             caught[len(self.layers)] = x.clone()
-        last = self.body.norm(x)[None]
-        parts = [caught[i] for i in feature_layers]
+        caught[LAST] = self.body.norm(x)
+        parts, last = [caught[i] for i in feature_layers], caught[LAST][None]
         return TargetOutput(torch.cat(parts, dim=-1)[None] if parts else last[..., :0], last)
 
 

@@ -34,6 +34,7 @@ from torch import Tensor
 from drafttrain import __version__
 from drafttrain.errors import UserError
 from drafttrain.files import is_disk_full, write_json
+from drafttrain.target_attention import LAST
 
 FORMAT = 1
 _SYNC_SECONDS = 5.0
@@ -394,11 +395,12 @@ class FeatureStore:
 
     Args:
         directory: of the data set.
-        columns: which features of a stored row to return, [f, h] ranges in the asked order; None for all.
+        columns: which features of a stored row to return, [f, h] ranges in the asked order (None in place of a range for the
+            last state); None for all.
         top_k: likeliest tokens stored in place of last states; 0 where there are states.
     """
 
-    def __init__(self, directory: Path, columns: list[tuple[int, int]] | None = None, top_k: int = 0):
+    def __init__(self, directory: Path, columns: list[tuple[int, int] | None] | None = None, top_k: int = 0):
         self.columns, self.top_k = columns, top_k
         self._files: dict[Path, Any] = {}
         self._where: dict[str, Path] = {}
@@ -412,10 +414,14 @@ class FeatureStore:
         """The states of these layers, or None if the data set does not hold them all."""
         root = Path(directory).expanduser()
         held = stored_features(root)
-        if held is None or not held["layers"] or not set(feature_layers) <= set(held["layers"]):
+        # Last states are kept beside the features, unless likeliest tokens were stored in their place.
+        if held is None or not held["layers"]:
+            return None
+        if not set(feature_layers) <= {*held["layers"], *(() if held["top_k"] else (LAST,))}:
             return None
         layers, width = held["layers"], (held.get("target") or read_meta(root)["target"])["hidden_size"]
-        columns = [(layers.index(layer) * width, (layers.index(layer) + 1) * width) for layer in feature_layers]
+        place = {layer: (i * width, (i + 1) * width) for i, layer in enumerate(layers)}
+        columns = [place.get(layer) for layer in feature_layers]
         return FeatureStore(root, None if list(feature_layers) == layers else columns, held["top_k"])
 
     def __len__(self) -> int:
@@ -439,5 +445,6 @@ class FeatureStore:
         found = {name: self._files[shard].get_tensor(f"{key}/{name}") for name in ("features", *names)}
         if self.columns is not None:
             whole = found["features"]
-            found["features"] = torch.cat([whole[:, :0], *(whole[:, start:end] for start, end in self.columns)], dim=-1)
+            parts = [found["last_hidden"] if part is None else whole[:, slice(*part)] for part in self.columns]
+            found["features"] = torch.cat([whole[:, :0], *parts], dim=-1)
         return found

@@ -60,7 +60,7 @@ def anchors_by_depth(response_mask: Tensor, depths: int, share: float = 1.0) -> 
     return result
 
 
-def _norm_weight(module: nn.Module) -> Tensor | None:
+def norm_weight(module: nn.Module) -> Tensor | None:
     """The factor that an RMS norm really applies: some families store it minus one, so ask the module, not the tensor."""
     if "RMSNorm" not in type(module).__name__:
         return None
@@ -70,7 +70,7 @@ def _norm_weight(module: nn.Module) -> Tensor | None:
 
 def copy_norm(ours: Any, theirs: Any) -> bool:
     """Gives our RMS norm the target's factors; False if theirs is missing or of another kind or size."""
-    weight = _norm_weight(theirs) if theirs is not None else None
+    weight = norm_weight(theirs) if theirs is not None else None
     if weight is None or weight.shape != ours.weight.shape:
         return False
     ours.weight.data.copy_(weight)
