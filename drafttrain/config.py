@@ -20,7 +20,8 @@ class TrainConfig:
         kind: drafter kind, a module of drafttrain/drafters.
         target: short name, folder or Hub id. data: folder written by `drafttrain generate`.
         output_dir: the drafter, its checkpoints and training.json go here.
-        init: 'target' starts from the target's weights, 'random' does not; anything else is a drafter to continue.
+        init: 'target' starts from the target's weights, 'random' does not, 'native' takes the drafter that the target's
+            checkpoint holds; anything else is a drafter to continue.
         drafter: options of the kind's config (draft_vocab_size, ttt_steps, feature_layers, ...).
         loss: between target and drafter, see docs/training.md: kl, js:0.5, lk_lambda, 0.9*kl+0.1*ce, kl@2, ...
             next_token pretrains a draft model without the target.

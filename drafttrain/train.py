@@ -75,6 +75,8 @@ def setup(config_path: str, overrides: list[str]) -> tuple[Any, Any]:
         raise UserError(f"config={config_path!r}: {' '.join(str(error).split())}") from error
 
 
+# Values of `init` that make a new drafter; others name one to continue.
+NEW = ("target", "random", "native")
 # A continued drafter whose vocabulary covers less of the new data gets a note.
 MIN_COVERAGE = 0.95
 
@@ -103,20 +105,27 @@ def build_drafter(config: Any, target: Any, records: Any) -> tuple[Any, dict[str
         for name in options:
             if name not in known:
                 raise UserError(f"unknown key drafter.{name}{neighbours(name, known)}")
-        if config.init not in ("target", "random"):
+        if config.init not in NEW:
             drafter = continue_drafter(config.init, kind, options, config.loss, target)
         else:
             kept, _ = keep_frequent(counts, int(options.pop("draft_vocab_size", 0)), target.eos_ids)
             options["loss"] = config.loss
-            drafter = kind(kind.config_class.for_target(target, **options, draft_vocab_size=len(kept)))
-            drafter.kept_ids.copy_(kept)
+            if config.init == "native":
+                if not hasattr(kind, "native"):
+                    raise UserError(
+                        f"init='native': no target comes with a drafter of kind={config.kind!r}; use init=target"
+                    )
+                drafter = kind.native(target, kept, options)
+            else:
+                drafter = kind(kind.config_class.for_target(target, **options, draft_vocab_size=len(kept)))
+                drafter.kept_ids.copy_(kept)
             if config.init == "target":
                 copied = drafter.initialise(target, kept)
                 print("initialised from the target:", ", ".join(copied) or "nothing", flush=True)
     drafter.bind(target)
     covered = float(counts[drafter.kept_ids.to(counts.device)].sum() / counts.sum().clamp(min=1))
     report.update(size=len(drafter.kept_ids), coverage=round(covered, 6))
-    if config.init not in ("target", "random") and covered < MIN_COVERAGE:
+    if config.init not in NEW and covered < MIN_COVERAGE:
         print(
             f"note: the vocabulary of init={config.init!r} covers {100 * covered:.1f} % of this data's response tokens, and "
             "what it lacks is never drafted; init=target chooses a new one from this data",

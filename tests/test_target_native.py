@@ -26,6 +26,7 @@ from transformers import (
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target import Target
+from drafttrain.target_attention import LAST
 from drafttrain.target_native import NativeBody
 
 pytestmark = pytest.mark.skipif(cpu_kernels() is None, reason="no C compiler here")
@@ -76,7 +77,7 @@ def test_equals_transformers_in_a_tree(name):
     target = make(MODELS[name])
     native = NativeBody.of(target)
     assert native is not None
-    prompt, parents, layers = torch.arange(3, 21)[None], [-1, -1, 0, 1, 3], (0, 1, 3)
+    prompt, parents, layers = torch.arange(3, 21)[None], [-1, -1, 0, 1, 3], (0, 1, 3, LAST)
     outputs = []
     for forward in (target.forward, native.forward):
         cache = TreeCache(64)
@@ -89,6 +90,8 @@ def test_equals_transformers_in_a_tree(name):
     for ours, theirs in zip(outputs[1], outputs[0], strict=True):
         torch.testing.assert_close(ours.features, theirs.features, atol=2e-4, rtol=1e-3)
         torch.testing.assert_close(ours.last_hidden, theirs.last_hidden, atol=2e-4, rtol=1e-3)
+        for output in (ours, theirs):
+            assert torch.equal(output.features[..., -target.hidden_size :], output.last_hidden)
 
 
 @pytest.mark.parametrize("name", OTHERS)

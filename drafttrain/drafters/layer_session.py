@@ -39,8 +39,8 @@ class LayerDrafting:
     The kind provides:
         cache_shape: of its layers. kept_ids: [d] target ids of its vocabulary. embed: the target's embedding.
         fuse(features [t, f*h]) -> [t, h]: the state that depth 0 reads.
-        step(state, embeds, positions, attends, queries) -> the state that the next depth reads; attends: one per layer.
-            Only the last layer's outputs are restricted to `queries`.
+        step(state, embeds, positions, attends, queries, depth) -> the state that the next depth reads; attends: one per
+            layer. Only the last layer's outputs are restricted to `queries`.
         logits(state) -> [t, d].
     """
 
@@ -67,11 +67,11 @@ class LayerDrafting:
 
         shape = self.cache_shape
         committed = list(zip(starts, sizes, strict=True))
-        final = [_newest(start, size, 1, shape.window, device) for start, size in committed]
-        attends = [_attend_apart(sessions, shape.layers - 1, starts, final, [1] * len(sizes), sizes)]
+        final = [newest(start, size, 1, shape.window, device) for start, size in committed]
+        attends = [attend_apart(sessions, shape.layers - 1, starts, final, [1] * len(sizes), sizes)]
         if shape.layers > 1:  # upper layers read every token, so all of them ask below
-            masks = [_newest(start, size, size, shape.window, device) for start, size in committed]
-            below = [_attend_apart(sessions, layer, starts, masks, sizes, sizes) for layer in range(shape.layers - 1)]
+            masks = [newest(start, size, size, shape.window, device) for start, size in committed]
+            below = [attend_apart(sessions, layer, starts, masks, sizes, sizes) for layer in range(shape.layers - 1)]
             attends = [*below, *attends]
         states = self.fuse(_cat(features))
         out = self.step(states, self.embed(_cat(tokens)), positions.to(device), attends, last.to(device))
@@ -87,7 +87,9 @@ class LayerDrafting:
         first = self.logits(_cat([session.root for session in sessions]))
         drafts = [_Draft(*each, self.kept_ids) for each in zip(sessions, specs, samplers, first, strict=True)]
         growing = [draft for draft in drafts if draft.tree is None]
+        depth = 0
         while growing:
+            depth += 1
             sizes = [len(draft.parents) for draft in growing]
             tokens = _cat([draft.tokens for draft in growing])
             states = torch.stack([draft.state_of(parent) for draft in growing for parent in draft.parents])
@@ -95,8 +97,8 @@ class LayerDrafting:
             positions = torch.tensor([at for draft in growing for at in draft.positions], device=tokens.device)
             own, begins = [draft.session for draft in growing], [draft.begin for draft in growing]
             layers = range(self.cache_shape.layers)
-            attends = [_attend_apart(own, layer, begins, masks, sizes, sizes) for layer in layers]
-            out = self.step(states, self.embed(self.kept_ids[tokens]), positions, attends)
+            attends = [attend_apart(own, layer, begins, masks, sizes, sizes) for layer in layers]
+            out = self.step(states, self.embed(self.kept_ids[tokens]), positions, attends, None, depth)
             for draft, state, logits in zip(growing, out.split(sizes), self.logits(out).split(sizes), strict=True):
                 draft.states.extend(state)
                 draft.grow(logits)
@@ -108,7 +110,7 @@ def _cat(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-def _newest(start: int, size: int, asking: int, window: int, device: torch.device) -> Tensor | None:
+def newest(start: int, size: int, asking: int, window: int, device: torch.device) -> Tensor | None:
     """Which slots the last `asking` of `size` new committed tokens see: [asking, start + size] bool, None for all."""
     end = start + size
     if asking == 1 and (not window or end <= window):
@@ -118,7 +120,7 @@ def _newest(start: int, size: int, asking: int, window: int, device: torch.devic
     return (slots <= own) & (own - slots < window) if window else slots <= own
 
 
-def _attend_apart(
+def attend_apart(
     sessions: Sequence[LayerSession],
     layer: int,
     begins: Sequence[int],

@@ -14,7 +14,7 @@ of the input, so that each token's score is highest with its own key; values and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -114,7 +114,7 @@ def linear_start(drafter: Any, batches: Iterable[Batch], source: Source) -> floa
         drafter.lm_head.weight.mul_(scale / rho)
     else:
         drafter.norm.weight.fill_(scale)
-    _set_temperature(drafter, batches[0], source)
+    set_temperature(drafter, batches[0], source, drafter.lm_head.weight if config.norm_output else drafter.norm.weight)
     return rho**2 / (power / first.count)
 
 
@@ -178,11 +178,58 @@ def _set_attention(attention: Any, maps: Tensor, covariance: Tensor, residual: f
         attention.q_proj.weight.view(kv, group, e, width)[head] = probe
 
 
-def _set_temperature(drafter: Any, batch: Batch, source: Source) -> None:
-    """Scales the logits so that the start's confidence fits: a prediction's RMS says nothing about its certainty."""
+@torch.no_grad()
+def projection_start(
+    drafter: Any, projections: Sequence[Any], batches: Iterable[Batch], source: Source, normed: bool
+) -> tuple[float, float]:
+    """The same for kinds whose projection reads (token embedding, state) before the layers: it takes the whole map.
+
+        projection [embed(x_{t+1}), f_t]  ~  f_{t+1}
+
+    The layers start silent, as a residual that adds nothing.
+
+    Args:
+        drafter: bound to its target, reading its last state. projections: linear layers that all get the map.
+        batches: some of the training data, on the drafter's device. source: as in training.
+        normed: embedding, state and what is predicted are scaled to RMS 1.
+
+    Returns:
+        Share of variance of f that the map explains, 0 to 1, and the RMS of f.
+    """
+    fit, sizes, power, squares = LeastSquares(), list[Tensor](), 0.0, 0.0
+    for batch in batches:
+        output, rows, row_of = source(batch)
+        anchors = anchors_by_depth(batch.response_mask, 1)[0]
+        y = rows.hidden[row_of.flatten()[anchors + 1]].float()
+        parts = [drafter.embed(batch.input_ids).flatten(0, 1)[anchors + 1].float()]
+        parts.append(output.features.flatten(0, 1)[anchors].float())
+        squares += float(y.square().mean(-1).sum())
+        if normed:
+            y, *parts = (unit(part) for part in (y, *parts))
+        # Of about one size, so that the ridge does not decide between them.
+        sizes = sizes or [part.square().mean().sqrt() for part in parts]
+        power += float(y.square().mean(-1).sum())
+        fit.add(torch.cat([part / size for part, size in zip(parts, sizes, strict=True)], dim=-1), y)
+    assert fit.xx is not None
+    maps = fit.solve()
+    explained = float(((maps @ fit.xx) * maps).sum()) / len(maps) / power
+    left, right = maps.chunk(2, dim=1)
+    for projection in projections:
+        projection.weight.copy_(torch.cat((left / sizes[0], right / sizes[1]), dim=1))
+    for layer in drafter.decoder_layers:
+        _silence(layer.mlp.down_proj)
+        _silence(layer.self_attn.o_proj)
+    return explained, (squares / fit.count) ** 0.5
+
+
+def set_temperature(drafter: Any, batch: Batch, source: Source, scaled: Tensor) -> None:
+    """Scales the logits so that the start's confidence fits: a prediction's RMS says nothing about its certainty.
+
+    Args:
+        scaled: the weight that does it.
+    """
     part = batch.first_rows(2)
     output, targets, row_of = source(part)
-    scaled = (drafter.lm_head if drafter.config.norm_output else drafter.norm).weight
     weight, best = scaled.clone(), (float("inf"), 1.0)
     for factor in (0.25, 0.35, 0.5, 0.65, 0.8, 1.0):
         scaled.copy_(weight * factor)

@@ -60,7 +60,7 @@ def anchors_by_depth(response_mask: Tensor, depths: int, share: float = 1.0) -> 
     return result
 
 
-def _norm_weight(module: nn.Module) -> Tensor | None:
+def norm_weight(module: nn.Module) -> Tensor | None:
     """The factor that an RMS norm really applies: some families store it minus one, so ask the module, not the tensor."""
     if "RMSNorm" not in type(module).__name__:
         return None
@@ -70,7 +70,7 @@ def _norm_weight(module: nn.Module) -> Tensor | None:
 
 def copy_norm(ours: Any, theirs: Any) -> bool:
     """Gives our RMS norm the target's factors; False if theirs is missing or of another kind or size."""
-    weight = _norm_weight(theirs) if theirs is not None else None
+    weight = norm_weight(theirs) if theirs is not None else None
     if weight is None or weight.shape != ours.weight.shape:
         return False
     ours.weight.data.copy_(weight)
@@ -102,23 +102,24 @@ def copy_linear(ours: nn.Linear, theirs: Any, head_dim: int = 0) -> bool:
     return True
 
 
-def copy_layer(ours: Any, theirs: Any, input_norm: str = "input_layernorm") -> list[str]:
+def copy_layer(ours: Any, theirs: Any) -> list[str]:
     """Gives a decoder layer what the target's layer has in the same form; returns the names.
 
     Args:
-        ours: with `self_attn`, an `Attention`, and `mlp`; theirs: the target's. input_norm: our norm that stands for theirs.
+        ours: with `self_attn`, an `Attention`, `mlp` and norms; theirs: the target's. Where ours has a `hidden_norm`, that one
+            stands for their input norm.
     """
     # Families with four norms a layer name the one before the MLP differently.
     before_mlp = getattr(theirs, "pre_feedforward_layernorm", None) or getattr(theirs, "post_attention_layernorm", None)
     attention, their_attention = ours.self_attn, getattr(theirs, "self_attn", None)
-    done = {
-        input_norm: copy_norm(getattr(ours, input_norm), getattr(theirs, "input_layernorm", None)),
-        "post_attention_layernorm": copy_norm(ours.post_attention_layernorm, before_mlp),
+    into = "hidden_norm" if hasattr(ours, "hidden_norm") else "input_layernorm"
+    norms = {
+        into: (getattr(ours, into), getattr(theirs, "input_layernorm", None)),
+        "post_attention_layernorm": (ours.post_attention_layernorm, before_mlp),
+        "self_attn.q_norm": (attention.q_norm, getattr(their_attention, "q_norm", None)),
+        "self_attn.k_norm": (attention.k_norm, getattr(their_attention, "k_norm", None)),
     }
-    for name in ("q_norm", "k_norm"):
-        norm = getattr(attention, name)
-        if not isinstance(norm, nn.Identity):
-            done[f"self_attn.{name}"] = copy_norm(norm, getattr(their_attention, name, None))
+    done = {name: copy_norm(*pair) for name, pair in norms.items() if not isinstance(pair[0], nn.Identity)}
     for block, names in (
         ("self_attn", ("q_proj", "k_proj", "v_proj", "o_proj")),
         ("mlp", ("gate_proj", "up_proj", "down_proj")),

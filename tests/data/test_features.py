@@ -16,6 +16,7 @@ from drafttrain.cli import main
 from drafttrain.data.loader import collate, to_batch, training_rows
 from drafttrain.data.store import FeatureStore, load_records
 from drafttrain.target import Target
+from drafttrain.target_attention import LAST
 from drafttrain.training.targets import TargetSource
 from tests.drafters.test_eagle3 import make_drafter
 from tests.training.test_train import ROOT, write_data
@@ -75,6 +76,7 @@ def test_few_likeliest_tokens_come_close(data, target_dir):
     for k in ("8", "200"):
         assert extract(data, "--store-dtype", "float32", "--top-k", k, "--overwrite") == 0
         assert FeatureStore.open(data, LAYERS).get("row0")["topk_ids"].shape[1] == int(k)
+        assert FeatureStore.open(data, (LAST,)) is None
         stored = loss_of(data, target, stored=True)
         assert torch.equal(stored[3]["agree"], full[3]["agree"])
         gaps.append(float((stored[1] - full[1]).norm() / full[1].norm()))

@@ -12,6 +12,7 @@ import torch
 from drafttrain.data import store as store_module
 from drafttrain.data.store import FeatureStore, FeatureWriter, Store, check_space, load_records, read_meta
 from drafttrain.errors import UserError
+from drafttrain.target_attention import LAST
 
 META = {
     "target": {"name": "tiny", "hidden_size": 4, "tokenizer": "abc"},
@@ -181,6 +182,8 @@ def test_features_appear_with_their_records(tmp_path):
     swapped = FeatureStore.open(tmp_path, (2,)).get("c/3")
     assert torch.equal(swapped["features"], states(3)[0][:, 4:])
     assert FeatureStore.open(tmp_path, (1, 3)) is None
+    last = FeatureStore.open(tmp_path, (LAST, 1)).get("c/3")["features"]
+    assert torch.equal(last, torch.cat((states(3)[1], states(3)[0][:, :4]), dim=1))
 
 
 def test_torn_shard_is_not_there(tmp_path):

@@ -1,8 +1,9 @@
-"""Shape and training recipe of an EAGLE-3 drafter; field names are those of published checkpoints where they have one."""
+"""Shape and training recipe of drafters with decoder layers; field names are those of published checkpoints where they have
+one."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 from transformers import PreTrainedConfig
@@ -11,18 +12,15 @@ from transformers.activations import ACT2FN
 from drafttrain.drafters.layers import ROPE_TYPES, rope_parameters_of
 from drafttrain.errors import UserError
 from drafttrain.target import Target
+from drafttrain.target_attention import LAST
 
 
-class Eagle3Config(PreTrainedConfig):
-    """What an EAGLE-3 drafter is.
+class LayerConfig(PreTrainedConfig):
+    """What a drafter with decoder layers is, and how it is trained.
 
     Attributes:
-        hidden_size, intermediate_size, num_attention_heads, num_key_value_heads, head_dim, num_hidden_layers: of its layers;
-            hidden_size may differ from the target's.
+        hidden_size, intermediate_size, num_attention_heads, num_key_value_heads, head_dim, num_hidden_layers: of its layers.
         draft_vocab_size: d, kept tokens; 0 keeps the target's whole vocabulary.
-        feature_layers: target hidden states that are fused, any number; empty means the target's default three.
-        fc_norm: a norm of its own for each feature before `fc`. norm_output: the next depth reads the state after the final
-            norm (both EAGLE-3.1). norm_before_residual: the first layer's residual is the normed state.
         qk_norm: norms per query and key head (Qwen3). attention_bias, mlp_bias: of the linear layers there.
         hidden_act: the MLP's activation. sliding_window: positions that a token sees, its own included; 0 for all.
         rope_parameters: as in transformers 5, {"rope_type": "yarn", "factor": ...}; wins over rope_theta.
@@ -36,9 +34,9 @@ class Eagle3Config(PreTrainedConfig):
         UserError: values that cannot work, or not together.
     """
 
-    model_type = "drafttrain_eagle3"
+    drafter_kind = ""
     # What a run may set anew when it continues a drafter; everything else is what the weights were made for.
-    recipe_keys = ("ttt_steps", "depth_decay", "depth_share", "loss")
+    recipe_keys: ClassVar[tuple[str, ...]] = ("ttt_steps", "depth_decay", "depth_share", "loss")
 
     def __init__(
         self,
@@ -54,11 +52,6 @@ class Eagle3Config(PreTrainedConfig):
         max_position_embeddings: int = 131072,
         vocab_size: int = 0,
         draft_vocab_size: int = 0,
-        feature_layers: tuple[int, ...] = (),
-        target_hidden_size: int = 0,
-        fc_norm: bool = False,
-        norm_output: bool = False,
-        norm_before_residual: bool = False,
         qk_norm: bool = False,
         attention_bias: bool = False,
         mlp_bias: bool = False,
@@ -71,7 +64,7 @@ class Eagle3Config(PreTrainedConfig):
         target: dict[str, Any] | None = None,
         **kwargs: Any,
     ):
-        self.drafter_kind = "eagle3"
+        self.drafter_kind = type(self).drafter_kind
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size or 4 * hidden_size
         self.num_attention_heads = num_attention_heads
@@ -84,9 +77,6 @@ class Eagle3Config(PreTrainedConfig):
         self.max_position_embeddings = max_position_embeddings
         self.vocab_size = vocab_size
         self.draft_vocab_size = draft_vocab_size or vocab_size
-        self.feature_layers = tuple(feature_layers)
-        self.target_hidden_size = target_hidden_size or hidden_size
-        self.fc_norm, self.norm_output, self.norm_before_residual = fc_norm, norm_output, norm_before_residual
         self.qk_norm, self.attention_bias, self.mlp_bias = qk_norm, attention_bias, mlp_bias
         self.hidden_act = hidden_act
         self.sliding_window = sliding_window or 0
@@ -111,6 +101,8 @@ class Eagle3Config(PreTrainedConfig):
             raise UserError(
                 f"num_key_value_heads={self.num_key_value_heads} must divide num_attention_heads={self.num_attention_heads}"
             )
+        if self.ttt_steps < 1:
+            raise UserError(f"ttt_steps={self.ttt_steps}: at least 1 depth is trained")
         if 0 < self.sliding_window <= self.ttt_steps:
             raise UserError(
                 f"sliding_window={self.sliding_window} must be larger than ttt_steps={self.ttt_steps}, or drafted tokens "
@@ -118,7 +110,7 @@ class Eagle3Config(PreTrainedConfig):
             )
 
     @classmethod
-    def for_target(cls, target: Target, **options: Any) -> Eagle3Config:
+    def for_target(cls, target: Target, **options: Any) -> Any:
         """The target's own shapes, positions and query norms where `options` say nothing."""
         config = target.config
         heads = options.get("num_attention_heads", config.num_attention_heads)
@@ -131,7 +123,6 @@ class Eagle3Config(PreTrainedConfig):
             "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-5),
             "rope_parameters": rope_parameters_of(config),
             "max_position_embeddings": getattr(config, "max_position_embeddings", None) or 131072,
-            "feature_layers": target.default_feature_layers,
             "qk_norm": has_head_norms(target.layers[-1]),
         }
         if "rope_theta" in options and "rope_parameters" not in options:
@@ -141,12 +132,27 @@ class Eagle3Config(PreTrainedConfig):
             del own["intermediate_size"], own["head_dim"]
             if heads % own["num_key_value_heads"]:
                 del own["num_key_value_heads"]
-        fixed = {
-            "vocab_size": target.vocab_size,
-            "target_hidden_size": target.hidden_size,
-            "target": target.identity(),
-        }
+        fixed = {"vocab_size": target.vocab_size, "target": target.identity()}
         return cls(**{**own, **options, **fixed})
+
+
+class LastStateConfig(LayerConfig):
+    """Of kinds that go on from the state which the target's head reads, with states of their own that are of its width."""
+
+    feature_layers = (LAST,)
+
+    def __init__(self, **kwargs: Any):  # or the base class of all configs writes one
+        super().__init__(**kwargs)
+
+    @classmethod
+    def for_target(cls, target: Target, **options: Any) -> Any:
+        width = options.get("hidden_size", target.hidden_size)
+        if width != target.hidden_size:
+            raise UserError(
+                f"hidden_size={width}: kind={cls.drafter_kind!r} reads and writes states of the target, which have "
+                f"{target.hidden_size} entries; drop the key, or choose a smaller intermediate_size"
+            )
+        return super().for_target(target, **options)
 
 
 def has_head_norms(layer: nn.Module) -> bool:

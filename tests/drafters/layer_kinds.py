@@ -1,0 +1,161 @@
+"""What every kind with decoder layers must hold; `make(**options)` gives a fresh drafter of the kind, bound to the target."""
+
+from __future__ import annotations
+
+import torch
+
+from drafttrain.batch import Batch
+from drafttrain.decode import SamplingParams, generate, generate_batch
+from drafttrain.drafters.base import TreeSpec, kind_class, load_drafter
+from drafttrain.ops.sampling import Sampler
+from tests.drafters.test_eagle3 import make_batch, run_step
+from tests.drafters.test_eagle3_flags import packed_batch
+
+TREES = ("chain:3", "fanout:3x2x1", "dynamic:4,3,10", "paths:0,1,0-0,0-1,0-0-0", "chain:5@stop=0.01")
+
+
+def make_kind(kind, target, kept=None, shake=False, **options):
+    """A drafter as train.py begins one; shake: with norms and biases that matter."""
+    torch.manual_seed(3)
+    kept = torch.arange(target.vocab_size) if kept is None else kept
+    cls = kind_class(kind)
+    drafter = cls(cls.config_class.for_target(target, draft_vocab_size=len(kept), **options))
+    drafter.kept_ids.copy_(kept)
+    assert drafter.initialise(target, kept)
+    if shake:
+        generator = torch.Generator().manual_seed(9)
+        for parameter in drafter.parameters():
+            if parameter.dim() == 1:
+                parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+    drafter.bind(target)
+    return drafter.train(not shake)
+
+
+def check_training(drafter, target, learned=0.5):
+    """A gradient on everything that is trained, and one batch can be learned by heart."""
+    batch = make_batch()
+    first = run_step(drafter, target, batch)
+    assert first.loss.isfinite()
+    first.loss.backward()
+    for name, parameter in drafter.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all() and parameter.grad.abs().sum() > 0, name
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-2)
+    for _ in range(60):
+        optimizer.zero_grad()
+        step = run_step(drafter, target, batch)
+        step.loss.backward()
+        optimizer.step()
+    assert (step.metrics["loss"] < learned * first.metrics["loss"]).all(), (first.metrics, step.metrics)
+
+
+def check_packed_rows(drafter, target):
+    whole = make_batch((17, 11, 30, 9), start=2)
+    results = []
+    for batch in (whole, packed_batch(whole, [[2, 0], [3, 1]])):
+        drafter.zero_grad()
+        step = run_step(drafter, target, batch)
+        step.loss.backward()
+        results.append((step, [parameter.grad.clone() for parameter in drafter.parameters()]))
+    (one, grads), (other, packed_grads) = results
+    torch.testing.assert_close(one.loss, other.loss, rtol=1e-5, atol=1e-6)
+    for name in one.metrics:
+        torch.testing.assert_close(one.metrics[name], other.metrics[name], rtol=1e-4, atol=1e-4)
+    for mine, theirs in zip(grads, packed_grads, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5 * max(1.0, float(mine.abs().max())))
+
+
+def check_parity(make, target, depth=4):
+    """log q of a drafted chain is what training computes for that chain as the text, at every depth, plain and packed."""
+    prefix = make_batch((12,)).input_ids[0]
+    anchor = len(prefix) - 2
+    drafter = make()
+    features = target.forward(prefix[None], drafter.feature_layers).features[0]
+    trees = []
+    for packed in (False, True):
+        decoder = make()
+        if packed:
+            decoder.pack()
+            decoder.bind(target)
+        session = decoder.start(prefix[: anchor + 1], max_length=13)  # so that the buffers have to grow
+        session.extend(prefix[1 : anchor - 2], features[: anchor - 3])  # in pieces, as rounds do
+        session.extend(prefix[anchor - 2 : anchor + 2], features[anchor - 3 : anchor + 1])
+        trees.append(session.propose(TreeSpec.parse(f"chain:{depth}")))
+    assert torch.equal(trees[0].tokens, trees[1].tokens) and len(trees[0]) == depth
+    torch.testing.assert_close(trees[0].log_probs, trees[1].log_probs, rtol=1e-3, atol=1e-4)
+
+    # The conversation stands behind another one in its row; the response is cut so that only this anchor reaches depth k.
+    ids = torch.cat((torch.arange(7), prefix, trees[0].tokens, torch.tensor([7])))[None]
+    documents = torch.tensor([[0, 0, 7], [0, 7, ids.shape[1] - 7]])
+    drafter.config.loss = "ce"
+    drafted = -torch.diff(trees[0].log_probs, prepend=torch.zeros(1))
+    for k in range(depth):
+        mask = torch.zeros_like(ids, dtype=torch.bool)
+        mask[:, anchor + 8 : anchor + 10 + k] = True
+        batch = Batch(ids, torch.tensor([ids.shape[1]]), mask, torch.tensor([0, 1]), documents)
+        metrics = run_step(drafter, target, batch).metrics
+        assert metrics["count"][k] == 1
+        torch.testing.assert_close(metrics["loss"][k], drafted[k], rtol=1e-3, atol=1e-4)
+
+
+def check_trees(drafter, target):
+    """Shapes, distinct siblings, kept tokens; paths drafted alone have the same probabilities; drawn ones have their q."""
+    prefix = make_batch((9,)).input_ids[0]
+    features = target.forward(prefix[None], drafter.feature_layers).features[0]
+
+    def draft(text, sampler=None):
+        session = drafter.start(prefix[:-1], 32)
+        session.extend(prefix[1:], features[:-1])
+        return session.propose(TreeSpec.parse(text), sampler)
+
+    kept = set(drafter.kept_ids.tolist())
+    for text, size in (("none", 0), ("chain:3", 3), ("fanout:3x2x1", 15), ("dynamic:4,3,10", 10), ("paths:0,1,0-1", 3)):
+        tree = draft(text)
+        assert len(tree) == size, text
+        assert all(parent < i for i, parent in enumerate(tree.parents))
+        pairs = list(zip(tree.parents, tree.tokens.tolist(), strict=True))
+        assert len(set(pairs)) == len(pairs) and set(tree.tokens.tolist()) <= kept
+    wide, chain = draft("fanout:3x2x2"), draft("chain:3")
+    node, score = -1, []
+    for token in chain.tokens.tolist():
+        node = next(i for i, p in enumerate(wide.parents) if p == node and wide.tokens[i] == token)
+        score.append(wide.log_probs[node])
+    torch.testing.assert_close(torch.stack(score), chain.log_probs, rtol=1e-4, atol=1e-4)
+    assert len(draft("chain:3@stop=0.999999")) == 1
+
+    sampler = Sampler(SamplingParams(temperature=0.9), torch.Generator().manual_seed(1))
+    drawn = draft("fanout:2x1@sample", sampler)
+    q = drawn.proposal.probs[drawn.proposal.rows]
+    torch.testing.assert_close(q.sum(-1), torch.ones(len(drawn)))
+    place = {token: i for i, token in enumerate(drafter.kept_ids.tolist())}
+    own = q[torch.arange(len(drawn)), [place[token] for token in drawn.tokens.tolist()]].log()
+    above = torch.tensor([drawn.log_probs[p] if p >= 0 else 0.0 for p in drawn.parents])
+    torch.testing.assert_close(drawn.log_probs, above + own, rtol=1e-4, atol=1e-4)
+
+
+def check_lossless(drafter, target):
+    """Greedy speculative text is greedy text in every tree, alone and in a ragged batch."""
+    prompts = [[5, 9, 11, 9, 11, 30], [7, 3, 250, 8, 1, 2, 99, 100, 4], [61, 60]]
+    plain = [generate(target, None, prompt, max_new_tokens=16, eos_ids=()).tokens for prompt in prompts]
+    for text in TREES:
+        spec = TreeSpec.parse(text)
+        alone = [generate(target, drafter, prompt, max_new_tokens=16, spec=spec, eos_ids=()) for prompt in prompts]
+        assert [each.tokens for each in alone] == plain, text
+        together = generate_batch(target, drafter, prompts, max_new_tokens=16, spec=spec, eos_ids=(), max_rows=3)
+        assert [each.tokens for each in together] == plain, text
+
+
+def check_round_trip(drafter, target, folder):
+    drafter.save_pretrained(folder)
+    loaded = load_drafter(str(folder), target)
+    plain = type(drafter).from_pretrained(folder)
+    assert torch.equal(plain.kept_ids, drafter.kept_ids) and plain.feature_layers == drafter.feature_layers
+    plain.bind(target)
+    a, b = (run_step(d.eval(), target, make_batch()).loss for d in (drafter, plain))
+    torch.testing.assert_close(a, b)
+    prompt = [5, 9, 11, 9, 11, 30]
+    texts = [
+        generate(target, d, prompt, max_new_tokens=12, spec=TreeSpec.parse("chain:3"), eos_ids=())
+        for d in (drafter, loaded)
+    ]
+    assert texts[0].tokens == texts[1].tokens
+    assert texts[0].stats.accepted_length == texts[1].stats.accepted_length

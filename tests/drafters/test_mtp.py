@@ -1,0 +1,171 @@
+"""Multi-token prediction: the contract in its own options, the closed-form start, and modules that targets come with."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from drafttrain.drafters.mtp import MTP, MTPConfig
+from drafttrain.errors import UserError
+from drafttrain.target import Target
+from drafttrain.training.targets import TargetSource
+from tests.conftest import make_target
+from tests.drafters.layer_kinds import (
+    check_lossless,
+    check_packed_rows,
+    check_parity,
+    check_round_trip,
+    check_training,
+    check_trees,
+    make_kind,
+)
+from tests.drafters.test_eagle3 import make_batch, run_step
+
+KEPT = torch.arange(40, 240)
+OPTIONS = [{}, {"modules": 3}, {"modules": 4, "qk_norm": True, "attention_bias": True, "sliding_window": 6}]
+
+
+@pytest.mark.parametrize("options", OPTIONS[:2], ids=str)
+def test_training(target, options):
+    check_training(make_kind("mtp", target, **options), target)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_both_halves_are_one_forward(target, options):
+    check_parity(lambda: make_kind("mtp", target, KEPT, shake=True, **options), target)
+
+
+def test_packed_rows(target):
+    check_packed_rows(make_kind("mtp", target, KEPT, shake=True, modules=2), target)
+
+
+def test_trees_and_losslessness(target):
+    drafter = make_kind("mtp", target, KEPT, shake=True, modules=2)
+    check_trees(drafter, target)
+    check_lossless(drafter, target)
+
+
+def test_round_trip(target, tmp_path):
+    check_round_trip(make_kind("mtp", target, KEPT, shake=True, modules=2), target, tmp_path)
+
+
+def test_modules_have_weights_of_their_own(target):
+    """Depth k reads module k's projection: changing it leaves earlier depths as they were."""
+    drafter = make_kind("mtp", target, modules=3).eval()
+    before = run_step(drafter, target, make_batch()).metrics["loss"]
+    drafter.blocks[1].eh_proj.weight.data *= -1
+    after = run_step(drafter, target, make_batch()).metrics["loss"]
+    assert after[0] == before[0] and (after[1:] != before[1:]).all()
+
+
+@pytest.mark.parametrize("modules", [1, 2])
+def test_the_closed_form_start_beats_copied_weights_at_every_depth(modules):
+    target = make_target(hidden=32)
+    drafter = make_kind("mtp", target, modules=modules, ttt_steps=3)
+    batches = [make_batch((60, 50), seed=seed) for seed in range(20)]
+    before = run_step(drafter, target, batches[0])
+    explained = drafter.solve_start(batches, TargetSource(target, drafter.feature_layers, drafter.kept_ids))
+    after = run_step(drafter, target, batches[0])
+    assert 0.1 < explained <= 1.0
+    assert (after.metrics["loss"] < before.metrics["loss"]).all()
+    after.loss.backward()
+    assert drafter.blocks[0].layer.mlp.down_proj.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"modules": 5}, "modules=5 must be from 1 to ttt_steps=4"),
+        ({"num_hidden_layers": 2}, "a module has 1 layer"),
+        ({"hidden_size": 16}, "hidden_size=16: kind='mtp' reads and writes states of the target"),
+    ],
+)
+def test_what_cannot_work_is_said(target, options, message):
+    with pytest.raises(UserError, match=message):
+        MTPConfig.for_target(target, **options)
+
+
+# -- modules that targets come with ---------------------------------------------------------------------------------
+
+
+def native_tensors(drafter, form, layers=4):
+    """A drafter's weights under the names of a family."""
+    module, layer, names, swapped = {
+        "deepseek": (f"model.layers.{layers}.", "", {"norm": "shared_head.norm"}, False),
+        "qwen": ("mtp.", "layers.0.", {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc"}, False),
+        "mimo": ("model.mtp_layers.0.", "", {"enorm": "token_layernorm", "hnorm": "hidden_layernorm", "eh_proj": "input_proj",
+                                             "norm": "final_layernorm"}, True),
+    }[form]  # fmt: skip
+    tensors = {}
+    for name, weight in drafter.state_dict().items():
+        ours = name.removeprefix("blocks.0.")
+        if ours.startswith("layer."):
+            tensors[module + layer + ours.removeprefix("layer.")] = weight.clone()
+        elif ours.removesuffix(".weight") in ("enorm", "hnorm", "eh_proj", "norm"):
+            stem = ours.removesuffix(".weight")
+            weight = torch.cat(weight.chunk(2, dim=1)[::-1], dim=1) if swapped and stem == "eh_proj" else weight
+            tensors[f"{module}{names.get(stem, stem)}.weight"] = weight.clone()
+    return tensors
+
+
+def with_native(target_dir, tensors):
+    weights = target_dir / "model.safetensors"
+    save_file({**load_file(weights), **tensors}, weights, metadata={"format": "pt"})
+    return Target.load(str(target_dir), "float32")
+
+
+@pytest.mark.parametrize("form", ["deepseek", "qwen", "mimo"])
+def test_native_modules_are_taken_over(target, target_dir, form):
+    options = {"intermediate_size": 48, "attention_bias": form == "mimo", "qk_norm": form == "qwen"}
+    theirs = make_kind("mtp", target, shake=True, **options)
+    tensors = native_tensors(theirs, form)
+    if form == "deepseek":
+        tensors["model.layers.4.shared_head.head.weight"] = target.head_weight.clone()
+    loaded = with_native(target_dir, tensors)
+    drafter = MTP.native(loaded, torch.arange(target.vocab_size), {})
+    drafter.bind(loaded)
+    assert drafter.config.intermediate_size == 48
+    ours, expected = drafter.state_dict(), theirs.state_dict()
+    for name, weight in expected.items():
+        torch.testing.assert_close(ours[name], weight, msg=name)
+    pruned = MTP.native(loaded, KEPT, {"modules": 2})
+    assert torch.equal(pruned.lm_head.weight, target.head_weight[KEPT])
+    assert torch.equal(pruned.blocks[1].eh_proj.weight, pruned.blocks[0].eh_proj.weight)
+
+
+def test_a_native_module_predicts_as_it_did(target, target_dir):
+    """The very same loss as the drafter whose weights the checkpoint holds."""
+    theirs = make_kind("mtp", target, shake=True)
+    loaded = with_native(target_dir, native_tensors(theirs, "deepseek"))
+    drafter = MTP.native(loaded, torch.arange(target.vocab_size), {}).eval()
+    drafter.bind(loaded)
+    a, b = (run_step(d, loaded, make_batch()).loss for d in (theirs, drafter))
+    torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ("mlp.experts.0.up_proj.weight", "is a mixture of experts"),
+        ("self_attn.kv_a_proj_with_mqa.weight", "is multi-head latent attention"),
+        ("mlp.up_proj.weight_scale_inv", "is quantised"),
+        ("self_attn.indexer.wk.weight", "is of another kind"),
+    ],
+)
+def test_native_modules_of_other_kinds_are_refused(target, target_dir, extra, message):
+    tensors = native_tensors(make_kind("mtp", target), "deepseek")
+    loaded = with_native(target_dir, {**tensors, f"model.layers.4.{extra}": torch.zeros(2)})
+    with pytest.raises(UserError, match=message):
+        MTP.native(loaded, torch.arange(target.vocab_size), {})
+
+
+def test_no_native_module_and_other_shapes_are_said(target, target_dir):
+    loaded = Target.load(str(target_dir), "float32")
+    with pytest.raises(UserError, match="holds no multi-token prediction module"):
+        MTP.native(loaded, torch.arange(target.vocab_size), {})
+    tensors = native_tensors(make_kind("mtp", target), "qwen")
+    gated = tensors["mtp.layers.0.self_attn.q_proj.weight"].repeat(2, 1)
+    loaded = with_native(target_dir, {**tensors, "mtp.layers.0.self_attn.q_proj.weight": gated})
+    with pytest.raises(UserError, match=r"q_proj.weight of target .* is \[64, 32\], not \[32, 32\]"):
+        MTP.native(loaded, torch.arange(target.vocab_size), {})

@@ -1,0 +1,105 @@
+"""P-EAGLE: the contract, one pass for all depths, and what masked positions know."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from drafttrain.drafters.base import TreeSpec
+from drafttrain.drafters.peagle import PEagle, PEagleConfig
+from drafttrain.errors import UserError
+from drafttrain.training.targets import TargetSource
+from tests.conftest import make_target
+from tests.drafters.layer_kinds import (
+    check_lossless,
+    check_packed_rows,
+    check_parity,
+    check_round_trip,
+    check_training,
+    check_trees,
+    make_kind,
+)
+from tests.drafters.test_eagle3 import make_batch, run_step
+from tests.drafters.test_eagle3_flags import EVERYTHING
+
+KEPT = torch.arange(40, 240)
+
+
+def test_training(target):
+    check_training(make_kind("peagle", target), target, learned=0.9)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_hidden_layers": 2}, EVERYTHING], ids=["plain", "layers", "everything"])
+def test_both_halves_are_one_forward(target, options):
+    check_parity(lambda: make_peagle(target, **options), target)
+
+
+def make_peagle(target, **options):
+    if options.get("hidden_size", target.hidden_size) == target.hidden_size:
+        return make_kind("peagle", target, KEPT, shake=True, **options)
+    torch.manual_seed(3)  # nothing of the target fits another width
+    drafter = PEagle(PEagleConfig.for_target(target, draft_vocab_size=len(KEPT), **options)).eval()
+    drafter.kept_ids.copy_(KEPT)
+    drafter.bind(target)
+    return drafter
+
+
+def test_packed_rows(target):
+    check_packed_rows(make_kind("peagle", target, KEPT, shake=True), target)
+
+
+def test_trees_and_losslessness(target):
+    drafter = make_kind("peagle", target, KEPT, shake=True)
+    check_trees(drafter, target)
+    check_lossless(drafter, target)
+
+
+def test_round_trip(target, tmp_path):
+    check_round_trip(make_kind("peagle", target, KEPT, shake=True), target, tmp_path)
+
+
+def test_all_depths_of_all_sessions_come_from_one_step(target):
+    drafter = make_kind("peagle", target, KEPT, shake=True)
+    prefix = make_batch((9,)).input_ids[0]
+    features = target.forward(prefix[None], drafter.feature_layers).features[0]
+    sessions = [drafter.start(prefix[:-1], 32) for _ in range(3)]
+    for session, end in zip(sessions, (9, 7, 8), strict=True):
+        session.extend(prefix[1:end], features[: end - 1])
+    calls, step = [], drafter.step
+    drafter.step = lambda *args: calls.append(len(args[0])) or step(*args)
+    specs = [TreeSpec.parse(text) for text in ("chain:5", "none", "dynamic:3,2,5")]
+    trees = drafter.propose_all(sessions, specs, [None] * 3)
+    assert calls == [4 + 2] and [len(tree) for tree in trees] == [5, 0, 5]
+    alone = [session.propose(spec) for session, spec in zip(sessions, specs, strict=True)]
+    for together, single in zip(trees, alone, strict=True):
+        assert torch.equal(together.tokens, single.tokens) and together.parents == single.parents
+
+
+def test_later_depths_do_not_know_the_drafted_tokens(target):
+    """Other tokens on the path leave a depth's loss as it was, but for the target's own opinion of them."""
+    drafter = make_kind("peagle", target, KEPT, shake=True)
+    prefix = make_batch((9,)).input_ids[0]
+    features = target.forward(prefix[None], drafter.feature_layers).features[0]
+    session = drafter.start(prefix[:-1], 32)
+    session.extend(prefix[1:], features[:-1])
+    tree = session.propose(TreeSpec.parse("fanout:3x2"))
+    below = [[tree.tokens[i].item() for i, p in enumerate(tree.parents) if p == parent] for parent in range(3)]
+    assert below[0] == below[1] == below[2]
+
+
+def test_the_closed_form_start_beats_copied_weights():
+    target = make_target(hidden=32)
+    drafter = make_kind("peagle", target)
+    batches = [make_batch((60, 50), seed=seed) for seed in range(20)]
+    before = run_step(drafter, target, batches[0])
+    assert 0.1 < drafter.solve_start(batches, TargetSource(target, drafter.feature_layers, drafter.kept_ids)) <= 1.0
+    after = run_step(drafter, target, batches[0])
+    assert after.loss < before.loss and after.metrics["loss"][0] < before.metrics["loss"][0]
+
+
+def test_the_mask_is_a_token_of_the_target(target):
+    assert PEagleConfig.for_target(target).mask_token_id == target.tokenizer.pad_token_id
+    with pytest.raises(UserError, match="mask_token_id=300 is no token of target 'tiny', which has 300"):
+        PEagleConfig.for_target(target, mask_token_id=300)
+    with pytest.raises(UserError, match="ttt_steps=1: the first depth reads no mask"):
+        PEagleConfig.for_target(target, ttt_steps=1)
