@@ -68,6 +68,15 @@ class Batch:
         place = torch.arange(len(begin), device=begin.device) - torch.repeat_interleave(count.cumsum(0) - count, count)
         return begin + place, place
 
+    def begins(self) -> Tensor:
+        """[b, s] int64, the place in its row where each token's conversation begins; padding is one of its own."""
+        (b, s), device = self.input_ids.shape, self.input_ids.device
+        row, start, _ = self.conversations().unbind(1)
+        begin = torch.zeros(b, s + 1, dtype=torch.long, device=device)
+        begin[row, start] = start
+        begin[torch.arange(b, device=device), self.lengths] = self.lengths
+        return begin[:, :s].cummax(dim=1).values
+
     def first_rows(self, b: int) -> Batch:
         """The first b rows."""
         kept = self.conversations()[:, 0] < b

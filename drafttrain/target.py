@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -291,6 +290,11 @@ class Target:
         return self.lm_head.weight if out is None else self.lm_head.weight @ out.weight
 
     @property
+    def head_bias(self) -> Tensor | None:
+        """[v], added to the head's products (Phi); None in most families."""
+        return getattr(self.lm_head, "bias", None)
+
+    @property
     def _project_out(self) -> Any:
         return getattr(self.body, "project_out", None)
 
@@ -315,12 +319,9 @@ class Target:
             embeds = project_in(embeds)
         return embeds if self.embed_scale == 1.0 else embeds * self.embed_scale
 
-    def head(self, hidden: Tensor, weight: Tensor | None = None) -> Tensor:
-        """[..., h] -> float32 logits over the vocabulary, or over the given head rows `weight` [d, h]."""
-        if weight is None:
-            logits = self.lm_head(hidden if self._project_out is None else self._project_out(hidden)).to(hidden.device)
-        else:
-            logits = F.linear(hidden, weight)
+    def head(self, hidden: Tensor) -> Tensor:
+        """[..., h] -> float32 logits over the vocabulary."""
+        logits = self.lm_head(hidden if self._project_out is None else self._project_out(hidden)).to(hidden.device)
         return self.shape_logits(logits.float())
 
     @property
@@ -329,7 +330,7 @@ class Target:
         return self.logit_scale != 1.0 or self.softcap is not None
 
     def shape_logits(self, logits: Tensor) -> Tensor:
-        """What the model does to raw head products: scale and soft cap."""
+        """What the model does to the head's products with its bias: scale and soft cap."""
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from drafttrain.errors import UserError
@@ -57,6 +57,22 @@ def attention_context(context: AttentionContext, caught: dict[int, Tensor] | Non
         yield
     finally:
         _active.context, _active.caught = previous
+
+
+@contextlib.contextmanager
+def apart(documents: Tensor) -> Iterator[None]:
+    """While active, forwards without a context make masks that keep the conversations of a row apart.
+
+    Layers get these masks as arguments, so gradient checkpointing has them when it computes a layer again.
+
+    Args:
+        documents: [b, s], tokens of one conversation have one number in their row.
+    """
+    _active.documents = documents
+    try:
+        yield
+    finally:
+        _active.documents = None
 
 
 class Rows:
@@ -155,7 +171,17 @@ def _mask(*args, **kwargs):
     context = getattr(_active, "context", None)
     if isinstance(context, Probe):
         context.masked |= {kwargs["local_size"]} if kwargs.get("local_size") else set()
-    return None if context is not None else sdpa_mask(*args, **kwargs)
+    if context is not None:
+        return None
+    documents: Tensor | None = getattr(_active, "documents", None)
+    if documents is not None:
+
+        def together(row: Any, _head: Any, query: Any, key: Any) -> Any:
+            return documents[row, query] == documents[row, key]
+
+        kwargs["mask_function"] = and_masks(kwargs["mask_function"], together)
+        kwargs["allow_is_causal_skip"] = False
+    return sdpa_mask(*args, **kwargs)
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)

@@ -123,6 +123,8 @@ def build_drafter(config: Any, target: Any, records: Any) -> tuple[Any, dict[str
                 copied = drafter.initialise(target, kept)
                 print("initialised from the target:", ", ".join(copied) or "nothing", flush=True)
     drafter.bind(target)
+    if config.packing and hasattr(drafter, "check_packing"):
+        drafter.check_packing()
     covered = float(counts[drafter.kept_ids.to(counts.device)].sum() / counts.sum().clamp(min=1))
     report.update(size=len(drafter.kept_ids), coverage=round(covered, 6))
     if config.init not in NEW and covered < MIN_COVERAGE:
@@ -287,7 +289,7 @@ def fit(config: Any, args: Any) -> dict[str, Any]:
     from drafttrain.training.callbacks import Progress, SaveOnTerm, TimeBudget
     from drafttrain.training.failures import explained
     from drafttrain.training.on_policy import OnPolicy
-    from drafttrain.training.trainer import DrafterTrainer, forget_checkpoints
+    from drafttrain.training.trainer import DrafterTrainer, forget_checkpoints, forget_drafter
 
     if config.loss != "next_token":
         parse_loss(config.loss)  # a mistake here should not wait for a model to load
@@ -304,13 +306,15 @@ def fit(config: Any, args: Any) -> dict[str, Any]:
             f"{100 * vocab['coverage']:.2f} % of response tokens",
             flush=True,
         )
+    source, states = build_source(config, target, drafter, records)
+    on_policy = OnPolicy.of(config.on_policy, drafter, train_rows, target, config.max_length, args, config.packing)
     if config.packing:
         train_rows = pack_rows(train_rows, config.max_length, args.seed)
-    source, states = build_source(config, target, drafter, records)
-    on_policy = OnPolicy.of(config.on_policy, drafter, train_rows, target, config.max_length, args)
     if not config.resume:
         forget_checkpoints(args)
     checkpoint = get_last_checkpoint(args.output_dir) if os.path.isdir(args.output_dir) else None
+    if checkpoint is None:
+        forget_drafter(args)
     if config.init == "target" and checkpoint is None and states and hasattr(drafter, "solve_start"):
         begin_from_least_squares(drafter, train_rows, source)
     budget = [TimeBudget.after(config.max_minutes, checkpoint)] if config.max_minutes > 0 else []

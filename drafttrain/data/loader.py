@@ -51,19 +51,18 @@ def training_rows(records: Dataset, max_length: int, validation: float, seed: in
 _OPEN_ROWS = 64
 
 
-def pack_rows(rows: Dataset, max_length: int, seed: int) -> Dataset:
-    """Packs conversations into rows of at most max_length tokens, each into the first open row that has room for it.
+def fill_rows(lengths: list[int], max_length: int, seed: int) -> list[list[int]]:
+    """Which conversations share a row of at most max_length tokens: each goes into the first open row with room for it.
 
-    They come in an order drawn by the seed, so the same data, length and seed give the same rows, and neighbours are
-    no more alike than chance has it.
+    They come in an order drawn by the seed, so the same lengths and seed give the same rows, and neighbours are no more
+    alike than chance has it.
 
     Args:
-        rows: {tokens, spans, length, index}, none longer than max_length.
+        lengths: of the conversations, none above max_length.
 
     Returns:
-        rows {tokens, spans, length, index, documents}; index and documents hold a conversation's number and length each.
+        Conversation numbers by row.
     """
-    lengths = list(rows["length"])
     order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed)).tolist()
     packed: list[list[int]] = []
     room: list[int] = []
@@ -78,18 +77,28 @@ def pack_rows(rows: Dataset, max_length: int, seed: int) -> Dataset:
             first_open = max(first_open, len(packed) - _OPEN_ROWS)
         packed[place].append(number)
         room[place] -= lengths[number]
+    return packed
+
+
+def join_rows(members: list[dict[str, Any]]) -> dict[str, Any]:
+    """One row of several {tokens, spans, length, index}; its index and documents hold the number and length of each."""
+    result: dict[str, Any] = {"tokens": [], "spans": [], "index": [], "documents": []}
+    for member in members:
+        begin = len(result["tokens"])
+        result["spans"] += [[begin + start, begin + end] for start, end in member["spans"]]
+        result["tokens"] += member["tokens"]
+        result["index"].append(member["index"])
+        result["documents"].append(member["length"])
+    return {**result, "length": len(result["tokens"])}
+
+
+def pack_rows(rows: Dataset, max_length: int, seed: int) -> Dataset:
+    """Packs rows {tokens, spans, length, index} into such of at most max_length tokens, with `documents` each."""
 
     def joined(row: dict[str, Any]) -> dict[str, Any]:
-        result: dict[str, Any] = {"tokens": [], "spans": [], "index": [], "documents": []}
-        for member in (rows[number] for number in row["members"]):
-            begin = len(result["tokens"])
-            result["spans"] += [[begin + start, begin + end] for start, end in member["spans"]]
-            result["tokens"] += member["tokens"]
-            result["index"].append(member["index"])
-            result["documents"].append(member["length"])
-        return {**result, "length": len(result["tokens"])}
+        return join_rows([rows[number] for number in row["members"]])
 
-    members = Dataset.from_dict({"members": packed})
+    members = Dataset.from_dict({"members": fill_rows(list(rows["length"]), max_length, seed)})
     return members.map(joined, remove_columns="members", desc="packing")
 
 

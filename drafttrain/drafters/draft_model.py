@@ -41,6 +41,7 @@ from drafttrain.ops.sampling import Sampler
 from drafttrain.ops.tree_attention import TreeLayout
 from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target import Target
+from drafttrain.target_attention import apart
 
 _ADAPTER = "adapter"
 _EMBEDDINGS = ("copied", "shared")
@@ -106,6 +107,7 @@ class DraftModel(PreTrainedModel):
     kind = "draft_model"
     trainable = True
     pretrains = True
+    takes_packed_rows = True
     feature_layers: tuple[int, ...] = ()
     chain_depth = 4
     kept_ids: Tensor
@@ -219,6 +221,27 @@ class DraftModel(PreTrainedModel):
         self.target_vocab_size = target.vocab_size
         self.kept_ids = torch.arange(min(self.vocab_size, target.vocab_size), device=target.device)
 
+    @torch.no_grad()
+    def check_packing(self) -> None:
+        """Proves on two conversations that the model keeps them apart when they share a row.
+
+        Raises:
+            UserError: it does not.
+        """
+        ids = torch.arange(1, 7, device=self.device)[None] * self.vocab_size // 8
+        together = self._states(ids, torch.tensor([[0, 0, 0, 3, 3, 3]], device=self.device))[:, 3:]
+        alone = self._states(ids[:, 3:])
+        if not torch.allclose(together, alone, rtol=1e-4, atol=1e-4 * float(alone.abs().max())):
+            raise UserError(
+                f"packing=true, but {type(self.lm).__name__} brings masks of its own, which do not keep the conversations of a "
+                "row apart; set packing=false"
+            )
+
+    def blank(self) -> DraftModel:
+        """Another one of the same shapes, with weights of its own."""
+        lm = type(self.lm)(copy.deepcopy(self.lm.config))
+        return DraftModel(lm, self.tokenizer, self.config, self.runner.name)
+
     def pack(self) -> None:
         """Readies the model for inference on a CPU."""
         self.runner.pack()
@@ -258,8 +281,7 @@ class DraftModel(PreTrainedModel):
         """
         ids = batch.input_ids
         at = anchors_by_depth(batch.response_mask, 1)[0] + 1
-        states = self.runner.body(input_ids=self._readable(ids), use_cache=False).last_hidden_state
-        states = states.flatten(0, 1)[at]
+        states = self._states(ids, None if batch.documents is None else batch.begins()).flatten(0, 1)[at]
         head, d = self.lm.get_output_embeddings(), len(self.kept_ids)
         weight = head.weight[:d]
         if self.runner.logit_scale != 1.0:
@@ -281,6 +303,15 @@ class DraftModel(PreTrainedModel):
             sums |= {"loss": out.values, "alpha": out.alpha, "agree": out.agree}
         metrics = {name: value.float().sum()[None] for name, value in sums.items() if value is not None}
         return StepOutput(loss, metrics if measure else {})
+
+    def _states(self, ids: Tensor, begins: Tensor | None = None) -> Tensor:
+        """[b, s] ids -> [b, s, h]; begins: [b, s] where each token's conversation begins, None for one in each row."""
+        read = self._readable(ids)
+        if begins is None:
+            return self.runner.body(input_ids=read, use_cache=False).last_hidden_state
+        positions = torch.arange(ids.shape[1], device=ids.device) - begins
+        with apart(begins):
+            return self.runner.body(input_ids=read, position_ids=positions, use_cache=False).last_hidden_state
 
     def _readable(self, ids: Tensor) -> Tensor:
         """Ids that the drafter has no row for, all of them padding, are read as its last one."""

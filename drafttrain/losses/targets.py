@@ -130,7 +130,7 @@ class TargetRows(_Full):
         log_z: [r] float32 log of the softmax denominator over the *full* vocabulary: acceptance is measured with the
             target's full distribution, whatever the drafter can say.
         argmax, sampled: see `Targets`.
-        shape: what the target does to raw logits (scale, soft cap); None if nothing.
+        shape: what the target does to the products (bias, scale, soft cap); None if nothing.
         log_z_at: temperature -> [r], log_z of logits / temperature.
     """
 

@@ -109,7 +109,8 @@ def whole(drafter: Any, target: Target, wanted: bool) -> Any:
     with deepspeed.zero.GatheredParameters(scattered):
         if not wanted:
             return None
-        copy = type(drafter)(drafter.config).to(scattered[0].device, scattered[0].dtype)
+        copy = drafter.blank() if hasattr(drafter, "blank") else type(drafter)(drafter.config)
+        copy = copy.to(scattered[0].device, scattered[0].dtype)
         copy.load_state_dict(drafter.state_dict())
     copy.bind(target)
     return copy

@@ -20,11 +20,12 @@ from torch import Tensor
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from drafttrain.data.loader import collate
+from drafttrain.data.loader import collate, fill_rows, join_rows, to_batch
 from drafttrain.data.slots import Request, SlotEngine
 from drafttrain.errors import UserError
 from drafttrain.ops.sampling import SamplingParams
 from drafttrain.target import Target
+from drafttrain.training.callbacks import whole
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,11 @@ class OnPolicy(TrainerCallback, ExportableState):
         drafter: of a kind with `as_target`. rows: training rows {tokens, spans}, whose prompts are answered.
         target: whose end-of-sequence tokens end a response. max_length: of a row.
         seed: of choice and sampling; rank, world: this process among so many.
+        packing: batches hold packed rows, so responses are packed as well.
 
     Attributes:
         round: which refresh the responses are from, -1 before the first.
-        pool: rows {tokens, spans, length, index} that the drafter has written.
+        pool: rows {tokens, spans, length, index} that the drafter has written; ready: the same as they enter batches.
         used: rows replaced so far in this process.
     """
 
@@ -72,15 +74,23 @@ class OnPolicy(TrainerCallback, ExportableState):
         seed: int = 0,
         rank: int = 0,
         world: int = 1,
+        packing: bool = False,
     ):
         self.options, self.drafter, self.rows, self.target = options, drafter, rows, target
         self.max_length, self.seed, self.rank, self.world = max_length, seed, rank, world
-        self.round, self.used = -1, 0
-        self.pool: list[dict[str, Any]] = []
+        self.packing, self.round, self.used = packing, -1, 0
+        self._take([])
 
     @classmethod
     def of(
-        cls, given: dict[str, Any], drafter: Any, rows: Any, target: Target, max_length: int, args: Any
+        cls,
+        given: dict[str, Any],
+        drafter: Any,
+        rows: Any,
+        target: Target,
+        max_length: int,
+        args: Any,
+        packing: bool = False,
     ) -> OnPolicy | None:
         """From a recipe; None without `on_policy`.
 
@@ -103,7 +113,8 @@ class OnPolicy(TrainerCallback, ExportableState):
             raise UserError(
                 f"on_policy: a drafter of kind={drafter.kind!r} cannot write responses by itself; leave it out"
             )
-        return cls(options, drafter, rows, target, max_length, args.seed, args.process_index, args.world_size)
+        place = (args.seed, args.process_index, args.world_size)
+        return cls(options, drafter, rows, target, max_length, *place, packing)
 
     def refresh(self, step: int) -> None:
         """Lets the drafter answer anew where a round begins."""
@@ -122,13 +133,20 @@ class OnPolicy(TrainerCallback, ExportableState):
                 requests.append(Request(str(number), row["tokens"][:begin], limit, self.target.eos_ids))
         made = self._answer(requests)
         gathered = gather_object(made) if self.world > 1 else made
-        self.pool = [row for _, row in sorted(gathered, key=lambda pair: pair[0])]
+        self._take([row for _, row in sorted(gathered, key=lambda pair: pair[0])])
+
+    def _take(self, pool: list[dict[str, Any]]) -> None:
+        self.pool = self.ready = pool
+        if self.packing:
+            rows = fill_rows([row["length"] for row in pool], self.max_length, self.seed + self.round)
+            self.ready = [join_rows([pool[number] for number in row]) for row in rows]
 
     def _answer(self, requests: list[Request]) -> list[tuple[int, dict[str, Any]]]:
         """(number, row) of each response with two tokens at least: fewer have nothing to learn from."""
+        drafter = whole(self.drafter, self.target, bool(requests))
         if not requests:
             return []
-        engine = SlotEngine(self.drafter.as_target(), max(1, len(requests)), self.max_length)
+        engine = SlotEngine(drafter.as_target(), len(requests), self.max_length)
         made = []
         for done in engine.run(requests, SamplingParams(self.options.temperature), self.seed + self.round):
             length = len(done.sequence)
@@ -138,18 +156,17 @@ class OnPolicy(TrainerCallback, ExportableState):
         return made
 
     def mix(self, inputs: dict[str, Tensor], step: int) -> dict[str, Tensor]:
-        """A collated batch with a share of its rows replaced."""
-        if not self.pool:
+        """A collated batch with a share of its rows replaced, packed rows as a whole."""
+        if not self.ready:
             return inputs
-        rows = []
+        rows = _rows(inputs)
         replaced = 0
-        for place, index in enumerate(inputs["index"].tolist()):
+        for place, row in enumerate(rows):
+            index = row["index"][0] if self.packing else row["index"]
             draw = random.Random(f"{self.seed}/{step}/{index}")
             if draw.random() < self.options.share:
-                rows.append(draw.choice(self.pool))
+                rows[place] = draw.choice(self.ready)
                 replaced += 1
-            else:
-                rows.append(_row(inputs, place))
         self.used += replaced
         if not replaced:
             return inputs
@@ -168,20 +185,28 @@ class OnPolicy(TrainerCallback, ExportableState):
         if not saved:
             return
         self.round, self.used = saved["attributes"]["round"], saved["attributes"]["used"]
-        self.pool = []
+        pool = []
         for text, begin in saved["attributes"]["pool"]:
             tokens = [int(token) for token in text.split()]
-            self.pool.append({"tokens": tokens, "spans": [[begin, len(tokens)]], "length": len(tokens), "index": -1})
+            pool.append({"tokens": tokens, "spans": [[begin, len(tokens)]], "length": len(tokens), "index": -1})
+        self._take(pool)
 
 
-def _row(inputs: dict[str, Tensor], place: int) -> dict[str, Any]:
-    """A row of a collated batch as it was before."""
-    length = int(inputs["lengths"][place])
-    mask = inputs["response_mask"][place, :length].to(torch.int8)
-    edges = torch.nn.functional.pad(mask, (1, 1)).diff().nonzero().flatten().tolist()
-    return {
-        "tokens": inputs["input_ids"][place, :length].tolist(),
-        "spans": list(zip(edges[::2], edges[1::2], strict=True)),
-        "length": length,
-        "index": int(inputs["index"][place]),
-    }
+def _rows(inputs: dict[str, Tensor]) -> list[dict[str, Any]]:
+    """The rows of a collated batch as they were before."""
+    batch = to_batch(inputs)
+    rows: list[dict[str, Any]] = []
+    for place, length in enumerate(batch.lengths.tolist()):
+        mask = batch.response_mask[place, :length].to(torch.int8)
+        edges = torch.nn.functional.pad(mask, (1, 1)).diff().nonzero().flatten().tolist()
+        spans = list(zip(edges[::2], edges[1::2], strict=True))
+        tokens = batch.input_ids[place, :length].tolist()
+        rows.append({"tokens": tokens, "spans": spans, "length": length, "index": [], "documents": []})
+    for index, (place, _, length) in zip(batch.index.tolist(), batch.conversations().tolist(), strict=True):
+        rows[place]["index"].append(index)
+        rows[place]["documents"].append(length)
+    if batch.documents is None:
+        for row in rows:
+            row["index"] = row["index"][0]
+            del row["documents"]
+    return rows

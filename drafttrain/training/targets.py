@@ -106,6 +106,8 @@ class TargetSource:
         whole = len(kept_ids) == target.vocab_size  # then ids are kept in order, and a copy would be large
         head = target.head_weight
         self.weight = (head if whole else head[self.kept_ids.to(head.device)].contiguous()).to(device)
+        bias = target.head_bias
+        self.bias = None if bias is None else bias.to(device)[self.kept_ids].float()
         self.to_drafter = torch.full((target.vocab_size,), -1, device=device)
         self.to_drafter[self.kept_ids] = torch.arange(len(kept_ids), device=device)
         self.limit_bytes, self.used_bytes = limit_bytes, 0
@@ -152,6 +154,10 @@ class TargetSource:
             none = hidden.new_empty(0, 1 + len(self.temperatures), dtype=torch.float32)
             return none, torch.empty(0, dtype=torch.long, device=hidden.device)
         return torch.cat(log_z), torch.cat(argmax)
+
+    def _shape(self, products: Tensor) -> Tensor:
+        """Logits [r, d] from states times head."""
+        return self.target.shape_logits(products if self.bias is None else products + self.bias)
 
     def _from_store(self, index: int, needed: Tensor) -> _Entry | None:
         assert self.stored is not None and self.ids is not None
@@ -233,7 +239,7 @@ class TargetSource:
             ids = torch.cat([entry.ids for entry in entries])
             rows = StoredTopK(ids, hidden, first.exp(), argmax, sampled)
         else:
-            shape = self.target.shape_logits if self.target.shapes_logits else None
+            shape = self._shape if self.bias is not None or self.target.shapes_logits else None
             rows = TargetRows(
                 hidden, self.weight, first, argmax, shape, sampled, dict(zip(self.temperatures, others, strict=True))
             )

@@ -14,6 +14,7 @@ from transformers import Trainer
 from transformers.trainer_utils import rotate_checkpoints
 
 from drafttrain.data.loader import to_batch
+from drafttrain.drafters.base import decoding_file
 from drafttrain.environment import peak_memory
 from drafttrain.errors import UserError
 from drafttrain.target import Target
@@ -219,8 +220,13 @@ class DrafterTrainer(Trainer):
     def take_best(self) -> None:
         """Goes back to the weights of the best checkpoint, if the last step's are not the best."""
         best = self.state.best_global_step
-        if best and best != self.state.global_step and os.path.isdir(self.state.best_model_checkpoint or ""):
+        where = self.state.best_model_checkpoint or ""
+        if not best or best == self.state.global_step or not os.path.isdir(where):
+            return
+        if self.is_deepspeed_enabled or not hasattr(self.model, "load_checkpoint"):
             self._load_best_model()
+        else:
+            self.model.load_checkpoint(where)
 
     # -- schedule -----------------------------------------------------------------------------------------------
 
@@ -253,7 +259,17 @@ def _move(partial: Path, root: Path, name: str) -> None:
 
 
 def forget_checkpoints(args: Any) -> None:
-    """Deletes what an earlier run left in output_dir, which would be taken for this run's."""
+    """Deletes checkpoints that an earlier run left in output_dir, which would be taken for this run's."""
     with args.main_process_first(desc="deleting old checkpoints"):
         for old in Path(args.output_dir).glob("checkpoint-*"):
             shutil.rmtree(old, ignore_errors=True)
+
+
+def forget_drafter(args: Any) -> None:
+    """Deletes what was found out about a drafter in output_dir whose weights this run is going to replace.
+
+    Tuned decoding settings and an adapter of old would be taken for the new drafter's.
+    """
+    with args.main_process_first(desc="deleting an old drafter's settings"):
+        decoding_file(str(args.output_dir)).unlink(missing_ok=True)
+        shutil.rmtree(Path(args.output_dir) / "adapter", ignore_errors=True)

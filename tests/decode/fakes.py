@@ -151,6 +151,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "qwen3_moe": ("qwen3_moe", {**_GROUPED, **_ROUTED, "num_experts": 4, "mlp_only_layers": [1]}),
     "gemma2": ("gemma2", {**_GROUPED, **_MIXED, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}),
     "gemma3": ("gemma3_text", {**_GROUPED, **_MIXED, "num_key_value_heads": 1, "query_pre_attn_scalar": 8}),
+    "phi": ("phi", {**_SIZE, "intermediate_size": 48, "num_key_value_heads": 2, "partial_rotary_factor": 0.5}),
     "phi3": ("phi3", {**_GROUPED, **_WINDOW}),
     "phi3_longrope": (
         "phi3",

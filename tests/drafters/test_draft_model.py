@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
@@ -21,6 +22,7 @@ from drafttrain.training.targets import NoTarget, TargetSource
 from tests.conftest import make_target, make_tokenizer
 from tests.decode.fakes import FAMILIES, VOCAB, family
 from tests.drafters.test_eagle3 import make_batch
+from tests.drafters.test_eagle3_flags import packed_batch
 
 SHAPES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 BEGINNINGS = {
@@ -181,6 +183,50 @@ def test_all_layers_of_any_family_are_the_target_again(name):
     spec = TreeSpec.parse("chain:3")
     done = generate(target, drafter, list(range(3, 15)), max_new_tokens=13, spec=spec, eos_ids=())
     assert done.stats.accepted == [3, 3, 3]
+
+
+def gradients(drafter, target, batch, source=None):
+    drafter.zero_grad()
+    step = run_step(drafter, target, batch, source)
+    step.loss.backward()
+    return step, [p.grad.clone() for p in drafter.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gemma2"])
+def test_packed_rows_train_as_single_ones_in_any_family(name):
+    target, _ = family(name)
+    drafter = DraftModel.begin(target, "target", {"layers": [0, 1]}, "kl").eval()  # some families drop out
+    drafter.bind(target)
+    drafter.check_packing()
+    whole = make_batch((17, 11, 9), start=2)
+    whole.input_ids %= VOCAB
+    packed = packed_batch(whole, [[1, 0], [2]])
+    (one, grads), (other, packed_grads) = (gradients(drafter, target, batch) for batch in (whole, packed))
+    assert one.metrics["count"] == other.metrics["count"] > 10
+    torch.testing.assert_close(one.loss, other.loss, rtol=1e-4, atol=1e-5)
+    for mine, theirs in zip(grads, packed_grads, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4 * max(1.0, float(mine.abs().max())))
+
+
+def test_packed_rows_pretrain_as_single_ones_and_may_be_checkpointed(target):
+    drafter, whole = make_drafter(target, "random", loss="next_token").train(), make_batch((17, 11, 9), start=0)
+    packed = packed_batch(whole, [[1, 0], [2]])
+    packed.response_mask[packed.documents[:, 0], packed.documents[:, 1]] = False  # as collate has it
+    one, grads = gradients(drafter, target, whole, NoTarget())
+    drafter.gradient_checkpointing_enable()
+    other, packed_grads = gradients(drafter, target, packed, NoTarget())
+    torch.testing.assert_close(one.loss, other.loss)
+    for mine, theirs in zip(grads, packed_grads, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
+
+
+def test_a_model_that_lets_neighbours_in_is_not_packed(target, monkeypatch):
+    drafter = make_drafter(target)
+    monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda positions: None)
+    drafter.check_packing()
+    monkeypatch.setattr("drafttrain.drafters.draft_model.apart", contextlib.nullcontext)
+    with pytest.raises(UserError, match=r"packing=true, but LlamaForCausalLM brings masks of its own"):
+        drafter.check_packing()
 
 
 # -- drafting ---------------------------------------------------------------------------------------------------------

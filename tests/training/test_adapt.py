@@ -12,29 +12,24 @@ from drafttrain.drafters.base import load_drafter
 from drafttrain.drafters.eagle3 import Eagle3, Eagle3Config
 from drafttrain.target import Target
 from tests.conftest import make_target
-from tests.training.test_train import write_data, write_recipe
+from tests.training.test_train import write_recipe
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def made(tiny, tmp_path_factory):
     """A target, data, and a drafter for it with options that no default has."""
     folder = tmp_path_factory.mktemp("adapt")
-    target = make_target()
-    target.model.save_pretrained(folder / "target")
-    target.tokenizer.save_pretrained(folder / "target")
+    target = Target.load(str(tiny[0]), "float32")
     torch.manual_seed(1)
     options = {"feature_layers": (0, 3), "fc_norm": True, "norm_output": True, "num_hidden_layers": 2, "ttt_steps": 3}
     drafter = Eagle3(Eagle3Config.for_target(target, draft_vocab_size=200, **options))
     drafter.initialise(target, torch.arange(60, 260))
     drafter.save_pretrained(folder / "drafter")
-    return folder / "target", write_data(folder / "data", target), folder / "drafter"
+    return *tiny, folder / "drafter"
 
 
 def recipe(tmp_path, made, **extra):
-    words = write_recipe(tmp_path, *made[:2], max_steps=3, init=str(made[2]), **extra)
-    path = tmp_path / "recipe.yaml"
-    path.write_text(path.read_text().replace("drafter: {draft_vocab_size: 255, ttt_steps: 2}\n", ""))
-    return words
+    return write_recipe(tmp_path, *made[:2], drafter={}, max_steps=3, init=str(made[2]), **extra)
 
 
 @pytest.fixture(autouse=True)

@@ -13,19 +13,17 @@ from drafttrain.cli import main
 from drafttrain.decode import generate
 from drafttrain.drafters.base import TreeSpec, load_drafter
 from drafttrain.target import Target
-from tests.training.test_train import tiny, write_recipe  # noqa: F401 - a fixture
+from tests.training.test_train import write_recipe
 
 SHAPES = "{hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2}"
 
 
 @pytest.fixture
-def train(tiny, tmp_path, monkeypatch):  # noqa: F811
+def train(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
 
     def run(*words):
-        recipe = write_recipe(tmp_path, *tiny, kind="draft_model", lr_scheduler_type="constant")
-        text = (tmp_path / "recipe.yaml").read_text()
-        (tmp_path / "recipe.yaml").write_text(re.sub(r"^drafter: .*\n", "", text))
+        recipe = write_recipe(tmp_path, *tiny, kind="draft_model", drafter={}, lr_scheduler_type="constant")
         return main(["train", *recipe, *words])
 
     return run
@@ -35,8 +33,13 @@ def weights(folder):
     return load_file(folder / "model.safetensors")
 
 
-def test_layers_of_the_target_are_distilled_and_the_run_goes_on_exactly(train, tiny, tmp_path):  # noqa: F811
-    words = ["drafter.layers=[0, 2]", "on_policy={share: 0.5, refresh_steps: 2, responses: 4, max_new_tokens: 8}"]
+@pytest.mark.parametrize("more", [[], ["packing=true", "max_length=64"]], ids=["", "packed"])
+def test_layers_of_the_target_are_distilled_and_the_run_goes_on_exactly(train, tiny, tmp_path, more):
+    words = [
+        "drafter.layers=[0, 2]",
+        "on_policy={share: 0.5, refresh_steps: 2, responses: 4, max_new_tokens: 8}",
+        *more,
+    ]
     assert train(*words, f"output_dir={tmp_path / 'whole'}") == 0
     assert train(*words, "max_steps=3") == 0
     assert train(*words) == 0
@@ -60,11 +63,21 @@ def test_lora_goes_on_from_its_adapter(train, tmp_path):
     for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
         whole, resumed = (load_file(tmp_path / folder / name) for folder in ("whole", "drafter"))
         assert all(torch.equal(whole[key], resumed[key]) for key in whole), name
-    before, after = (weights(tmp_path / "drafter" / name) for name in ("checkpoint-3", ""))
+    before, after = (weights(tmp_path / "drafter" / name) for name in ("checkpoint-3", "checkpoint-6"))
     assert any(not torch.equal(before[key], after[key]) for key in before)
 
 
-def test_text_pretrains_and_the_result_is_distilled(train, tiny, tmp_path):  # noqa: F811
+@pytest.mark.parametrize("more", [[], ["drafter.lora={r: 4}", "learning_rate=0.01"]], ids=["", "lora"])
+def test_the_weights_that_decode_best_are_taken_at_the_end(train, tmp_path, monkeypatch, more):
+    lengths = iter((2.0, 1.5))
+    monkeypatch.setattr("drafttrain.evaluation.held_out.acceptance", lambda *_: {"accepted_length": next(lengths)})
+    assert train("drafter.layers=[0, 2]", *more) == 0
+    taken, best, last = (weights(tmp_path / "drafter" / name) for name in ("", "checkpoint-3", "checkpoint-6"))
+    assert all(torch.equal(taken[key], best[key]) for key in best)
+    assert any(not torch.equal(taken[key], last[key]) for key in last)
+
+
+def test_text_pretrains_and_the_result_is_distilled(train, tiny, tmp_path):
     text = tmp_path / "corpus.jsonl"
     text.write_text("".join(json.dumps({"text": f"one two three {i} " * 20}) + "\n" for i in range(12)))
     first = tmp_path / "pretrained"

@@ -10,20 +10,16 @@ import torch
 
 from drafttrain.cli import main
 from drafttrain.data import loader
+from drafttrain.drafters.base import default_tree
 from drafttrain.training.trainer import DrafterTrainer
-from tests.conftest import make_target
-from tests.training.test_train import write_data, write_recipe
+from tests.training.test_train import write_recipe
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory):
+def begun(tiny, tmp_path_factory):
     """A run with a checkpoint at step 2, and the words that go on to step 4."""
     folder = tmp_path_factory.mktemp("begun")
-    target = make_target()
-    target.model.save_pretrained(folder / "target")
-    target.tokenizer.save_pretrained(folder / "target")
-    data = write_data(folder / "data", target)
-    words = write_recipe(folder, folder / "target", data, save_steps=2, max_steps=4, decode_prompts=0, validation=0)
+    words = write_recipe(folder, *tiny, save_steps=2, max_steps=4, decode_prompts=0, validation=0)
     assert main(["train", *words, "max_steps=2"]) == 0
     return folder / "drafter", words
 
@@ -120,10 +116,15 @@ def test_other_errors_stay_what_they_are(begun, tmp_path, monkeypatch):
         main(["train", *begun[1], f"output_dir={tmp_path}"])
 
 
-def test_resume_false_begins_anew(begun, tmp_path, capsys):
+def test_resume_false_begins_anew_and_only_then_are_an_old_drafters_settings_forgotten(begun, tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(begun[0], run)
-    (run / "checkpoint-2").rename(run / "checkpoint-900")
+    (run / "decoding.json").write_text('{"tree": "chain:7"}')
+    (run / "adapter").mkdir()
+    assert main(["train", *begun[1], f"output_dir={run}"]) == 0
+    assert "going on" in capsys.readouterr().out and default_tree(str(run)) == "chain:7"
+    (run / "checkpoint-4").rename(run / "checkpoint-900")
     assert main(["train", *begun[1], f"output_dir={run}", "resume=false"]) == 0
     assert "going on" not in capsys.readouterr().out
     assert {path.name for path in run.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
+    assert default_tree(str(run)) is None and not (run / "adapter").exists()

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from drafttrain.data.loader import collate, to_batch
+from drafttrain.data.loader import collate, join_rows, to_batch
 from drafttrain.drafters.draft_model import DraftModel
 from drafttrain.errors import UserError
 from drafttrain.training.on_policy import OnPolicy, OnPolicyOptions
@@ -20,12 +20,12 @@ ROWS = [
 ]
 
 
-def make(target, rank=0, world=1, **options):
+def make(target, rank=0, world=1, packing=False, **options):
     torch.manual_seed(0)
     drafter = DraftModel.begin(target, "target", {"layers": [0, 2]}, "kl")
     drafter.bind(target)
     chosen = OnPolicyOptions(**{"share": 0.5, "refresh_steps": 2, "responses": 6, "max_new_tokens": 5, **options})
-    return OnPolicy(chosen, drafter, ROWS, target, 64, seed=3, rank=rank, world=world), drafter
+    return OnPolicy(chosen, drafter, ROWS, target, 64, seed=3, rank=rank, world=world, packing=packing), drafter
 
 
 def test_responses_are_the_drafters_own_after_prompts_of_the_data(target):
@@ -65,6 +65,30 @@ def test_a_share_of_the_rows_is_replaced_and_the_others_stay_as_they_were(target
         assert all(torch.equal(mixed[name], again[name]) for name in mixed)
     assert 0.4 < replaced / (40 * len(ROWS)) < 0.6
     assert policy.used == 2 * replaced
+
+
+def test_packed_batches_get_packed_responses(target):
+    policy, _ = make(target, packing=True, share=0.5, max_new_tokens=8, responses=9)
+    inputs = collate([join_rows(ROWS[:4]), join_rows(ROWS[4:7]), join_rows(ROWS[7:])])
+    policy.refresh(0)
+    assert sum(len(row["documents"]) for row in policy.ready) == len(policy.pool) > len(policy.ready) > 0
+    answers, seen = [row["tokens"] for row in policy.pool], set()
+    for step in range(12):
+        mixed = policy.mix(inputs, step)
+        batch = to_batch(mixed)
+        assert batch.lengths.max() <= 64
+        for index, (row, start, length) in zip(batch.index.tolist(), batch.conversations().tolist(), strict=True):
+            tokens = batch.input_ids[row, start : start + length].tolist()
+            assert tokens in answers if index == -1 else tokens == ROWS[index]["tokens"]
+            mask = batch.response_mask[row, start : start + length].nonzero().flatten().tolist()
+            wanted = policy.pool[answers.index(tokens)]["spans"] if index == -1 else ROWS[index]["spans"]
+            assert mask == [at for begin, end in wanted for at in range(begin, end)]
+            seen.add(index)
+    assert seen == {-1, *range(len(ROWS))}
+    saved = json.loads(json.dumps({"OnPolicy": policy.state()}))
+    other, _ = make(target, packing=True)
+    other.on_train_begin(None, SimpleNamespace(stateful_callbacks=saved), None)
+    assert other.ready == policy.ready
 
 
 def test_the_loss_is_on_sampled_tokens_and_the_targets_say(target):

@@ -22,23 +22,27 @@ from drafttrain.cli import main
 from drafttrain.training.callbacks import TimeBudget
 from drafttrain.training.sampler import ByLength
 from drafttrain.training.trainer import MEASURE_EVERY, DrafterTrainer
-from tests.conftest import make_target
-from tests.training.test_train import ROOT, launch, write_data, write_recipe
+from tests.training.test_train import ROOT, launch, write_recipe
 
 STEPS = 11
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    target = make_target()
-    target.model.save_pretrained(folder / "target")
-    target.tokenizer.save_pretrained(folder / "target")
-    return folder / "target", write_data(folder / "data", target)
+# Everything that could remember something: random depths, an own pool of responses, conversations that share rows.
+EAGLE3 = {"drafter": {"draft_vocab_size": 255, "ttt_steps": 2, "depth_share": 0.5}}
+DRAFT_MODEL = {
+    "kind": "draft_model",
+    "drafter": {"layers": [0, 2]},
+    "on_policy": {"share": 0.5, "refresh_steps": 2, "responses": 6, "max_new_tokens": 8},
+}
+PACKED = {"packing": True, "max_length": 64}
+RUNS = {
+    "eagle3": EAGLE3,
+    "packed eagle3": {**EAGLE3, **PACKED},
+    "draft_model": DRAFT_MODEL,
+    "packed draft_model": {**DRAFT_MODEL, **PACKED},
+}
 
 
 def recipe(tmp_path: Path, tiny, **extra: object) -> list[str]:
-    """Everything that could remember something: random depths, a feature cache, accumulation, epochs of 5 steps, decoding."""
+    """A feature cache, accumulation, epochs of few steps, evaluation and decoding on the way."""
     options = {
         "max_steps": STEPS,
         "save_steps": 3,
@@ -50,9 +54,10 @@ def recipe(tmp_path: Path, tiny, **extra: object) -> list[str]:
         "decode_tokens": 12,
         "eval_strategy": "steps",
         "eval_steps": 4,
+        **EAGLE3,
         **extra,
     }
-    return [*write_recipe(tmp_path, *tiny, **options), "drafter.depth_share=0.5"]
+    return write_recipe(tmp_path, *tiny, **options)
 
 
 @pytest.fixture(scope="module")
@@ -88,11 +93,21 @@ def state_of(checkpoint: Path) -> dict[str, object]:
         **files,
         "losses": losses,
         "best": state["best_metric"],
+        "on_policy": state["stateful_callbacks"].get("OnPolicy", {}),
     }
 
 
-def test_killed_at_a_random_step_and_resumed_equals_uninterrupted(tiny, whole, tmp_path):
-    words, drafter = recipe(tmp_path, tiny), tmp_path / "drafter"
+@pytest.mark.parametrize(
+    "name", [name if name == "eagle3" else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
+)
+def test_killed_at_a_random_step_and_resumed_equals_uninterrupted(tiny, request, tmp_path, name):
+    if name == "eagle3":
+        reference = request.getfixturevalue("whole")[0] / "drafter"
+    else:
+        reference = tmp_path / "whole"
+        done = launch([*recipe(tmp_path, tiny, **RUNS[name]), f"output_dir={reference}"])
+        assert done.returncode == 0, done.stderr[-3000:]
+    words, drafter = recipe(tmp_path, tiny, **RUNS[name]), tmp_path / "drafter"
     last = random.Random().randint(4, STEPS - 1)
     command = [sys.executable, str(ROOT / "drafttrain" / "train.py"), *words]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
@@ -105,12 +120,11 @@ def test_killed_at_a_random_step_and_resumed_equals_uninterrupted(tiny, whole, t
     (drafter / ".partial" / "checkpoint-999").mkdir(parents=True, exist_ok=True)  # as if it had been saving
     done = launch(words)
     assert done.returncode == 0 and "going on from" in done.stdout, done.stderr[-3000:]
-    name = f"checkpoint-{STEPS}"
-    ours, theirs = state_of(drafter / name), state_of(whole[0] / "drafter" / name)
-    assert len(ours["losses"]) == STEPS
+    ours, theirs = (state_of(place / f"checkpoint-{STEPS}") for place in (drafter, reference))
+    assert len(ours["losses"]) == STEPS and bool(ours["on_policy"]) == ("draft_model" in name)
     for part in ours:
         assert same(ours[part], theirs[part]), f"{part} differs after a kill at step {last}"
-    a, b = (load_file(place / "model.safetensors") for place in (drafter, whole[0] / "drafter"))
+    a, b = (load_file(place / "model.safetensors") for place in (drafter, reference))
     assert same(a, b)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import socket
@@ -16,20 +17,20 @@ from safetensors.torch import load_file
 from drafttrain.cli import main
 from drafttrain.drafters.base import load_drafter
 from drafttrain.target import Target
-from tests.conftest import make_target
-from tests.training.test_train import ROOT, launch, write_data, write_recipe
+from tests.training.test_train import ROOT, launch, write_recipe
 
 TWO = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1"]
 STEPS = 6
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    target = make_target()
-    target.model.save_pretrained(folder / "target")
-    target.tokenizer.save_pretrained(folder / "target")
-    return folder / "target", write_data(folder / "data", target)
+DRAFT_MODEL = {"kind": "draft_model", "drafter": {"layers": [0, 2]}}
+DRAFTERS = {
+    "eagle3": {},
+    "draft_model": DRAFT_MODEL,
+    "lora": {"kind": "draft_model", "drafter": {"layers": [0, 2], "lora": {"r": 4}}, "learning_rate": 1e-2},
+    "on_policy": {
+        **DRAFT_MODEL,
+        "on_policy": {"share": 0.5, "refresh_steps": 3, "responses": 6, "max_new_tokens": 8},
+    },
+}
 
 
 def recipe(folder: Path, tiny, batch: int, pieces: int = 1, **extra: object) -> list[str]:
@@ -59,10 +60,15 @@ def outcome(folder: Path) -> tuple[list[float], dict[str, torch.Tensor], dict]:
 
 @pytest.fixture(scope="module")
 def alone(tiny, tmp_path_factory):
-    """One process, all four rows of a step at once."""
-    folder = tmp_path_factory.mktemp("alone")
-    assert main(["train", *recipe(folder, tiny, 4)]) == 0
-    return outcome(folder)
+    """By drafter, what one process makes of all four rows of a step at once."""
+
+    @functools.cache
+    def run(name: str = "eagle3"):
+        folder = tmp_path_factory.mktemp("alone")
+        assert main(["train", *recipe(folder, tiny, 4, **DRAFTERS[name])]) == 0
+        return outcome(folder)
+
+    return run
 
 
 def check(ours, alone) -> None:
@@ -76,19 +82,38 @@ def check(ours, alone) -> None:
 
 def test_accumulated_pieces_equal_the_whole_batch(tiny, alone, tmp_path):
     assert main(["train", *recipe(tmp_path, tiny, 1, 4)]) == 0
-    check(outcome(tmp_path), alone)
+    check(outcome(tmp_path), alone())
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_two_processes_under_zero_equal_one(tiny, alone, tmp_path, stage):
-    config = str(ROOT / f"configs/deepspeed/zero{stage}.json")
-    launcher = [*TWO, "--use_deepspeed", "--deepspeed_config_file", config, "--dynamo_backend", "no"]
-    done = launch(recipe(tmp_path, tiny, 2), launcher, DS_ACCELERATOR="cpu")
+SHARDED = [
+    ("eagle3", 1),
+    ("eagle3", 2),
+    ("eagle3", 3),
+    ("draft_model", 2),
+    ("draft_model", 3),
+    ("lora", 2),
+    ("on_policy", 3),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [pytest.param(*case, marks=[] if case == ("eagle3", 2) else pytest.mark.slow) for case in SHARDED],
+)
+def test_two_processes_under_zero_equal_one(tiny, alone, tmp_path, name, stage):
+    settings = json.loads((ROOT / f"configs/deepspeed/zero{stage}.json").read_text())
+    if stage == 3:
+        settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # else small weights stay whole
+    config = tmp_path / "zero.json"
+    config.write_text(json.dumps(settings))
+    launcher = [*TWO, "--use_deepspeed", "--deepspeed_config_file", str(config), "--dynamo_backend", "no"]
+    done = launch(recipe(tmp_path, tiny, 2, **DRAFTERS[name]), launcher, DS_ACCELERATOR="cpu")
     assert done.returncode == 0, done.stderr[-4000:]
-    ours = outcome(tmp_path)
+    ours, theirs = outcome(tmp_path), alone(name)
     assert ours[2]["engine"] == "DeepSpeedEngine" and ours[2]["processes"] == 2
-    check(ours, alone)
-    assert load_drafter(str(tmp_path / "drafter"), Target.load(str(tiny[0]), "float32")).kind == "eagle3"
+    check(ours, theirs)
+    kind = DRAFTERS[name].get("kind", "eagle3")
+    assert load_drafter(str(tmp_path / "drafter"), Target.load(str(tiny[0]), "float32")).kind == kind
 
 
 @pytest.mark.slow
@@ -99,7 +124,7 @@ def test_two_processes_without_deepspeed_equal_one(tiny, alone, tmp_path, pieces
     assert done.returncode == 0, done.stderr[-4000:]
     ours = outcome(tmp_path)
     assert ours[2]["engine"] == "DistributedDataParallel" and ours[2]["processes"] == 2
-    check(ours, alone)
+    check(ours, alone())
 
 
 @pytest.mark.slow
@@ -140,4 +165,4 @@ def test_two_machines_equal_one_process(tiny, alone, tmp_path):
         for rank in range(2)
     ]
     assert [machine.wait(timeout=400) for machine in machines] == [0, 0]
-    check(outcome(tmp_path), alone)
+    check(outcome(tmp_path), alone())

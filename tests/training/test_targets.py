@@ -7,6 +7,7 @@ import torch
 
 from drafttrain.losses import DIVERGENCES
 from drafttrain.training.targets import TargetSource
+from tests.decode.fakes import VOCAB, family
 from tests.drafters.test_eagle3 import make_batch, make_drafter
 
 KEPT = torch.arange(0, 300, 2)
@@ -31,6 +32,20 @@ def test_rows_know_the_full_denominator_at_each_temperature(target):
     for temperature, log_z in rows.log_z_at.items():
         torch.testing.assert_close(log_z, (logits / temperature).logsumexp(-1), rtol=1e-4, atol=1e-4)
     assert set(rows.log_z_at) == {0.6, 2.0}
+
+
+@pytest.mark.parametrize("name", ["phi", "granite", "gemma2"])
+def test_rows_carry_all_that_the_head_does_to_logits(name):
+    """A bias, a scale, a soft cap: with the whole vocabulary and with a part of it."""
+    target, reference = family(name)
+    batch = make_batch((17, 11))
+    batch.input_ids %= VOCAB
+    logits = reference(input_ids=batch.input_ids).logits
+    for kept in (torch.arange(VOCAB), torch.arange(0, VOCAB, 3)):
+        _, rows, row_of = TargetSource(target, (1,), kept)(batch)
+        wanted = logits[row_of >= 0]
+        torch.testing.assert_close(rows.logits(slice(None)), wanted[:, kept], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(rows.log_z, wanted.logsumexp(-1), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("loss", [*DIVERGENCES, "0.5*lk_lambda@0.6+0.5*ce"])

@@ -42,6 +42,7 @@ def write_data(folder: Path, target: Target, rows: int = 24, seed: int = 0) -> P
 def write_recipe(tmp_path: Path, target_dir: Path, data: Path, **extra: object) -> list[str]:
     recipe = tmp_path / "recipe.yaml"
     options = {
+        "drafter": {"draft_vocab_size": 255, "ttt_steps": 2},
         "target": str(target_dir),
         "data": str(data),
         "output_dir": str(tmp_path / "drafter"),
@@ -55,10 +56,7 @@ def write_recipe(tmp_path: Path, target_dir: Path, data: Path, **extra: object) 
         "dtype": "float32",
         **extra,
     }
-    recipe.write_text(
-        "drafter: {draft_vocab_size: 255, ttt_steps: 2}\n"
-        + "".join(f"{k}: {json.dumps(v)}\n" for k, v in options.items())
-    )
+    recipe.write_text("".join(f"{k}: {json.dumps(v)}\n" for k, v in options.items()))
     return [str(recipe)]
 
 
@@ -74,15 +72,6 @@ def launch(words: list[str], launcher: list[str] | None = None, **env: str) -> s
         process.kill()
         raise
     return subprocess.CompletedProcess(command, process.returncode, out, err)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    target = make_target()
-    target.model.save_pretrained(folder / "target")
-    target.tokenizer.save_pretrained(folder / "target")
-    return folder / "target", write_data(folder / "data", target)
 
 
 def test_a_run_as_a_script_trains_saves_and_is_not_repeated(tiny, tmp_path):

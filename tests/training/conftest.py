@@ -1,0 +1,18 @@
+"""What the tests of training runs share."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.conftest import make_target
+from tests.training.test_train import write_data
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """(folder of a tiny target, folder of data for it); nobody writes to either."""
+    folder = tmp_path_factory.mktemp("tiny")
+    target = make_target()
+    target.model.save_pretrained(folder / "target")
+    target.tokenizer.save_pretrained(folder / "target")
+    return folder / "target", write_data(folder / "data", target)

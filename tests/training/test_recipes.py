@@ -1,0 +1,133 @@
+"""configs/: the launch lines on top of every file are typed in here, as they stand, for a tiny stand-in."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+from drafttrain.drafters.base import kind_class
+from drafttrain.train import setup
+from tests.conftest import make_target, make_tokenizer
+from tests.training.test_train import ROOT, write_data
+
+CONFIGS = sorted(path.relative_to(ROOT) for path in (ROOT / "configs").rglob("*.yaml"))
+RECIPES = [path for path in CONFIGS if path.parent.name != "accelerate"]
+LAUNCHERS = [path for path in CONFIGS if path.parent.name == "accelerate"]
+PLAIN = "configs/smollm2-135m/eagle3.yaml"
+
+
+def lines(path: Path) -> list[str]:
+    """The commands in a file's head comment, each in one line."""
+    head = "".join(re.findall(r"^# ?.*\n", (ROOT / path).read_text(), re.MULTILINE))
+    joined = re.sub(r"\\\n#\s*", "", head)
+    return re.findall(r"^#   ((?:DS_\S+ )?(?:accelerate launch|drafttrain) .*)$", joined, re.MULTILINE)
+
+
+EVERY = [(path, line) for path in CONFIGS for line in lines(path)]
+
+
+def accelerated(line: str) -> list[str]:
+    """What accelerate gets, with a recipe and an address filled in."""
+    filled = line.replace("RECIPE", PLAIN).replace("HOST", "127.0.0.1").replace("machine_rank N", "machine_rank 1")
+    return shlex.split(filled.partition("accelerate launch ")[2])
+
+
+def test_every_file_says_how_it_is_launched():
+    assert len(RECIPES) >= 5 and len(LAUNCHERS) >= 4
+    assert {path for path, _ in EVERY} == set(CONFIGS)
+    for path, line in EVERY:
+        for named in re.findall(r"configs/\S+|drafttrain/train.py", line):
+            assert (ROOT / named).is_file(), f"{path}: {named}"
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=str)
+def test_every_key_of_a_recipe_is_known(path):
+    words = ["target=t", "data=d", "output_dir=o", "use_cpu=true"]
+    config, args = setup(str(ROOT / path), words)
+    assert args.max_steps > 0 or args.num_train_epochs > 0
+    known = vars(kind_class(config.kind).config_class())
+    assert set(config.drafter) <= set(known)
+
+
+@pytest.mark.parametrize("path", LAUNCHERS, ids=str)
+def test_accelerate_reads_its_files(path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    loaded = load_config_from_file(str(path))  # unknown keys are errors
+    (line,) = lines(path)
+    args = _validate_launch_command(launch_command_parser().parse_args(accelerated(line)))[0]
+    given = yaml.safe_load(path.read_text())
+    assert args.num_processes == loaded.num_processes == given["num_processes"] and args.dynamo_backend == "no"
+    assert args.training_script == "drafttrain/train.py" and args.training_script_args[0] == PLAIN
+    if path.stem != "gpu-1":
+        assert args.use_deepspeed and Path(args.deepspeed_config_file).is_file()
+    if path.stem == "multi-node":
+        assert (args.num_machines, args.machine_rank, args.main_process_ip) == (2, 1, "127.0.0.1")
+        assert args.deepspeed_multinode_launcher == "standard"
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeed_reads_its_files(stage):
+    given = json.loads((ROOT / f"configs/deepspeed/zero{stage}.json").read_text())["zero_optimization"]
+    assert DeepSpeedZeroConfig(**given).stage == stage  # unknown keys are errors
+
+
+@pytest.fixture(scope="module")
+def stand_ins(tmp_path_factory):
+    """Folders of a target in the shape of SmolLM2 and of one in that of Gemma 3, but tiny, and of data for both."""
+    folder = tmp_path_factory.mktemp("stand-ins")
+    target = make_target(layers=30, hidden=36, num_attention_heads=9, num_key_value_heads=3)
+    target.model.save_pretrained(folder / "smollm2-135m")
+    torch.manual_seed(0)
+    shapes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "head_dim": 8,
+    }
+    gemma = Gemma3TextConfig(vocab_size=300, num_key_value_heads=1, sliding_window=16, **shapes)
+    Gemma3ForCausalLM(gemma).save_pretrained(folder / "gemma3-270m")
+    for name in ("smollm2-135m", "gemma3-270m"):
+        make_tokenizer().save_pretrained(folder / name)
+    write_data(folder / "data", target)
+    return folder
+
+
+RUNNABLE = [(path, line) for path, line in EVERY if path.stem not in ("gpu-8", "multi-node")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("path", "line"), RUNNABLE, ids=lambda value: value if isinstance(value, str) else "")
+def test_every_line_starts(stand_ins, tmp_path, path, line):
+    recipe = PLAIN if path in LAUNCHERS else str(path)
+    config = yaml.safe_load((ROOT / recipe).read_text())
+    target = stand_ins / config.get("target", "smollm2-135m")
+    words = [f"target={target}", f"data={stand_ins / 'data'}", f"output_dir={tmp_path / 'out'}", "use_cpu=true"]
+    words += ["max_steps=1", "max_length=64", "dtype=float32", "decode_tokens=8"]
+    words += ["max_minutes=0.01"] if "max_minutes" in line else []
+    words += ["on_policy.responses=4", "on_policy.max_new_tokens=8"] if "on_policy" in config else []
+    words += [f"init={target}"] if "init=" in line else []  # a checkpoint that another line leaves
+    env, _, rest = line.rpartition("DS_ACCELERATOR=cpu ")
+    if rest.startswith("accelerate launch"):
+        command = [sys.executable, "-m", "accelerate.commands.launch", *accelerated(rest)]
+    else:
+        command = [sys.executable, "-m", "drafttrain.cli", *shlex.split(rest)[1:]]
+    full = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run([*command, *words], cwd=ROOT, env=full, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-4000:]
+    summary = json.loads((tmp_path / "out" / "training.json").read_text())
+    assert summary["steps"] >= 1 and summary["processes"] == (2 if env else 1)
+    assert (summary["engine"] == "DeepSpeedEngine") == bool(env)
