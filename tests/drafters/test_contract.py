@@ -38,7 +38,7 @@ NEEDED: dict[str, dict[str, Any]] = {"draft_model": {"layers": [0, 3]}}
 TREES = ("chain:3", "fanout:3x2x1", "dynamic:4,3,8", "paths:0,1,0-0,1-0,0-0-1", "chain:4@stop=0.2", "none")
 PROMPTS = ([5, 9, 11, 9, 11, 30, 2, 9, 11, 4], [7, 8, 7, 8, 7], [60, 3, 90, 14, 15, 92, 65])
 NEW = 14
-STEPS = 40
+MOST_STEPS = 300
 
 
 @functools.cache
@@ -88,6 +88,11 @@ def metrics_of(drafter: Any, prompt: list[int], answer: list[int]) -> dict[str, 
     return drafter(**inputs_of(drafter, rows_of([(prompt, answer)]))).metrics
 
 
+def learned(steps: list[Any]) -> bool:
+    first, last = steps[0], steps[-1]
+    return bool(last.loss < 0.3 * first.loss and last.metrics["agree"][0] > 0.7 * last.metrics["count"][0])
+
+
 @functools.cache
 def overfitted(kind: str) -> tuple[Any, list[Any], dict[str, float]]:
     """A drafter that has seen one batch many times, its steps, and each parameter's gradient summed over the first ones."""
@@ -97,7 +102,7 @@ def overfitted(kind: str) -> tuple[Any, list[Any], dict[str, float]]:
     trainable = {name: value for name, value in drafter.named_parameters() if value.requires_grad}
     optimizer = torch.optim.AdamW(trainable.values(), lr=1e-2, weight_decay=0.0)
     steps, seen = [], dict.fromkeys(trainable, 0.0)
-    for number in range(STEPS):
+    for number in range(MOST_STEPS):
         optimizer.zero_grad()
         step = drafter(**inputs)
         step.loss.backward()
@@ -107,6 +112,8 @@ def overfitted(kind: str) -> tuple[Any, list[Any], dict[str, float]]:
                 seen[name] += float(value.grad.abs().sum())
         optimizer.step()
         steps.append(step)
+        if number >= 10 and learned(steps):
+            break
     return drafter.eval(), steps, seen
 
 
@@ -160,12 +167,11 @@ def test_one_batch_is_overfitted_with_a_gradient_on_every_parameter(kind):
     assert gradients
     for name, total in gradients.items():
         assert 0 < total < float("inf"), f"{name}: {total}"
-    losses = [step.loss.item() for step in steps]
-    assert all(loss == loss and abs(loss) < float("inf") for loss in losses)
-    assert losses[-1] < 0.3 * losses[0]
-    for name in ("count", "loss", "alpha", "agree"):
-        assert steps[-1].metrics[name].isfinite().all()
-    assert float(steps[-1].metrics["agree"][0] / steps[-1].metrics["count"][0]) > 0.6
+    for step in steps:
+        assert step.loss.isfinite() and all(
+            step.metrics[name].isfinite().all() for name in ("count", "loss", "alpha", "agree")
+        )
+    assert learned(steps), f"after {len(steps)} steps: {steps[0].loss} -> {steps[-1].loss}, {steps[-1].metrics}"
 
 
 @pytest.mark.parametrize("kind", TRAINED)
