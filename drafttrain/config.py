@@ -108,9 +108,7 @@ def load_config(path: str, overrides: list[str], trainer_keys: list[str]) -> Tra
     """
     file = Path(path)
     if not file.is_file():
-        raise UserError(
-            f"config={path!r}: no such file; recipes are under configs/, e.g. configs/smollm2-135m/eagle3.yaml"
-        )
+        raise UserError(f"config={path!r}: no such file; recipes are under configs/, a folder per target")
     try:
         raw = yaml.safe_load(file.read_text()) or {}
     except yaml.YAMLError as error:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from drafttrain.drafters.base import kinds
 
 PACKAGE = Path(__file__).resolve().parents[1] / "drafttrain"
 
@@ -121,3 +124,34 @@ def test_no_module_hides_a_package():
     installed = set(importlib.metadata.packages_distributions()) - {"tests", "test", "examples", "benchmarks", "docs"}
     taken = (set(sys.stdlib_module_names) | installed) - {"drafttrain"}
     assert ours & taken == set()
+
+
+# Words that are kinds' names and stand for something else there, or that cannot be asked for.
+OTHER_WORDS = {
+    ("cli", "ngram"),  # the command ngram-store, which writes what a kind reads
+    ("data", "ngram"),  # runs of words that texts share
+    ("config", "eagle3"),  # what a recipe trains that names no kind
+}
+
+
+def named_kinds() -> Iterator[str]:
+    """Strings that name a kind, other than docstrings and a command's HELP (examples), outside the kinds' own files."""
+    names = kinds()
+    for module, path in modules():
+        room, last = module.split(".")[0], module.split(".")[-1]
+        if room == "hub" or any(kind in last for kind in names):
+            continue
+        tree = ast.parse(path.read_text())
+        prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign) and any(getattr(goal, "id", "") == "HELP" for goal in node.targets):
+                prose |= {id(part) for part in ast.walk(node.value)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+                found = set(re.findall(r"[a-z0-9_]+", node.value)) & set(names)
+                yield from (f"{module}:{node.lineno} names {kind}" for kind in found if (room, kind) not in OTHER_WORDS)
+
+
+def test_no_kind_is_named_outside_its_own_files():
+    """Adding a kind is adding a file: what others need to know about kinds, they ask them. hub/ has a file per kind."""
+    assert list(named_kinds()) == []

@@ -309,7 +309,7 @@ def load_drafter(name: str, target: Target) -> Drafter | None:
     """A drafter for decoding, by name:
 
     FOLDER or Hub id           a trained drafter, or any causal language model with the target's vocabulary
-    KIND, KIND:OPTIONS         a kind without weights: ngram, ngram:5, ngram:max_n=5,min_n=2, ngram_store:FILE
+    KIND, KIND:OPTIONS         a kind without weights; see `untrained` for the options
     FIRST+KIND, ..+KIND:..     the matches of a kind without weights merged into the first's tree
     none                       no drafter
 
@@ -355,6 +355,16 @@ def _stream_int8(drafter: Any) -> None:
     for module in drafter.modules():
         if isinstance(module, nn.Linear):
             module.weight.data = round_to_int8(module.weight.data)
+
+
+def untrained_kinds() -> list[str]:
+    """The names of all kinds without weights."""
+    return [kind for kind in kinds() if not kind_class(kind).trainable]
+
+
+def names_help() -> str:
+    """What a drafter may be called, for the help of commands."""
+    return f"a drafter's folder or Hub id, KIND or KIND:OPTIONS ({', '.join(untrained_kinds())}), or FOLDER+KIND"
 
 
 def is_untrained(name: str) -> bool:
@@ -453,7 +463,7 @@ def drafter_folder(name: str, key: str = "drafter") -> Path:
         return path
     if not _is_hub_id(name):
         raise UserError(
-            f"{key}={name!r}: no such folder, and not a Hub id (user/name); kinds without weights: ngram, ngram_store"
+            f"{key}={name!r}: no such folder, and not a Hub id (user/name); kinds without weights: {', '.join(untrained_kinds())}"
         )
     from huggingface_hub import snapshot_download
 
@@ -473,7 +483,7 @@ def _is_hub_id(name: str) -> bool:
 
 
 def kind_of(name: str, key: str = "drafter") -> str:
-    """The kind of a drafter, named as for `load_drafter`; a causal language model that is not ours is a draft model.
+    """The kind of a drafter, named as for `load_drafter`; of a causal language model that is not ours, the kind that takes any.
 
     Raises:
         UserError: nothing there, or not a drafter.
@@ -488,7 +498,7 @@ def kind_of(name: str, key: str = "drafter") -> str:
         return config["drafter_kind"]
     architectures = set(config.get("architectures") or ())
     if architectures & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
-        return "draft_model"
+        return next(kind for kind in kinds() if getattr(kind_class(kind), "loads_language_models", False))
     raise UserError(
         f"{key}={name!r}: config.json has no drafter_kind and is no causal language model's, so it is no drafter of ours; bring "
         "a published EAGLE-3 head in by: drafttrain import"

@@ -98,6 +98,7 @@ class DraftModel(PreTrainedModel):
         lm: the language model, trained in place; runner: the same model as a `Target`, which decoding runs.
         kept_ids: [d] the ids that both vocabularies have: 0 to d - 1, d being the smaller number of rows.
         pretrains: it can learn from text without a target (loss next_token).
+        loads_language_models: any causal language model is one of these.
         chain_depth: depth of the chain that training's estimate of the accepted length is for.
     """
 
@@ -108,6 +109,7 @@ class DraftModel(PreTrainedModel):
     trainable = True
     pretrains = True
     takes_packed_rows = True
+    loads_language_models = True
     feature_layers: tuple[int, ...] = ()
     chain_depth = 4
     kept_ids: Tensor

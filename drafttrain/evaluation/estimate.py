@@ -27,6 +27,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from drafttrain.drafters.base import is_untrained
 from drafttrain.errors import UserError
 from drafttrain.evaluation.console import wide_console
 from drafttrain.evaluation.report import load_results
@@ -300,8 +301,9 @@ def run(args: argparse.Namespace) -> int:
     )
     drafter = args.drafter_params
     if drafter is None:
-        folder = Path((args.drafter or results["drafter"]).partition("+")[0]).expanduser()
-        drafter = drafter_params(folder) if folder.is_dir() else 0.0 if str(folder).startswith("ngram") else None
+        name = (args.drafter or results["drafter"]).partition("+")[0]
+        folder = Path(name).expanduser()
+        drafter = drafter_params(folder) if folder.is_dir() else 0.0 if is_untrained(name) else None
         if drafter is None:
             raise UserError(f"drafter={str(folder)!r}: no such folder; give --drafter FOLDER or --drafter-params")
     try:

@@ -16,7 +16,15 @@ import torch
 from torch import Tensor
 
 from drafttrain.decode import Decoder, SamplingParams, token_limit
-from drafttrain.drafters.base import Drafter, TreeSpec, decoding_settings, default_tree, kind_of, load_drafter
+from drafttrain.drafters.base import (
+    Drafter,
+    TreeSpec,
+    decoding_settings,
+    default_tree,
+    kind_of,
+    load_drafter,
+    names_help,
+)
 from drafttrain.environment import describe_environment, peak_memory, reset_peak
 from drafttrain.errors import UserError
 from drafttrain.evaluation.diagnose import diagnose, print_findings
@@ -45,7 +53,7 @@ WARM_UP_TOKENS = 12
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--target", required=True, help="short name, folder or Hub id")
-    add("--drafter", required=True, help="a drafter's folder or Hub id, ngram, ngram_store:FILE, FOLDER+ngram, or none")
+    add("--drafter", required=True, help=f"{names_help()}, or none")
     add("--suite", default="drafttrain", help=f"{', '.join(known_suites())}, a JSONL file in FastChat's question "
         "format, or NAME:FILE for a public suite in a file")  # fmt: skip
     add("--dtype", default="auto", help="float32, bfloat16, float16 or auto (bfloat16 where the device has it)")

@@ -18,7 +18,7 @@ from torch import Tensor
 from drafttrain.batch import TokenTree
 from drafttrain.decode import Decoder, SamplingParams, Stats
 from drafttrain.decode.verify import Verdict
-from drafttrain.drafters.base import TreeSpec, default_tree, load_drafter
+from drafttrain.drafters.base import TreeSpec, default_tree, load_drafter, names_help
 from drafttrain.errors import UserError
 from drafttrain.evaluation.page import render_page, write_page
 from drafttrain.evaluation.suites import render
@@ -111,7 +111,7 @@ class Trace:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--target", required=True, help="short name, folder or Hub id")
-    add("--drafter", required=True, help="a drafter's folder or Hub id, ngram, ngram_store:FILE, or FOLDER+ngram")
+    add("--drafter", required=True, help=names_help())
     add("--prompt", required=True, help="what the user says; the chat template is applied")
     add("--tree", help="chain:3, dynamic:5,8,24, ... (default: what the drafter's decoding.json says, else chain:3)")
     add("--dtype", default="auto", help="float32, bfloat16, float16 or auto")

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from drafttrain.decode import Decoder, SamplingParams, token_limit
-from drafttrain.drafters.base import Drafter, TreeSpec, decoding_file, decoding_settings, load_drafter
+from drafttrain.drafters.base import Drafter, TreeSpec, decoding_file, decoding_settings, load_drafter, names_help
 from drafttrain.environment import describe_environment
 from drafttrain.errors import UserError
 from drafttrain.evaluation.console import wide_console
@@ -253,7 +253,7 @@ def measure(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--target", required=True, help="short name, folder or Hub id")
-    add("--drafter", required=True, help="a drafter's folder or Hub id, ngram, ngram_store:FILE, or FOLDER+ngram")
+    add("--drafter", required=True, help=names_help())
     add("--dtype", default="auto", help="float32, bfloat16, float16 or auto (bfloat16 where the device has it)")
     add("--device", default="auto", help="cpu, cuda or auto")
     add("--temperature", type=float, default=0.0, help="0 decodes greedily")
