@@ -198,6 +198,8 @@ class PathHeads(PreTrainedModel):
                 power += float(y.square().sum())
         explained = 0.0
         for index, fit in fits.items():
+            if not fit.count:  # no response was as long
+                continue
             assert fit.xx is not None and fit.xy is not None
             found = fit.solve(each=True)
             explained += float((2 * found * fit.xy.T).sum() - ((found @ fit.xx) * found).sum())
