@@ -96,6 +96,7 @@ class Medusa(PathHeads):
     config_class = MedusaConfig
     kind = "medusa"
     independent = True
+    blocks: Any
 
     def __init__(self, config: MedusaConfig):
         super().__init__(config)

@@ -55,7 +55,7 @@ class PathHeads(PreTrainedModel):
     takes_packed_rows = True
     independent = False
     depths: int
-    lm_heads: nn.ModuleList
+    lm_heads: Any
     kept_ids: Tensor
     embed: Callable[[Tensor], Tensor]
 
