@@ -93,7 +93,7 @@ class ResidualBlock(nn.Module):
 class Medusa(PathHeads):
     """The drafter."""
 
-    config_class = MedusaConfig
+    config_class: type[MedusaConfig] = MedusaConfig
     kind = "medusa"
     independent = True
     blocks: Any

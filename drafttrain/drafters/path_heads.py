@@ -280,7 +280,7 @@ def likeliest_paths(shares: Tensor, nodes: int) -> list[tuple[int, ...]]:
     """
     falling = shares.cummin(dim=1).values.tolist()  # a rank is never taken before the better one
     found: list[tuple[int, ...]] = []
-    frontier = [(-falling[0][0], (0,))]
+    frontier: list[tuple[float, tuple[int, ...]]] = [(-falling[0][0], (0,))]
     while frontier and len(found) < nodes and frontier[0][0] < 0:
         score, path = heapq.heappop(frontier)
         found.append(path)
