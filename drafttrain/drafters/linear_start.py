@@ -57,7 +57,8 @@ class LeastSquares:
         """[o, i]. each: a ridge by every input's own power, where inputs are of different sizes."""
         assert self.xx is not None and self.xy is not None
         power = self.xx.diagonal()
-        ridge = RIDGE * (power if each else power.mean().expand_as(power))
+        mean = power.mean().expand_as(power)
+        ridge = RIDGE * (torch.maximum(power, 1e-3 * mean) if each else mean)
         return torch.linalg.solve(self.xx + ridge.diag(), self.xy).T
 
 

@@ -93,9 +93,10 @@ class ResidualBlock(nn.Module):
 class Medusa(PathHeads):
     """The drafter."""
 
-    config_class = MedusaConfig
+    config_class: type[MedusaConfig] = MedusaConfig
     kind = "medusa"
     independent = True
+    blocks: Any
 
     def __init__(self, config: MedusaConfig):
         super().__init__(config)

@@ -98,6 +98,9 @@ class MlpSpeculator(PathHeads):
 
     config_class = MlpSpeculatorConfig
     kind = "mlp_speculator"
+    emb: Any
+    proj: Any
+    ln: Any
 
     def __init__(self, config: MlpSpeculatorConfig):
         super().__init__(config)

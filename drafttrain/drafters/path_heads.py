@@ -55,7 +55,7 @@ class PathHeads(PreTrainedModel):
     takes_packed_rows = True
     independent = False
     depths: int
-    lm_heads: nn.ModuleList
+    lm_heads: Any
     kept_ids: Tensor
     embed: Callable[[Tensor], Tensor]
 
@@ -198,6 +198,8 @@ class PathHeads(PreTrainedModel):
                 power += float(y.square().sum())
         explained = 0.0
         for index, fit in fits.items():
+            if not fit.count:  # no response was as long
+                continue
             assert fit.xx is not None and fit.xy is not None
             found = fit.solve(each=True)
             explained += float((2 * found * fit.xy.T).sum() - ((found @ fit.xx) * found).sum())
@@ -278,7 +280,7 @@ def likeliest_paths(shares: Tensor, nodes: int) -> list[tuple[int, ...]]:
     """
     falling = shares.cummin(dim=1).values.tolist()  # a rank is never taken before the better one
     found: list[tuple[int, ...]] = []
-    frontier = [(-falling[0][0], (0,))]
+    frontier: list[tuple[float, tuple[int, ...]]] = [(-falling[0][0], (0,))]
     while frontier and len(found) < nodes and frontier[0][0] < 0:
         score, path = heapq.heappop(frontier)
         found.append(path)

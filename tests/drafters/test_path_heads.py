@@ -198,6 +198,9 @@ def test_least_squares_improves_the_start(target, kind):
     explained = drafter.solve_start([batch], source)
     after = run_step(drafter, target, batch).loss
     assert 0.5 < explained <= 1 and after < 0.5 * before
+    short = Batch(ids[:, :5], torch.full((4,), 5), mask[:, :5], torch.arange(4))
+    drafter.solve_start([short], source)
+    assert all(parameter.isfinite().all() for parameter in drafter.parameters())
 
 
 @every_kind

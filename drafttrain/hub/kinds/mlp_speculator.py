@@ -34,8 +34,9 @@ class MlpSpeculatorShipping(Shipping):
         heads = [whole_rows(head.weight, drafter.kept_ids, config.vocab_size) for head in drafter.lm_heads]
         weights: dict[str, Tensor] = {}
         for i in range(config.n_predict):  # shared ones too are in the file once per step, as in published checkpoints
-            emb, proj, ln, head = (m[min(i, len(m) - 1)] for m in (drafter.emb, drafter.proj, drafter.ln, heads))
-            weights |= {f"emb.{i}.weight": emb.weight, f"proj.{i}.weight": proj.weight, f"head.{i}.weight": head}
+            emb, proj, ln = (m[min(i, len(m) - 1)] for m in (drafter.emb, drafter.proj, drafter.ln))
+            weights |= {f"emb.{i}.weight": emb.weight, f"proj.{i}.weight": proj.weight}
+            weights[f"head.{i}.weight"] = heads[min(i, len(heads) - 1)]
             weights |= {f"ln.{i}.weight": ln.weight, f"ln.{i}.bias": ln.bias}
         described = {
             "architectures": ["MLPSpeculatorPreTrainedModel"],
