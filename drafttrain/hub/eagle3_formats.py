@@ -347,7 +347,7 @@ def _our_fields(
     if described.get("embed_requires_grad"):
         raise UserError(f"{where} trained an embedding of its own (embed_requires_grad); ours reads the target's")
     if described.get("parallel_drafting") or "mask_hidden" in weights:
-        raise UserError(f"{where} drafts in parallel (P-EAGLE), which no kind of ours computes")
+        raise UserError(f"{where} drafts in parallel (P-EAGLE), which is not imported")
     if (scale := layer.get("logit_scale") or 1.0) != 1.0:
         raise UserError(f"{where} has logit_scale={scale}, a factor on its logits, which no kind of ours computes")
     if eagle.get("use_aux_hidden_state") is False:
