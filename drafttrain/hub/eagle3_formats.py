@@ -190,10 +190,11 @@ def _layer_keys(config: Any) -> dict[str, Any]:
         **{key.name: getattr(config, ours) for ours, key in KEYS.items() if key.layer},
         "rope_parameters": rope,
         "rope_theta": rope["rope_theta"],
-        "rope_scaling": None if scaling["rope_type"] == "default" else scaling,
         "tie_word_embeddings": False,
         "num_aux_hidden_states": len(config.feature_layers),
     }
+    if scaling["rope_type"] != "default":  # vLLM reads this key last, and null would take rope_parameters away
+        keys["rope_scaling"] = scaling
     if window := config.sliding_window:
         keys["sliding_window"] = window
         keys["layer_types"] = ["sliding_attention"] * keys["num_hidden_layers"]
