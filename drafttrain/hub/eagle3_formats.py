@@ -190,10 +190,11 @@ def _layer_keys(config: Any) -> dict[str, Any]:
         **{key.name: getattr(config, ours) for ours, key in KEYS.items() if key.layer},
         "rope_parameters": rope,
         "rope_theta": rope["rope_theta"],
-        "rope_scaling": None if scaling["rope_type"] == "default" else scaling,
         "tie_word_embeddings": False,
         "num_aux_hidden_states": len(config.feature_layers),
     }
+    if scaling["rope_type"] != "default":  # vLLM reads this key last, and null would take rope_parameters away
+        keys["rope_scaling"] = scaling
     if window := config.sliding_window:
         keys["sliding_window"] = window
         keys["layer_types"] = ["sliding_attention"] * keys["num_hidden_layers"]
@@ -347,7 +348,7 @@ def _our_fields(
     if described.get("embed_requires_grad"):
         raise UserError(f"{where} trained an embedding of its own (embed_requires_grad); ours reads the target's")
     if described.get("parallel_drafting") or "mask_hidden" in weights:
-        raise UserError(f"{where} drafts in parallel (P-EAGLE), which no kind of ours computes")
+        raise UserError(f"{where} drafts in parallel (P-EAGLE), which is not imported")
     if (scale := layer.get("logit_scale") or 1.0) != 1.0:
         raise UserError(f"{where} has logit_scale={scale}, a factor on its logits, which no kind of ours computes")
     if eagle.get("use_aux_hidden_state") is False:

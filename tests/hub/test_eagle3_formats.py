@@ -90,6 +90,7 @@ def test_names_and_keys_are_the_engines(target, tmp_path):
     assert config["architectures"] == ["Eagle3Speculator"]
     assert config["eagle_aux_hidden_state_layer_ids"] == [1, 3, 6]
     assert config["transformer_layer_config"]["model_type"] == "llama"
+    assert "rope_scaling" not in config["transformer_layer_config"]  # null there erases rope_parameters in vLLM
     assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 5
     assert config["speculators_config"]["verifier"]["name_or_path"] == "user/target"
     for flag in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "tie_word_embeddings"):

@@ -46,19 +46,21 @@ def test_vllm_loads_and_computes_every_variant(tmp_path):
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
     environment.pop("PYTHONPATH", None)
     answer = run_side(PYTHON, "vllm_class_side.py", job, environment)
+    wrong = []
     for (options, head, folder, inputs), loaded in zip(cases, answer["heads"], strict=True):
         assert loaded["class"] == ("Eagle3Qwen3ForCausalLM" if options.get("qk_norm") else "Eagle3LlamaForCausalLM")
         if "feature_layers" in options:
             assert loaded["feature_layers"] == list(options["feature_layers"])
-        theirs = load_file(f"{folder}.outputs.safetensors")
         head.embed = lambda ids: table[ids]
         session = head.start(torch.zeros(1, dtype=torch.long), 64)
         with torch.no_grad():
             session.extend(inputs["tokens"], inputs["features"])
             tree = session.propose(TreeSpec.parse("chain:2"))
-        paths = theirs["logits"].log_softmax(-1).max(-1)
-        assert tree.tokens.tolist() == paths.indices.tolist(), (options, folder.name)
-        torch.testing.assert_close(tree.log_probs, paths.values.cumsum(0), rtol=1e-4, atol=1e-4)
-        ours = head.logits(session.root)[0].log_softmax(-1)
-        kept = theirs["logits"][0].log_softmax(-1)[head.kept_ids]
-        torch.testing.assert_close(ours, kept, rtol=1e-4, atol=1e-4)
+            ours = head.logits(session.root)[0].log_softmax(-1)
+        theirs = load_file(f"{folder}.outputs.safetensors")["logits"].log_softmax(-1)
+        paths = theirs.max(-1)
+        apart = (ours - theirs[0][head.kept_ids]).abs().max().item()
+        apart = max(apart, (tree.log_probs - paths.values.cumsum(0)).abs().max().item())
+        if tree.tokens.tolist() != paths.indices.tolist() or not apart < 1e-3:
+            wrong.append((options, folder.name, apart))
+    assert not wrong
