@@ -287,7 +287,6 @@ def fit(config: Any, args: Any) -> dict[str, Any]:
     from drafttrain.data.loader import collate, pack_rows, training_rows
     from drafttrain.losses import parse_loss
     from drafttrain.training.callbacks import Progress, SaveOnTerm, TimeBudget
-    from drafttrain.training.failures import explained
     from drafttrain.training.on_policy import OnPolicy
     from drafttrain.training.trainer import DrafterTrainer, forget_checkpoints, forget_drafter
 
@@ -337,7 +336,7 @@ def fit(config: Any, args: Any) -> dict[str, Any]:
     if checkpoint and args.process_index == 0:
         print(f"going on from {checkpoint}", flush=True)
     start = time.perf_counter()
-    with term, explained(args):
+    with term:
         trainer.train(resume_from_checkpoint=checkpoint)
         if term.received:
             if args.process_index == 0:
@@ -384,6 +383,8 @@ def summarise(
 
 
 def run(args: argparse.Namespace) -> int:
+    from drafttrain.training.failures import explained
+
     config, training_args = setup(args.config, args.overrides)
     done = Path(config.output_dir) / "training.json"
     if (
@@ -393,7 +394,8 @@ def run(args: argparse.Namespace) -> int:
     ):
         print(f"{config.output_dir} is already trained with this configuration (resume=false trains it again)")
         return 0
-    summary = fit(config, training_args)
+    with explained(training_args):
+        summary = fit(config, training_args)
     if training_args.process_index == 0:
         held, best = summary["held_out"], summary["best"]
         decoded = f"{best['accepted_length']:.2f} decoded at step {best['step']}, " if best["step"] else ""

@@ -241,8 +241,8 @@ class DraftModel(PreTrainedModel):
 
     def blank(self) -> DraftModel:
         """Another one of the same shapes, with weights of its own."""
-        lm = type(self.lm)(copy.deepcopy(self.lm.config))
-        return DraftModel(lm, self.tokenizer, self.config, self.runner.name)
+        lm, config = type(self.lm)(copy.deepcopy(self.lm.config)), copy.deepcopy(self.config)
+        return type(self)(lm, self.tokenizer, config, self.runner.name)  # type: ignore[arg-type]
 
     def pack(self) -> None:
         """Readies the model for inference on a CPU."""

@@ -20,7 +20,7 @@ _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 
 @contextlib.contextmanager
 def explained(args: Any) -> Iterator[None]:
-    """Turns running out of memory or disk while training into a UserError that says what to change.
+    """Turns running out of memory or disk, from loading to saving, into a UserError that says what to change.
 
     Args:
         args: the run's TrainingArguments.

@@ -223,10 +223,11 @@ class DrafterTrainer(Trainer):
         where = self.state.best_model_checkpoint or ""
         if not best or best == self.state.global_step or not os.path.isdir(where):
             return
-        if self.is_deepspeed_enabled or not hasattr(self.model, "load_checkpoint"):
+        load: Any = getattr(self.model, "load_checkpoint", None)
+        if load is None or self.is_deepspeed_enabled:
             self._load_best_model()
         else:
-            self.model.load_checkpoint(where)
+            load(where)
 
     # -- schedule -----------------------------------------------------------------------------------------------
 
@@ -268,8 +269,9 @@ def forget_checkpoints(args: Any) -> None:
 def forget_drafter(args: Any) -> None:
     """Deletes what was found out about a drafter in output_dir whose weights this run is going to replace.
 
-    Tuned decoding settings and an adapter of old would be taken for the new drafter's.
+    Tuned decoding settings and an adapter of old would be taken for the new drafter's, and a summary for its end.
     """
     with args.main_process_first(desc="deleting an old drafter's settings"):
-        decoding_file(str(args.output_dir)).unlink(missing_ok=True)
+        for path in (decoding_file(str(args.output_dir)), Path(args.output_dir) / "training.json"):
+            path.unlink(missing_ok=True)
         shutil.rmtree(Path(args.output_dir) / "adapter", ignore_errors=True)

@@ -332,6 +332,25 @@ def load_like(drafter, target):
     return drafter
 
 
+@pytest.mark.parametrize("name", ["shared", "lora"])
+def test_another_one_with_the_same_weights_drafts_the_same(target, name):
+    """What ZeRO-3 decodes with while the weights themselves are scattered."""
+    drafter = make_drafter(target, name)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    other = drafter.blank()
+    other.load_state_dict(drafter.state_dict())
+    other.bind(target)
+    trees = [generate(target, model.eval(), [5, 6, 7], max_new_tokens=9).stats.accepted for model in (drafter, other)]
+    prompt, features = torch.arange(5, 17), torch.empty(11, 0)
+    for model in (drafter, other):
+        session = model.start(prompt, 64)
+        session.extend(prompt[1:], features)
+        trees.append(session.propose(TreeSpec.parse("fanout:3x2x1")).tokens.tolist())
+    assert trees[0] == trees[1] and trees[2] == trees[3]
+
+
 def test_a_model_that_is_the_target_is_always_right(target):
     drafter = DraftModel.begin(target, "target", {"layers": [0, 1, 2, 3]}, "kl").eval()
     drafter.bind(target)

@@ -74,6 +74,14 @@ def test_a_step_that_fails(begun, tmp_path, monkeypatch, capsys, fault, message)
     fails(begun, tmp_path, capsys, message)
 
 
+def test_no_memory_before_the_first_step(begun, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("drafttrain.train.begin_from_least_squares", lambda *_: torch.empty(1 << 60))
+    (tmp_path / "training.json").write_text('{"config": {}}')
+    assert main(["train", *begun[1], f"output_dir={tmp_path}"]) == 2
+    said = capsys.readouterr().err
+    assert "error: out of memory on cpu (" in said and "no checkpoint was written before" in said
+
+
 @pytest.mark.parametrize(
     "error",
     [
