@@ -113,7 +113,7 @@ def linear_start(drafter: Any, batches: Iterable[Batch], source: Source) -> floa
         drafter.lm_head.weight.mul_(scale / rho)
     else:
         drafter.norm.weight.fill_(scale)
-    _set_temperature(drafter, batches[0], source)
+    set_temperature(drafter, (drafter.lm_head if config.norm_output else drafter.norm).weight, batches[0], source)
     return rho**2 / (power / first.count)
 
 
@@ -177,11 +177,14 @@ def _set_attention(attention: Any, maps: Tensor, covariance: Tensor, residual: f
         attention.q_proj.weight.view(kv, group, e, width)[head] = probe
 
 
-def _set_temperature(drafter: Any, batch: Batch, source: Source) -> None:
-    """Scales the logits so that the start's confidence fits: a prediction's RMS says nothing about its certainty."""
+def set_temperature(drafter: Any, scaled: Tensor, batch: Batch, source: Source) -> None:
+    """Scales the logits so that the start's confidence fits: a prediction's RMS says nothing about its certainty.
+
+    Args:
+        scaled: the weight that they are proportional to.
+    """
     part = batch.first_rows(2)
     output, targets, row_of = source(part)
-    scaled = (drafter.lm_head if drafter.config.norm_output else drafter.norm).weight
     weight, best = scaled.clone(), (float("inf"), 1.0)
     for factor in (0.25, 0.35, 0.5, 0.65, 0.8, 1.0):
         scaled.copy_(weight * factor)
