@@ -222,7 +222,7 @@ class BlockDrafter(PreTrainedModel):
         """[h], what stands where a token is to be predicted."""
         if self.mask is not None:
             return self.mask
-        return self.embed(torch.tensor(self.config.mask_token_id, device=self.device)).to(self.fc.weight.dtype)
+        return self.embed(torch.tensor(self.config.mask_token_id, device=self.kept_ids.device)).to(self.fc.weight.dtype)
 
     def enter(self, roots: Tensor) -> Tensor:
         """[m, h] embeddings of last committed tokens -> [m * B, h], the blocks as the first layer reads them."""
