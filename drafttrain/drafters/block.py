@@ -27,9 +27,11 @@ from transformers import PreTrainedModel
 from drafttrain.batch import Batch, StepOutput, TargetOutput, TokenTree
 from drafttrain.drafters.base import TreeSpec
 from drafttrain.drafters.block_config import BlockConfig
+from drafttrain.drafters.block_start import block_start
 from drafttrain.drafters.expand import Said, grow
 from drafttrain.drafters.layer_session import CacheShape, LayerSession
 from drafttrain.drafters.layers import MLP, Attend, Attention, RMSNorm, Rotary
+from drafttrain.drafters.linear_start import Source
 from drafttrain.drafters.shared import anchors_by_depth, bind_target, copy_layer, copy_norm
 from drafttrain.losses import TargetRows, linear_divergence
 from drafttrain.ops.block_attention import block_attention
@@ -134,13 +136,13 @@ class BlockDrafter(PreTrainedModel):
         self.hidden_norm = RMSNorm(h, eps)
         self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(h, eps)
-        # Where a token is to be predicted, instead of an embedding.
         self.mask = nn.Parameter(torch.randn(h) * h**-0.5) if config.mask_token_id is None else None
         self.lm_head = nn.Linear(h, config.draft_vocab_size, bias=False) if config.train_head else None
         self.frozen: list[Any] = []  # the target's head otherwise: in a list, so that it is neither trained nor saved
         self.register_buffer("kept_ids", torch.arange(config.draft_vocab_size))
         self.rotary = Rotary(config.head_dim, config.rope_parameters)
         self.cache_shape = CacheShape(config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
+        self.logit_scale = 1.0  # of the target, which its bare head rows lack; the final norm brings it
         self.gradient_checkpointing = False
         self.packed = False
         self.post_init()
@@ -161,6 +163,7 @@ class BlockDrafter(PreTrainedModel):
     def bind(self, target: Target) -> None:
         """Checks that this drafter was made for the target and borrows its embedding and head."""
         bind_target(self, target)
+        self.logit_scale = target.logit_scale
         if self.lm_head is None:
             rows = target.head_weight
             rows = rows if len(self.kept_ids) == len(rows) else rows[self.kept_ids.to(rows.device)]
@@ -205,17 +208,25 @@ class BlockDrafter(PreTrainedModel):
             names += [f"layers.{i}.{name}" for name in copy_layer(layer, theirs)]
         return names
 
+    def solve_start(self, batches: list[Batch], source: Source) -> float:
+        """Fits a linear guess in closed form, see `block_start`; returns the share of variance explained."""
+        return block_start(self, batches, source)
+
     # -- the one forward ----------------------------------------------------------------------------------------
 
     def fuse(self, features: Tensor) -> Tensor:
         """[t, f*h] target features -> [t, h], what every layer's keys and values of the context are made from."""
         return self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
 
+    def mask_embedding(self) -> Tensor:
+        """[h], what stands where a token is to be predicted."""
+        if self.mask is not None:
+            return self.mask
+        return self.embed(torch.tensor(self.config.mask_token_id, device=self.kept_ids.device)).to(self.fc.weight.dtype)
+
     def enter(self, roots: Tensor) -> Tensor:
         """[m, h] embeddings of last committed tokens -> [m * B, h], the blocks as the first layer reads them."""
-        mask = self.mask
-        if mask is None:
-            mask = self.embed(torch.tensor(self.config.mask_token_id, device=roots.device)).to(roots.dtype)
+        mask = self.mask_embedding()
         return torch.cat((roots[:, None], mask.expand(len(roots), self.config.depth, -1)), dim=1).flatten(0, 1)
 
     def run(self, roots: Tensor, begins: Tensor, attends: Sequence[Attend]) -> Tensor:

@@ -56,7 +56,7 @@ class BlockConfig(PreTrainedConfig):
         block_size: int = 8,
         mask_token_id: int | None = None,
         train_head: bool = False,
-        anchor_share: float = 0.25,
+        anchor_share: float = 1.0,
         weighting: str = "exp",
         gamma: float = 4.0,
         dpace_alpha: float = 0.5,

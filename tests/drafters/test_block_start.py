@@ -1,0 +1,63 @@
+"""The closed-form start of blocks: that attention finds the two places it is meant to find, and that it helps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from drafttrain.drafters.block_start import block_start
+from drafttrain.drafters.dflash import DFlash
+from drafttrain.drafters.dspark import DSpark
+from drafttrain.drafters.linear_start import unit
+from drafttrain.drafters.shared import anchors_by_depth
+from drafttrain.training.targets import TargetSource
+from tests.conftest import make_target
+from tests.drafters.test_block import make_drafter, run_step
+from tests.drafters.test_eagle3 import make_batch
+
+
+def lifelike_target():
+    """Embeddings and features with a mean, as trained models have."""
+    target = make_target(hidden=32)
+    target.model.get_input_embeddings().weight.data += torch.linspace(-0.3, 0.3, 32)
+    return target
+
+
+@pytest.mark.parametrize("mask", [None, 299])
+def test_the_block_computes_the_map_it_was_given(mask):
+    target = lifelike_target()
+    shape = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8}  # both maps in full
+    drafter = make_drafter(DFlash, target, torch.arange(300), mask_token_id=mask, **shape)
+    batches = [make_batch((60, 50), seed=seed) for seed in range(12)]
+    source = TargetSource(target, drafter.feature_layers, drafter.kept_ids)
+    explained = block_start(drafter, batches, source)
+    assert 0.1 < explained <= 1.0
+    reads, readout = [], drafter.readout
+    drafter.readout = lambda *args: reads.append(args[0]) or readout(*args)
+    run_step(drafter, target, batches[0])
+    _, rows, row_of = source(batches[0])
+    anchors = anchors_by_depth(batches[0].response_mask, 1)[0]
+    wanted = unit(rows.hidden[row_of.flatten()[anchors + 1]])
+    first = drafter.draw(batches[0].response_mask, 1).depth_of == 0
+    likeness = (unit(reads[0][first]) * wanted).mean()
+    assert likeness > 0.85 * explained**0.5
+
+
+@pytest.mark.parametrize("kind", [DFlash, DSpark])
+@pytest.mark.parametrize("options", [{}, {"num_key_value_heads": 1}, {"num_hidden_layers": 3, "head_dim": 4}])
+def test_the_start_beats_copied_weights_and_every_parameter_still_learns(kind, options):
+    target = lifelike_target()
+    drafter = make_drafter(kind, target, **options)
+    batches = [make_batch((60, 50), seed=seed) for seed in range(8)]
+    before = run_step(drafter, target, batches[0])
+    drafter.solve_start(batches, TargetSource(target, drafter.feature_layers, drafter.kept_ids))
+    step = run_step(drafter, target, batches[0])
+    assert step.loss < before.loss
+    assert step.metrics["alpha"][0] > before.metrics["alpha"][0]
+    optimizer = torch.optim.SGD(drafter.parameters(), lr=0.01)
+    for _ in range(3):  # what starts silent wakes up within two steps
+        optimizer.zero_grad()
+        run_step(drafter, target, batches[0]).loss.backward()
+        optimizer.step()
+    for name, parameter in drafter.named_parameters():
+        assert parameter.grad.isfinite().all() and parameter.grad.abs().sum() > 0, name
