@@ -167,7 +167,7 @@ class BlockDrafter(PreTrainedModel):
         if self.lm_head is None:
             rows = target.head_weight
             rows = rows if len(self.kept_ids) == len(rows) else rows[self.kept_ids.to(rows.device)]
-            head = nn.Linear(*reversed(rows.shape), bias=False, device="meta")
+            head = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
             head.weight = nn.Parameter(rows.detach().to(target.device), requires_grad=False)
             self.frozen = [PackedLinear(head) if self.packed else head]
 
@@ -374,7 +374,7 @@ class BlockDrafter(PreTrainedModel):
         positions = torch.cat([torch.arange(begin, begin + size) for begin, size in zip(starts, sizes, strict=True)])
         cos, sin = self.rotary.tables(positions.to(context.device), context.dtype)
         for i, layer in enumerate(self.layers):
-            parts = (new.split(sizes) for new in layer.self_attn.keys_values(context, cos, sin))  # type: ignore[operator]
+            parts = (new.split(sizes) for new in layer.self_attn.keys_values(context, cos, sin))  # type: ignore[operator, union-attr]
             for session, key, value in zip(sessions, *parts, strict=True):
                 session.store(i, session.length, key, value)
         for session, new in zip(sessions, tokens, strict=True):
@@ -435,7 +435,8 @@ def _over_context(layer: Any, context: Tensor, tables: tuple[Tensor, Tensor], sp
     """Attention of training's blocks, each over its span of context states [T, h]."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return block_attention(query, key, value, *layer.self_attn.keys_values(context, *tables), spans)
+        base_key, base_value = layer.self_attn.keys_values(context, *tables)
+        return block_attention(query, key, value, base_key, base_value, spans)
 
     return attend
 

@@ -36,7 +36,7 @@ class BlockConfig(PreTrainedConfig):
     """
 
     # What a run may set anew when it continues a drafter; everything else is what the weights were made for.
-    recipe_keys = ("anchor_share", "weighting", "gamma", "dpace_alpha", "loss")
+    recipe_keys: tuple[str, ...] = ("anchor_share", "weighting", "gamma", "dpace_alpha", "loss")
 
     def __init__(
         self,

@@ -137,9 +137,9 @@ class EngineBlock:
         c = self.c
         h, inner, e = c["hidden_size"], c["intermediate_size"], c["head_dim"]
         heads, kv = c["num_attention_heads"] * e, c["num_key_value_heads"] * e
-        found = {"fc.weight": (h, h * len(c["dflash_config"]["target_layer_ids"]))}
+        found: dict[str, tuple[int, ...]] = {"fc.weight": (h, h * len(c["dflash_config"]["target_layer_ids"]))}
         found |= {"hidden_norm.weight": (h,), "norm.weight": (h,)}
-        layer = {
+        layer: dict[str, tuple[int, ...]] = {
             "input_layernorm": (h,), "post_attention_layernorm": (h,), "self_attn.q_proj": (heads, h),
             "self_attn.k_proj": (kv, h), "self_attn.v_proj": (kv, h), "self_attn.o_proj": (h, heads),
             "self_attn.q_norm": (e,), "self_attn.k_norm": (e,), "mlp.gate_proj": (inner, h), "mlp.up_proj": (inner, h),
