@@ -110,9 +110,11 @@ def digest(words: Sequence[str]) -> str:
 
 
 def resolved(name: str) -> str:
-    """A path that does not depend on the folder we are in; other names as they are."""
+    """A path that does not depend on the folder we are in; other names as they are.
+
+    A plain word is a name, even where a folder is called so too (the suite `drafttrain`)."""
     path = Path(name).expanduser()
-    return str(path.resolve()) if path.exists() else name
+    return str(path.resolve()) if path.is_file() or (path.exists() and "/" in name) else name
 
 
 # -- training -------------------------------------------------------------------------------------------------------

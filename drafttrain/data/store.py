@@ -444,7 +444,7 @@ class FeatureStore:
         names = ("topk_ids", "topk_logits", "log_z") if self.top_k else ("last_hidden",)
         found = {name: self._files[shard].get_tensor(f"{key}/{name}") for name in ("features", *names)}
         if self.columns is not None:
-            whole, last = found["features"], found.get("last_hidden")
-            parts = [last if part is None else whole[:, slice(*part)] for part in self.columns]
+            whole = found["features"]
+            parts = [found["last_hidden"] if part is None else whole[:, slice(*part)] for part in self.columns]
             found["features"] = torch.cat([whole[:, :0], *parts], dim=-1)
         return found
