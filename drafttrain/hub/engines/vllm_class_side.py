@@ -26,7 +26,7 @@ def main() -> None:
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.model_loader import get_model
 
-    seen = {}
+    seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def attend(self, query, key, value, *_, **__):
         """query [t, heads * e] after the keys and values of earlier calls, from position 0 on."""

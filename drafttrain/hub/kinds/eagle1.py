@@ -155,7 +155,7 @@ def compare_states(drafter: Eagle1, exported: Path, seed: int = 0) -> dict[str, 
         UserError: the files do not hold what an engine looks for, or the states differ.
     """
     head, ours = EngineHead(exported), drafter
-    ours.to(head.dtype).float().eval()  # type: ignore[call-arg]
+    ours.to(head.dtype).float().eval()  # type: ignore[arg-type, call-arg]
     h, made = ours.config.hidden_size, torch.Generator().manual_seed(seed)
     table, rows = torch.randn(64, h, generator=made), torch.randn(len(ours.kept_ids), h, generator=made)
     ours.embed, ours.frozen_head = lambda ids: table[ids % len(table)], rows
