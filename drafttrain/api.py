@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 
 from drafttrain.decode import Decoder, SamplingParams, strip_padding
 from drafttrain.decode.text import TextStream
-from drafttrain.drafters.base import Drafter, TreeSpec, decoding_settings, default_tree
+from drafttrain.drafters.base import Drafter, decoding_settings, default_tree
 from drafttrain.drafters.base import load_drafter as load_for_target
+from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.target import Target
 

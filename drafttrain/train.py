@@ -219,7 +219,7 @@ def check_data(meta: dict[str, Any], features: dict[str, Any] | None, target: An
 
 def watch_acceptance(config: Any, trainer: Any, held_out: Any) -> None:
     """Lets the trainer run the real decoder on held-out prompts."""
-    from drafttrain.drafters.base import TreeSpec
+    from drafttrain.drafters.tree_spec import TreeSpec
     from drafttrain.evaluation.held_out import acceptance, first_prompts
     from drafttrain.training.callbacks import DecodeHeldOut
 

@@ -22,7 +22,8 @@ import torch
 from benchmark import alternate, median, write_result
 
 from drafttrain.decode import Decoder
-from drafttrain.drafters.base import TreeSpec, load_drafter, load_trained
+from drafttrain.drafters.base import load_drafter, load_trained
+from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.evaluation.suites import load_suite, render, take_evenly
 from drafttrain.target import Target
 

@@ -21,7 +21,8 @@ from typing import Any
 from benchmark import median, write_result
 
 from drafttrain.decode import generate
-from drafttrain.drafters.base import TreeSpec, load_drafter
+from drafttrain.drafters.base import load_drafter
+from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.evaluation.suites import load_suite, render, take_evenly
 from drafttrain.hub import engines
 from drafttrain.hub.drafters import find_drafter

@@ -19,7 +19,8 @@ from typing import Any
 from benchmark import write_result
 
 from drafttrain.decode import SamplingParams, engine, generate
-from drafttrain.drafters.base import TreeSpec, load_drafter
+from drafttrain.drafters.base import load_drafter
+from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.evaluation.suites import load_suite, render, take_evenly
 from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target import Target

@@ -7,7 +7,7 @@ import torch
 from accelerate import dispatch_model
 
 from drafttrain.decode import generate
-from drafttrain.drafters.base import TreeSpec
+from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.target import Target
 from drafttrain.training.targets import TargetSource
 from tests.conftest import make_target

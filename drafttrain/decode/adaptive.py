@@ -24,7 +24,7 @@ from statistics import median_low
 from typing import Protocol
 
 from drafttrain.batch import TokenTree
-from drafttrain.drafters.base import TreeSpec
+from drafttrain.drafters.tree_spec import TreeSpec
 
 _ALLOWANCE = 0.015  # share of the time that trials may lose
 _MOST = 4.0  # plain rounds that the allowance holds at most

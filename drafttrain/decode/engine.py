@@ -29,7 +29,8 @@ from drafttrain.decode.static import TargetSteps
 from drafttrain.decode.stats import Generation, Stats
 from drafttrain.decode.text import TextStream, check_stop
 from drafttrain.decode.verify import Verdict, Verifier, verify_batch
-from drafttrain.drafters.base import Drafter, ProbingSession, Session, TreeSpec
+from drafttrain.drafters.base import Drafter, ProbingSession, Session
+from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.ops.sampling import SamplingParams, argmax
 from drafttrain.ops.tree_cache import TreeCache

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from drafttrain.batch import Batch, StepOutput, TargetOutput, TokenTree
-from drafttrain.drafters.base import TreeSpec
 from drafttrain.drafters.block_config import BlockConfig
 from drafttrain.drafters.block_start import block_start
 from drafttrain.drafters.expand import Said, grow
@@ -33,6 +32,7 @@ from drafttrain.drafters.layer_session import CacheShape, LayerSession
 from drafttrain.drafters.layers import MLP, Attend, Attention, RMSNorm, Rotary
 from drafttrain.drafters.linear_start import Source
 from drafttrain.drafters.shared import anchors_by_depth, bind_target, copy_layer, copy_norm
+from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.losses import TargetRows, linear_divergence
 from drafttrain.ops.block_attention import block_attention
 from drafttrain.ops.decoder_layer import DecoderLayer, LayerWeights

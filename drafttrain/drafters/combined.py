@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from drafttrain.batch import TokenTree
-from drafttrain.drafters.base import Drafter, ProbingSession, Session, TreeSpec
+from drafttrain.drafters.base import Drafter, ProbingSession, Session
+from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.ops.sampling import Sampler
 from drafttrain.target import Target
 

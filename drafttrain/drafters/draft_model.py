@@ -28,11 +28,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from drafttrain import __version__
 from drafttrain.batch import Batch, StepOutput, TargetOutput, TokenTree
-from drafttrain.drafters.base import META_FILE, TreeSpec
+from drafttrain.drafters.base import META_FILE
 from drafttrain.drafters.draft_start import check_vocabulary, from_checkpoint, from_config, load_weights, own_layers
 from drafttrain.drafters.expand import grow
 from drafttrain.drafters.lora import add_lora, load_adapter, merged, save_adapter
 from drafttrain.drafters.shared import anchors_by_depth
+from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.files import write_json
 from drafttrain.losses import TargetRows, linear_divergence

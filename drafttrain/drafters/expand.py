@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.batch import Proposal, TokenTree
-from drafttrain.drafters.base import TreeSpec, ranks_below
+from drafttrain.drafters.tree_spec import TreeSpec, ranks_below
 from drafttrain.ops.sampling import Sampler, draw_distinct, probabilities, top_log_probs
 
 # nodes to open: their own tokens [m], and their parents' order among all opened nodes so far

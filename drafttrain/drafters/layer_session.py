@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafttrain.batch import TokenTree
-from drafttrain.drafters.base import TreeSpec
 from drafttrain.drafters.expand import grow
 from drafttrain.drafters.layers import Attend
+from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.ops.sampling import Sampler
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from drafttrain.batch import TokenTree
-from drafttrain.drafters.base import TreeSpec
+from drafttrain.drafters.tree_spec import TreeSpec
 
 # Paths less likely than this are not followed: no budget has room for them.
 _FLOOR = 0.01

@@ -24,7 +24,8 @@ from safetensors.numpy import save_file
 from torch import Tensor
 
 from drafttrain.batch import TokenTree
-from drafttrain.drafters.base import Drafter, TreeSpec
+from drafttrain.drafters.base import Drafter
+from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.ops.sampling import Sampler
 from drafttrain.target import Target, tokenizer_fingerprint

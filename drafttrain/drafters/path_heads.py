@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from drafttrain.batch import Batch, StepOutput, TargetOutput, TokenTree
-from drafttrain.drafters.base import TreeSpec
 from drafttrain.drafters.expand import grow
 from drafttrain.drafters.linear_start import LeastSquares, Source
 from drafttrain.drafters.shared import anchors_by_depth, bind_target
+from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.losses import TargetRows, linear_divergence
 from drafttrain.ops.sampling import Sampler
 from drafttrain.target import Target

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from drafttrain.batch import Batch, TokenTree
-from drafttrain.drafters.base import TreeSpec
 from drafttrain.drafters.eagle3 import Eagle3, Eagle3Config
 from drafttrain.drafters.expand import expand
 from drafttrain.drafters.layer_session import LayerSession, attend_apart, newest
 from drafttrain.drafters.linear_start import Source
 from drafttrain.drafters.shared import anchors_by_depth
+from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.ops.sampling import Sampler
 from drafttrain.target import Target

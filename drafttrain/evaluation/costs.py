@@ -22,8 +22,9 @@ from torch import Tensor
 from drafttrain.batch import TokenTree
 from drafttrain.decode import Decoder, SamplingParams
 from drafttrain.decode.adaptive import Round
-from drafttrain.drafters.base import Drafter, TreeSpec
+from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.combined import CombinedDrafter
+from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.evaluation.replay import DEPTH, WIDTHS
 from drafttrain.target import Target
 

@@ -6,7 +6,8 @@ from collections import Counter
 from typing import Any
 
 from drafttrain.decode import Decoder
-from drafttrain.drafters.base import Drafter, TreeSpec
+from drafttrain.drafters.base import Drafter
+from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.evaluation.metrics import acceptance_by_depth
 from drafttrain.target import Target
 

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from drafttrain.batch import TokenTree
 from drafttrain.decode import Decoder, SamplingParams
-from drafttrain.drafters.base import Drafter, TreeSpec
+from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.combined import CombinedDrafter, drafts_alone, match_spec, merge
+from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.target import Target
 
 DEPTH = 6

@@ -16,15 +16,8 @@ import torch
 from torch import Tensor
 
 from drafttrain.decode import Decoder, SamplingParams, token_limit
-from drafttrain.drafters.base import (
-    Drafter,
-    TreeSpec,
-    decoding_settings,
-    default_tree,
-    kind_of,
-    load_drafter,
-    names_help,
-)
+from drafttrain.drafters.base import Drafter, decoding_settings, default_tree, kind_of, load_drafter, names_help
+from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.environment import describe_environment, peak_memory, reset_peak
 from drafttrain.errors import UserError
 from drafttrain.evaluation.diagnose import diagnose, print_findings

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from drafttrain.decode import Decoder, SamplingParams, Stats, strip_padding
-from drafttrain.drafters.base import TreeSpec, default_tree, load_drafter
+from drafttrain.drafters.base import default_tree, load_drafter
+from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.target import Target
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from drafttrain.batch import TokenTree
 from drafttrain.decode import Decoder, SamplingParams, Stats
 from drafttrain.decode.verify import Verdict
-from drafttrain.drafters.base import TreeSpec, default_tree, load_drafter, names_help
+from drafttrain.drafters.base import default_tree, load_drafter, names_help
+from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.evaluation.page import render_page, write_page
 from drafttrain.evaluation.suites import render

@@ -25,7 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from drafttrain.decode import Decoder, SamplingParams, token_limit
-from drafttrain.drafters.base import Drafter, TreeSpec, decoding_file, decoding_settings, load_drafter, names_help
+from drafttrain.drafters.base import Drafter, decoding_file, decoding_settings, load_drafter, names_help
+from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.environment import describe_environment
 from drafttrain.errors import UserError
 from drafttrain.evaluation.console import wide_console

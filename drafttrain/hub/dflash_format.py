@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafttrain.drafters.base import TreeSpec
 from drafttrain.drafters.block import BlockDrafter
 from drafttrain.drafters.layers import Rotary, rotate
+from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.files import write_json
 from drafttrain.target import Target

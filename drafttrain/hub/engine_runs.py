@@ -14,7 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from drafttrain.decode import generate
-from drafttrain.drafters.base import Drafter, TreeSpec
+from drafttrain.drafters.base import Drafter
+from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.target import Target
 

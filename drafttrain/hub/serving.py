@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from drafttrain.drafters.base import TreeSpec, default_tree
+from drafttrain.drafters.base import default_tree
+from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.hub.drafters import Trained
 from drafttrain.hub.fetch import MODELS
 from drafttrain.hub.kinds import ENGINES, FORMATS, GGUF_NAME, shipping

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafttrain.drafters.base import TreeSpec
 from drafttrain.drafters.eagle3 import Eagle3
+from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.hub.engine_eagle3 import EngineHead
 

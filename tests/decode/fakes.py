@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from drafttrain.batch import TargetOutput, TokenTree
-from drafttrain.drafters.base import Drafter, TreeSpec
+from drafttrain.drafters.base import Drafter
+from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.target import Target
 
 VOCAB = 60

@@ -10,7 +10,7 @@ import torch
 from drafttrain.batch import TokenTree
 from drafttrain.decode import Decoder, SamplingParams
 from drafttrain.decode.adaptive import Adaptive, Costs, Round, reached
-from drafttrain.drafters.base import TreeSpec
+from drafttrain.drafters.tree_spec import TreeSpec
 from tests.decode.fakes import FakeBatch, family
 
 

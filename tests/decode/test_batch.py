@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from drafttrain.decode import Decoder, SamplingParams, engine, generate, generate_batch, strip_padding
 from drafttrain.decode.engine import Stats
-from drafttrain.drafters.base import TreeSpec
 from drafttrain.drafters.combined import CombinedDrafter
 from drafttrain.drafters.ngram import NgramDrafter
+from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.ops import tree_cache
 from drafttrain.ops.tree_attention import TreeLayout

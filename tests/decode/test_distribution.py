@@ -18,8 +18,9 @@ from torch import Tensor
 from drafttrain.batch import Proposal, TokenTree
 from drafttrain.decode import SamplingParams, generate
 from drafttrain.decode.verify import Verifier, try_drawn, verify_batch
-from drafttrain.drafters.base import Drafter, TreeSpec
+from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.expand import expand
+from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.ops.sampling import draw_distinct, penalise, pick, probabilities
 from tests.decode.fakes import MarkovTarget
 from tests.ops.test_sampling import transformers_says

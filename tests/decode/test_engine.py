@@ -9,8 +9,8 @@ from scipy.stats import chisquare
 from drafttrain.decode import SamplingParams, generate, stream
 from drafttrain.decode.engine import Stats
 from drafttrain.decode.verify import Verdict
-from drafttrain.drafters.base import TreeSpec
 from drafttrain.drafters.ngram import NgramDrafter
+from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.ops.sampling import pick, probabilities
 from tests.conftest import make_target

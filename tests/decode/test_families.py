@@ -10,8 +10,8 @@ from scipy.stats import kstest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from drafttrain.decode import SamplingParams, generate
-from drafttrain.drafters.base import TreeSpec
 from drafttrain.drafters.ngram import NgramDrafter
+from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.ops.sampling import probabilities
 from drafttrain.target import Target

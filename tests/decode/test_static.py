@@ -12,8 +12,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from drafttrain.decode import Decoder, SamplingParams, static
 from drafttrain.decode.static import StaticStep, TargetSteps, step_shape
-from drafttrain.drafters.base import TreeSpec
 from drafttrain.drafters.ngram import NgramDrafter
+from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.target import Target
 from tests.conftest import make_target
 from tests.decode.fakes import ANY, FakeBatch, family

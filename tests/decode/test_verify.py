@@ -6,8 +6,8 @@ import torch
 from drafttrain.batch import Proposal, TokenTree
 from drafttrain.decode import SamplingParams, generate
 from drafttrain.decode.verify import Verifier, try_drawn, verify_batch
-from drafttrain.drafters.base import TreeSpec
 from drafttrain.drafters.ngram import NgramDrafter
+from drafttrain.drafters.tree_spec import TreeSpec
 from tests.decode.fakes import ANY, FakeDrafter, family
 
 #      root

@@ -6,7 +6,8 @@ import torch
 
 from drafttrain.batch import Batch
 from drafttrain.decode import SamplingParams, generate, generate_batch
-from drafttrain.drafters.base import TreeSpec, kind_class, load_drafter
+from drafttrain.drafters.base import kind_class, load_drafter
+from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.ops.sampling import Sampler
 from tests.drafters.test_eagle3 import make_batch, run_step
 from tests.drafters.test_eagle3_flags import packed_batch

@@ -7,10 +7,11 @@ import torch
 
 from drafttrain.batch import Batch
 from drafttrain.decode.engine import generate, generate_batch
-from drafttrain.drafters.base import TreeSpec, load_drafter
+from drafttrain.drafters.base import load_drafter
 from drafttrain.drafters.dflash import DFlash
 from drafttrain.drafters.dspark import DSpark
 from drafttrain.drafters.shared import anchors_by_depth
+from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.sampling import Sampler, SamplingParams, probabilities

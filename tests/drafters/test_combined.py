@@ -7,9 +7,10 @@ import torch
 
 from drafttrain.batch import TokenTree
 from drafttrain.decode import generate
-from drafttrain.drafters.base import TreeSpec, load_drafter
+from drafttrain.drafters.base import load_drafter
 from drafttrain.drafters.combined import CombinedDrafter, merge
 from drafttrain.drafters.ngram import NgramDrafter
+from drafttrain.drafters.tree_spec import TreeSpec
 from tests.drafters.test_eagle3 import make_batch, make_drafter
 
 

@@ -21,8 +21,9 @@ import torch
 from drafttrain.batch import Batch, TokenTree
 from drafttrain.config import TrainConfig, load_config
 from drafttrain.decode import SamplingParams, generate, generate_batch
-from drafttrain.drafters.base import TreeSpec, kind_class, kinds, load_drafter, untrained
+from drafttrain.drafters.base import kind_class, kinds, load_drafter, untrained
 from drafttrain.drafters.shared import anchors_by_depth
+from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.ops.sampling import Sampler
 from drafttrain.target import Target

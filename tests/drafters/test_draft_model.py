@@ -11,9 +11,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from drafttrain.batch import Batch
 from drafttrain.decode import SamplingParams, generate, generate_batch
-from drafttrain.drafters.base import TreeSpec, kind_of, load_drafter
+from drafttrain.drafters.base import kind_of, load_drafter
 from drafttrain.drafters.draft_model import DraftModel, DraftModelConfig
 from drafttrain.drafters.shared import anchors_by_depth
+from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import cpu_has_bfloat16, pack_panels

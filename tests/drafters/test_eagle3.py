@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from drafttrain.batch import Batch
-from drafttrain.drafters.base import TreeSpec
 from drafttrain.drafters.eagle3 import Eagle3, Eagle3Config
 from drafttrain.drafters.shared import anchors_by_depth
+from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.training.targets import TargetSource

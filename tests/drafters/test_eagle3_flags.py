@@ -8,11 +8,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from drafttrain.batch import Batch
-from drafttrain.drafters.base import TreeSpec, load_drafter
+from drafttrain.drafters.base import load_drafter
 from drafttrain.drafters.eagle3 import Eagle3, Eagle3Config
 from drafttrain.drafters.layers import Rotary
 from drafttrain.drafters.linear_start import linear_start
 from drafttrain.drafters.shared import anchors_by_depth
+from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.target import Target

@@ -7,8 +7,9 @@ import torch
 
 from drafttrain.decode import SamplingParams, generate, generate_batch
 from drafttrain.decode.engine import Decoder
-from drafttrain.drafters.base import TreeSpec, load_drafter
+from drafttrain.drafters.base import load_drafter
 from drafttrain.drafters.lookahead import LookaheadDrafter
+from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from tests.conftest import make_target
 from tests.decode.fakes import MarkovTarget

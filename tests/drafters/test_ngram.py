@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafttrain.drafters.base import TreeSpec
 from drafttrain.drafters.ngram import NgramDrafter
+from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 
 

@@ -15,9 +15,10 @@ from drafttrain import cli
 from drafttrain.data.store import Store
 from drafttrain.decode import generate, generate_batch
 from drafttrain.drafters import ngram_store as module
-from drafttrain.drafters.base import TreeSpec, load_drafter
+from drafttrain.drafters.base import load_drafter
 from drafttrain.drafters.combined import CombinedDrafter
 from drafttrain.drafters.ngram_store import NgramStoreDrafter, NgramTable, _hash
+from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.target import tokenizer_fingerprint
 from tests.drafters.test_combined import paths

@@ -10,8 +10,9 @@ import torch
 from drafttrain.batch import Batch
 from drafttrain.data.store import FeatureStore, FeatureWriter, Store
 from drafttrain.decode import Decoder, SamplingParams, generate
-from drafttrain.drafters.base import TreeSpec, default_tree, kind_class, load_drafter
+from drafttrain.drafters.base import default_tree, kind_class, load_drafter
 from drafttrain.drafters.path_heads import likeliest_paths
+from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.ops.packing import pack
 from drafttrain.ops.sampling import Sampler

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drafttrain.drafters.base import TreeSpec
 from drafttrain.drafters.peagle import PEagle, PEagleConfig
+from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.training.targets import TargetSource
 from tests.conftest import make_target

@@ -7,7 +7,8 @@ import torch
 
 from drafttrain import cli
 from drafttrain.decode import SamplingParams
-from drafttrain.drafters.base import TreeSpec, default_tree
+from drafttrain.drafters.base import default_tree
+from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.evaluation import runner, sides, tuning
 from drafttrain.evaluation.report import identity_line
 from drafttrain.evaluation.store import Partial

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from drafttrain import cli
 from drafttrain.decode import Decoder, SamplingParams
-from drafttrain.drafters.base import TreeSpec
+from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.evaluation.trace import drawing, page, pieces_of, print_trace, record
 from tests.decode.fakes import FakeDrafter
 from tests.evaluation.test_report_page import Page

@@ -11,9 +11,10 @@ import torch
 from drafttrain import cli
 from drafttrain.batch import TokenTree
 from drafttrain.decode import Decoder, SamplingParams
-from drafttrain.drafters.base import TreeSpec, decoding_settings
+from drafttrain.drafters.base import decoding_settings
 from drafttrain.drafters.combined import CombinedDrafter
 from drafttrain.drafters.ngram import NgramDrafter
+from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.evaluation import costs as costs_module
 from drafttrain.evaluation import tuning
 from drafttrain.evaluation.costs import CostModel

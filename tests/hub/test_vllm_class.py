@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from drafttrain.drafters.base import TreeSpec
+from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.hub.eagle3_formats import FLAT, SPECULATORS, write_eagle3
 from drafttrain.hub.engine_runs import run_side
 from tests.conftest import make_target

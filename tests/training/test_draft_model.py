@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 
 from drafttrain.cli import main
 from drafttrain.decode import generate
-from drafttrain.drafters.base import TreeSpec, load_drafter
+from drafttrain.drafters.base import load_drafter
+from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.target import Target
 from tests.training.test_train import write_recipe
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from drafttrain.drafters.base import TreeSpec
 from drafttrain.drafters.eagle1 import Eagle1
+from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.files import write_json
 from drafttrain.hub.drafters import Trained

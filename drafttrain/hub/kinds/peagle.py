@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from drafttrain.drafters.base import TreeSpec
 from drafttrain.drafters.peagle import PEagle
+from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.files import write_json
 from drafttrain.hub.drafters import Trained, architectures_of

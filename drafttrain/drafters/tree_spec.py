@@ -1,0 +1,189 @@
+"""The shapes of tree that a round may draft, and their text form."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import mul
+from pathlib import Path
+
+from drafttrain.errors import UserError
+from drafttrain.ops.sampling import SamplingParams
+
+
+@dataclass(frozen=True)
+class TreeSpec:
+    """The shape of tree that a round drafts.
+
+    shape      text form             meaning
+    none       none                  no drafting: plain autoregressive decoding
+    chain      chain:3               the 3 likeliest tokens one after the other
+    fanout     fanout:4x2x1          4 children of the root, 2 of each of them, 1 of each of those
+    dynamic    dynamic:5,8,24        EAGLE-2 (arXiv 2406.16858): depth 5, the 8 likeliest paths expand by 8 tokens each,
+                                     the 24 likeliest nodes by path probability are verified
+    paths      paths:0,1,0-0,0-1     a fixed tree, each node by the ranks on its path: 0-1 is the second likeliest token
+                                     after the likeliest one
+               paths:FILE.json       the same as a list of lists, [[0], [1], [0, 0], [0, 1]] (as Medusa's choices are)
+
+    option     appended to a shape   meaning
+    sampled    chain:3@sample        tokens are drawn from the drafter's own distribution, without replacement, under the
+                                     target's temperature, top-k, top-p and min-p; not for dynamic trees
+    stop       chain:8@stop=0.2      a path that the drafter thinks less likely than this is not continued
+    alone      chain:8@alone=0.6     a second drafter's match this likely to go on is drafted alone (0.75 unless given in a
+                                     dynamic tree, whose nodes both share otherwise; 0.5 in others)
+    nomatch    chain:8@nomatch       a second drafter is not asked
+    adapt      dynamic:5,8,24@adapt  at most this tree: rounds draft less, or nothing, where that is faster
+
+    Attributes:
+        depth: of the deepest node; fanout: most children per node at each depth (not for dynamic trees).
+        top_k: most children of any node; budget: most nodes.
+        paths: of shape `paths`, every node's ranks, parents first.
+    """
+
+    shape: str = "chain"
+    depth: int = 3
+    fanout: tuple[int, ...] = ()
+    top_k: int = 1
+    budget: int = 3
+    paths: tuple[tuple[int, ...], ...] = ()
+    sampled: bool = False
+    stop: float = 0.0
+    alone: float = 0.0
+    matches: bool = True
+    adaptive: bool = False
+
+    @staticmethod
+    def parse(text: str) -> TreeSpec:
+        """Reads the text form above.
+
+        Raises:
+            UserError: an unknown shape or option, a number out of its range, nodes without their parents, or options
+                that do not go together.
+        """
+        body, *options = text.strip().split("@")
+        spec = _parse_shape(text, body)
+        for option in options:
+            name, _, value = option.partition("=")
+            if option == "sample" and spec.shape != "none":
+                spec = replace(spec, sampled=True)
+            elif option == "adapt" and spec.shape != "none":
+                spec = replace(spec, adaptive=True)
+            elif option == "nomatch" and spec.shape != "none":
+                spec = replace(spec, matches=False)
+            elif name in ("stop", "alone") and spec.shape != "none" and 0 < _number(value) < 1:
+                spec = replace(spec, stop=float(value)) if name == "stop" else replace(spec, alone=float(value))
+            else:
+                raise UserError(
+                    f"tree={text!r}: {option!r} is no option; write @sample, @stop=P or @alone=P with P between 0 "
+                    "and 1, @nomatch or @adapt"
+                )
+        # Which drawn tokens stay would depend on what was drawn, so what stays is no longer distributed as q.
+        if spec.sampled and spec.shape == "dynamic":
+            raise UserError(
+                f"tree={text!r}: a dynamic tree drops tokens after drawing them, which biases; use fanout:4x2x1"
+            )
+        if spec.sampled and any(ranks != list(range(len(ranks))) for ranks in ranks_below(spec.paths).values()):
+            raise UserError(f"tree={text!r}: ranks of drawn siblings must be 0, 1, 2, ... without a gap")
+        return spec
+
+    def check(self, sampling: SamplingParams) -> None:
+        """Raises UserError if tokens are to be drawn, but decoding is greedy."""
+        if self.sampled and sampling.greedy:
+            raise UserError(f"tree='{self}' draws its tokens, but temperature=0 is greedy; set one, or drop @sample")
+
+    def __str__(self) -> str:
+        text = {
+            "none": "none",
+            "chain": f"chain:{self.depth}",
+            "fanout": "fanout:" + "x".join(map(str, self.fanout)),
+            "dynamic": f"dynamic:{self.depth},{self.top_k},{self.budget}",
+            "paths": "paths:" + ",".join("-".join(map(str, path)) for path in self.paths),
+        }[self.shape]
+        text += "@sample" * self.sampled + (f"@stop={self.stop}" if self.stop else "")
+        text += (f"@alone={self.alone}" if self.alone else "") + "@nomatch" * (not self.matches)
+        return text + "@adapt" * self.adaptive
+
+    def smaller(self) -> list[TreeSpec]:
+        """The trees that an adaptive decoder may fall back to, from the smallest to this one (`none` is not listed)."""
+        if self.shape == "chain":
+            lengths = sorted({max(1, self.depth >> shift) for shift in range(self.depth.bit_length())})
+            texts = [f"chain:{length}" for length in lengths]
+        elif self.shape == "dynamic":
+            shares = sorted({max(1, self.budget >> shift): shift for shift in (2, 1, 0)}.items())
+            texts = [
+                f"dynamic:{max(1, self.depth - shift)},{min(self.top_k, nodes)},{nodes}" for nodes, shift in shares
+            ]
+        elif self.shape == "fanout":
+            texts = ["fanout:" + "x".join(map(str, self.fanout[:depth])) for depth in range(1, self.depth + 1)]
+        else:
+            kept = [[path for path in self.paths if len(path) <= depth] for depth in range(1, self.depth + 1)]
+            texts = ["paths:" + ",".join("-".join(map(str, path)) for path in paths) for paths in kept]
+        same = {name: getattr(self, name) for name in ("sampled", "stop", "alone", "matches")}
+        return [replace(TreeSpec.parse(text), **same) for text in texts]
+
+
+def _parse_shape(text: str, body: str) -> TreeSpec:
+    shape, _, rest = body.partition(":")
+    try:
+        if shape == "none" and not rest:
+            return TreeSpec("none", 0, (), 0, 0)
+        if shape == "paths":
+            return _parse_paths(text, rest)
+        numbers = tuple(int(x) for x in rest.replace("x", ",").split(","))
+        if min(numbers) < 1:
+            raise ValueError
+        if shape == "chain" and len(numbers) == 1:
+            return TreeSpec("chain", numbers[0], (1,) * numbers[0], 1, numbers[0])
+        if shape == "fanout":
+            return TreeSpec("fanout", len(numbers), numbers, max(numbers), sum(accumulate(numbers, mul)))
+        if shape == "dynamic" and len(numbers) == 3:
+            return TreeSpec("dynamic", numbers[0], (), numbers[1], numbers[2])
+    except ValueError:
+        pass
+    raise UserError(
+        f"tree={text!r} is not a tree; write none, chain:3, fanout:4x2x1, dynamic:DEPTH,TOPK,NODES (dynamic:5,8,24), "
+        "paths:0,1,0-0 or paths:FILE.json"
+    )
+
+
+def _parse_paths(text: str, rest: str) -> TreeSpec:
+    """Raises ValueError for what is no list of paths, UserError for a tree that lacks a node or a file that is missing."""
+    if rest.endswith(".json"):
+        try:
+            found = json.loads(Path(rest).expanduser().read_text())
+        except (OSError, ValueError) as error:
+            raise UserError(f"tree={text!r}: {rest} cannot be read as JSON ({error}); check the path") from error
+        if not isinstance(found, list) or not all(isinstance(path, list) and path for path in found):
+            raise UserError(f"tree={text!r}: {rest} must hold a list of lists of ranks, such as [[0], [1], [0, 0]]")
+    else:
+        found = [path.split("-") for path in rest.split(",")]
+    paths = tuple(sorted({tuple(int(rank) for rank in path) for path in found}, key=lambda path: (len(path), path)))
+    if not paths or min(map(min, paths)) < 0:
+        raise ValueError
+    for path in paths:
+        if path[:-1] and path[:-1] not in paths:
+            node, parent = ("-".join(map(str, p)) for p in (path, path[:-1]))
+            raise UserError(f"tree={text!r}: node {node} has no parent; add {parent}")
+    counts = [
+        [len(ranks) for path, ranks in ranks_below(paths).items() if len(path) == d] for d in range(len(paths[-1]))
+    ]
+    fanout = tuple(map(max, counts))
+    return TreeSpec("paths", len(fanout), fanout, max(fanout), len(paths), paths)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return -1.0
+
+
+@functools.cache
+def ranks_below(paths: tuple[tuple[int, ...], ...]) -> dict[tuple[int, ...], list[int]]:
+    """The ranks of each node's children, ascending, by the node's path; () is the root."""
+    below: dict[tuple[int, ...], list[int]] = {}
+    for path in sorted(paths):
+        below.setdefault(path[:-1], []).append(path[-1])
+    return below
