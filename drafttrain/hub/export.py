@@ -10,7 +10,7 @@ import torch
 from drafttrain.errors import UserError
 from drafttrain.hub.drafters import Trained, find_drafter, parse_dtype
 from drafttrain.hub.kinds import FORMATS, Request, check_expressible, format_lines, shipping
-from drafttrain.hub.serving import as_text, public_name, recipes, tuned_tree
+from drafttrain.hub.serving import as_text, engine_depth, public_name, recipes, tuned_tree
 
 HELP = f"""Write a drafter in the form that an engine loads, and print how to serve it.
 
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     if args.speculative_tokens is not None and args.speculative_tokens < 1:
         raise UserError(f"speculative-tokens={args.speculative_tokens} must be at least 1")
     trained, output = find_drafter(args.drafter), Path(args.output).expanduser()
-    depth = args.speculative_tokens or tuned_tree(trained.folder).depth
+    depth = args.speculative_tokens or engine_depth(trained, tuned_tree(trained.folder))
     target = args.target or trained.target_name
     files = export(trained, args.format, output, parse_dtype(args.dtype), target, depth)
     print(f"wrote {', '.join(str(path) for path in files)}\n")

@@ -21,7 +21,7 @@ from drafttrain.evaluation.report import draw, load_results
 from drafttrain.hub.card import base_model_name, default_licence, model_card, read_training
 from drafttrain.hub.drafters import Trained, find_drafter, parse_dtype
 from drafttrain.hub.kinds import Request, shipping
-from drafttrain.hub.serving import public_name, recipes, tuned_tree
+from drafttrain.hub.serving import engine_depth, public_name, recipes, tuned_tree
 from drafttrain.hub.upload import check_private, check_repo, list_files, print_files, shorten, upload, write_clean_json
 from drafttrain.target import resolve_target
 
@@ -109,7 +109,8 @@ def prepare(args: argparse.Namespace, trained: Trained, results: Sequence[dict[s
     _make_empty(folder)
     base_model = base_model_name(trained, args.base_model)
     tree = tuned_tree(trained.folder, results)
-    files = shipping(trained.kind).publish(trained, Request(folder, parse_dtype(args.dtype), base_model, tree.depth))
+    request = Request(folder, parse_dtype(args.dtype), base_model, engine_depth(trained, tree))
+    files = shipping(trained.kind).publish(trained, request)
     write_clean_json(folder / "decoding.json", {"tree": str(tree)})
     files.append(("decoding.json", "the tree to draft, as measured to be fastest" if results else "the tree to draft"))
     training = read_training(trained.folder)

@@ -62,6 +62,9 @@ def recipes(
     tree = TreeSpec.parse(f"chain:{depth}") if depth else tuned_tree(trained.folder, results)
     refusals = {form: kind.refusals(trained, form) for form in FORMATS}
     options = kind.options(trained)
+    theirs = (
+        tree if engine_depth(trained, tree) == tree.depth else TreeSpec.parse(f"chain:{engine_depth(trained, tree)}")
+    )
     made = []
     for engine, form in ENGINES.items():
         if refusals[form] or engine not in options:
@@ -72,7 +75,7 @@ def recipes(
             place, before = f"{drafter}/{form}", f'hf download {drafter} --include "{form}/*" --local-dir {drafter}\n'
         elif published and form == "gguf":
             before = f"hf download {drafter} {GGUF_NAME} --local-dir {drafter}\n"
-        made.append(Recipe(engine, before + _COMMANDS[engine](place, target, tree, options[engine])))
+        made.append(Recipe(engine, before + _COMMANDS[engine](place, target, theirs, options[engine])))
     _, plus, side = str((fastest(results) or {}).get("kind", "")).partition("+")
     return [*made, Recipe("drafttrain", _ours(drafter + plus + side, target, tree))]
 
@@ -157,6 +160,12 @@ def fastest(results: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """The measured run that gained most; None without one that drafted."""
     measured = [run for run in results if run["decoding"].get("tree", {}).get("depth")]
     return max(measured, key=lambda run: run["overall"].get("speedup_vs_fastest") or 0.0, default=None)
+
+
+def engine_depth(trained: Trained, tree: TreeSpec) -> int:
+    """Speculative tokens for an engine: the tree's depth, as far as the drafter reaches."""
+    most = shipping(trained.kind).most_tokens(trained)
+    return tree.depth if most is None else min(tree.depth, most)
 
 
 def tuned_tree(folder: Path, results: Sequence[dict[str, Any]] = (), default_depth: int = 3) -> TreeSpec:

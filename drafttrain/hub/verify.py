@@ -20,7 +20,7 @@ from drafttrain.hub import engine_runs
 from drafttrain.hub.drafters import Trained, find_drafter, parse_dtype
 from drafttrain.hub.export import export
 from drafttrain.hub.kinds import FORMATS, GGUF_NAME, Shipping, shipping
-from drafttrain.hub.serving import tuned_tree
+from drafttrain.hub.serving import engine_depth, tuned_tree
 from drafttrain.hub.upload import shorten
 from drafttrain.target import Target
 
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     kind = shipping(trained.kind)
     if not kind.formats:
         raise UserError(f"drafter={args.drafter!r}: no engine format is known for kind {trained.kind!r} to verify")
-    depth = args.speculative_tokens or tuned_tree(trained.folder).depth
+    depth = args.speculative_tokens or engine_depth(trained, tuned_tree(trained.folder))
     if args.engine == "auto":
         args.engine = installed_engine(kind)
     if args.engine not in ("none", *kind.verifiable):

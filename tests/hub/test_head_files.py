@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 
 import pytest
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from drafttrain.errors import UserError
 from drafttrain.hub.drafters import find_drafter
+from drafttrain.hub.export import add_arguments, run
 from drafttrain.hub.head_files import whole_rows
 from drafttrain.hub.kinds import Request, check_expressible, shipping
 from tests.drafters.test_path_heads import make_heads
@@ -81,6 +83,17 @@ def test_tokens_beyond_the_drafters_vocabulary_are_never_the_likeliest():
 def test_more_tokens_than_heads_are_refused(target, tmp_path):
     with pytest.raises(UserError, match="speculative-tokens=5, but the drafter has 4 heads"):
         exported(target, tmp_path, "medusa", depth=5)
+
+
+def test_by_default_an_engine_is_told_to_draft_no_more_than_there_are_heads(target, tmp_path, capsys):
+    exported(target, tmp_path, "medusa", depth=2, num_heads=2)
+    folder = tmp_path / "again"
+    args = argparse.ArgumentParser()
+    add_arguments(args)
+    words = ["--drafter", str(tmp_path / "ours"), "--format", "vllm", "--output", str(folder)]
+    assert run(args.parse_args(words)) == 0
+    assert '"num_speculative_tokens": 2' in capsys.readouterr().out
+    assert json.loads((folder / "config.json").read_text())["num_heads"] == 2
 
 
 def test_hydra_is_refused_with_the_reason(target, tmp_path):

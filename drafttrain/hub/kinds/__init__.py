@@ -120,6 +120,10 @@ class Shipping:
         """
         return {}
 
+    def most_tokens(self, trained: Trained) -> int | None:
+        """Speculative tokens that an engine can be told to draft at most; None for any number."""
+        return None
+
     def publish(self, trained: Trained, request: Request) -> list[tuple[str, str]]:
         """Writes everything that a repository has of the drafter itself: our own format, and each engine's in a folder.
 

@@ -57,6 +57,9 @@ class MedusaShipping(Shipping):
         }
         return save_heads(request.output, weights, described, request.dtype)
 
+    def most_tokens(self, trained: Trained) -> int:
+        return trained.config["num_heads"]
+
     def check(self, trained: Trained, exported: Path) -> dict[str, Any]:
         return compare_heads(trained.load(), exported, steps)
 

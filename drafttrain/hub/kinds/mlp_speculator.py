@@ -1,12 +1,11 @@
 """MLP speculators in their published form, MLPSpeculatorPreTrainedModel: `emb`, `proj`, `ln` and `head`, one of each per step.
 
-vLLM 0.32 has the network's class, but nothing in its current runner that drafts with it; earlier versions did.
+vLLM 0.32 has the network's class, but nothing in its runner that drafts with it, so no recipe is given; earlier versions did.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +53,6 @@ class MlpSpeculatorShipping(Shipping):
 
     def check(self, trained: Trained, exported: Path) -> dict[str, Any]:
         return compare_heads(trained.load(), exported, steps)
-
-    def options(self, trained: Trained) -> Mapping[str, Mapping[str, Any]]:
-        return {"vLLM": {"method": "mlp_speculator", "num_speculative_tokens": trained.config["n_predict"]}}
 
 
 def steps(config: dict[str, Any], weights: dict[str, Tensor], hidden: Tensor, tokens: Tensor) -> list[Tensor]:
