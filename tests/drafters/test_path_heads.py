@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -276,9 +274,9 @@ def test_stored_last_states_serve_without_the_target(target, tmp_path):
 
 
 def test_a_training_run_starts_by_least_squares_and_leaves_a_tree(target, target_dir, tmp_path, capsys, monkeypatch):
-    words = write_recipe(tmp_path, target_dir, write_data(tmp_path / "data", target), kind="medusa", decode_prompts=0)
-    recipe = Path(words[0])
-    recipe.write_text(recipe.read_text().replace("ttt_steps: 2", "num_heads: 2, tree_nodes: 5"))
+    drafter = {"draft_vocab_size": 255, "num_heads": 2, "tree_nodes": 5}
+    data = write_data(tmp_path / "data", target)
+    words = write_recipe(tmp_path, target_dir, data, kind="medusa", drafter=drafter, decode_prompts=0)
     monkeypatch.setattr("sys.argv", ["train.py", *words])
     assert main() == 0
     out = capsys.readouterr().out

@@ -144,7 +144,6 @@ def test_a_concurrency_sweep(bench, capsys):
     assert one["itl_ms"]["p50"] > 10
     assert one["tpot_ms"]["p50"] > 3 * 10 / 7
     assert one["tokens_per_second"] == pytest.approx(48 / one["seconds"], rel=0.01)
-    assert three["seconds"] < one["seconds"]
     for cell in (one, three):
         assert cell["speculation"] == {
             "source": "vllm counters",
