@@ -128,7 +128,11 @@ class Eagle1(LayerDrafter):
 
     @torch.no_grad()
     def initialise(self, target: Target, kept_ids: Tensor) -> list[str]:
-        """Starts as the target's last layers on its state: `fc` hands the state on. Returns the names of what was copied."""
+        """Starts as the target's last layers on its state, which `fc` hands on. Returns the names of what was copied.
+
+        What the layers add begins near nothing: that state comes after the target's final norm, where no layer of it ever
+        stood, and what they would make of it grows from depth to depth.
+        """
         h = self.config.hidden_size
         self.kept_ids.copy_(kept_ids)
         self.fc.weight.mul_(0.1)
@@ -138,6 +142,8 @@ class Eagle1(LayerDrafter):
         for layer, theirs in zip(ours, target.layers[-len(ours) :], strict=True):
             copied = copy_layer(layer, theirs)
             names += copied if layer is ours[0] else []
+            for added in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                added.weight.mul_(0.01)
         return names
 
     @torch.no_grad()
