@@ -74,3 +74,27 @@ def test_a_target_that_it_was_not_made_for_is_refused(tmp_path, made, capsys):
     other.tokenizer.save_pretrained(tmp_path / "other")
     assert main(["train", *recipe(tmp_path, made), f"target={tmp_path / 'other'}"]) == 2
     assert "num_layers=4, but target" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("form", "options"),
+    [("vllm", {"norm_before_residual": True, "fc_norm": True}), ("sglang", {"feature_layers": (1, 2, 3)})],
+)
+def test_a_published_head_is_imported_and_goes_on(tmp_path, made, form, options):
+    """Out of the engine's form and into training again: the first step begins with the published weights."""
+    target, data, _ = made
+    published, ours = tmp_path / "published", tmp_path / "imported"
+    torch.manual_seed(2)
+    head = Eagle3(Eagle3Config.for_target(Target.load(str(target), "float32"), draft_vocab_size=200, **options))
+    head.initialise(Target.load(str(target), "float32"), torch.arange(60, 260))
+    head.save_pretrained(tmp_path / "head")
+    words = ["--drafter", str(tmp_path / "head"), "--format", form, "--target", str(target), "--dtype", "float32"]
+    assert main(["export", *words, "--output", str(published)]) == 0
+    assert main(["import", "--checkpoint", str(published), "--target", str(target), "--output", str(ours)]) == 0
+    words = write_recipe(tmp_path, target, data, drafter={}, max_steps=2, init=str(ours), learning_rate=1e-5)
+    assert main(["train", *words]) == 0
+    after = load_drafter(str(tmp_path / "drafter"), Target.load(str(target), "float32"))
+    assert torch.equal(after.kept_ids, head.kept_ids)
+    assert all(getattr(after.config, key) == value for key, value in options.items())
+    moved = after.fc.weight - head.fc.weight
+    assert 0 < moved.abs().max() < 1e-3
