@@ -27,7 +27,7 @@ from drafttrain.target import Target
 HELP = """Measure a drafter over a range of settings; one results.json per cell, and summary.json over all of them.
 
   drafttrain sweep --target smollm2-135m --drafter runs/drafter --output runs/sweep --batch-sizes 1,2,4,8,16 \\
-      --lengths 1,2,4,8 --temperatures 0,0.7,1 --contexts 0,512,2048 --limit 12
+      --lengths 1,2,4,8 --temperatures 0,0.7,1 --contexts 0,512,2048 --limit 16
 
 One axis varies at a time, the others stay at their first value; --grid crosses them all. Interrupted, the same command goes
 on: finished cells are kept, an unfinished one goes on from its finished prompts. The summary says at which batch size
@@ -100,16 +100,22 @@ def parse_axes(args: argparse.Namespace) -> dict[str, list[Any]]:
     """The values of each axis, in the order of AXES.
 
     Raises:
-        UserError: a value that is no number, or out of range.
+        UserError: a value that is no number, or out of range; a batch larger than the limit.
     """
     trees = args.trees.replace(";", " ").split() + [
         f"chain:{length}" for length in _numbers("lengths", args.lengths, int, 1)
     ]
+    batches = _numbers("batch-sizes", args.batch_sizes, int, 1)
+    if args.limit is not None and max(batches, default=0) > args.limit:
+        raise UserError(
+            f"batch-sizes={args.batch_sizes!r}: {max(batches)} prompts at a time take as many questions, but limit={args.limit}; "
+            "raise --limit"
+        )
     return {
         "dtype": [name.strip() for name in args.dtypes.split(",")],
         "tree": trees or [None],
         "temperature": _numbers("temperatures", args.temperatures, float, 0),
-        "batch_size": _numbers("batch-sizes", args.batch_sizes, int, 1),
+        "batch_size": batches,
         "context": _numbers("contexts", args.contexts, int, 0),
     }
 
