@@ -30,7 +30,7 @@ from drafttrain import __version__
 from drafttrain.batch import Batch, StepOutput, TargetOutput, TokenTree
 from drafttrain.drafters.base import META_FILE
 from drafttrain.drafters.draft_start import check_vocabulary, from_checkpoint, from_config, load_weights, own_layers
-from drafttrain.drafters.expand import grow
+from drafttrain.drafters.expand import Growing, grow
 from drafttrain.drafters.lora import add_lora, load_adapter, merged, save_adapter
 from drafttrain.drafters.shared import anchors_by_depth
 from drafttrain.drafters.tree_spec import TreeSpec
@@ -462,30 +462,16 @@ class DraftModelSession:
         self.cache.open([(0, TreeLayout(length, self.parents, held=held))])
 
 
-class _Draft:
-    """A session's tree while it grows.
-
-    Attributes:
-        tree: the result, once it is done.
-        tokens, parents: the nodes to open next: ids [m], and their parents among the opened nodes (-1: the root).
-    """
+class _Draft(Growing):
+    """A session's tree while it grows."""
 
     def __init__(self, session: DraftModelSession, spec: TreeSpec, sampler: Sampler | None, kept_ids: Tensor | None):
         self.session = session
-        self.tree: TokenTree | None = None
         session.forget()
         if session.root is None or not session.reaches(spec.depth):
             self.tree = TokenTree.empty(session.unread.device)
             return
-        self._growth = grow(spec, session.root, kept_ids, sampler)
-        self.grow(None)
-
-    def grow(self, logits: Tensor | None) -> None:
-        """Takes the logits [m, d] of the nodes just opened, None to begin."""
-        try:
-            self.tokens, self.parents = next(self._growth) if logits is None else self._growth.send(logits)
-        except StopIteration as done:
-            self.tree = done.value
+        super().__init__(grow(spec, session.root, kept_ids, sampler))
 
 
 KIND = DraftModel

@@ -107,6 +107,27 @@ def expand(
         return done.value
 
 
+class Growing:
+    """A tree that grows step by step, beside others.
+
+    Attributes:
+        tree: the result, once it is done.
+        tokens, parents: the nodes to open next: drafter ids [m], and their parents among the opened nodes (-1: the root).
+    """
+
+    def __init__(self, growth: Generator[Nodes, Said, TokenTree]):
+        self.tree: TokenTree | None = None
+        self._growth = growth
+        self.grow(None)
+
+    def grow(self, said: Said | None) -> None:
+        """Takes what is said of the nodes just opened, see the function `grow`; None to begin."""
+        try:
+            self.tokens, self.parents = next(self._growth) if said is None else self._growth.send(said)
+        except StopIteration as done:
+            self.tree = done.value
+
+
 def grow(
     spec: TreeSpec,
     first: Said,

@@ -21,7 +21,7 @@ from drafttrain.batch import Batch, StepOutput, TargetOutput
 from drafttrain.drafters.layer_config import LayerConfig
 from drafttrain.drafters.layer_session import CacheShape, LayerDrafting
 from drafttrain.drafters.layers import MLP, Attend, Attention, RMSNorm, Rotary
-from drafttrain.drafters.shared import anchors_by_depth, bind_target
+from drafttrain.drafters.shared import anchors_by_depth, bind_target, sums_by_depth
 from drafttrain.losses import TargetRows, linear_divergence
 from drafttrain.ops.decoder_layer import DecoderLayer, LayerWeights
 from drafttrain.ops.native import cpu_kernels
@@ -281,7 +281,7 @@ class LayerDrafter(LayerDrafting, PreTrainedModel):
         begin = torch.arange(len(valid), device=valid.device) - place
         attentions = [PathAttention(begin, config.sliding_window) for _ in range(self.cache_shape.layers)]
         losses: list[Tensor] = []
-        sums: list[Tensor] = []
+        outs = []
         for k, anchors in enumerate(asking):
             if k == 0:
                 state = self._depth(state, embeds[valid + 1], place, attentions, own[0], 0)
@@ -297,12 +297,8 @@ class LayerDrafter(LayerDrafting, PreTrainedModel):
                 read, self.head_weight, rows, at, weight * self.token_weight, config.loss, measure=measure
             )
             losses.append(out.loss + self.other_loss(state, rows, at, weight))
-            if out.alpha is not None and out.agree is not None:
-                values = torch.ones_like(out.values), out.values, out.alpha, out.agree.float()
-                sums.append(torch.stack([value.sum() for value in values]))
-        names = ("count", "loss", "alpha", "agree")
-        metrics = dict(zip(names, torch.stack(sums, dim=1), strict=True)) if sums else {}
-        return StepOutput(torch.stack(losses).sum(), metrics)
+            outs.append(out)
+        return StepOutput(torch.stack(losses).sum(), sums_by_depth(outs))
 
     def _depth(
         self,

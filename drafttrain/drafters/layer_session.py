@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafttrain.batch import TokenTree
-from drafttrain.drafters.expand import grow
+from drafttrain.drafters.expand import Growing, grow
 from drafttrain.drafters.layers import Attend
 from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.ops.sampling import Sampler
@@ -199,30 +199,19 @@ class LayerSession:
         return out.view(kv, groups, m, e).permute(2, 0, 1, 3).reshape(m, heads * e)
 
 
-class _Draft:
+class _Draft(Growing):
     """A session's tree while it grows.
 
     Attributes:
-        tree: the result, once it is done.
-        tokens, parents: the nodes to open next: drafter ids [m], and their parents among the opened nodes (-1: the root).
         begin: the slot of the first of them; positions: their rotary positions.
         states: [h] outputs of the opened nodes.
     """
 
     def __init__(self, session: LayerSession, spec: TreeSpec, sampler: Sampler | None, first: Tensor, kept_ids: Tensor):
         self.session = session
-        self.tree: TokenTree | None = None
         self.states: list[Tensor] = []
         self._slots: list[list[int]] = []  # opened node -> slots of its path, its own included
-        self._growth = grow(spec, first, kept_ids, sampler)
-        self.grow(None)
-
-    def grow(self, logits: Tensor | None) -> None:
-        """Takes the logits [m, d] of the nodes just opened, None to begin."""
-        try:
-            self.tokens, self.parents = next(self._growth) if logits is None else self._growth.send(logits)
-        except StopIteration as done:
-            self.tree = done.value
+        super().__init__(grow(spec, first, kept_ids, sampler))
 
     def state_of(self, node: int) -> Tensor:
         return self.states[node] if node >= 0 else self.session.root[0]

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from drafttrain.batch import Batch, StepOutput, TargetOutput, TokenTree
-from drafttrain.drafters.expand import grow
+from drafttrain.drafters.expand import Growing, grow
 from drafttrain.drafters.linear_start import LeastSquares, Source
-from drafttrain.drafters.shared import anchors_by_depth, bind_target
+from drafttrain.drafters.shared import anchors_by_depth, bind_target, sums_by_depth
 from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.losses import TargetRows, linear_divergence
 from drafttrain.ops.sampling import Sampler
@@ -139,7 +139,7 @@ class PathHeads(PreTrainedModel):
         decay = self.config.depth_decay ** torch.arange(self.depths, dtype=torch.float32, device=row_of.device)
         decay = decay / decay.sum()
         losses: list[Tensor] = []
-        sums: list[Tensor] = []
+        outs = []
         for k, (at, state) in enumerate(self.walk(batch, output.features)):
             weight = (decay[k] / count).expand(len(at))
             out = linear_divergence(
@@ -152,12 +152,8 @@ class PathHeads(PreTrainedModel):
                 measure=measure,
             )
             losses.append(out.loss)
-            if out.alpha is not None and out.agree is not None:
-                values = torch.ones_like(out.values), out.values, out.alpha, out.agree.float()
-                sums.append(torch.stack([value.sum() for value in values]))
-        names = ("count", "loss", "alpha", "agree")
-        metrics = dict(zip(names, torch.stack(sums, dim=1), strict=True)) if sums else {}
-        return StepOutput(torch.stack(losses).sum(), metrics)
+            outs.append(out)
+        return StepOutput(torch.stack(losses).sum(), sums_by_depth(outs))
 
     # -- start from the target ----------------------------------------------------------------------------------
 
@@ -316,30 +312,19 @@ class PathSession:
         return self.drafter.propose_all([self], [spec], [sampler])[0]
 
 
-class _Draft:
+class _Draft(Growing):
     """A session's tree while it grows.
 
     Attributes:
-        tree: the result, once it is done.
-        tokens, parents: the nodes to open next: drafter ids [m], and their parents among the opened nodes (-1: the root).
         states: [m, w] of the nodes opened last; the root's at first.
     """
 
     def __init__(self, session: PathSession, spec: TreeSpec, sampler: Sampler | None, first: Tensor, kept_ids: Tensor):
-        self.tree: TokenTree | None = None
         self.states, self._first, self._opened = session.state, -1, 0
-        self._growth = grow(spec, first, kept_ids, sampler)
-        self.grow(None)
+        super().__init__(grow(spec, first, kept_ids, sampler))
 
     def above(self) -> Tensor:
         """[m, w] states of the nodes' parents, which are always among those opened last; from now on these are."""
         rows = torch.tensor([parent - self._first for parent in self.parents], device=self.states.device)
         self._first, self._opened = self._opened, self._opened + len(rows)
         return self.states[rows]
-
-    def grow(self, logits: Tensor | None) -> None:
-        """Takes the logits of the nodes just opened, None to begin."""
-        try:
-            self.tokens, self.parents = next(self._growth) if logits is None else self._growth.send(logits)
-        except StopIteration as done:
-            self.tree = done.value

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from drafttrain.errors import UserError
+from drafttrain.losses import DivergenceOutput
 from drafttrain.target import Target
 
 
@@ -31,6 +33,18 @@ def bind_target(drafter: Any, target: Target) -> None:
             f"feature_layers={list(drafter.feature_layers)} reach beyond the {target.num_layers} layers of {target.name!r}"
         )
     drafter.embed = target.embed
+
+
+def sums_by_depth(outs: Sequence[DivergenceOutput]) -> dict[str, Tensor]:
+    """The metrics of a training step: count, loss, alpha and agree summed over each depth's anchors, [depths] each; empty if
+    they were not asked for."""
+    sums = [
+        torch.stack([value.sum() for value in (torch.ones_like(out.values), out.values, out.alpha, out.agree.float())])
+        for out in outs
+        if out.alpha is not None and out.agree is not None
+    ]
+    names = ("count", "loss", "alpha", "agree")
+    return dict(zip(names, torch.stack(sums, dim=1), strict=True)) if sums else {}
 
 
 def anchors_by_depth(response_mask: Tensor, depths: int, share: float = 1.0) -> list[Tensor]:
