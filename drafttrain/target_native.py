@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafttrain.batch import TargetOutput
-from drafttrain.ops.decoder_layer import DecoderLayer, LayerWeights
+from drafttrain.ops.decoder_layer import DecoderLayer, LayerStack, LayerWeights
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import PackedRMSNorm
+from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target_attention import LAST, Rows
 
 _LAYER_PARTS = {
@@ -37,6 +38,7 @@ class NativeBody:
     def __init__(self, target: Any, layers: list[DecoderLayer], attention: list[dict[str, Any]], rotary: _Rotary):
         self.body, self.layers, self.attention, self.rotary = target.body, layers, attention, rotary
         self.embed = target.model.get_input_embeddings()
+        self.stack = LayerStack(layers, attention, rotary.of_layer)
 
     @staticmethod
     def of(target: Any) -> NativeBody | None:
@@ -61,7 +63,9 @@ class NativeBody:
         every = range(target.num_layers + 1)
         for start, want in zip(_starts(target), expected, strict=True):
             ids, positions = _probe_tokens(target, start)
-            got = native.forward(ids, every, positions, probe)
+            cache = TreeCache(_PROBE_TOKENS)
+            cache.open([(0, _PROBE_TOKENS)])
+            got = native.forward(ids, every, positions, cache)
             for ours, theirs in ((got.features, want.features), (got.last_hidden, want.last_hidden)):
                 if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-4 * theirs.abs().max().item()):
                     return None
@@ -75,19 +79,32 @@ class NativeBody:
         embedded = self.embed(input_ids)
         x = embedded[0].contiguous().clone()
         tables = self.rotary.tables(embedded, position_ids)
-        wanted, caught = set(feature_layers), dict[int, Tensor]()
-        threads = torch.get_num_threads()
+        wanted = sorted({layer for layer in feature_layers if layer != LAST})
+        plan = context.cpu_plan() if isinstance(context, TreeCache) and self.stack.served else None
+        if plan is not None:
+            caught = self.stack.forward(x, tables, plan, context.addresses(self.stack.shapes), wanted)
+        else:
+            caught = self._layer_by_layer(x, tables, context, wanted)
+        last = self.body.norm(x)[None]
+        if list(feature_layers) == wanted:
+            return TargetOutput(caught.flatten(1)[None], last)
+        parts = [last[0] if layer == LAST else caught[:, wanted.index(layer)] for layer in feature_layers]
+        return TargetOutput(torch.cat(parts, dim=-1)[None], last)
+
+    def _layer_by_layer(
+        self, x: Tensor, tables: list[tuple[Tensor, Tensor]], context: Any, wanted: list[int]
+    ) -> Tensor:
+        """As `LayerStack.forward`, where the context has its own way to attend: long prefixes, many tokens."""
+        caught, threads = [], torch.get_num_threads()
         for i, layer in enumerate(self.layers):
             if i in wanted:
-                caught[i] = x.clone()
+                caught.append(x.clone())
             query, key, value = layer.before(x, *tables[self.rotary.of_layer[i]], threads)
             attended = context.attend(i, query, key, value, **self.attention[i])
             layer.after(x, attended.contiguous(), threads)
         if len(self.layers) in wanted:
-            caught[len(self.layers)] = x.clone()
-        caught[LAST] = self.body.norm(x)
-        parts, last = [caught[i] for i in feature_layers], caught[LAST][None]
-        return TargetOutput(torch.cat(parts, dim=-1)[None] if parts else last[..., :0], last)
+            caught.append(x.clone())
+        return torch.stack(caught, dim=1) if caught else x.new_empty(len(x), 0, x.shape[1])
 
 
 class _Rotary:

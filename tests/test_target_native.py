@@ -23,7 +23,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from drafttrain.ops.decoder_layer import LayerStack
 from drafttrain.ops.native import cpu_kernels
+from drafttrain.ops.tree_attention import TreeLayout
 from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target import Target
 from drafttrain.target_attention import LAST
@@ -140,3 +142,33 @@ def test_a_node_gets_to_the_bit_what_plain_decoding_gets():
     logits = target.head(out.last_hidden[0])
     for row, expected in zip((0, 2, 3), plain, strict=True):
         assert torch.equal(logits[row], expected)
+
+
+@pytest.mark.parametrize("name", ["qwen3 (head norms)", "mistral (window)", "gemma3 (four norms, two ropes)"])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_all_layers_in_one_call_equal_layer_by_layer_to_the_bit(name, sinks, monkeypatch):
+    """Two sequences of unequal length, one of them a tree that grows; sinks, which no such family has yet, are added."""
+    options = [
+        {**form, "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])} for form in NativeBody.of(make(MODELS[name])).attention
+    ]
+    outputs = []
+    for whole in (True, False):
+        native = NativeBody.of(make(MODELS[name]))
+        native.attention = options if sinks else native.attention
+        native.stack = LayerStack(native.layers, native.attention, native.rotary.of_layer)
+        assert native.stack.served
+        if not whole:
+            monkeypatch.setattr(LayerStack, "served", False)
+        cache = TreeCache(8, rows=2)
+        cache.open([(0, 7), (1, 3)])
+        told = [native.forward(torch.arange(3, 13)[None], (3, 0), cache.positions(), cache)]
+        cache.commit([range(7), range(3)])
+        cache.reserve(32)  # other buffers, other addresses
+        cache.open([(1, [-1, 0]), (0, TreeLayout(7, [-1, -1, 0]))])
+        told.append(native.forward(torch.arange(20, 27)[None], (1, LAST), cache.positions(), cache))
+        cache.open([(0, TreeLayout(7, [-1, -1, 0, 2], held=4))])
+        told.append(native.forward(torch.tensor([[9]]), (), cache.positions(), cache))
+        outputs.append(told)
+    for ours, theirs in zip(*outputs, strict=True):
+        assert torch.equal(ours.features, theirs.features) and torch.equal(ours.last_hidden, theirs.last_hidden)
+    assert outputs[0][2].features.shape == (1, 1, 0)

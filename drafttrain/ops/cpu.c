@@ -420,3 +420,44 @@ void layer_after_attention(const struct layer *layer, float *x, const float *att
     for (long i = 0; i < count; i++) x[i] += block[i];
     free(block);
 }
+
+/* -- body ----------------------------------------------------------------------------------------------------------- */
+
+/* How a layer attends, and where its keys and values are. Mirrored in ops/decoder_layer.py. */
+struct attention {
+    float *keys, *values;
+    const float *sinks;
+    long key_stride, value_stride, window, table; /* table: which rotary table it reads */
+    float scaling, softcap;
+};
+
+/* All layers over x [n, hidden], in place: a pass of few tokens spends as long in Python between 90 kernels as in them.
+ *
+ * tables: per rotary table cosine and sine [n, rotary_dim]. wanted [features]: ascending layers whose input is copied to
+ * `caught`, a row of which holds `features` states side by side; `count` stands for the last layer's output. */
+void body_forward(const struct layer *const *layers, const struct attention *attention, long count, float *x, long n,
+                  const float *const *tables, const struct part *parts, long part_count, const uint64_t *ancestors,
+                  const int *depth, const long *wanted, long features, float *caught, int threads) {
+    long widest = 0, hidden = layers[0]->hidden, next = 0;
+    for (long i = 0; i < count; i++) {
+        long width = (long)(2 * layers[i]->heads + 2 * layers[i]->kv_heads) * layers[i]->head_dim;
+        widest = width > widest ? width : widest;
+    }
+    float *qkv = malloc(n * widest * sizeof(float));
+    for (long i = 0; i <= count; i++) {
+        for (; next < features && wanted[next] == i; next++)
+            for (long r = 0; r < n; r++)
+                memcpy(caught + (r * features + next) * hidden, x + r * hidden, hidden * sizeof(float));
+        if (i == count) break;
+        const struct layer *layer = layers[i];
+        const struct attention *a = attention + i;
+        long e = layer->head_dim, width = (layer->heads + 2L * layer->kv_heads) * e;
+        float *key = qkv + layer->heads * e, *value = key + layer->kv_heads * e, *attended = qkv + n * width;
+        layer_before_attention(layer, x, n, tables[2 * a->table], tables[2 * a->table + 1], qkv, threads);
+        tree_attention(qkv, e, width, key, e, width, value, e, width, a->keys, a->key_stride, a->values, a->value_stride,
+                       attended, layer->heads, layer->kv_heads, e, e, parts, part_count, ancestors, depth, a->scaling,
+                       a->window, a->softcap, a->sinks, threads);
+        layer_after_attention(layer, x, attended, n, threads);
+    }
+    free(qkv);
+}

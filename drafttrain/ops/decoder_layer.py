@@ -1,20 +1,25 @@
-"""A pre-norm decoder layer around its attention, as two kernel calls of ops/cpu.c.
+"""A pre-norm decoder layer around its attention, as two kernel calls of ops/cpu.c; all layers with theirs as one.
 
 A pass of a small model over a few tokens is some 1500 tiny torch operations, whose dispatch costs as much as reading
 the weights does. Here a layer is: norm, one product for queries, keys and values, rotation | attention, the cache's
-business | output product, norm, gated MLP.
+business | output product, norm, gated MLP. Where the cache's attention is the kernel of cpu.c too, `LayerStack` runs all
+layers in one call.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import FORMATS, pack_panels
+from drafttrain.ops.tree_attention import CpuPlan
 
 
 @dataclass
@@ -90,7 +95,7 @@ class DecoderLayer:
             inner=weights.down.shape[1],
             eps=weights.eps,
         )
-        self._pointer = ctypes.addressof(self._struct)
+        self.address = ctypes.addressof(self._struct)
         self._width = (weights.heads + 2 * weights.kv_heads) * weights.head_dim
         self._kernels = cpu_kernels()
 
@@ -103,7 +108,7 @@ class DecoderLayer:
         n, e, width = x.shape[0], self.head_dim, self._width
         out = torch.empty(n * width)
         self._kernels.layer_before_attention(  # type: ignore[union-attr]
-            self._pointer, x.data_ptr(), n, cosine.data_ptr(), sine.data_ptr(), out.data_ptr(), threads
+            self.address, x.data_ptr(), n, cosine.data_ptr(), sine.data_ptr(), out.data_ptr(), threads
         )
         kv, strides = (1, self.kv_heads, n, e), (n * width, e, width, 1)
         first_key = self.heads * e
@@ -116,5 +121,70 @@ class DecoderLayer:
     def after(self, x: Tensor, attended: Tensor, threads: int) -> None:
         """Adds the attention's output projection and the MLP to x [n, hidden], in place; attended [n, heads * e]."""
         self._kernels.layer_after_attention(  # type: ignore[union-attr]
-            self._pointer, x.data_ptr(), attended.data_ptr(), x.shape[0], threads
+            self.address, x.data_ptr(), attended.data_ptr(), x.shape[0], threads
         )
+
+
+# struct attention of cpu.c.
+_ATTENTION = np.dtype(
+    [
+        *((name, np.uint64) for name in ("keys", "values", "sinks")),
+        *((name, np.int64) for name in ("key_stride", "value_stride", "window", "table")),
+        *((name, np.float32) for name in ("scaling", "softcap")),
+    ]
+)
+
+
+class LayerStack:
+    """All layers of a model in one call.
+
+    Args:
+        layers: in order. attention: each one's options, as `CpuPlan.attend` takes them.
+        table_of: which rotary table each layer reads.
+
+    Attributes:
+        shapes: (kv_heads, head_dim) of each layer's keys and values.
+    """
+
+    def __init__(self, layers: Sequence[DecoderLayer], attention: Sequence[dict[str, Any]], table_of: Sequence[int]):
+        self.shapes = [(layer.kv_heads, layer.head_dim) for layer in layers]
+        self._layers = np.array([layer.address for layer in layers], dtype=np.uint64)
+        sinks = [None if form["sinks"] is None else form["sinks"].float().contiguous() for form in attention]
+        self._kept = (layers, sinks)
+        self._attention = np.zeros(len(layers), dtype=_ATTENTION)
+        self._attention["table"] = table_of
+        for row, form, sink in zip(self._attention, attention, sinks, strict=True):
+            row["scaling"], row["softcap"], row["window"] = form["scaling"], form["softcap"] or 0, form["window"] or 0
+            row["sinks"] = 0 if sink is None else sink.data_ptr()
+        self._kernels = cpu_kernels()
+
+    @property
+    def served(self) -> bool:
+        """Whether the attention kernel is written for these widths."""
+        return all(width % 16 == 0 for _, width in self.shapes)
+
+    def forward(
+        self, x: Tensor, tables: Sequence[tuple[Tensor, Tensor]], plan: CpuPlan, buffers: np.ndarray, wanted: list[int]
+    ) -> Tensor:
+        """Runs the layers over x [n, h] in place, and stores the new keys and values.
+
+        Args:
+            tables: cosine and sine [n, rotary_dim] of each rotary table.
+            plan: where each token stands. buffers: see `TreeCache.addresses`.
+            wanted: layers whose inputs are returned, ascending; the number of layers stands for the last one's output.
+
+        Returns:
+            [n, len(wanted), h].
+        """
+        n, hidden = x.shape
+        for name, column in zip(("keys", "values", "key_stride", "value_stride"), buffers, strict=True):
+            self._attention[name] = column
+        caught = torch.empty((n, len(wanted), hidden))
+        rotary = np.array([part.data_ptr() for pair in tables for part in pair], dtype=np.uint64)
+        features = np.array(wanted, dtype=np.int64)
+        self._kernels.body_forward(  # type: ignore[union-attr]
+            *(self._layers.ctypes.data, self._attention.ctypes.data, len(self._layers), x.data_ptr(), n),
+            *(rotary.ctypes.data, *plan.pointers),
+            *(features.ctypes.data, len(wanted), caught.data_ptr(), torch.get_num_threads()),
+        )
+        return caught

@@ -154,6 +154,9 @@ class CpuPlan:
 
     Args:
         parts: per sequence the first slot of its keys on the slot axis, and its layout.
+
+    Attributes:
+        pointers: the kernel's arguments: parts, their count, ancestors, depths.
     """
 
     def __init__(self, parts: Sequence[tuple[int, TreeLayout]]):
@@ -166,7 +169,7 @@ class CpuPlan:
         self._parts = np.array(rows, dtype=np.int64)
         self._ancestors = bits[0][0] if len(bits) == 1 else np.concatenate([ancestors for ancestors, _ in bits])
         self._depths = bits[0][1] if len(bits) == 1 else np.concatenate([depths for _, depths in bits])
-        self._pointers = (self._parts.ctypes.data, len(rows), self._ancestors.ctypes.data, self._depths.ctypes.data)
+        self.pointers = (self._parts.ctypes.data, len(rows), self._ancestors.ctypes.data, self._depths.ctypes.data)
 
     @staticmethod
     def build(parts: Sequence[tuple[int, TreeLayout]]) -> CpuPlan | None:
@@ -217,7 +220,7 @@ class CpuPlan:
             *(query.data_ptr(), query.stride(1), query.stride(2)),
             *(fresh or (None, 0, 0, None, 0, 0)),
             *(keys.data_ptr(), keys.stride(0), values.data_ptr(), values.stride(0), out.data_ptr()),
-            *(heads, kv_heads, e, ve, *self._pointers),
+            *(heads, kv_heads, e, ve, *self.pointers),
             *(
                 scaling,
                 window or 0,

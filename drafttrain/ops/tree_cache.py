@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,6 +53,7 @@ class TreeCache:
         self._plan_device: torch.device | None = None
         self._cpu_plan: CpuPlan | None = None
         self._planned = False
+        self._addresses: np.ndarray | None = None
 
     @property
     def opened(self) -> list[tuple[int, TreeLayout]]:
@@ -74,7 +76,7 @@ class TreeCache:
         """Makes room for so many positions per row; what the rows hold stays."""
         if capacity <= self.capacity:
             return
-        held, self.capacity = self.capacity, capacity
+        held, self.capacity, self._addresses = self.capacity, capacity, None
         for layer, pair in self._layers.items():
             grown = [self._allocate(buffer[None]) for buffer in pair]
             for buffer, room in zip(pair, grown, strict=True):
@@ -129,11 +131,9 @@ class TreeCache:
             self._layers[layer] = (self._allocate(key), self._allocate(value))
         keys, values = self._layers[layer]
         options: dict[str, Any] = {"scaling": scaling, "window": window, "softcap": softcap, "sinks": sinks}
-        if not self._planned and query.device.type == "cpu":
-            self._cpu_plan = CpuPlan.build([(row * self.capacity, layout) for row, layout in self._open])
-            self._planned = True
-        if self._cpu_plan is not None and self._cpu_plan.serves(query, keys, values):
-            return self._cpu_plan.attend(query, keys, values, new=(key, value), **options)
+        plan = self.cpu_plan() if query.device.type == "cpu" else None
+        if plan is not None and plan.serves(query, keys, values):
+            return plan.attend(query, keys, values, new=(key, value), **options)
         if len(self._open) == 1:
             row, layout = self._open[0]
             begin = row * self.capacity + layout.prefix_len + layout.held
@@ -142,6 +142,30 @@ class TreeCache:
         else:
             self.store(layer, self._new_slots(key.device), key, value)
         return self._attend_rows(layer, query, keys, values, options).transpose(1, 2)
+
+    def cpu_plan(self) -> CpuPlan | None:
+        """Of the announced forward, for the CPU's kernel; None where that does not serve it."""
+        if not self._planned:
+            self._cpu_plan = CpuPlan.build([(row * self.capacity, layout) for row, layout in self._open])
+            self._planned = True
+        return self._cpu_plan
+
+    def addresses(self, shapes: Sequence[tuple[int, int]]) -> np.ndarray:
+        """For kernels that read and write several layers: [4, layers] addresses of keys and of values, and their strides
+        from head to head, in numbers.
+
+        Args:
+            shapes: (kv_heads, head_dim) per layer, float32 on the CPU; buffers that are not there yet are made.
+        """
+        if self._addresses is None or self._addresses.shape[1] != len(shapes):
+            for layer, (heads, width) in enumerate(shapes):
+                if layer not in self._layers:
+                    like = torch.empty((1, heads, 0, width), dtype=torch.float32)
+                    self._layers[layer] = (self._allocate(like), self._allocate(like))
+            pairs = [self._layers[layer] for layer in range(len(shapes))]
+            columns = [(k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0)) for k, v in pairs]
+            self._addresses = np.array(columns, dtype=np.int64).T
+        return self._addresses
 
     def store(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Writes a layer's keys and values [1, kv_heads, N, e] to slots [N] int64 of the common axis, row * capacity + slot."""
