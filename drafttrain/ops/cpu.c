@@ -110,25 +110,39 @@ static void scale(int rows, const void *factors, float *y) {
     }
 }
 
+static long panel_bytes(long in, int format) {
+    if (format == INT8) return (in + 1) / 2 * 2 * PANEL + PANEL * (long)sizeof(float);
+    return in * PANEL * (format == BFLOAT16 ? 2 : 4);
+}
+
+/* The products of up to MAX_ROWS rows with one panel: tile [rows, PANEL]. */
+static void multiply_panel(int rows, const float *x, long in, const char *panel, int format, float *tile) {
+    if (format == BFLOAT16) multiply_bfloat16(rows, x, in, panel, tile);
+    else if (format == FLOAT32) multiply_float32(rows, x, in, panel, tile);
+    else {
+        multiply_int8(rows, x, in, panel, tile);
+        scale(rows, panel + (in + 1) / 2 * 2 * PANEL, tile);
+    }
+}
+
+/* Blocks of nearly equal size: 16 rows are 8 + 8, not 12 + 4. */
+static int next_rows(long rows, long done) {
+    long blocks = (rows - done + MAX_ROWS - 1) / MAX_ROWS;
+    return (int)((rows - done + blocks - 1) / blocks);
+}
+
 /* x [rows, in], y [rows, out] float32, row-major; panels as above, the last one padded. */
 void skinny_linear(const float *x, long rows, long in, const void *panels, int format, float *y, long out, int threads) {
-    long count = (out + PANEL - 1) / PANEL, blocks = (rows + MAX_ROWS - 1) / MAX_ROWS;
-    void (*product)(int, const float *, long, const void *, float *) =
-        format == INT8 ? multiply_int8 : format == BFLOAT16 ? multiply_bfloat16 : multiply_float32;
-    long whole = (in + 1) / 2 * 2 * PANEL; /* bytes of an int8 panel before its factors */
-    long size = format == INT8 ? whole + PANEL * (long)sizeof(float) : in * PANEL * (format == BFLOAT16 ? 2 : 4);
+    long count = (out + PANEL - 1) / PANEL, size = panel_bytes(in, format);
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (long p = 0; p < count; p++) {
         float tile[MAX_ROWS * PANEL];
-        const void *panel = (const char *)panels + p * size;
-        long width = out - p * PANEL < PANEL ? out - p * PANEL : PANEL, done = 0;
-        for (long b = 0; b < blocks; b++) { /* blocks of nearly equal size: 16 rows are 8 + 8, not 12 + 4 */
-            int m = (int)((rows - done + blocks - b - 1) / (blocks - b));
-            product(m, x + done * in, in, panel, tile);
-            if (format == INT8) scale(m, (const char *)panel + whole, tile);
-            for (int r = 0; r < m; r++)
+        long width = out - p * PANEL < PANEL ? out - p * PANEL : PANEL;
+        for (long done = 0, m; done < rows; done += m) {
+            m = next_rows(rows, done);
+            multiply_panel((int)m, x + done * in, in, (const char *)panels + p * size, format, tile);
+            for (long r = 0; r < m; r++)
                 memcpy(y + (done + r) * out + p * PANEL, tile + r * PANEL, width * sizeof(float));
-            done += m;
         }
     }
 }
@@ -220,6 +234,7 @@ static inline __attribute__((always_inline)) void weigh(int wide, const float *w
     vec sum[4][4] = {{{0}}};
     for (long t = 0; t < count; t++, value += ve, weights += LANES)
         for (int j = 0; j < wide; j++) {
+            __builtin_prefetch(value + 16 * ve + j * LANES);
             vec v;
             memcpy(&v, value + j * LANES, sizeof v);
             for (int i = 0; i < 4; i++) sum[i][j] += v * weights[i];
@@ -243,6 +258,7 @@ static void attend_rows(const float *query[LANES], float *out[LANES], const int 
     for (int r = 0; r < rows; r++) if (sinks) highest[r] = sinks[r];
     long end = prefix + n;
     for (long t = first; t < end; t += 8) { /* eight sums at once keep the multipliers busy */
+        for (long c = 0; c < 8 * e; c += LANES) __builtin_prefetch(key + (t + 16) * e + c);
         vec s[8] = {{0}};
         const float *k[8];
         for (int j = 0; j < 8; j++) k[j] = key + (t + j < end ? t + j : end - 1) * e;
@@ -318,11 +334,13 @@ void tree_attention(const float *query, long head_stride, long token_stride, con
         blocks = needed > blocks ? needed : blocks;
         slots = seen > slots ? seen : slots;
     }
-#pragma omp parallel num_threads(threads) if (count * kv_heads * blocks > 1)
+    /* Blocks of one key head go to one thread, whose cache then holds the keys. */
+    long tasks = count * kv_heads * blocks, chunk = count == 1 ? (tasks + threads - 1) / threads : blocks;
+#pragma omp parallel num_threads(threads) if (tasks > 1)
     {
         vec *transposed = aligned_alloc(sizeof(vec), (e + slots) * sizeof(vec)), *scores = transposed + e;
-#pragma omp for schedule(dynamic)
-        for (long task = 0; task < count * kv_heads * blocks; task++) {
+#pragma omp for schedule(dynamic, chunk)
+        for (long task = 0; task < tasks; task++) {
             const struct part *part = parts + task / (kv_heads * blocks);
             long kv = task / blocks % kv_heads, block = task % blocks, n = part->n;
             long rows = group * n, own = (rows + LANES - 1) / LANES;
@@ -352,7 +370,7 @@ void tree_attention(const float *query, long head_stride, long token_stride, con
 
 /* The parts of a pre-norm decoder layer around its attention. NULL: not there. Mirrored in ops/decoder_layer.py. */
 struct layer {
-    const void *qkv, *o, *gate_up, *down; /* panels; query, key and value rows (gate and up rows) joined */
+    const void *qkv, *o, *gate_up, *down; /* panels; query, key and value rows joined, gate and up panels in turn */
     const float *qkv_bias, *input_norm, *query_norm, *key_norm, *attended_norm, *mlp_norm, *mlp_out_norm;
     int qkv_format, o_format, gate_up_format, down_format;
     int width, hidden, heads, kv_heads, head_dim, rotary_dim, inner, gelu; /* width: columns of qkv */
@@ -386,20 +404,35 @@ void layer_before_attention(const struct layer *layer, const float *x, long n, c
     }
 }
 
-/* gate [n, 2 inner] holds gate and up side by side; out [n, inner] = act(gate) * up. */
-static void activate(const float *gate, float *out, long n, long inner, int gelu, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (n > 2)
-    for (long r = 0; r < n; r++) {
-        const float *g = gate + r * 2 * inner, *up = g + inner;
-        for (long i = 0; i < inner; i += LANES) {
-            size_t bytes = (inner - i < LANES ? inner - i : LANES) * sizeof(float);
-            vec a = {0}, b = {0};
-            memcpy(&a, g + i, bytes);
-            memcpy(&b, up + i, bytes);
-            /* silu(a) = a sigmoid(a); gelu by tanh: 0.5 a (1 + tanh(t)) = a sigmoid(2 t) */
-            vec t = gelu ? 1.5957691216f * (a + 0.044715f * a * a * a) : a;
-            vec y = a / (1.0f + exponential(-t)) * b;
-            memcpy(out + r * inner + i, &y, bytes);
+/* silu(a) = a sigmoid(a); gelu by tanh: 0.5 a (1 + tanh(t)) = a sigmoid(2 t) */
+static inline vec activate(vec a, int gelu) {
+    vec t = gelu ? 1.5957691216f * (a + 0.044715f * a * a * a) : a;
+    return a / (1.0f + exponential(-t));
+}
+
+/* y [rows, inner] = act(gate(x)) * up(x). Panels of gate and of up take turns, so that a core finds what it has just computed
+ * in its own cache, and nothing but y is written. */
+static void gated_linear(const float *x, long rows, long in, const void *panels, int format, float *y, long inner, int gelu,
+                         int threads) {
+    long count = (inner + PANEL - 1) / PANEL, size = panel_bytes(in, format);
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (long p = 0; p < count; p++) {
+        float gate[MAX_ROWS * PANEL], up[MAX_ROWS * PANEL];
+        const char *panel = (const char *)panels + 2 * p * size;
+        long width = inner - p * PANEL < PANEL ? inner - p * PANEL : PANEL;
+        for (long done = 0, m; done < rows; done += m) {
+            m = next_rows(rows, done);
+            multiply_panel((int)m, x + done * in, in, panel, format, gate);
+            multiply_panel((int)m, x + done * in, in, panel + size, format, up);
+            for (long i = 0; i < m * PANEL; i += LANES) {
+                vec a, b;
+                memcpy(&a, gate + i, sizeof a);
+                memcpy(&b, up + i, sizeof b);
+                a = activate(a, gelu) * b;
+                memcpy(gate + i, &a, sizeof a);
+            }
+            for (long r = 0; r < m; r++)
+                memcpy(y + (done + r) * inner + p * PANEL, gate + r * PANEL, width * sizeof(float));
         }
     }
 }
@@ -407,14 +440,12 @@ static void activate(const float *gate, float *out, long n, long inner, int gelu
 /* x [n, hidden] += o(attended [n, heads head_dim]); x += mlp(norm(x)), norms after the blocks where the layer has them. */
 void layer_after_attention(const struct layer *layer, float *x, const float *attended, long n, int threads) {
     long hidden = layer->hidden, inner = layer->inner, count = n * hidden;
-    float *block = malloc((2 * count + 3 * n * inner) * sizeof(float)), *normed = block + count, *gate = normed + count;
-    float *active = gate + 2 * n * inner;
+    float *block = malloc((2 * count + n * inner) * sizeof(float)), *normed = block + count, *active = normed + count;
     skinny_linear(attended, n, (long)layer->heads * layer->head_dim, layer->o, layer->o_format, block, hidden, threads);
     if (layer->attended_norm) rms_norm(block, layer->attended_norm, layer->eps, block, n, hidden);
     for (long i = 0; i < count; i++) x[i] += block[i];
     rms_norm(x, layer->mlp_norm, layer->eps, normed, n, hidden);
-    skinny_linear(normed, n, hidden, layer->gate_up, layer->gate_up_format, gate, 2 * inner, threads);
-    activate(gate, active, n, inner, layer->gelu, threads);
+    gated_linear(normed, n, hidden, layer->gate_up, layer->gate_up_format, active, inner, layer->gelu, threads);
     skinny_linear(active, n, inner, layer->down, layer->down_format, block, hidden, threads);
     if (layer->mlp_out_norm) rms_norm(block, layer->mlp_out_norm, layer->eps, block, n, hidden);
     for (long i = 0; i < count; i++) x[i] += block[i];

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.ops.native import cpu_kernels
-from drafttrain.ops.packing import FORMATS, pack_panels
+from drafttrain.ops.packing import FORMATS, pack_gated, pack_panels
 from drafttrain.ops.tree_attention import CpuPlan
 
 
@@ -80,7 +80,8 @@ class DecoderLayer:
             if isinstance(value, Tensor)
         )
         self.heads, self.kv_heads, self.head_dim = weights.heads, weights.kv_heads, weights.head_dim
-        panels = {name: pack_panels(getattr(weights, name)) for name in _PANELS}
+        panels = {name: pack_panels(getattr(weights, name)) for name in _PANELS if name != "gate_up"}
+        panels["gate_up"] = pack_gated(weights.gate_up)
         vectors = {name: getattr(weights, name) for name in _VECTORS}
         self._kept = [*panels.values(), *(v.contiguous() for v in vectors.values() if v is not None)]
         pointers = iter(self._kept[len(panels) :])

@@ -82,6 +82,14 @@ def pack_panels(weight: Tensor) -> Tensor:
     return padded(weight).permute(0, 3, 1, 2).contiguous()
 
 
+def pack_gated(weight: Tensor) -> Tensor:
+    """[2 inner, in], gate rows and then up rows -> panels of both in turn, for a gated MLP in one kernel."""
+    gate, up = weight.chunk(2)
+    missing = -len(gate) % (2 * _LANES)
+    halves = [F.pad(half, (0, 0, 0, missing)).unflatten(0, (-1, 2 * _LANES)) for half in (gate, up)]
+    return pack_panels(torch.stack(halves, dim=1).flatten(0, 2))
+
+
 def skinny_linear(x: Tensor, panels: Tensor, out: int) -> Tensor:
     """x [rows, in] float32, contiguous; panels from `pack_panels`. Returns [rows, out] float32.
 
