@@ -129,7 +129,7 @@ def candidates(drafter: Drafter) -> list[TreeSpec]:
     chains = [f"chain:{d}{s}{m}" for d, s, m in itertools.product(range(1, DEPTH + 1), stops, shares[:2])]
     trees = [
         f"dynamic:{d},{k},{n}{s}{m}"
-        for d, k, n, s, m in itertools.product(range(1, DEPTH + 1), (4, 8), NODES, stops[:2], shares)
+        for d, k, n, s, m in itertools.product(range(1, DEPTH + 1), (4, 8), NODES, stops, shares)
         if max(2, d) <= n <= k + (d - 1) * k * k
     ]
     return [TreeSpec.parse(text) for text in ["none", *chains, *trees]]
