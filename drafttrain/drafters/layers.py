@@ -46,9 +46,20 @@ class Rotary:
         self.head_dim, self.parameters = head_dim, dict(parameters)
         self.width = int(head_dim * (self.parameters.get("partial_rotary_factor") or 1.0))
         self._known: dict[torch.device, tuple[Tensor, float]] = {}
+        self._rows: tuple[Tensor, Tensor] | None = None  # of positions 0, 1, 2, ... on the CPU in float32
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """positions [t] int64 -> cos, sin [t, 1, r]."""
+        if positions.device.type != "cpu" or dtype != torch.float32 or not len(positions):
+            return self.compute(positions, dtype)
+        end = int(positions.max()) + 1
+        if self._rows is None or end > len(self._rows[0]):
+            self._rows = self.compute(torch.arange(1 << end.bit_length()), dtype)
+        cos, sin = self._rows
+        return cos[positions], sin[positions]
+
+    def compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """As `tables`, for negative positions too, and without keeping anything."""
         device = positions.device
         if device not in self._known:
             self._known[device] = self._frequencies(device)

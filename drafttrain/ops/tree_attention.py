@@ -12,6 +12,7 @@ several rows in two matrix products over folded rows. No form repeats keys or va
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,11 @@ class TreeLayout:
         self.depths = self.tree_depths[held:]
         self._masks: dict[tuple, tuple[int, Tensor | None]] = {}
         self._bits: tuple[np.ndarray, np.ndarray] | None = None
+
+    @cached_property
+    def plan(self) -> CpuPlan | None:
+        """The CPU kernel's, for a sequence whose keys begin with the buffer; None where the kernel does not serve."""
+        return CpuPlan.build([(0, self)])
 
     def bits(self) -> tuple[np.ndarray, np.ndarray]:
         """Per token of a tree of at most 64: uint64, bit j set where token j is an ancestor or itself; int32 depth."""
@@ -136,7 +142,7 @@ def tree_attention(
     """
     n, prefix = query.shape[2], layout.prefix_len
     options: Any = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
-    plan = CpuPlan.build([(0, layout)]) if key.shape[0] == 1 and not torch.is_grad_enabled() else None
+    plan = layout.plan if key.shape[0] == 1 and query.device.type == "cpu" else None
     if plan is not None and plan.serves(query, key, value):
         return plan.attend(query, key[0], value[0], window=window, **options).transpose(1, 2)
     if layout.parents is None and n > 1:
