@@ -56,7 +56,7 @@ class _Grower:
         first_row = sum(map(len, self.proposals))
         if self.sampler is None:
             scores, tokens = top_log_probs(logits, width)
-            if len(scores) < len(parents):
+            if scores.shape[0] < len(parents):
                 scores, tokens = scores.expand(len(parents), -1), tokens.expand(len(parents), -1)
         else:
             q = probabilities(logits, self.sampler.params).expand(len(parents), -1)
@@ -151,7 +151,7 @@ class StateGrowing(Growing):
         """[m, w] states of the nodes' parents, which are always among those opened last; from now on these are."""
         rows = [parent - self._first for parent in self.parents]
         self._first, self._opened = self._opened, self._opened + len(rows)
-        if rows == list(range(len(self.states))):
+        if rows == list(range(self.states.shape[0])):
             return self.states
         return self.states[torch.tensor(rows, device=self.states.device)]
 

@@ -18,8 +18,10 @@ from torch import Tensor
 
 from drafttrain.batch import TokenTree
 from drafttrain.drafters.expand import StateGrowing, grow
-from drafttrain.drafters.layers import Attend
+from drafttrain.drafters.layers import Attend, Rotary
 from drafttrain.drafters.tree_spec import TreeSpec
+from drafttrain.ops.draft_step import DraftStep
+from drafttrain.ops.packing import SKINNY_ROWS
 from drafttrain.ops.sampling import Sampler
 from drafttrain.ops.tree_attention import TreeLayout, tree_attention
 
@@ -43,6 +45,7 @@ class LayerDrafting:
         step(state, embeds, positions, attends, queries, depth) -> the state that the next depth reads; attends: one per
             layer. Only the last layer's outputs are restricted to `queries`.
         logits(state) -> [t, d].
+        draft_step: the kernel that is `step` and `logits` in one, with `rotary`; None without one.
     """
 
     cache_shape: CacheShape
@@ -51,6 +54,8 @@ class LayerDrafting:
     fuse: Callable[[Tensor], Tensor]
     step: Callable[..., Tensor]
     logits: Callable[[Tensor], Tensor]
+    rotary: Rotary
+    draft_step: DraftStep | None = None
 
     def start(self, prompt_ids: Tensor, max_length: int) -> LayerSession:
         return LayerSession(self, max_length)
@@ -60,18 +65,24 @@ class LayerDrafting:
         self, sessions: Sequence[LayerSession], tokens: Sequence[Tensor], features: Sequence[Tensor]
     ) -> None:
         """One step over the new tokens of all sessions. Only each last anchor drafts; the others leave their keys."""
-        sizes = [len(new) for new in tokens]
+        sizes = [new.shape[0] for new in tokens]
         new = [TreeLayout(session.length, count=size) for session, size in zip(sessions, sizes, strict=True)]
         last = [TreeLayout(layout.prefix_len + layout.count - 1, count=1) for layout in new]
-        top = self.cache_shape.layers - 1  # upper layers read every token, so all of them ask below
-        attends = [attend_apart(sessions, layer, new, sizes) for layer in range(top)]
-        attends.append(attend_apart(sessions, top, last, sizes))
-        device = tokens[0].device
-        positions = _cat([layout.positions()[0] for layout in new]).to(device)
-        asking = torch.tensor([end - 1 for end in accumulate(sizes)]).to(device)
-        out = self.step(self.fuse(_cat(features)), self.embed(_cat(tokens)), positions, attends, asking)
-        for session, size, state in zip(sessions, sizes, split(out, [1] * len(sizes)), strict=True):
-            session.last = state
+        states, embeds = self.fuse(_cat(features)), self.embed(_cat(tokens))
+        alone = self.step_alone(sessions[0], new[0], states, embeds, 1) if len(sessions) == 1 else None
+        if alone is not None:
+            out, said = alone
+            sessions[0].last, sessions[0].said = out[-1:], said
+        else:
+            top = self.cache_shape.layers - 1  # upper layers read every token, so all of them ask below
+            attends = [attend_apart(sessions, layer, new, sizes) for layer in range(top)]
+            attends.append(attend_apart(sessions, top, last, sizes))
+            positions = _cat([layout.positions()[0] for layout in new]).to(states.device)
+            asking = torch.tensor([end - 1 for end in accumulate(sizes)]).to(states.device)
+            out = self.step(states, embeds, positions, attends, asking)
+            for session, state in zip(sessions, split(out, [1] * len(sizes)), strict=True):
+                session.last, session.said = state, None
+        for session, size in zip(sessions, sizes, strict=True):
             session.length += size
 
     @torch.no_grad()
@@ -79,7 +90,8 @@ class LayerDrafting:
         self, sessions: Sequence[LayerSession], specs: Sequence[TreeSpec], samplers: Sequence[Sampler | None]
     ) -> list[TokenTree]:
         """The trees of all sessions grow together: one step per depth over the nodes that any of them opens."""
-        first = self.logits(_cat([session.root for session in sessions]))
+        said = [session.said for session in sessions if session.said is not None]
+        first = _cat(said) if len(said) == len(sessions) else self.logits(_cat([session.root for session in sessions]))
         drafts = [_Draft(*each, self.kept_ids) for each in zip(sessions, specs, samplers, first, strict=True)]
         growing = [draft for draft in drafts if draft.tree is None]
         depth = 0
@@ -88,17 +100,32 @@ class LayerDrafting:
             sizes = [len(draft.parents) for draft in growing]
             tokens = self.kept_ids[_cat([draft.tokens for draft in growing])]
             states = _cat([draft.above() for draft in growing])
-            layouts = [draft.open() for draft in growing]
-            positions = _cat([layout.positions()[0] for layout in layouts]).to(tokens.device)
-            own = [draft.session for draft in growing]
-            attends = [attend_apart(own, layer, layouts, sizes) for layer in range(self.cache_shape.layers)]
-            out = self.step(states, self.embed(tokens), positions, attends, None, depth)
-            said = split(self.logits(out), sizes)
-            for draft, state, logits in zip(growing, split(out, sizes), said, strict=True):
+            layouts, own = [draft.open() for draft in growing], [draft.session for draft in growing]
+            embeds = self.embed(tokens)
+            alone = self.step_alone(own[0], layouts[0], states, embeds, sizes[0]) if len(own) == 1 else None
+            if alone is not None:
+                out, logits = alone
+            else:
+                positions = _cat([layout.positions()[0] for layout in layouts]).to(tokens.device)
+                attends = [attend_apart(own, layer, layouts, sizes) for layer in range(self.cache_shape.layers)]
+                out = self.step(states, embeds, positions, attends, None, depth)
+                logits = self.logits(out)
+            for draft, state, told in zip(growing, split(out, sizes), split(logits, sizes), strict=True):
                 draft.states = state
-                draft.grow(logits)
+                draft.grow(told)
             growing = [draft for draft in growing if draft.tree is None]
         return [draft.tree for draft in drafts if draft.tree is not None]
+
+    def step_alone(
+        self, session: LayerSession, layout: TreeLayout, states: Tensor, embeds: Tensor, asking: int
+    ) -> tuple[Tensor, Tensor] | None:
+        """`step` and `logits` for one session, by the kernel; see `DraftStep.run`. None where it does not serve."""
+        if self.draft_step is None or layout.count > SKINNY_ROWS or layout.plan is None:
+            return None
+        end = layout.prefix_len + layout.held + layout.count
+        session.room(0, end, states)
+        tables, window = self.rotary.up_to(end), self.cache_shape.window
+        return self.draft_step.run(embeds, states, tables, session.layers, layout.plan, window, asking)
 
 
 def _cat(parts: Sequence[Tensor]) -> Tensor:
@@ -141,6 +168,7 @@ class LayerSession:
         self.layers: list[tuple[Tensor, Tensor]] = []  # made when the first key shows dtype and device
         self.length = 0
         self.last: Tensor | None = None  # [1, h] output at the last committed anchor
+        self.said: Tensor | None = None  # [1, d] its logits, where they came with it
 
     @property
     def root(self) -> Tensor:
@@ -159,14 +187,14 @@ class LayerSession:
         """
         end = layout.prefix_len + layout.held + layout.count
         keys, values = self.room(layer, end, key)
-        asked, new = query.transpose(0, 1)[None], (key.transpose(0, 1)[None], value.transpose(0, 1)[None])
         options: Any = {"scaling": query.shape[-1] ** -0.5, "window": self.shape.window or None}
-        if len(key) == layout.count and layout.plan is not None and layout.plan.serves(asked, keys, values):
-            out = layout.plan.attend(asked, keys, values, new=new, softcap=None, sinks=None, **options)
-            return out.view(len(query), -1)
-        self.store(layer, end - len(key), key, value)
+        if key.shape[0] == layout.count and layout.plan is not None and layout.plan.serves(query, keys, values):
+            out = layout.plan.attend(query, keys, values, new=(key, value), softcap=None, sinks=None, **options)
+            return out.view(layout.count, -1)
+        self.store(layer, end - key.shape[0], key, value)
+        asked = query.transpose(0, 1)[None]
         out = tree_attention(asked, keys[None, :, :end], values[None, :, :end], layout, **options)
-        return out[0].transpose(0, 1).reshape(len(query), -1)
+        return out[0].transpose(0, 1).reshape(layout.count, -1)
 
     def room(self, layer: int, end: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """A layer's buffers, with `end` slots at least; trees need a little room beyond the longest sequence."""
@@ -181,7 +209,7 @@ class LayerSession:
 
     def store(self, layer: int, start: int, key: Tensor, value: Tensor) -> None:
         """Writes a layer's keys and values [m, kv_heads, e] to slots from `start` on."""
-        end = start + len(key)
+        end = start + key.shape[0]
         for buffer, new in zip(self.room(layer, end, key), (key, value), strict=True):
             buffer[:, start:end] = new.transpose(0, 1)
 

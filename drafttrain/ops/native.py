@@ -31,6 +31,10 @@ _ARGUMENTS = {
     ),
     "layer_before_attention": (_POINTER, _POINTER, _LONG, _POINTER, _POINTER, _POINTER, _INT),
     "layer_after_attention": (_POINTER, _POINTER, _POINTER, _LONG, _INT),
+    "draft_step": (
+        *(_POINTER, _POINTER, _POINTER, _LONG, _POINTER, _POINTER, _POINTER, _POINTER, _LONG),
+        *(_POINTER, _POINTER, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _INT),
+    ),
 }
 
 

@@ -172,7 +172,7 @@ class CpuPlan:
         self._parts = np.array(rows, dtype=np.int64)
         self._ancestors = bits[0][0] if len(bits) == 1 else np.concatenate([ancestors for ancestors, _ in bits])
         self._depths = bits[0][1] if len(bits) == 1 else np.concatenate([depths for _, depths in bits])
-        self._pointers = (self._parts.ctypes.data, len(rows), self._ancestors.ctypes.data, self._depths.ctypes.data)
+        self.pointers = (self._parts.ctypes.data, len(rows), self._ancestors.ctypes.data, self._depths.ctypes.data)
 
     @staticmethod
     def build(parts: Sequence[tuple[int, TreeLayout]]) -> CpuPlan | None:
@@ -183,12 +183,12 @@ class CpuPlan:
 
     def serves(self, query: Tensor, keys: Tensor, values: Tensor) -> bool:
         """Float32 on a CPU, without gradients, in the widths that the kernel is written for. Shapes as in `attend`."""
-        if query.device.type != "cpu" or query.shape[0] != 1 or query.shape[3] % 16 or values.shape[-1] % 16:
+        if query.device.type != "cpu" or query.shape[-1] % 16 or values.shape[-1] % 16:
             return False
         if not query.dtype == keys.dtype == values.dtype == torch.float32 or torch.is_grad_enabled():
             return False
         in_order = keys.stride(-2) == keys.shape[-1] and values.stride(-2) == values.shape[-1]
-        return in_order and query.stride(3) == keys.stride(-1) == values.stride(-1) == 1
+        return in_order and query.stride(-1) == keys.stride(-1) == values.stride(-1) == 1
 
     def attend(
         self,
@@ -205,25 +205,32 @@ class CpuPlan:
         """Stores the new keys and values, if any are given, and attends.
 
         Args:
-            query: [1, heads, N, e]; keys, values: [kv_heads, slots, e].
-            new: keys and values [1, kv_heads, N, e] of the new tokens; None if they are in place.
+            query: [1, heads, N, e] or [N, heads, e]; keys, values: [kv_heads, slots, e].
+            new: keys and values of the new tokens, [1, kv_heads, N, e] or as the query; None if they are in place.
 
         Returns:
             [1, N, heads, value_dim].
         """
         kernels = cpu_kernels()
         assert kernels is not None
-        (_, heads, n, e), kv_heads, ve = query.shape, keys.shape[0], values.shape[-1]
+        tokens = 0 if query.dim() == 3 else 2
+        heads, n, e, kv_heads, ve = (
+            query.shape[1],
+            query.shape[tokens],
+            query.shape[-1],
+            keys.shape[0],
+            values.shape[-1],
+        )
         out = torch.empty((1, n, heads, ve))
         if sinks is not None:
             sinks = sinks.float().contiguous()
-        rows = [tensor if tensor.stride(3) == 1 else tensor.contiguous() for tensor in new or ()]
-        fresh = [number for tensor in rows for number in (tensor.data_ptr(), tensor.stride(1), tensor.stride(2))]
+        rows = [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in new or ()]
+        fresh = [number for tensor in rows for number in (tensor.data_ptr(), tensor.stride(1), tensor.stride(tokens))]
         kernels.tree_attention(
-            *(query.data_ptr(), query.stride(1), query.stride(2)),
+            *(query.data_ptr(), query.stride(1), query.stride(tokens)),
             *(fresh or (None, 0, 0, None, 0, 0)),
             *(keys.data_ptr(), keys.stride(0), values.data_ptr(), values.stride(0), out.data_ptr()),
-            *(heads, kv_heads, e, ve, *self._pointers),
+            *(heads, kv_heads, e, ve, *self.pointers),
             *(
                 scaling,
                 window or 0,
