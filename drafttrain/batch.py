@@ -174,7 +174,7 @@ class TokenTree:
     ) -> TokenTree:
         """The `count` nodes of highest `log_probs`; the first of equals. No node is likelier than its parent and parents come
         first, so these form a tree."""
-        kept = range(len(tokens))
+        kept = list(range(len(tokens)))
         if len(tokens) > count:
             kept = sorted(sorted(kept, key=lambda node: -log_probs[node])[:count])
         place = {old: new for new, old in enumerate(kept)} | {-1: -1}
