@@ -124,8 +124,9 @@ class LayerDrafting:
             return None
         end = layout.prefix_len + layout.held + layout.count
         session.room(0, end, states)
+        read = embeds.to(states.dtype).contiguous(), states.contiguous()
         tables, window = self.rotary.up_to(end), self.cache_shape.window
-        return self.draft_step.run(embeds, states, tables, session.layers, layout.plan, window, asking)
+        return self.draft_step.run(*read, tables, session.layers, layout.plan, window, asking)
 
 
 def _cat(parts: Sequence[Tensor]) -> Tensor:
