@@ -168,12 +168,19 @@ class TokenTree:
             return self
         return self.part([node for node, at in enumerate(depths) if at <= depth])
 
-    def likeliest(self, count: int) -> TokenTree:
+    @staticmethod
+    def likeliest(
+        count: int, tokens: list[int], parents: list[int], log_probs: list[float], device: torch.device
+    ) -> TokenTree:
         """The `count` nodes of highest `log_probs`; the first of equals. No node is likelier than its parent and parents come
         first, so these form a tree."""
-        assert self.log_probs is not None
-        scores = self.log_probs.tolist()
-        return self.part(sorted(sorted(range(len(self)), key=lambda node: -scores[node])[:count]))
+        kept = list(range(len(tokens)))
+        if len(tokens) > count:
+            kept = sorted(sorted(kept, key=lambda node: -log_probs[node])[:count])
+        place = {old: new for new, old in enumerate(kept)} | {-1: -1}
+        ids = torch.tensor([tokens[node] for node in kept], dtype=torch.long, device=device)
+        scores = torch.tensor([log_probs[node] for node in kept], dtype=torch.float)
+        return TokenTree(ids, [place[parents[node]] for node in kept], scores)
 
     def part(self, kept: list[int]) -> TokenTree:
         """The given nodes, ascending, each with its parent."""

@@ -59,8 +59,7 @@ def profile(target: Target, drafter: Any, spec: str, sampling: SamplingParams, p
     verify, commit = engine.verify_batch, TreeCache.commit
     owned = [(target, "forward", "target"), (target, "head", "head")]
     stepping = getattr(drafter, "main", drafter)  # of a combined drafter, the one that has a forward
-    if hasattr(stepping, "step"):
-        owned.append((stepping, "step", "draft steps"))
+    owned += [(stepping, name, "draft steps") for name in ("step", "step_alone") if hasattr(stepping, name)]
     parts.wrap(engine.Decoder, "_draft", "tree building")
     parts.wrap(engine.Decoder, "_extend", "extend")
     parts.wrap(engine, "verify_batch", "verify")

@@ -22,4 +22,4 @@ def test_probes_share_what_is_drafted_and_are_no_drafts():
     assert nodes == [0, 3, 1, -1, -1]  # two lie deeper
     deep, _ = tree.with_probes([7, 8, 9], [-1, 0, 1], depth=9)
     assert deep.drafted_depth == 2 and max(deep.depths) == 3 and len(deep.drafts()) == 3
-    assert deep.prune(2).probes == 2 and deep.likeliest(3).probes == 0
+    assert deep.prune(2).probes == 2 and deep.part([0, 1, 2]).probes == 0

@@ -21,6 +21,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -426,6 +427,21 @@ class BlockSession(LayerSession):
 
     last: Tensor | None  # [1] int64, the last committed token
 
+    def attend_all(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention of a block [m, heads, e] over the context and all of the block, whose keys are stored behind it.
+
+        Returns:
+            [m, heads * e].
+        """
+        (m, heads, e), end = query.shape, self.length + len(key)
+        self.store(layer, self.length, key, value)
+        keys, values = (buffer[None, :, :end] for buffer in self.layers[layer])
+        # Query heads of a group become rows, so that keys and values are read once and never repeated.
+        kv = self.shape.kv_heads
+        folded = query.view(m, kv, heads // kv, e).permute(1, 2, 0, 3).reshape(1, kv, -1, e)
+        out = F.scaled_dot_product_attention(folded, keys, values)
+        return out.view(kv, heads // kv, m, e).permute(2, 0, 1, 3).reshape(m, heads * e)
+
 
 def _part(said: Said, where: int | slice) -> Said:
     return (said[0][where], said[1][where]) if isinstance(said, tuple) else said[where]
@@ -447,9 +463,7 @@ def _over_sessions(sessions: Sequence[BlockSession], layer: int) -> Attend:
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         parts = zip(sessions, query.chunk(count), key.chunk(count), value.chunk(count), strict=True)
-        outs = [
-            session.attention(layer, q, session.store(layer, session.length, k, v), None) for session, q, k, v in parts
-        ]
+        outs = [session.attend_all(layer, *own) for session, *own in parts]
         return torch.cat(outs)
 
     return attend

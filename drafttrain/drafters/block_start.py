@@ -116,7 +116,7 @@ def _set_attention(drafter: Any, maps: Tensor, covariance: Tensor, mean: Tensor)
     aside = torch.zeros_like(slow)
     aside[0] = e**0.5
     share = min(1.0, SCORE / strength) if half > 1 else 1.0
-    newest = rotate(every[None, None], *rotary.tables(torch.tensor([-1], device=gram.device), torch.float32))[0, 0]
+    newest = rotate(every[None, None], *rotary.compute(torch.tensor([-1], device=gram.device), torch.float32))[0, 0]
     for part, heads, key, query, sign in (
         (token, range(tokens), slow, share * slow + (1 - share**2) ** 0.5 * aside, 1.0),
         (context, range(tokens, kv), every, newest, -1.0),

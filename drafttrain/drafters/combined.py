@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import cast
 
-import torch
 from torch import Tensor
 
 from drafttrain.batch import TokenTree
@@ -49,8 +49,7 @@ def merge(first: TokenTree, second: TokenTree, budget: int) -> TokenTree:
             tokens.append(token)
             scores.append(score)
         where[node] = place[key]
-    ids = torch.tensor(tokens, dtype=torch.long, device=first.tokens.device)
-    return TokenTree(ids, parents, torch.tensor(scores)).likeliest(budget)
+    return TokenTree.likeliest(budget, tokens, parents, scores, first.tokens.device)
 
 
 def _scores(tree: TokenTree) -> list[float]:
@@ -103,6 +102,7 @@ class CombinedDrafter(Drafter):
         return [trees[row] for row in range(len(sessions))]
 
 
+@cache
 def match_spec(spec: TreeSpec) -> TreeSpec:
     """What the second drafter may propose: in a dynamic tree paths as long as the budget, for they cost nothing to find."""
     if not spec.matches or spec.shape == "none":

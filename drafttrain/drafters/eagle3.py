@@ -26,6 +26,7 @@ from drafttrain.drafters.layer_model import DraftLayer, LayerDrafter
 from drafttrain.drafters.layers import RMSNorm
 from drafttrain.drafters.linear_start import Source, linear_start
 from drafttrain.drafters.shared import copy_layer, copy_norm
+from drafttrain.ops.draft_step import DraftWeights
 from drafttrain.target import Target
 
 
@@ -80,6 +81,7 @@ class Eagle3(LayerDrafter):
         self.layers = nn.ModuleDict({str(i): DraftLayer(config) for i in range(1, config.num_hidden_layers)})
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.norm_output = config.norm_output
         self.finish(config.num_hidden_layers)
 
     @classmethod
@@ -125,6 +127,20 @@ class Eagle3(LayerDrafter):
         """Fits the linear part in closed form, see `linear_start`; returns the share of variance explained."""
         return linear_start(self, batches, source)
 
+    def draft_weights(self) -> DraftWeights | None:
+        config, first = self.config, self.midlayer
+        if config.norm_before_residual:
+            return None
+        return DraftWeights(
+            head=self.lm_head.weight,
+            beside=config.target_hidden_size,
+            eps=config.rms_norm_eps,
+            embed_norm=first.input_layernorm.weight,
+            state_norm=first.hidden_norm.weight,
+            norm=self.norm.weight,
+            hands_on_normed=config.norm_output,
+        )
+
     # -- the one forward ----------------------------------------------------------------------------------------
 
     def fuse(self, features: Tensor) -> Tensor:
@@ -144,10 +160,10 @@ class Eagle3(LayerDrafter):
 
     def leave(self, state: Tensor) -> Tensor:
         """The last layer's output, normed if the config says so."""
-        return self.norm(state) if self.config.norm_output else state
+        return self.norm(state) if self.norm_output else state
 
     def read_out(self, state: Tensor) -> Tensor:
-        return state if self.config.norm_output else self.norm(state)
+        return state if self.norm_output else self.norm(state)
 
 
 KIND = Eagle3

@@ -55,7 +55,9 @@ class _Grower:
         width = min(1 + max(map(max, wanted)), logits.shape[-1])
         first_row = sum(map(len, self.proposals))
         if self.sampler is None:
-            scores, tokens = (found.expand(len(parents), -1) for found in top_log_probs(logits, width))
+            scores, tokens = top_log_probs(logits, width)
+            if scores.shape[0] < len(parents):
+                scores, tokens = scores.expand(len(parents), -1), tokens.expand(len(parents), -1)
         else:
             q = probabilities(logits, self.sampler.params).expand(len(parents), -1)
             tokens = draw_distinct(q, width, self.sampler.generator)
@@ -63,20 +65,18 @@ class _Grower:
             self.proposals.append(q)
         if confidence is not None:
             scores = scores + confidence.log().unsqueeze(1)
-        new: list[int] = []
+        first = len(self.tokens)
         for row, (parent, ids, values) in enumerate(zip(parents, tokens.tolist(), scores.tolist(), strict=True)):
             above, path = (self.scores[parent], self.paths[parent]) if parent >= 0 else (0.0, ())
-            for rank in wanted[row]:
-                if rank >= width or ids[rank] < 0:  # the vocabulary, or what top-k and top-p leave of it, is smaller
-                    break
-                new.append(len(self.tokens))
-                self.tokens.append(ids[rank])
-                self.parents.append(parent)
-                self.paths.append((*path, rank))
-                self.scores.append(above + values[rank])
-                self.opened.append(-1)
-                self.rows.append(first_row + row)
-        return new
+            # The vocabulary, or what top-k and top-p leave of it, may be smaller.
+            ranks = [rank for rank in wanted[row] if rank < width and ids[rank] >= 0]
+            self.tokens += [ids[rank] for rank in ranks]
+            self.parents += [parent] * len(ranks)
+            self.paths += [(*path, rank) for rank in ranks]
+            self.scores += [above + values[rank] for rank in ranks]
+            self.opened += [-1] * len(ranks)
+            self.rows += [first_row + row] * len(ranks)
+        return list(range(first, len(self.tokens)))
 
     def open(self, nodes: list[int], device: torch.device) -> Nodes:
         parents = [self.opened[self.parents[i]] if self.parents[i] >= 0 else -1 for i in nodes]
@@ -88,6 +88,14 @@ class _Grower:
     def best(self, nodes: list[int], count: int) -> list[int]:
         """The likeliest paths; equal scores keep the older node first, so a parent never loses to its child."""
         return sorted(nodes, key=lambda i: (-self.scores[i], i))[:count]
+
+    def promising(self, nodes: list[int]) -> list[int]:
+        """Those whose children may be among the `budget` likeliest: no child is likelier than its parent, so not where as
+        many candidates are as likely as the parent, itself among them, and older than its children."""
+        if len(self.scores) < self.spec.budget:
+            return nodes
+        bar = sorted(self.scores, reverse=True)[self.spec.budget - 1]
+        return [node for node in nodes if self.scores[node] > bar]
 
 
 def expand(
@@ -128,6 +136,26 @@ class Growing:
             self.tree = done.value
 
 
+class StateGrowing(Growing):
+    """A tree whose nodes are opened from their parents' states.
+
+    Attributes:
+        states: [m, w] of the nodes opened last; the root's at first.
+    """
+
+    def __init__(self, growth: Generator[Nodes, Said, TokenTree], root: Tensor):
+        self.states, self._first, self._opened = root, -1, 0
+        super().__init__(growth)
+
+    def above(self) -> Tensor:
+        """[m, w] states of the nodes' parents, which are always among those opened last; from now on these are."""
+        rows = [parent - self._first for parent in self.parents]
+        self._first, self._opened = self._opened, self._opened + len(rows)
+        if rows == list(range(self.states.shape[0])):
+            return self.states
+        return self.states[torch.tensor(rows, device=self.states.device)]
+
+
 def grow(
     spec: TreeSpec,
     first: Said,
@@ -142,7 +170,7 @@ def grow(
 
     Fixed shapes open every node that has children; dynamic trees open the `top_k` likeliest paths of each level and keep
     the `budget` likeliest nodes at the end. A path's probability never rises with depth, so the kept set is closed under
-    parents.
+    parents, and paths that have fallen out of it are not continued.
 
     `spec.stop` decides whether a node is opened, from what is known before its children are. So it does not bias drawn
     trees: whichever nodes are opened, the children of each are drawn from its own q, and all of them stay. (Dropping
@@ -170,7 +198,7 @@ def grow(
     for _ in range(min(spec.depth, depth or spec.depth) - 1):
         level = [node for node in level if grower.scores[node] >= floor and grower.ranks(node)]
         if spec.shape == "dynamic":
-            level = grower.best(level, spec.top_k)
+            level = grower.promising(grower.best(level, spec.top_k))
         if not level:
             break
         level = grower.add_children(level, (yield grower.open(level, root.device)))

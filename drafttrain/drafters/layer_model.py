@@ -24,6 +24,7 @@ from drafttrain.drafters.layers import MLP, Attend, Attention, RMSNorm, Rotary
 from drafttrain.drafters.shared import anchors_by_depth, bind_target, sums_by_depth
 from drafttrain.losses import TargetRows, linear_divergence
 from drafttrain.ops.decoder_layer import DecoderLayer, LayerWeights
+from drafttrain.ops.draft_step import DraftStep, DraftWeights
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import SKINNY_ROWS, pack
 from drafttrain.ops.path_attention import PathAttention
@@ -68,6 +69,7 @@ class DraftLayer(nn.Module):
         Layers with biases or an activation that the kernels lack keep the plain form.
         """
         config, attention, mlp = self.config, self.self_attn, self.mlp
+        alone = not hasattr(self, "hidden_norm") and isinstance(self.input_layernorm, RMSNorm)
         if config.attention_bias or config.mlp_bias or config.hidden_act not in _NATIVE_ACTS:
             return
         self.native = DecoderLayer(
@@ -76,7 +78,7 @@ class DraftLayer(nn.Module):
                 o=attention.o_proj.weight.detach(),
                 gate_up=torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).detach(),
                 down=mlp.down_proj.weight.detach(),
-                input_norm=None,
+                input_norm=self.input_layernorm.weight.detach() if alone else None,
                 mlp_norm=self.post_attention_layernorm.weight.detach(),
                 heads=attention.heads,
                 kv_heads=attention.kv_heads,
@@ -93,14 +95,15 @@ class DraftLayer(nn.Module):
         self, state: Tensor, embeds: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend, queries: Tensor | None
     ) -> Tensor:
         """state [t, h], embeds [t, beside] for a layer that reads them -> [t or queries, h]."""
+        native = self.native if state.shape[0] <= SKINNY_ROWS else None
         if embeds is None:
-            x = self.input_layernorm(state)
+            x = state if native is not None else self.input_layernorm(state)
         else:
             normed = self.hidden_norm(state)
             x = torch.cat((self.input_layernorm(embeds), normed), dim=-1)
             state = normed if self.norm_before_residual else state
-        if self.native is not None and len(x) <= SKINNY_ROWS:
-            return self._native_forward(self.native, state, x, cos, sin, attend, queries)
+        if native is not None:
+            return self._native_forward(native, state, x, cos, sin, attend, queries)
         if queries is not None:
             state = state[queries]
         state = state + self.self_attn(x, cos, sin, attend, queries)
@@ -111,7 +114,8 @@ class DraftLayer(nn.Module):
         native: DecoderLayer, state: Tensor, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, queries: Tensor | None
     ) -> Tensor:
         threads = torch.get_num_threads()
-        query, key, value = (part[0].transpose(0, 1) for part in native.before(x, cos, sin, threads))
+        sizes = (native.heads, native.kv_heads, native.kv_heads)
+        query, key, value = native.project(x, cos, sin, threads).split(sizes, dim=1)
         out = state.clone() if queries is None else state[queries]
         native.after(out, attend(query if queries is None else query[queries], key, value).contiguous(), threads)
         return out
@@ -176,7 +180,14 @@ class LayerDrafter(LayerDrafting, PreTrainedModel):
         if cpu_kernels() is not None and weight.dtype == torch.float32 and weight.device.type == "cpu":
             for layer in self.decoder_layers:
                 layer.pack(self.rotary.width)
+            natives, weights = [layer.native for layer in self.decoder_layers], self.draft_weights()
+            if weights is not None and None not in natives and self.config.head_dim % 16 == 0:
+                self.draft_step = DraftStep(natives, weights)
         pack(self)
+
+    def draft_weights(self) -> DraftWeights | None:
+        """What surrounds the layers, of a kind whose depths are all one `DraftStep`."""
+        return None
 
     # -- the one forward ----------------------------------------------------------------------------------------
 

@@ -17,10 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafttrain.batch import TokenTree
-from drafttrain.drafters.expand import Growing, grow
-from drafttrain.drafters.layers import Attend
+from drafttrain.drafters.expand import StateGrowing, grow
+from drafttrain.drafters.layers import Attend, Rotary
 from drafttrain.drafters.tree_spec import TreeSpec
+from drafttrain.ops.draft_step import DraftStep
+from drafttrain.ops.packing import SKINNY_ROWS
 from drafttrain.ops.sampling import Sampler
+from drafttrain.ops.tree_attention import TreeLayout, tree_attention
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class LayerDrafting:
         step(state, embeds, positions, attends, queries, depth) -> the state that the next depth reads; attends: one per
             layer. Only the last layer's outputs are restricted to `queries`.
         logits(state) -> [t, d].
+        draft_step: the kernel that is `step` and `logits` in one, with `rotary`; None without one.
     """
 
     cache_shape: CacheShape
@@ -50,6 +54,8 @@ class LayerDrafting:
     fuse: Callable[[Tensor], Tensor]
     step: Callable[..., Tensor]
     logits: Callable[[Tensor], Tensor]
+    rotary: Rotary
+    draft_step: DraftStep | None = None
 
     def start(self, prompt_ids: Tensor, max_length: int) -> LayerSession:
         return LayerSession(self, max_length)
@@ -59,24 +65,24 @@ class LayerDrafting:
         self, sessions: Sequence[LayerSession], tokens: Sequence[Tensor], features: Sequence[Tensor]
     ) -> None:
         """One step over the new tokens of all sessions. Only each last anchor drafts; the others leave their keys."""
-        sizes = [len(new) for new in tokens]
-        device = tokens[0].device
-        starts = [session.length for session in sessions]
-        positions = _cat([torch.arange(start, start + size) for start, size in zip(starts, sizes, strict=True)])
-        last = torch.tensor([end - 1 for end in accumulate(sizes)])
-
-        shape = self.cache_shape
-        committed = list(zip(starts, sizes, strict=True))
-        final = [newest(start, size, 1, shape.window, device) for start, size in committed]
-        attends = [attend_apart(sessions, shape.layers - 1, starts, final, [1] * len(sizes), sizes)]
-        if shape.layers > 1:  # upper layers read every token, so all of them ask below
-            masks = [newest(start, size, size, shape.window, device) for start, size in committed]
-            below = [attend_apart(sessions, layer, starts, masks, sizes, sizes) for layer in range(shape.layers - 1)]
-            attends = [*below, *attends]
-        states = self.fuse(_cat(features))
-        out = self.step(states, self.embed(_cat(tokens)), positions.to(device), attends, last.to(device))
-        for session, size, state in zip(sessions, sizes, out.split(1), strict=True):
-            session.last = state
+        sizes = [new.shape[0] for new in tokens]
+        new = [TreeLayout(session.length, count=size) for session, size in zip(sessions, sizes, strict=True)]
+        last = [TreeLayout(layout.prefix_len + layout.count - 1, count=1) for layout in new]
+        states, embeds = self.fuse(_cat(features)), self.embed(_cat(tokens))
+        alone = self.step_alone(sessions[0], new[0], states, embeds, 1) if len(sessions) == 1 else None
+        if alone is not None:
+            out, said = alone
+            sessions[0].last, sessions[0].said = out[-1:], said
+        else:
+            top = self.cache_shape.layers - 1  # upper layers read every token, so all of them ask below
+            attends = [attend_apart(sessions, layer, new, sizes) for layer in range(top)]
+            attends.append(attend_apart(sessions, top, last, sizes))
+            positions = _cat([layout.positions()[0] for layout in new]).to(states.device)
+            asking = torch.tensor([end - 1 for end in accumulate(sizes)]).to(states.device)
+            out = self.step(states, embeds, positions, attends, asking)
+            for session, state in zip(sessions, split(out, [1] * len(sizes)), strict=True):
+                session.last, session.said = state, None
+        for session, size in zip(sessions, sizes, strict=True):
             session.length += size
 
     @torch.no_grad()
@@ -84,63 +90,68 @@ class LayerDrafting:
         self, sessions: Sequence[LayerSession], specs: Sequence[TreeSpec], samplers: Sequence[Sampler | None]
     ) -> list[TokenTree]:
         """The trees of all sessions grow together: one step per depth over the nodes that any of them opens."""
-        first = self.logits(_cat([session.root for session in sessions]))
+        said = [session.said for session in sessions if session.said is not None]
+        first = _cat(said) if len(said) == len(sessions) else self.logits(_cat([session.root for session in sessions]))
         drafts = [_Draft(*each, self.kept_ids) for each in zip(sessions, specs, samplers, first, strict=True)]
         growing = [draft for draft in drafts if draft.tree is None]
         depth = 0
         while growing:
             depth += 1
             sizes = [len(draft.parents) for draft in growing]
-            tokens = _cat([draft.tokens for draft in growing])
-            states = torch.stack([draft.state_of(parent) for draft in growing for parent in draft.parents])
-            masks: list[Tensor | None] = [draft.open().to(tokens.device) for draft in growing]
-            positions = torch.tensor([at for draft in growing for at in draft.positions], device=tokens.device)
-            own, begins = [draft.session for draft in growing], [draft.begin for draft in growing]
-            layers = range(self.cache_shape.layers)
-            attends = [attend_apart(own, layer, begins, masks, sizes, sizes) for layer in layers]
-            out = self.step(states, self.embed(self.kept_ids[tokens]), positions, attends, None, depth)
-            for draft, state, logits in zip(growing, out.split(sizes), self.logits(out).split(sizes), strict=True):
-                draft.states.extend(state)
-                draft.grow(logits)
+            tokens = self.kept_ids[_cat([draft.tokens for draft in growing])]
+            states = _cat([draft.above() for draft in growing])
+            layouts, own = [draft.open() for draft in growing], [draft.session for draft in growing]
+            embeds = self.embed(tokens)
+            alone = self.step_alone(own[0], layouts[0], states, embeds, sizes[0]) if len(own) == 1 else None
+            if alone is not None:
+                out, logits = alone
+            else:
+                positions = _cat([layout.positions()[0] for layout in layouts]).to(tokens.device)
+                attends = [attend_apart(own, layer, layouts, sizes) for layer in range(self.cache_shape.layers)]
+                out = self.step(states, embeds, positions, attends, None, depth)
+                logits = self.logits(out)
+            for draft, state, told in zip(growing, split(out, sizes), split(logits, sizes), strict=True):
+                draft.states = state
+                draft.grow(told)
             growing = [draft for draft in growing if draft.tree is None]
         return [draft.tree for draft in drafts if draft.tree is not None]
+
+    def step_alone(
+        self, session: LayerSession, layout: TreeLayout, states: Tensor, embeds: Tensor, asking: int
+    ) -> tuple[Tensor, Tensor] | None:
+        """`step` and `logits` for one session, by the kernel; see `DraftStep.run`. None where it does not serve."""
+        if self.draft_step is None or layout.count > SKINNY_ROWS or layout.plan is None:
+            return None
+        end = layout.prefix_len + layout.held + layout.count
+        session.room(0, end, states)
+        read = embeds.to(states.dtype).contiguous(), states.contiguous()
+        tables, window = self.rotary.up_to(end), self.cache_shape.window
+        return self.draft_step.run(*read, tables, session.layers, layout.plan, window, asking)
 
 
 def _cat(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-def newest(start: int, size: int, asking: int, window: int, device: torch.device) -> Tensor | None:
-    """Which slots the last `asking` of `size` new committed tokens see: [asking, start + size] bool, None for all."""
-    end = start + size
-    if asking == 1 and (not window or end <= window):
-        return None
-    own = torch.arange(end - asking, end, device=device)[:, None]
-    slots = torch.arange(end, device=device)
-    return (slots <= own) & (own - slots < window) if window else slots <= own
+def split(packed: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """The sessions' parts of a packed tensor; a session alone is spared the call."""
+    return [packed] if len(sizes) == 1 else packed.split(sizes)
 
 
 def attend_apart(
-    sessions: Sequence[LayerSession],
-    layer: int,
-    begins: Sequence[int],
-    masks: Sequence[Tensor | None],
-    asking: Sequence[int],
-    sizes: Sequence[int],
+    sessions: Sequence[LayerSession], layer: int, layouts: Sequence[TreeLayout], sizes: Sequence[int]
 ) -> Attend:
     """Attention of packed tokens, each session's over its own keys.
 
     Args:
-        begins: slot of each session's first new token; masks: which slots its queries see.
-        asking: queries per session; sizes: new keys per session.
+        layouts: of each session's queries: the last ones of its new tokens.
+        sizes: new keys per session.
     """
+    asking = [layout.count for layout in layouts]
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        outs = []
-        parts = zip(query.split(asking), key.split(sizes), value.split(sizes), strict=True)
-        for session, begin, mask, (q, k, v) in zip(sessions, begins, masks, parts, strict=True):
-            outs.append(session.attention(layer, q, session.store(layer, begin, k, v), mask))
-        return _cat(outs)
+        each = zip(sessions, layouts, split(query, asking), split(key, sizes), split(value, sizes), strict=True)
+        return _cat([session.attend(layer, *own) for session, *own in each])
 
     return attend
 
@@ -148,18 +159,17 @@ def attend_apart(
 class LayerSession:
     """One sequence being drafted.
 
-    Keys and values live in one buffer [layers, kv_heads, capacity, e]: committed positions first, then the nodes opened in
+    Keys and values live in buffers [kv_heads, capacity, e] per layer: committed positions first, then the nodes opened in
     this round in the order they were opened.
     """
 
     def __init__(self, drafter: Any, max_length: int):
-        self.drafter = drafter
-        shape: CacheShape = drafter.cache_shape
-        self.buffer = (shape.layers, shape.kv_heads, max_length, shape.head_dim)
-        self.keys, self.values = torch.empty(0), torch.empty(0)  # made when the first key shows dtype and device
-        self.window = shape.window
+        self.drafter, self.capacity = drafter, max_length
+        self.shape: CacheShape = drafter.cache_shape
+        self.layers: list[tuple[Tensor, Tensor]] = []  # made when the first key shows dtype and device
         self.length = 0
         self.last: Tensor | None = None  # [1, h] output at the last committed anchor
+        self.said: Tensor | None = None  # [1, d] its logits, where they came with it
 
     @property
     def root(self) -> Tensor:
@@ -172,61 +182,53 @@ class LayerSession:
     def propose(self, spec: TreeSpec, sampler: Sampler | None = None) -> TokenTree:
         return self.drafter.propose_all([self], [spec], [sampler])[0]
 
-    def store(self, layer: int, start: int, key: Tensor, value: Tensor) -> int:
-        """Writes a layer's keys and values [m, kv_heads, e] to slots from `start` on; returns the end."""
+    def attend(self, layer: int, layout: TreeLayout, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Stores a layer's new keys and values [m, kv_heads, e], and attends with the queries [n, heads, e] of the last n
+        of those tokens, as `layout` says. Returns [n, heads * e].
+        """
+        end = layout.prefix_len + layout.held + layout.count
+        keys, values = self.room(layer, end, key)
+        options: Any = {"scaling": query.shape[-1] ** -0.5, "window": self.shape.window or None}
+        if key.shape[0] == layout.count and layout.plan is not None and layout.plan.serves(query, keys, values):
+            out = layout.plan.attend(query, keys, values, new=(key, value), softcap=None, sinks=None, **options)
+            return out.view(layout.count, -1)
+        self.store(layer, end - key.shape[0], key, value)
+        asked = query.transpose(0, 1)[None]
+        out = tree_attention(asked, keys[None, :, :end], values[None, :, :end], layout, **options)
+        return out[0].transpose(0, 1).reshape(layout.count, -1)
+
+    def room(self, layer: int, end: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """A layer's buffers, with `end` slots at least; trees need a little room beyond the longest sequence."""
+        if not self.layers:
+            shape = (self.shape.kv_heads, self.capacity, self.shape.head_dim)
+            self.layers = [(like.new_empty(shape), like.new_empty(shape)) for _ in range(self.shape.layers)]
+        if end > self.capacity:
+            more = (0, 0, 0, end - self.capacity)
+            self.layers = [(F.pad(keys, more), F.pad(values, more)) for keys, values in self.layers]
+            self.capacity = end
+        return self.layers[layer]
+
+    def store(self, layer: int, start: int, key: Tensor, value: Tensor) -> None:
+        """Writes a layer's keys and values [m, kv_heads, e] to slots from `start` on."""
         end = start + key.shape[0]
-        if not self.keys.numel():
-            self.keys, self.values = key.new_empty(self.buffer), key.new_empty(self.buffer)
-        if end > self.keys.shape[2]:
-            # Trees need a little room beyond the longest sequence.
-            more = end - self.keys.shape[2]
-            self.keys, self.values = (F.pad(kept, (0, 0, 0, more)) for kept in (self.keys, self.values))
-        self.keys[layer, :, start:end] = key.transpose(0, 1)
-        self.values[layer, :, start:end] = value.transpose(0, 1)
-        return end
-
-    def attention(self, layer: int, query: Tensor, end: int, mask: Tensor | None) -> Tensor:
-        """query [m, heads, e] over slots [0, end); mask [m, end] bool or None for all. Returns [m, heads * e]."""
-        m, heads, e = query.shape
-        kv = self.keys.shape[1]
-        groups = heads // kv
-        # Query heads of a group become rows, so that keys and values are read once and never repeated.
-        folded = query.view(m, kv, groups, e).permute(1, 2, 0, 3).reshape(1, kv, groups * m, e)
-        if mask is not None:
-            mask = mask.repeat(groups, 1)
-        keys, values = (kept[layer, None, :, :end] for kept in (self.keys, self.values))
-        out = F.scaled_dot_product_attention(folded, keys, values, mask)
-        return out.view(kv, groups, m, e).permute(2, 0, 1, 3).reshape(m, heads * e)
+        for buffer, new in zip(self.room(layer, end, key), (key, value), strict=True):
+            buffer[:, start:end] = new.transpose(0, 1)
 
 
-class _Draft(Growing):
+class _Draft(StateGrowing):
     """A session's tree while it grows.
 
     Attributes:
-        begin: the slot of the first of them; positions: their rotary positions.
-        states: [h] outputs of the opened nodes.
+        opened: the parents of all nodes opened so far, among themselves.
     """
 
     def __init__(self, session: LayerSession, spec: TreeSpec, sampler: Sampler | None, first: Tensor, kept_ids: Tensor):
         self.session = session
-        self.states: list[Tensor] = []
-        self._slots: list[list[int]] = []  # opened node -> slots of its path, its own included
-        super().__init__(grow(spec, first, kept_ids, sampler))
+        self.opened: list[int] = []
+        super().__init__(grow(spec, first, kept_ids, sampler), session.root)
 
-    def state_of(self, node: int) -> Tensor:
-        return self.states[node] if node >= 0 else self.session.root[0]
-
-    def open(self) -> Tensor:
-        """Gives the nodes their slots and positions; returns [m, end] bool, the slots that each may see."""
-        length, window = self.session.length, self.session.window
-        self.begin = length + len(self._slots)
-        mask = torch.zeros(len(self.parents), self.begin + len(self.parents), dtype=torch.bool)
-        self.positions = []
-        for row, parent in enumerate(self.parents):
-            path = [*(self._slots[parent] if parent >= 0 else []), self.begin + row]
-            position = length - 1 + len(path)
-            mask[row, max(0, position - window + 1) if window else 0 : length] = True
-            mask[row, path[-window:]] = True
-            self._slots.append(path)
-            self.positions.append(position)
-        return mask
+    def open(self) -> TreeLayout:
+        """Where the next nodes stand: behind the last committed token, which is their tree's root, and the nodes before."""
+        held = 1 + len(self.opened)
+        self.opened += self.parents
+        return TreeLayout(self.session.length - 1, self.opened, held=held)

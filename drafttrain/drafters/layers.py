@@ -46,9 +46,23 @@ class Rotary:
         self.head_dim, self.parameters = head_dim, dict(parameters)
         self.width = int(head_dim * (self.parameters.get("partial_rotary_factor") or 1.0))
         self._known: dict[torch.device, tuple[Tensor, float]] = {}
+        self._rows = torch.empty(0), torch.empty(0)
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """positions [t] int64 -> cos, sin [t, 1, r]."""
+        if positions.device.type != "cpu" or dtype != torch.float32 or not positions.shape[0]:
+            return self.compute(positions, dtype)
+        cos, sin = (rows[positions] for rows in self.up_to(int(positions.max()) + 1))
+        return cos, sin
+
+    def up_to(self, end: int) -> tuple[Tensor, Tensor]:
+        """cos, sin [at least `end`, 1, r] of positions 0, 1, 2, ... on the CPU in float32; they are kept."""
+        if end > len(self._rows[0]):
+            self._rows = self.compute(torch.arange(1 << end.bit_length()), torch.float32)
+        return self._rows
+
+    def compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """As `tables`, for negative positions too, and without keeping anything."""
         device = positions.device
         if device not in self._known:
             self._known[device] = self._frequencies(device)

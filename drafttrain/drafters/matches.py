@@ -52,5 +52,4 @@ def match_tree(
             above = scores[node]
         if spec.shape == "chain":
             break
-    ids = torch.tensor(tokens, dtype=torch.long, device=device)
-    return TokenTree(ids, parents, torch.tensor([math.log(p) for p in scores])).likeliest(spec.budget)
+    return TokenTree.likeliest(spec.budget, tokens, parents, [math.log(p) for p in scores], device)

@@ -26,6 +26,7 @@ from drafttrain.drafters.linear_start import Source, projection_start, set_tempe
 from drafttrain.drafters.mtp_native import read_native
 from drafttrain.drafters.shared import copy_layer, copy_norm
 from drafttrain.errors import UserError
+from drafttrain.ops.draft_step import DraftWeights
 from drafttrain.target import Target
 
 
@@ -83,6 +84,21 @@ class MTP(LayerDrafter):
 
     def layers_at(self, depth: int) -> list[Any]:
         return [self.block_at(depth).layer]
+
+    def draft_weights(self) -> DraftWeights | None:
+        if len(self.blocks) > 1:
+            return None
+        block = self.blocks[0]
+        return DraftWeights(
+            head=self.lm_head.weight,
+            beside=self.config.hidden_size,
+            eps=self.config.rms_norm_eps,
+            embed_norm=block.enorm.weight,
+            state_norm=block.hnorm.weight,
+            norm=self.norm.weight,
+            project=block.eh_proj.weight,
+            hands_on_normed=True,
+        )
 
     def fuse(self, features: Tensor) -> Tensor:
         return features.to(self.lm_head.weight.dtype)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from drafttrain.batch import Batch, StepOutput, TargetOutput, TokenTree
-from drafttrain.drafters.expand import Growing, grow
+from drafttrain.drafters.expand import StateGrowing, grow
 from drafttrain.drafters.linear_start import LeastSquares, Source
 from drafttrain.drafters.shared import anchors_by_depth, bind_target, sums_by_depth
 from drafttrain.drafters.tree_spec import TreeSpec
@@ -221,7 +221,10 @@ class PathHeads(PreTrainedModel):
         """The trees of all sessions grow together, one step per depth, down to the last head."""
         specs = [replace(spec, depth=min(spec.depth, self.depths)) for spec in specs]
         first = self.logits(torch.cat([session.state for session in sessions]), 0)
-        drafts = [_Draft(*each, self.kept_ids) for each in zip(sessions, specs, samplers, first, strict=True)]
+        drafts = [
+            StateGrowing(grow(spec, logits, self.kept_ids, sampler), session.state)
+            for session, spec, sampler, logits in zip(sessions, specs, samplers, first, strict=True)
+        ]
         for depth in counting(1):
             growing = [draft for draft in drafts if draft.tree is None]
             if not growing:
@@ -310,21 +313,3 @@ class PathSession:
 
     def propose(self, spec: TreeSpec, sampler: Sampler | None = None) -> TokenTree:
         return self.drafter.propose_all([self], [spec], [sampler])[0]
-
-
-class _Draft(Growing):
-    """A session's tree while it grows.
-
-    Attributes:
-        states: [m, w] of the nodes opened last; the root's at first.
-    """
-
-    def __init__(self, session: PathSession, spec: TreeSpec, sampler: Sampler | None, first: Tensor, kept_ids: Tensor):
-        self.states, self._first, self._opened = session.state, -1, 0
-        super().__init__(grow(spec, first, kept_ids, sampler))
-
-    def above(self) -> Tensor:
-        """[m, w] states of the nodes' parents, which are always among those opened last; from now on these are."""
-        rows = torch.tensor([parent - self._first for parent in self.parents], device=self.states.device)
-        self._first, self._opened = self._opened, self._opened + len(rows)
-        return self.states[rows]

@@ -22,12 +22,13 @@ from torch import Tensor, nn
 from drafttrain.batch import Batch, TokenTree
 from drafttrain.drafters.eagle3 import Eagle3, Eagle3Config
 from drafttrain.drafters.expand import expand
-from drafttrain.drafters.layer_session import LayerSession, attend_apart, newest
+from drafttrain.drafters.layer_session import LayerSession, attend_apart
 from drafttrain.drafters.linear_start import Source
 from drafttrain.drafters.shared import anchors_by_depth
 from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.ops.sampling import Sampler
+from drafttrain.ops.tree_attention import TreeLayout
 from drafttrain.target import Target
 
 
@@ -102,14 +103,10 @@ class PEagle(Eagle3):
         drafting = [(session, size) for session, size in zip(sessions, sizes, strict=True) if size]
         if drafting:
             own, counts = [session for session, _ in drafting], [size for _, size in drafting]
-            begins = [session.length for session in own]
-            places = [torch.arange(begin, begin + size) for begin, size in zip(begins, counts, strict=True)]
-            device, window = states.device, self.cache_shape.window
-            seen = [newest(begin, size, size, window, device) for begin, size in zip(begins, counts, strict=True)]
-            attends = [
-                attend_apart(own, layer, begins, seen, counts, counts) for layer in range(self.cache_shape.layers)
-            ]
-            out = self.step(*self.masks(sum(counts)), torch.cat(places).to(device), attends, None, 1)
+            layouts = [TreeLayout(session.length, count=size) for session, size in drafting]
+            positions = torch.cat([layout.positions()[0] for layout in layouts]).to(states.device)
+            attends = [attend_apart(own, layer, layouts, counts) for layer in range(self.cache_shape.layers)]
+            out = self.step(*self.masks(sum(counts)), positions, attends, None, 1)
             states = torch.cat((states, out))
         first, later = self.logits(states).split((len(sessions), sum(sizes)))
         each = zip(specs, samplers, first, later.split(sizes), strict=True)

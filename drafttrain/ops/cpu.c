@@ -7,6 +7,9 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
 
 #define LANES 16
 #define PANEL (2 * LANES)
@@ -19,14 +22,15 @@
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
+typedef int16_t shorts __attribute__((vector_size(2 * LANES)));
+typedef int8_t bytes __attribute__((vector_size(LANES)));
 
 /* -- linear ---------------------------------------------------------------------------------------------------------
  *
  * y = x W^T for few rows: every weight is read from memory once, whatever the number of rows. W [out, in] comes in
  * panels of 32 outputs, [out/32][in][32], so that a core streams one panel from front to back and keeps the sums of up
  * to MAX_ROWS rows in registers. bfloat16 panels interleave outputs i and i+16 in one 32-bit word: a shift and a mask
- * widen both exactly. int8 panels have outputs i and i+16 of two inputs in a word (a last odd input beside zeros), and end
- * with a float32 factor per output, which the finished sums are multiplied by. */
+ * widen both exactly. int8 panels end with a float32 factor per output, which the finished sums are multiplied by. */
 enum format { FLOAT32, BFLOAT16, INT8 }; /* as in ops/packing.py */
 
 /* Bytes ahead of the multiplication that weights are asked for; measured, 2 to 8 KiB are alike and a quarter faster than
@@ -51,14 +55,21 @@ static inline void load_float32(const void *panel, long i, vec *low, vec *high) 
     memcpy(high, at + sizeof *low, sizeof *high);
 }
 
+static inline vec from_bytes(const char *at) {
+#ifdef __AVX512F__ /* one instruction, which GCC does not find by itself */
+    return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)at)));
+#else
+    bytes numbers;
+    memcpy(&numbers, at, sizeof numbers);
+    return __builtin_convertvector(__builtin_convertvector(numbers, shorts), vec);
+#endif
+}
+
 static inline void load_int8(const void *panel, long i, vec *low, vec *high) {
-    const char *at = (const char *)panel + (i & ~1L) * PANEL;
-    int odd = (i & 1) * 16;
-    ints four;
+    const char *at = (const char *)panel + i * PANEL;
     __builtin_prefetch(at + AHEAD);
-    memcpy(&four, at, sizeof four);
-    *low = __builtin_convertvector((four << (24 - odd)) >> 24, vec); /* an arithmetic shift extends the sign */
-    *high = __builtin_convertvector((four << (16 - odd)) >> 24, vec);
+    *low = from_bytes(at);
+    *high = from_bytes(at + LANES);
 }
 
 /* `rows` is a constant in every call, so the loops over rows unroll and the sums stay in registers. */
@@ -111,8 +122,7 @@ static void scale(int rows, const void *factors, float *y) {
 }
 
 static long panel_bytes(long in, int format) {
-    if (format == INT8) return (in + 1) / 2 * 2 * PANEL + PANEL * (long)sizeof(float);
-    return in * PANEL * (format == BFLOAT16 ? 2 : 4);
+    return in * PANEL * (format == INT8 ? 1 : format == BFLOAT16 ? 2 : 4) + (format == INT8 ? PANEL * (long)sizeof(float) : 0);
 }
 
 /* The products of up to MAX_ROWS rows with one panel: tile [rows, PANEL]. */
@@ -121,7 +131,7 @@ static void multiply_panel(int rows, const float *x, long in, const char *panel,
     else if (format == FLOAT32) multiply_float32(rows, x, in, panel, tile);
     else {
         multiply_int8(rows, x, in, panel, tile);
-        scale(rows, panel + (in + 1) / 2 * 2 * PANEL, tile);
+        scale(rows, panel + in * PANEL, tile);
     }
 }
 
@@ -491,4 +501,53 @@ void body_forward(const struct layer *const *layers, const struct attention *att
         layer_after_attention(layer, x, attended, n, threads);
     }
     free(qkv);
+}
+
+/* -- drafting ------------------------------------------------------------------------------------------------------- */
+
+/* A drafter of decoder layers. NULL: not there. Mirrored in ops/draft_step.py. */
+struct draft {
+    const struct layer *const *layers;
+    const float *embed_norm, *state_norm, *norm; /* of what is read, and of the last layer's output */
+    const void *project, *head;                  /* panels: of what is read, joined, to a state; of the output to logits */
+    int count, beside, hidden, project_format, head_format, hands_on_normed; /* beside: width of an embedding */
+    long vocabulary;
+    float eps;
+};
+
+/* One depth for n tokens of one sequence: embeds [n, beside] and states [n, hidden] -> out [n, hidden], which the next depth
+ * reads, and logits [asking, vocabulary] of the last tokens. Where nothing projects, the first layer reads embedding and
+ * state side by side. cosine, sine [positions, rotary_dim]; keys and values per layer, a stride per head; `part`, ancestors
+ * and depths as tree_attention takes them. */
+void draft_step(const struct draft *d, const float *embeds, const float *states, long n, const float *cosine, const float *sine,
+                float *const *keys, float *const *values, long stride, const struct part *part, const uint64_t *ancestors,
+                const int *depths, long window, float *out, float *logits, long asking, int threads) {
+    long e = d->layers[0]->head_dim, heads = d->layers[0]->heads, kv_heads = d->layers[0]->kv_heads;
+    long turned = d->layers[0]->rotary_dim, hidden = d->hidden, joined = d->beside + hidden, width = (heads + 2 * kv_heads) * e;
+    float *read = malloc(n * (joined + 2 * turned + width + heads * e + hidden) * sizeof(float)), *cosines = read + n * joined;
+    float *sines = cosines + n * turned, *qkv = sines + n * turned, *attended = qkv + n * width, *normed = attended + n * heads * e;
+    for (long r = 0; r < n; r++) {
+        float *row = read + r * joined;
+        long at = part->prefix + depths[part->held + r];
+        memcpy(row, embeds + r * d->beside, d->beside * sizeof(float));
+        memcpy(row + d->beside, states + r * hidden, hidden * sizeof(float));
+        if (d->embed_norm) rms_norm(row, d->embed_norm, d->eps, row, 1, d->beside);
+        if (d->state_norm) rms_norm(row + d->beside, d->state_norm, d->eps, row + d->beside, 1, hidden);
+        memcpy(cosines + r * turned, cosine + at * turned, turned * sizeof(float));
+        memcpy(sines + r * turned, sine + at * turned, turned * sizeof(float));
+    }
+    if (d->project) skinny_linear(read, n, joined, d->project, d->project_format, out, hidden, threads);
+    else memcpy(out, states, n * hidden * sizeof(float));
+    for (int i = 0; i < d->count; i++) {
+        const float *key = qkv + heads * e, *value = key + kv_heads * e;
+        layer_before_attention(d->layers[i], i || d->project ? out : read, n, cosines, sines, qkv, threads);
+        tree_attention(qkv, e, width, key, e, width, value, e, width, keys[i], stride, values[i], stride, attended, heads,
+                       kv_heads, e, e, part, 1, ancestors, depths, 1 / sqrtf(e), window, 0, NULL, threads);
+        layer_after_attention(d->layers[i], out, attended, n, threads);
+    }
+    if (d->norm) rms_norm(out, d->norm, d->eps, normed, n, hidden);
+    if (d->hands_on_normed) memcpy(out, normed, n * hidden * sizeof(float));
+    skinny_linear((d->norm ? normed : out) + (n - asking) * hidden, asking, hidden, d->head, d->head_format, logits,
+                  d->vocabulary, threads);
+    free(read);
 }

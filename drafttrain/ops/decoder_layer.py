@@ -100,17 +100,20 @@ class DecoderLayer:
         self._width = (weights.heads + 2 * weights.kv_heads) * weights.head_dim
         self._kernels = cpu_kernels()
 
-    def before(self, x: Tensor, cosine: Tensor, sine: Tensor, threads: int) -> tuple[Tensor, Tensor, Tensor]:
-        """x [n, columns of qkv]; cosine, sine [n, rotary_dim], all contiguous.
-
-        Returns:
-            query [1, heads, n, e], key and value [1, kv_heads, n, e], rotated; views of one buffer.
-        """
-        n, e, width = x.shape[0], self.head_dim, self._width
-        out = torch.empty(n * width)
+    def project(self, x: Tensor, cosine: Tensor, sine: Tensor, threads: int) -> Tensor:
+        """x [n, columns of qkv]; cosine, sine [n, rotary_dim], all contiguous -> [n, heads + 2 kv_heads, e]: queries and
+        keys, rotated, and values."""
+        n = x.shape[0]
+        out = torch.empty(n, self.heads + 2 * self.kv_heads, self.head_dim)
         self._kernels.layer_before_attention(  # type: ignore[union-attr]
             self.address, x.data_ptr(), n, cosine.data_ptr(), sine.data_ptr(), out.data_ptr(), threads
         )
+        return out
+
+    def before(self, x: Tensor, cosine: Tensor, sine: Tensor, threads: int) -> tuple[Tensor, Tensor, Tensor]:
+        """As `project`; returns query [1, heads, n, e], key and value [1, kv_heads, n, e], views of one buffer."""
+        n, e, width = x.shape[0], self.head_dim, self._width
+        out = self.project(x, cosine, sine, threads)
         kv, strides = (1, self.kv_heads, n, e), (n * width, e, width, 1)
         first_key = self.heads * e
         return (

@@ -35,6 +35,10 @@ _ARGUMENTS = {
         *(_POINTER, _POINTER, _LONG, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _POINTER, _POINTER),
         *(_POINTER, _LONG, _POINTER, _INT),
     ),
+    "draft_step": (
+        *(_POINTER, _POINTER, _POINTER, _LONG, _POINTER, _POINTER, _POINTER, _POINTER, _LONG),
+        *(_POINTER, _POINTER, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _INT),
+    ),
 }
 
 

@@ -73,8 +73,7 @@ def pack_panels(weight: Tensor) -> Tensor:
     small = _as_int8(weight) if weight.dtype == torch.float32 else None
     if small is not None:
         whole, factor = (padded(part) for part in small)
-        pairs = F.pad(whole, (0, width % 2)).view(panels, 2, _LANES, -1, 2)
-        numbers = pairs.permute(0, 3, 2, 4, 1).reshape(panels, -1)  # a word: both halves of one input, then of the next
+        numbers = whole.permute(0, 3, 1, 2).reshape(panels, -1)
         return torch.cat((numbers, factor.view(panels, -1).view(torch.int8)), dim=1)
     half = weight.to(torch.bfloat16)
     if torch.equal(half.to(weight.dtype), weight):

@@ -157,7 +157,7 @@ def top_log_probs(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
         Log-probabilities [n, width] float32, falling, and ids [n, width] int64.
     """
     if _few_rows(logits):
-        log_sum = logits.new_empty(len(logits))
+        log_sum = logits.new_empty(logits.shape[0])
         values, ids = _highest(logits, width, log_sum)
         return values - log_sum[:, None], ids
     top = logits.float().log_softmax(dim=-1).topk(width, dim=-1)
@@ -169,7 +169,7 @@ def _few_rows(logits: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return False
     fits = logits.device.type == "cpu" and logits.dtype == torch.float32 and logits.is_contiguous()
-    return fits and 0 < len(logits) <= _FEW and cpu_kernels() is not None
+    return fits and 0 < logits.shape[0] <= _FEW and cpu_kernels() is not None
 
 
 def _highest(logits: Tensor, width: int, log_sum: Tensor | None) -> tuple[Tensor, Tensor]:

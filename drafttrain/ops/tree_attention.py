@@ -12,6 +12,7 @@ several rows in two matrix products over folded rows. No form repeats keys or va
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,11 @@ class TreeLayout:
         self.depths = self.tree_depths[held:]
         self._masks: dict[tuple, tuple[int, Tensor | None]] = {}
         self._bits: tuple[np.ndarray, np.ndarray] | None = None
+
+    @cached_property
+    def plan(self) -> CpuPlan | None:
+        """The CPU kernel's, for a sequence whose keys begin with the buffer; None where the kernel does not serve."""
+        return CpuPlan.build([(0, self)])
 
     def bits(self) -> tuple[np.ndarray, np.ndarray]:
         """Per token of a tree of at most 64: uint64, bit j set where token j is an ancestor or itself; int32 depth."""
@@ -136,7 +142,7 @@ def tree_attention(
     """
     n, prefix = query.shape[2], layout.prefix_len
     options: Any = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
-    plan = CpuPlan.build([(0, layout)]) if key.shape[0] == 1 and not torch.is_grad_enabled() else None
+    plan = layout.plan if key.shape[0] == 1 and query.device.type == "cpu" else None
     if plan is not None and plan.serves(query, key, value):
         return plan.attend(query, key[0], value[0], window=window, **options).transpose(1, 2)
     if layout.parents is None and n > 1:
@@ -180,12 +186,12 @@ class CpuPlan:
 
     def serves(self, query: Tensor, keys: Tensor, values: Tensor) -> bool:
         """Float32 on a CPU, without gradients, in the widths that the kernel is written for. Shapes as in `attend`."""
-        if query.device.type != "cpu" or query.shape[0] != 1 or query.shape[3] % 16 or values.shape[-1] % 16:
+        if query.device.type != "cpu" or query.shape[-1] % 16 or values.shape[-1] % 16:
             return False
         if not query.dtype == keys.dtype == values.dtype == torch.float32 or torch.is_grad_enabled():
             return False
         in_order = keys.stride(-2) == keys.shape[-1] and values.stride(-2) == values.shape[-1]
-        return in_order and query.stride(3) == keys.stride(-1) == values.stride(-1) == 1
+        return in_order and query.stride(-1) == keys.stride(-1) == values.stride(-1) == 1
 
     def attend(
         self,
@@ -202,22 +208,29 @@ class CpuPlan:
         """Stores the new keys and values, if any are given, and attends.
 
         Args:
-            query: [1, heads, N, e]; keys, values: [kv_heads, slots, e].
-            new: keys and values [1, kv_heads, N, e] of the new tokens; None if they are in place.
+            query: [1, heads, N, e] or [N, heads, e]; keys, values: [kv_heads, slots, e].
+            new: keys and values of the new tokens, [1, kv_heads, N, e] or as the query; None if they are in place.
 
         Returns:
             [1, N, heads, value_dim].
         """
         kernels = cpu_kernels()
         assert kernels is not None
-        (_, heads, n, e), kv_heads, ve = query.shape, keys.shape[0], values.shape[-1]
+        tokens = 0 if query.dim() == 3 else 2
+        heads, n, e, kv_heads, ve = (
+            query.shape[1],
+            query.shape[tokens],
+            query.shape[-1],
+            keys.shape[0],
+            values.shape[-1],
+        )
         out = torch.empty((1, n, heads, ve))
         if sinks is not None:
             sinks = sinks.float().contiguous()
-        rows = [tensor if tensor.stride(3) == 1 else tensor.contiguous() for tensor in new or ()]
-        fresh = [number for tensor in rows for number in (tensor.data_ptr(), tensor.stride(1), tensor.stride(2))]
+        rows = [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in new or ()]
+        fresh = [number for tensor in rows for number in (tensor.data_ptr(), tensor.stride(1), tensor.stride(tokens))]
         kernels.tree_attention(
-            *(query.data_ptr(), query.stride(1), query.stride(2)),
+            *(query.data_ptr(), query.stride(1), query.stride(tokens)),
             *(fresh or (None, 0, 0, None, 0, 0)),
             *(keys.data_ptr(), keys.stride(0), values.data_ptr(), values.stride(0), out.data_ptr()),
             *(heads, kv_heads, e, ve, *self.pointers),

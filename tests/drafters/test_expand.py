@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
+from drafttrain.batch import TokenTree
 from drafttrain.drafters.expand import expand
 from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.errors import UserError
@@ -135,6 +136,22 @@ def test_kept_ids_name_target_tokens_and_go_with_the_proposal():
     plain, mapped = (drafter.tree("fanout:2x2@sample", sampler(), ids) for ids in (None, kept))
     assert torch.equal(mapped.tokens, kept[plain.tokens])
     assert mapped.proposal.kept_ids is kept and torch.equal(mapped.proposal.probs, plain.proposal.probs)
+
+
+@pytest.mark.parametrize("budget", [1, 2, 4, 7])
+def test_paths_that_fell_out_of_the_budget_are_not_opened_and_the_tree_stays_the_same(budget):
+    opened = []
+    for seed in range(12):
+        drafter = TableDrafter(seed, scale=3.0)
+        whole = drafter.tree("dynamic:5,3,999")
+        lists = whole.tokens.tolist(), whole.parents, whole.log_probs.tolist()
+        want = TokenTree.likeliest(budget, *lists, whole.tokens.device)
+        opened.append(len(drafter.ends))
+        tree = drafter.tree(f"dynamic:5,3,{budget}")
+        assert tree.tokens.tolist() == want.tokens.tolist() and tree.parents == want.parents
+        assert torch.equal(tree.log_probs, want.log_probs)
+        opened[-1] -= len(drafter.ends)
+    assert sum(opened) > 0
 
 
 @pytest.mark.parametrize(
