@@ -67,7 +67,6 @@ class LayerDrafting:
         """One step over the new tokens of all sessions. Only each last anchor drafts; the others leave their keys."""
         sizes = [new.shape[0] for new in tokens]
         new = [TreeLayout(session.length, count=size) for session, size in zip(sessions, sizes, strict=True)]
-        last = [TreeLayout(layout.prefix_len + layout.count - 1, count=1) for layout in new]
         states, embeds = self.fuse(_cat(features)), self.embed(_cat(tokens))
         alone = self.step_alone(sessions[0], new[0], states, embeds, 1) if len(sessions) == 1 else None
         if alone is not None:
@@ -76,6 +75,7 @@ class LayerDrafting:
         else:
             top = self.cache_shape.layers - 1  # upper layers read every token, so all of them ask below
             attends = [attend_apart(sessions, layer, new, sizes) for layer in range(top)]
+            last = [TreeLayout(layout.prefix_len + layout.count - 1, count=1) for layout in new]
             attends.append(attend_apart(sessions, top, last, sizes))
             positions = _cat([layout.positions()[0] for layout in new]).to(states.device)
             asking = torch.tensor([end - 1 for end in accumulate(sizes)]).to(states.device)
