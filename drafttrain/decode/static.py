@@ -245,7 +245,8 @@ class TargetSteps:
             choices = None if out.choices is None else out.choices[: len(ids)]
             return Pass(out.features[: len(ids)], out.logits[: len(ids)], choices)
         made = self.target.forward(ids[None], self.feature_layers, self.cache.positions(ids.device), self.cache)
-        return Pass(made.features[0], self.target.head(made.last_hidden[0]), None)
+        features, last = made.features[0], made.last_hidden[0]
+        return Pass(features, self.target.head(last), None)
 
     def _static_step(self, ids: Tensor) -> StaticStep | None:
         """The step that serves the announced pass, its buffers filled; None if none does."""
