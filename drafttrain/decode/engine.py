@@ -344,7 +344,7 @@ class Decoder:
         if drafting:
             starts = [0, *accumulate(sizes)]
             numbers += [starts[i] + node for i in going for node in kept[i]]
-        news = torch.tensor(numbers, device=self.target.device)  # one transfer
+        news = torch.tensor(numbers, device=rows[0].root.device)  # one transfer
         if drafting:
             news, nodes = news[:count], news[count:]
             features = features.index_select(0, nodes)

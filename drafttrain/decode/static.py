@@ -236,9 +236,8 @@ class TargetSteps:
             text += f", {len(self._steps)} captured CUDA graphs {self.graph_bytes / 2**20:,.1f} MiB"
         return self.cache.nbytes + self.graph_bytes, text
 
-    @torch.no_grad()
     def run(self, ids: Tensor) -> Pass:
-        """The pass over the new tokens [n] that `cache.open` has announced."""
+        """The pass over the new tokens [n] that `cache.open` has announced; called without gradients."""
         step = self._static_step(ids) if self.static and not self.failure else None
         if step is not None:
             out = step.run()

@@ -176,6 +176,7 @@ static inline int any_above(const float *z, float limit) {
     ints above = {0};
     for (int j = 0; j < SPAN; j += LANES) {
         vec block;
+        __builtin_prefetch((const char *)(z + j) + AHEAD);
         memcpy(&block, z + j, sizeof block);
         above |= block > limit;
     }
@@ -224,16 +225,22 @@ void likeliest(const float *z, long rows, long d, long k, int64_t *ids, float *v
 
 /* -- slots of a cache ----------------------------------------------------------------------------------------------- */
 
+static void fetch(const char *at, long width) {
+    for (long i = 0; i < width; i += 64) __builtin_prefetch(at + i);
+}
+
 /* Copies slots of `count` buffers [heads, slots, width] to others, pair by pair (goal, source), so that a slot may be a
- * source before it is a goal. Strides and width in bytes. */
+ * source before it is a goal. Strides and width in bytes. A pass has pushed the slots out of the core's caches, and each one
+ * is too short for the hardware to see what comes next. */
 void move_slots(char *const *buffers, long count, long heads, long head_stride, long slot_stride, long width,
                 const int64_t *pairs, long moved) {
     for (long b = 0; b < count; b++)
-        for (long h = 0; h < heads; h++) {
-            char *slots = buffers[b] + h * head_stride;
-            for (long i = 0; i < moved; i++)
-                memcpy(slots + pairs[2 * i] * slot_stride, slots + pairs[2 * i + 1] * slot_stride, width);
-        }
+        for (long h = 0; h < heads; h++)
+            for (long i = 0; i < moved; i++) {
+                long at = h * head_stride, goal = at + pairs[2 * i] * slot_stride, source = at + pairs[2 * i + 1] * slot_stride;
+                if (b + 1 < count) fetch(buffers[b + 1] + goal, width), fetch(buffers[b + 1] + source, width);
+                memcpy(buffers[b] + goal, buffers[b] + source, width);
+            }
 }
 
 /* -- tree attention ------------------------------------------------------------------------------------------------- */
