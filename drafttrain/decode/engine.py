@@ -294,7 +294,7 @@ class Decoder:
         trees, read_seconds = self._draft(rows, spec)
         begun = self._now()
         layouts = self.cache.open([(row.slot, tree.parents) for row, tree in zip(rows, trees, strict=True)])
-        ids = []
+        ids: list[Tensor] = []
         for row, tree in zip(rows, trees, strict=True):
             ids += (row.root, tree.tokens) if len(tree) else (row.root,)
         out = self._steps.run(_join(ids))
@@ -428,7 +428,7 @@ class Decoder:
         return seconds
 
 
-def _join(parts: Sequence[Tensor]) -> Tensor:
+def _join(parts: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
     """Parts one after the other; one alone is spared the call."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
