@@ -16,7 +16,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import cast
 
@@ -25,11 +24,12 @@ from torch import Tensor
 
 from drafttrain.batch import TargetOutput, TokenTree
 from drafttrain.decode.adaptive import Adaptive, Pace, Round
+from drafttrain.decode.rows import Row, chunks
 from drafttrain.decode.static import TargetSteps
 from drafttrain.decode.stats import Generation, Stats
 from drafttrain.decode.text import TextStream, check_stop
 from drafttrain.decode.verify import Verdict, Verifier, verify_batch
-from drafttrain.drafters.base import Drafter, ProbingSession, Session
+from drafttrain.drafters.base import Drafter, ProbingSession
 from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.ops.sampling import SamplingParams, argmax
@@ -114,70 +114,6 @@ def stream(
     return (tokens for _, tokens in rounds)
 
 
-@dataclass
-class _Row:
-    """A sequence on its way.
-
-    Attributes:
-        index: which prompt it continues; slot: its row of the cache.
-        prompt: [L]; limit: most new tokens.
-        verifier: says which drafted tokens the target would have chosen.
-        text: looks for stop strings; None without any.
-        root: [1], the last committed token, whose keys are not in the cache yet.
-        speculate: something may be drafted.
-        session: the drafter's; None where nothing is drafted.
-        pending: committed tokens [m] and their features [m, f*h] that the session has not taken in yet.
-        probed: the node of each probe that the session has asked for in this round.
-        joined: when its prefill began.
-    """
-
-    index: int
-    prompt: Tensor
-    limit: int
-    verifier: Verifier
-    text: TextStream | None
-    stats: Stats
-    root: Tensor
-    speculate: bool = True
-    slot: int = 0
-    session: Session | None = None
-    pending: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    probed: list[int] = field(default_factory=list)
-    joined: float = 0.0
-
-    @property
-    def left(self) -> int:
-        return self.limit - self.stats.new_tokens
-
-    @property
-    def behind(self) -> int:
-        """Committed tokens that the session has not taken in yet."""
-        return sum(len(tokens) for tokens, _ in self.pending)
-
-    def record(self, verdict: Verdict, moment: float) -> list[int]:
-        """Books a round's tokens, known at `moment`, and returns them: up to the end of a stop string."""
-        stats, tokens = self.stats, verdict.tokens
-        if self.text is not None:
-            tokens = tokens[: self.text.push(tokens)]
-        stats.new_tokens += len(tokens)
-        stats.total_seconds = moment - self.joined
-        stats.token_seconds += [stats.total_seconds] * len(tokens)
-        if self.text is not None and self.text.stopped:
-            stats.finish = "stop"
-        elif verdict.ended:
-            stats.finish = "eos"
-        elif self.left <= 0:
-            stats.finish = "length"
-        return tokens
-
-    def count(self, accepted: int, tokens: int, depth: int) -> None:
-        """Counts a round that accepted so many drafted tokens, committed so many in all and offered such a depth."""
-        cut = self.stats.ended and tokens <= accepted
-        self.stats.target_passes += 1
-        self.stats.accepted.append(tokens if cut else accepted)
-        self.stats.offered.append(tokens if cut else depth)
-
-
 class Decoder:
     """Continues prompts with a target and a drafter; several at a time share every forward.
 
@@ -227,7 +163,7 @@ class Decoder:
         self.observer: Callable[[int, TokenTree, Verdict, Tensor], None] | None = None
         self._layers = self.drafter.feature_layers if self.drafter is not None else ()
         self._probes: int = getattr(self.drafter, "probes", 0)
-        self._now = _clock(target.device)
+        self._now, self._nothing = _clock(target.device), TokenTree.empty(target.device)
 
     def generate(
         self,
@@ -281,7 +217,7 @@ class Decoder:
             numbers = torch.Generator().manual_seed(seed + index)
             verifier = Verifier(self.sampling, self.eos_ids, numbers, prompt)
             drafting = speculate is None or speculate[index]
-            rows.append(_Row(index, prompt, limit, verifier, text, record, prompt[:0], drafting))
+            rows.append(Row(index, prompt, limit, verifier, text, record, prompt[:0], drafting))
         room = self.spec.budget + self._probes if self.drafter is not None else 0
         need = max((row.prompt.numel() + row.limit for row in rows), default=0) + room
         plain = self.sampling.greedy and self.sampling.repetition_penalty == 1
@@ -290,9 +226,9 @@ class Decoder:
         return self._run(deque(rows))
 
     @torch.no_grad()
-    def _run(self, waiting: deque[_Row]) -> Iterator[tuple[int, list[int]]]:
+    def _run(self, waiting: deque[Row]) -> Iterator[tuple[int, list[int]]]:
         free = list(range(min(self.max_rows, self.cache.rows)))
-        active: list[_Row] = []
+        active: list[Row] = []
         while waiting or active:
             joining = [waiting.popleft() for _ in range(min(len(free), len(waiting)))]
             for row in joining:
@@ -309,12 +245,12 @@ class Decoder:
         self.memory = max(self.memory, self._steps.memory)
         self._steps.release()
 
-    def _prefill(self, rows: list[_Row]) -> Iterator[tuple[int, list[int]]]:
+    def _prefill(self, rows: list[Row]) -> Iterator[tuple[int, list[int]]]:
         """Runs the rows' prompts, as many tokens at a time as a chunk holds, and yields each one's first token."""
         begun = self._now()
         for row in rows:
             row.joined = begun
-        for pieces in _chunks([row.prompt.numel() for row in rows], _CHUNK):
+        for pieces in chunks([row.prompt.numel() for row in rows], _CHUNK):
             parts = [(rows[i], begin, end) for i, begin, end in pieces]
             self.cache.open([(row.slot, end - begin) for row, begin, end in parts])
             out = self._forward([row.prompt[begin:end] for row, begin, end in parts])
@@ -333,7 +269,7 @@ class Decoder:
             self._extend(extended)
             yield from told
 
-    def _first_tokens(self, parts: list[tuple[_Row, int, int]], hidden: Tensor) -> list[tuple[int, list[int]]]:
+    def _first_tokens(self, parts: list[tuple[Row, int, int]], hidden: Tensor) -> list[tuple[int, list[int]]]:
         """The first tokens of rows whose prompt is complete. parts: (row, begin, end); hidden [N, h] over all of them."""
         lasts = [end - 1 for end in accumulate(end - begin for _, begin, end in parts)]
         done = [i for i, (row, _, end) in enumerate(parts) if end == row.prompt.numel()]
@@ -341,7 +277,7 @@ class Decoder:
         if not rows:
             return []
         logits = self.target.head(hidden[[lasts[i] for i in done]])
-        verdicts = self._verify(rows, [TokenTree.empty(hidden.device)] * len(rows), logits)
+        verdicts = self._verify(rows, [self._nothing] * len(rows), logits)
         moment = self._now()
         told = []
         for row, verdict in zip(rows, verdicts, strict=True):
@@ -350,17 +286,18 @@ class Decoder:
             row.root = torch.tensor(told[-1][1], device=hidden.device)
         return told
 
-    def _round(self, rows: list[_Row]) -> Iterator[tuple[int, list[int]]]:
+    def _round(self, rows: list[Row]) -> Iterator[tuple[int, list[int]]]:
         """One draft, one packed target pass and one verdict for each row; yields what each committed."""
-        device = self.target.device
         asked = self._now()
         behind = sum(row.behind for row in rows) if self.pace is not None else 0
         spec = self.spec if self.pace is None else self.pace.choose(len(rows), behind)
         trees, read_seconds = self._draft(rows, spec)
         begun = self._now()
         layouts = self.cache.open([(row.slot, tree.parents) for row, tree in zip(rows, trees, strict=True)])
-        parts = [part for row, tree in zip(rows, trees, strict=True) for part in (row.root, tree.tokens)]
-        out = self._steps.run(torch.cat(parts))
+        ids: list[Tensor] = []
+        for row, tree in zip(rows, trees, strict=True):
+            ids += (row.root, tree.tokens) if len(tree) else (row.root,)
+        out = self._steps.run(_join(ids))
         share = (self._now() - begun) / len(rows)
         sizes = [layout.count for layout in layouts]
         verdicts = self._verify(rows, trees, out.logits, out.choices)
@@ -379,15 +316,7 @@ class Decoder:
             row.count(len(verdict.path), len(tokens), tree.drafted_depth)
             row.stats.target_seconds += share
             told.append((row.index, tokens))
-        news = torch.tensor([token for _, tokens in told for token in tokens], device=device)
-        extended = []
-        each = _split(news, [len(tokens) for _, tokens in told])
-        news_of_rows = zip(rows, each, _split(out.features, sizes), kept, strict=True)
-        for row, new, features, nodes in news_of_rows:
-            row.root = new[-1:]
-            if row.session is not None and not row.stats.finish:
-                extended.append((row, new, features[nodes]))
-        self._extend(extended)
+        self._hand_on(rows, [tokens for _, tokens in told], kept, sizes, out.features)
         if self.pace is not None:
             asking = zip(rows, trees, verdicts, strict=True)
             drafted = [(tree, verdict.path) for row, tree, verdict in asking if row.session is not None and len(tree)]
@@ -399,21 +328,51 @@ class Decoder:
             )  # fmt: skip
         yield from told
 
+    def _hand_on(
+        self, rows: list[Row], tokens: list[list[int]], kept: list[list[int]], sizes: list[int], features: Tensor
+    ) -> None:
+        """Gives rows that go on their new root, and their drafters what was committed.
+
+        Args:
+            tokens: per row what it committed; kept: the new tokens of its pass whose features those follow.
+            sizes: per row new tokens in the pass; features [N, f*h] of all.
+        """
+        going = [i for i, row in enumerate(rows) if not row.stats.finish]
+        numbers = [token for i in going for token in tokens[i]]
+        count, alone = len(numbers), len(going) == 1
+        drafting = any(rows[i].session is not None for i in going)
+        if drafting:
+            starts = [0, *accumulate(sizes)]
+            numbers += [starts[i] + node for i in going for node in kept[i]]
+        news = torch.tensor(numbers, device=rows[0].root.device)  # one transfer
+        if drafting:
+            news, nodes = news[:count], news[count:]
+            features = features.index_select(0, nodes)
+        extended, begin = [], 0
+        for i in going:
+            row, end = rows[i], begin + len(tokens[i])
+            row.root = news if count == 1 else news[end - 1 : end]
+            if row.session is not None:
+                extended.append((row, news, features) if alone else (row, news[begin:end], features[begin:end]))
+            begin = end
+        if extended:
+            self._extend(extended)
+
     def _verify(
-        self, rows: list[_Row], trees: list[TokenTree], logits: Tensor, choices: Tensor | None = None
+        self, rows: list[Row], trees: list[TokenTree], logits: Tensor, choices: Tensor | None = None
     ) -> list[Verdict]:
         """A verdict per row; logits [N, v] at every row's root and nodes, one row after the other."""
         return verify_batch([row.verifier for row in rows], trees, logits, choices)
 
     def _forward(self, parts: list[Tensor]) -> TargetOutput:
         """The target over the announced new tokens of all rows, one after the other."""
-        ids = parts[0] if len(parts) == 1 else torch.cat(parts)
+        ids = _join(parts)
         return self.target.forward(ids[None], self._layers, self.cache.positions(ids.device), self.cache)
 
-    def _draft(self, rows: list[_Row], spec: TreeSpec) -> tuple[list[TokenTree], float]:
+    def _draft(self, rows: list[Row], spec: TreeSpec) -> tuple[list[TokenTree], float]:
         """A tree per row, an empty one where nothing is drafted; and the seconds that the drafter read before."""
         asking = [row for row in rows if row.session is not None and row.left > 1]
-        trees = {row.index: TokenTree.empty(self.target.device) for row in rows}
+        trees = {row.index: self._nothing for row in rows}
         if self.drafter is None or spec.shape == "none" or not asking:
             return list(trees.values()), 0.0
         read_seconds = self._read(asking)
@@ -429,7 +388,7 @@ class Decoder:
         self._charge(asking, begun)
         return list(trees.values()), read_seconds
 
-    def _answer_probes(self, rows: list[_Row], chosen: Sequence[Tensor]) -> None:
+    def _answer_probes(self, rows: list[Row], chosen: Sequence[Tensor]) -> None:
         """Tells the sessions what the target chooses behind root and probes; chosen: per row [n+1] at root and nodes."""
         asked = [(row, tokens) for row, tokens in zip(rows, chosen, strict=True) if row.probed]
         for row, tokens in asked:
@@ -438,56 +397,40 @@ class Decoder:
             cast(ProbingSession, row.session).observe([root, *found])
             row.probed = []
 
-    def _extend(self, news: list[tuple[_Row, Tensor, Tensor]]) -> None:
+    def _extend(self, news: list[tuple[Row, Tensor, Tensor]]) -> None:
         """Keeps what was committed for the drafter: rows with a session, their tokens [m] and features [m, f*h].
 
         The drafter takes it in when it is next asked, so that rounds without drafting cost nothing; a whole chunk at once.
         """
         for row, tokens, features in news:
             row.pending.append((tokens, features))
-        self._read([row for row, _, _ in news if row.behind >= _CHUNK])
+        full = [row for row, _, _ in news if row.behind >= _CHUNK]
+        if full:
+            self._read(full)
 
-    def _read(self, rows: list[_Row]) -> float:
+    def _read(self, rows: list[Row]) -> float:
         """Gives the drafter what was committed since it was last asked; returns the seconds that took."""
         rows = [row for row in rows if row.pending]
         if self.drafter is None or not rows:
             return 0.0
         begun = self._now()
-        news = [[torch.cat(parts) for parts in zip(*row.pending, strict=True)] for row in rows]
+        news = [[_join(parts) for parts in zip(*row.pending, strict=True)] for row in rows]
         tokens, features = zip(*news, strict=True)
         self.drafter.extend_all([row.session for row in rows], tokens, features)
         for row in rows:
             row.pending = []
         return self._charge(rows, begun)
 
-    def _charge(self, rows: Sequence[_Row], begun: float) -> float:
+    def _charge(self, rows: Sequence[Row], begun: float) -> float:
         seconds = self._now() - begun
         for row in rows:
             row.stats.draft_seconds += seconds / len(rows)
         return seconds
 
 
-def _split(packed: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-    """The rows' parts of a packed tensor; a row alone is spared the call."""
-    return [packed] if len(sizes) == 1 else packed.split(sizes)
-
-
-def _chunks(lengths: Sequence[int], size: int) -> Iterator[list[tuple[int, int, int]]]:
-    """Cuts sequences into forwards of at most `size` tokens, in order: lists of (which sequence, begin, end)."""
-    chunk: list[tuple[int, int, int]] = []
-    room = size
-    for i, length in enumerate(lengths):
-        begin = 0
-        while begin < length:
-            end = min(length, begin + room)
-            chunk.append((i, begin, end))
-            room -= end - begin
-            begin = end
-            if room == 0:
-                yield chunk
-                chunk, room = [], size
-    if chunk:
-        yield chunk
+def _join(parts: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
+    """Parts one after the other; one alone is spared the call."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def strip_padding(input_ids: Tensor, attention_mask: Tensor) -> list[Tensor]:

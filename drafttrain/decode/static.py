@@ -236,16 +236,16 @@ class TargetSteps:
             text += f", {len(self._steps)} captured CUDA graphs {self.graph_bytes / 2**20:,.1f} MiB"
         return self.cache.nbytes + self.graph_bytes, text
 
-    @torch.no_grad()
     def run(self, ids: Tensor) -> Pass:
-        """The pass over the new tokens [n] that `cache.open` has announced."""
+        """The pass over the new tokens [n] that `cache.open` has announced; called without gradients."""
         step = self._static_step(ids) if self.static and not self.failure else None
         if step is not None:
             out = step.run()
             choices = None if out.choices is None else out.choices[: len(ids)]
             return Pass(out.features[: len(ids)], out.logits[: len(ids)], choices)
         made = self.target.forward(ids[None], self.feature_layers, self.cache.positions(ids.device), self.cache)
-        return Pass(made.features[0], self.target.head(made.last_hidden[0]), None)
+        features, last = made.features[0], made.last_hidden[0]
+        return Pass(features, self.target.head(last), None)
 
     def _static_step(self, ids: Tensor) -> StaticStep | None:
         """The step that serves the announced pass, its buffers filled; None if none does."""

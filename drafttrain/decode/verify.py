@@ -19,7 +19,6 @@ token is drawn from what is left of p, and compared with the others.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -28,7 +27,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.batch import TokenTree
-from drafttrain.ops.sampling import Sampler, SamplingParams, argmax, penalise, pick, probabilities
+from drafttrain.ops.sampling import Sampler, SamplingParams, argmax, argmax_at, penalise, pick, probabilities
 
 
 @dataclass
@@ -85,7 +84,7 @@ class Verifier:
 def verify_batch(
     verifiers: Sequence[Verifier], trees: Sequence[TokenTree], logits: Tensor, choices: Tensor | None = None
 ) -> list[Verdict]:
-    """Verifies the trees of many sequences in lockstep, one depth at a time; plain greedy decoding needs no steps.
+    """Verifies the trees of many sequences in lockstep, one depth at a time.
 
     Args:
         verifiers: one per sequence, all with the same sampling.
@@ -97,17 +96,24 @@ def verify_batch(
     assert all(verifier.sampler.params == sampling for verifier in verifiers)
     starts = [0, *accumulate(len(tree) + 1 for tree in trees)]
     plain = sampling.greedy and sampling.repetition_penalty == 1
-    # One transfer from the device for all sequences.
-    chosen = ([argmax(logits)] if choices is None else [choices]) if plain else []
-    numbers = torch.cat(chosen + [tree.tokens for tree in trees]).tolist()
-    drafted = numbers[starts[-1] :] if plain else numbers
+    # From a device all nodes' choices come over in one transfer, with the tokens. On a CPU they are looked for where a walk
+    # comes by: most of a tree's nodes are on no path.
+    if plain and choices is None and not logits.is_cpu:
+        choices = argmax(logits)
+    known = [choices] if plain and choices is not None else []
+    parts = known + [tree.tokens for tree in trees if len(tree)]
+    numbers = (parts[0] if len(parts) == 1 else torch.cat(parts)).tolist() if parts else []
+    drafted = numbers[starts[-1] :] if known else numbers
     walks = []
     for i, (verifier, tree) in enumerate(zip(verifiers, trees, strict=True)):
         walks.append(_Walk(verifier, tree, drafted[starts[i] - i : starts[i + 1] - i - 1], starts[i]))
     going = walks
     while going:
         rows = [walk.start + 1 + walk.node for walk in going]
-        tokens = [numbers[row] for row in rows] if plain else _choose(going, logits[rows], sampling)
+        if known:
+            tokens = [numbers[row] for row in rows]
+        else:
+            tokens = argmax_at(logits, rows) if plain else _choose(going, logits[rows], sampling)
         for walk, token in zip(going, tokens, strict=True):
             walk.take(token)
         going = [walk for walk in going if walk.going]
@@ -122,12 +128,13 @@ class _Walk:
         offered = len(tree) - tree.probes
         pairs = zip(tree.parents[:offered], drafted[:offered], strict=True)
         self.children = {key: node for node, key in enumerate(pairs)}
-        self.drawn: defaultdict[int, list[int]] = defaultdict(list)
+        self.drawn: dict[int, list[int]] = {}
         for node, row in enumerate(tree.proposal.rows if tree.proposal is not None else ()):
             if row >= 0:
-                self.drawn[tree.parents[node]].append(node)
-        self.node, self.path, self.tokens = -1, list[int](), list[int]()
-        self.going, self.ended = True, False
+                self.drawn.setdefault(tree.parents[node], []).append(node)
+        self.path: list[int] = []
+        self.tokens: list[int] = []
+        self.node, self.going, self.ended = -1, True, False
 
     def take(self, token: int) -> None:
         """The target has chosen: to the child with this token, or the end."""

@@ -24,6 +24,7 @@ typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 typedef int16_t shorts __attribute__((vector_size(2 * LANES)));
 typedef int8_t bytes __attribute__((vector_size(LANES)));
+typedef int64_t longs __attribute__((vector_size(4 * LANES)));
 
 /* -- linear ---------------------------------------------------------------------------------------------------------
  *
@@ -193,6 +194,22 @@ static inline vec exponential(vec x) {
 
 /* -- the likeliest tokens -------------------------------------------------------------------------------------------- */
 
+/* Whether any of the next SPAN numbers is above the limit. */
+#define SPAN (4 * LANES)
+static inline int any_above(const float *z, float limit) {
+    ints above = {0};
+    for (int j = 0; j < SPAN; j += LANES) {
+        vec block;
+        __builtin_prefetch((const char *)(z + j) + AHEAD);
+        memcpy(&block, z + j, sizeof block);
+        above |= block > limit;
+    }
+    longs pairs = (longs)above;
+    int64_t any = 0;
+    for (int l = 0; l < LANES / 2; l++) any |= pairs[l];
+    return any != 0;
+}
+
 /* Per row of logits [rows, d] the k highest, falling, equal ones by index: ids and values [rows, k], and, unless `log_sum`
  * is null, the logarithm of the row's summed exponentials. One thread: a round asks for a few rows of some thousand
  * tokens, for which waking another core takes longer than the work. */
@@ -200,18 +217,12 @@ void likeliest(const float *z, long rows, long d, long k, int64_t *ids, float *v
     for (long r = 0; r < rows; r++, z += d, ids += k, values += k) {
         long held = 0, i = 0;
         while (i < d) {
-            if (held == k && i + LANES <= d) { /* most blocks hold nothing that is high enough */
-                vec block;
-                memcpy(&block, z + i, sizeof block);
-                ints above = block > values[k - 1];
-                int any = 0;
-                for (int l = 0; l < LANES; l++) any |= above[l];
-                if (!any) {
-                    i += LANES;
-                    continue;
-                }
+            int whole = held == k && i + SPAN <= d;
+            if (whole && !any_above(z + i, values[k - 1])) { /* as in most spans */
+                i += SPAN;
+                continue;
             }
-            for (long end = held == k && i + LANES <= d ? i + LANES : i + 1; i < end; i++) {
+            for (long end = whole ? i + SPAN : i + 1; i < end; i++) {
                 if (held == k && !(z[i] > values[k - 1])) continue;
                 long place = held < k ? held++ : k - 1;
                 for (; place > 0 && z[i] > values[place - 1]; place--) {
@@ -234,6 +245,26 @@ void likeliest(const float *z, long rows, long d, long k, int64_t *ids, float *v
         for (int l = 0; l < LANES; l++) sums += total[l];
         log_sum[r] = highest + logf(sums);
     }
+}
+
+/* -- slots of a cache ----------------------------------------------------------------------------------------------- */
+
+static void fetch(const char *at, long width) {
+    for (long i = 0; i < width; i += 64) __builtin_prefetch(at + i);
+}
+
+/* Copies slots of `count` buffers [heads, slots, width] to others, pair by pair (goal, source), so that a slot may be a
+ * source before it is a goal. Strides and width in bytes. A pass has pushed the slots out of the core's caches, and each one
+ * is too short for the hardware to see what comes next. */
+void move_slots(char *const *buffers, long count, long heads, long head_stride, long slot_stride, long width,
+                const int64_t *pairs, long moved) {
+    for (long b = 0; b < count; b++)
+        for (long h = 0; h < heads; h++)
+            for (long i = 0; i < moved; i++) {
+                long at = h * head_stride, goal = at + pairs[2 * i] * slot_stride, source = at + pairs[2 * i + 1] * slot_stride;
+                if (b + 1 < count) fetch(buffers[b + 1] + goal, width), fetch(buffers[b + 1] + source, width);
+                memcpy(buffers[b] + goal, buffers[b] + source, width);
+            }
 }
 
 /* -- tree attention ------------------------------------------------------------------------------------------------- */

@@ -24,6 +24,7 @@ _ARGUMENTS = {
     "skinny_linear": (_POINTER, _LONG, _LONG, _POINTER, _INT, _POINTER, _LONG, _INT),
     "rms_norm": (_POINTER, _POINTER, _FLOAT, _POINTER, _LONG, _LONG),
     "likeliest": (_POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER, _POINTER),
+    "move_slots": (_POINTER, _LONG, _LONG, _LONG, _LONG, _LONG, _POINTER, _LONG),
     "tree_attention": (
         *(_POINTER, _LONG, _LONG, _POINTER, _LONG, _LONG, _POINTER, _LONG, _LONG),
         *(_POINTER, _LONG, _POINTER, _LONG, _POINTER, _LONG, _LONG, _LONG, _LONG),

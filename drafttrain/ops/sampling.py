@@ -11,7 +11,8 @@ TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ctypes
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -164,12 +165,28 @@ def top_log_probs(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return top.values, top.indices
 
 
+def argmax_at(logits: Tensor, rows: Sequence[int]) -> list[int]:
+    """`argmax` of the given rows; on a CPU the others are not read."""
+    kernels = cpu_kernels() if _kernel_reads(logits) else None
+    if kernels is None:
+        return argmax(logits[rows]).tolist()
+    begin, v, tokens = logits.data_ptr(), logits.shape[1], []
+    token, value = ctypes.c_int64(), ctypes.c_float()
+    for row in rows:
+        kernels.likeliest(begin + row * v * 4, 1, v, 1, ctypes.byref(token), ctypes.byref(value), None)
+        tokens.append(token.value)
+    return tokens
+
+
 def _few_rows(logits: Tensor) -> bool:
     """Whether the C kernel serves: torch splits even a few rows among threads, and waking those takes longer than the work."""
     if torch.compiler.is_compiling():
         return False
-    fits = logits.device.type == "cpu" and logits.dtype == torch.float32 and logits.is_contiguous()
-    return fits and 0 < logits.shape[0] <= _FEW and cpu_kernels() is not None
+    return 0 < logits.shape[0] <= _FEW and _kernel_reads(logits)
+
+
+def _kernel_reads(logits: Tensor) -> bool:
+    return logits.is_cpu and logits.dtype == torch.float32 and logits.is_contiguous() and cpu_kernels() is not None
 
 
 def _highest(logits: Tensor, width: int, log_sum: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -70,9 +70,9 @@ class TreeLayout:
             self._bits = np.array(seen, dtype=np.uint64), self.tree_depths.astype(np.int32)
         return self._bits
 
-    def positions(self, device: torch.device | str = "cpu") -> Tensor:
+    def positions(self) -> Tensor:
         """[1, n] int64 position ids."""
-        return torch.from_numpy(self.depths + self.prefix_len).to(device)[None]
+        return torch.from_numpy((self.depths + self.prefix_len)[None])
 
     def mask(self, window: int | None, repeats: int, like: Tensor) -> tuple[int, Tensor | None]:
         """The additive mask over the keys that any new token can see.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.errors import UserError
-from drafttrain.ops.slot_moves import move_slots
+from drafttrain.ops.slot_moves import SlotMover
 from drafttrain.ops.tree_attention import CpuPlan, TreeLayout, tree_attention
 from drafttrain.ops.tree_attention_triton import PackedPlan, packed_tree_attention
 
@@ -47,6 +47,7 @@ class TreeCache:
         self.lengths = [0] * rows
         # Per layer keys and values [kv_heads, rows * capacity, e]: one slot axis, so that all rows move in one gather.
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._mover: SlotMover | None = None  # of the buffers as they are
         self._open: list[tuple[int, TreeLayout]] = []
         self._slots: Tensor | None = None
         self._plan: PackedPlan | None = None
@@ -206,6 +207,7 @@ class TreeCache:
 
     def _allocate(self, like: Tensor) -> Tensor:
         _, heads, _, width = like.shape
+        self._mover = None
         return torch.empty((heads, self.rows * self.capacity, width), dtype=like.dtype, device=like.device)
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
@@ -218,4 +220,6 @@ class TreeCache:
                 moves.append((begin + moved, [begin + index for index in indices[moved:]]))
             self.lengths[row] += len(indices)
         if moves:
-            move_slots((buffer for pair in self._layers.values() for buffer in pair), moves)
+            if self._mover is None:
+                self._mover = SlotMover(buffer for pair in self._layers.values() for buffer in pair)
+            self._mover.move(moves)

@@ -161,12 +161,6 @@ def test_prompts_in_pieces(monkeypatch, size):
         torch.testing.assert_close(features, reference, atol=1e-4, rtol=1e-4)
 
 
-def test_chunks_cover_everything_once():
-    chunks = list(engine._chunks([5, 1, 12, 2], 6))
-    assert chunks == [[(0, 0, 5), (1, 0, 1)], [(2, 0, 6)], [(2, 6, 12)], [(3, 0, 2)]]
-    assert list(engine._chunks([], 6)) == []
-
-
 def test_long_prompts_need_no_quadratic_mask(monkeypatch):
     length = 8300
     target = make_target(layers=2, hidden=16, max_position_embeddings=16384)

@@ -8,6 +8,7 @@ from drafttrain.decode import SamplingParams, generate
 from drafttrain.decode.verify import Verifier, try_drawn, verify_batch
 from drafttrain.drafters.ngram import NgramDrafter
 from drafttrain.drafters.tree_spec import TreeSpec
+from drafttrain.ops.sampling import argmax_at
 from tests.decode.fakes import ANY, FakeDrafter, family
 
 #      root
@@ -101,8 +102,30 @@ def test_plain_greedy_needs_one_transfer(monkeypatch):
     calls = []
     tolist = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda x: calls.append(1) or tolist(x))
-    verify_batch([verifier(), verifier()], [TREE, TREE], choosing(3, 3, 1, 1, 8, 1, 5, 9, 7, 1, 1, 2))
+    logits = choosing(3, 3, 1, 1, 8, 1, 5, 9, 7, 1, 1, 2)
+    verify_batch([verifier(), verifier()], [TREE, TREE], logits, logits.argmax(-1))
     assert len(calls) == 1
+
+
+def test_plain_greedy_looks_only_where_a_walk_comes_by(monkeypatch):
+    looked = []
+    monkeypatch.setattr(
+        "drafttrain.decode.verify.argmax_at", lambda logits, rows: looked.append(rows) or argmax_at(logits, rows)
+    )
+    logits = choosing(3, 3, 1, 1, 8, 1, 5, 9, 7, 1, 1, 2)
+    assert [parts(verdict) for verdict in verify_batch([verifier(), verifier()], [TREE, TREE], logits)] == [
+        ([0, 3], [3, 3, 8], False),
+        ([1, 4], [5, 7, 2], False),
+    ]
+    assert looked == [[0, 6], [1, 8], [4, 11]]
+
+
+@pytest.mark.parametrize("choices", [False, True])
+def test_probes_are_never_accepted(choices):
+    tree = TokenTree(TREE.tokens, TREE.parents, probes=2)
+    logits = choosing(5, 9, 7, 1, 1, 2)
+    (verdict,) = verify_batch([verifier()], [tree], logits, logits.argmax(-1) if choices else None)
+    assert parts(verdict) == ([1], [5, 7], False)
 
 
 def test_a_rejected_child_leaves_what_q_had_less_of():

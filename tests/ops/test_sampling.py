@@ -17,6 +17,7 @@ from drafttrain.errors import UserError
 from drafttrain.ops.sampling import (
     SamplingParams,
     argmax,
+    argmax_at,
     draw_distinct,
     penalise,
     pick,
@@ -142,6 +143,18 @@ def test_argmax_is_the_first_of_equals(vocab):
     logits = torch.randn(20, vocab, generator=torch.Generator().manual_seed(2)).round()
     want = (logits == logits.amax(-1, keepdim=True)).int().argmax(-1)
     assert torch.equal(argmax(logits), want)
+    rows = [7, 0, 19, 7]
+    for kind in (logits, logits.bfloat16(), logits.double(), torch.cat((logits, logits), 1)[:, :vocab]):
+        assert argmax_at(kind, rows) == want[rows].tolist()  # the kernel, and torch where it does not serve
+
+
+@pytest.mark.parametrize("place", [0, 63, 64, 100, 127, 128, 130, 699])
+def test_a_single_highest_logit_is_found_wherever_it_stands(place):
+    logits = torch.full((2, 700), -1e4)
+    logits[1, place] = -9.9e3
+    assert argmax(logits).tolist() == [0, place]
+    assert argmax_at(logits, [1]) == [place]
+    assert top_log_probs(logits, 3)[1][1].tolist() == [place, *[i for i in range(4) if i != place][:2]]
 
 
 @pytest.mark.parametrize("padding", [0, 700])

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from drafttrain.errors import UserError
+from drafttrain.ops.slot_moves import SlotMover
 from drafttrain.ops.tree_cache import TreeCache
 
 
@@ -39,7 +40,7 @@ def test_commit_keeps_the_path_in_order(kept, want):
 def test_contiguous_paths_are_not_copied(monkeypatch):
     cache = TreeCache(8)
     feed(cache, [1, 2, 3], [-1, 0])
-    monkeypatch.setattr(torch.Tensor, "index_select", lambda *_: pytest.fail("copied"))
+    monkeypatch.setattr(SlotMover, "move", lambda *_: pytest.fail("copied"))
     cache.commit([[0, 1]])
     assert held(cache) == [1, 2]
 
@@ -130,3 +131,12 @@ def test_more_room_keeps_what_rows_hold():
     keys, values = cache._layers[0]
     assert cache.capacity == 9 and keys.shape == (1, 18, 1)
     assert keys[0, [0, 1, 9, 10], 0].tolist() == values[0, [0, 1, 9, 10], 1].tolist() == [1, 2, 5, 6]
+    cache.open([(1, [-1, -1])])
+    x = torch.tensor([7.0, 8.0, 9.0]).view(1, 1, 3, 1)
+    cache.attend(0, x, x, x.repeat(1, 1, 1, 2), scaling=1.0, window=None, softcap=None, sinks=None)
+    cache.commit([[0, 2]])
+    cache.reserve(12)  # what moves slots moves the new buffers'
+    cache.open([(1, [-1, -1])])
+    cache.attend(0, x, x, x.repeat(1, 1, 1, 2), scaling=1.0, window=None, softcap=None, sinks=None)
+    cache.commit([[0, 2]])
+    assert cache._layers[0][0][0, 12:18, 0].tolist() == [5, 6, 7, 9, 7, 9]
