@@ -151,7 +151,7 @@ def attend_apart(
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         each = zip(sessions, layouts, split(query, asking), split(key, sizes), split(value, sizes), strict=True)
-        return _cat([session.attend(layer, *own) for session, *own in each])
+        return _cat([session.attend(layer, layout, q, k, v) for session, layout, q, k, v in each])
 
     return attend
 

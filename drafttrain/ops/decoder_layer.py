@@ -1,8 +1,8 @@
-"""A pre-norm decoder layer around its attention, as two kernel calls of ops/cpu.c; all layers with theirs as one.
+"""A pre-norm decoder layer around its attention, as two kernel calls of ops/cpu_layers.c; all layers with theirs as one.
 
 A pass of a small model over a few tokens is some 1500 tiny torch operations, whose dispatch costs as much as reading
 the weights does. Here a layer is: norm, one product for queries, keys and values, rotation | attention, the cache's
-business | output product, norm, gated MLP. Where the cache's attention is the kernel of cpu.c too, `LayerStack` runs all
+business | output product, norm, gated MLP. Where the cache's attention is the kernel of that file too, `LayerStack` runs all
 layers in one call.
 """
 
@@ -60,7 +60,7 @@ _NUMBERS = ("width", "hidden", "heads", "kv_heads", "head_dim", "rotary_dim", "i
 
 
 class _Layer(ctypes.Structure):
-    """struct layer of cpu.c."""
+    """struct layer of cpu_layers.c."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in (*_PANELS, *_VECTORS)),
@@ -129,7 +129,7 @@ class DecoderLayer:
         )
 
 
-# struct attention of cpu.c.
+# struct attention of cpu_layers.c.
 _ATTENTION = np.dtype(
     [
         *((name, np.uint64) for name in ("keys", "values", "sinks")),

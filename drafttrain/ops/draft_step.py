@@ -1,4 +1,4 @@
-"""One depth of a drafter with decoder layers as one kernel call of ops/cpu.c.
+"""One depth of a drafter with decoder layers as one kernel call of ops/cpu_layers.c.
 
 A depth over a few tokens reads some megabytes of weights in half a millisecond; forty torch operations around them took
 longer than that.
@@ -44,7 +44,7 @@ _VECTORS, _PANELS = ("embed_norm", "state_norm", "norm"), ("project", "head")
 
 
 class _Draft(ctypes.Structure):
-    """struct draft of cpu.c."""
+    """struct draft of cpu_layers.c."""
 
     _fields_ = [
         ("layers", ctypes.c_void_p),

@@ -1,4 +1,4 @@
-"""The C kernels of ops/cpu.c, compiled once by the machine's own compiler and kept in the cache folder."""
+"""The C kernels of ops/cpu.c and ops/cpu_layers.c, compiled once by the machine's own compiler and kept in the cache folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from drafttrain.files import cache_folder
 
 logger = logging.getLogger(__name__)
 
-_SOURCE = Path(__file__).with_name("cpu.c")
+_SOURCE = Path(__file__).with_name("cpu_layers.c")  # which includes the other
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 _ARGUMENTS = {
@@ -55,7 +55,7 @@ def cpu_kernels() -> ctypes.CDLL | None:
     if compiler is None:
         logger.warning("no C compiler (cc) here: decoding on this CPU takes torch's slower kernels")
         return None
-    recipe = (_SOURCE.read_text(), *_FLAGS, compiler, _processor())
+    recipe = (_SOURCE.read_text(), _SOURCE.with_name("cpu.c").read_text(), *_FLAGS, compiler, _processor())
     digest = hashlib.sha256("\0".join(recipe).encode()).hexdigest()[:16]
     path = cache_folder() / "native" / f"cpu-{digest}.so"
     try:

@@ -4,7 +4,7 @@ A forward of tree verification holds L committed keys followed by n new ones (th
 token sees the prefix, its ancestors and itself; a sliding window counts positions, not slots, because siblings share a
 position. The mask depends on the tree alone, so a `TreeLayout` builds it once and all layers share it.
 
-On a CPU, up to 64 new tokens take the kernel of ops/cpu.c, whose result for a token is the same to the bit in any tree.
+On a CPU, up to 64 new tokens take the kernel of ops/cpu_layers.c, whose result for a token is the same to the bit in any tree.
 Everything else is plain torch: one row without a mask in fused attention with a group's query heads folded into rows,
 several rows in two matrix products over folded rows. No form repeats keys or values in memory.
 """

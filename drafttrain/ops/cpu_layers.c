@@ -1,0 +1,319 @@
+/* Attention over a prefix and a token tree, and what is built of it and of the kernels in cpu.c: decoder layers, all layers of
+ * a target, a depth of a drafter. This is the file to compile. */
+#include "cpu.c"
+
+/* -- tree attention ------------------------------------------------------------------------------------------------- */
+
+/* out[i][c ..] = sum of weights[t][i] * value[t] / total for four rows i, of which `high` exist; `wide` is a constant. */
+static inline __attribute__((always_inline)) void weigh(int wide, const float *weights, const float *value, long count,
+                                                        long ve, int high, float *const *out, long c, vec total, int r) {
+    vec sum[4][4] = {{{0}}};
+    for (long t = 0; t < count; t++, value += ve, weights += LANES)
+        for (int j = 0; j < wide; j++) {
+            __builtin_prefetch(value + 16 * ve + j * LANES);
+            vec v;
+            memcpy(&v, value + j * LANES, sizeof v);
+            for (int i = 0; i < 4; i++) sum[i][j] += v * weights[i];
+        }
+    for (int i = 0; i < high; i++)
+        for (int j = 0; j < wide; j++) {
+            vec mean = sum[i][j] / total[r + i];
+            memcpy(out[i] + c + j * LANES, &mean, sizeof mean);
+        }
+}
+
+/* One key head and up to LANES of its query rows (row = query head of the group, new token). Scores lie key by key, a
+ * lane per row: the query is transposed once, and every key and value is read once. */
+static void attend_rows(const float *query[LANES], float *out[LANES], const int *token, int rows, const float *sinks,
+                        const float *key, const float *value, long first, long prefix, long n, long e, long ve,
+                        const uint64_t *ancestors, const int *depth, float scaling, long window, float softcap,
+                        vec *transposed, vec *scores) {
+    for (long c = 0; c < e; c++)
+        for (int r = 0; r < LANES; r++) transposed[c][r] = r < rows ? query[r][c] * scaling : 0.0f;
+    vec highest = (vec){0} - INFINITY;
+    for (int r = 0; r < rows; r++) if (sinks) highest[r] = sinks[r];
+    long end = prefix + n;
+    for (long t = first; t < end; t += 8) { /* eight sums at once keep the multipliers busy */
+        for (long c = 0; c < 8 * e; c += LANES) __builtin_prefetch(key + (t + 16) * e + c);
+        vec s[8] = {{0}};
+        const float *k[8];
+        for (int j = 0; j < 8; j++) k[j] = key + (t + j < end ? t + j : end - 1) * e;
+        for (long c = 0; c < e; c++) {
+            vec q = transposed[c];
+            for (int j = 0; j < 8; j++) s[j] += q * k[j][c];
+        }
+        for (int j = 0; j < 8 && t + j < end; j++) {
+            if (softcap > 0) s[j] = softcap - 2 * softcap / (exponential(s[j] * (2 / softcap)) + 1);
+            long new = t + j - prefix; /* which of the new tokens this key is; negative in the prefix */
+            if (new >= 0 || window)
+                for (int r = 0; r < rows; r++) {
+                    long at = new >= 0 ? prefix + depth[new] : t + j;
+                    int unseen = new >= 0 && !(ancestors[token[r]] >> new & 1);
+                    if (unseen || (window && prefix + depth[token[r]] - at >= window)) s[j][r] = -INFINITY;
+                }
+            scores[t + j] = s[j];
+            highest = choose(s[j] > highest, s[j], highest);
+        }
+    }
+    vec total = {0};
+    for (long t = first; t < end; t++) {
+        scores[t] = exponential(scores[t] - highest);
+        total += scores[t];
+    }
+    for (int r = 0; r < rows; r++) if (sinks) total[r] += expf(sinks[r] - highest[r]);
+    for (int r = 0; r < rows; r += 4)
+        for (long c = 0, wide; c < ve; c += wide * LANES) {
+            wide = (ve - c) / LANES;
+            wide = wide < 4 ? wide : 4;
+            int high = rows - r < 4 ? rows - r : 4;
+            const float *weights = (const float *)(scores + first) + r;
+            switch (wide) {
+                case 4: weigh(4, weights, value + first * ve + c, end - first, ve, high, out + r, c, total, r); break;
+                case 3: weigh(3, weights, value + first * ve + c, end - first, ve, high, out + r, c, total, r); break;
+                case 2: weigh(2, weights, value + first * ve + c, end - first, ve, high, out + r, c, total, r); break;
+                default: weigh(1, weights, value + first * ve + c, end - first, ve, high, out + r, c, total, r);
+            }
+        }
+}
+
+/* One sequence of a packed batch: its first slot on the cache's slot axis, committed keys, first new token, new tokens;
+ * tokens of its tree that earlier passes stored behind the prefix, and where its tree begins in ancestors and depth. */
+struct part {
+    long slot, prefix, token, n, held, node;
+};
+
+static void append(float *cache, long cache_stride, const float *new, long head_stride, long token_stride, long kv_heads,
+                   const struct part *part, long width) {
+    for (long kv = 0; kv < kv_heads; kv++)
+        for (long i = 0; i < part->n; i++)
+            memcpy(cache + kv * cache_stride + (part->slot + part->prefix + part->held + i) * width,
+                   new + kv * head_stride + (part->token + i) * token_stride, width * sizeof(float));
+}
+
+/* Attention of each part's n new tokens over its committed keys and over their own ancestors (a bit per token of the tree,
+ * held + n <= 64 of them).
+ *
+ * query [heads, N, e], new_key [kv_heads, N, e], new_value [kv_heads, N, ve] by strides; new keys and values are stored
+ * first (NULL: they are in place). keys [kv_heads, slots, e], values [kv_heads, slots, ve] with a stride per head; out
+ * [N, heads, ve]. e and ve are multiples of 16; ancestors, depth per tree token; window 0, softcap 0, sinks NULL: none. */
+void tree_attention(const float *query, long head_stride, long token_stride, const float *new_key, long new_key_head,
+                    long new_key_token, const float *new_value, long new_value_head, long new_value_token, float *keys,
+                    long key_stride, float *values, long value_stride, float *out, long heads, long kv_heads, long e,
+                    long ve, const struct part *parts, long count, const uint64_t *ancestors, const int *depth,
+                    float scaling, long window, float softcap, const float *sinks, int threads) {
+    long group = heads / kv_heads, blocks = 0, slots = 0;
+    for (long p = 0; p < count; p++) {
+        const struct part *part = parts + p;
+        if (new_key) append(keys, key_stride, new_key, new_key_head, new_key_token, kv_heads, part, e);
+        if (new_value) append(values, value_stride, new_value, new_value_head, new_value_token, kv_heads, part, ve);
+        long needed = (group * part->n + LANES - 1) / LANES, seen = part->prefix + part->held + part->n;
+        blocks = needed > blocks ? needed : blocks;
+        slots = seen > slots ? seen : slots;
+    }
+    /* Blocks of one key head go to one thread, whose cache then holds the keys. */
+    long tasks = count * kv_heads * blocks, chunk = count == 1 ? (tasks + threads - 1) / threads : blocks;
+#pragma omp parallel num_threads(threads) if (tasks > 1)
+    {
+        vec *transposed = aligned_alloc(sizeof(vec), (e + slots) * sizeof(vec)), *scores = transposed + e;
+#pragma omp for schedule(dynamic, chunk)
+        for (long task = 0; task < tasks; task++) {
+            const struct part *part = parts + task / (kv_heads * blocks);
+            long kv = task / blocks % kv_heads, block = task % blocks, n = part->n;
+            long rows = group * n, own = (rows + LANES - 1) / LANES;
+            if (block >= own) continue;
+            long begin = rows * block / own, size = rows * (block + 1) / own - begin;
+            long first = window && part->prefix + 1 > window ? part->prefix + 1 - window : 0;
+            const float *queries[LANES];
+            float *outs[LANES], sink[LANES];
+            int token[LANES];
+            for (long i = 0; i < size; i++) {
+                long head = kv * group + (begin + i) / n;
+                long fresh = (begin + i) % n;
+                token[i] = (int)(part->held + fresh);
+                queries[i] = query + head * head_stride + (part->token + fresh) * token_stride;
+                outs[i] = out + ((part->token + fresh) * heads + head) * ve;
+                if (sinks) sink[i] = sinks[head];
+            }
+            attend_rows(queries, outs, token, (int)size, sinks ? sink : 0, keys + kv * key_stride + part->slot * e,
+                        values + kv * value_stride + part->slot * ve, first, part->prefix, part->held + n, e,
+                        ve, ancestors + part->node, depth + part->node, scaling, window, softcap, transposed, scores);
+        }
+        free(transposed);
+    }
+}
+
+/* -- decoder layer -------------------------------------------------------------------------------------------------- */
+
+/* The parts of a pre-norm decoder layer around its attention. NULL: not there. Mirrored in ops/decoder_layer.py. */
+struct layer {
+    const void *qkv, *o, *gate_up, *down; /* panels; query, key and value rows joined, gate and up panels in turn */
+    const float *qkv_bias, *input_norm, *query_norm, *key_norm, *attended_norm, *mlp_norm, *mlp_out_norm;
+    int qkv_format, o_format, gate_up_format, down_format;
+    int width, hidden, heads, kv_heads, head_dim, rotary_dim, inner, gelu; /* width: columns of qkv */
+    float eps;
+};
+
+static void rotate(float *x, const float *cosine, const float *sine, int dim) {
+    for (int i = 0, half = dim / 2; i < half; i++) {
+        float left = x[i], right = x[i + half];
+        x[i] = left * cosine[i] - right * sine[i];
+        x[i + half] = right * cosine[i + half] + left * sine[i + half];
+    }
+}
+
+/* x [n, width] -> qkv [n, (heads + 2 kv_heads) head_dim], rotated; cosine, sine [n, rotary_dim]. */
+void layer_before_attention(const struct layer *layer, const float *x, long n, const float *cosine, const float *sine,
+                            float *qkv, int threads) {
+    int e = layer->head_dim, turned = layer->heads + layer->kv_heads;
+    long width = (long)(turned + layer->kv_heads) * e;
+    float *normed = layer->input_norm ? malloc(n * layer->width * sizeof(float)) : 0;
+    if (normed) rms_norm(x, layer->input_norm, layer->eps, normed, n, layer->width);
+    skinny_linear(normed ? normed : x, n, layer->width, layer->qkv, layer->qkv_format, qkv, width, threads);
+    free(normed);
+    for (long r = 0; r < n; r++) {
+        float *row = qkv + r * width;
+        if (layer->qkv_bias) for (long i = 0; i < width; i++) row[i] += layer->qkv_bias[i];
+        if (layer->query_norm) rms_norm(row, layer->query_norm, layer->eps, row, layer->heads, e);
+        if (layer->key_norm) rms_norm(row + layer->heads * e, layer->key_norm, layer->eps, row + layer->heads * e, layer->kv_heads, e);
+        for (int head = 0; head < turned; head++)
+            rotate(row + head * e, cosine + r * layer->rotary_dim, sine + r * layer->rotary_dim, layer->rotary_dim);
+    }
+}
+
+/* silu(a) = a sigmoid(a); gelu by tanh: 0.5 a (1 + tanh(t)) = a sigmoid(2 t) */
+static inline vec activate(vec a, int gelu) {
+    vec t = gelu ? 1.5957691216f * (a + 0.044715f * a * a * a) : a;
+    return a / (1.0f + exponential(-t));
+}
+
+/* y [rows, inner] = act(gate(x)) * up(x). Panels of gate and of up take turns, so that a core finds what it has just computed
+ * in its own cache, and nothing but y is written. */
+static void gated_linear(const float *x, long rows, long in, const void *panels, int format, float *y, long inner, int gelu,
+                         int threads) {
+    long count = (inner + PANEL - 1) / PANEL, size = panel_bytes(in, format);
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (long p = 0; p < count; p++) {
+        float gate[MAX_ROWS * PANEL], up[MAX_ROWS * PANEL];
+        const char *panel = (const char *)panels + 2 * p * size;
+        long width = inner - p * PANEL < PANEL ? inner - p * PANEL : PANEL;
+        for (long done = 0, m; done < rows; done += m) {
+            m = next_rows(rows, done);
+            multiply_panel((int)m, x + done * in, in, panel, format, gate);
+            multiply_panel((int)m, x + done * in, in, panel + size, format, up);
+            for (long i = 0; i < m * PANEL; i += LANES) {
+                vec a, b;
+                memcpy(&a, gate + i, sizeof a);
+                memcpy(&b, up + i, sizeof b);
+                a = activate(a, gelu) * b;
+                memcpy(gate + i, &a, sizeof a);
+            }
+            for (long r = 0; r < m; r++)
+                memcpy(y + (done + r) * inner + p * PANEL, gate + r * PANEL, width * sizeof(float));
+        }
+    }
+}
+
+/* x [n, hidden] += o(attended [n, heads head_dim]); x += mlp(norm(x)), norms after the blocks where the layer has them. */
+void layer_after_attention(const struct layer *layer, float *x, const float *attended, long n, int threads) {
+    long hidden = layer->hidden, inner = layer->inner, count = n * hidden;
+    float *block = malloc((2 * count + n * inner) * sizeof(float)), *normed = block + count, *active = normed + count;
+    skinny_linear(attended, n, (long)layer->heads * layer->head_dim, layer->o, layer->o_format, block, hidden, threads);
+    if (layer->attended_norm) rms_norm(block, layer->attended_norm, layer->eps, block, n, hidden);
+    for (long i = 0; i < count; i++) x[i] += block[i];
+    rms_norm(x, layer->mlp_norm, layer->eps, normed, n, hidden);
+    gated_linear(normed, n, hidden, layer->gate_up, layer->gate_up_format, active, inner, layer->gelu, threads);
+    skinny_linear(active, n, inner, layer->down, layer->down_format, block, hidden, threads);
+    if (layer->mlp_out_norm) rms_norm(block, layer->mlp_out_norm, layer->eps, block, n, hidden);
+    for (long i = 0; i < count; i++) x[i] += block[i];
+    free(block);
+}
+
+/* -- body ----------------------------------------------------------------------------------------------------------- */
+
+/* How a layer attends, and where its keys and values are. Mirrored in ops/decoder_layer.py. */
+struct attention {
+    float *keys, *values;
+    const float *sinks;
+    long key_stride, value_stride, window, table; /* table: which rotary table it reads */
+    float scaling, softcap;
+};
+
+/* All layers over x [n, hidden], in place: a pass of few tokens spends as long in Python between 90 kernels as in them.
+ *
+ * tables: per rotary table cosine and sine [n, rotary_dim]. wanted [features]: ascending layers whose input is copied to
+ * `caught`, a row of which holds `features` states side by side; `count` stands for the last layer's output. */
+void body_forward(const struct layer *const *layers, const struct attention *attention, long count, float *x, long n,
+                  const float *const *tables, const struct part *parts, long part_count, const uint64_t *ancestors,
+                  const int *depth, const long *wanted, long features, float *caught, int threads) {
+    long widest = 0, hidden = layers[0]->hidden, next = 0;
+    for (long i = 0; i < count; i++) {
+        long width = (long)(2 * layers[i]->heads + 2 * layers[i]->kv_heads) * layers[i]->head_dim;
+        widest = width > widest ? width : widest;
+    }
+    float *qkv = malloc(n * widest * sizeof(float));
+    for (long i = 0; i <= count; i++) {
+        for (; next < features && wanted[next] == i; next++)
+            for (long r = 0; r < n; r++)
+                memcpy(caught + (r * features + next) * hidden, x + r * hidden, hidden * sizeof(float));
+        if (i == count) break;
+        const struct layer *layer = layers[i];
+        const struct attention *a = attention + i;
+        long e = layer->head_dim, width = (layer->heads + 2L * layer->kv_heads) * e;
+        float *key = qkv + layer->heads * e, *value = key + layer->kv_heads * e, *attended = qkv + n * width;
+        layer_before_attention(layer, x, n, tables[2 * a->table], tables[2 * a->table + 1], qkv, threads);
+        tree_attention(qkv, e, width, key, e, width, value, e, width, a->keys, a->key_stride, a->values, a->value_stride,
+                       attended, layer->heads, layer->kv_heads, e, e, parts, part_count, ancestors, depth, a->scaling,
+                       a->window, a->softcap, a->sinks, threads);
+        layer_after_attention(layer, x, attended, n, threads);
+    }
+    free(qkv);
+}
+
+/* -- drafting ------------------------------------------------------------------------------------------------------- */
+
+/* A drafter of decoder layers. NULL: not there. Mirrored in ops/draft_step.py. */
+struct draft {
+    const struct layer *const *layers;
+    const float *embed_norm, *state_norm, *norm; /* of what is read, and of the last layer's output */
+    const void *project, *head;                  /* panels: of what is read, joined, to a state; of the output to logits */
+    int count, beside, hidden, project_format, head_format, hands_on_normed; /* beside: width of an embedding */
+    long vocabulary;
+    float eps;
+};
+
+/* One depth for n tokens of one sequence: embeds [n, beside] and states [n, hidden] -> out [n, hidden], which the next depth
+ * reads, and logits [asking, vocabulary] of the last tokens. Where nothing projects, the first layer reads embedding and
+ * state side by side. cosine, sine [positions, rotary_dim]; keys and values per layer, a stride per head; `part`, ancestors
+ * and depths as tree_attention takes them. */
+void draft_step(const struct draft *d, const float *embeds, const float *states, long n, const float *cosine, const float *sine,
+                float *const *keys, float *const *values, long stride, const struct part *part, const uint64_t *ancestors,
+                const int *depths, long window, float *out, float *logits, long asking, int threads) {
+    long e = d->layers[0]->head_dim, heads = d->layers[0]->heads, kv_heads = d->layers[0]->kv_heads;
+    long turned = d->layers[0]->rotary_dim, hidden = d->hidden, joined = d->beside + hidden, width = (heads + 2 * kv_heads) * e;
+    float *read = malloc(n * (joined + 2 * turned + width + heads * e + hidden) * sizeof(float)), *cosines = read + n * joined;
+    float *sines = cosines + n * turned, *qkv = sines + n * turned, *attended = qkv + n * width, *normed = attended + n * heads * e;
+    for (long r = 0; r < n; r++) {
+        float *row = read + r * joined;
+        long at = part->prefix + depths[part->held + r];
+        memcpy(row, embeds + r * d->beside, d->beside * sizeof(float));
+        memcpy(row + d->beside, states + r * hidden, hidden * sizeof(float));
+        if (d->embed_norm) rms_norm(row, d->embed_norm, d->eps, row, 1, d->beside);
+        if (d->state_norm) rms_norm(row + d->beside, d->state_norm, d->eps, row + d->beside, 1, hidden);
+        memcpy(cosines + r * turned, cosine + at * turned, turned * sizeof(float));
+        memcpy(sines + r * turned, sine + at * turned, turned * sizeof(float));
+    }
+    if (d->project) skinny_linear(read, n, joined, d->project, d->project_format, out, hidden, threads);
+    else memcpy(out, states, n * hidden * sizeof(float));
+    for (int i = 0; i < d->count; i++) {
+        const float *key = qkv + heads * e, *value = key + kv_heads * e;
+        layer_before_attention(d->layers[i], i || d->project ? out : read, n, cosines, sines, qkv, threads);
+        tree_attention(qkv, e, width, key, e, width, value, e, width, keys[i], stride, values[i], stride, attended, heads,
+                       kv_heads, e, e, part, 1, ancestors, depths, 1 / sqrtf(e), window, 0, NULL, threads);
+        layer_after_attention(d->layers[i], out, attended, n, threads);
+    }
+    if (d->norm) rms_norm(out, d->norm, d->eps, normed, n, hidden);
+    if (d->hands_on_normed) memcpy(out, normed, n * hidden * sizeof(float));
+    skinny_linear((d->norm ? normed : out) + (n - asking) * hidden, asking, hidden, d->head, d->head_format, logits,
+                  d->vocabulary, threads);
+    free(read);
+}
