@@ -145,7 +145,8 @@ class DecodeHeldOut(TrainerCallback):
             control.should_log = due_too
         model.train()
         length = over_ranks(length, args.device)
-        if state.best_metric is None or length > state.best_metric:
+        # A few prompts are a coarse measure: of equal checkpoints the one that learned longer is kept.
+        if state.best_metric is None or length >= state.best_metric:
             state.best_metric, state.best_global_step = length, state.global_step
             control.should_save = True
 

@@ -134,7 +134,7 @@ def test_the_best_checkpoint_is_the_one_that_decodes_best(whole):
     key = "eval_decode_accepted_length"
     decoded = {log["step"]: log[key] for log in state["log_history"] if key in log}
     assert list(decoded) == [3, 6, 9, STEPS] and "decoding held-out prompts: accepted length" in out
-    best = max(decoded, key=lambda step: (decoded[step], -step))
+    best = max(decoded, key=lambda step: (decoded[step], step))
     assert state["best_global_step"] == best and Path(state["best_model_checkpoint"]) == folder / f"checkpoint-{best}"
     kept = {path.name for path in folder.glob("checkpoint-*")}
     assert (
