@@ -218,7 +218,7 @@ class Decoder:
             verifier = Verifier(self.sampling, self.eos_ids, numbers, prompt)
             drafting = speculate is None or speculate[index]
             rows.append(Row(index, prompt, limit, verifier, text, record, prompt[:0], drafting))
-        room = self.spec.budget + self._probes if self.drafter is not None else 0
+        room = self.spec.most + self._probes if self.drafter is not None else 0
         need = max((row.prompt.numel() + row.limit for row in rows), default=0) + room
         plain = self.sampling.greedy and self.sampling.repetition_penalty == 1
         self._steps = TargetSteps.lease(self.target, self.graphs)

@@ -25,6 +25,8 @@ from drafttrain.target import Target
 _SURE = 0.75
 # In a chain or a fan-out, where one drafter's tree takes the other's place, a match goes first from here on.
 _LIKELY = 0.5
+# Of a match that is drafted alone and may be longer than the tree, nodes less likely than this cost more than they bring.
+_WORTH = 0.1
 
 
 def merge(first: TokenTree, second: TokenTree, budget: int) -> TokenTree:
@@ -91,8 +93,9 @@ class CombinedDrafter(Drafter):
     ) -> list[TokenTree]:
         sides = [session.side for session in sessions]
         found = self.side.propose_all(sides, [match_spec(spec) for spec in specs], samplers)
-        rows = [row for row, (tree, spec) in enumerate(zip(found, specs, strict=True)) if not drafts_alone(tree, spec)]
-        trees = dict(enumerate(found))
+        sure = [drafts_alone(tree, spec) for tree, spec in zip(found, specs, strict=True)]
+        trees = {row: alone(found[row], specs[row]) for row in range(len(sessions)) if sure[row]}
+        rows = [row for row in range(len(sessions)) if not sure[row]]
         if rows:
             mains = [sessions[row].main for row in rows]
             drafted = self.main.propose_all(mains, [specs[row] for row in rows], [samplers[row] for row in rows])
@@ -107,9 +110,9 @@ def match_spec(spec: TreeSpec) -> TreeSpec:
     """What the second drafter may propose: in a dynamic tree paths as long as the budget, for they cost nothing to find."""
     if not spec.matches or spec.shape == "none":
         return TreeSpec.parse("none")
-    return (
-        replace(spec, depth=spec.budget, stop=0.0) if spec.shape == "dynamic" else TreeSpec.parse(f"chain:{spec.depth}")
-    )
+    if spec.shape == "dynamic":
+        return replace(spec, depth=spec.most, budget=spec.most, stop=0.0)
+    return TreeSpec.parse(f"chain:{max(spec.depth, spec.match)}")
 
 
 def drafts_alone(match: TokenTree, spec: TreeSpec) -> bool:
@@ -117,6 +120,15 @@ def drafts_alone(match: TokenTree, spec: TreeSpec) -> bool:
     return len(match) > 0 and math.exp(_scores(match)[0]) >= (
         spec.alone or (_SURE if spec.shape == "dynamic" else _LIKELY)
     )
+
+
+def alone(match: TokenTree, spec: TreeSpec) -> TokenTree:
+    """The part of a match that is verified if it is drafted alone."""
+    scores = _scores(match)
+    order = sorted(range(len(match)), key=lambda node: -scores[node])
+    usual = spec.budget if spec.shape == "dynamic" else spec.depth
+    kept = [node for rank, node in enumerate(order) if rank < usual or scores[node] >= math.log(_WORTH)]
+    return match if len(kept) == len(match) else match.part(sorted(kept))
 
 
 class CombinedSession:

@@ -33,12 +33,14 @@ class TreeSpec:
     stop       chain:8@stop=0.2      a path that the drafter thinks less likely than this is not continued
     alone      chain:8@alone=0.6     a second drafter's match this likely to go on is drafted alone (0.75 unless given in a
                                      dynamic tree, whose nodes both share otherwise; 0.5 in others)
+    match      dynamic:4,4,6@match=11  a match that is drafted alone may have so many nodes, as far as they are likely (the
+                                     tree's own number unless given): a sure one is worth more than a tree
     nomatch    chain:8@nomatch       a second drafter is not asked
     adapt      dynamic:5,8,24@adapt  at most this tree: rounds draft less, or nothing, where that is faster
 
     Attributes:
         depth: of the deepest node; fanout: most children per node at each depth (not for dynamic trees).
-        top_k: most children of any node; budget: most nodes.
+        top_k: most children of any node; budget: most nodes; most: the same, matches that are drafted alone included.
         paths: of shape `paths`, every node's ranks, parents first.
     """
 
@@ -51,6 +53,7 @@ class TreeSpec:
     sampled: bool = False
     stop: float = 0.0
     alone: float = 0.0
+    match: int = 0
     matches: bool = True
     adaptive: bool = False
 
@@ -74,10 +77,12 @@ class TreeSpec:
                 spec = replace(spec, matches=False)
             elif name in ("stop", "alone") and spec.shape != "none" and 0 < _number(value) < 1:
                 spec = replace(spec, stop=float(value)) if name == "stop" else replace(spec, alone=float(value))
+            elif name == "match" and spec.shape != "none" and value.isdecimal() and int(value) > 0:
+                spec = replace(spec, match=int(value))
             else:
                 raise UserError(
                     f"tree={text!r}: {option!r} is no option; write @sample, @stop=P or @alone=P with P between 0 "
-                    "and 1, @nomatch or @adapt"
+                    "and 1, @match=NODES, @nomatch or @adapt"
                 )
         # Which drawn tokens stay would depend on what was drawn, so what stays is no longer distributed as q.
         if spec.sampled and spec.shape == "dynamic":
@@ -87,6 +92,10 @@ class TreeSpec:
         if spec.sampled and any(ranks != list(range(len(ranks))) for ranks in ranks_below(spec.paths).values()):
             raise UserError(f"tree={text!r}: ranks of drawn siblings must be 0, 1, 2, ... without a gap")
         return spec
+
+    @property
+    def most(self) -> int:
+        return max(self.budget, self.match)
 
     def check(self, sampling: SamplingParams) -> None:
         """Raises UserError if tokens are to be drawn, but decoding is greedy."""
@@ -102,7 +111,8 @@ class TreeSpec:
             "paths": "paths:" + ",".join("-".join(map(str, path)) for path in self.paths),
         }[self.shape]
         text += "@sample" * self.sampled + (f"@stop={self.stop}" if self.stop else "")
-        text += (f"@alone={self.alone}" if self.alone else "") + "@nomatch" * (not self.matches)
+        text += (f"@alone={self.alone}" if self.alone else "") + (f"@match={self.match}" if self.match else "")
+        text += "@nomatch" * (not self.matches)
         return text + "@adapt" * self.adaptive
 
     def smaller(self) -> list[TreeSpec]:
@@ -120,7 +130,7 @@ class TreeSpec:
         else:
             kept = [[path for path in self.paths if len(path) <= depth] for depth in range(1, self.depth + 1)]
             texts = ["paths:" + ",".join("-".join(map(str, path)) for path in paths) for paths in kept]
-        same = {name: getattr(self, name) for name in ("sampled", "stop", "alone", "matches")}
+        same = {name: getattr(self, name) for name in ("sampled", "stop", "alone", "match", "matches")}
         return [replace(TreeSpec.parse(text), **same) for text in texts]
 
 

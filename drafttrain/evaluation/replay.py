@@ -20,7 +20,7 @@ from torch import Tensor
 from drafttrain.batch import TokenTree
 from drafttrain.decode import Decoder, SamplingParams
 from drafttrain.drafters.base import Drafter
-from drafttrain.drafters.combined import CombinedDrafter, drafts_alone, match_spec, merge
+from drafttrain.drafters.combined import CombinedDrafter, alone, drafts_alone, match_spec, merge
 from drafttrain.drafters.tree_spec import TreeSpec
 from drafttrain.target import Target
 
@@ -54,6 +54,10 @@ class _Recorded:
         for place, node in enumerate(order):
             self.places[node] = place
         self._merged: dict[tuple[int, float, bool], tuple[_Recorded, int]] = {}
+
+    def likeliest(self, count: int) -> list[int]:
+        """The nodes that such a budget keeps."""
+        return [node for node, place in enumerate(self.places) if place < count]
 
     def way(self, tokens: Sequence[int]) -> list[int]:
         """Nodes along the given tokens, as far as they go."""
@@ -200,7 +204,8 @@ def _accepted(
     match = matches[spec.top_k]
     if spec.matches and drafts_alone(match.tree, spec):
         # A match for a chain is a chain itself, as deep as was recorded.
-        tree, drafted, most = match, 0, spec.budget if spec.shape == "dynamic" else spec.depth
+        tree, drafted = match, 0
+        most = len(alone(match.tree.part(match.likeliest(spec.most)), spec))
     else:
         floor = math.log(spec.stop) if spec.stop else -math.inf
         shared = spec.matches and spec.shape == "dynamic"

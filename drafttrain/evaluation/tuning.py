@@ -125,7 +125,9 @@ def candidates(drafter: Drafter) -> list[TreeSpec]:
     """Every tree that can be replayed: chains, dynamic trees, some that stop early, matches left out or alone sooner or later."""
     main, side = parts_of(drafter)
     stops = ("", "@stop=0.1", "@stop=0.3") if getattr(main, "trainable", False) else ("",)
-    shares = ("", "@nomatch", "@alone=0.5", "@alone=0.9") if side is not None else ("",)
+    # A root and 11 nodes are what the CPU's kernel multiplies at a time.
+    sure = ("@alone=0.5", "@alone=0.9", "@match=11", "@alone=0.5@match=11")
+    shares = ("", "@nomatch", *sure) if side is not None else ("",)
     chains = [f"chain:{d}{s}{m}" for d, s, m in itertools.product(range(1, DEPTH + 1), stops, shares[:2])]
     trees = [
         f"dynamic:{d},{k},{n}{s}{m}"

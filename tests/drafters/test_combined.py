@@ -8,7 +8,7 @@ import torch
 from drafttrain.batch import TokenTree
 from drafttrain.decode import generate
 from drafttrain.drafters.base import load_drafter
-from drafttrain.drafters.combined import CombinedDrafter, merge
+from drafttrain.drafters.combined import CombinedDrafter, alone, match_spec, merge
 from drafttrain.drafters.ngram import NgramDrafter
 from drafttrain.drafters.tree_spec import TreeSpec
 from tests.drafters.test_eagle3 import make_batch, make_drafter
@@ -54,6 +54,8 @@ class Fixed:
     ("chance", "text", "asked", "want"),
     [
         (0.9, "dynamic:2,2,4", 0, {(1,), (1, 2)}),  # a sure match is drafted alone
+        (0.9, "dynamic:1,2,1@match=2", 0, {(1,), (1, 2)}),
+        (0.6, "dynamic:1,2,1@match=2", 1, {(1,)}),
         (0.6, "dynamic:2,2,4", 1, {(1,), (1, 2), (5,)}),
         (0.6, "chain:2", 0, {(1,), (1, 2)}),
         (0.4, "chain:2", 1, {(5,)}),  # no room for both
@@ -69,17 +71,28 @@ def test_the_likelihood_of_a_match_decides_who_drafts(chance, text, asked, want)
     assert (main.asked, paths(tree)) == (asked, want)
 
 
+@pytest.mark.parametrize(
+    ("text", "kept"), [("dynamic:2,2,2", 2), ("dynamic:2,2,2@match=9", 4), ("dynamic:2,2,4", 4), ("chain:6@match=9", 6)]
+)
+def test_beyond_the_trees_size_a_match_keeps_what_is_likely(text, kept):
+    chances = torch.tensor([0.9, 0.8, 0.5, 0.2, 0.09, 0.05, 0.04])
+    match = TokenTree(torch.arange(7), list(range(-1, 6)), chances.log())
+    spec = TreeSpec.parse(text)
+    found = alone(match.part(list(range(min(7, match_spec(spec).budget)))), spec)
+    assert found.tokens.tolist() == list(range(kept)) and found.parents == list(range(-1, kept - 1))
+
+
 def test_combined_drafting_keeps_the_budget_and_the_output(target):
     drafter = CombinedDrafter(make_drafter(target), NgramDrafter(min_n=2))
     prompt = make_batch((9,)).input_ids[0].repeat(3)
     plain = generate(target, None, prompt, max_new_tokens=40, eos_ids=()).tokens
-    for text in ("dynamic:4,3,8", "chain:3", "fanout:2x2", "chain:1"):
+    for text in ("dynamic:4,3,8", "dynamic:2,2,2@match=11", "chain:3", "fanout:2x2", "chain:1"):
         spec = TreeSpec.parse(text)
         assert generate(target, drafter, prompt, max_new_tokens=40, spec=spec, eos_ids=()).tokens == plain
         session = drafter.start(prompt, 100)
         features = target.forward(prompt[None], drafter.feature_layers).features[0]
         session.extend(prompt[1:], features[:-1])
-        assert 0 < len(session.propose(spec)) <= spec.budget
+        assert 0 < len(session.propose(spec)) <= spec.most
 
 
 def test_a_sum_of_names_loads_both(target, tmp_path):

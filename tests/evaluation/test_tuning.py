@@ -24,7 +24,15 @@ from tests.drafters.test_eagle3 import make_drafter
 
 PROMPTS = [[5, 9, 11, 9, 11, 30, 2, 9, 11, 4, 44, 9], [7, 8, 7, 8, 9, 7]]
 COUNT = 20
-TREES = ("chain:6", "chain:4@nomatch", "dynamic:1,4,3", "dynamic:3,4,8", "dynamic:6,8,48", "dynamic:3,8,12@alone=0.5")
+TREES = (
+    "chain:6",
+    "chain:4@nomatch",
+    "dynamic:1,4,3",
+    "dynamic:3,4,8",
+    "dynamic:6,8,48",
+    "dynamic:3,8,12@alone=0.5",
+    "dynamic:2,4,3@match=11",
+)
 STOPPED = ("chain:6@stop=0.3", "dynamic:5,4,16@stop=0.1@nomatch")
 
 
@@ -129,7 +137,7 @@ def test_candidates_fit_their_drafter(target):
     assert not any("@" in tree for tree in every["ngram"])  # it knows no probabilities and has nothing to merge
     assert {"chain:3@stop=0.3", "dynamic:3,8,16"} <= every["eagle3"]
     assert not any("match" in tree for tree in every["eagle3"])
-    assert "dynamic:3,8,16@nomatch" in every["eagle3+ngram"]
+    assert {"dynamic:3,8,16@nomatch", "dynamic:3,8,16@alone=0.5@match=11"} <= every["eagle3+ngram"]
 
 
 def tune_command(target_dir, drafter, tmp_path, *more):
