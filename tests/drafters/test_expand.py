@@ -182,7 +182,10 @@ def test_drawn_trees_of_a_trained_kind(target):
 SHAPES = ["none", "chain:3", "fanout:4x2x1", "dynamic:5,8,24", "paths:0,1,0-0,0-1"]
 
 
-@pytest.mark.parametrize("text", [*SHAPES, *(f"{text}@stop=0.25" for text in SHAPES[1:]), "chain:2@sample@stop=0.001"])
+OPTIONS = ["chain:2@sample@stop=0.001", "dynamic:4,4,6@stop=0.3@alone=0.5@match=11@adapt", "chain:3@nomatch"]
+
+
+@pytest.mark.parametrize("text", [*SHAPES, *(f"{text}@stop=0.25" for text in SHAPES[1:]), *OPTIONS])
 def test_the_text_form_goes_both_ways(text):
     assert str(TreeSpec.parse(text)) == text
     assert TreeSpec.parse(str(TreeSpec.parse(text))) == TreeSpec.parse(text)
@@ -225,6 +228,8 @@ def test_paths_may_come_from_a_file(tmp_path):
         ("chain:3@stop=2", "'stop=2' is no option"),
         ("chain:3@stop=x", "'stop=x' is no option"),
         ("none@sample", "'sample' is no option"),
+        ("chain:3@match=0", "'match=0' is no option"),
+        ("chain:3@match=x", "'match=x' is no option"),
         ("dynamic:5,8,24@sample", "drops tokens after drawing them"),
         ("paths:0,2@sample", "without a gap"),
     ],
