@@ -238,6 +238,19 @@ struct attention {
     float scaling, softcap;
 };
 
+/* read [n, width] -> x [n, hidden], which is added to; room [n, (2 heads + 2 kv_heads) head_dim] is the layer's to use. */
+static void whole_layer(const struct layer *layer, const struct attention *a, const float *read, float *x, long n,
+                        const float *cosine, const float *sine, const struct part *parts, long part_count,
+                        const uint64_t *ancestors, const int *depth, float *room, int threads) {
+    long e = layer->head_dim, width = (layer->heads + 2L * layer->kv_heads) * e;
+    float *key = room + layer->heads * e, *value = key + layer->kv_heads * e, *attended = room + n * width;
+    layer_before_attention(layer, read, n, cosine, sine, room, threads);
+    tree_attention(room, e, width, key, e, width, value, e, width, a->keys, a->key_stride, a->values, a->value_stride,
+                   attended, layer->heads, layer->kv_heads, e, e, parts, part_count, ancestors, depth, a->scaling, a->window,
+                   a->softcap, a->sinks, threads);
+    layer_after_attention(layer, x, attended, n, threads);
+}
+
 /* All layers over x [n, hidden], in place: a pass of few tokens spends as long in Python between 90 kernels as in them.
  *
  * tables: per rotary table cosine and sine [n, rotary_dim]. wanted [features]: ascending layers whose input is copied to
@@ -256,15 +269,8 @@ void body_forward(const struct layer *const *layers, const struct attention *att
             for (long r = 0; r < n; r++)
                 memcpy(caught + (r * features + next) * hidden, x + r * hidden, hidden * sizeof(float));
         if (i == count) break;
-        const struct layer *layer = layers[i];
-        const struct attention *a = attention + i;
-        long e = layer->head_dim, width = (layer->heads + 2L * layer->kv_heads) * e;
-        float *key = qkv + layer->heads * e, *value = key + layer->kv_heads * e, *attended = qkv + n * width;
-        layer_before_attention(layer, x, n, tables[2 * a->table], tables[2 * a->table + 1], qkv, threads);
-        tree_attention(qkv, e, width, key, e, width, value, e, width, a->keys, a->key_stride, a->values, a->value_stride,
-                       attended, layer->heads, layer->kv_heads, e, e, parts, part_count, ancestors, depth, a->scaling,
-                       a->window, a->softcap, a->sinks, threads);
-        layer_after_attention(layer, x, attended, n, threads);
+        const float *const *pair = tables + 2 * attention[i].table;
+        whole_layer(layers[i], attention + i, x, x, n, pair[0], pair[1], parts, part_count, ancestors, depth, qkv, threads);
     }
     free(qkv);
 }
@@ -289,9 +295,9 @@ void draft_step(const struct draft *d, const float *embeds, const float *states,
                 float *const *keys, float *const *values, long stride, const struct part *part, const uint64_t *ancestors,
                 const int *depths, long window, float *out, float *logits, long asking, int threads) {
     long e = d->layers[0]->head_dim, heads = d->layers[0]->heads, kv_heads = d->layers[0]->kv_heads;
-    long turned = d->layers[0]->rotary_dim, hidden = d->hidden, joined = d->beside + hidden, width = (heads + 2 * kv_heads) * e;
-    float *read = malloc(n * (joined + 2 * turned + width + heads * e + hidden) * sizeof(float)), *cosines = read + n * joined;
-    float *sines = cosines + n * turned, *qkv = sines + n * turned, *attended = qkv + n * width, *normed = attended + n * heads * e;
+    long turned = d->layers[0]->rotary_dim, hidden = d->hidden, joined = d->beside + hidden, width = 2 * (heads + kv_heads) * e;
+    float *read = malloc(n * (joined + 2 * turned + width + hidden) * sizeof(float)), *cosines = read + n * joined;
+    float *sines = cosines + n * turned, *qkv = sines + n * turned, *normed = qkv + n * width;
     for (long r = 0; r < n; r++) {
         float *row = read + r * joined;
         long at = part->prefix + depths[part->held + r];
@@ -305,11 +311,9 @@ void draft_step(const struct draft *d, const float *embeds, const float *states,
     if (d->project) skinny_linear(read, n, joined, d->project, d->project_format, out, hidden, threads);
     else memcpy(out, states, n * hidden * sizeof(float));
     for (int i = 0; i < d->count; i++) {
-        const float *key = qkv + heads * e, *value = key + kv_heads * e;
-        layer_before_attention(d->layers[i], i || d->project ? out : read, n, cosines, sines, qkv, threads);
-        tree_attention(qkv, e, width, key, e, width, value, e, width, keys[i], stride, values[i], stride, attended, heads,
-                       kv_heads, e, e, part, 1, ancestors, depths, 1 / sqrtf(e), window, 0, NULL, threads);
-        layer_after_attention(d->layers[i], out, attended, n, threads);
+        struct attention a = {keys[i], values[i], NULL, stride, stride, window, 0, 1 / sqrtf(e), 0};
+        whole_layer(d->layers[i], &a, i || d->project ? out : read, out, n, cosines, sines, part, 1, ancestors, depths, qkv,
+                    threads);
     }
     if (d->norm) rms_norm(out, d->norm, d->eps, normed, n, hidden);
     if (d->hands_on_normed) memcpy(out, normed, n * hidden * sizeof(float));
