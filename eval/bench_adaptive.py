@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from benchmark import alternate, median, write_result
 
-from drafttrain.decode import Decoder
-from drafttrain.drafters.base import load_drafter, load_trained
-from drafttrain.drafters.tree_spec import TreeSpec
+from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.drafters.registry import load_drafter, load_trained
 from drafttrain.evaluation.suites import load_suite, render, take_evenly
+from drafttrain.inference import Decoder
 from drafttrain.target import Target
 
 GOAL = 0.97

@@ -23,9 +23,9 @@ import torch
 from benchmark import alternate, median, write_result
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from drafttrain.decode import Decoder
-from drafttrain.decode.static import TargetSteps
 from drafttrain.evaluation.suites import load_suite, render, take_evenly
+from drafttrain.inference import Decoder
+from drafttrain.inference.static import TargetSteps
 from drafttrain.target import DTYPES, Target, resolve_device, resolve_dtype
 
 GOAL = 1.5  # times transformers' generate; also the most that a tree round may cost, in plain steps

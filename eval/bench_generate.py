@@ -23,7 +23,7 @@ import transformers
 from benchmark import alternate, median, write_result
 
 from drafttrain.data.conversation import ChatRenderer
-from drafttrain.data.slots import Request, SlotEngine
+from drafttrain.inference.slots import Request, SlotEngine
 from drafttrain.ops.sampling import SamplingParams
 from drafttrain.target import DTYPES, Target
 

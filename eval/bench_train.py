@@ -30,11 +30,11 @@ from torch import Tensor
 from drafttrain.data.loader import collate, pack_rows, to_batch, training_rows
 from drafttrain.data.store import load_records
 from drafttrain.data.vocab import count_tokens, keep_frequent
-from drafttrain.drafters.eagle3 import Eagle3, Eagle3Config
-from drafttrain.drafters.layers import rotate
-from drafttrain.drafters.shared import anchors_by_depth
+from drafttrain.drafters.common.layers import rotate
+from drafttrain.drafters.common.shared import anchors_by_depth
+from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
 from drafttrain.target import Target, resolve_device
-from drafttrain.training.targets import TargetSource
+from drafttrain.training.feature_sources import TargetSource
 
 GOAL = 1.5
 DECAY = 0.8

@@ -20,13 +20,13 @@ from typing import Any
 
 from benchmark import median, write_result
 
-from drafttrain.decode import generate
-from drafttrain.drafters.base import load_drafter
-from drafttrain.drafters.tree_spec import TreeSpec
+from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.drafters.registry import load_drafter
+from drafttrain.drafters.trained import find_drafter
 from drafttrain.evaluation.suites import load_suite, render, take_evenly
-from drafttrain.hub import engines
-from drafttrain.hub.drafters import find_drafter
-from drafttrain.hub.export import export
+from drafttrain.export import engines
+from drafttrain.export.export_drafter import export
+from drafttrain.inference import generate
 from drafttrain.target import Target
 
 

@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 
-from drafttrain.drafters.base import kind_class, kinds
-from drafttrain.drafters.tree_spec import TreeSpec
+from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.drafters.registry import kind_class, kinds
 from drafttrain.environment import describe_environment
 from drafttrain.errors import UserError
 from drafttrain.files import write_json

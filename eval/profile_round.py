@@ -18,10 +18,10 @@ from typing import Any
 
 from benchmark import write_result
 
-from drafttrain.decode import SamplingParams, engine, generate
-from drafttrain.drafters.base import load_drafter
-from drafttrain.drafters.tree_spec import TreeSpec
+from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.drafters.registry import load_drafter
 from drafttrain.evaluation.suites import load_suite, render, take_evenly
+from drafttrain.inference import SamplingParams, engine, generate
 from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target import Target
 

@@ -11,11 +11,11 @@ import torch
 
 import drafttrain
 from drafttrain import Target, evaluate, generate, load_drafter, stream
-from drafttrain.decode.text import TextStream
 from drafttrain.errors import UserError
+from drafttrain.inference.text import TextStream
 from tests.conftest import make_target, make_tokenizer
-from tests.decode.fakes import hf_greedy
 from tests.drafters.test_eagle3 import make_drafter
+from tests.inference.fakes import hf_greedy
 
 TEXT = "hello there"
 CHAT = [{"role": "user", "content": "hi"}]

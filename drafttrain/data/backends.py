@@ -21,8 +21,8 @@ from typing import Any, Protocol
 import httpx
 
 from drafttrain.data.conversation import ChatRenderer, Conversation
-from drafttrain.data.slots import Finished, Request, SlotEngine
 from drafttrain.errors import UserError
+from drafttrain.inference.slots import Finished, Request, SlotEngine
 from drafttrain.ops.sampling import SamplingParams
 from drafttrain.target import Target
 

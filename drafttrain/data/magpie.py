@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from drafttrain.data.filters import is_repetitive
 from drafttrain.data.formats import Prompt
 from drafttrain.data.masks import render_text, text_prompt
-from drafttrain.data.slots import Finished, Request
 from drafttrain.errors import UserError
+from drafttrain.inference.slots import Finished, Request
 from drafttrain.target import Target
 
 # First words of user turns, ten of each sort, so that every sort of task gets its share.

@@ -216,7 +216,7 @@ def magpie_prompts(
 ) -> list[dict[str, Any]]:
     """Sets the engine up and runs it."""
     from drafttrain.data.magpie import Writer, load_openings
-    from drafttrain.data.slots import SlotEngine
+    from drafttrain.inference.slots import SlotEngine
     from drafttrain.ops.sampling import SamplingParams
 
     sampling = SamplingParams(args.temperature, 0, args.top_p)

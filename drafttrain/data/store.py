@@ -34,7 +34,7 @@ from torch import Tensor
 from drafttrain import __version__
 from drafttrain.errors import UserError
 from drafttrain.files import is_disk_full, write_json
-from drafttrain.target_attention import LAST
+from drafttrain.target.attention import LAST
 
 FORMAT = 1
 _SYNC_SECONDS = 5.0

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from drafttrain.batch import TokenTree
 from drafttrain.drafters.base import Drafter, ProbingSession, Session
-from drafttrain.drafters.tree_spec import TreeSpec
+from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.ops.sampling import Sampler
 from drafttrain.target import Target
 

@@ -14,12 +14,12 @@ from typing import Any
 
 from rich.console import Console
 
-from drafttrain.drafters.base import decoding_file, decoding_settings
+from drafttrain.drafters.registry import decoding_file, decoding_settings
 from drafttrain.errors import UserError
-from drafttrain.evaluation.console import wide_console
 from drafttrain.evaluation.metrics import summarise
-from drafttrain.evaluation.report import load_results
 from drafttrain.files import write_json
+from drafttrain.reports.console import wide_console
+from drafttrain.reports.report import load_results
 
 HELP = """Say why acceptance is what it is, from results.json, and what to do.
 

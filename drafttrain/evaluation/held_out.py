@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from drafttrain.decode import Decoder
 from drafttrain.drafters.base import Drafter
-from drafttrain.drafters.tree_spec import TreeSpec
+from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.evaluation.metrics import acceptance_by_depth
+from drafttrain.inference import Decoder
 from drafttrain.target import Target
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from drafttrain.decode import Generation
+from drafttrain.inference import Generation
 
 RESAMPLES = 1000
 BASELINES = ("autoregressive", "hf_generate")

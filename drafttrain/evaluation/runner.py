@@ -15,22 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafttrain.decode import Decoder, SamplingParams, token_limit
-from drafttrain.drafters.base import Drafter, decoding_settings, default_tree, kind_of, load_drafter, names_help
-from drafttrain.drafters.tree_spec import TreeSpec
+from drafttrain.drafters.base import Drafter
+from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.drafters.registry import decoding_settings, default_tree, kind_of, load_drafter, names_help
 from drafttrain.environment import describe_environment, peak_memory, reset_peak
 from drafttrain.errors import UserError
 from drafttrain.evaluation.diagnose import diagnose, print_findings
 from drafttrain.evaluation.metrics import BASELINES, HF_SPECULATIVE, Record, by_category, summarise
-from drafttrain.evaluation.replay import parts_of
-from drafttrain.evaluation.report import print_results
+from drafttrain.evaluation.records import Partial, fingerprint, folder_state
 from drafttrain.evaluation.sides import Side, engine_side, hf_sides
-from drafttrain.evaluation.store import Partial, fingerprint, folder_state
 from drafttrain.evaluation.suites import Question, Suite, known_suites, load_suite, render, take_evenly
-from drafttrain.evaluation.tuning import calibration_prompts, search_tree
 from drafttrain.files import write_json
+from drafttrain.inference import Decoder, SamplingParams, token_limit
 from drafttrain.progress import Progress
+from drafttrain.reports.report import print_results
 from drafttrain.target import Target
+from drafttrain.tuning.replay import parts_of
+from drafttrain.tuning.tune import calibration_prompts, search_tree
 
 HELP = """Measure a drafter in the lossless tree decoder against plain decoding.
 

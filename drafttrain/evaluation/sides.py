@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from drafttrain.decode import Decoder, SamplingParams
 from drafttrain.evaluation.metrics import Record, side_record
+from drafttrain.inference import Decoder, SamplingParams
 from drafttrain.target import Target, resolve_target
 
 # (prompts' ids, most new tokens of each, seed) -> per prompt its new tokens, and what is kept of the generation

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafttrain.decode import Decoder, SamplingParams, Stats, strip_padding
-from drafttrain.drafters.base import default_tree, load_drafter
-from drafttrain.drafters.tree_spec import TreeSpec
+from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.drafters.registry import default_tree, load_drafter
 from drafttrain.errors import UserError
+from drafttrain.inference import Decoder, SamplingParams, Stats, strip_padding
 from drafttrain.target import Target
 
 # (inputs, model, tokenizer, max_new_tokens) -> output ids [1, L + new], new tokens, decoding steps, tokens of each step

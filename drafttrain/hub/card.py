@@ -11,12 +11,12 @@ import yaml
 from jinja2 import Environment, StrictUndefined
 
 from drafttrain import __version__
+from drafttrain.drafters.shipping import shipping
+from drafttrain.drafters.trained import Trained
 from drafttrain.errors import UserError
-from drafttrain.evaluation.report import identity_line
-from drafttrain.hub.drafters import Trained
-from drafttrain.hub.kinds import shipping
-from drafttrain.hub.serving import Recipe, public_name
+from drafttrain.export.serving_recipes import Recipe, public_name
 from drafttrain.hub.upload import shorten
+from drafttrain.reports.report import identity_line
 
 _TRAINER_KEYS = (
     "per_device_train_batch_size",

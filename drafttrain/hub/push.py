@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from drafttrain.drafters.shipping import Request, shipping
+from drafttrain.drafters.trained import Trained, find_drafter, parse_dtype
 from drafttrain.errors import UserError
-from drafttrain.evaluation.report import draw, load_results
+from drafttrain.export.serving_recipes import engine_depth, public_name, recipes, tuned_tree
 from drafttrain.hub.card import base_model_name, default_licence, model_card, read_training
-from drafttrain.hub.drafters import Trained, find_drafter, parse_dtype
-from drafttrain.hub.kinds import Request, shipping
-from drafttrain.hub.serving import engine_depth, public_name, recipes, tuned_tree
 from drafttrain.hub.upload import check_private, check_repo, list_files, print_files, shorten, upload, write_clean_json
+from drafttrain.reports.report import draw, load_results
 from drafttrain.target import resolve_target
 
 HELP = """Publish a drafter on the Hugging Face Hub with a model card made from measured results.

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from drafttrain.data.store import load_records, read_meta
 from drafttrain.errors import UserError
+from drafttrain.export.serving_recipes import public_name
 from drafttrain.hub.card import front_matter, link, render
-from drafttrain.hub.serving import public_name
 from drafttrain.hub.upload import check_private, check_repo, list_files, print_files, shorten, upload, write_clean_json
 
 HELP = """Publish a distillation data set on the Hugging Face Hub with a data card.

@@ -21,8 +21,8 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from drafttrain.data.loader import collate, fill_rows, join_rows, to_batch
-from drafttrain.data.slots import Request, SlotEngine
 from drafttrain.errors import UserError
+from drafttrain.inference.slots import Request, SlotEngine
 from drafttrain.ops.sampling import SamplingParams
 from drafttrain.target import Target
 from drafttrain.training.callbacks import whole

@@ -14,14 +14,14 @@ from transformers import Trainer
 from transformers.trainer_utils import rotate_checkpoints
 
 from drafttrain.data.loader import to_batch
-from drafttrain.drafters.base import decoding_file
+from drafttrain.drafters.registry import decoding_file
 from drafttrain.environment import peak_memory
 from drafttrain.errors import UserError
 from drafttrain.target import Target
 from drafttrain.training.callbacks import TimeBudget
+from drafttrain.training.feature_sources import NoTarget, TargetSource
 from drafttrain.training.on_policy import OnPolicy
 from drafttrain.training.sampler import ByLength
-from drafttrain.training.targets import NoTarget, TargetSource
 
 # Acceptance is measured on every so many training steps: it costs a tenth of a step and changes slowly.
 MEASURE_EVERY = 4

@@ -16,8 +16,8 @@ from drafttrain.cli import main
 from drafttrain.data.loader import collate, to_batch, training_rows
 from drafttrain.data.store import FeatureStore, load_records
 from drafttrain.target import Target
-from drafttrain.target_attention import LAST
-from drafttrain.training.targets import TargetSource
+from drafttrain.target.attention import LAST
+from drafttrain.training.feature_sources import TargetSource
 from tests.drafters.test_eagle3 import make_drafter
 from tests.training.test_train import ROOT, write_data
 

@@ -13,8 +13,8 @@ from drafttrain.data.filters import Filter, Limits, NearDuplicates, is_readable,
 from drafttrain.data.formats import parse_row
 from drafttrain.data.magpie import BUILTIN_OPENINGS, Writer, load_openings, user_frame
 from drafttrain.data.prompts import Partial, parse_columns, write_prompts
-from drafttrain.data.slots import Finished, SlotEngine
 from drafttrain.errors import UserError
+from drafttrain.inference.slots import Finished, SlotEngine
 from drafttrain.ops.sampling import SamplingParams
 
 TOPICS = ["red", "green", "blue", "slow", "quick", "round", "flat", "small"]
@@ -313,7 +313,7 @@ def test_magpie_stops_when_time_is_up(tmp_path, target):
 
 
 def test_the_magpie_command(tmp_path, target_dir, monkeypatch, capsys):
-    from drafttrain.data import slots
+    from drafttrain.inference import slots
 
     made = []
 

@@ -12,7 +12,7 @@ import torch
 from drafttrain.data import store as store_module
 from drafttrain.data.store import FeatureStore, FeatureWriter, Store, check_space, load_records, read_meta
 from drafttrain.errors import UserError
-from drafttrain.target_attention import LAST
+from drafttrain.target.attention import LAST
 
 META = {
     "target": {"name": "tiny", "hidden_size": 4, "tokenizer": "abc"},

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from drafttrain.batch import Batch
-from drafttrain.decode import SamplingParams, generate, generate_batch
-from drafttrain.drafters.base import kind_class, load_drafter
-from drafttrain.drafters.tree_spec import TreeSpec
+from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.drafters.registry import kind_class, load_drafter
+from drafttrain.inference import SamplingParams, generate, generate_batch
 from drafttrain.ops.sampling import Sampler
 from tests.drafters.test_eagle3 import make_batch, run_step
 from tests.drafters.test_eagle3_flags import packed_batch

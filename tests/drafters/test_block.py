@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from drafttrain.batch import Batch
-from drafttrain.decode.engine import generate, generate_batch
-from drafttrain.drafters.base import load_drafter
-from drafttrain.drafters.dflash import DFlash
-from drafttrain.drafters.dspark import DSpark
-from drafttrain.drafters.shared import anchors_by_depth
-from drafttrain.drafters.tree_spec import TreeSpec
+from drafttrain.drafters.common.shared import anchors_by_depth
+from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.drafters.dflash.model import DFlash
+from drafttrain.drafters.dspark.model import DSpark
+from drafttrain.drafters.registry import load_drafter
 from drafttrain.errors import UserError
+from drafttrain.inference.engine import generate, generate_batch
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.sampling import Sampler, SamplingParams, probabilities
-from drafttrain.training.targets import TargetSource
+from drafttrain.training.feature_sources import TargetSource
 from tests.conftest import make_target
 from tests.drafters.test_eagle3 import make_batch
 from tests.drafters.test_eagle3_flags import packed_batch

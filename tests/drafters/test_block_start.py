@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drafttrain.drafters.block_start import block_start
-from drafttrain.drafters.dflash import DFlash
-from drafttrain.drafters.dspark import DSpark
-from drafttrain.drafters.linear_start import unit
-from drafttrain.drafters.shared import anchors_by_depth
-from drafttrain.training.targets import TargetSource
+from drafttrain.drafters.common.block_start import block_start
+from drafttrain.drafters.common.linear_start import unit
+from drafttrain.drafters.common.shared import anchors_by_depth
+from drafttrain.drafters.dflash.model import DFlash
+from drafttrain.drafters.dspark.model import DSpark
+from drafttrain.training.feature_sources import TargetSource
 from tests.conftest import make_target
 from tests.drafters.test_block import make_drafter, run_step
 from tests.drafters.test_eagle3 import make_batch

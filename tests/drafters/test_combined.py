@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from drafttrain.batch import TokenTree
-from drafttrain.decode import generate
-from drafttrain.drafters.base import load_drafter
 from drafttrain.drafters.combined import CombinedDrafter, alone, match_spec, merge
-from drafttrain.drafters.ngram import NgramDrafter
-from drafttrain.drafters.tree_spec import TreeSpec
+from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.drafters.ngram.model import NgramDrafter
+from drafttrain.drafters.registry import load_drafter
+from drafttrain.inference import generate
 from tests.drafters.test_eagle3 import make_batch, make_drafter
 
 

@@ -20,15 +20,15 @@ import torch
 
 from drafttrain.batch import Batch, TokenTree
 from drafttrain.config import TrainConfig, load_config
-from drafttrain.decode import SamplingParams, generate, generate_batch
-from drafttrain.drafters.base import kind_class, kinds, load_drafter, untrained
-from drafttrain.drafters.shared import anchors_by_depth
-from drafttrain.drafters.tree_spec import TreeSpec
+from drafttrain.drafters.common.shared import anchors_by_depth
+from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.drafters.registry import kind_class, kinds, load_drafter, untrained
 from drafttrain.errors import UserError
+from drafttrain.inference import SamplingParams, generate, generate_batch
 from drafttrain.ops.sampling import Sampler
 from drafttrain.target import Target
 from drafttrain.train import build_drafter
-from drafttrain.training.targets import TargetSource
+from drafttrain.training.feature_sources import TargetSource
 from tests.conftest import make_target
 
 KINDS = kinds()

@@ -10,20 +10,20 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PhiConfig, PhiForCausalLM
 
 from drafttrain.batch import Batch
-from drafttrain.decode import SamplingParams, generate, generate_batch
-from drafttrain.drafters.base import kind_of, load_drafter
-from drafttrain.drafters.draft_model import DraftModel, DraftModelConfig
-from drafttrain.drafters.shared import anchors_by_depth
-from drafttrain.drafters.tree_spec import TreeSpec
+from drafttrain.drafters.common.shared import anchors_by_depth
+from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.drafters.draft_model.model import DraftModel, DraftModelConfig
+from drafttrain.drafters.registry import kind_of, load_drafter
 from drafttrain.errors import UserError
+from drafttrain.inference import SamplingParams, generate, generate_batch
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import cpu_has_bfloat16, pack_panels
 from drafttrain.ops.sampling import Sampler
-from drafttrain.training.targets import NoTarget, TargetSource
+from drafttrain.training.feature_sources import NoTarget, TargetSource
 from tests.conftest import make_target, make_tokenizer
-from tests.decode.fakes import FAMILIES, VOCAB, family
 from tests.drafters.test_eagle3 import make_batch
 from tests.drafters.test_eagle3_flags import packed_batch
+from tests.inference.fakes import FAMILIES, VOCAB, family
 
 SHAPES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 BEGINNINGS = {
@@ -225,7 +225,7 @@ def test_a_model_that_lets_neighbours_in_is_not_packed(target, monkeypatch):
     drafter = make_drafter(target)
     monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda positions: None)
     drafter.check_packing()
-    monkeypatch.setattr("drafttrain.drafters.draft_model.apart", contextlib.nullcontext)
+    monkeypatch.setattr("drafttrain.drafters.draft_model.model.apart", contextlib.nullcontext)
     with pytest.raises(UserError, match=r"packing=true, but LlamaForCausalLM brings masks of its own"):
         drafter.check_packing()
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from drafttrain.drafters.eagle1 import Eagle1Config
-from drafttrain.drafters.shared import anchors_by_depth
+from drafttrain.drafters.common.shared import anchors_by_depth
+from drafttrain.drafters.eagle1.model import Eagle1Config
 from drafttrain.errors import UserError
 from drafttrain.losses import StoredTopK
-from drafttrain.training.targets import TargetSource
+from drafttrain.training.feature_sources import TargetSource
 from tests.conftest import make_target
 from tests.drafters.layer_kinds import (
     check_lossless,

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from drafttrain.batch import Batch
-from drafttrain.drafters.eagle3 import Eagle3, Eagle3Config
-from drafttrain.drafters.shared import anchors_by_depth
-from drafttrain.drafters.tree_spec import TreeSpec
+from drafttrain.drafters.common.shared import anchors_by_depth
+from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
 from drafttrain.errors import UserError
 from drafttrain.ops.native import cpu_kernels
-from drafttrain.training.targets import TargetSource
+from drafttrain.training.feature_sources import TargetSource
 from tests.conftest import make_target
 
 needs_compiler = pytest.mark.skipif(cpu_kernels() is None, reason="no C compiler here")

@@ -8,16 +8,16 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from drafttrain.batch import Batch
-from drafttrain.drafters.base import load_drafter
-from drafttrain.drafters.eagle3 import Eagle3, Eagle3Config
-from drafttrain.drafters.layers import Rotary
-from drafttrain.drafters.linear_start import linear_start
-from drafttrain.drafters.shared import anchors_by_depth
-from drafttrain.drafters.tree_spec import TreeSpec
+from drafttrain.drafters.common.layers import Rotary
+from drafttrain.drafters.common.linear_start import linear_start
+from drafttrain.drafters.common.shared import anchors_by_depth
+from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
+from drafttrain.drafters.registry import load_drafter
 from drafttrain.errors import UserError
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.target import Target
-from drafttrain.training.targets import TargetSource
+from drafttrain.training.feature_sources import TargetSource
 from tests.conftest import make_target, make_tokenizer
 from tests.drafters.test_eagle3 import make_batch, make_drafter, run_step
 

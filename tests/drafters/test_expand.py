@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from drafttrain.batch import TokenTree
-from drafttrain.drafters.expand import expand
-from drafttrain.drafters.tree_spec import TreeSpec
+from drafttrain.drafters.common.expand import expand
+from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.ops.sampling import Sampler, SamplingParams, probabilities
 from tests.drafters.test_eagle3 import make_batch, make_drafter

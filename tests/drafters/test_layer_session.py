@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drafttrain.drafters.tree_spec import TreeSpec
+from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.ops import tree_attention
 from drafttrain.ops.draft_step import DraftStep
 from drafttrain.ops.native import cpu_kernels

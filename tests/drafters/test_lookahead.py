@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drafttrain.decode import SamplingParams, generate, generate_batch
-from drafttrain.decode.engine import Decoder
-from drafttrain.drafters.base import load_drafter
-from drafttrain.drafters.lookahead import LookaheadDrafter
-from drafttrain.drafters.tree_spec import TreeSpec
+from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.drafters.lookahead.model import LookaheadDrafter
+from drafttrain.drafters.registry import load_drafter
 from drafttrain.errors import UserError
+from drafttrain.inference import SamplingParams, generate, generate_batch
+from drafttrain.inference.engine import Decoder
 from tests.conftest import make_target
-from tests.decode.fakes import MarkovTarget
+from tests.inference.fakes import MarkovTarget
 
 
 def nothing(count: int) -> torch.Tensor:

@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from drafttrain.drafters.mtp import MTP, MTPConfig
+from drafttrain.drafters.mtp.model import MTP, MTPConfig
 from drafttrain.errors import UserError
 from drafttrain.target import Target
-from drafttrain.training.targets import TargetSource
+from drafttrain.training.feature_sources import TargetSource
 from tests.conftest import make_target
 from tests.drafters.layer_kinds import (
     check_lossless,

@@ -13,13 +13,13 @@ from safetensors.numpy import save_file
 
 from drafttrain import cli
 from drafttrain.data.store import Store
-from drafttrain.decode import generate, generate_batch
-from drafttrain.drafters import ngram_store as module
-from drafttrain.drafters.base import load_drafter
 from drafttrain.drafters.combined import CombinedDrafter
-from drafttrain.drafters.ngram_store import NgramStoreDrafter, NgramTable, _hash
-from drafttrain.drafters.tree_spec import TreeSpec
+from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.drafters.ngram_store import model as module
+from drafttrain.drafters.ngram_store.model import NgramStoreDrafter, NgramTable, _hash
+from drafttrain.drafters.registry import load_drafter
 from drafttrain.errors import UserError
+from drafttrain.inference import generate, generate_batch
 from drafttrain.target import tokenizer_fingerprint
 from tests.drafters.test_combined import paths
 from tests.drafters.test_eagle3 import make_drafter

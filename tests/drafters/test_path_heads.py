@@ -7,15 +7,15 @@ import torch
 
 from drafttrain.batch import Batch
 from drafttrain.data.store import FeatureStore, FeatureWriter, Store
-from drafttrain.decode import Decoder, SamplingParams, generate
-from drafttrain.drafters.base import default_tree, kind_class, load_drafter
-from drafttrain.drafters.path_heads import likeliest_paths
-from drafttrain.drafters.tree_spec import TreeSpec
+from drafttrain.drafters.common.path_heads import likeliest_paths
+from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.drafters.registry import default_tree, kind_class, load_drafter
 from drafttrain.errors import UserError
+from drafttrain.inference import Decoder, SamplingParams, generate
 from drafttrain.ops.packing import pack
 from drafttrain.ops.sampling import Sampler
 from drafttrain.train import main
-from drafttrain.training.targets import TargetSource
+from drafttrain.training.feature_sources import TargetSource
 from tests.conftest import make_target
 from tests.drafters.test_eagle3 import make_batch, run_step
 from tests.training.test_train import write_data, write_recipe

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drafttrain.drafters.peagle import PEagle, PEagleConfig
-from drafttrain.drafters.tree_spec import TreeSpec
+from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.drafters.peagle.model import PEagle, PEagleConfig
 from drafttrain.errors import UserError
-from drafttrain.training.targets import TargetSource
+from drafttrain.training.feature_sources import TargetSource
 from tests.conftest import make_target
 from tests.drafters.layer_kinds import (
     check_lossless,

@@ -6,14 +6,15 @@ import pytest
 import torch
 
 from drafttrain import cli
-from drafttrain.decode import SamplingParams
-from drafttrain.drafters.base import default_tree
-from drafttrain.drafters.tree_spec import TreeSpec
-from drafttrain.evaluation import runner, sides, tuning
-from drafttrain.evaluation.report import identity_line
-from drafttrain.evaluation.store import Partial
+from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.drafters.registry import default_tree
+from drafttrain.evaluation import runner, sides
+from drafttrain.evaluation.records import Partial
 from drafttrain.evaluation.suites import Question
+from drafttrain.inference import SamplingParams
+from drafttrain.reports.report import identity_line
 from drafttrain.target import Target
+from drafttrain.tuning import tune as tuning
 from tests.conftest import make_target
 from tests.drafters.test_eagle3 import make_drafter
 

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from drafttrain.decode import SamplingParams, Stats
 from drafttrain.errors import UserError
 from drafttrain.evaluation.spec_bench import committed, forward_function
+from drafttrain.inference import SamplingParams, Stats
 from tests.conftest import make_target
 
 

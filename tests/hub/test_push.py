@@ -15,13 +15,13 @@ import torch
 from drafttrain.cli import main
 from drafttrain.data.store import Store
 from drafttrain.errors import UserError
-from drafttrain.hub.eagle3_formats import read_eagle3
+from drafttrain.formats.eagle3_formats import read_eagle3
 from drafttrain.hub.upload import check_private, shorten
 from drafttrain.target import Target
 from tests.conftest import make_target
+from tests.formats.test_eagle3_formats import make_head
+from tests.formats.test_write_gguf import make_checkpoint
 from tests.hub.hub_server import READ_ONLY, TOKEN, HubServer
-from tests.hub.test_eagle3_formats import make_head
-from tests.hub.test_write_gguf import make_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from drafttrain.cli import main
-from drafttrain.drafters.base import load_drafter
-from drafttrain.drafters.eagle3 import Eagle3, Eagle3Config
+from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
+from drafttrain.drafters.registry import load_drafter
 from drafttrain.target import Target
 from tests.conftest import make_target
 from tests.training.test_train import write_recipe

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from drafttrain.cli import main
-from drafttrain.decode import generate
-from drafttrain.drafters.base import load_drafter
-from drafttrain.drafters.tree_spec import TreeSpec
+from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.drafters.registry import load_drafter
+from drafttrain.inference import generate
 from drafttrain.target import Target
 from tests.training.test_train import write_recipe
 

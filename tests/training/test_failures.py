@@ -10,7 +10,7 @@ import torch
 
 from drafttrain.cli import main
 from drafttrain.data import loader
-from drafttrain.drafters.base import default_tree
+from drafttrain.drafters.registry import default_tree
 from drafttrain.training.trainer import DrafterTrainer
 from tests.training.test_train import write_recipe
 

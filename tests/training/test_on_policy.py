@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from drafttrain.data.loader import collate, join_rows, to_batch
-from drafttrain.drafters.draft_model import DraftModel
+from drafttrain.drafters.draft_model.model import DraftModel
 from drafttrain.errors import UserError
+from drafttrain.training.feature_sources import TargetSource
 from drafttrain.training.on_policy import OnPolicy, OnPolicyOptions
-from drafttrain.training.targets import TargetSource
 
 ROWS = [
     {"tokens": list(range(start, start + 12)), "spans": [[3, 6], [8, 12]], "length": 12, "index": index}

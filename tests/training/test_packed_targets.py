@@ -7,7 +7,7 @@ import torch
 
 from drafttrain.batch import Batch
 from drafttrain.data.store import FeatureStore, FeatureWriter, Store
-from drafttrain.training.targets import TargetSource
+from drafttrain.training.feature_sources import TargetSource
 from tests.conftest import make_target
 from tests.drafters.test_eagle3 import make_batch
 from tests.drafters.test_eagle3_flags import packed_batch

@@ -18,7 +18,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-from drafttrain.drafters.base import kind_class
+from drafttrain.drafters.registry import kind_class
 from drafttrain.train import setup
 from tests.conftest import make_target, make_tokenizer
 from tests.training.test_train import ROOT, write_data

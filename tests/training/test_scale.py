@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from drafttrain.cli import main
-from drafttrain.drafters.base import load_drafter
+from drafttrain.drafters.registry import load_drafter
 from drafttrain.target import Target
 from tests.training.test_train import ROOT, launch, write_recipe
 

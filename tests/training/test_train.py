@@ -14,7 +14,7 @@ import torch
 
 from drafttrain.config import TrainConfig
 from drafttrain.data.store import Store
-from drafttrain.drafters.base import load_drafter
+from drafttrain.drafters.registry import load_drafter
 from drafttrain.target import Target
 from drafttrain.train import build_drafter
 from tests.conftest import make_target

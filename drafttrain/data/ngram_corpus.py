@@ -1,0 +1,89 @@
+"""`drafttrain ngram-store`: builds the file that the drafter `ngram_store:FILE` reads."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from drafttrain.data.jsonl import read_jsonl
+from drafttrain.data.store import load_records, read_meta
+from drafttrain.drafters.ngram_store.model import NgramTable
+from drafttrain.errors import UserError
+from drafttrain.target import resolve_target, tokenizer_fingerprint
+
+HELP = """Count what follows each n-gram of a corpus: a drafter without training, best made from the target's own answers.
+
+  drafttrain ngram-store --data runs/data --output runs/store.safetensors
+  drafttrain ngram-store --text corpus.txt --target smollm2-135m --output runs/store.safetensors
+  drafttrain eval --target smollm2-135m --drafter runs/drafter+ngram_store:runs/store.safetensors"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--data", metavar="DIR", help="a data set made by drafttrain generate: its responses are counted")
+    add("--text", metavar="FILE", help="JSON lines with text or messages, or plain text with a document per line")
+    add("--target", help="whose tokenizer reads --text: short name, folder or Hub id")
+    add("--output", required=True, metavar="FILE.safetensors", help="the store")
+    add("--max-n", type=int, default=4, help="longest context, in tokens")
+    add("--max-entries", type=int, default=4_000_000, help="continuations kept, 16 bytes each; the most frequent stay")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; returns the exit status.
+
+    Raises:
+        UserError: not exactly one corpus, text without a target, or a corpus that cannot be read or is empty.
+    """
+    if (args.data is None) == (args.text is None):
+        raise UserError("give either --data DIR or --text FILE")
+    if args.data is not None:
+        tokenizer = read_meta(args.data)["target"]["tokenizer"]
+        documents = responses(args.data, args.max_n)
+    else:
+        if args.target is None:
+            raise UserError(f"text={args.text!r} needs --target, whose tokenizer reads it")
+        reader = AutoTokenizer.from_pretrained(resolve_target(args.target))
+        tokenizer, documents = tokenizer_fingerprint(reader), texts(Path(args.text).expanduser(), reader)
+    table = NgramTable.build(documents, args.max_n, args.max_entries)
+    if not len(table.tokens):
+        raise UserError(f"the corpus {args.data or args.text!r} has no two tokens in a row; give one with text")
+    output = Path(args.output).expanduser()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    table.save(output, tokenizer)
+    size = output.stat().st_size / 1e6
+    print(f"wrote {output}: {len(table.hashes):,} contexts, {len(table.tokens):,} continuations, {size:.1f} MB")
+    return 0
+
+
+def responses(directory: str, max_n: int) -> Iterator[list[int]]:
+    """The responses of a data set, each behind the max_n tokens that come before it."""
+    for record in load_records(directory):
+        for start, end in record["spans"]:
+            yield record["tokens"][max(0, start - max_n) : end]
+
+
+def texts(path: Path, tokenizer: Any) -> Iterator[list[int]]:
+    """Token ids of the documents in a file.
+
+    Raises:
+        UserError: it cannot be read, or a row without text or messages.
+    """
+    if path.suffix == ".jsonl":
+        for number, row in read_jsonl(path):
+            if row.get("messages"):
+                yield list(tokenizer.apply_chat_template(row["messages"], return_dict=False))
+            elif isinstance(row.get("text"), str):
+                yield tokenizer(row["text"]).input_ids
+            else:
+                raise UserError(f"{path} line {number}: no text and no messages; each line needs one of them")
+    else:
+        try:
+            with path.open(encoding="utf-8") as file:
+                for line in file:
+                    yield tokenizer(line).input_ids
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"text={str(path)!r} cannot be read ({error}); give a text file or JSON lines") from error

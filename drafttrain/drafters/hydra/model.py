@@ -1,0 +1,79 @@
+"""Hydra: Medusa's heads, which also read the tokens drafted so far (arXiv 2402.05109).
+
+    position t          0    1    2    3    4
+    token               x0   x1   x2   x3   x4
+    last state          h0   h1   h2   h3   h4      the target's head reads h_t and chooses x_{t+1}
+
+    head k at anchor t reads h_t ++ e(x_{t+1}) ++ .. ++ e(x_{t+1+k}) and predicts x_{t+2+k}
+
+    out_k = block(M x + SiLU(W x)), x what is read         logits = lm_head_k(out_k)
+
+e is the target's embedding, frozen and scaled to RMS 1. M takes the place of Medusa's residual, whose input is as wide as its
+output. Started from the target, W is 0, and M the identity on h_t, or the best linear guess of the target's state at t+1+k.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drafttrain.drafters.common.linear_start import unit
+from drafttrain.drafters.medusa.model import Medusa, MedusaConfig, ResidualBlock
+from drafttrain.target import Target
+
+
+class HydraConfig(MedusaConfig):
+    """As `MedusaConfig`."""
+
+    model_type = "drafttrain_hydra"
+    kind = "hydra"
+
+    def __init__(self, **options: Any):  # transformers writes one for classes that have none
+        super().__init__(**options)
+
+
+class MixBlock(ResidualBlock):
+    """M x + SiLU(W x), for an x that is wider than what comes out."""
+
+    def __init__(self, width: int, hidden: int):
+        super().__init__(width, hidden)
+        self.residual = nn.Linear(width, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.residual(x) + nn.functional.silu(self.linear(x))
+
+
+class Hydra(Medusa):
+    """The drafter. Its embedding is the target's, never saved; `bind` attaches it."""
+
+    config_class = HydraConfig
+    kind = "hydra"
+    independent = False
+
+    @staticmethod
+    def first_block(hidden: int, depth: int) -> ResidualBlock:
+        return MixBlock((2 + depth) * hidden, hidden)
+
+    @torch.no_grad()
+    def initialise(self, target: Target, kept_ids: Tensor) -> list[str]:
+        h = self.config.hidden_size
+        for block in self.blocks:
+            block[0].residual.weight.zero_()[:, :h].fill_diagonal_(1.0)
+        return [*super().initialise(target, kept_ids), "residual"]
+
+    def fitted(self, state: Tensor, depth: int) -> tuple[int, Tensor]:
+        return depth, state
+
+    def take_map(self, index: int, found: Tensor, rows: Tensor) -> None:
+        self.blocks[index][0].residual.weight.copy_(found)
+
+    def enter(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        return self.advance(super().enter(hidden, tokens), tokens, 0)
+
+    def advance(self, state: Tensor, tokens: Tensor, depth: int) -> Tensor:
+        return torch.cat((state, unit(self.embed(tokens).to(state.dtype))), dim=-1)
+
+
+KIND = Hydra

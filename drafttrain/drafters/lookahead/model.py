@@ -1,0 +1,147 @@
+"""Lookahead decoding: n-grams that the target makes while it verifies. No weights, no training.
+
+Source: Fu et al. 2024, arXiv 2402.02057. Beside the root and the drafted tokens each pass of the target carries a window of
+guesses about tokens still to come. What the target says behind them are better guesses (Jacobi iteration), and along the
+iterations n-grams appear that are its own. They are kept by their first token, and drafted when that token is the root.
+
+    position          p      p+1    p+2    p+3    p+4        window W = 3, n-grams N = 4
+    row 0 (oldest)    root   a1     a2
+    row 1                    b0     b1     b2
+    row 2 (newest)                  c0     c1     c2
+    target's choice                        d0     d1     d2     behind row 2
+
+Column i is an n-gram: a_i b_i c_i d_i. A guess sees the root, row 0 up to its column, and its column above it, so the window is
+a tree below the root, whose nodes are probes (see `ProbingSession`): never accepted, only learned from. After the round rows 1, 2
+and the choices are the new rows, one position further on. They stay so where more tokens were committed: what is a guess about
+another position then, is soon a better one, while new columns would begin with n-grams that nobody made.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+
+from torch import Tensor
+
+from drafttrain.batch import TokenTree
+from drafttrain.drafters.base import Drafter
+from drafttrain.drafters.common.matches import match_tree
+from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.errors import UserError
+from drafttrain.ops.sampling import Sampler
+from drafttrain.target import Target
+
+# A guess is expected to be right as often as not, a belief that weighs as much as so many observed ones.
+_BELIEF = 4
+
+
+class LookaheadDrafter(Drafter):
+    """Drafts n-grams of its own window.
+
+    Args:
+        window: W, columns. ngram: N, tokens of an n-gram, its first one included. Each pass carries W (N - 1) - 1 probes.
+        guesses: G, n-grams kept per first token, the newest; so many are drafted at most.
+
+    Raises:
+        UserError: window or ngram below 2, guesses below 1.
+    """
+
+    kind = "lookahead"
+    trainable = False
+    feature_layers: tuple[int, ...] = ()
+    defaults_beside: dict[str, int] = {}
+
+    def __init__(self, window: int = 5, ngram: int = 4, guesses: int = 4):
+        if min(window, ngram) < 2 or guesses < 1:
+            raise UserError(
+                f"window={window}, ngram={ngram}, guesses={guesses}: window and ngram must be at least 2, guesses at least 1"
+            )
+        self.window, self.ngram, self.guesses = window, ngram, guesses
+        self.probes = window * (ngram - 1) - 1
+
+    def bind(self, target: Target) -> None:
+        """Nothing is shared with the target: any will do."""
+
+    def start(self, prompt_ids: Tensor, max_length: int) -> LookaheadSession:
+        """Begins a sequence. prompt_ids: [L] int64; max_length is of no concern here."""
+        return LookaheadSession(self, prompt_ids)
+
+
+class LookaheadSession:
+    """One sequence's window and n-grams.
+
+    Attributes:
+        tokens: committed so far. rows: N - 1 rows of W guesses; made: how many of them the target has made, at most all.
+        pool: by first token the n-grams' other tokens, the newest last.
+    """
+
+    def __init__(self, drafter: LookaheadDrafter, prompt_ids: Tensor):
+        self.device = prompt_ids.device
+        self.window, self.ngram, self.guesses = drafter.window, drafter.ngram, drafter.guesses
+        self.tokens: list[int] = prompt_ids[:1].tolist()
+        self.random = random.Random(0)
+        self.rows: list[list[int]] = []
+        self.made = 0
+        self.pool: defaultdict[int, dict[tuple[int, ...], None]] = defaultdict(dict)
+        self.first: tuple[
+            int, ...
+        ] = ()  # what the newest n-gram behind the root said, until it is known whether it was right
+        # By step: how often the newest n-gram had led so far, and how often its next token came.
+        self.tries, self.hits = [0] * self.ngram, [0] * self.ngram
+
+    def extend(self, tokens: Tensor, features: Tensor) -> None:
+        """Takes committed tokens [m]; features are not used."""
+        new = tokens.tolist()
+        for step, (guess, token) in enumerate(zip(self.first, new, strict=False)):
+            self.tries[step] += 1
+            self.hits[step] += guess == token
+            if guess != token:
+                break
+        self.tokens += new
+        self.first = next(reversed(self.pool[self.tokens[-1]]), ()) if self.tokens[-1] in self.pool else ()
+
+    def chance(self, step: int) -> float:
+        """The probability that an n-gram's token is right if those before it are."""
+        return (self.hits[step] + _BELIEF / 2) / (self.tries[step] + _BELIEF)
+
+    def propose(self, spec: TreeSpec, sampler: Sampler | None = None) -> TokenTree:
+        """Drafts the n-grams that begin with the root, the newest first. They are a rule, not a draw: `sampler` is not used."""
+        known = self.pool.get(self.tokens[-1], {})
+        return match_tree(spec, [(gram, self.chance) for gram in reversed(known)], self.device)
+
+    def probe(self) -> tuple[list[int], list[int]]:
+        """The window behind the root. Its first guesses are tokens of the text."""
+        if not self.rows:
+            self.rows = [self.random.choices(self.tokens, k=self.window) for _ in range(self.ngram - 1)]
+        self.rows[0][0] = self.tokens[-1]
+        tokens, parents = self.rows[0][1:], list(range(-1, self.window - 2))
+        for column in range(self.window):
+            above = column - 1
+            for row in self.rows[1:]:
+                parents.append(above)
+                above = len(tokens)
+                tokens.append(row[column])
+        return tokens, parents
+
+    def observe(self, chosen: list[int]) -> None:
+        """Takes the target's choices behind the root and the window: n-grams for the pool, and the newest row."""
+        height = self.ngram - 2  # probes of a column below the first row
+        ends = [self.window - 1 + (column + 1) * height if height else column for column in range(self.window)]
+        newest = [chosen[end] for end in ends]
+        for column, last in enumerate(newest):
+            if last < 0:  # too deep to be asked for
+                newest[column] = self.random.choice(self.tokens)
+            elif self.made >= self.ngram - 2:  # the first row may be any
+                self._keep([*(row[column] for row in self.rows), last])
+        self.rows = [*self.rows[1:], newest]
+        self.made = min(self.made + 1, self.ngram - 1)
+
+    def _keep(self, gram: list[int]) -> None:
+        known, rest = self.pool[gram[0]], tuple(gram[1:])
+        known.pop(rest, None)
+        known[rest] = None
+        if len(known) > self.guesses:
+            del known[next(iter(known))]
+
+
+KIND = LookaheadDrafter

@@ -1,0 +1,155 @@
+"""MLP speculator: a small recurrent network over the target's last state and the drafted tokens (arXiv 2404.19124).
+
+    position t          0    1    2    3    4
+    token               x0   x1   x2   x3   x4
+    last state          h0   h1   h2   h3   h4      the target's head reads h_t and chooses x_{t+1}
+
+    state_0 = gelu(ln_0(proj_0(h_t)         + r emb_0(x_{t+1})))        head 0 predicts x_{t+2}
+    state_k = gelu(ln_k(proj_k(state_{k-1}) + r emb_k(x_{t+1+k})))      head k predicts x_{t+2+k}
+
+r = w_e / w_s with w_s = 0.5 ** (0.5 / n) and w_e = sqrt((1 - w_s ** 2) inner / 2) for n steps: the ratio of the published
+networks, in which ln takes the common factor away. Embeddings are the drafter's own. ln is an RMS norm with a shift.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from drafttrain.drafters.common.path_heads import PathHeads
+from drafttrain.errors import UserError
+from drafttrain.target import Target
+
+_EPS = 1e-6
+
+
+class MlpSpeculatorConfig(PreTrainedConfig):
+    """What an MLP speculator is; names are those of published checkpoints where they have one.
+
+    Attributes:
+        emb_dim: the target's hidden size. inner_dim: the network's width, 0 for emb_dim. n_predict: steps.
+        tie_weights: all steps share embedding, norm and head, and all after the first the projection.
+        scale_input: the target's state is scaled to RMS 1 / sqrt(2) first, so that its size does not matter.
+        draft_vocab_size: d, tokens that heads can say; 0 keeps the target's whole vocabulary. All tokens are read.
+        depth_decay: the loss of step k weighs depth_decay ** k.
+        tree_nodes: of the default tree, which is chosen by held-out accuracy when training ends.
+        target: the target's identity, checked before use.
+
+    Raises:
+        UserError: values that cannot work.
+    """
+
+    model_type = "drafttrain_mlp_speculator"
+    attribute_map = {"hidden_size": "emb_dim"}
+    # What a run may set anew when it continues a drafter.
+    recipe_keys = ("depth_decay", "tree_nodes", "loss")
+
+    def __init__(
+        self,
+        emb_dim: int = 64,
+        inner_dim: int = 0,
+        vocab_size: int = 0,
+        draft_vocab_size: int = 0,
+        n_predict: int = 3,
+        tie_weights: bool = False,
+        scale_input: bool = True,
+        depth_decay: float = 0.8,
+        tree_nodes: int = 16,
+        loss: str = "kl",
+        target: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ):
+        self.drafter_kind = "mlp_speculator"
+        self.emb_dim, self.inner_dim = emb_dim, inner_dim or emb_dim
+        self.vocab_size, self.draft_vocab_size = vocab_size, draft_vocab_size or vocab_size
+        self.n_predict, self.tie_weights, self.scale_input = n_predict, tie_weights, scale_input
+        self.depth_decay, self.tree_nodes, self.loss = depth_decay, tree_nodes, loss
+        self.target = target or {}
+        for name in ("inner_dim", "n_predict", "tree_nodes"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}={getattr(self, name)}: must be at least 1")
+        super().__init__(**{"tie_word_embeddings": False, **kwargs})
+
+    @classmethod
+    def for_target(cls, target: Target, **options: Any) -> MlpSpeculatorConfig:
+        """Of the target's width; everything else as `options` say."""
+        fixed = {"emb_dim": target.hidden_size, "vocab_size": target.vocab_size, "target": target.identity()}
+        return cls(**{**options, **fixed})
+
+
+class ShiftedNorm(nn.Module):
+    """Scales to RMS 1, then by a factor and a shift per column."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(size)), nn.Parameter(torch.zeros(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight, _EPS) + self.bias
+
+
+class MlpSpeculator(PathHeads):
+    """The drafter. Modules that steps share are there once, as the last of their list."""
+
+    config_class = MlpSpeculatorConfig
+    kind = "mlp_speculator"
+    emb: Any
+    proj: Any
+    ln: Any
+
+    def __init__(self, config: MlpSpeculatorConfig):
+        super().__init__(config)
+        n, inner = config.n_predict, config.inner_dim
+        own = 1 if config.tie_weights else n
+        self.depths = n
+        self.emb = nn.ModuleList(nn.Embedding(config.vocab_size, inner) for _ in range(own))
+        widths = [config.emb_dim, *[inner] * (min(n, 2) - 1 if config.tie_weights else n - 1)]
+        self.proj = nn.ModuleList(nn.Linear(width, inner, bias=False) for width in widths)
+        self.ln = nn.ModuleList(ShiftedNorm(inner) for _ in range(own))
+        state_weight = 0.5 ** (0.5 / n)
+        self.ratio = math.sqrt((1 - state_weight**2) * inner / 2) / state_weight
+        self.finish(inner, own)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=self.config.inner_dim**-0.5)
+
+    @torch.no_grad()
+    def initialise(self, target: Target, kept_ids: Tensor) -> list[str]:
+        """Starts from the target's embedding: its directions of most power, in a random basis, at the size of a random start.
+
+        Heads of the target's rows would make no sense here: nothing of the network's states is the target's at first. They
+        are found by `solve_start`.
+        """
+        self.kept_ids.copy_(kept_ids)
+        inner = self.config.inner_dim
+        rows = target.embed(torch.arange(self.config.vocab_size, device=target.device)).float()
+        directions = torch.linalg.eigh(rows.T @ rows).eigenvectors.flip(1)[:, :inner]  # eigenvalues ascend
+        basis = torch.linalg.qr(torch.randn(inner, inner)).Q[: directions.shape[1]].to(rows.device)
+        rows = rows @ directions @ basis
+        rows *= inner**-0.5 / rows.square().mean().sqrt()
+        for emb in self.emb:
+            emb.weight.copy_(rows)
+        return ["emb"]
+
+    def enter(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        hidden = hidden.to(self.lm_heads[0].weight.dtype)
+        if self.config.scale_input:
+            hidden = F.rms_norm(hidden, (hidden.shape[-1],), eps=_EPS) / math.sqrt(2)
+        return self.advance(hidden, tokens, 0)
+
+    def advance(self, state: Tensor, tokens: Tensor, depth: int) -> Tensor:
+        emb, proj, ln = (modules[min(depth, len(modules) - 1)] for modules in (self.emb, self.proj, self.ln))
+        return F.gelu(ln(proj(state) + self.ratio * emb(tokens)))
+
+    def read(self, state: Tensor, depth: int) -> Tensor:
+        return state
+
+
+KIND = MlpSpeculator

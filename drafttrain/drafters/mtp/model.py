@@ -1,0 +1,166 @@
+"""Multi-token prediction as DeepSeek-V3 trains it (arXiv 2412.19437), on top of a finished target.
+
+    anchor t, depth 0:   state = f_t, which the target's head reads    token x_{t+1}        predicts x_{t+2}
+    anchor t, depth k:   state = own output at depth k-1               token x_{t+1+k}      predicts x_{t+2+k}
+
+    x = eh_proj(enorm(embed(token)) ++ hnorm(state));  out = norm(layer(x));  logits = lm_head(out)
+
+One module serves all depths, as serving engines run it, or each depth has its own. The target's head reads f_t behind its last
+norm, so the next depth reads `out` behind ours. With several modules each depth's keys come from its own module, and all
+look at the keys that the first one made of true states: a cache as with one module.
+(DeepSeek's modules have a causal cache each, which would be read anew for every drafted path.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drafttrain.batch import Batch
+from drafttrain.drafters.common.layer_config import LastStateConfig
+from drafttrain.drafters.common.layer_model import DraftLayer, LayerDrafter
+from drafttrain.drafters.common.layers import RMSNorm
+from drafttrain.drafters.common.linear_start import Source, projection_start, set_temperature
+from drafttrain.drafters.common.shared import copy_layer, copy_norm
+from drafttrain.drafters.mtp.native_module import read_native
+from drafttrain.errors import UserError
+from drafttrain.ops.draft_step import DraftWeights
+from drafttrain.target import Target
+
+
+class MTPConfig(LastStateConfig):
+    """What an MTP drafter is, beside what `LayerConfig` says.
+
+    Attributes:
+        modules: 1, or more for one per depth; depths beyond use the last one. Each has one layer.
+    """
+
+    model_type = "drafttrain_mtp"
+    drafter_kind = "mtp"
+
+    def __init__(self, modules: int = 1, depth_decay: float = 0.6, **kwargs: Any):
+        self.modules = modules
+        super().__init__(depth_decay=depth_decay, **kwargs)
+        if not 1 <= modules <= self.ttt_steps:
+            raise UserError(
+                f"modules={modules} must be from 1 to ttt_steps={self.ttt_steps}, or some are never trained"
+            )
+        if self.num_hidden_layers != 1:
+            raise UserError(f"num_hidden_layers={self.num_hidden_layers}: a module has 1 layer; set modules instead")
+
+
+class MTPModule(nn.Module):
+    """Projection and layer; names are DeepSeek's."""
+
+    def __init__(self, config: MTPConfig):
+        super().__init__()
+        h, eps = config.hidden_size, config.rms_norm_eps
+        self.enorm, self.hnorm = RMSNorm(h, eps), RMSNorm(h, eps)
+        self.eh_proj = nn.Linear(2 * h, h, bias=False)
+        self.layer = DraftLayer(config)
+
+
+class MTP(LayerDrafter):
+    """The drafter."""
+
+    config_class = MTPConfig
+    kind = "mtp"
+
+    def __init__(self, config: MTPConfig):
+        super().__init__(config)
+        self.blocks: Any = nn.ModuleList(MTPModule(config) for _ in range(config.modules))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.finish(layers=1)
+
+    @property
+    def decoder_layers(self) -> list[Any]:
+        return [block.layer for block in self.blocks]
+
+    def block_at(self, depth: int) -> Any:
+        return self.blocks[min(depth, len(self.blocks) - 1)]
+
+    def layers_at(self, depth: int) -> list[Any]:
+        return [self.block_at(depth).layer]
+
+    def draft_weights(self) -> DraftWeights | None:
+        if len(self.blocks) > 1:
+            return None
+        block = self.blocks[0]
+        return DraftWeights(
+            head=self.lm_head.weight,
+            beside=self.config.hidden_size,
+            eps=self.config.rms_norm_eps,
+            embed_norm=block.enorm.weight,
+            state_norm=block.hnorm.weight,
+            norm=self.norm.weight,
+            project=block.eh_proj.weight,
+            hands_on_normed=True,
+        )
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return features.to(self.lm_head.weight.dtype)
+
+    def enter(self, state: Tensor, embeds: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
+        block = self.block_at(depth)
+        return block.eh_proj(torch.cat((block.enorm(embeds), block.hnorm(state)), dim=-1)), None
+
+    def leave(self, state: Tensor) -> Tensor:
+        return self.norm(state)
+
+    @classmethod
+    def native(cls, target: Target, kept_ids: Tensor, options: dict[str, Any]) -> MTP:
+        """A drafter with the weights of the target's own MTP module, which its checkpoint holds beside the model.
+
+        Of several modules it takes the first, for all depths.
+
+        Raises:
+            UserError: there is none, or none that our layer can be.
+        """
+        shapes, state = read_native(target)
+        drafter = cls(MTPConfig.for_target(target, **{**shapes, **options}, draft_vocab_size=len(kept_ids)))
+        drafter.initialise(target, kept_ids)
+        for name, weight in state.items():
+            ours = drafter.norm.weight if name == "norm.weight" else drafter.blocks[0].get_parameter(name)
+            if ours.shape != weight.shape:
+                raise UserError(
+                    f"init='native': {name} of target {target.name!r} is {list(weight.shape)}, not {list(ours.shape)} as in a "
+                    "plain layer of its sizes (gated attention?); use init=target"
+                )
+            ours.data.copy_(weight)
+        for block in drafter.blocks[1:]:
+            block.load_state_dict(drafter.blocks[0].state_dict())
+        return drafter
+
+    @torch.no_grad()
+    def initialise(self, target: Target, kept_ids: Tensor) -> list[str]:
+        """Starts from the target: head rows of the kept tokens, its last norm, its last layer in each module.
+
+        The projection starts as the identity on the state. Returns the names of what was copied.
+        """
+        self.kept_ids.copy_(kept_ids)
+        self.lm_head.weight.copy_(target.head_weight[kept_ids])
+        names = ["lm_head", "eh_proj"]
+        if copy_norm(self.norm, getattr(target.body, "norm", None)):
+            names.append("norm")
+        for block in self.blocks:
+            block.eh_proj.weight.mul_(0.1)
+            block.eh_proj.weight[:, self.config.hidden_size :].add_(torch.eye(self.config.hidden_size))
+            copied = copy_layer(block.layer, target.layers[-1])
+        return names + copied
+
+    @torch.no_grad()
+    def solve_start(self, batches: list[Batch], source: Source) -> float:
+        """Fits the projection in closed form, see `projection_start`; returns the share of variance explained."""
+        for block in self.blocks:
+            for norm in (block.enorm, block.hnorm):
+                norm.weight.fill_(1.0)
+        explained, size = projection_start(self, [block.eh_proj for block in self.blocks], batches, source, normed=True)
+        self.norm.weight.fill_(size)
+        set_temperature(self, batches[0], source, self.norm.weight)
+        return explained
+
+
+KIND = MTP

@@ -1,0 +1,297 @@
+"""An n-gram store: what followed the last few tokens in a corpus of earlier outputs, with counts. No weights.
+
+Where prompt lookup only knows the sequence itself, a store has seen many. It is a table built once from a corpus
+(`drafttrain ngram-store`) and kept as a safetensors file; on top of it every sequence counts its own tokens as they are
+committed. Both are asked for the longest context first. A shorter context gets the probability that the longer one leaves
+for tokens it has not seen (method C of prediction by partial matching, Moffat 1990), and the likeliest paths become the tree.
+
+Source: retrieval-based speculative decoding (REST, arXiv 2311.08252); here with counts instead of a suffix array.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+from torch import Tensor
+
+from drafttrain.batch import TokenTree
+from drafttrain.drafters.base import Drafter
+from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.errors import UserError
+from drafttrain.ops.sampling import Sampler
+from drafttrain.target import Target, tokenizer_fingerprint
+
+_FORMAT = "drafttrain ngram_store 1"
+_FACTOR = 0x9E3779B97F4A7C15
+_MASK = 2**64 - 1
+# Tokens counted at a time while building, and contexts that a running drafter remembers: both bound memory.
+_BLOCK = 4_000_000
+_LIVE_CONTEXTS = 200_000
+# Continuations kept per context: no tree has more children, and short contexts have thousands.
+_FOLLOWERS = 64
+
+
+def _hash(context: Sequence[int]) -> int:
+    """A 64-bit number for a context; another length starts from another number. A clash costs a bad draft, no more."""
+    value = len(context)
+    for token in context:
+        value = (value * _FACTOR + token + 1) & _MASK
+    return value
+
+
+class NgramTable:
+    """Continuations of contexts, by hash.
+
+    Args:
+        hashes: [c] uint64, ascending. starts: [c+1] int64; context i has entries starts[i] to starts[i+1].
+        tokens, counts: [e] int32, each context's most frequent continuation first.
+        max_n: the longest context, in tokens.
+    """
+
+    def __init__(self, hashes: np.ndarray, starts: np.ndarray, tokens: np.ndarray, counts: np.ndarray, max_n: int):
+        self.hashes, self.starts, self.tokens, self.counts, self.max_n = hashes, starts, tokens, counts, max_n
+
+    @staticmethod
+    def build(documents: Iterable[Sequence[int]], max_n: int = 4, max_entries: int = 4_000_000) -> NgramTable:
+        """Counts what follows every context of 1 to max_n tokens; beyond max_entries the most frequent pairs stay.
+
+        Args:
+            documents: token ids; no context crosses from one to the next.
+
+        Raises:
+            UserError: max_n or max_entries below 1.
+        """
+        if max_n < 1 or max_entries < 1:
+            raise UserError(f"max_n={max_n}, max_entries={max_entries}: both must be at least 1")
+        held: tuple[np.ndarray, ...] = (np.empty(0, np.uint64), np.empty(0, np.int32), np.empty(0, np.int64))
+        for tokens, owner in _blocks(documents):
+            parts = [held, *(_pairs(tokens, owner, n) for n in range(1, max_n + 1))]
+            held = _reduce(parts, max_entries)
+        order = np.lexsort((-held[2], held[0]))
+        hashes, tokens, counts = (column[order] for column in held)
+        _, starts, lengths = np.unique(hashes, return_index=True, return_counts=True)
+        kept = np.arange(len(hashes)) - np.repeat(starts, lengths) < _FOLLOWERS
+        unique, starts = np.unique(hashes[kept], return_index=True)
+        starts = np.append(starts, kept.sum()).astype(np.int64)
+        counts = np.minimum(counts[kept], np.iinfo(np.int32).max).astype(np.int32)
+        return NgramTable(unique, starts, tokens[kept], counts, max_n)
+
+    def followers(self, key: int) -> dict[int, int]:
+        """Counts of the tokens that followed a context, by token; key is the context's hash."""
+        place = int(np.searchsorted(self.hashes, np.uint64(key)))
+        if place == len(self.hashes) or int(self.hashes[place]) != key:
+            return {}
+        entries = slice(self.starts[place], self.starts[place + 1])
+        return dict(zip(self.tokens[entries].tolist(), self.counts[entries].tolist(), strict=True))
+
+    def save(self, file: str | Path, tokenizer: str) -> None:
+        """Writes the table; tokenizer is the fingerprint of the one that made the tokens."""
+        arrays = {"hashes": self.hashes, "starts": self.starts, "tokens": self.tokens, "counts": self.counts}
+        save_file(arrays, file, {"format": _FORMAT, "tokenizer": tokenizer, "max_n": str(self.max_n)})
+
+    @staticmethod
+    def load(file: str | Path) -> tuple[NgramTable, str]:
+        """The table, and its tokenizer's fingerprint.
+
+        Raises:
+            UserError: no such file, or not a store.
+        """
+        try:
+            with safe_open(Path(file).expanduser(), framework="numpy") as store:
+                about = store.metadata() or {}
+                if about.get("format") != _FORMAT:
+                    raise UserError(f"ngram_store={str(file)!r} is no n-gram store; make one: drafttrain ngram-store")
+                arrays = {name: store.get_tensor(name) for name in ("hashes", "starts", "tokens", "counts")}
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                f"ngram_store={str(file)!r} cannot be read ({error}); make one: drafttrain ngram-store"
+            ) from error
+        return NgramTable(**arrays, max_n=int(about["max_n"])), about["tokenizer"]
+
+
+def _blocks(documents: Iterable[Sequence[int]]) -> Iterable[tuple[np.ndarray, np.ndarray]]:
+    """Documents one after the other: tokens [t] int32, and for each the number of its document."""
+    tokens: list[int] = []
+    ends: list[int] = []
+    for document in documents:
+        tokens += document
+        ends.append(len(tokens))
+        if len(tokens) >= _BLOCK:
+            yield np.array(tokens, np.int32), np.searchsorted(ends, np.arange(len(tokens)), side="right")
+            tokens, ends = [], []
+    if tokens:
+        yield np.array(tokens, np.int32), np.searchsorted(ends, np.arange(len(tokens)), side="right")
+
+
+def _pairs(tokens: np.ndarray, owner: np.ndarray, n: int) -> tuple[np.ndarray, ...]:
+    """Every context of n tokens as its hash, the token after it, and a count of one."""
+    count = max(len(tokens) - n, 0)
+    keys = np.full(count, n, np.uint64)
+    for j in range(n):
+        keys = keys * np.uint64(_FACTOR) + tokens[j : j + count].astype(np.uint64) + np.uint64(1)
+    inside = owner[:count] == owner[n : n + count]
+    return keys[inside], tokens[n : n + count][inside], np.ones(int(inside.sum()), np.int64)
+
+
+def _reduce(parts: Sequence[tuple[np.ndarray, ...]], most: int) -> tuple[np.ndarray, ...]:
+    """Adds up equal pairs of hash and token, and keeps the `most` frequent ones."""
+    hashes, tokens, counts = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    order = np.lexsort((tokens, hashes))
+    hashes, tokens, counts = hashes[order], tokens[order], counts[order]
+    first = np.ones(len(hashes), bool)
+    first[1:] = (hashes[1:] != hashes[:-1]) | (tokens[1:] != tokens[:-1])
+    where = np.flatnonzero(first)
+    counts = np.add.reduceat(counts, where) if len(where) else counts
+    hashes, tokens = hashes[where], tokens[where]
+    if len(hashes) > most:
+        kept = np.sort(np.argpartition(-counts, most - 1)[:most])
+        hashes, tokens, counts = hashes[kept], tokens[kept], counts[kept]
+    return hashes, tokens, counts
+
+
+class NgramStoreDrafter(Drafter):
+    """Proposes the likeliest paths by counts.
+
+    Args:
+        file: a store that `drafttrain ngram-store` wrote; without one only what is decoded counts.
+        grow: sequences learn from each other: what one commits, all later ones know. Otherwise each adds to the file's
+            counts for itself alone, which is what measurements need.
+        min_n: shortest context that is looked up, in tokens; max_n: the longest, at most the file's.
+        min_p: paths less likely than this are not drafted.
+
+    Raises:
+        UserError: not 1 <= min_n <= max_n, min_p outside [0, 1), or a file that is no store.
+    """
+
+    kind = "ngram_store"
+    trainable = False
+    feature_layers: tuple[int, ...] = ()
+    # Beside another drafter only likely matches are worth their nodes.
+    defaults_beside: dict[str, Any] = {"min_n": 2, "min_p": 0.1}
+
+    def __init__(self, file: str = "", grow: bool = False, min_n: int = 1, max_n: int = 4, min_p: float = 0.02):
+        if not 1 <= min_n <= max_n:
+            raise UserError(f"min_n={min_n}, max_n={max_n}: context lengths must satisfy 1 <= min_n <= max_n")
+        if not 0 <= min_p < 1:
+            raise UserError(f"min_p={min_p} must be at least 0 and below 1")
+        self.file, self.min_n, self.max_n, self.min_p = file, min_n, max_n, min_p
+        self.table: NgramTable | None = None
+        if file:
+            self.table, self.tokenizer = NgramTable.load(file)
+        self.shared = _LiveCounts() if grow else None
+
+    def bind(self, target: Target) -> None:
+        """Checks that the file's tokens mean the same to the target.
+
+        Raises:
+            UserError: made with another tokenizer.
+        """
+        actual = tokenizer_fingerprint(target.tokenizer)
+        if self.table is not None and self.tokenizer != actual:
+            raise UserError(
+                f"ngram_store={self.file!r} was made with tokenizer {self.tokenizer!r}, but target {target.name!r} has "
+                f"{actual!r}; make one for this target: drafttrain ngram-store"
+            )
+
+    def start(self, prompt_ids: Tensor, max_length: int) -> NgramStoreSession:
+        """Begins a sequence. prompt_ids: [L] int64; max_length is of no concern here."""
+        return NgramStoreSession(self, prompt_ids)
+
+
+class _LiveCounts:
+    """Counts that grow as tokens are committed; the contexts seen first are forgotten first."""
+
+    def __init__(self) -> None:
+        self._contexts: dict[int, Counter[int]] = {}
+
+    def add(self, key: int, token: int) -> None:
+        if key not in self._contexts and len(self._contexts) >= _LIVE_CONTEXTS:
+            del self._contexts[next(iter(self._contexts))]
+        self._contexts.setdefault(key, Counter())[token] += 1
+
+    def followers(self, key: int) -> Counter[int]:
+        return self._contexts.get(key, Counter())
+
+
+class NgramStoreSession:
+    """One sequence: its last tokens, and the counts that it adds to the store's."""
+
+    def __init__(self, drafter: NgramStoreDrafter, prompt_ids: Tensor):
+        self.drafter, self.device = drafter, prompt_ids.device
+        self.live = _LiveCounts() if drafter.shared is None else drafter.shared
+        self.sizes = range(drafter.max_n, drafter.min_n - 1, -1)
+        self.last: list[int] = prompt_ids[:1].tolist()  # the last max_n tokens
+
+    def extend(self, tokens: Tensor, features: Tensor) -> None:
+        """Takes committed tokens [m]; features are not used."""
+        for token in tokens.tolist():
+            for n in self.sizes:
+                if n <= len(self.last):
+                    self.live.add(_hash(self.last[-n:]), token)
+            self.last = [*self.last, token][-self.drafter.max_n :]
+
+    def propose(self, spec: TreeSpec, sampler: Sampler | None = None) -> TokenTree:
+        """Drafts the likeliest paths: at most the spec's children per node, depth and nodes in all."""
+        if spec.shape == "none":
+            return TokenTree.empty(self.device)
+        widths = spec.fanout or (spec.top_k,) * spec.depth
+        floor = math.log(self.drafter.min_p) if self.drafter.min_p else -math.inf
+        tokens: list[int] = []
+        parents: list[int] = []
+        scores: list[float] = []
+        paths: list[list[int]] = []
+        # Best first: (-log-probability of the path, order found, token, parent, tokens of the parent's path).
+        found: list[tuple[float, int, int, int, list[int]]] = []
+        orders = iter(range(10**9))
+
+        def find(node: int, above: float, path: list[int]) -> None:
+            for token, p in self._next(path, widths[len(path)]):
+                if above + math.log(p) >= floor:
+                    heapq.heappush(found, (-above - math.log(p), next(orders), token, node, path))
+
+        find(-1, 0.0, [])
+        while found and len(tokens) < spec.budget:
+            score, _, token, parent, path = heapq.heappop(found)
+            tokens.append(token)
+            parents.append(parent)
+            scores.append(-score)
+            paths.append([*path, token])
+            if len(paths[-1]) < len(widths):
+                find(len(tokens) - 1, -score, paths[-1])
+        return TokenTree(
+            torch.tensor(tokens, dtype=torch.long, device=self.device), parents, torch.tensor(scores, dtype=torch.float)
+        )
+
+    def _next(self, path: list[int], width: int) -> list[tuple[int, float]]:
+        """The `width` likeliest tokens after a drafted path, with probabilities; fewer where nothing is known."""
+        context = [*self.last, *path]
+        known: dict[int, float] = {}
+        left = 1.0
+        for n in self.sizes:
+            if n > len(context):
+                continue
+            key = _hash(context[-n:])
+            seen = self.live.followers(key)
+            if self.drafter.table is not None and n <= self.drafter.table.max_n:
+                seen = seen + Counter(self.drafter.table.followers(key))
+            counts = {token: count for token, count in seen.items() if token not in known}
+            if not counts:
+                continue
+            total = sum(counts.values()) + len(counts)
+            known |= {token: left * count / total for token, count in counts.items()}
+            left *= len(counts) / total
+            if len(known) >= width:
+                break
+        return heapq.nsmallest(width, known.items(), key=lambda item: -item[1])
+
+
+KIND = NgramStoreDrafter

@@ -1,0 +1,122 @@
+"""P-EAGLE: an EAGLE-3 drafter that predicts all depths in one pass, as speculators trains and vLLM runs it (`peagle`).
+
+    anchor t, depth 0:   state = fc(features_t)       token x_{t+1}        predicts x_{t+2}
+    anchor t, depth k:   state = fc(mask_hidden)      the mask token       predicts x_{t+2+k}
+
+Depths after the first know neither a state nor their token: they read one learned vector and the embedding of one fixed token, at
+position t + k. They see what EAGLE-3's depths see: the depth-0 keys of anchors 0..t and their own path, here of masks. So a
+depth's distribution is the same for all nodes of that depth, given the committed text.
+
+Source: speculators' models/peagle (create_peagle_mask_mod: depth-0 keys up to the anchor, and the own chain), vLLM's
+parallel drafting (`mask_token_id`, `mask_hidden`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drafttrain.batch import Batch, TokenTree
+from drafttrain.drafters.common.expand import expand
+from drafttrain.drafters.common.layer_session import LayerSession, attend_apart
+from drafttrain.drafters.common.linear_start import Source
+from drafttrain.drafters.common.shared import anchors_by_depth
+from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
+from drafttrain.errors import UserError
+from drafttrain.ops.sampling import Sampler
+from drafttrain.ops.tree_attention import TreeLayout
+from drafttrain.target import Target
+
+
+class PEagleConfig(Eagle3Config):
+    """What a P-EAGLE drafter is, beside what `Eagle3Config` says.
+
+    Attributes:
+        mask_token_id: the token whose (frozen) embedding later depths read; the target's padding or end token unless given.
+    """
+
+    model_type = "drafttrain_peagle"
+    drafter_kind = "peagle"
+
+    def __init__(self, mask_token_id: int = 0, **kwargs: Any):
+        self.mask_token_id = mask_token_id
+        super().__init__(**kwargs)
+        if self.ttt_steps < 2:
+            raise UserError(f"ttt_steps={self.ttt_steps}: the first depth reads no mask, so at least 2 are trained")
+
+    @classmethod
+    def for_target(cls, target: Target, **options: Any) -> Any:
+        """The target's own shapes, positions and query norms where `options` say nothing."""
+        spare = getattr(target.tokenizer, "pad_token_id", None)
+        if spare is None:
+            spare = next(iter(target.eos_ids), 0)
+        mask = options.setdefault("mask_token_id", spare)
+        if not 0 <= mask < target.vocab_size:
+            raise UserError(
+                f"mask_token_id={mask} is no token of target {target.name!r}, which has {target.vocab_size}"
+            )
+        return super().for_target(target, **options)
+
+
+class PEagle(Eagle3):
+    """The drafter."""
+
+    config_class = PEagleConfig
+    kind = "peagle"
+
+    def __init__(self, config: PEagleConfig):
+        super().__init__(config)
+        # In the form of published checkpoints: what stands in place of the target's features, before `fc`.
+        self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features))
+
+    @torch.no_grad()
+    def solve_start(self, batches: list[Batch], source: Source) -> float:
+        """As EAGLE-3's; masks begin as the mean of the features that they stand for."""
+        total, count = torch.zeros(self.mask_hidden.shape[-1], device=self.mask_hidden.device), 0
+        for batch in batches:
+            features = source(batch)[0].features.flatten(0, 1)[anchors_by_depth(batch.response_mask, 1)[0]]
+            total += features.float().sum(0)
+            count += len(features)
+        self.mask_hidden.copy_((total / count).view_as(self.mask_hidden))
+        return super().solve_start(batches, source)
+
+    def masks(self, count: int) -> tuple[Tensor, Tensor]:
+        """What `count` masked positions read: states [count, h] and embeddings [count, target h]."""
+        state = self.fuse(self.mask_hidden.view(1, -1))
+        token = torch.tensor([self.config.mask_token_id], device=state.device)
+        return state.expand(count, -1), self.embed(token).expand(count, -1)
+
+    def next_inputs(self, state: Tensor, embeds: Tensor) -> tuple[Tensor, Tensor]:
+        return self.masks(len(embeds))
+
+    @torch.no_grad()
+    def propose_all(
+        self, sessions: Sequence[LayerSession], specs: Sequence[TreeSpec], samplers: Sequence[Sampler | None]
+    ) -> list[TokenTree]:
+        """All depths of all sessions in one step over masked positions."""
+        sizes = [max(spec.depth - 1, 0) for spec in specs]
+        states = torch.cat([session.root for session in sessions])
+        drafting = [(session, size) for session, size in zip(sessions, sizes, strict=True) if size]
+        if drafting:
+            own, counts = [session for session, _ in drafting], [size for _, size in drafting]
+            layouts = [TreeLayout(session.length, count=size) for session, size in drafting]
+            positions = torch.cat([layout.positions()[0] for layout in layouts]).to(states.device)
+            attends = [attend_apart(own, layer, layouts, counts) for layer in range(self.cache_shape.layers)]
+            out = self.step(*self.masks(sum(counts)), positions, attends, None, 1)
+            states = torch.cat((states, out))
+        first, later = self.logits(states).split((len(sessions), sum(sizes)))
+        each = zip(specs, samplers, first, later.split(sizes), strict=True)
+        return [_grow(spec, sampler, root, deeper, self.kept_ids) for spec, sampler, root, deeper in each]
+
+
+def _grow(spec: TreeSpec, sampler: Sampler | None, first: Tensor, later: Tensor, kept_ids: Tensor) -> TokenTree:
+    """A tree whose nodes at depth k all go on by `later[k - 1]` [d]."""
+    depths = iter(later)
+    return expand(spec, first, lambda _, parents: next(depths).expand(len(parents), -1), kept_ids, sampler)
+
+
+KIND = PEagle

@@ -1,0 +1,243 @@
+"""Names to drafters: which kinds there are, and how a folder, a Hub id or KIND:OPTIONS becomes a drafter."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from drafttrain.drafters.base import Drafter
+from drafttrain.drafters.combined import CombinedDrafter
+from drafttrain.errors import UserError
+from drafttrain.ops.native import cpu_kernels
+from drafttrain.ops.packing import pack, round_to_int8
+from drafttrain.target import Target, resolve_target
+
+# Beside a drafter whose config.json is another library's: says that it is ours, and of which kind.
+META_FILE = "drafttrain.json"
+
+
+def kinds() -> list[str]:
+    """Every kind's name: the folders beside this file that hold a model.py."""
+    return sorted(path.parent.name for path in Path(__file__).parent.glob("*/model.py"))
+
+
+def kind_class(name: str) -> Any:
+    """The class of a kind.
+
+    Raises:
+        UserError: no such kind; names the ones there are.
+    """
+    if name not in kinds():
+        raise UserError(f"kind={name!r} is not a drafter kind; there are {', '.join(kinds())}")
+    return importlib.import_module(f"{__package__}.{name}.model").KIND
+
+
+def load_drafter(name: str, target: Target) -> Drafter | None:
+    """A drafter for decoding, by name:
+
+    FOLDER or Hub id           a trained drafter, or any causal language model with the target's vocabulary
+    KIND, KIND:OPTIONS         a kind without weights; see `untrained` for the options
+    FIRST+KIND, ..+KIND:..     the matches of a kind without weights merged into the first's tree
+    none                       no drafter
+
+    Returns it bound to the target, on its device and in its compute dtype.
+
+    Raises:
+        UserError: nothing there, not a drafter of ours, a wrong option, or made for another target.
+    """
+    if name == "none":
+        return None
+    first, plus, second = name.rpartition("+")
+    if plus and is_untrained(second):
+        main = load_drafter(first, target)
+        assert main is not None, "none+KIND is KIND"
+        side = untrained(second, beside=True)
+        side.bind(target)
+        return CombinedDrafter(main, side)
+    if is_untrained(name):
+        drafter = untrained(name)
+    else:
+        drafter = load_trained(name).eval()
+        for weight in drafter.parameters():
+            # Rounded to the dtype asked for, as the target's weights are: bfloat16 values stream at half the bytes.
+            # Buffers keep their precision: rotary frequencies have to.
+            weight.data = weight.data.to(target.dtype).to(target.compute_dtype)
+        drafter = drafter.to(target.device)
+        if target.device.type == "cpu":
+            if target.dtype == torch.bfloat16 and target.compute_dtype == torch.float32 and cpu_kernels() is not None:
+                _stream_int8(drafter)
+            getattr(drafter, "pack", lambda: pack(drafter))()
+    drafter.bind(target)
+    return drafter
+
+
+def _stream_int8(drafter: Any) -> None:
+    """Rounds linear weights to what a CPU reads at a quarter of float32's bytes.
+
+    A drafter's depth costs about what reading its weights does, and its rounding costs no correctness: the target
+    verifies whatever is proposed, and drawn tokens are weighed by the q that they were really drawn from.
+    """
+    for module in drafter.modules():
+        if isinstance(module, nn.Linear):
+            module.weight.data = round_to_int8(module.weight.data)
+
+
+def untrained_kinds() -> list[str]:
+    """The names of all kinds without weights."""
+    return [kind for kind in kinds() if not kind_class(kind).trainable]
+
+
+def names_help() -> str:
+    """What a drafter may be called, for the help of commands."""
+    return f"a drafter's folder or Hub id, KIND or KIND:OPTIONS ({', '.join(untrained_kinds())}), or FOLDER+KIND"
+
+
+def is_untrained(name: str) -> bool:
+    """True for KIND or KIND:OPTIONS of a kind without weights."""
+    kind = name.partition(":")[0]
+    return kind in kinds() and not kind_class(kind).trainable
+
+
+_BOOLS = {"true": True, "false": False}
+
+
+def untrained(name: str, beside: bool = False) -> Any:
+    """Makes a drafter without weights from KIND:OPTIONS.
+
+    Options are the parameters of the class, separated by commas: NAME=VALUE, or a bare value for the first parameter.
+
+    Args:
+        beside: it works beside another drafter, so the class's `defaults_beside` apply to options that the name leaves out.
+
+    Raises:
+        UserError: an unknown option, or a value of the wrong type.
+    """
+    kind, _, text = name.partition(":")
+    cls = kind_class(kind)
+    known = {key: parameter.default for key, parameter in inspect.signature(cls).parameters.items()}
+    given: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        key, equals, value = part.partition("=")
+        if not equals:
+            key, value = next(iter(known)), part
+        if key not in known:
+            raise UserError(f"drafter={name!r}: {key!r} is no option of {kind}; there are {', '.join(known)}")
+        try:
+            given[key] = _BOOLS[value] if isinstance(known[key], bool) else type(known[key])(value)
+        except (KeyError, ValueError) as error:
+            raise UserError(
+                f"drafter={name!r}: {key}={value!r} is no {type(known[key]).__name__}; write for example "
+                f"{kind}:{key}={known[key]}"
+            ) from error
+    return cls(**{**(cls.defaults_beside if beside else {}), **given})
+
+
+def decoding_file(name: str) -> Path:
+    """Where a drafter's default decoding settings are kept: beside its weights."""
+    return Path(name.partition("+")[0]).expanduser() / "decoding.json"
+
+
+def default_tree(name: str) -> str | None:
+    """The tree in a drafter folder's decoding.json; None without one.
+
+    Raises:
+        UserError: a decoding.json without a tree.
+    """
+    settings = decoding_settings(name)
+    return str(settings["tree"]) if settings else None
+
+
+def decoding_settings(name: str) -> dict[str, Any]:
+    """A drafter folder's decoding.json: `tree`, and perhaps `off`, the kinds of request that are decoded plainly.
+
+    Returns:
+        Its content; empty without the file.
+
+    Raises:
+        UserError: a decoding.json without a tree, or whose `off` is no list.
+    """
+    first = name.partition("+")[0]
+    path = decoding_file(name)
+    if _is_hub_id(first) and not path.parent.exists():
+        path = drafter_folder(first) / path.name
+    if not path.is_file():
+        return {}
+    try:
+        settings = json.loads(path.read_text())
+        str(settings["tree"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f'{path} has no tree ({error!r}); write {{"tree": "chain:3"}}, or pass a tree') from error
+    if not isinstance(settings.get("off", []), list):
+        raise UserError(f'{path}: off={settings["off"]!r} must be a list of categories, such as ["translation"]')
+    return settings
+
+
+def drafter_folder(name: str, key: str = "drafter") -> Path:
+    """The folder of a trained drafter; one on the Hub is fetched to the Hub's cache first (JSON and safetensors only).
+
+    Args:
+        key: what the user gave the name for.
+
+    Raises:
+        UserError: no such folder, and not a Hub id that can be read.
+    """
+    path = Path(name).expanduser()
+    if not path.exists() and "/" not in name:
+        path = Path(resolve_target(name))  # a model that `drafttrain fetch` has cached
+    if path.exists():
+        return path
+    if not _is_hub_id(name):
+        raise UserError(
+            f"{key}={name!r}: no such folder, and not a Hub id (user/name); kinds without weights: {', '.join(untrained_kinds())}"
+        )
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*"]))
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"{key}={name!r}: no such folder, and the Hub does not give it ({first}); check the name, and log in for a "
+            "private one: hf auth login"
+        ) from error
+
+
+def _is_hub_id(name: str) -> bool:
+    return not name.startswith((".", "/", "~")) and name.count("/") == 1
+
+
+def kind_of(name: str, key: str = "drafter") -> str:
+    """The kind of a drafter, named as for `load_drafter`; of a causal language model that is not ours, the kind that takes any.
+
+    Raises:
+        UserError: nothing there, or not a drafter.
+    """
+    if name == "none" or is_untrained(name):
+        return name
+    try:
+        config = json.loads((drafter_folder(name, key) / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{key}={name!r}: config.json cannot be read ({error}); train one or check the path") from error
+    if config.get("drafter_kind"):
+        return config["drafter_kind"]
+    architectures = set(config.get("architectures") or ())
+    if architectures & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
+        return next(kind for kind in kinds() if getattr(kind_class(kind), "loads_language_models", False))
+    raise UserError(
+        f"{key}={name!r}: config.json has no drafter_kind and is no causal language model's, so it is no drafter of ours; bring "
+        "a published EAGLE-3 head in by: drafttrain import"
+    )
+
+
+def load_trained(name: str, key: str = "drafter") -> Any:
+    """A saved drafter, by folder or Hub id, not yet bound; see `kind_of`."""
+    cls, folder = kind_class(kind_of(name, key)), drafter_folder(name, key)
+    return cls.load(folder) if hasattr(cls, "load") else cls.from_pretrained(str(folder), use_safetensors=True)

@@ -1,0 +1,246 @@
+"""A Hugging Face checkpoint of the Llama, Qwen2, Qwen3 or Gemma 3 family -> one GGUF file for llama.cpp.
+
+Tensor names come from gguf's own map. What a family needs besides: Llama's query and key rows in llama.cpp's rotary order,
+Gemma's norm factors plus one, and the name of the rule by which the tokenizer cuts text before it merges. That rule is recognised
+by its regular expression, not guessed: llama.cpp with another rule would tokenize other text than the target does.
+Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from drafttrain.errors import UserError
+from drafttrain.formats.weights import read_weights
+
+FAMILIES = {
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "qwen2": gguf.MODEL_ARCH.QWEN2,
+    "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
+}
+_TYPES = {
+    torch.float32: (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),
+    torch.float16: (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
+    torch.bfloat16: (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16),
+}
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# How text is cut before merging, by what stands in tokenizer.json -> llama.cpp's name for it.
+_CUTS = {
+    ("bytes",): "gpt-2",
+    ("digits", "bytes"): "smollm",
+    (_WORDS.format(digits=r"\p{N}"),): "qwen2",
+    (_WORDS.format(digits=r"\p{N}{1,3}"),): "llama-bpe",
+}
+
+
+def write_gguf(folder: Path, output: Path, dtype: torch.dtype, tokenizer_folder: Path | None = None) -> Path:
+    """Writes the model in `folder` to the file `output`; vectors are float32, matrices of `dtype`.
+
+    Args:
+        tokenizer_folder: where the tokenizer is, if not with the model.
+
+    Raises:
+        UserError: a family, rotary embedding, bias or tokenizer that the file could not express truthfully.
+    """
+    config = AutoConfig.from_pretrained(folder)
+    family = config.model_type
+    if family not in FAMILIES:
+        raise UserError(
+            f"{str(folder)!r} is a {family} model; GGUF is written for {', '.join(FAMILIES)}: use llama.cpp's own converter"
+        )
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder or folder)
+    tensors = _tensors(config, read_weights(folder), dtype)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    part = output.with_name(f".{output.name}.part")
+    writer = gguf.GGUFWriter(str(part), gguf.MODEL_ARCH_NAMES[FAMILIES[family]])
+    _add_shape(writer, config)
+    writer.add_file_type(_TYPES[dtype][1])
+    _add_tokenizer(writer, tokenizer, config.vocab_size)
+    for name, (data, kind) in tensors.items():
+        writer.add_tensor(name, data, raw_dtype=kind)
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        part.replace(output)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise UserError(f"output={str(output)!r} cannot be written ({error.strerror}); choose another place") from error
+    return output
+
+
+# -- weights --------------------------------------------------------------------------------------------------------
+
+
+def _tensors(config: Any, weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, tuple[np.ndarray, Any]]:
+    """llama.cpp's name -> data and type."""
+    names = gguf.get_tensor_name_map(FAMILIES[config.model_type], config.num_hidden_layers)
+    made: dict[str, tuple[np.ndarray, Any]] = {}
+    for name, tensor in weights.items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if theirs is None:
+            raise UserError(
+                f"{name} has no place in a {config.model_type} GGUF file; the checkpoint is not a plain one"
+            )
+        values = tensor.float()
+        if config.model_type == "llama" and ".self_attn." in name and ("q_proj" in name or "k_proj" in name):
+            heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+            values = values.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+        if config.model_type == "gemma3_text" and name.endswith("norm.weight"):
+            values = values + 1
+        kind = gguf.GGMLQuantizationType.F32 if values.dim() == 1 else _TYPES[dtype][0]
+        made[theirs] = gguf.quants.quantize(values.contiguous().numpy(), kind), kind
+    factors = _rope_factors(config)
+    if factors is not None:
+        made["rope_freqs.weight"] = factors, gguf.GGMLQuantizationType.F32
+    return made
+
+
+def _rope_factors(config: Any) -> np.ndarray | None:
+    """Llama 3's rotary scaling, which the file holds as what each frequency is divided by."""
+    rope = _rope(config)
+    if rope["rope_type"] != "llama3":
+        return None
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    size = _head_dim(config)
+    plain = 1.0 / rope["rope_theta"] ** (torch.arange(0, size, 2).float() / size)
+    return (plain / scaled).numpy()
+
+
+def _rope(config: Any) -> dict[str, Any]:
+    rope = config.rope_parameters or {}
+    rope = rope.get("full_attention", rope)
+    return {"rope_type": "default", **rope}
+
+
+def _head_dim(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _add_shape(writer: gguf.GGUFWriter, config: Any) -> None:
+    size, rope = _head_dim(config), _rope(config)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(size)
+    writer.add_value_length(size)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_rope_dimension_count(size)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    kind = rope["rope_type"]
+    if kind == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    elif kind not in ("default", "llama3"):
+        raise UserError(f"rope_type={kind!r} is not written to GGUF; default, linear and llama3 are")
+    gemma = config.model_type == "gemma3_text"
+    wanted, found = ("gelu_pytorch_tanh", config.hidden_activation) if gemma else ("silu", config.hidden_act)
+    if found != wanted:
+        raise UserError(f"hidden_act={found!r}: llama.cpp computes {wanted} for {config.model_type} models")
+    if gemma:
+        if config.query_pre_attn_scalar != size:
+            raise UserError(
+                f"query_pre_attn_scalar={config.query_pre_attn_scalar}: llama.cpp scales by head_dim={size} for gemma3 models"
+            )
+        writer.add_sliding_window(config.sliding_window)
+    elif "sliding_attention" in (getattr(config, "layer_types", None) or []):
+        raise UserError(
+            f"a window of {config.sliding_window} tokens: llama.cpp's {config.model_type} attends to everything"
+        )
+
+
+# -- tokenizer ------------------------------------------------------------------------------------------------------
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any, vocab_size: int) -> None:
+    if not getattr(tokenizer, "is_fast", False):
+        raise UserError("GGUF is written from a fast tokenizer (tokenizer.json); this one is slow")
+    described = json.loads(tokenizer.backend_tokenizer.to_str())
+    model = described["model"]
+    if model["type"] != "BPE":
+        raise UserError(f"tokenizers of type {model['type']} are not written to GGUF; BPE is")
+    ranks = {tuple(m) if isinstance(m, list) else tuple(m.split(" ")): i for i, m in enumerate(model["merges"])}
+    if not ranks:
+        raise UserError("the tokenizer has no merges, without which llama.cpp does not load it")
+    spaces = bool(model.get("byte_fallback"))  # of the SentencePiece kind
+    added = {token["id"]: token for token in described["added_tokens"]}
+    by_id = {number: text for text, number in tokenizer.get_vocab().items()}
+    tokens = [by_id.get(number, f"[PAD{number}]") for number in range(vocab_size)]
+    writer.add_tokenizer_model("llama" if spaces else "gpt2")
+    if not spaces:
+        writer.add_tokenizer_pre(_cut_name(described["pre_tokenizer"]))
+    writer.add_token_list(tokens)
+    if spaces:
+        writer.add_token_scores(_scores(tokens, ranks))
+        prepends = json.dumps([described["normalizer"], described["pre_tokenizer"]])
+        writer.add_add_space_prefix("Prepend" in prepends or '"prepend_scheme": "first"' in prepends)
+    writer.add_token_types([_token_type(number, text, by_id, added, spaces) for number, text in enumerate(tokens)])
+    if not spaces:
+        writer.add_token_merges([" ".join(pair) for pair in ranks])
+    for name in ("bos", "eos", "pad", "unk"):
+        number = getattr(tokenizer, f"{name}_token_id")
+        if number is not None:
+            getattr(writer, f"add_{name}_token_id")(number)
+    ids = tokenizer("a").input_ids
+    writer.add_add_bos_token(bool(ids) and ids[0] == tokenizer.bos_token_id)
+    if isinstance(tokenizer.chat_template, str):
+        writer.add_chat_template(tokenizer.chat_template)
+
+
+def _cut_name(pre: dict[str, Any] | None) -> str:
+    parts = (pre or {}).get("pretokenizers") or [pre or {"type": "none"}]
+    found: list[str] = []
+    for part in parts:
+        if part["type"] == "Digits" and part["individual_digits"]:
+            found.append("digits")
+        elif part["type"] == "ByteLevel" and not part["add_prefix_space"]:
+            found += ["bytes"] if part.get("use_regex", True) else []
+        elif part["type"] == "Split" and "Regex" in part["pattern"] and part["behavior"] == "Isolated":
+            found.append(part["pattern"]["Regex"])
+        else:
+            found.append(part["type"])
+    if tuple(found) not in _CUTS:
+        known = ", ".join(_CUTS.values())
+        raise UserError(
+            f"the tokenizer cuts text by {found}, for which no name of llama.cpp is known here ({known}); use its own "
+            "converter"
+        )
+    return _CUTS[tuple(found)]
+
+
+def _scores(tokens: list[str], ranks: dict[tuple[str, ...], int]) -> list[float]:
+    """SentencePiece merges the pair with the best score first: minus the first rank that makes a token gives that order."""
+    best: dict[str, int] = {}
+    for pair, rank in ranks.items():
+        best.setdefault("".join(pair), rank)
+    return [-float(best.get(token, len(ranks))) for token in tokens]
+
+
+def _token_type(number: int, text: str, by_id: dict[int, str], added: dict[int, Any], spaces: bool) -> int:
+    if number not in by_id:
+        return gguf.TokenType.UNUSED
+    if number in added:
+        return gguf.TokenType.CONTROL if added[number]["special"] else gguf.TokenType.USER_DEFINED
+    if spaces and len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
+        return gguf.TokenType.BYTE
+    return gguf.TokenType.NORMAL

@@ -1,0 +1,339 @@
+"""`drafttrain bench-server`: load on OpenAI-compatible servers, alone or two side by side."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from drafttrain.environment import describe_environment
+from drafttrain.errors import UserError
+from drafttrain.evaluation.metrics import percentiles
+from drafttrain.evaluation.suites import load_suite, take_evenly
+from drafttrain.files import write_json
+from drafttrain.progress import Progress
+from drafttrain.serving.client import Answer, Server, ask, connect, read_metrics, speculation
+
+HELP = """Measure an OpenAI-compatible server under load, or two of them side by side.
+
+  drafttrain bench-server --url http://localhost:8000 --concurrency 1,2,4,8 --output server.json
+  drafttrain bench-server --url http://localhost:8000 --url2 http://localhost:8001 --request-rate 0.5,1,2
+
+--concurrency keeps so many requests going at a time; --request-rate sends them at random moments, so many a second on
+average, whether or not the server keeps up. Each step ends after --requests requests or --seconds, whichever is first.
+With --url2 (the same model without speculation, say) the servers take turns at every step, never at the same time. Where a
+server has a Prometheus page with vLLM's or SGLang's speculation figures, acceptance is read from it."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--url", required=True, help="http://HOST:PORT, with or without /v1")
+    add("--url2", help="a second server to compare with, such as one without speculation")
+    add("--model", default="", help="name of the model in the requests (default: the first that the server lists)")
+    add("--model2", default="", help="the same for --url2")
+    add("--suite", default="drafttrain", help="whose questions to ask (first turns), as in drafttrain eval")
+    load = parser.add_mutually_exclusive_group()
+    load.add_argument("--concurrency", help="steps of requests at a time, such as 1,2,4,8 (the default)")
+    load.add_argument("--request-rate", help="steps of requests a second, such as 0.5,1,2")
+    add("--requests", type=int, default=32, help="most requests of a step")
+    add("--seconds", type=float, default=60.0, help="no request of a step begins later than this")
+    add("--timeout", type=float, default=120.0, help="seconds after which a request has failed")
+    add("--warm-up", type=int, default=2, help="requests before each server's first step, not counted")
+    add("--max-tokens", type=int, default=128, help="of an answer")
+    add("--temperature", type=float, default=0.0, help="of the requests")
+    add("--ignore-eos", action="store_true", help="ask for answers of full length (vLLM and SGLang know this field)")
+    add("--api-key-env", metavar="NAME", help="environment variable that holds the key, if the server wants one")
+    add("--seed", type=int, default=0, help="of the moments of --request-rate")
+    add("--note", default="", help="a sentence to keep with the results, such as what else ran on the machine")
+    add("--output", default="server.json", help="results file")
+
+
+@dataclass(frozen=True)
+class Load:
+    """How a step loads a server.
+
+    Attributes:
+        concurrency: requests at a time; 0 where a rate is given. rate: requests per second on average.
+        requests: most of the step. seconds: none begins later. seed: of the moments they are sent at.
+        first: number of its first prompt, so that steps do not find each other's prompts in a server's prefix cache.
+    """
+
+    concurrency: int
+    rate: float
+    requests: int
+    seconds: float
+    seed: int = 0
+    first: int = 0
+
+    @property
+    def step(self) -> dict[str, float]:
+        return {"request_rate": self.rate} if self.rate else {"concurrency": self.concurrency}
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; returns the exit status: 1 if every request of a server failed.
+
+    Raises:
+        UserError: an argument out of its range, or a server that does not answer.
+    """
+    loads = parse_loads(args)
+    suite = load_suite(args.suite)
+    prompts = [question.turns[0] for question in take_evenly(suite.questions, None)]
+    output = Path(args.output).expanduser()
+    workload = {
+        key: getattr(args, key) for key in ("suite", "requests", "seconds", "timeout", "max_tokens", "temperature")
+    }
+    workload |= {
+        "ignore_eos": args.ignore_eos,
+        "warm_up": args.warm_up,
+        "seed": args.seed,
+        "suite_digest": suite.digest,
+    }
+    servers = asyncio.run(measure(args, loads, prompts))
+    results = {
+        **describe_environment(torch.device("cpu")),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        **({"note": args.note} if args.note else {}),
+        "workload": workload,
+        "servers": servers,
+        "comparison": compare(*servers.values()) if len(servers) == 2 else [],
+    }
+    write_json(output, results)
+    print_results(results)
+    print(f"wrote {output}")
+    return int(any(all(cell["completed"] == 0 for cell in server["cells"]) for server in servers.values()))
+
+
+def parse_loads(args: argparse.Namespace) -> list[Load]:
+    """The steps of the sweep.
+
+    Raises:
+        UserError: a number out of its range.
+    """
+    for name, least in (("requests", 1), ("max_tokens", 1), ("warm_up", 0)):
+        if getattr(args, name) < least:
+            raise UserError(f"{name.replace('_', '-')}={getattr(args, name)} must be at least {least}")
+    for name in ("seconds", "timeout"):
+        if getattr(args, name) <= 0:
+            raise UserError(f"{name}={getattr(args, name)} must be positive")
+    key, text, kind = (
+        ("request-rate", args.request_rate, float) if args.request_rate else ("concurrency", args.concurrency, int)
+    )
+    text = text or "1,2,4,8"
+    try:
+        steps = [kind(part) for part in text.split(",")]
+    except ValueError:
+        steps = []
+    if not steps or min(steps) <= 0:
+        raise UserError(f"{key}={text!r} must be positive numbers separated by commas, such as 1,2,4")
+    loads = []
+    for number, step in enumerate(steps):
+        concurrency, rate = (0, step) if args.request_rate else (int(step), 0.0)
+        loads.append(Load(concurrency, rate, args.requests, args.seconds, args.seed, number * args.requests))
+    return loads
+
+
+async def measure(args: argparse.Namespace, loads: Sequence[Load], prompts: Sequence[str]) -> dict[str, Any]:
+    """Every step on every server, the servers taking turns. Returns by name (url, url2) what `servers` holds in the JSON."""
+    body: dict[str, Any] = {"max_tokens": args.max_tokens, "temperature": args.temperature}
+    body |= {"ignore_eos": True} if args.ignore_eos else {}
+    bodies = [{"messages": [{"role": "user", "content": prompt}], **body} for prompt in prompts]
+    timeout = httpx.Timeout(args.timeout, connect=min(10.0, args.timeout))
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx.AsyncClient(timeout=timeout, limits=limits) as client:
+        servers = {"url": await connect(client, args.url, args.model, _key(args))}
+        if args.url2:
+            servers["url2"] = await connect(client, args.url2, args.model2, _key(args))
+        cells: dict[str, list[dict[str, Any]]] = {name: [] for name in servers}
+        for server in servers.values():
+            for number in range(args.warm_up):
+                answer = await _bounded(ask(client, server, bodies[number % len(bodies)]), args.timeout)
+                if answer.error == "connect":
+                    raise UserError(f"url={server.url!r} does not answer ({answer.detail}); start the server first")
+        with Progress("asking", len(loads) * len(servers), "steps") as meter:
+            for number, load in enumerate(loads):
+                order = list(servers.items())
+                for name, server in order[::-1] if number % 2 else order:
+                    cells[name].append(await run_load(client, server, load, bodies, args.timeout))
+                    meter.advance(note=f"{cells[name][-1]['tokens_per_second']:.1f} tokens/s")
+    return {name: {"url": server.url, "model": server.model, "cells": cells[name]} for name, server in servers.items()}
+
+
+def _key(args: argparse.Namespace) -> dict[str, str]:
+    if not args.api_key_env:
+        return {}
+    if args.api_key_env not in os.environ:
+        raise UserError(f"api-key-env={args.api_key_env!r}: no such environment variable; set it to the key")
+    return {"Authorization": f"Bearer {os.environ[args.api_key_env]}"}
+
+
+async def run_load(
+    client: httpx.AsyncClient, server: Server, load: Load, bodies: Sequence[dict[str, Any]], timeout: float
+) -> dict[str, Any]:
+    """One step on one server.
+
+    Returns:
+        The step's cell: see `figures`; and `speculation`, if the server's Prometheus page knows.
+    """
+
+    async def send(number: int) -> Answer:
+        return await _bounded(ask(client, server, bodies[(load.first + number) % len(bodies)]), timeout)
+
+    before = await read_metrics(client, server)
+    start = time.perf_counter()
+    answers = await (_open_loop if load.rate else _closed_loop)(load, send)
+    seconds = time.perf_counter() - start
+    found = speculation(before, await read_metrics(client, server))
+    return {**load.step, **figures(answers, seconds), **({"speculation": found} if found else {})}
+
+
+async def _bounded(asking: Awaitable[Answer], timeout: float) -> Answer:
+    """httpx bounds each read; this bounds the whole answer."""
+    try:
+        return await asyncio.wait_for(asking, timeout)
+    except asyncio.TimeoutError:
+        return Answer(error="timeout", detail=f"no end after {timeout:g} s", end=timeout)
+
+
+Send = Callable[[int], Awaitable[Answer]]
+
+
+async def _closed_loop(load: Load, send: Send) -> list[Answer]:
+    """So many at a time: each that ends makes room for the next."""
+    numbers, deadline = iter(range(load.requests)), time.perf_counter() + load.seconds
+    answers: list[Answer] = []
+
+    async def worker() -> None:
+        for number in numbers:
+            if time.perf_counter() >= deadline and answers:
+                return
+            answers.append(await send(number))
+
+    await asyncio.gather(*(worker() for _ in range(min(load.concurrency, load.requests))))
+    return answers
+
+
+async def _open_loop(load: Load, send: Send) -> list[Answer]:
+    """At moments of their own (a Poisson process), whatever is still going on."""
+    going = [asyncio.ensure_future(send(number)) async for number in _moments(load)]
+    return list(await asyncio.gather(*going))
+
+
+async def _moments(load: Load) -> AsyncIterator[int]:
+    gaps, start, due = random.Random(load.seed), time.perf_counter(), 0.0
+    for number in range(load.requests):
+        await asyncio.sleep(max(0.0, start + due - time.perf_counter()))
+        yield number
+        due += gaps.expovariate(load.rate)
+        if due >= load.seconds:
+            return
+
+
+def figures(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
+    """What a step showed.
+
+    Returns:
+        requests, completed; errors: counts by kind, with an example of each in error_examples.
+        seconds: wall-clock of the step. tokens: of completed answers; tokens_per_second, requests_per_second: over the
+            wall-clock.
+        ttft_ms: sent to first text. tpot_ms: mean time of each later token, per request. itl_ms: gaps between pieces of
+            text, over all requests. latency_ms: sent to end. Each with p50, p95, p99.
+        tokens_per_chunk: tokens per piece of text; above 1 where a server sends what a round accepted at once.
+        tokens_counted: the server counted tokens itself; else each piece counts as one, which speculation makes wrong.
+    """
+    good = [answer for answer in answers if not answer.error]
+    bad = [answer for answer in answers if answer.error]
+    tokens, chunks = sum(answer.tokens for answer in good), sum(len(answer.chunks) for answer in good)
+    gaps = [b - a for answer in good for a, b in zip(answer.chunks, answer.chunks[1:], strict=False)]
+    return {
+        "requests": len(answers),
+        "completed": len(good),
+        "errors": dict(Counter(answer.error for answer in bad)),
+        "error_examples": {answer.error: answer.detail for answer in bad},
+        "seconds": round(seconds, 3),
+        "tokens": tokens,
+        "tokens_per_second": round(tokens / seconds, 3),
+        "requests_per_second": round(len(good) / seconds, 4),
+        "ttft_ms": percentiles([answer.ttft for answer in good]),
+        "tpot_ms": percentiles([answer.tpot for answer in good if answer.tpot is not None]),
+        "itl_ms": percentiles(gaps),
+        "latency_ms": percentiles([answer.end for answer in good]),
+        "tokens_per_chunk": round(tokens / chunks, 3) if chunks else 0.0,
+        "tokens_counted": bool(good) and all(answer.counted for answer in good),
+    }
+
+
+def compare(first: dict[str, Any], second: dict[str, Any]) -> list[dict[str, Any]]:
+    """Per step, the first server over the second: token rate, and the second's median latencies over the first's, so that
+    above 1 the first is better throughout. None where one completed nothing."""
+    rows = []
+    for one, two in zip(first["cells"], second["cells"], strict=True):
+        row: dict[str, Any] = {key: one[key] for key in ("concurrency", "request_rate") if key in one}
+        row["tokens_per_second"] = _ratio(one["tokens_per_second"], two["tokens_per_second"])
+        for key in ("ttft_ms", "tpot_ms", "latency_ms"):
+            row[key] = _ratio(two[key]["p50"], one[key]["p50"])
+        rows.append(row)
+    return rows
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return round(part / whole, 4) if part and whole else None
+
+
+def print_results(results: dict[str, Any], console: Console | None = None) -> None:
+    """Prints a table per server, and the comparison."""
+    console = console or Console()
+    if not console.is_terminal:
+        console.width = max(console.width, 140)
+    for name, server in results["servers"].items():
+        title = f"{name}: {server['url']}, {server['model']}"
+        table = Table(title=title, title_justify="left", title_style="bold")
+        headings = ["load", "done", "errors", "tokens/s"]
+        headings += [f"{what} ms\np50 / p95 / p99" for what in ("TTFT", "TPOT", "ITL", "whole")] + ["accepted\nlength"]
+        for heading in headings:
+            table.add_column(heading, justify="right", no_wrap=True)
+        for cell in server["cells"]:
+            errors = ", ".join(f"{count} {kind}" for kind, count in cell["errors"].items()) or "0"
+            length = cell.get("speculation", {}).get("accepted_length")
+            times = [
+                " / ".join(f"{v:.0f}" for v in cell[key].values())
+                for key in ("ttft_ms", "tpot_ms", "itl_ms", "latency_ms")
+            ]
+            rate = f"{cell['tokens_per_second']:.1f}"
+            table.add_row(
+                _step(cell), str(cell["completed"]), errors, rate, *times, f"{length:.2f}" if length else "\u2013"
+            )
+        console.print(table)
+        if not all(cell["tokens_counted"] for cell in server["cells"] if cell["completed"]):
+            console.print("this server does not count tokens: each piece of text counts as one", highlight=False)
+    if results["comparison"]:
+        table = Table(
+            "load",
+            "tokens/s",
+            "TTFT",
+            "TPOT",
+            "whole",
+            title="url over url2 (above 1, url is better)",
+            title_style="bold",
+        )
+        for row in results["comparison"]:
+            ratios = [row[key] for key in ("tokens_per_second", "ttft_ms", "tpot_ms", "latency_ms")]
+            table.add_row(_step(row), *("\u2013" if ratio is None else f"{ratio:.2f}x" for ratio in ratios))
+        console.print(table)
+
+
+def _step(cell: dict[str, Any]) -> str:
+    return f"{cell['request_rate']:g}/s" if "request_rate" in cell else f"{cell['concurrency']} at once"

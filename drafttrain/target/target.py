@@ -1,0 +1,429 @@
+"""The frozen target: loading, features, embedding, head, tokenizer. With target_attention and target_native the only file
+that knows HF model internals.
+
+Everything that runs the target (training, response generation, tree verification) goes through `Target`, so features
+mean the same thing everywhere. Decoders plug their own attention in through `attention_context`, so any decoder-only family with
+the transformers attention interface works; `Target.wrap` proves on a few tokens that a model really is one of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from drafttrain.batch import TargetOutput
+from drafttrain.errors import UserError
+from drafttrain.ops.packing import cpu_has_bfloat16, pack
+from drafttrain.target.attention import (
+    ATTENTION,
+    LAST,
+    AttentionContext,
+    Probe,
+    Rows,
+    attention_context,
+    catch_input,
+    catch_output,
+    hook_features,
+)
+from drafttrain.target.fetch import cached_model
+from drafttrain.target.native_body import NATIVE_ROWS, NativeBody
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Names of transformers for layers that an attention context can serve, and for layers with a state.
+_SERVED = {"full_attention", "sliding_attention"}
+_RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """'auto' means bfloat16 where the device multiplies it natively, else float32."""
+    if name == "auto":
+        fast = device.type == "cuda" or (device.type == "cpu" and cpu_has_bfloat16())
+        return torch.bfloat16 if fast else torch.float32
+    if name not in DTYPES:
+        raise UserError(f"dtype={name!r} is not one of {', '.join(['auto', *DTYPES])}")
+    return DTYPES[name]
+
+
+def resolve_device(name: str = "auto") -> torch.device:
+    if name != "auto":
+        return torch.device(name)
+    return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
+
+
+def share_of_gpus() -> dict[int | str, int] | None:
+    """What a spread target may take of each GPU: of n processes on a machine, each uses every n-th; None without GPUs."""
+    count = torch.cuda.device_count()
+    if count == 0:
+        return None
+    processes, mine = (
+        int(os.environ.get(key, default)) for key, default in (("LOCAL_WORLD_SIZE", 1), ("LOCAL_RANK", 0))
+    )
+    # The first of a process's GPUs also holds the drafter, its optimizer and all activations.
+    gpus = range(mine, count, processes)
+    return {gpu: int(torch.cuda.mem_get_info(gpu)[0] * (0.5 if gpu == mine else 0.9)) for gpu in gpus}
+
+
+def resolve_target(name: str) -> str:
+    """A short name that `drafttrain fetch` has cached, a local folder, or a Hub id, as something HF can load.
+
+    Raises:
+        UserError: a local path that does not exist or holds no config.json.
+    """
+    cached = cached_model(name)
+    if cached is not None:
+        return str(cached)
+    path = Path(name).expanduser()
+    looks_local = path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
+    if looks_local and not (path / "config.json").is_file():
+        raise UserError(f"target={name!r}: no model folder with a config.json there; check the path, or use a Hub id")
+    return str(path) if looks_local else name
+
+
+class Target:
+    """A frozen causal language model with its tokenizer.
+
+    Attributes:
+        name: what the user called it; `path`: what was loaded.
+        dtype: the numeric format of its weights; `compute_dtype`: what it computes in. They differ on CPUs without
+            bfloat16 units, where bfloat16 weights are held and multiplied as float32 (faster there, and more exact).
+        hidden_size, vocab_size, num_layers: h, rows of the head, decoder layers.
+        max_positions: the longest sequence that it reads, or None where nothing limits it.
+        eos_ids: every token id that ends a response.
+        idle_steps: captured decoding steps between two calls of the decoder, which owns them.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, name: str, path: str, dtype: torch.dtype):
+        self.model: Any = model  # families differ in what they offer beyond PreTrainedModel
+        self.tokenizer, self.name, self.path, self.dtype = tokenizer, name, path, dtype
+        self.config = self.model.config.get_text_config()
+        self.body: Any = self.model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+        self.hidden_size: int = self.config.hidden_size
+        self.num_layers: int = self.config.num_hidden_layers
+        self.max_positions = self._find_max_positions()
+        self.embed_scale: float = getattr(self.config, "embedding_multiplier", None) or 1.0
+        self.softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
+        self.logit_scale: float = getattr(self.config, "logit_scale", None) or 1.0
+        self.logit_scale /= getattr(self.config, "logits_scaling", None) or 1.0
+        head: Any = self.model.get_output_embeddings()
+        if head is None:
+            raise UserError(f"target={name!r} ({type(model).__name__}) has no language-model head")
+        self.lm_head = head
+        self.vocab_size: int = head.weight.shape[0]
+        self.layers = self._find_layers()
+        self.eos_ids = self._find_eos()
+        self._packed = False
+        self._native: NativeBody | None = None
+        self._hooked: set[int] = set()
+        self.idle_steps: list[Any] = []
+
+    # -- loading ------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def load(
+        cls,
+        name: str,
+        dtype: str = "auto",
+        device: str = "auto",
+        trust_remote_code: bool = False,
+        device_map: str | dict[str, Any] = "",
+    ) -> Target:
+        """Loads a target by short name, folder or Hub id, frozen and in eval mode.
+
+        Args:
+            device_map: for a target that is too large for one device: `auto` (or `balanced`, `sequential`, or a map) spreads
+                its layers over the GPUs, see accelerate's dispatch. With several processes on a machine each takes every
+                n-th GPU. Inputs and outputs are on the first one.
+
+        Raises:
+            UserError: nothing loadable there, an unknown dtype, or a model without the attention interface.
+        """
+        where, place = resolve_target(name), resolve_device(device)
+        wanted = resolve_dtype(dtype, place)
+        spread = {"device_map": device_map, "max_memory": share_of_gpus()} if device_map else {}
+        try:
+            config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
+            tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
+            model = AutoModelForCausalLM.from_pretrained(
+                where, config=config, dtype=wanted, trust_remote_code=trust_remote_code, use_safetensors=True, **spread
+            )
+        except (OSError, ValueError) as error:
+            first = str(error).strip().splitlines()[0]
+            raise UserError(
+                f"target={name!r} cannot be loaded ({first}); give a folder with config.json, safetensors and tokenizer, "
+                "a reachable Hub id, or fetch one: drafttrain fetch smollm2-135m"
+            ) from error
+        moved: Any = model
+        return cls.wrap(model if device_map else moved.to(place), tokenizer, name, where, wanted)
+
+    @classmethod
+    def wrap(
+        cls,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        name: str = "",
+        path: str = "",
+        dtype: torch.dtype | None = None,
+        freeze: bool = True,
+    ) -> Target:
+        """Makes a Target of a loaded HF model. The model is frozen, and attends through our interface from now on.
+
+        Args:
+            freeze: False for a draft model, which runs by the same means but is trained.
+
+        Raises:
+            UserError: a model that an attention context cannot run, by class name and with the reason.
+        """
+        dtype = dtype or next(model.parameters()).dtype
+        reason = _unservable(model)
+        if reason is not None:
+            raise UserError(f"target={name!r} ({type(model).__name__}) {reason}; use a target with plain attention")
+        model.eval()
+        if freeze:
+            if dtype == torch.bfloat16 and model.device.type == "cpu" and not cpu_has_bfloat16():
+                model = model.float()
+            model.requires_grad_(False)
+        target = cls(model, tokenizer, name, path, dtype)
+        if model.device.type != "meta":  # a model without weights stands for one that runs elsewhere
+            target._take_over_attention()
+        return target
+
+    @torch.no_grad()
+    def _take_over_attention(self) -> None:
+        """Routes the attention through our interface and proves on two rows of four tokens that all of it goes there.
+
+        The model runs them with its own attention, then interleaved in one row through ours. If the states agree, then
+        nothing but attention mixes tokens, positions count and not places, and no mask, bias or capacity is lost.
+
+        Raises:
+            UserError: it does not hold.
+        """
+        n = 4
+        ids = (torch.arange(1, 2 * n + 1, device=self.device) * self.vocab_size // (2 * n + 2)).view(2, n)
+        own = self.body(input_ids=ids, use_cache=False).last_hidden_state.float()
+        self.model.set_attn_implementation(ATTENTION)
+        probe, positions = Probe(n), torch.arange(n, device=self.device).repeat_interleave(2)[None]
+        with attention_context(probe):
+            packed = self.body(input_ids=ids.t().reshape(1, -1), position_ids=positions, use_cache=False)
+        fault = None
+        if sorted(probe.layers) != list(range(self.num_layers)):
+            fault = f"calls the transformers attention interface for layers {sorted(probe.layers)}"
+        elif probe.masked - probe.windows:
+            fault = f"does not hand its window of {max(probe.masked)} tokens to the attention interface"
+        else:
+            rows = packed.last_hidden_state.float().view(n, 2, -1).transpose(0, 1)
+            error = (rows - own).norm() / own.norm()
+            # In half precision rounding may send a token to another expert; unrelated states would differ by 1.4.
+            if not error <= (1e-2 if self.compute_dtype == torch.float32 else 0.5):
+                fault = f"computes other states for packed rows than for one row (relative error {error:.2g})"
+        if fault is not None:
+            kind = type(self.model).__name__
+            raise UserError(f"target={self.name!r} ({kind}) {fault}; use a target with plain attention")
+
+    def pack(self) -> Target:
+        """Readies the model for fast inference on a CPU (no effect elsewhere). Costs a second copy of the weights."""
+        if not self._packed and self.device.type == "cpu":
+            self._native = NativeBody.of(self)
+            pack(self.model)
+            self.lm_head = self.model.get_output_embeddings()
+            self._packed = True
+        return self
+
+    def _find_layers(self) -> nn.ModuleList:
+        for module in self.body.modules():
+            if isinstance(module, nn.ModuleList) and len(module) == self.num_layers:
+                return module
+        raise UserError(
+            f"target={self.name!r} ({type(self.model).__name__}): no list of {self.num_layers} decoder layers"
+        )
+
+    def _find_max_positions(self) -> int | None:
+        """LongRoPE (Phi-3) changes the keys of all positions once a sequence outgrows its original length. Cached keys
+        and rows packed with longer ones would be wrong there, so the original length is the limit."""
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        if rope.get("rope_type") == "longrope":
+            return rope.get("original_max_position_embeddings") or self.config.original_max_position_embeddings
+        return getattr(self.config, "max_position_embeddings", None)
+
+    def _find_eos(self) -> list[int]:
+        ids: set[int] = set()
+        sources = (getattr(self.model, "generation_config", None), self.config)
+        for eos in (getattr(source, "eos_token_id", None) for source in sources):
+            ids.update(eos if isinstance(eos, (list, tuple)) else [] if eos is None else [eos])
+        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
+            ids.add(self.tokenizer.eos_token_id)
+        return sorted(ids)
+
+    # -- facts --------------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return next(self.model.parameters()).dtype
+
+    @property
+    def default_feature_layers(self) -> tuple[int, ...]:
+        """EAGLE-3's choice (arXiv 2503.01840): the inputs of layers 2, L//2 and L-3, a low, a middle, a high state."""
+        count = self.num_layers
+        return tuple(sorted({min(2, count - 1), count // 2, max(count - 3, 0)}))
+
+    @property
+    def embed_weight(self) -> Tensor:
+        """[v, h] input embedding rows (unscaled; `embed` applies the model's scale)."""
+        return self.model.get_input_embeddings().weight
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[v, h]; where the model projects its states before the head (OPT-350m), both in one."""
+        out = self._project_out
+        return self.lm_head.weight if out is None else self.lm_head.weight @ out.weight
+
+    @property
+    def head_bias(self) -> Tensor | None:
+        """[v], added to the head's products (Phi); None in most families."""
+        return getattr(self.lm_head, "bias", None)
+
+    @property
+    def _project_out(self) -> Any:
+        return getattr(self.body, "project_out", None)
+
+    def identity(self) -> dict[str, Any]:
+        """What a drafter records about its target, to be checked before the two are used together."""
+        return {
+            "name": self.name,
+            "model_type": self.config.model_type,
+            "hidden_size": self.hidden_size,
+            "num_layers": self.num_layers,
+            "vocab_size": self.vocab_size,
+            "tokenizer": tokenizer_fingerprint(self.tokenizer),
+        }
+
+    # -- forwards -----------------------------------------------------------------------------------------------
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """[...] ids -> [..., h], as the first layer receives them but for learned positions (Gemma's scale included)."""
+        embeds = self.model.get_input_embeddings()(ids)
+        project_in = getattr(self.body, "project_in", None)  # OPT-350m embeds in fewer columns than h
+        if project_in is not None:
+            embeds = project_in(embeds)
+        return embeds if self.embed_scale == 1.0 else embeds * self.embed_scale
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """[..., h] -> float32 logits over the vocabulary."""
+        logits = self.lm_head(hidden if self._project_out is None else self._project_out(hidden)).to(hidden.device)
+        return self.shape_logits(logits.float())
+
+    @property
+    def shapes_logits(self) -> bool:
+        """Whether `shape_logits` changes anything."""
+        return self.logit_scale != 1.0 or self.softcap is not None
+
+    def shape_logits(self, logits: Tensor) -> Tensor:
+        """What the model does to the head's products with its bias: scale and soft cap."""
+        if self.logit_scale != 1.0:
+            logits = logits * self.logit_scale
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+    @torch.no_grad()
+    def forward(
+        self,
+        input_ids: Tensor,
+        feature_layers: Sequence[int],
+        position_ids: Tensor | None = None,
+        context: AttentionContext | None = None,
+    ) -> TargetOutput:
+        """Runs the body of the model.
+
+        Args:
+            input_ids: [b, s].
+            feature_layers: i picks the input of layer i (HF's hidden_states[i]); i == num_layers the last layer's output
+                before the final norm; LAST (-1) the state behind it, which the head reads.
+            position_ids: [b, s]; needed with `context`, whose tokens need not be consecutive.
+            context: a decoder's cache and mask. Without one, plain causal attention over the rows.
+
+        Returns:
+            features [b, s, f*h] and last_hidden [b, s, h]. The head is not applied.
+
+        Raises:
+            UserError: rows longer than the target reads.
+        """
+        few = input_ids.shape[0] == 1 and input_ids.shape[1] <= NATIVE_ROWS
+        if self._native is not None and few and context is not None and position_ids is not None:
+            return self._native.forward(input_ids, feature_layers, position_ids, context)
+        length = input_ids.shape[1]
+        if context is None:
+            self.check_length(length)
+        self.hook(feature_layers)
+        caught: dict[int, Tensor] = {}
+        with attention_context(context or Rows(length), caught):
+            out = self.body(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+        last = caught.get(LAST, out.last_hidden_state).to(input_ids.device)
+        caught[LAST] = last
+        parts = [caught[i].to(input_ids.device) for i in feature_layers]  # a spread target has them on several devices
+        return TargetOutput(torch.cat(parts, dim=-1) if parts else last[..., :0], last)
+
+    def check_length(self, length: int) -> None:
+        """Raises UserError for a sequence longer than the target reads."""
+        if self.max_positions is not None and length > self.max_positions:
+            raise UserError(
+                f"rows of {length} tokens, but target {self.name!r} reads at most {self.max_positions}; shorten them"
+            )
+
+    def hook(self, feature_layers: Sequence[int]) -> None:
+        """Readies the model to have these features caught; `forward` does so itself, but compiled code must find it done."""
+        wanted = {*feature_layers} - {LAST} if self._project_out is None else {*feature_layers, LAST}
+        for layer in wanted - self._hooked:
+            if layer == LAST:  # OPT-350m projects what the last norm gives; the projection counts as part of the head
+                hook_features(self._project_out, catch_input, layer)
+            elif layer < self.num_layers:
+                hook_features(self.layers[layer], catch_input, layer)
+            else:
+                hook_features(self.layers[-1], catch_output, layer)
+            self._hooked.add(layer)
+
+    @torch.no_grad()
+    def check_head(self) -> None:
+        """Proves on one token that head(last_hidden) is what the model itself returns.
+
+        Raises:
+            UserError: the model does something to its logits that `head` does not know.
+        """
+        ids = torch.full((1, 2), min(3, self.vocab_size - 1), device=self.device)
+        ours = self.head(self.forward(ids, ()).last_hidden)
+        with attention_context(Rows(ids.shape[1])):
+            theirs = self.model(input_ids=ids, use_cache=False).logits.float()
+        if not torch.allclose(ours, theirs, rtol=2e-2, atol=2e-2 * theirs.abs().max().item()):
+            raise UserError(
+                f"target={self.name!r} ({type(self.model).__name__}) transforms its logits in an unknown way"
+            )
+
+
+def _unservable(model: Any) -> str | None:
+    """Why a model cannot attend through a context, as far as its class and config say so; None if nothing does."""
+    types = set(getattr(model.config.get_text_config(), "layer_types", None) or []) - _SERVED
+    named = f" ({', '.join(sorted(types))})" if types else ""
+    if "chunked_attention" in types:
+        return "attends in fixed chunks, which no window of an attention context can express"
+    if model._is_stateful or types & _RECURRENT:
+        return f"keeps recurrent state{named}, and rejected tokens cannot be rolled back from a state"
+    if types:
+        return f"has layers of a kind that is not served{named}"
+    return None if model._can_set_attn_implementation() else "does not use the transformers attention interface"
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """A short hash of the vocabulary (token text -> id); equal hashes mean that token ids mean the same."""
+    if tokenizer is None:
+        return ""
+    vocab = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
+    return hashlib.sha256(json.dumps(vocab, ensure_ascii=True).encode()).hexdigest()[:16]

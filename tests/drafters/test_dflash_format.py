@@ -1,0 +1,64 @@
+"""Exported DFlash drafters: names, shapes, and what an engine computes from the files alone."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from drafttrain.drafters.dflash.format import compare_blocks, write_dflash
+from drafttrain.drafters.dflash.model import DFlash
+from drafttrain.errors import UserError
+from tests.drafters.test_block import shaken
+
+
+def exported(target, folder, **options):
+    drafter = shaken(DFlash, target, feature_layers=(1, 2, 3), **options)
+    write_dflash(drafter, target, folder, torch.float32)
+    return drafter, json.loads((folder / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"mask_token_id": 290},
+        {"train_head": True, "kept": torch.arange(300)},
+        {"kept": torch.arange(300), "num_hidden_layers": 3, "num_key_value_heads": 4, "head_dim": 6},
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+    ],
+    ids=lambda options: "-".join(options) or "plain",
+)
+def test_the_files_alone_give_our_blocks(target, tmp_path, options):
+    drafter, config = exported(target, tmp_path, **options)
+    assert compare_blocks(drafter, target, tmp_path, config)["max_log_prob_difference"] < 1e-3
+    assert config["dflash_config"]["target_layer_ids"] == [0, 1, 2]  # vLLM adds one
+    names = set(load_file(tmp_path / "model.safetensors"))
+    assert ("d2t" in names) == ("kept" not in options)
+    assert ("lm_head.weight" in names) == ("kept" not in options or "train_head" in options)
+    learned = "mask_token_id" not in options
+    assert (tmp_path / "mask_embedding.pt").exists() == learned
+    token = config["dflash_config"]["mask_token_id"]
+    assert token == (299 if learned else 290)
+
+
+def test_what_is_lost_on_the_way_is_noticed(target, tmp_path):
+    drafter, config = exported(target, tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    changed = {**weights, "layers.1.self_attn.k_norm.weight": weights["layers.1.self_attn.k_norm.weight"] * 2}
+    save_file(changed, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="computes something else"):
+        compare_blocks(drafter, target, tmp_path, config)
+    del weights["hidden_norm.weight"]
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"hidden_norm.weight is not what vLLM's class has"):
+        compare_blocks(drafter, target, tmp_path, config)
+
+
+def test_what_vllm_cannot_compute_is_refused_with_every_reason(target, tmp_path):
+    drafter = shaken(DFlash, target, feature_layers=(2, 0))
+    with pytest.raises(UserError, match=r"inputs of layers 1 to 3 only; .*in ascending order"):
+        write_dflash(drafter, target, tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,83 @@
+"""What export, push, import and the card ask of a kind, and a kind that no engine loads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from drafttrain.cli import main
+from drafttrain.drafters import shipping as module
+from drafttrain.drafters.registry import kind_class, kinds, load_trained
+from drafttrain.drafters.shipping import ENGINES, FORMATS, format_lines, shipped_kinds, shipping
+from drafttrain.drafters.trained import find_drafter
+from drafttrain.export.serving_recipes import recipes
+from tests.conftest import make_target
+from tests.formats.test_eagle3_formats import make_head
+
+
+@pytest.fixture
+def drafter(tmp_path):
+    target = make_target(layers=8)
+    make_head(target).save_pretrained(tmp_path / "drafter")
+    return tmp_path / "drafter"
+
+
+def test_every_module_is_of_a_trained_kind_and_names_known_formats_and_engines():
+    assert {"eagle3", "draft_model"} <= set(shipped_kinds())
+    for name in shipped_kinds():
+        assert name in kinds() and kind_class(name).trainable
+        kind = shipping(name)
+        assert kind.formats.keys() <= set(FORMATS) and set(kind.in_root) <= kind.formats.keys()
+        assert set(kind.verifiable.values()) <= kind.formats.keys()
+        for form, described in kind.formats.items():
+            assert described.engines and set(described.engines) <= ENGINES.keys()
+            line = next(line for line in format_lines().splitlines() if name in line and described.text in line)
+            assert form in line.partition(described.text)[0]
+
+
+def test_a_kind_without_a_module_is_published_in_our_own_format_and_nowhere_else(
+    drafter, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(module, "shipped_kinds", lambda: ["draft_model"])
+    args = ["--drafter", str(drafter)]
+    for form in FORMATS:
+        assert main(["export", *args, "--format", form, "--output", str(tmp_path / "x")]) == 2
+        assert f"format='{form}' cannot express this drafter: no {form} format is known" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+    assert main(["verify", *args]) == 2
+    assert "no engine format is known for kind 'eagle3'" in capsys.readouterr().err
+    push = ["push", *args, "--repo", "some/one", "--without-evaluation", "--dry-run", "--base-model", "a/b"]
+    assert main([*push, "--output", str(tmp_path / "out")]) == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "of kind eagle3, an unrecorded number of parameters" in card
+    assert card.count("not served") == len(ENGINES) and "out = generate(" in card
+    back = load_trained(str(tmp_path / "out"))
+    assert torch.equal(back.kept_ids, load_trained(str(drafter)).kept_ids) and back.config.target["name"] == "a/b"
+
+
+def test_formats_beside_our_own_are_fetched_from_their_folder(drafter, monkeypatch):
+    trained = find_drafter(str(drafter))
+    by_engine = {recipe.engine: recipe for recipe in recipes(trained, "some/one", "a/b", published=True)}
+    assert (
+        by_engine["vLLM"].commands.startswith("vllm serve a/b") and '"model": "some/one"' in by_engine["vLLM"].commands
+    )
+    assert "is no language model of its own" in by_engine["llama.cpp"].reasons[0]
+    monkeypatch.setattr(type(shipping("eagle3")), "in_root", ())
+    monkeypatch.setattr(
+        type(shipping("eagle3")),
+        "options",
+        lambda self, trained: {"vLLM": {"method": "medusa", "num_speculative_tokens": 2}},
+    )
+    by_engine = {recipe.engine: recipe for recipe in recipes(trained, "some/one", "a/b", 5, published=True)}
+    first, second = by_engine["vLLM"].commands.splitlines()
+    assert first == 'hf download some/one --include "vllm/*" --local-dir some/one'
+    assert '"model": "some/one/vllm", "num_speculative_tokens": 2' in second and '"method": "medusa"' in second
+    assert by_engine["SGLang"].reasons == ["it knows no drafter of kind eagle3"]
+
+
+def test_a_checkpoint_of_no_kind_is_refused_with_what_is_read(tmp_path, capsys):
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
+    assert main(["import", "--checkpoint", str(tmp_path / "c"), "--target", "x", "--output", str(tmp_path / "o")]) == 2
+    printed = capsys.readouterr().err
+    assert "GPT2LMHeadModel" in printed and "import reads EAGLE-3 heads" in printed

@@ -1,0 +1,66 @@
+"""vLLM's own EAGLE-3 classes on exported heads: what its loader takes, and what its layers compute, against our drafter.
+
+VLLM_PYTHON names the interpreter of an environment with vLLM (scripts/verify_vllm_cpu.sh makes one); no engine runs.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.export.engine_runs import run_side
+from drafttrain.formats.eagle3_formats import FLAT, SPECULATORS, write_eagle3
+from tests.conftest import make_target
+from tests.formats.test_eagle3_formats import FLAGS, make_head
+
+PYTHON = os.environ.get("VLLM_PYTHON", "")
+VARIANTS: list[dict[str, Any]] = [
+    {}, {"draft_vocab_size": 0}, {"feature_layers": (1, 6)}, {"feature_layers": (1, 3, 5, 6), "fc_norm": True},
+    {"qk_norm": True, "num_hidden_layers": 2, "norm_before_residual": True}, {"mlp_bias": True, "num_hidden_layers": 2}, *FLAGS,
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PYTHON, reason="VLLM_PYTHON is not set")
+def test_vllm_loads_and_computes_every_variant(tmp_path):
+    target = make_target(layers=8, hidden=128)
+    target.model.save_pretrained(tmp_path / "target")
+    target.tokenizer.save_pretrained(tmp_path / "target")
+    made = torch.Generator().manual_seed(0)
+    table, cases = torch.randn(300, 128, generator=made), []
+    for number, options in enumerate(VARIANTS):
+        for form in (SPECULATORS, FLAT):
+            head, folder = make_head(target, **options), tmp_path / f"{number}-{form}"
+            write_eagle3(head, folder, form, dtype=torch.float32, target_name="target")
+            count = len(head.config.feature_layers)
+            inputs = {"table": table, "tokens": torch.randint(300, (17,), generator=made),
+                      "features": torch.randn(17, count * 128, generator=made)}  # fmt: skip
+            save_file(inputs, f"{folder}.inputs.safetensors")
+            cases.append((options, head, folder, inputs))
+    job = {"target": str(tmp_path / "target"), "heads": [str(folder) for *_, folder, _ in cases]}
+    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
+    environment.pop("PYTHONPATH", None)
+    answer = run_side(PYTHON, "vllm_class_side.py", job, environment)
+    wrong = []
+    for (options, head, folder, inputs), loaded in zip(cases, answer["heads"], strict=True):
+        assert loaded["class"] == ("Eagle3Qwen3ForCausalLM" if options.get("qk_norm") else "Eagle3LlamaForCausalLM")
+        if "feature_layers" in options:
+            assert loaded["feature_layers"] == list(options["feature_layers"])
+        head.embed = lambda ids: table[ids]
+        session = head.start(torch.zeros(1, dtype=torch.long), 64)
+        with torch.no_grad():
+            session.extend(inputs["tokens"], inputs["features"])
+            tree = session.propose(TreeSpec.parse("chain:2"))
+            ours = head.logits(session.root)[0].log_softmax(-1)
+        theirs = load_file(f"{folder}.outputs.safetensors")["logits"].log_softmax(-1)
+        paths = theirs.max(-1)
+        apart = (ours - theirs[0][head.kept_ids]).abs().max().item()
+        apart = max(apart, (tree.log_probs - paths.values.cumsum(0)).abs().max().item())
+        if tree.tokens.tolist() != paths.indices.tolist() or not apart < 1e-3:
+            wrong.append((options, folder.name, apart))
+    assert not wrong

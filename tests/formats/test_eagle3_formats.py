@@ -1,0 +1,293 @@
+"""EAGLE-3 heads in the engines' forms: there and back, what is refused, and an engine's arithmetic against ours."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
+from drafttrain.errors import UserError
+from drafttrain.formats.eagle3_formats import FLAT, SPECULATORS, obstacles, read_eagle3, write_eagle3
+from drafttrain.formats.verify_eagle3 import compare_steps
+from tests.conftest import make_target
+
+
+def make_head(target, **options) -> Eagle3:
+    """A random head whose norms are not all ones, over a pruned vocabulary unless told otherwise."""
+    torch.manual_seed(1)
+    head = Eagle3(Eagle3Config.for_target(target, **{"draft_vocab_size": 80, **options})).eval()
+    for parameter in head.parameters():
+        if parameter.dim() == 1:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    if head.config.draft_vocab_size < target.vocab_size:
+        head.kept_ids.copy_(torch.randperm(target.vocab_size)[: len(head.kept_ids)].sort().values)
+    return head
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_target(layers=8)
+
+
+@pytest.mark.parametrize("form", [SPECULATORS, FLAT])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"draft_vocab_size": 0}, {"feature_layers": (1, 3, 6)}, {"rope_theta": 123.0, "num_key_value_heads": 1}],
+)
+def test_there_and_back(target, tmp_path, form, options):
+    head = make_head(target, **options)
+    write_eagle3(head, tmp_path, form, dtype=torch.float32)
+    back = read_eagle3(tmp_path, target.identity())
+    assert back.state_dict().keys() == head.state_dict().keys()
+    assert all(torch.equal(back.state_dict()[name], value) for name, value in head.state_dict().items())
+    for name in ("feature_layers", "head_dim", "num_key_value_heads", "rope_theta", "rms_norm_eps", "target"):
+        assert getattr(back.config, name) == getattr(head.config, name), name
+    found = compare_steps(head, tmp_path)
+    assert found["same_tokens"] and found["max_log_prob_difference"] < 1e-4
+    assert compare_steps(back, tmp_path)["same_tokens"]
+
+
+@pytest.mark.parametrize("form", [SPECULATORS, FLAT])
+def test_a_changed_weight_or_key_is_noticed(target, tmp_path, form):
+    head = make_head(target)
+    write_eagle3(head, tmp_path, form, dtype=torch.float32)
+    file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    weights, described = load_file(file), json.loads(config.read_text())
+    layer = described["transformer_layer_config"] if form == SPECULATORS else described
+    for change in ({"rms_norm_eps": 0.1}, {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}):
+        before = {key: layer[key] for key in change}
+        layer.update(change)
+        config.write_text(json.dumps(described))
+        with pytest.raises(UserError, match="computes something else"):
+            compare_steps(head, tmp_path)
+        layer.update(before)
+    described["norm_output"] = True
+    config.write_text(json.dumps(described))
+    with pytest.raises(UserError, match="computes something else"):
+        compare_steps(head, tmp_path)
+    described["norm_output"] = False
+    config.write_text(json.dumps(described))
+    save_file({**weights, "d2t": weights["d2t"].roll(1)}, file)
+    with pytest.raises(UserError, match="computes something else"):
+        compare_steps(head, tmp_path)
+    save_file({name: value for name, value in weights.items() if name != "norm.weight"}, file)
+    with pytest.raises(UserError, match=r"lacks weights: norm.weight"):
+        compare_steps(head, tmp_path)
+    save_file({**weights, "extra": torch.zeros(1)}, file)
+    with pytest.raises(UserError, match="has unknown weights: extra"):
+        compare_steps(head, tmp_path)
+
+
+def test_names_and_keys_are_the_engines(target, tmp_path):
+    """What their loaders look for, written down once more, as they do."""
+    head = make_head(target, feature_layers=(1, 3, 6))
+    write_eagle3(head, tmp_path / "s", SPECULATORS, speculative_tokens=5, target_name="user/target")
+    write_eagle3(head, tmp_path / "f", FLAT)
+    config = json.loads((tmp_path / "s" / "config.json").read_text())
+    assert config["architectures"] == ["Eagle3Speculator"]
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 3, 6]
+    assert config["transformer_layer_config"]["model_type"] == "llama"
+    assert "rope_scaling" not in config["transformer_layer_config"]  # null there erases rope_parameters in vLLM
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 5
+    assert config["speculators_config"]["verifier"]["name_or_path"] == "user/target"
+    for flag in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "tie_word_embeddings"):
+        assert config[flag] is False
+    flat = json.loads((tmp_path / "f" / "config.json").read_text())
+    assert flat["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert flat["eagle_aux_hidden_state_layer_ids"] == [1, 3, 6]  # vLLM takes them as they are
+    assert flat["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 5]  # SGLang adds one
+    weights = load_file(tmp_path / "f" / "model.safetensors")
+    assert weights["midlayer.self_attn.q_proj.weight"].shape == (32, 64)
+    assert weights["midlayer.mlp.down_proj.weight"].dtype == torch.bfloat16
+    assert weights["d2t"].dtype == torch.int64 and weights["t2d"].dtype == torch.bool
+    assert torch.equal(weights["t2d"].nonzero()[:, 0], head.kept_ids)
+    assert not {"embed_tokens.weight", "kept_ids"} & weights.keys()
+    assert "layers.0.self_attn.o_proj.weight" in load_file(tmp_path / "s" / "model.safetensors")
+    assert "d2t" not in load_file(
+        write_eagle3(make_head(target, draft_vocab_size=0), tmp_path / "w", FLAT) / "model.safetensors"
+    )
+
+
+def test_what_a_form_cannot_say_is_refused_with_every_reason(target, tmp_path):
+    head = make_head(target, feature_layers=(6, 3), draft_vocab_size=0)
+    head.kept_ids.copy_(head.kept_ids.flip(0))
+    with pytest.raises(UserError, match=r"ascending order.*another order, for which the engine has no table"):
+        write_eagle3(head, tmp_path / "x", FLAT)
+    assert not (tmp_path / "x").exists()
+    two = make_head(target, feature_layers=(3, 6))
+    assert obstacles(two, "vllm") == []
+    assert "fc takes three" in obstacles(two, "sglang")[0]
+    write_eagle3(two, tmp_path / "two", FLAT, dtype=torch.float32)
+    described = json.loads((tmp_path / "two" / "config.json").read_text())
+    assert described["architectures"] == [
+        "Eagle3LlamaForCausalLM"
+    ]  # which SGLang does not know, so it cannot misread it
+    assert described["num_aux_hidden_states"] == 2
+    assert compare_steps(two, tmp_path / "two")["same_tokens"]
+    other = make_head(make_target(layers=8), hidden_size=64)
+    assert "needs both of one width" in obstacles(other, "vllm")[0]
+
+
+def test_imports_of_others_checkpoints(target, tmp_path):
+    """Published variants: prefixes, copies of the target's weights, other spellings of rope, SGLang's layer numbers."""
+    head = make_head(target, feature_layers=(2, 4, 6))
+    write_eagle3(head, tmp_path, FLAT, dtype=torch.float32)
+    file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    weights, described = load_file(file), json.loads(config.read_text())
+    for key in ("rope_parameters", "num_aux_hidden_states", "target_hidden_size", "eagle_aux_hidden_state_layer_ids"):
+        described.pop(key)
+    described |= {"rope_theta": 77.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    config.write_text(json.dumps(described))
+    save_file({f"model.{k}" if "midlayer" in k else k: v for k, v in weights.items()}
+              | {"embed_tokens.weight": torch.zeros(300, 32)}, file)  # fmt: skip
+    back = read_eagle3(tmp_path, target.identity())
+    assert back.config.feature_layers == (2, 4, 6)
+    rope = back.config.rope_parameters
+    assert (rope["rope_type"], rope["rope_theta"], rope["factor"]) == ("linear", 77.0, 2.0)
+    assert torch.equal(back.kept_ids, head.kept_ids)
+    refused = {
+        "norm_before_fc": ({"eagle_config": {"norm_before_fc": True}}, "norm_before_fc"),
+        "vocabulary": ({"vocab_size": 301}, "vocab_size=301, but 'tiny' has 300"),
+        "architecture": ({"architectures": ["LlamaForCausalLM"]}, "import reads EAGLE-3 heads"),
+        "layers": ({"eagle_aux_hidden_state_layer_ids": [2, 4]}, r"fc takes 3 target states"),
+        "missing": ({"intermediate_size": None}, "no intermediate_size"),
+    }
+    for change, message in refused.values():
+        config.write_text(json.dumps({**described, **change}))
+        with pytest.raises(UserError, match=message):
+            read_eagle3(tmp_path, target.identity())
+
+
+def test_variants_of_published_configs(target, tmp_path):
+    """Nested layer keys with other spellings, integer tables, shards; and what would compute something else."""
+    head = make_head(target, feature_layers=(2, 4, 6))
+    write_eagle3(head, tmp_path, SPECULATORS, dtype=torch.float16)
+    file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    weights, described = load_file(file), json.loads(config.read_text())
+    layer = described["transformer_layer_config"]
+    for key in ("rope_parameters", "num_aux_hidden_states", "attention_bias", "mlp_bias"):
+        layer.pop(key)
+    for key in ("norm_before_residual", "fc_norm", "norm_output", "embed_requires_grad"):
+        described.pop(key)
+    layer |= {"rope_theta": 77.0, "rope_scaling": None, "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"}}
+    config.write_text(json.dumps(described))
+    weights |= {"d2t": weights["d2t"].int(), "t2d": weights["t2d"].long(), "verifier_norm.weight": torch.ones(32)}
+    names = sorted(weights)
+    shards = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
+    for shard, held in shards.items():
+        save_file({name: weights[name] for name in held}, tmp_path / shard)
+    index = {"weight_map": {name: shard for shard, held in shards.items() for name in held}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    file.unlink()
+    back = read_eagle3(tmp_path, target.identity())
+    assert back.config.norm_before_residual is True  # what vLLM takes where this form does not say
+    assert (back.config.rope_parameters["rope_theta"], back.config.feature_layers) == (77.0, (2, 4, 6))
+    assert back.fc.weight.dtype == torch.float16
+    for name, value in head.state_dict().items():
+        assert torch.equal(back.state_dict()[name], value.half() if value.is_floating_point() else value), name
+    for change, message in (
+        ({"logit_scale": 0.5}, "logit_scale=0.5"),
+        ({"norm_before_fc": True}, "norm_before_fc"),
+        ({"embed_requires_grad": True}, "trained an embedding of its own"),
+    ):
+        config.write_text(json.dumps({**described, "transformer_layer_config": {**layer, **change}, **change}))
+        with pytest.raises(UserError, match=message):
+            read_eagle3(tmp_path, target.identity())
+    (tmp_path / "model-2.safetensors").unlink()
+    config.write_text(json.dumps(described))
+    with pytest.raises(UserError, match="cannot be read"):
+        read_eagle3(tmp_path, target.identity())
+
+
+def test_pickles_are_read_only_on_demand_and_only_tensors(target, tmp_path):
+    head = make_head(target)
+    write_eagle3(head, tmp_path, FLAT, dtype=torch.float32)
+    weights = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"pickle, which can run code when loaded.*--allow-pickle"):
+        read_eagle3(tmp_path, target.identity())
+    assert torch.equal(read_eagle3(tmp_path, target.identity(), allow_pickle=True).fc.weight, head.fc.weight)
+
+    class Evil:
+        def __reduce__(self):
+            return (tmp_path.joinpath("ran").write_text, ("yes",))
+
+    torch.save({"fc.weight": Evil()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match="more than tensors"):
+        read_eagle3(tmp_path, target.identity(), allow_pickle=True)
+    assert not (tmp_path / "ran").exists()
+
+
+FLAGS = [
+    {"norm_before_residual": True},
+    {"fc_norm": True, "norm_output": True},
+    {"qk_norm": True},
+    {"attention_bias": True, "mlp_bias": True},
+    {"num_hidden_layers": 3, "norm_output": True},
+    {"sliding_window": 9},
+    {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 5000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+    },
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5}},
+]
+
+
+@pytest.mark.parametrize("form", [SPECULATORS, FLAT])
+@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags))
+def test_every_flag_is_written_read_and_computed(target, tmp_path, form, flags):
+    """And losing it is noticed: the head computes something else without it."""
+    head = make_head(target, **flags)
+    write_eagle3(head, tmp_path / "a", form, dtype=torch.float32)
+    back = read_eagle3(tmp_path / "a", target.identity())
+    for name, value in flags.items():
+        found = getattr(back.config, name)
+        assert {**found, **value} == found if isinstance(value, dict) else found == value, name
+    assert all(torch.equal(back.state_dict()[name], value) for name, value in head.state_dict().items())
+    assert compare_steps(head, tmp_path / "a")["same_tokens"]
+    assert compare_steps(back, tmp_path / "a")["same_tokens"]
+    assert obstacles(head, "vllm") == []
+    plain = flags.get("rope_parameters", {}).get("rope_type") == "yarn"
+    assert (obstacles(head, "sglang") == []) == plain
+    if form == FLAT and not plain:
+        described = json.loads((tmp_path / "a" / "config.json").read_text())
+        assert described["architectures"] == [
+            "Eagle3Qwen3ForCausalLM" if "qk_norm" in flags else "Eagle3LlamaForCausalLM"
+        ]
+    unweighted = set(flags) & {"norm_before_residual", "norm_output", "sliding_window", "rope_parameters"}
+    for name in unweighted:
+        setattr(head.config, name, None if name == "rope_parameters" else 0)
+    if unweighted:
+        write_eagle3(head, tmp_path / "b", form, dtype=torch.float32)
+        with pytest.raises(UserError, match="computes something else"):
+            compare_steps(back, tmp_path / "b")
+
+
+@pytest.mark.parametrize("form", [SPECULATORS, FLAT])
+@pytest.mark.parametrize(
+    "options", [{}, {"draft_vocab_size": 0}, {"feature_layers": (1, 6)}, *FLAGS], ids=lambda options: "+".join(options)
+)
+def test_export_import_and_export_again_gives_the_same_bytes(target, tmp_path, form, options):
+    write_eagle3(make_head(target, **options), tmp_path / "a", form)
+    read_eagle3(tmp_path / "a", target.identity()).save_pretrained(tmp_path / "ours")
+    write_eagle3(Eagle3.load(tmp_path / "ours"), tmp_path / "b", form)
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
+
+
+def test_flags_that_vllm_has_no_class_for(target, tmp_path):
+    for flags, message in (
+        ({"qk_norm": True, "mlp_bias": True}, "has an MLP without bias"),
+        ({"qk_norm": True, "attention_bias": True}, "has no o_proj bias"),
+        ({"hidden_act": "gelu"}, "raises on anything but silu"),
+    ):
+        with pytest.raises(UserError, match=message):
+            write_eagle3(make_head(target, **flags), tmp_path / "x", FLAT)

@@ -1,0 +1,201 @@
+"""The pace against a clock that we set: every cost is a number here, so nothing depends on the machine."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from drafttrain.batch import TokenTree
+from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.inference import Decoder, SamplingParams
+from drafttrain.inference.adaptive import Adaptive, Costs, Round, reached
+from tests.inference.fakes import FakeBatch, family
+
+
+class Machine:
+    """Plays rounds of a chain drafter: each drafted token is accepted with a probability if those above it were.
+
+    Args:
+        free: new tokens of a pass that cost no more than one. each: what a further one costs, in plain steps.
+        draft: what a draft step costs, in plain steps. noise: of every cost, relative.
+    """
+
+    def __init__(self, free=4, each=0.05, draft=0.05, noise=0.02, seed=0):
+        self.free, self.each, self.draft, self.noise = free, each, draft, noise
+        self.random = random.Random(seed)
+        self.depths: list[int] = []
+
+    def cost(self, rows, depth):
+        base = 1 + self.each * max(0, rows * (1 + depth) - self.free)
+        return base, self.draft * depth
+
+    def play(self, pace, rounds, accept, rows=1):
+        """Returns seconds and tokens, and what the tokens cost in plain decoding."""
+        seconds = tokens = 0.0
+        self.depths = []
+        behind = 0
+        for _ in range(rounds):
+            spec = pace.choose(rows, behind) if isinstance(pace, Adaptive) else pace
+            depth = 0 if spec.shape == "none" else spec.depth
+            self.depths.append(depth)
+            drafted = []
+            for _ in range(rows if depth else 0):
+                count = next((i for i in range(depth) if self.random.random() >= accept), depth)
+                chain = TokenTree(torch.zeros(depth, dtype=torch.long), list(range(-1, depth - 1)))
+                drafted.append((chain, list(range(count))))
+            shake = 1 + self.noise * self.random.uniform(-1, 1)
+            target, draft = (shake * part for part in self.cost(rows, depth))
+            read = behind if depth else 0
+            behind = behind - read + rows
+            done = Round(
+                spec, rows, rows * (1 + depth), target + draft + 0.01 * read, draft, read, 0.01 * read, drafted
+            )
+            if isinstance(pace, Adaptive):
+                pace.observe(done)
+            seconds += done.seconds
+            tokens += rows + sum(len(path) for _, path in drafted)
+        return seconds, tokens, tokens / rows * self.cost(rows, 0)[0]
+
+
+@pytest.mark.parametrize("tree", ["chain:4", "chain:8", "chain:1"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_useless_drafter_costs_less_than_three_percent(tree, seed):
+    machine, pace = Machine(free=1, seed=seed), Adaptive(TreeSpec.parse(tree))
+    seconds, tokens, plain = machine.play(pace, 600, accept=0.0)
+    assert tokens == 600
+    assert seconds < 1.03 * plain
+    assert 2 < sum(depth > 0 for depth in machine.depths[100:]) < 60  # it goes on trying
+
+
+@pytest.mark.parametrize("accept", [0.6, 0.8, 0.95])
+def test_a_useful_drafter_is_used(accept):
+    fixed = min(s / t for s, t, _ in (Machine().play(TreeSpec.parse(f"chain:{k}"), 3000, accept) for k in (1, 2, 4, 8)))
+    seconds, tokens, plain = Machine().play(Adaptive(TreeSpec.parse("chain:8")), 1000, accept)
+    assert seconds / tokens < 1.06 * fixed
+    assert seconds < plain
+
+
+def test_drafting_stops_when_text_gets_hard_and_comes_back():
+    machine, pace = Machine(free=1, each=0.1, draft=0.1), Adaptive(TreeSpec.parse("chain:4"))
+    machine.play(pace, 200, accept=0.8)
+    assert sum(machine.depths[-100:]) > 250
+    machine.play(pace, 400, accept=0.0)
+    assert sum(depth > 0 for depth in machine.depths[-100:]) < 15
+    machine.play(pace, 400, accept=0.8)
+    assert sum(machine.depths[-100:]) > 250
+
+
+def test_the_budget_follows_acceptance():
+    depths = []
+    for accept in (0.35, 0.9):
+        machine = Machine(free=1, each=0.02, draft=0.08)
+        machine.play(Adaptive(TreeSpec.parse("chain:8")), 300, accept)
+        depths.append(sum(machine.depths[-100:]) / 100)
+    assert depths[0] < 3 < 5 < depths[1]
+
+
+def test_the_budget_follows_the_load():
+    machine, pace = Machine(free=16, each=0.1), Adaptive(TreeSpec.parse("chain:4"))
+    shares = []
+    for rows in (2, 16, 2):
+        machine.play(pace, 200, accept=0.5, rows=rows)
+        shares.append(sum(depth > 0 for depth in machine.depths[-100:]) / 100)
+    assert shares[0] > 0.9
+    assert shares[1] < 0.2
+    assert shares[2] > 0.9
+
+
+def test_costs_between_and_beyond_what_was_measured():
+    costs = Costs()
+    assert (costs.at(3), costs.lowest()) == (0.0, None)
+    for at, seconds in ((2, 1.0), (6, 3.0), (6, 3.0), (6, 90.0)):  # one slow round changes no median
+        costs.add(at, seconds)
+    assert [costs.at(place) for place in (1, 2, 4, 6, 8)] == [1.0, 1.0, 2.0, 3.0, 4.0]
+    falling = Costs()
+    falling.add(1, 2.0)
+    falling.add(3, 1.0)
+    assert falling.at(9) == 2.0  # noise must not make large passes free
+
+
+def test_what_a_smaller_tree_would_have_accepted():
+    # -1 -> 0, 1; 0 -> 2; 1 -> 3; 3 -> 4
+    tree = TokenTree(torch.arange(5), [-1, -1, 0, 1, 3], torch.tensor([-0.5, -1.0, -0.7, -1.1, -1.2]))
+    assert reached(TreeSpec.parse("dynamic:2,2,3"), tree, [1, 3, 4]) == 1
+    assert reached(TreeSpec.parse("dynamic:2,2,4"), tree, [1, 3, 4]) == 2
+    assert reached(TreeSpec.parse("dynamic:3,2,5"), tree, [1, 3, 4]) == 3
+    assert reached(TreeSpec.parse("dynamic:1,2,1"), tree, [1, 3, 4]) == 0
+    assert reached(TreeSpec.parse("chain:2"), tree, [1, 3, 4]) == 2
+    assert reached(TreeSpec.parse("chain:2"), tree, []) == 0
+
+
+@pytest.mark.parametrize(
+    "tree", ["chain:6", "dynamic:5,8,24", "fanout:3x2x2", "paths:0,1,0-0,0-0-0", "chain:4@stop=0.2"]
+)
+def test_the_ladder_ends_with_the_tree_itself(tree):
+    spec = TreeSpec.parse(f"{tree}@adapt")
+    assert spec.adaptive
+    assert str(spec) == f"{tree}@adapt"
+    ladder = spec.smaller()
+    assert str(ladder[-1]) == tree
+    budgets = [level.budget for level in ladder]
+    assert budgets == sorted(set(budgets))
+    assert len(ladder) >= 3
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(1.2, 20, 0.9)])
+def test_outputs_do_not_depend_on_the_pace(sampling):
+    target, _ = family("llama")
+    prompts = [[5, 9, 11], [7, 7, 2, 9], [30, 2]]
+    plain = Decoder(target, None, sampling=sampling, eos_ids=(), max_rows=2)
+    want = [made.tokens for made in plain.generate(prompts, max_new_tokens=40, seed=3)]
+    truths = {tuple(prompt): tokens for prompt, tokens in zip(prompts, want, strict=True)}
+    drafter = FakeBatch(truths, agree=0.6, feature_layers=(0, 2))
+    decoder = Decoder(
+        target, drafter, spec=TreeSpec.parse("fanout:4x4x4@adapt"), sampling=sampling, eos_ids=(), max_rows=2
+    )
+    for _ in range(2):
+        made = decoder.generate(prompts, max_new_tokens=40, seed=3)
+        assert [generation.tokens for generation in made] == want
+
+
+def test_a_paused_drafter_gets_everything_when_it_is_asked_again():
+    class Stutter:
+        """Drafts in every fourth round."""
+
+        calls = 0
+
+        def choose(self, rows, behind):
+            self.calls += 1
+            return TreeSpec.parse("none" if self.calls % 4 else "fanout:4x4x4")
+
+        def observe(self, done):
+            assert (done.spec.shape == "none") <= (not done.drafted and done.read == 0)
+            assert done.seconds >= done.draft_seconds + done.read_seconds
+
+    target, _ = family("llama")
+    prompt = [5, 9, 11, 9]
+    want = Decoder(target, None, eos_ids=()).generate([prompt], max_new_tokens=30)[0].tokens
+    drafter = FakeBatch({tuple(prompt): want}, agree=0.8, feature_layers=(1, 3))
+    decoder = Decoder(target, drafter, spec=TreeSpec.parse("fanout:4x4x4"), eos_ids=(), pace=Stutter())
+    made = decoder.generate([prompt], max_new_tokens=30)[0]
+    assert made.tokens == want
+    assert made.stats.accepted_length > 1.0
+    (session,) = drafter.sessions
+    features = torch.cat(session.features)
+    assert session.tokens == (prompt + want)[: len(features) + 1]
+    exact = target.forward(torch.tensor([(prompt + want)[: len(features)]]), (1, 3)).features[0]
+    torch.testing.assert_close(features, exact, atol=1e-4, rtol=1e-4)
+
+
+def test_some_requests_may_be_decoded_plainly():
+    target, _ = family("llama")
+    prompts = [[5, 9, 11], [7, 7, 2, 9]]
+    plain = Decoder(target, None, eos_ids=(), max_rows=2).generate(prompts, max_new_tokens=20)
+    truths = {tuple(prompt): made.tokens for prompt, made in zip(prompts, plain, strict=True)}
+    decoder = Decoder(target, FakeBatch(truths, agree=1.0), spec=TreeSpec.parse("fanout:4x4x4"), eos_ids=(), max_rows=2)
+    on, off = decoder.generate(prompts, max_new_tokens=20, speculate=[True, False])
+    assert [on.tokens, off.tokens] == [made.tokens for made in plain]
+    assert on.stats.accepted_length > 1.0
+    assert (off.stats.accepted_length, off.stats.draft_seconds) == (1.0, 0.0)

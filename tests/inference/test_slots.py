@@ -1,0 +1,269 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+from drafttrain.errors import UserError
+from drafttrain.inference.slot_cache import SlotCache
+from drafttrain.inference.slots import Request, SlotEngine
+from drafttrain.ops.sampling import SamplingParams, sample
+from drafttrain.target import Target
+from tests.conftest import make_target, make_tokenizer
+
+STOPS = [257, *range(0, 250, 12)]
+
+
+def make_gemma(window: int = 8) -> Target:
+    """A tiny Gemma 3: sliding layers whose window is shorter than the sequences, query norms, scaled embedding."""
+    torch.manual_seed(3)
+    config = Gemma3TextConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=300,
+        sliding_window=window,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        query_pre_attn_scalar=8,
+        bos_token_id=256,
+        eos_token_id=257,
+        pad_token_id=257,
+        initializer_range=0.4,
+        tie_word_embeddings=False,
+    )
+    return Target.wrap(Gemma3ForCausalLM(config), make_tokenizer(), name="gemma", dtype=torch.float32)
+
+
+def make_prompts(count: int, prefix: list[int], longest: int = 40, seed: int = 1) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, longest, (count,), generator=generator).tolist()
+    return [prefix + torch.randint(0, 250, (n,), generator=generator).tolist() for n in lengths]
+
+
+def hf_greedy(target: Target, prompt: list[int], max_new_tokens: int, stops: list[int]) -> list[int]:
+    ids = torch.tensor([prompt])
+    out = target.model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        eos_token_id=stops,
+        pad_token_id=257,
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+def run(target: Target, requests: list[Request], slots: int, sampling: SamplingParams | None = None, **options):
+    engine = SlotEngine(target, slots=slots, max_length=256, feature_layers=options.pop("feature_layers", ()))
+    return {done.key: done for done in engine.run(requests, sampling or SamplingParams(0.0), **options)}
+
+
+@pytest.mark.parametrize("make", [make_target, make_gemma], ids=["llama", "gemma3"])
+@pytest.mark.parametrize("prefix", [[], [256, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]], ids=["no_prefix", "prefix"])
+def test_greedy_equals_transformers(make, prefix):
+    target = make()
+    prompts = make_prompts(19, prefix)
+    want = {str(i): hf_greedy(target, prompt, 25 + i, STOPS) for i, prompt in enumerate(prompts)}
+    assert len({len(tokens) for tokens in want.values()}) > 5, "the lengths should be ragged"
+    requests = [Request(str(i), prompt, 25 + i, set(STOPS)) for i, prompt in enumerate(prompts)]
+    got = run(target, requests, slots=5)
+    assert {key: done.tokens for key, done in got.items()} == want
+    for key, done in got.items():
+        assert done.finish_reason == ("stop" if done.tokens[-1] in STOPS else "length")
+        assert done.sequence == prompts[int(key)] + done.tokens
+
+
+def test_long_prompts_are_read_in_pieces(monkeypatch):
+    monkeypatch.setattr("drafttrain.inference.slots._PIECE", 7)
+    target = make_gemma()
+    prompts = make_prompts(9, [256, *range(20)])
+    requests = [Request(str(i), prompt, 12, {257}) for i, prompt in enumerate(prompts)]
+    got = run(target, requests, slots=4)
+    for i, prompt in enumerate(prompts):
+        assert got[str(i)].tokens == hf_greedy(target, prompt, 12, [257])
+
+
+def test_prefix_is_computed_once_and_drain_runs_fewer_rows(monkeypatch, target):
+    shapes: list[tuple[int, ...]] = []
+    forward = SlotCache.forward
+
+    def spy(self, slots, ids, starts):
+        shapes.append(tuple(ids.shape))
+        return forward(self, slots, ids, starts)
+
+    monkeypatch.setattr(SlotCache, "forward", spy)
+    prefix = [256, *range(30)]
+    requests = [Request(str(i), [*prefix, 40 + i, 41 + i], 60 if i == 7 else 4, {257}) for i in range(8)]
+    got = run(target, requests, slots=8)
+    assert len(got["7"].tokens) == 60
+    assert got["7"].tokens == hf_greedy(target, requests[7].prompt_ids, 60, [257])
+    assert shapes[0] == (1, len(prefix))
+    assert shapes[1] == (8, 2)
+    assert shapes.count((8, 1)) == 3
+    assert shapes.count((1, 1)) == 56
+
+
+def test_identical_prompts_share_all_but_one_token(target):
+    requests = [Request(str(i), [256, 5, 6, 7], 20, {257}) for i in range(6)]
+    got = run(target, requests, 3, SamplingParams(2.0))
+    assert len({tuple(done.tokens) for done in got.values()}) == 6, "own random numbers each"
+    want = hf_greedy(target, [256, 5, 6, 7], 20, [257])
+    assert all(done.tokens == want for done in run(target, requests, 3).values())
+
+
+def test_sampled_output_does_not_depend_on_neighbours(target):
+    prompts = make_prompts(12, [256])
+    requests = [Request(str(i), prompt, 30, {257}) for i, prompt in enumerate(prompts)]
+    sampling = SamplingParams(1.3, top_k=40, top_p=0.95)
+    together = run(target, requests, 5, sampling, seed=7)
+    alone = run(target, requests[4:5], 1, sampling, seed=7)
+    assert together["4"].tokens == alone["4"].tokens
+    assert run(target, requests[4:5], 1, sampling, seed=8)["4"].tokens != alone["4"].tokens
+
+
+def test_a_repetition_penalty_is_refused(target):
+    with pytest.raises(UserError, match=r"repetition_penalty=1.2: responses are generated without"):
+        run(target, [Request("0", [256], 4, {257})], 1, SamplingParams(1.0, repetition_penalty=1.2))
+
+
+@pytest.mark.parametrize("make", [make_target, make_gemma], ids=["llama", "gemma3"])
+def test_captured_features_equal_the_forward(make):
+    target = make()
+    prompts = make_prompts(9, [256, 1, 2, 3])
+    requests = [Request(str(i), prompt, 9 + i, set(STOPS)) for i, prompt in enumerate(prompts)]
+    got = run(target, requests, 4, feature_layers=(1, 2, 4))
+    assert len(got) == 9
+    for done in got.values():
+        want = target.forward(torch.tensor([done.sequence[:-1]]), (1, 2, 4))
+        assert done.features.dtype == torch.bfloat16
+        assert done.features.shape == want.features[0].shape
+        torch.testing.assert_close(done.features.float(), want.features[0], rtol=1e-2, atol=1e-3)
+        torch.testing.assert_close(done.last_hidden.float(), want.last_hidden[0], rtol=1e-2, atol=1e-3)
+
+
+def test_follow_up_goes_on_in_the_slot(target):
+    """Turn two equals a fresh run over the whole history, and its features cover both turns."""
+    prompts = make_prompts(7, [256, 1])
+    requests = [Request(str(i), prompt, 6 + i, {257}) for i, prompt in enumerate(prompts)]
+    seen: dict[str, int] = {}
+
+    def follow_up(done):
+        seen[done.key] = seen.get(done.key, 0) + 1
+        return [33, 34, 35 + int(done.key)] if seen[done.key] == 1 else None
+
+    got = run(target, requests, 3, feature_layers=(1,), follow_up=follow_up)
+    for i, prompt in enumerate(prompts):
+        first = hf_greedy(target, prompt, 6 + i, [257])
+        history = [*prompt, *first, 33, 34, 35 + i]
+        done = got[str(i)]
+        assert done.tokens == hf_greedy(target, history, 6 + i, [257])
+        assert done.sequence == history + done.tokens
+        want = target.forward(torch.tensor([done.sequence[:-1]]), (1,))
+        torch.testing.assert_close(done.features.float(), want.features[0], rtol=1e-2, atol=1e-3)
+
+
+def test_stop_yields_what_runs(target):
+    engine = SlotEngine(target, slots=2, max_length=256)
+    requests = (Request(str(i), [256, i + 1], 50, {257}) for i in range(100))
+    done = list(engine.run(requests, SamplingParams(0.0), stop=lambda: engine.new_tokens >= 20))
+    assert [it.finish_reason for it in done] == ["length"] * 2
+    assert sum(len(it.tokens) for it in done) == 20
+    assert next(requests).key == "6", "requests are read a few slots' worth ahead, not all"
+
+
+def test_length_limits(target):
+    engine = SlotEngine(target, slots=2, max_length=10)
+    (done,) = engine.run([Request("a", [256] * 7, 50, ())], SamplingParams(0.0))
+    assert len(done.sequence) == 10
+    assert done.finish_reason == "length"
+    with pytest.raises(UserError, match="max_length=4097, but target 'tiny' reads at most 4096 tokens; use"):
+        SlotEngine(target, max_length=4097)
+    with pytest.raises(UserError, match=r"prompt 'b' has 10 tokens.*max_length=10, at most 9"):
+        list(engine.run([Request("b", [256] * 10, 5, ())], SamplingParams(0.0)))
+    assert list(engine.run([], SamplingParams(0.0))) == []
+
+
+def test_softcap_and_sinks_follow_their_definition():
+    """Gemma 2's soft cap and GPT-OSS's sinks, against the formula written out for every query head."""
+    target = make_target()
+    cache = SlotCache(target, slots=3)
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 4, 5, 8, generator=generator)
+    key, value = torch.randn(2, 2, 2, 5, 8, generator=generator)
+    sinks = torch.randn(4, generator=generator)
+
+    def forward(ids, layers, position_ids, context):
+        out = context.attend(0, query, key, value, scaling=0.3, window=3, softcap=2.0, sinks=sinks)
+        return type("Out", (), {"features": None, "last_hidden": out})
+
+    target.forward = forward
+    got = cache.forward([2, 0], torch.zeros(2, 5, dtype=torch.long), torch.zeros(2, dtype=torch.long))
+    keys, values = key.repeat_interleave(2, 1), value.repeat_interleave(2, 1)
+    scores = torch.tanh(query @ keys.transpose(2, 3) * 0.3 / 2.0) * 2.0
+    ahead = torch.arange(5)[:, None] - torch.arange(5)
+    scores = scores.masked_fill((ahead < 0) | (ahead >= 3), float("-inf"))
+    with_sink = torch.cat([scores, sinks.view(1, 4, 1, 1).expand(2, 4, 5, 1)], -1).softmax(-1)[..., :-1]
+    torch.testing.assert_close(got, (with_sink @ values).transpose(1, 2))
+
+
+# -- sampling -----------------------------------------------------------------------------------------------------
+
+
+def filtered(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
+    """The distribution that transformers' own warpers leave."""
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    scores = TemperatureLogitsWarper(float(sampling.temperature))(None, logits)
+    if sampling.top_k:
+        scores = TopKLogitsWarper(sampling.top_k)(None, scores)
+    if sampling.top_p < 1:
+        scores = TopPLogitsWarper(sampling.top_p)(None, scores)
+    return scores.softmax(-1)
+
+
+@pytest.mark.parametrize("vocab", [7, 256, 700])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(1.0),
+        SamplingParams(0.7),
+        SamplingParams(1.5, 5),
+        SamplingParams(1.0, 6, 0.8),
+        SamplingParams(1, 0, 0.6),
+    ],
+)
+def test_sampler_draws_from_the_filtered_distribution(vocab, sampling, monkeypatch):
+    """Chi-square of 40,000 draws at evenly spread random numbers, tokens rarer than 1 in 4,000 pooled."""
+    monkeypatch.setattr("drafttrain.ops.sampling._NUCLEUS", 3)
+    draws = 40_000
+    generator = torch.Generator().manual_seed(vocab)
+    logits = 2 * torch.randn(1, vocab, generator=generator)
+    uniforms = torch.rand(draws, dtype=torch.float64, generator=generator)
+    want = filtered(logits, sampling)[0].double()
+    counts = torch.zeros(vocab, dtype=torch.float64)
+    for part in uniforms.split(5000):
+        tokens = sample(logits.expand(len(part), -1), sampling, part)
+        counts += torch.bincount(tokens, minlength=vocab)
+    assert counts[want == 0].sum() == 0, "a token that the filters remove was drawn"
+    expected = want * draws
+    large = expected >= 10
+    observed = torch.cat([counts[large], counts[~large].sum()[None]])
+    expected = torch.cat([expected[large], expected[~large].sum()[None]])
+    chi = ((observed - expected) ** 2 / expected.clamp_min(1e-9))[expected > 1].sum().item()
+    freedom = max(int((expected > 1).sum()) - 1, 1)
+    assert chi < freedom + 4 * (2 * freedom) ** 0.5 + 4, (chi, freedom)
+
+
+def test_sampler_edges():
+    logits = torch.full((4, 600), float("-inf"))
+    logits[0, 3] = logits[1, 599] = logits[2, 256] = logits[3, 255] = 0.0
+    for extreme in (0.0, 1 - 2**-53):
+        uniforms = torch.full((4,), extreme, dtype=torch.float64)
+        assert sample(logits, SamplingParams(1.0), uniforms).tolist() == [3, 599, 256, 255]
+        assert sample(logits, SamplingParams(1, 0, 0.5), uniforms).tolist() == [3, 599, 256, 255]
+    assert sample(logits, SamplingParams(0.0)).tolist() == [3, 599, 256, 255]
+    ties = torch.tensor([[0.0, 2.0, 2.0]])
+    assert sample(ties, SamplingParams(0.0)).tolist() == [1]

@@ -1,0 +1,299 @@
+"""Static steps give what dynamic passes give, and a compiler or a CUDA graph can hold them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.drafters.ngram.model import NgramDrafter
+from drafttrain.inference import Decoder, SamplingParams, static
+from drafttrain.inference.static import StaticStep, TargetSteps, step_shape
+from drafttrain.target import Target
+from tests.conftest import make_target
+from tests.drafters.test_eagle3 import make_drafter
+from tests.inference.fakes import ANY, FakeBatch, family
+
+PROMPTS = [[5, 9, 11, 9, 11, 30, 2, 9, 11, 4, 44, 9], [7], [3, 3, 3, 8, 3, 3], list(range(20)), [59, 1, 59, 1]]
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """Static steps also run here, uncaptured."""
+    monkeypatch.setattr(static, "_serves", lambda device: True)
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """The shapes of the static passes that ran."""
+    shapes, run = [], StaticStep.run
+    monkeypatch.setattr(StaticStep, "run", lambda self: shapes.append(self.shape) or run(self))
+    return shapes
+
+
+def decode(target, drafter, prompts, graphs, spec="chain:3", max_rows=3, count=12, seed=0, sampling=None, eos_ids=()):
+    tree = TreeSpec.parse(spec) if isinstance(spec, str) else spec
+    decoder = Decoder(target, drafter, spec=tree, sampling=sampling, eos_ids=eos_ids, max_rows=max_rows, graphs=graphs)
+    made = decoder.generate(prompts, max_new_tokens=count, seed=seed)
+    return [(generation.tokens, generation.stats.accepted) for generation in made]
+
+
+@torch.no_grad()
+def near_tie(reference, prompt, tokens):
+    logits = reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+    best, second = logits.topk(2).values.unbind(-1)
+    return bool((best - second < 1e-4).any())
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "mixtral", "qwen3_moe", "gpt2", "opt_post_norm"])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    prompts=st.lists(st.lists(st.integers(0, 59), min_size=1, max_size=12), min_size=1, max_size=5),
+    seed=st.integers(0, 10_000),
+    agree=st.sampled_from([0.0, 0.6, 1.0]),
+    nodes=st.integers(0, 20),
+    count=st.integers(2, 14),
+    max_rows=st.integers(1, 4),
+    eos=st.integers(0, 59),
+    temperature=st.sampled_from([0.0, 0.0, 1.2]),
+)
+def test_generations_are_those_of_dynamic_passes(
+    name, on_cpu, counted, prompts, seed, agree, nodes, count, max_rows, eos, temperature
+):
+    target, reference = family(name)
+    options = {"count": count, "eos_ids": [eos], "seed": seed, "sampling": SamplingParams(temperature)}
+    want = decode(target, None, prompts, False, "none", max_rows=1, **options)
+    # Sums run in another order, so a choice between equals may differ.
+    assume(temperature or not any(near_tie(reference, p, t) for p, (t, _) in zip(prompts, want, strict=True)))
+    truths = dict(zip(map(tuple, prompts), [tokens for tokens, _ in want], strict=True))
+    form = {"agree": agree, "nodes": nodes, "seed": seed, "feature_layers": (1, target.num_layers)}
+    counted.clear()
+    plain, drafter = FakeBatch(truths, **form), FakeBatch(truths, **form)
+    dynamic = decode(target, plain, prompts, False, ANY, max_rows, **options)
+    assert not counted
+    got = decode(target, drafter, prompts, True, ANY, max_rows, **options)
+    assert got == dynamic
+    for session, other in zip(drafter.sessions, plain.sessions, strict=True):
+        for ours, theirs in zip(session.features, other.features, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    assert [tokens for tokens, _ in got] == [tokens for tokens, _ in want]
+    assert counted or all(len(tokens) < 2 for tokens, _ in want)
+
+
+@pytest.mark.parametrize("spec", ["none", "chain:4", "fanout:3x2", "dynamic:4,3,9", "dynamic:3,3,8@stop=0.1"])
+def test_every_kind_of_tree(spec, on_cpu, counted):
+    target = make_target()
+    drafter = make_drafter(target, kept=torch.arange(40, 240)).eval()
+    for each in (drafter, NgramDrafter()):
+        want = decode(target, each, PROMPTS, False, spec)
+        assert not counted
+        assert decode(target, each, PROMPTS, True, spec) == want
+        assert counted
+        counted.clear()
+
+
+@given(st.lists(st.integers(1, 90), min_size=1, max_size=9))
+def test_shapes_hold_what_they_are_made_for(counts):
+    shape = step_shape(counts)
+    if sum(counts) > 512:
+        assert shape is None
+        return
+    pads = shape.tokens - sum(counts)
+    assert 0 <= pads <= static._SPARE == 31
+    assert shape.max_new >= max(*counts, counts[-1] + pads) > 0
+    assert len(counts) <= shape.rows < 2 * len(counts)
+    assert 32 * shape.words >= shape.max_new
+
+
+def test_few_shapes_serve_many_passes():
+    assert len({step_shape([n]) for n in range(1, 129)}) == 13
+    assert step_shape([3]) == step_shape([4]) == (1, 4, 4, 1)
+    assert step_shape([9, 9, 9]) == (4, 32, 16, 1)
+
+
+def test_cache_and_steps_outlive_a_call(on_cpu):
+    target = make_target(layers=2)
+    want = decode(target, None, PROMPTS, False)
+    assert not target.idle_steps
+    assert decode(target, None, PROMPTS, True) == want
+    (steps,) = target.idle_steps
+    cache, made = steps.cache, dict(steps._steps)
+    assert cache.capacity == 1024 and cache.rows == 3 and made
+    assert decode(target, None, PROMPTS, True, max_rows=2) == want
+    assert target.idle_steps == [steps] and steps.cache is cache
+    assert all(steps._steps[key] is step for key, step in made.items())
+    # A longer sequence needs another cache, which old steps do not know.
+    decode(target, None, [PROMPTS[0] * 90], True)
+    assert steps.cache is not cache and steps.cache.capacity == 2048
+    assert not set(made.values()) & set(steps._steps.values())
+    # Weights that moved make graphs worthless.
+    target.model.lm_head.weight.data = target.model.lm_head.weight.data.clone()
+    assert decode(target, None, PROMPTS, True) == want
+    assert target.idle_steps and target.idle_steps[0] is not steps
+
+
+def test_two_streams_at_once_do_not_share_a_cache(on_cpu):
+    target = make_target(layers=2)
+    want = [
+        tokens for tokens, _ in decode(target, None, PROMPTS[:1], False) + decode(target, None, PROMPTS[3:4], False)
+    ]
+    decode(target, None, PROMPTS, True)
+    streams = [Decoder(target, None, eos_ids=()).stream([p], max_new_tokens=12) for p in (PROMPTS[0], PROMPTS[3])]
+    got = [[], []]
+    for pairs in zip(*streams, strict=True):
+        for tokens, (_, new) in zip(got, pairs, strict=True):
+            tokens += new
+    assert got == want
+    assert len(target.idle_steps) == 1
+
+
+def test_a_model_that_cannot_be_captured_decodes_dynamically(on_cpu, counted, monkeypatch, capsys):
+    target = make_target(layers=2)
+
+    def refuse(self, step):
+        raise RuntimeError("called a synchronizing CUDA operation\nmore")
+
+    monkeypatch.setattr(TargetSteps, "_capture", refuse)
+    want = decode(target, NgramDrafter(), PROMPTS, False)
+    for _ in range(2):
+        assert decode(target, NgramDrafter(), PROMPTS, True) == want
+    assert not counted
+    assert capsys.readouterr().err == (
+        "target 'tiny' (LlamaForCausalLM) decodes without CUDA graphs: called a synchronizing CUDA operation\n"
+    )
+
+
+def test_a_full_cache_and_large_passes_stay_dynamic(on_cpu, counted, monkeypatch):
+    target = make_target(layers=2)
+    want = decode(target, NgramDrafter(), PROMPTS, False, "chain:4")
+    monkeypatch.setattr(static, "_BUCKETS", (1, 2, 4))
+    assert decode(target, NgramDrafter(), PROMPTS, True, "chain:4") == want
+    assert {shape.tokens for shape in counted} <= {1, 2, 4}
+    monkeypatch.undo()
+    steps = TargetSteps(target, static=True)
+    steps.cache = cache = static.TreeCache(6)
+    cache.open([(0, 3)])
+    with torch.no_grad():
+        target.forward(torch.tensor([[1, 2, 3]]), (), cache.positions(), cache)
+    cache.commit([range(3)])
+    cache.open([(0, [-1, 0])])
+    assert steps._static_step(torch.tensor([1, 2, 3])) is None  # 3 + 3 fit, a fourth token that pads them does not
+
+
+def test_graphs_can_be_turned_off(on_cpu, monkeypatch):
+    target = make_target(layers=2)
+    assert TargetSteps.lease(target, None).static
+    assert not TargetSteps.lease(target, False).static
+    monkeypatch.setenv("DRAFTTRAIN_GRAPHS", "0")
+    assert not TargetSteps.lease(target, None).static
+    assert TargetSteps.lease(target, True).static
+    monkeypatch.undo()
+    assert not TargetSteps.lease(target, True).static  # no graphs on a CPU
+
+
+ROUNDS = [([(0, 3, [-1, 0, 0])], 7), ([(0, 9, [-1, -1, 1, 2, 0, 0])], 2), ([(0, 30, list(range(-1, 6)))], 5)]
+
+
+def on_gpu(name):
+    return Target.wrap(copy.deepcopy(family(name)[0].model).cuda(), None, name=name)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt_oss", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "mixtral", "opt"))]
+)
+def test_one_compiled_graph_serves_a_bucket(name):
+    check_compiled(family(name)[0], "aot_eager")
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_one_compiled_graph_serves_a_bucket_on_a_gpu(name):
+    check_compiled(on_gpu(name), "inductor")
+
+
+@torch.no_grad()
+def check_compiled(target, backend):
+    """No graph break, and nothing is compiled anew as prefixes, trees and tokens change."""
+    layers, device = (1, target.num_layers), target.device
+    cache = static.TreeCache(80, rows=2)
+    step, compiled = None, None
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    for parts, seed in ROUNDS:
+        generator = torch.Generator().manual_seed(seed)
+        cache.clear(0)
+        prompt = torch.randint(0, 60, (1, parts[0][1]), generator=generator).to(device)
+        cache.open([(0, prompt.shape[1])])
+        target.forward(prompt, (), cache.positions(device), cache)
+        cache.commit([range(prompt.shape[1])])
+        cache.open([(row, parents) for row, _, parents in parts])
+        count = sum(layout.count for _, layout in cache.opened)
+        ids = torch.randint(0, 60, (count,), generator=generator).to(device)
+        want = target.forward(ids[None], layers, cache.positions(device), cache)
+        if step is None:
+            step = StaticStep(target, layers, cache, step_shape([8]), choose=True)
+            compiled = torch.compile(step.forward, fullgraph=True, backend=counter)
+            addresses = [x.data_ptr() for x in (step.ids, step.slots, step.plan.rows, step.plan.ancestors)]
+        step.fill(ids, cache.opened)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            got = compiled()
+        torch.testing.assert_close(got.features[:count], want.features[0], atol=1e-4, rtol=1e-4)
+        logits = target.head(want.last_hidden[0])
+        torch.testing.assert_close(got.logits[:count], logits, atol=1e-4, rtol=1e-4)
+        assert got.choices[:count].tolist() == logits.argmax(-1).tolist()
+        assert [x.data_ptr() for x in (step.ids, step.slots, step.plan.rows, step.plan.ancestors)] == addresses
+    assert counter.frame_count == 1
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "mixtral", "gpt2", "phi3_longrope"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_captured_graphs_decode_as_dynamic_passes(name, temperature):
+    target = on_gpu(name)
+    options = {"sampling": SamplingParams(temperature), "count": 24}
+    truths = dict(
+        zip(map(tuple, PROMPTS), (t for t, _ in decode(target, None, PROMPTS, False, **options)), strict=True)
+    )
+    for max_rows, nodes in ((1, 7), (3, 12), (1, 30)):
+        form = {"agree": 0.7, "nodes": nodes, "feature_layers": (1, target.num_layers)}
+        want, got = FakeBatch(truths, **form), FakeBatch(truths, **form)
+        dynamic = decode(target, want, PROMPTS, False, ANY, max_rows, **options)
+        assert decode(target, got, PROMPTS, True, ANY, max_rows, **options) == dynamic
+        for ours, theirs in zip(got.sessions, want.sessions, strict=True):
+            torch.testing.assert_close(torch.cat(ours.features), torch.cat(theirs.features), atol=1e-3, rtol=1e-3)
+    (steps,) = target.idle_steps
+    if name in ("llama", "gemma2", "gpt2"):  # others may wait for the device, experts in float32 for one
+        assert not steps.failure
+    assert steps.failure or all(step._graph is not None for step in steps._steps.values())
+    assert bool(steps.failure) == (not steps._steps)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_forward_that_waits_for_the_device_is_not_captured(capsys):
+    target = on_gpu("llama")
+    want = decode(target, None, PROMPTS, False)
+    target.model.model.layers[1].mlp.register_forward_hook(lambda _m, _a, out: out if out.sum().item() else -out)
+    assert decode(target, None, PROMPTS, True) == want
+    assert "decodes without CUDA graphs" in capsys.readouterr().err
+    assert torch.cuda.get_sync_debug_mode() == 0
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_memory_of_graphs_is_told():
+    target = on_gpu("llama")
+    decoder = Decoder(target, None, eos_ids=(), graphs=True)
+    decoder.generate(PROMPTS, max_new_tokens=8)
+    assert "1 captured CUDA graphs" in decoder.memory[1]
+    assert decoder.memory[0] > decoder.cache.nbytes

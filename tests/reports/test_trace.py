@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import io
+from itertools import pairwise
+
+import pytest
+import torch
+from rich.console import Console
+
+from drafttrain import cli
+from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.inference import Decoder, SamplingParams
+from drafttrain.reports.trace import drawing, page, pieces_of, print_trace, record
+from tests.inference.fakes import FakeDrafter
+from tests.reports.test_report_page import Page
+
+PROMPT = [65, 66, 67, 65, 66]
+TOKENS = 40
+
+
+@pytest.fixture
+def plain(target):
+    return Decoder(target, None).generate([PROMPT], max_new_tokens=TOKENS)[0].tokens
+
+
+@pytest.fixture
+def traced(target, plain):
+    drafter = FakeDrafter(plain, agree=0.8, vocab=300, seed=3)
+    return record(Decoder(target, drafter, spec=TreeSpec.parse("dynamic:4,4,8")), PROMPT, max_new_tokens=TOKENS)
+
+
+def test_every_token_has_its_producer(traced, plain, target):
+    stats = traced.stats
+    assert len(traced.pieces) == len(plain) == stats.new_tokens
+    assert "".join(piece.text for piece in traced.pieces) == target.tokenizer.decode(plain)
+    assert len(traced.rounds) == stats.target_passes
+    assert traced.drafted == sum(stats.accepted) == sum(one.accepted for one in traced.rounds) > 5
+    assert [one.depth for one in traced.rounds] == stats.offered
+    # What the rounds committed, one after the other, is the answer; within a round depths count up and the own token ends it.
+    assert [token for one in traced.rounds for token in one.tokens] == plain[1:]
+    for one in traced.rounds:
+        depths = [piece.depth for piece in traced.pieces if piece.round == one.number]
+        assert depths == [*range(1, one.accepted + 1), 0]
+        assert [node for node, each in enumerate(one.nodes) if each.accepted] == one.path
+
+
+def test_probabilities_are_the_targets(target, traced, plain):
+    """Greedily, what was accepted and the own token are the target's likeliest; checked against a forward of its own."""
+    done = 1
+    for one in traced.rounds:
+        ids = torch.tensor([PROMPT + plain[: done + one.accepted]])
+        logits = target.model(ids).logits[0].softmax(-1)
+        assert one.own_target == pytest.approx(float(logits[-1].max()), abs=1e-4)
+        for depth, node in enumerate(one.path):
+            row = logits[len(PROMPT) + done - 1 + depth]
+            assert one.nodes[node].target == pytest.approx(float(row.max()), abs=1e-4)
+        done += len(one.tokens)
+
+
+def test_drafters_without_probabilities_say_none(traced):
+    assert all(node.draft is None for one in traced.rounds for node in one.nodes)
+
+
+def test_sampled_probabilities_are_those_that_were_drawn_from(target):
+    decoder = Decoder(target, None, sampling=SamplingParams(temperature=1.0, top_k=1))
+    assert {one.own_target for one in record(decoder, PROMPT, max_new_tokens=6).rounds} == {1.0}
+    assert decoder.observer is None
+
+
+def test_eos_ends_a_path_without_an_own_token(target, plain):
+    drafter = FakeDrafter(plain, agree=1.0, vocab=300, seed=1)
+    for end in range(4, 20):
+        decoder = Decoder(target, drafter, spec=TreeSpec.parse("chain:4"), eos_ids=[plain[end]])
+        last = record(decoder, PROMPT, max_new_tokens=TOKENS).rounds[-1]
+        if len(last.tokens) == last.accepted:
+            assert last.own == ""
+            assert "own" not in {box["kind"] for box in drawing(last)["boxes"]}
+            return
+    pytest.fail("no path ended in EOS, so the test shows nothing")
+
+
+def test_characters_that_span_tokens(tokenizer):
+    text = "aé€\N{GRINNING FACE}b" * 12
+    ids = tokenizer(text).input_ids
+    pieces = pieces_of(tokenizer, ids)
+    assert "".join(pieces) == text
+    assert pieces[:3] == ["a", "", "é"]
+    assert pieces_of(tokenizer, ids[:2])[-1] == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_the_drawing_holds_every_node_once_and_none_overlap(traced):
+    for one in traced.rounds:
+        drawn = drawing(one)
+        boxes, kinds = drawn["boxes"], [box["kind"] for box in drawn["boxes"]]
+        assert len(boxes) == len(one.nodes) + 2 == len(drawn["edges"]) + 1
+        assert (kinds.count("accepted"), kinds.count("own"), kinds.count("root")) == (one.accepted, 1, 1)
+        assert len({(box["x"], box["y"]) for box in boxes}) == len(boxes)
+        assert max(box["x"] + box["w"] for box in boxes) <= drawn["width"]
+        assert max(box["y"] + box["h"] for box in boxes) <= drawn["height"]
+        columns = {}
+        for box in boxes:
+            columns.setdefault(box["x"], []).append(box["y"])
+        for places in columns.values():
+            places.sort()
+            assert all(b - a >= boxes[0]["h"] for a, b in pairwise(places))
+
+
+def test_terminal_colours_follow_depth(traced):
+    console = Console(file=io.StringIO(), force_terminal=True, color_system="truecolor", width=200)
+    print_trace(traced, traced.best(), console)
+    shown = console.file.getvalue()
+    assert "48;2;207;232;255" in shown, "the background of depth 1"
+    assert f"{traced.drafted} tokens by the drafter" in shown
+    best = traced.rounds[traced.best() - 1]
+    assert f"round {best.number}, after" in shown
+    assert "the target's own" in shown
+
+
+def test_the_page_stands_alone(traced):
+    source = page(traced, "say <b>", {"drafter": "fake", "target": "tiny"}, traced.best())
+    parsed = Page(source)
+    assert all(link.startswith(("#", "data:")) for link in parsed.links)
+    assert {link[1:] for link in parsed.links if link.startswith("#")} <= set(parsed.ids)
+    assert "say &lt;b&gt;" in source
+    assert source.count('class="round chosen"') == 1
+    assert source.count('<section class="round') == len(traced.rounds)
+
+
+def test_command(target_dir, tmp_path, capsys):
+    output = tmp_path / "trace.html"
+    base = [
+        "trace",
+        "--target",
+        str(target_dir),
+        "--drafter",
+        "ngram",
+        "--prompt",
+        "abcabcabc",
+        "--max-new-tokens",
+        "24",
+    ]
+    assert cli.main([*base, "--dtype", "float32", "--output", str(output)]) == 0
+    assert "accepted length" in capsys.readouterr().out
+    Page(output.read_text())
+    for extra, message in ((["--round", "99"], "rounds 1 to"), (["--output", "x.pdf"], "must be .html")):
+        assert cli.main([*base, *extra]) == 2
+        assert message in capsys.readouterr().err

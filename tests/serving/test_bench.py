@@ -1,0 +1,272 @@
+"""Against a small server of our own: streaming, errors of every kind, and both engines' Prometheus pages."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from drafttrain import cli
+from drafttrain.serving.bench import compare, figures
+from drafttrain.serving.client import Answer, base_url, parse_metrics, speculation
+
+VLLM = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
+# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total{{engine="0",model_name="tiny"}} {drafts}
+vllm:spec_decode_num_draft_tokens_total{{engine="0",model_name="tiny"}} {drafted}
+vllm:spec_decode_num_accepted_tokens_total{{engine="0",model_name="tiny"}} {accepted}
+vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",model_name="tiny",position="0"}} {first}
+vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",model_name="tiny",position="1"}} {second}
+vllm:spec_decode_num_drafts_created{{engine="0",model_name="tiny"}} 1.7e+09
+"""
+SGLANG = """sglang:spec_accept_length{model_name="tiny",tp_rank="0"} 2.5
+sglang:spec_accept_rate{model_name="tiny",tp_rank="0"} 0.5
+sglang:token_usage{model_name="tiny"} NaN
+"""
+
+
+def vllm_page(rounds):
+    return VLLM.format(
+        drafts=rounds, drafted=2 * rounds, accepted=0.75 * rounds, first=0.5 * rounds, second=0.25 * rounds
+    )
+
+
+class FakeServer:
+    """Answers every request with `pieces` of two tokens each; `behave` says what the i-th request meets instead.
+
+    Attributes: url; asked: bodies of the chat requests, in order; most: greatest number of requests at a time.
+    """
+
+    def __init__(self, pieces=4, gap=0.0, page="", behave=lambda number: "fine", usage=True):
+        self.asked, self.headers, self.going, self.most = [], [], 0, 0
+        lock, fake = threading.Lock(), self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                found = {"/v1/models": json.dumps({"data": [{"id": "tiny"}]})}
+                if page:
+                    found["/metrics"] = page(len(fake.asked)) if callable(page) else page
+                self.reply(200 if self.path in found else 404, found.get(self.path, "not found"))
+
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with lock:
+                    number = len(fake.asked)
+                    fake.asked.append(body)
+                    fake.headers.append(dict(self.headers))
+                    fake.going += 1
+                    fake.most = max(fake.most, fake.going)
+                try:
+                    self.answer(behave(number))
+                finally:
+                    with lock:
+                        fake.going -= 1
+
+            def answer(self, way):
+                if way == "busy":
+                    return self.reply(503, '{"error": "overloaded"}\nmore')
+                self.send_response(200)
+                self.send_header("Content-Type", "text/event-stream")
+                self.end_headers()
+                if way == "garbage":
+                    return self.wfile.write(b"data: {not json\n\n")
+                if way == "error":
+                    return self.event({"error": {"message": "out of memory"}})
+                if way == "hang":
+                    return time.sleep(2)
+                self.event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
+                for _ in range(0 if way == "empty" else pieces):
+                    time.sleep(gap)
+                    self.event({"choices": [{"delta": {"content": "two tokens"}}]})
+                if way == "cut":
+                    return None
+                self.event({"choices": [{"delta": {}, "finish_reason": "stop"}]})
+                if usage:
+                    self.event({"choices": [], "usage": {"completion_tokens": 2 * pieces, "prompt_tokens": 5}})
+                return self.wfile.write(b"data: [DONE]\n\n")
+
+            def event(self, content):
+                self.wfile.write(f": a comment\n\ndata: {json.dumps(content)}\n\n".encode())
+
+            def reply(self, status, text):
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            def log_message(self, *args):
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@pytest.fixture
+def bench(tmp_path):
+    suite = tmp_path / "suite.jsonl"
+    suite.write_text("".join(json.dumps({"turns": [f"question {i}"]}) + "\n" for i in range(3)))
+
+    def run(*arguments, status=0):
+        output = tmp_path / "server.json"
+        base = ["bench-server", "--suite", str(suite), "--output", str(output), "--requests", "6", "--max-tokens", "8"]
+        assert cli.main([*base, *map(str, arguments)]) == status
+        return json.loads(output.read_text()) if output.is_file() else None
+
+    return run
+
+
+def test_a_concurrency_sweep(bench, capsys):
+    with FakeServer(gap=0.02, page=lambda asked: vllm_page(100 + 8 * asked)) as server:
+        results = bench("--url", server.url + "/v1/", "--concurrency", "1,3", "--warm-up", "1", "--note", "quiet")
+        assert server.most == 3
+    assert len(server.asked) == 1 + 6 + 6
+    assert [body["messages"][0]["content"] for body in server.asked[1:4]] == ["question 0", "question 1", "question 2"]
+    assert {(body["model"], body["stream"], body["max_tokens"]) for body in server.asked} == {("tiny", True, 8)}
+    assert results["note"] == "quiet"
+    assert {"drafttrain", "versions", "device", "command", "workload"} <= results.keys()
+    one, three = results["servers"]["url"]["cells"]
+    assert (one["concurrency"], one["completed"], one["errors"], one["tokens"]) == (1, 6, {}, 48)
+    assert one["tokens_counted"] is True
+    assert one["tokens_per_chunk"] == 2.0
+    # Four pieces 20 ms apart: the first after one gap; seven tokens follow it in three gaps.
+    assert 15 < one["ttft_ms"]["p50"] < one["latency_ms"]["p50"]
+    assert one["itl_ms"]["p50"] > 10
+    assert one["tpot_ms"]["p50"] > 3 * 10 / 7
+    assert one["tokens_per_second"] == pytest.approx(48 / one["seconds"], rel=0.01)
+    for cell in (one, three):
+        assert cell["speculation"] == {
+            "source": "vllm counters",
+            "drafts": 48,
+            "accepted_length": 1.75,
+            "acceptance_rate": 0.375,
+            "acceptance_by_depth": {"conditional": [0.5, 0.5], "joint": [0.5, 0.25]},
+        }
+    shown = capsys.readouterr().out
+    assert "3 at once" in shown
+    assert "1.75" in shown
+
+
+def test_two_servers_take_turns(bench, capsys):
+    with FakeServer(gap=0.005, page=SGLANG) as quick, FakeServer(gap=0.06) as slow:
+        results = bench("--url", quick.url, "--url2", slow.url, "--concurrency", "1,2", "--warm-up", 0)
+    assert [len(server.asked) for server in (quick, slow)] == [12, 12]
+    cells = results["servers"]["url"]["cells"]
+    assert cells[0]["speculation"] == {"source": "sglang gauges", "accepted_length": 2.5, "acceptance_rate": 0.5}
+    assert "speculation" not in results["servers"]["url2"]["cells"][0]
+    for row in results["comparison"]:
+        assert min(row["tokens_per_second"], row["ttft_ms"], row["tpot_ms"], row["latency_ms"]) > 1
+    assert "url over url2" in capsys.readouterr().out
+
+
+def test_requests_at_a_rate_do_not_wait_for_each_other(bench):
+    with FakeServer(pieces=2, gap=0.15) as server:
+        results = bench("--url", server.url, "--request-rate", 40, "--warm-up", 0)
+        assert server.most > 2
+    (cell,) = results["servers"]["url"]["cells"]
+    assert (cell["request_rate"], cell["completed"]) == (40.0, 6)
+
+
+def test_a_step_ends_in_time(bench):
+    with FakeServer(pieces=1, gap=0.1) as server:
+        closed = bench("--url", server.url, "--concurrency", 1, "--seconds", 0.25, "--warm-up", 0)
+        opened = bench("--url", server.url, "--request-rate", 1, "--seconds", 0.25, "--warm-up", 0)
+    assert 1 <= closed["servers"]["url"]["cells"][0]["requests"] <= 3
+    assert 1 <= opened["servers"]["url"]["cells"][0]["requests"] <= 3
+
+
+def test_errors_are_counted_by_kind(bench, capsys):
+    ways = ["busy", "garbage", "error", "empty", "cut", "hang"]
+    with FakeServer(behave=lambda number: ways[number] if number < 6 else "fine") as server:
+        results = bench("--url", server.url, "--concurrency", 1, "--warm-up", 0, "--requests", 8, "--timeout", 0.5)
+    (cell,) = results["servers"]["url"]["cells"]
+    assert cell["errors"] == {"http_503": 1, "stream": 2, "server": 1, "empty": 1, "timeout": 1}
+    assert (cell["requests"], cell["completed"], cell["tokens"]) == (8, 2, 16)
+    assert cell["error_examples"]["http_503"] == '{"error": "overloaded"}'
+    assert "1 http_503" in capsys.readouterr().out
+
+
+def test_all_failed_is_a_failure(bench):
+    with FakeServer(behave=lambda number: "busy") as server:
+        results = bench("--url", server.url, "--concurrency", 2, "--warm-up", 0, status=1)
+    assert results["servers"]["url"]["cells"][0]["ttft_ms"]["p50"] == 0.0
+
+
+def test_without_usage_each_piece_counts(bench, capsys):
+    with FakeServer(usage=False) as server:
+        results = bench("--url", server.url, "--concurrency", 1, "--warm-up", 0)
+    (cell,) = results["servers"]["url"]["cells"]
+    assert (cell["tokens"], cell["tokens_counted"]) == (24, False)
+    assert "does not count tokens" in capsys.readouterr().out
+
+
+def test_keys_come_from_the_environment(bench, monkeypatch, capsys):
+    monkeypatch.setenv("TINY_KEY", "secret")
+    with FakeServer() as server:
+        results = bench("--url", server.url, "--api-key-env", "TINY_KEY", "--concurrency", 1, "--warm-up", 0)
+        assert bench("--url", server.url, "--api-key-env", "NO_SUCH_KEY", status=2)
+    assert server.headers[0]["Authorization"] == "Bearer secret"
+    assert "secret" not in json.dumps(results)
+    assert "no such environment variable" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--url", "localhost:8000"], "is not an address"),
+        (["--url", "http://127.0.0.1:9"], "does not say which models it has"),
+        (["--url", "http://127.0.0.1:9", "--model", "m"], "does not answer"),
+        (["--url", "http://127.0.0.1:9", "--concurrency", "1,0"], "must be positive numbers"),
+        (["--url", "http://127.0.0.1:9", "--request-rate", "x"], "request-rate='x'"),
+        (["--url", "http://127.0.0.1:9", "--requests", "0"], "requests=0 must be at least 1"),
+        (["--url", "http://127.0.0.1:9", "--timeout", "0"], "timeout=0.0 must be positive"),
+    ],
+)
+def test_bad_input_is_named(bench, capsys, arguments, message):
+    bench(*arguments, status=2)
+    assert message in capsys.readouterr().err
+
+
+def test_addresses_with_and_without_v1():
+    assert {base_url(url) for url in ("http://a:1", "http://a:1/", "http://a:1/v1", "http://a:1/v1/")} == {"http://a:1"}
+
+
+def test_prometheus_pages():
+    samples = parse_metrics(
+        '# TYPE a counter\na_total{x="1",y="q\\"}"} 3\na_total{x="2"} 4.5e1\nb 1 1700000000\nbroken\nc nan?\n'
+    )
+    assert samples["a"] == [({"x": "1", "y": 'q\\"}'}, 3.0), ({"x": "2"}, 45.0)]
+    assert samples["b"] == [({}, 1.0)]
+    assert "c" not in samples
+    assert speculation({}, {}) == {}
+    page = parse_metrics(vllm_page(10))
+    assert speculation(page, page) == {}, "nothing was drafted in between"
+    assert speculation({}, parse_metrics(SGLANG.replace("2.5", "0.0"))) == {}, "a gauge at rest says nothing"
+
+
+def test_figures_by_hand():
+    answers = [
+        Answer([0.1, 0.3, 0.5], 5, True, 0.6),
+        Answer([0.2], 1, True, 0.3),
+        Answer(error="connect", detail="refused"),
+    ]
+    got = figures(answers, 2.0)
+    assert (got["requests"], got["completed"], got["errors"]) == (3, 2, {"connect": 1})
+    assert (got["tokens"], got["tokens_per_second"], got["requests_per_second"]) == (6, 3.0, 1.0)
+    assert got["ttft_ms"]["p50"] == 150.0
+    assert got["tpot_ms"]["p50"] == 100.0
+    assert got["itl_ms"]["p50"] == 200.0
+    assert got["latency_ms"]["p50"] == 450.0
+    none = figures(answers[2:], 2.0)
+    (row,) = compare({"cells": [{"concurrency": 1, **got}]}, {"cells": [{"concurrency": 1, **none}]})
+    assert row == {"concurrency": 1, "tokens_per_second": None, "ttft_ms": None, "tpot_ms": None, "latency_ms": None}

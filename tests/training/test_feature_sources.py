@@ -1,0 +1,60 @@
+"""What the target says about a batch: which token follows each row, and denominators at other temperatures."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from drafttrain.losses import DIVERGENCES
+from drafttrain.training.feature_sources import TargetSource
+from tests.drafters.test_eagle3 import make_batch, make_drafter
+from tests.inference.fakes import VOCAB, family
+
+KEPT = torch.arange(0, 300, 2)
+
+
+def test_rows_know_the_token_that_follows_in_the_data(target):
+    batch = make_batch((17, 11))
+    _, rows, row_of = TargetSource(target, (1,), KEPT)(batch)
+    to_drafter = torch.full((300,), -1)
+    to_drafter[KEPT] = torch.arange(len(KEPT))
+    for row, position in (row_of >= 0).nonzero().tolist():
+        said = to_drafter[batch.input_ids[row, position + 1]]
+        assert rows.sampled[row_of[row, position]] == said
+    assert (rows.sampled < 0).any() and (rows.sampled >= 0).any()
+
+
+def test_rows_know_the_full_denominator_at_each_temperature(target):
+    batch = make_batch((17, 11))
+    _, rows, row_of = TargetSource(target, (1,), KEPT, limit_bytes=1e9, temperatures=(0.6, 2.0))(batch)
+    logits = target.head(target.forward(batch.input_ids, (1,)).last_hidden[row_of >= 0])
+    torch.testing.assert_close(rows.log_z, logits.logsumexp(-1), rtol=1e-4, atol=1e-4)
+    for temperature, log_z in rows.log_z_at.items():
+        torch.testing.assert_close(log_z, (logits / temperature).logsumexp(-1), rtol=1e-4, atol=1e-4)
+    assert set(rows.log_z_at) == {0.6, 2.0}
+
+
+@pytest.mark.parametrize("name", ["phi", "granite", "gemma2"])
+def test_rows_carry_all_that_the_head_does_to_logits(name):
+    """A bias, a scale, a soft cap: with the whole vocabulary and with a part of it."""
+    target, reference = family(name)
+    batch = make_batch((17, 11))
+    batch.input_ids %= VOCAB
+    logits = reference(input_ids=batch.input_ids).logits
+    for kept in (torch.arange(VOCAB), torch.arange(0, VOCAB, 3)):
+        _, rows, row_of = TargetSource(target, (1,), kept)(batch)
+        wanted = logits[row_of >= 0]
+        torch.testing.assert_close(rows.logits(slice(None)), wanted[:, kept], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(rows.log_z, wanted.logsumexp(-1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("loss", [*DIVERGENCES, "0.5*lk_lambda@0.6+0.5*ce"])
+def test_a_training_step_takes_every_loss_and_decays_it_by_depth(target, loss):
+    drafter = make_drafter(target, KEPT, loss=loss, depth_decay=0.5, ttt_steps=3).eval()
+    source = TargetSource(target, drafter.feature_layers, drafter.kept_ids, temperatures=(0.6,))
+    batch = make_batch((17, 11))
+    step = drafter(batch, target.embed(batch.input_ids), *source(batch), count=7.0)
+    weights = torch.tensor([4.0, 2.0, 1.0]) / 7
+    torch.testing.assert_close(step.loss, (step.metrics["loss"] * weights).sum() / 7)
+    step.loss.backward()
+    assert all(p.grad.isfinite().all() for p in drafter.parameters() if p.requires_grad)

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from drafttrain import cli
+from drafttrain.evaluation import runner
+from drafttrain.evaluation.suites import load_suite, render
+from drafttrain.tuning import sweep
+from tests.evaluation.test_runner import suite  # noqa: F401 - a fixture
+
+
+@pytest.fixture
+def command(target_dir, suite, tmp_path):  # noqa: F811
+    def arguments(*more):
+        return ["sweep", "--target", str(target_dir), "--drafter", "ngram", "--suite", str(suite), "--dtypes", "float32",
+                "--max-new-tokens", "6", "--limit", "2", "--output", str(tmp_path / "sweep"), *more]  # fmt: skip
+
+    return arguments
+
+
+def test_a_sweep_saves_every_cell_and_goes_on(command, tmp_path, monkeypatch, capsys):
+    arguments = command("--lengths", "1,2", "--batch-sizes", "1,2", "--contexts", "0,64", "--temperatures", "0,1")
+    evaluate, calls = runner.evaluate, []
+
+    def stop_at_the_third(args, *rest):
+        calls.append(args.output)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return evaluate(args, *rest)
+
+    monkeypatch.setattr(runner, "evaluate", stop_at_the_third)
+    assert cli.main(arguments) == 130
+    assert cli.main(arguments) == 0
+    # chain:1 alone, then chain:2, temperature 1, batch 2, context 64: five cells, the first two kept
+    assert len(calls) == 6
+    assert calls[3] == calls[2]
+    summary = json.loads((tmp_path / "sweep" / "summary.json").read_text())
+    assert [row["cell"]["tree"] for row in summary["cells"]].count("chain:2") == 1
+    assert len({row["file"] for row in summary["cells"]}) == len(summary["cells"]) == 5
+    for row in summary["cells"]:
+        results = json.loads((tmp_path / "sweep" / row["file"]).read_text())
+        assert results["overall"]["accepted_length"] == row["accepted_length"]
+        assert results["decoding"]["batch_size"] == row["cell"]["batch_size"]
+        assert results["decoding"]["temperature"] == row["cell"]["temperature"]
+        assert all(record["prompt_tokens"] >= row["cell"]["context"] for record in results["prompts"])
+    assert len(summary["crossover"]) == 1
+    assert "speed-up" in capsys.readouterr().out
+
+
+def test_axes_one_at_a_time_or_crossed():
+    axes = {"dtype": ["a", "b"], "tree": ["x", "y"], "temperature": [0.0], "batch_size": [1, 2, 4], "context": [0]}
+    single, crossed = list(sweep.cells(axes, False)), list(sweep.cells(axes, True))
+    assert (len(single), len(crossed)) == (5, 12)
+    assert [cell["dtype"] for cell in single] == ["a"] * 4 + ["b"]  # a model is loaded once per dtype
+
+
+def cell(batch, speedup, tree="chain:2"):
+    return {"cell": {"batch_size": batch, "tree": tree}, "speedup_vs_fastest": speedup}
+
+
+def test_the_crossover_is_read_off_between_two_sizes():
+    rows = [cell(1, 1.5), cell(4, 1.2), cell(16, 0.8), cell(1, 1.5, "chain:4"), cell(8, 1.1, "chain:4")]
+    rows += [cell(1, 0.9, "chain:8"), cell(2, 0.8, "chain:8"), cell(1, 2.0, "alone")]
+    found = {each["cell"]["tree"]: each["batch_size"] for each in sweep.crossovers(rows)}
+    assert found == {"chain:2": 8.0, "chain:4": None, "chain:8": 0}
+
+
+def test_prompts_are_lengthened_to_a_few_tokens(target, suite):  # noqa: F811
+    loaded = load_suite(str(suite))
+    longer = sweep.lengthen(target, loaded, 200, 8)
+    for before, after in zip(loaded.questions, longer.questions, strict=True):
+        count = len(render(target.tokenizer, after.turns[:1], []))
+        assert 200 <= count < 320
+        assert after.turns[0].endswith(before.turns[0])
+        assert after.turns[1:] == before.turns[1:]
+    assert longer.digest != loaded.digest
+    assert sweep.lengthen(target, loaded, 0, 8) is loaded
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--batch-sizes", "0"), "batch-sizes='0': every value must be at least 1"),
+        (("--batch-sizes", "1,4"), "4 prompts at a time take as many questions, but limit=2; raise --limit"),
+        (("--temperatures", "hot"), "temperatures='hot' is no list of numbers"),
+        (("--trees", "bush"), "tree='bush' is not a tree"),
+        (("--contexts", "9000"), "prompt has 9000 tokens"),
+    ],
+)
+def test_bad_input_is_named(command, capsys, more, message):
+    assert cli.main(command(*more)) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,214 @@
+"""Replays are compared with real decoding, costs and predictions with numbers made up here; nothing depends on a clock."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import pytest
+import torch
+
+from drafttrain import cli
+from drafttrain.batch import TokenTree
+from drafttrain.drafters.combined import CombinedDrafter
+from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.drafters.ngram.model import NgramDrafter
+from drafttrain.drafters.registry import decoding_settings
+from drafttrain.inference import Decoder, SamplingParams
+from drafttrain.tuning import costs as costs_module
+from drafttrain.tuning import tune as tuning
+from drafttrain.tuning.costs import CostModel
+from drafttrain.tuning.replay import Replayed, Track, _Recorded, chances, recall, record, replay
+from tests.conftest import make_target
+from tests.drafters.test_eagle3 import make_drafter
+
+PROMPTS = [[5, 9, 11, 9, 11, 30, 2, 9, 11, 4, 44, 9], [7, 8, 7, 8, 9, 7]]
+COUNT = 20
+TREES = (
+    "chain:6",
+    "chain:4@nomatch",
+    "dynamic:1,4,3",
+    "dynamic:3,4,8",
+    "dynamic:6,8,48",
+    "dynamic:3,8,12@alone=0.5",
+    "dynamic:2,4,3@match=11",
+)
+STOPPED = ("chain:6@stop=0.3", "dynamic:5,4,16@stop=0.1@nomatch")
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_target(layers=4, hidden=16, initializer_range=0.1)
+
+
+def drafters(target):
+    head = make_drafter(target)
+    return {"eagle3": head, "ngram": NgramDrafter(), "eagle3+ngram": CombinedDrafter(head, NgramDrafter(min_n=2))}
+
+
+GREEDY, HOT = SamplingParams(), SamplingParams(0.7, 20)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sampling"), [("eagle3", GREEDY), ("ngram", GREEDY), ("eagle3+ngram", GREEDY), ("eagle3+ngram", HOT)]
+)
+def test_a_replay_is_what_decoding_does(target, kind, sampling):
+    drafter = drafters(target)[kind]
+    tracks = record(target, drafter, PROMPTS, sampling, COUNT)
+    accepted = 0
+    for tree in ("none", *TREES, *(STOPPED if kind != "ngram" else ())):
+        spec = TreeSpec.parse(tree)
+        decoder = Decoder(target, drafter, spec=spec, sampling=sampling)
+        sizes, verify = [], decoder._verify
+        decoder._verify = lambda rows, trees, *rest, sizes=sizes, verify=verify: (
+            sizes.append(len(trees[0])) or verify(rows, trees, *rest)
+        )
+        for number, (prompt, track) in enumerate(zip(PROMPTS, tracks, strict=True)):
+            sizes.clear()
+            made = decoder.generate([prompt], max_new_tokens=COUNT, seed=number)[0]
+            assert made.tokens == track.tokens
+            rounds = replay(track, spec)
+            assert [done.nodes for done in rounds] == sizes[1:], tree
+            assert sum(done.committed for done in rounds) == len(made.tokens) - 1
+            # Where EOS ends an accepted path there is no bonus token.
+            assert [done.committed - 1 for done in rounds][:-1] == made.stats.accepted[:-1], tree
+            accepted += sum(made.stats.accepted)
+    assert accepted > 5
+
+
+def track_of(tree: TokenTree, tokens) -> Track:
+    trees = [{1: _Recorded(tree), 8: _Recorded(tree)}] + [
+        {1: _Recorded(TokenTree.empty()), 8: _Recorded(TokenTree.empty())}
+    ] * 9
+    return Track(3, 10, tokens, trees, [{k: _Recorded(TokenTree.empty()) for k in (1, 8)}] * 10)
+
+
+def test_recall_and_chances_by_hand():
+    # root -> 5 (likelier), 6;  6 -> 7
+    tree = TokenTree(torch.tensor([5, 6, 7]), [-1, -1, 1], torch.tensor([-0.1, -0.5, -0.9]))
+    track = track_of(tree, [1, 6, 8])
+    got = recall([track], tops=(1, 2))
+    assert got["1"][:2] == [0.0, 0.0]
+    assert got["2"][:2] == [0.5, 0.0]  # two positions at depth 1, one of them with an empty tree
+    assert chances([track])[0] == 0.5
+
+
+MODEL = CostModel({0: 1.0, 4: 1.2, 8: 2.0}, {(1, 1): 0.1, (1, 3): 0.5}, match=0.01, read=0.03, around=0.02)
+
+
+@pytest.mark.parametrize(
+    ("tree", "nodes", "depth", "seconds"),
+    [
+        ("none", 0, 0, 1.0),
+        ("chain:2@nomatch", 2, 2, 1.1 + 0.3 + 0.03 + 0.02),
+        ("chain:2", 2, 2, 1.1 + 0.3 + 0.03 + 0.02 + 0.01),
+        ("chain:2", 6, 0, 1.6 + 0.03 + 0.02 + 0.01),  # a match, nothing drafted
+        ("chain:2@nomatch", 12, 1, 2.8 + 0.1 + 0.03 + 0.02),
+    ],
+)
+def test_a_round_costs_its_parts(tree, nodes, depth, seconds):
+    assert MODEL.round(TreeSpec.parse(tree), nodes, depth) == pytest.approx(seconds)
+
+
+def test_predictions_add_up_rounds(monkeypatch):
+    rounds = [Replayed(3, 2, 2), Replayed(1, 2, 2), Replayed(1, 0, 0)]
+    monkeypatch.setattr(tuning, "replay", lambda track, spec: rounds)
+    got = tuning.predict(TreeSpec.parse("chain:2@nomatch"), [Track(100, 8)], MODEL)
+    assert got.tokens_per_second == pytest.approx(5 / (2 * 1.45 + 1.0))
+    assert got.accepted_length == pytest.approx(5 / 3)
+
+
+def test_costs_are_medians_by_size_and_depth(target, monkeypatch):
+    """A clock that ticks by what was asked: 1 s a call, so that parts can be told from each other."""
+    drafter = drafters(target)["eagle3+ngram"]
+    monkeypatch.setattr(costs_module, "WARM_UP", 0)
+    model = costs_module.measure_costs(target, drafter, PROMPTS, SamplingParams(), 24, cycles=2)
+    assert set(model.verify) == {0, *costs_module.NODES}
+    assert set(model.draft) == {(k, d) for k in (1, 4, 8) for d in costs_module.DEPTHS}
+    assert all(seconds > 0 for seconds in (*model.verify.values(), *model.draft.values(), model.read))
+    table = model.table()
+    assert table["verification_ms"]["8"] == round(1000 * model.verify[8], 3)
+    assert table["drafting_ms"]["4"]["3"] == round(1000 * model.draft[4, 3], 3)
+
+
+def test_candidates_fit_their_drafter(target):
+    every = {kind: set(map(str, tuning.candidates(drafter))) for kind, drafter in drafters(target).items()}
+    assert "none" in every["ngram"]
+    assert not any("@" in tree for tree in every["ngram"])  # it knows no probabilities and has nothing to merge
+    assert {"chain:3@stop=0.3", "dynamic:3,8,16"} <= every["eagle3"]
+    assert not any("match" in tree for tree in every["eagle3"])
+    assert {"dynamic:3,8,16@nomatch", "dynamic:3,8,16@alone=0.5@match=11"} <= every["eagle3+ngram"]
+
+
+def tune_command(target_dir, drafter, tmp_path, *more):
+    return ["tune", "--target", str(target_dir), "--drafter", str(drafter), "--dtype", "float32", "--prompts", "2",
+            "--max-new-tokens", "16", "--repeats", "1", "--output", str(tmp_path / "tune.json"), *more]  # fmt: skip
+
+
+def test_tune_writes_the_drafters_default(target_dir, target, tmp_path, capsys, monkeypatch):
+    from drafttrain.target import Target
+
+    own = Target.load(str(target_dir), "float32", "cpu")
+    make_drafter(own).save_pretrained(tmp_path / "drafter")
+    (tmp_path / "drafter" / "decoding.json").write_text('{"tree": "chain:1", "off": ["poetry"]}')
+    monkeypatch.setattr(tuning, "tune", partial(tuning.tune, cycles=1))
+    # The pick is a tree whatever the machine does.
+    monkeypatch.setattr(
+        tuning, "candidates", lambda drafter: [TreeSpec.parse(t) for t in ("none", "chain:2", "dynamic:2,4,8")]
+    )
+    monkeypatch.setattr(
+        tuning.CostModel, "round", lambda self, spec, nodes, depth: 1.0 if spec.shape == "none" else 0.5
+    )
+    monkeypatch.setattr(tuning, "KEEP_ADAPTIVE", 0.0)
+    assert cli.main(tune_command(target_dir, f"{tmp_path / 'drafter'}+ngram", tmp_path)) == 0
+    result = json.loads((tmp_path / "tune.json").read_text())
+    assert {
+        "predicted_speedup",
+        "measured_speedup",
+        "adaptive_speedup",
+        "costs",
+        "acceptance",
+        "device",
+    } <= result.keys()
+    assert result["tree"] == result["picked"] + "@adapt"
+    assert result["relative_error"] == pytest.approx(
+        result["predicted_speedup"] / result["measured_speedup"] - 1, rel=1e-2
+    )
+    settings = decoding_settings(str(tmp_path / "drafter"))
+    assert settings["tree"] == result["tree"]
+    assert settings["off"] == ["poetry"]
+    assert settings["tuned"]["predicted_speedup"] == result["predicted_speedup"]
+    assert "predicted" in capsys.readouterr().out
+
+
+def test_a_drafter_that_does_not_pay_is_called_so(target, capsys):
+    class Dear(CostModel):
+        def round(self, spec, nodes, depth):
+            return 1.0 if spec.shape == "none" else 100.0
+
+    tracks = record(target, NgramDrafter(), PROMPTS[:1], SamplingParams(), 20)
+    every = [tuning.predict(spec, tracks, Dear({0: 1.0}, {})) for spec in tuning.candidates(NgramDrafter())]
+    assert max(every, key=lambda each: each.tokens_per_second).spec.shape == "none"
+    tuning.print_result(
+        {
+            "costs": {"verification_ms": {}, "drafting_ms": {}},
+            "acceptance": {"recall": {}},
+            "candidates": [],
+            "picked": "none",
+        }
+    )
+    assert "do not use this drafter" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--prompts", "0"), "prompts=0 must be at least 1"),
+        (("--max-new-tokens", "4"), "max-new-tokens=4 tells too little"),
+        (("--drafter", "none"), "drafter='none' drafts nothing"),
+        (("--calibrate", "/no/file"), "calibrate='/no/file' cannot be read"),
+    ],
+)
+def test_bad_input_is_named(target_dir, tmp_path, capsys, more, message):
+    assert cli.main(tune_command(target_dir, "ngram", tmp_path, *more)) == 2
+    assert message in capsys.readouterr().err
