@@ -1,8 +1,12 @@
-"""The one exception that users are meant to read."""
+"""The one error that users can cause, and the words of other libraries' errors."""
+
+from __future__ import annotations
 
 
 class UserError(Exception):
-    """Bad input, said in one line: the key, its value, the rule it breaks and the fix.
+    """Bad input. The message is one line that names the key, the value, the rule and the fix; commands exit with 2."""
 
-    The command line prints `error: <message>` and exits with status 2; libraries may catch it.
-    """
+
+def first_line(error: BaseException) -> str:
+    """The first line of a library's error, or its type's name where it has no text."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

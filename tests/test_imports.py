@@ -24,6 +24,7 @@ ORDER = [
     ["losses", "target"],
     ["formats"],
     ["drafters"],
+    ["flags"],
     ["inference"],
     ["data"],
     ["training", "evaluation"],

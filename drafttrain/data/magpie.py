@@ -16,9 +16,9 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from drafttrain.data.chat import render_text, text_prompt
 from drafttrain.data.filters import is_repetitive
 from drafttrain.data.formats import Prompt
-from drafttrain.data.masks import render_text, text_prompt
 from drafttrain.errors import UserError
 from drafttrain.inference.slots import Finished, Request
 from drafttrain.target import Target

@@ -15,65 +15,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from drafttrain.data.chat import Message, decode, encode, render_text
 from drafttrain.data.formats import parse_row
-from drafttrain.data.jsonl import read_jsonl
 from drafttrain.errors import UserError
-
-Message = dict[str, Any]
+from drafttrain.files import read_jsonl
 
 
 class TemplateRewrites(UserError):
     """The chat template renders an earlier turn differently once a later one follows (it drops old reasoning, say)."""
-
-
-def render_text(tokenizer: Any, messages: Sequence[Message], generation: bool = False) -> str:
-    """The conversation as text, markers included.
-
-    Args:
-        tokenizer: with a chat template; without one (pretrained-only models) the turns are joined by blank lines, which
-            such a model continues as a document.
-        messages: role and content of each turn.
-        generation: end where the assistant's next turn begins.
-
-    Raises:
-        UserError: the template refuses these messages (roles that do not alternate, no system role, ...).
-    """
-    if not tokenizer.chat_template:
-        text = "\n\n".join(message["content"] for message in messages)
-        return text + "\n\n" if generation else text
-    try:
-        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation)
-    except Exception as error:  # a template raises what it likes: jinja's TemplateError, but also TypeError, KeyError
-        roles = ", ".join(str(message.get("role")) for message in messages)
-        raise UserError(f"the chat template refuses a conversation with the roles [{roles}]: {error}") from error
-
-
-def render_prompt(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
-    """Token ids of a conversation up to where the assistant begins to answer; BOS exactly once, as in serving.
-
-    Raises:
-        UserError: as in `render_text`.
-    """
-    return _encode(tokenizer, render_text(tokenizer, messages, generation=True))
-
-
-def text_prompt(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of plain text to continue, with BOS in front (exactly once) if the tokenizer is one that adds it."""
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    bos = tokenizer.bos_token_id
-    adds_bos = bos is not None and bos in tokenizer("")["input_ids"]
-    return [bos, *ids] if adds_bos and ids[:1] != [bos] else ids
-
-
-def _encode(tokenizer: Any, text: str) -> list[int]:
-    """Rendered text as ids. A chat template writes BOS itself where the model wants it."""
-    if not tokenizer.chat_template:
-        return text_prompt(tokenizer, text)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
-    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def conversation_record(tokenizer: Any, messages: Sequence[Message], id: str) -> dict[str, Any]:
@@ -165,7 +114,7 @@ def _extend(tokenizer: Any, tokens: list[int], text: str, longer: str) -> list[i
     Where a token would reach across the border (a line break that ends the prompt and one that begins the answer), the
     rest is encoded on its own: the target, too, writes its answer after a finished prompt.
     """
-    ids = _encode(tokenizer, longer)
+    ids = encode(tokenizer, longer)
     if ids[: len(tokens)] == tokens:
         return ids
     return tokens + tokenizer(longer[len(text) :], add_special_tokens=False)["input_ids"]
@@ -176,7 +125,7 @@ def _response_length(tokenizer: Any, tail: list[int], content: str, where: str) 
     wanted = content.strip()  # many templates strip what they are given
     if not wanted:
         raise UserError(f"{where}: empty mask: the assistant's content is empty; drop such rows")
-    text = _decode(tokenizer, tail)
+    text = decode(tokenizer, tail)
     # What a template puts before the content (an empty reasoning block) may happen to contain it, so look behind that.
     begin = text.find(wanted) if text.lstrip().startswith(wanted) else text.rfind(wanted)
     if begin < 0:
@@ -185,17 +134,17 @@ def _response_length(tokenizer: Any, tail: list[int], content: str, where: str) 
             f"({wanted[:40]!r}...), so its mask cannot be verified; let the target answer anew: drafttrain generate"
         )
     end = len(tail)
-    while len(_decode(tokenizer, tail[: end - 1])) >= begin + len(wanted):
+    while len(decode(tokenizer, tail[: end - 1])) >= begin + len(wanted):
         end -= 1
     special = set(tokenizer.all_special_ids)
     for position in range(end, len(tail)):
         if tail[position] in special:
             if tail[position] in tail[:end]:
-                stop = _decode(tokenizer, [tail[position]])
+                stop = decode(tokenizer, [tail[position]])
                 raise UserError(
                     f"{where}: the content itself holds {stop!r}, the token that ends a turn; drop such rows"
                 )
             return position + 1, True
-        if _decode(tokenizer, [tail[position]]).strip():
+        if decode(tokenizer, [tail[position]]).strip():
             break
     return end, False

@@ -9,10 +9,10 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from drafttrain.data.jsonl import read_jsonl
 from drafttrain.data.store import load_records, read_meta
 from drafttrain.drafters.ngram_store.model import NgramTable
 from drafttrain.errors import UserError
+from drafttrain.files import read_jsonl
 from drafttrain.target import resolve_target, tokenizer_fingerprint
 
 HELP = """Count what follows each n-gram of a corpus: a drafter without training, best made from the target's own answers.

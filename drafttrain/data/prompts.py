@@ -17,9 +17,8 @@ from rich.table import Table
 
 from drafttrain.data.filters import Filter, Limits, stable_id
 from drafttrain.data.formats import Prompt, parse_row, prompt_texts
-from drafttrain.data.jsonl import read_jsonl, write_jsonl
 from drafttrain.errors import UserError
-from drafttrain.files import suites_folder, write_json
+from drafttrain.files import read_jsonl, suites_folder, write_json, write_jsonl
 from drafttrain.progress import Progress
 
 HELP = """Collect prompts for the target to answer, one JSON object per line: {"id", "messages" or "text", "source"}.

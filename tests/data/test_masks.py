@@ -6,13 +6,8 @@ import json
 
 import pytest
 
-from drafttrain.data.masks import (
-    TemplateRewrites,
-    conversation_record,
-    conversation_records,
-    render_prompt,
-    text_prompt,
-)
+from drafttrain.data.chat import render_prompt, text_prompt
+from drafttrain.data.masks import TemplateRewrites, conversation_record, conversation_records
 from drafttrain.errors import UserError
 from tests.conftest import make_tokenizer
 
