@@ -16,8 +16,9 @@ What a drafter sees, in two rows (the shift that every kind shares):
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -84,6 +85,31 @@ class Batch:
         return Batch(self.input_ids[:b], self.lengths[:b], self.response_mask[:b], self.index[kept], documents)
 
 
+def anchors_by_depth(response_mask: Tensor, depths: int, share: float = 1.0) -> list[Tensor]:
+    """The anchors that each depth trains on, as flat positions of [b, s]: one int64 tensor per depth.
+
+    Anchor t counts at depth k if x_{t+1} .. x_{t+2+k} all belong to one response: then decoding can stand there (the last
+    committed token is the target's own) and the predicted token is the target's own choice. Deeper sets lie in earlier ones.
+
+        response_mask     0 0 1 1 1 1 0       anchors at depth 0:  t = 1, 2, 3   (x_{t+1}, x_{t+2} both in)
+        position t        0 1 2 3 4 5 6       anchors at depth 1:  t = 1, 2
+
+    Args:
+        response_mask: [b, s] bool. share: share of the anchors, drawn at random, that depths after the first train on.
+    """
+    s = response_mask.shape[1]
+    shifted = [
+        torch.nn.functional.pad(response_mask[:, j:], (0, min(j, s))) for j in range(1, depths + 2)
+    ]  # [b, s] each
+    current, result = shifted[0], []
+    for k, following in enumerate(shifted[1:]):
+        current = current & following
+        if k == 1 and share < 1:
+            current = current & (torch.rand(current.shape, device=current.device) < share)
+        result.append(current.flatten().nonzero().squeeze(1))
+    return result
+
+
 @dataclass
 class TargetOutput:
     """What the frozen target says about a batch.
@@ -110,6 +136,26 @@ class StepOutput(NamedTuple):
     metrics: dict[str, Tensor]
 
 
+class Measured(Protocol):
+    """Per-token results of a loss, all [t]; alpha and agree are None if they were not measured."""
+
+    values: Tensor
+    alpha: Tensor | None
+    agree: Tensor | None
+
+
+def sums_by_depth(outs: Sequence[Measured]) -> dict[str, Tensor]:
+    """Metrics of a training step: count, loss, alpha and agree summed over each depth's anchors, [depths] each; empty if they
+    were not measured. outs: one per depth."""
+    sums = [
+        torch.stack([value.sum() for value in (torch.ones_like(out.values), out.values, out.alpha, out.agree.float())])
+        for out in outs
+        if out.alpha is not None and out.agree is not None
+    ]
+    names = ("count", "loss", "alpha", "agree")
+    return dict(zip(names, torch.stack(sums, dim=1), strict=True)) if sums else {}
+
+
 @dataclass
 class Proposal:
     """What the drawn tokens of a tree were drawn from. Siblings are drawn without replacement, in the order of their indices.
@@ -123,6 +169,11 @@ class Proposal:
     probs: Tensor
     rows: list[int]
     kept_ids: Tensor | None = None
+
+
+def likeliest(log_probs: Sequence[float], count: int) -> list[int]:
+    """Indices of the `count` highest values, the highest first; equal values in their order, so parents before children."""
+    return sorted(range(len(log_probs)), key=lambda node: -log_probs[node])[:count]
 
 
 @dataclass
@@ -172,11 +223,9 @@ class TokenTree:
     def likeliest(
         count: int, tokens: list[int], parents: list[int], log_probs: list[float], device: torch.device
     ) -> TokenTree:
-        """The `count` nodes of highest `log_probs`; the first of equals. No node is likelier than its parent and parents come
-        first, so these form a tree."""
-        kept = list(range(len(tokens)))
-        if len(tokens) > count:
-            kept = sorted(sorted(kept, key=lambda node: -log_probs[node])[:count])
+        """The tree of the `count` likeliest nodes. No node is likelier than its parent and parents come first, so they form
+        a tree."""
+        kept = sorted(likeliest(log_probs, count)) if len(tokens) > count else list(range(len(tokens)))
         place = {old: new for new, old in enumerate(kept)} | {-1: -1}
         ids = torch.tensor([tokens[node] for node in kept], dtype=torch.long, device=device)
         scores = torch.tensor([log_probs[node] for node in kept], dtype=torch.float)
