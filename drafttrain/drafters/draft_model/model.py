@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from drafttrain import __version__
 from drafttrain.batch import Batch, StepOutput, TargetOutput, TokenTree
 from drafttrain.drafters.common.expand import Growing, grow
 from drafttrain.drafters.common.shared import anchors_by_depth
@@ -40,6 +39,7 @@ from drafttrain.drafters.draft_model.start import (
     own_layers,
 )
 from drafttrain.drafters.registry import META_FILE
+from drafttrain.environment import __version__
 from drafttrain.errors import UserError
 from drafttrain.files import write_json
 from drafttrain.losses import TargetRows, linear_divergence
