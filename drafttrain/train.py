@@ -324,7 +324,7 @@ def summarise(
     config: Any, trainer: Any, seconds: float, metrics: dict[str, Any], drafter: dict[str, Any], on_policy_rows: int
 ) -> dict[str, Any]:
     """Writes training.json and returns what it holds."""
-    from drafttrain import __version__
+    from drafttrain.environment import __version__
     from drafttrain.files import write_json
 
     state, args = trainer.state, trainer.args

@@ -20,7 +20,7 @@ from drafttrain.drafters.common.layer_session import CacheShape, LayerDrafting
 from drafttrain.drafters.common.layers import Attend, DraftLayer, Rotary
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.losses import TargetRows, linear_divergence
-from drafttrain.ops.draft_step import DraftStep, DraftWeights
+from drafttrain.ops.cpu_layers import DraftStep, DraftWeights
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.path_attention import PathAttention
 

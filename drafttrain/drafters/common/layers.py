@@ -12,7 +12,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from drafttrain.ops.decoder_layer import DecoderLayer, LayerWeights
+from drafttrain.ops.cpu_layers import DecoderLayer, LayerWeights
 from drafttrain.ops.packing import SKINNY_ROWS
 
 # (query [tq, heads, e], key [t, kv_heads, e], value [t, kv_heads, e]) -> [tq, heads * e], e = head size
@@ -65,9 +65,10 @@ class Rotary:
 
     def up_to(self, end: int) -> tuple[Tensor, Tensor]:
         """cos, sin [at least `end`, 1, r] of positions 0, 1, 2, ... on the CPU in float32, cached."""
-        if end > len(self._rows[0]):
-            self._rows = self.compute(torch.arange(1 << end.bit_length()), torch.float32)
-        return self._rows
+        rows = self._rows  # another thread may replace the tables by shorter ones
+        if end > len(rows[0]):
+            rows = self._rows = self.compute(torch.arange(1 << end.bit_length()), torch.float32)
+        return rows
 
     def compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """As `tables`, uncached; positions may be negative."""
@@ -227,29 +228,21 @@ class DraftLayer(nn.Module):
         """Makes few rows take two CPU kernel calls around the attention, unless the kernels lack the layer's form."""
         if self.native_gelu is None:
             return
-        attention, mlp, norm = self.self_attn, self.mlp, self.input_layernorm
-        normed = self.hidden_norm is None and isinstance(norm, RMSNorm)
-        query_norm, key_norm = (
-            norm.weight.detach() if isinstance(norm, RMSNorm) else None for norm in (attention.q_norm, attention.k_norm)
+        norms = {
+            "input_norm": self.input_layernorm if self.hidden_norm is None else None,
+            "query_norm": self.self_attn.q_norm,
+            "key_norm": self.self_attn.k_norm,
+        }
+        weights = LayerWeights.of(
+            self.self_attn,
+            self.mlp,
+            mlp_norm=self.post_attention_layernorm.weight,
+            rotary_dim=rotary_dim,
+            eps=self.post_attention_layernorm.eps,
+            gelu=self.native_gelu,
+            **{name: norm.weight for name, norm in norms.items() if isinstance(norm, RMSNorm)},
         )
-        self.native = DecoderLayer(
-            LayerWeights(
-                qkv=torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]).detach(),
-                o=attention.o_proj.weight.detach(),
-                gate_up=torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).detach(),
-                down=mlp.down_proj.weight.detach(),
-                input_norm=norm.weight.detach() if normed else None,
-                mlp_norm=self.post_attention_layernorm.weight.detach(),
-                heads=attention.heads,
-                kv_heads=attention.kv_heads,
-                head_dim=attention.head_dim,
-                rotary_dim=rotary_dim,
-                eps=self.post_attention_layernorm.eps,
-                gelu=self.native_gelu,
-                query_norm=query_norm,
-                key_norm=key_norm,
-            )
-        )
+        self.native = DecoderLayer(weights)
 
     def forward(
         self, state: Tensor, embeds: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend, queries: Tensor | None
@@ -262,12 +255,7 @@ class DraftLayer(nn.Module):
             normed = self.hidden_norm(state)
             x = torch.cat((self.input_layernorm(embeds), normed), dim=-1)  # [t, embed_width + h]
             state = normed if self.norm_before_residual else state
-        if native is None:
-            state = (state if queries is None else state[queries]) + self.self_attn(x, cos, sin, attend, queries)
-            return state + self.mlp(self.post_attention_layernorm(state))
-        threads = torch.get_num_threads()
-        sizes = (native.heads, native.kv_heads, native.kv_heads)
-        query, key, value = native.project(x, cos, sin, threads).split(sizes, dim=1)  # [t, heads or kv_heads, e] each
-        out = state.clone() if queries is None else state[queries]
-        native.after(out, attend(query if queries is None else query[queries], key, value).contiguous(), threads)
-        return out
+        if native is not None:
+            return native.forward(state, x, cos, sin, attend, queries)
+        state = (state if queries is None else state[queries]) + self.self_attn(x, cos, sin, attend, queries)
+        return state + self.mlp(self.post_attention_layernorm(state))

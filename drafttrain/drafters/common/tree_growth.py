@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from drafttrain.batch import Proposal, TokenTree, likeliest
+from drafttrain.batch import Proposal, TokenTree
 from drafttrain.drafters.common.tree_spec import TreeSpec, ranks_below
 from drafttrain.ops.sampling import Sampler, draw_distinct, probabilities, top_log_probs
 
@@ -89,7 +89,7 @@ class GrowingTree:
             return
         level = [node for node in level if self._scores[node] >= self._floor and self._ranks(node)]
         if self.spec.shape == "dynamic":
-            level = [level[i] for i in likeliest([self._scores[node] for node in level], self.spec.top_k)]
+            level = [level[i] for i in TokenTree.best_nodes([self._scores[node] for node in level], self.spec.top_k)]
             if len(self._scores) >= self.spec.budget:  # nodes that score above the budget-th candidate
                 bar = sorted(self._scores, reverse=True)[self.spec.budget - 1]
                 level = [node for node in level if self._scores[node] > bar]

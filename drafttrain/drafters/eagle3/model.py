@@ -25,7 +25,7 @@ from drafttrain.drafters.common.layer_model import LayerDrafter
 from drafttrain.drafters.common.layers import DraftLayer, RMSNorm
 from drafttrain.drafters.common.linear_start import linear_start
 from drafttrain.drafters.common.target_weights import copy_layer, copy_norm, final_norm, head_rows, identity_on_last
-from drafttrain.ops.draft_step import DraftWeights
+from drafttrain.ops.cpu_layers import DraftWeights
 from drafttrain.target import Target
 
 
@@ -121,12 +121,12 @@ class Eagle3(LayerDrafter):
             return None
         return DraftWeights(
             head=self.lm_head.weight,
-            beside=config.target_hidden_size,
+            embed_width=config.target_hidden_size,
             eps=config.rms_norm_eps,
             embed_norm=first.input_layernorm.weight,
             state_norm=first.hidden_norm.weight,
             norm=self.norm.weight,
-            hands_on_normed=config.norm_output,
+            returns_normed=config.norm_output,
         )
 
     def fuse(self, features: Tensor) -> Tensor:
