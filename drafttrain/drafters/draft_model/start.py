@@ -60,7 +60,7 @@ def own_layers(target: Target, layers: Sequence[int], share: bool) -> Any:
             "init=random with drafter.config, or a checkpoint"
         ) from error
     head = lm.get_output_embeddings()
-    head.load_state_dict(target.lm_head.state_dict())
+    head.load_state_dict(target.lm_head.state_dict())  # type: ignore[operator]
     lm.generation_config = copy.deepcopy(target.model.generation_config)
     if share:
         tied = head.weight is lm.get_input_embeddings().weight
