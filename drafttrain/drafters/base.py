@@ -24,6 +24,7 @@ from torch import Tensor
 from drafttrain.batch import Batch, StepOutput, TargetOutput, TokenTree
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
+from drafttrain.files import Json
 from drafttrain.losses import TargetRows
 from drafttrain.ops.sampling import Sampler
 from drafttrain.target import Target
@@ -119,9 +120,7 @@ class Drafter:
     # -- training half ------------------------------------------------------------------------------------------
 
     @classmethod
-    def begin(
-        cls, target: Target, init: str, options: dict[str, Any], loss: str, keep: KeepTokens | None = None
-    ) -> Self:
+    def begin(cls, target: Target, init: str, options: Json, loss: str, keep: KeepTokens | None = None) -> Self:
         """Returns a drafter to train, bound to the target unless `init` is one of NEW.
 
         Args:
@@ -136,7 +135,7 @@ class Drafter:
         )
 
     @classmethod
-    def native(cls, target: Target, kept_ids: Tensor, options: dict[str, Any]) -> Self:
+    def native(cls, target: Target, kept_ids: Tensor, options: Json) -> Self:
         """Returns a drafter with the weights of the module that the target's own checkpoint holds (init=native).
 
         Raises:
