@@ -95,7 +95,7 @@ class LayerWeights:
             norms: the optional norm factors by attribute name.
         """
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        biases = [module.bias for module in projections if module.bias is not None]
+        biases: list[Tensor] = [module.bias for module in projections if module.bias is not None]
         return cls(
             qkv=torch.cat([module.weight for module in projections]),
             qkv_bias=torch.cat(biases) if biases else None,

@@ -8,7 +8,7 @@ positions, before it is used. A model that differs in anything keeps transformer
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -183,7 +183,8 @@ def _record(target: Target, recorder: _FormRecorder, start: int, rotary: _Rotary
 
 def layer_weights(layer: nn.Module, rotary_dim: int) -> LayerWeights | None:
     """The layer's weights if it consists of nothing but the modules that `DecoderLayer` computes."""
-    attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+    attention: Any = getattr(layer, "self_attn", None)
+    mlp: Any = getattr(layer, "mlp", None)
     own, inside, gated = (dict(m.named_children()) if m is not None else {} for m in (layer, attention, mlp))
     if not (own.keys() <= _LAYER_PARTS and inside.keys() <= _ATTENTION_PARTS and gated.keys() <= _MLP_PARTS):
         return None

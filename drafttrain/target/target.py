@@ -40,7 +40,7 @@ from transformers import (
 
 from drafttrain.batch import TargetOutput
 from drafttrain.errors import UserError, first_line
-from drafttrain.ops.packing import cpu_has_bfloat16, pack
+from drafttrain.ops.packing import PackedLinear, cpu_has_bfloat16, pack
 from drafttrain.target.attention import (
     ATTENTION,
     LAST,
@@ -152,7 +152,7 @@ class Target:
         head = self.model.get_output_embeddings()
         if head is None:
             raise UserError(f"target={name!r} ({type(model).__name__}) has no language-model head")
-        self.lm_head: nn.Module = head
+        self.lm_head: nn.Linear | PackedLinear = head
         self.vocab_size: int = head.weight.shape[0]
         self.layers = self._find_layers()
         self.eos_ids = self._find_eos()
