@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafttrain.batch import TargetOutput
-from drafttrain.ops.cpu_layers import DecoderLayer, LayerStack, LayerWeights
+from drafttrain.ops.cpu_layers import DecoderLayer, LayerStack
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import PackedRMSNorm
 from drafttrain.ops.tree_attention import AttentionForm
@@ -60,10 +60,10 @@ class NativeBody:
         expected = [_record(target, recorder, start, rotary) for start in _starts(target)]
         layers = []
         for module in target.layers:
-            weights = layer_weights(module, rotary.width)
-            if weights is None:
+            layer = native_layer(module, rotary.width)
+            if layer is None:
                 return None
-            layers.append(DecoderLayer(weights))
+            layers.append(layer)
         if not len(layers) == len(recorder.forms) == len(rotary.of_layer):
             return None
         native = NativeBody(target, layers, recorder.forms, rotary)
@@ -181,8 +181,8 @@ def _record(target: Target, recorder: _FormRecorder, start: int, rotary: _Rotary
     return out
 
 
-def layer_weights(layer: nn.Module, rotary_dim: int) -> LayerWeights | None:
-    """The layer's weights if it consists of nothing but the modules that `DecoderLayer` computes."""
+def native_layer(layer: nn.Module, rotary_dim: int) -> DecoderLayer | None:
+    """The packed layer if it consists of nothing but the modules that `DecoderLayer` computes."""
     attention: Any = getattr(layer, "self_attn", None)
     mlp: Any = getattr(layer, "mlp", None)
     own, inside, gated = (dict(m.named_children()) if m is not None else {} for m in (layer, attention, mlp))
@@ -203,19 +203,15 @@ def layer_weights(layer: nn.Module, rotary_dim: int) -> LayerWeights | None:
     if not {"input_layernorm", "post_attention_layernorm"} <= factor.keys():
         return None
     sandwich = "pre_feedforward_layernorm" in factor  # Gemma: norms before and after both blocks
-    return LayerWeights.of(
-        attention,
-        mlp,
-        rotary_dim=rotary_dim,
-        eps=eps.pop(),
-        gelu=gelu,
-        input_norm=factor["input_layernorm"],
-        mlp_norm=factor["pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"],
-        attended_norm=factor["post_attention_layernorm"] if sandwich else None,
-        mlp_out_norm=factor.get("post_feedforward_layernorm"),
-        query_norm=factor.get("q_norm"),
-        key_norm=factor.get("k_norm"),
-    )
+    used = {
+        "input_norm": factor["input_layernorm"],
+        "mlp_norm": factor["pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"],
+        "attended_norm": factor["post_attention_layernorm"] if sandwich else None,
+        "mlp_out_norm": factor.get("post_feedforward_layernorm"),
+        "query_norm": factor.get("q_norm"),
+        "key_norm": factor.get("k_norm"),
+    }
+    return DecoderLayer(attention, mlp, rotary_dim, eps.pop(), gelu, **used)
 
 
 def _is_gelu(activation: nn.Module) -> bool | None:

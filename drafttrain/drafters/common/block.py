@@ -36,7 +36,7 @@ from drafttrain.drafters.common.shared import anchors_by_depth, bind_target, cop
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.losses import TargetRows, linear_divergence
 from drafttrain.ops.block_attention import block_attention
-from drafttrain.ops.cpu_layers import DecoderLayer, LayerWeights
+from drafttrain.ops.cpu_layers import DecoderLayer
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import SKINNY_ROWS, PackedLinear, pack
 from drafttrain.ops.path_attention import Spans
@@ -60,17 +60,9 @@ class BlockLayer(nn.Module):
     def pack(self, rotary_dim: int) -> None:
         """Readies the layer for inference on a CPU: from now on few rows take two kernel calls around the attention."""
         attention, norm = self.self_attn, self.post_attention_layernorm
-        weights = LayerWeights.of(
-            attention,
-            self.mlp,
-            rotary_dim=rotary_dim,
-            eps=norm.eps,
-            input_norm=self.input_layernorm.weight,
-            mlp_norm=norm.weight,
-            query_norm=attention.q_norm.weight,
-            key_norm=attention.k_norm.weight,
-        )
-        self.native = DecoderLayer(weights)
+        norms = {"input_norm": self.input_layernorm.weight, "mlp_norm": norm.weight}
+        norms |= {"query_norm": attention.q_norm.weight, "key_norm": attention.k_norm.weight}
+        self.native = DecoderLayer(attention, self.mlp, rotary_dim, norm.eps, False, **norms)
 
     def forward(self, state: Tensor, cos: Tensor, sin: Tensor, attend: Attend, queries: Tensor | None = None) -> Tensor:
         """state [t, h] of block tokens -> [t, h], or of the rows in `queries` only; attend knows the context."""

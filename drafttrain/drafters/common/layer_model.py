@@ -23,7 +23,7 @@ from drafttrain.drafters.common.layer_session import CacheShape, LayerDrafting
 from drafttrain.drafters.common.layers import MLP, Attend, Attention, RMSNorm, Rotary
 from drafttrain.drafters.common.shared import anchors_by_depth, bind_target, sums_by_depth
 from drafttrain.losses import TargetRows, linear_divergence
-from drafttrain.ops.cpu_layers import DecoderLayer, DraftStep, DraftWeights, LayerWeights
+from drafttrain.ops.cpu_layers import DecoderLayer, DraftStep, DraftWeights
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import SKINNY_ROWS, pack
 from drafttrain.ops.path_attention import PathAttention
@@ -75,10 +75,7 @@ class DraftLayer(nn.Module):
         if config.qk_norm:
             norms |= {"query_norm": attention.q_norm.weight, "key_norm": attention.k_norm.weight}
         norm, gelu = self.post_attention_layernorm, _NATIVE_ACTS[config.hidden_act]
-        weights = LayerWeights.of(
-            attention, mlp, mlp_norm=norm.weight, rotary_dim=rotary_dim, eps=norm.eps, gelu=gelu, **norms
-        )
-        self.native = DecoderLayer(weights)
+        self.native = DecoderLayer(attention, mlp, rotary_dim, norm.eps, gelu, mlp_norm=norm.weight, **norms)
 
     def forward(
         self, state: Tensor, embeds: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend, queries: Tensor | None
