@@ -107,7 +107,12 @@ class PackedPlan:
         counts = [math.prod(size) for size in shape.sizes]
         pieces = numbers.split([_aligned(count) for count in counts])
         views = [piece[:n].view(size) for piece, n, size in zip(pieces, counts, shape.sizes, strict=True)]
-        return PackedPlan(*views, max_new=shape.max_new)
+        return PackedPlan.of(views, shape.max_new)
+
+    @staticmethod
+    def of(tensors: Sequence[Tensor], max_new: int) -> PackedPlan:
+        rows, offsets, prefix_lens, chains, positions, ancestors = tensors
+        return PackedPlan(rows, offsets, prefix_lens, chains, positions, ancestors, max_new)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -185,7 +190,7 @@ def _opaque(
 ) -> Tensor:
     """`packed_tree_attention` as torch.compile sees it: one operator that it does not trace."""
     form = AttentionForm(scaling=scaling, window=window, softcap=softcap, sinks=sinks)
-    return packed_tree_attention(query, keys, values, PackedPlan(*plan, max_new=max_new), **form)
+    return packed_tree_attention(query, keys, values, PackedPlan.of(plan, max_new), **form)
 
 
 @_opaque.register_fake
