@@ -8,7 +8,7 @@ positions, before it is used. A model that differs in anything keeps transformer
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +25,6 @@ from drafttrain.target.attention import LAST, AttentionContext, CausalRows
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from drafttrain.target.target import Target
-
 _LAYER_PARTS = {
     *("self_attn", "mlp", "input_layernorm", "post_attention_layernorm"),
     *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
@@ -40,16 +38,35 @@ NATIVE_ROWS = 64
 Tables = list[tuple[Tensor, Tensor]]  # per rotary table cosine and sine [n, rotary_dim]
 
 
+class Model(Protocol):
+    """What the native body reads of a `Target`, whose module imports this one."""
+
+    model: Any
+    body: Any
+    layers: nn.ModuleList
+    num_layers: int
+    vocab_size: int
+    max_positions: int | None
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def compute_dtype(self) -> torch.dtype: ...
+
+    def forward(self, ids: Tensor, layers: Sequence[int], at: Tensor, context: AttentionContext, /) -> TargetOutput: ...
+
+
 class NativeBody:
     """The layers of a target, ready to run on [1, n] tokens with an attention context. Holds no state of a call."""
 
-    def __init__(self, target: Target, layers: list[DecoderLayer], attention: list[AttentionForm], rotary: _Rotary):
+    def __init__(self, target: Model, layers: list[DecoderLayer], attention: list[AttentionForm], rotary: _Rotary):
         self.body, self.layers, self.attention, self.rotary = target.body, layers, attention, rotary
         self.embed = target.model.get_input_embeddings()
         self.stack = LayerStack(layers, attention, rotary.of_layer)
 
     @staticmethod
-    def of(target: Target) -> NativeBody | None:
+    def of(target: Model) -> NativeBody | None:
         """For an unpacked target; None if its layers are of another kind or the proof fails."""
         if target.device.type != "cpu" or target.compute_dtype != torch.float32 or cpu_kernels() is None:
             return None
@@ -143,18 +160,18 @@ class _FormRecorder(CausalRows):
         return super().attend(layer, query, key, value, **form)
 
 
-def _starts(target: Target) -> tuple[int, ...]:
+def _starts(target: Model) -> tuple[int, ...]:
     """Positions to prove at: some models scale attention or rotation beyond a length."""
     return (0, max(0, (target.max_positions or 4096) - _PROOF_TOKENS))
 
 
-def _proof_tokens(target: Target, start: int) -> tuple[Tensor, Tensor]:
+def _proof_tokens(target: Model, start: int) -> tuple[Tensor, Tensor]:
     """Random ids and their positions, [1, _PROOF_TOKENS] int64 each."""
     ids = torch.randint(target.vocab_size, (1, _PROOF_TOKENS), generator=torch.Generator().manual_seed(start))
     return ids, torch.arange(start, start + _PROOF_TOKENS)[None]
 
 
-def _record(target: Target, recorder: _FormRecorder, start: int, rotary: _Rotary) -> TargetOutput:
+def _record(target: Model, recorder: _FormRecorder, start: int, rotary: _Rotary) -> TargetOutput:
     """The model's own forward; notes the calls of the rotary module and which layer reads which tables."""
     outputs: list[tuple[Tensor, Tensor]] = []
     calls: list[tuple[object, ...]] = []

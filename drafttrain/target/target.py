@@ -29,14 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from drafttrain.batch import TargetOutput
 from drafttrain.errors import UserError, first_line
@@ -58,6 +51,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _SERVED = {"full_attention", "sliding_attention"}
 _RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 _packing = threading.Lock()
+Tokenizer = PreTrainedTokenizerBase | None  # None only for models that tests build
 
 
 def resolve_dtype(name: str, device: torch.device | None = None) -> torch.dtype:
@@ -91,9 +85,7 @@ def share_of_gpus() -> dict[int | str, int] | None:
     count = torch.cuda.device_count()
     if count == 0:
         return None
-    processes, mine = (
-        int(os.environ.get(key, default)) for key, default in (("LOCAL_WORLD_SIZE", 1), ("LOCAL_RANK", 0))
-    )
+    processes, mine = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
     # The first of a process's GPUs also holds the drafter, its optimizer and all activations.
     gpus = range(mine, count, processes)
     return {gpu: int(torch.cuda.mem_get_info(gpu)[0] * (0.5 if gpu == mine else 0.9)) for gpu in gpus}
@@ -129,18 +121,11 @@ class Target:
         idle_steps: captured decoding steps (CUDA graphs) between two calls of the decoder, see `take_idle_steps`.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase | None,
-        name: str,
-        path: str,
-        dtype: torch.dtype,
-    ):
+    def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer, name: str, path: str, dtype: torch.dtype):
         self.model: Any = model  # families differ in what they offer beyond PreTrainedModel
-        self.tokenizer: Any = tokenizer  # None only for models that tests build
+        self.tokenizer: Any = tokenizer
         self.name, self.path, self.dtype = name, path, dtype
-        self.config: PretrainedConfig = self.model.config.get_text_config()
+        self.config = self.model.config.get_text_config()
         self.body: Any = self.model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
         self.hidden_size: int = self.config.hidden_size
         self.num_layers: int = self.config.num_hidden_layers
@@ -202,7 +187,7 @@ class Target:
     def wrap(
         cls,
         model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase | None,
+        tokenizer: Tokenizer,
         name: str = "",
         path: str = "",
         dtype: torch.dtype | None = None,
@@ -277,9 +262,8 @@ class Target:
         for module in self.body.modules():
             if isinstance(module, nn.ModuleList) and len(module) == self.num_layers:
                 return module
-        raise UserError(
-            f"target={self.name!r} ({type(self.model).__name__}): no list of {self.num_layers} decoder layers"
-        )
+        kind = type(self.model).__name__
+        raise UserError(f"target={self.name!r} ({kind}): no list of {self.num_layers} decoder layers")
 
     def _find_max_positions(self) -> int | None:
         # LongRoPE (Phi-3) changes the keys of all positions once a sequence is longer than the original length. Cached keys
@@ -450,9 +434,8 @@ class Target:
         with attention_context(CausalRows(ids.shape[1])):
             theirs = self.model(input_ids=ids, use_cache=False).logits.float()
         if not torch.allclose(ours, theirs, rtol=2e-2, atol=2e-2 * theirs.abs().max().item()):
-            raise UserError(
-                f"target={self.name!r} ({type(self.model).__name__}) transforms its logits in an unknown way"
-            )
+            kind = type(self.model).__name__
+            raise UserError(f"target={self.name!r} ({kind}) transforms its logits in an unknown way")
 
 
 def _unservable(model: PreTrainedModel) -> str | None:
@@ -468,7 +451,7 @@ def _unservable(model: PreTrainedModel) -> str | None:
     return None if model._can_set_attn_implementation() else "does not use the transformers attention interface"
 
 
-def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase | None) -> str:
+def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
     """A short hash of the vocabulary (token text -> id); equal hashes mean that token ids mean the same."""
     if tokenizer is None:
         return ""
