@@ -1,10 +1,10 @@
-/* Attention over a prefix and a token tree, and what is built of it and of the kernels in cpu.c: decoder layers, all layers of
- * a target, a depth of a drafter. This is the file to compile. */
+/* Attention over a prefix and a token tree, and what is built on it and on the kernels of cpu.c: decoder layers, all layers of a
+ * target, one depth of a drafter. This is the file to compile. */
 #include "cpu.c"
 
 /* -- tree attention ------------------------------------------------------------------------------------------------- */
 
-/* out[i][c ..] = sum of weights[t][i] * value[t] / total for four rows i, of which `high` exist; `wide` is a constant. */
+/* out[i][c ..] = sum over t of weights[t][i] * value[t] / total, for four rows i, of which `high` exist; `wide` is a constant. */
 static inline __attribute__((always_inline)) void weigh(int wide, const float *weights, const float *value, long count,
                                                         long ve, int high, float *const *out, long c, vec total, int r) {
     vec sum[4][4] = {{{0}}};
@@ -22,8 +22,8 @@ static inline __attribute__((always_inline)) void weigh(int wide, const float *w
         }
 }
 
-/* One key head and up to LANES of its query rows (row = query head of the group, new token). Scores lie key by key, a
- * lane per row: the query is transposed once, and every key and value is read once. */
+/* One key head and up to LANES of its query rows (row = query head of the group, new token). Scores are stored key by key, a lane
+ * per row: the query is transposed once, and every key and value is read once. */
 static void attend_rows(const float *query[LANES], float *out[LANES], const int *token, int rows, const float *sinks,
                         const float *key, const float *value, long first, long prefix, long n, long e, long ve,
                         const uint64_t *ancestors, const int *depth, float scaling, long window, float softcap,
@@ -67,17 +67,14 @@ static void attend_rows(const float *query[LANES], float *out[LANES], const int 
             wide = wide < 4 ? wide : 4;
             int high = rows - r < 4 ? rows - r : 4;
             const float *weights = (const float *)(scores + first) + r;
-            switch (wide) {
-                case 4: weigh(4, weights, value + first * ve + c, end - first, ve, high, out + r, c, total, r); break;
-                case 3: weigh(3, weights, value + first * ve + c, end - first, ve, high, out + r, c, total, r); break;
-                case 2: weigh(2, weights, value + first * ve + c, end - first, ve, high, out + r, c, total, r); break;
-                default: weigh(1, weights, value + first * ve + c, end - first, ve, high, out + r, c, total, r);
-            }
+#define WEIGH(N) case N: weigh(N, weights, value + first * ve + c, end - first, ve, high, out + r, c, total, r); break;
+            switch (wide) { WEIGH(4) WEIGH(3) WEIGH(2) WEIGH(1) }
         }
 }
 
-/* One sequence of a packed batch: its first slot on the cache's slot axis, committed keys, first new token, new tokens;
- * tokens of its tree that earlier passes stored behind the prefix, and where its tree begins in ancestors and depth. */
+/* One sequence of a packed batch. slot: its first one on the cache's slot axis; prefix: committed keys; token: its first new token;
+ * n: new tokens; held: tokens of its tree that earlier forwards stored behind the prefix; node: begin of its tree in ancestors
+ * and depth. */
 struct part {
     long slot, prefix, token, n, held, node;
 };
@@ -90,12 +87,12 @@ static void append(float *cache, long cache_stride, const float *new, long head_
                    new + kv * head_stride + (part->token + i) * token_stride, width * sizeof(float));
 }
 
-/* Attention of each part's n new tokens over its committed keys and over their own ancestors (a bit per token of the tree,
- * held + n <= 64 of them).
+/* Attention of each part's n new tokens over its committed keys and their own ancestors (a bit per token of the tree, held + n of
+ * them, at most 64).
  *
- * query [heads, N, e], new_key [kv_heads, N, e], new_value [kv_heads, N, ve] by strides; new keys and values are stored
- * first (NULL: they are in place). keys [kv_heads, slots, e], values [kv_heads, slots, ve] with a stride per head; out
- * [N, heads, ve]. e and ve are multiples of 16; ancestors, depth per tree token; window 0, softcap 0, sinks NULL: none. */
+ * query [heads, N, e], new_key [kv_heads, N, e], new_value [kv_heads, N, ve] by strides; new keys and values are stored first
+ * (NULL: they are stored already). keys [kv_heads, slots, e], values [kv_heads, slots, ve] with a stride per head; out [N, heads,
+ * ve]. e and ve are multiples of 16; ancestors, depth per tree token; window 0, softcap 0, sinks NULL: none. */
 void tree_attention(const float *query, long head_stride, long token_stride, const float *new_key, long new_key_head,
                     long new_key_token, const float *new_value, long new_value_head, long new_value_token, float *keys,
                     long key_stride, float *values, long value_stride, float *out, long heads, long kv_heads, long e,
@@ -110,7 +107,7 @@ void tree_attention(const float *query, long head_stride, long token_stride, con
         blocks = needed > blocks ? needed : blocks;
         slots = seen > slots ? seen : slots;
     }
-    /* Blocks of one key head go to one thread, whose cache then holds the keys. */
+    /* One thread computes the blocks of one key head, so that its cache holds the keys. */
     long tasks = count * kv_heads * blocks, chunk = count == 1 ? (tasks + threads - 1) / threads : blocks;
 #pragma omp parallel num_threads(threads) if (tasks > 1)
     {
@@ -144,9 +141,9 @@ void tree_attention(const float *query, long head_stride, long token_stride, con
 
 /* -- decoder layer -------------------------------------------------------------------------------------------------- */
 
-/* The parts of a pre-norm decoder layer around its attention. NULL: not there. Mirrored in ops/decoder_layer.py. */
+/* A pre-norm decoder layer around its attention. NULL: not there. Mirrored in cpu_layers.py. */
 struct layer {
-    const void *qkv, *o, *gate_up, *down; /* panels; query, key and value rows joined, gate and up panels in turn */
+    const void *qkv, *o, *gate_up, *down; /* panels; query, key and value rows joined, gate and up panels alternating */
     const float *qkv_bias, *input_norm, *query_norm, *key_norm, *attended_norm, *mlp_norm, *mlp_out_norm;
     int qkv_format, o_format, gate_up_format, down_format;
     int width, hidden, heads, kv_heads, head_dim, rotary_dim, inner, gelu; /* width: columns of qkv */
@@ -164,8 +161,8 @@ static void rotate(float *x, const float *cosine, const float *sine, int dim) {
 /* x [n, width] -> qkv [n, (heads + 2 kv_heads) head_dim], rotated; cosine, sine [n, rotary_dim]. */
 void layer_before_attention(const struct layer *layer, const float *x, long n, const float *cosine, const float *sine,
                             float *qkv, int threads) {
-    int e = layer->head_dim, turned = layer->heads + layer->kv_heads;
-    long width = (long)(turned + layer->kv_heads) * e;
+    int e = layer->head_dim, rotated = layer->heads + layer->kv_heads;
+    long width = (long)(rotated + layer->kv_heads) * e;
     float *normed = layer->input_norm ? malloc(n * layer->width * sizeof(float)) : 0;
     if (normed) rms_norm(x, layer->input_norm, layer->eps, normed, n, layer->width);
     skinny_linear(normed ? normed : x, n, layer->width, layer->qkv, layer->qkv_format, qkv, width, threads);
@@ -175,7 +172,7 @@ void layer_before_attention(const struct layer *layer, const float *x, long n, c
         if (layer->qkv_bias) for (long i = 0; i < width; i++) row[i] += layer->qkv_bias[i];
         if (layer->query_norm) rms_norm(row, layer->query_norm, layer->eps, row, layer->heads, e);
         if (layer->key_norm) rms_norm(row + layer->heads * e, layer->key_norm, layer->eps, row + layer->heads * e, layer->kv_heads, e);
-        for (int head = 0; head < turned; head++)
+        for (int head = 0; head < rotated; head++)
             rotate(row + head * e, cosine + r * layer->rotary_dim, sine + r * layer->rotary_dim, layer->rotary_dim);
     }
 }
@@ -186,8 +183,8 @@ static inline vec activate(vec a, int gelu) {
     return a / (1.0f + exponential(-t));
 }
 
-/* y [rows, inner] = act(gate(x)) * up(x). Panels of gate and of up take turns, so that a core finds what it has just computed
- * in its own cache, and nothing but y is written. */
+/* y [rows, inner] = act(gate(x)) * up(x). Panels of gate and up alternate, so that both products are still in the core's own cache
+ * when they are multiplied, and nothing but y is written. */
 static void gated_linear(const float *x, long rows, long in, const void *panels, int format, float *y, long inner, int gelu,
                          int threads) {
     long count = (inner + PANEL - 1) / PANEL, size = panel_bytes(in, format);

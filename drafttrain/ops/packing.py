@@ -7,8 +7,8 @@ weights in memory. torch's CPU linear repacks the weight on every call and reach
     1 .. 32     skinny_linear in cpu.c            1 row 17-20 ms, 8 rows 22 ms, 16 rows 32 ms (torch: 56, 140, 176)
     more        MKL (float32), oneDNN (bfloat16)  64 rows 86 ms (skinny_linear: 99)
 
-Published weights are bfloat16. A float32 weight that holds only such values is streamed as bfloat16 and widened in registers: half
-the bytes, the same products. Rows that are integers up to 127 times a factor are streamed as int8.
+Published weights are bfloat16. A float32 weight that holds only such values is streamed as bfloat16 and widened in registers:
+half the bytes, the same products. Rows that are integers up to 127 times a factor are streamed as int8.
 """
 
 from __future__ import annotations
