@@ -79,6 +79,15 @@ struct part {
     long slot, prefix, token, n, held, node;
 };
 
+/* Where the new tokens of a forward stand: a part per sequence, and per token of all trees its ancestors (bit j: token j of its
+ * tree, or itself) and its depth. Mirrored in tree_attention.py. */
+struct plan {
+    const struct part *parts;
+    long count;
+    const uint64_t *ancestors;
+    const int *depth;
+};
+
 static void append(float *cache, long cache_stride, const float *new, long head_stride, long token_stride, long kv_heads,
                    const struct part *part, long width) {
     for (long kv = 0; kv < kv_heads; kv++)
@@ -92,15 +101,14 @@ static void append(float *cache, long cache_stride, const float *new, long head_
  *
  * query [heads, N, e], new_key [kv_heads, N, e], new_value [kv_heads, N, ve] by strides; new keys and values are stored first
  * (NULL: they are stored already). keys [kv_heads, slots, e], values [kv_heads, slots, ve] with a stride per head; out [N, heads,
- * ve]. e and ve are multiples of 16; ancestors, depth per tree token; window 0, softcap 0, sinks NULL: none. */
+ * ve]. e and ve are multiples of 16; window 0, softcap 0, sinks NULL: none. */
 void tree_attention(const float *query, long head_stride, long token_stride, const float *new_key, long new_key_head,
                     long new_key_token, const float *new_value, long new_value_head, long new_value_token, float *keys,
                     long key_stride, float *values, long value_stride, float *out, long heads, long kv_heads, long e,
-                    long ve, const struct part *parts, long count, const uint64_t *ancestors, const int *depth,
-                    float scaling, long window, float softcap, const float *sinks, int threads) {
-    long group = heads / kv_heads, blocks = 0, slots = 0;
+                    long ve, const struct plan *plan, float scaling, long window, float softcap, const float *sinks, int threads) {
+    long group = heads / kv_heads, blocks = 0, slots = 0, count = plan->count;
     for (long p = 0; p < count; p++) {
-        const struct part *part = parts + p;
+        const struct part *part = plan->parts + p;
         if (new_key) append(keys, key_stride, new_key, new_key_head, new_key_token, kv_heads, part, e);
         if (new_value) append(values, value_stride, new_value, new_value_head, new_value_token, kv_heads, part, ve);
         long needed = (group * part->n + LANES - 1) / LANES, seen = part->prefix + part->held + part->n;
@@ -114,7 +122,7 @@ void tree_attention(const float *query, long head_stride, long token_stride, con
         vec *transposed = aligned_alloc(sizeof(vec), (e + slots) * sizeof(vec)), *scores = transposed + e;
 #pragma omp for schedule(dynamic, chunk)
         for (long task = 0; task < tasks; task++) {
-            const struct part *part = parts + task / (kv_heads * blocks);
+            const struct part *part = plan->parts + task / (kv_heads * blocks);
             long kv = task / blocks % kv_heads, block = task % blocks, n = part->n;
             long rows = group * n, own = (rows + LANES - 1) / LANES;
             if (block >= own) continue;
@@ -133,7 +141,7 @@ void tree_attention(const float *query, long head_stride, long token_stride, con
             }
             attend_rows(queries, outs, token, (int)size, sinks ? sink : 0, keys + kv * key_stride + part->slot * e,
                         values + kv * value_stride + part->slot * ve, first, part->prefix, part->held + n, e,
-                        ve, ancestors + part->node, depth + part->node, scaling, window, softcap, transposed, scores);
+                        ve, plan->ancestors + part->node, plan->depth + part->node, scaling, window, softcap, transposed, scores);
         }
         free(transposed);
     }
@@ -240,14 +248,6 @@ struct buffers {
     long key_stride, value_stride;
 };
 
-/* Where the new tokens of a forward stand, as tree_attention takes it. */
-struct plan {
-    const struct part *parts;
-    long count;
-    const uint64_t *ancestors;
-    const int *depth;
-};
-
 /* read [n, width] -> x [n, hidden], which is added to; scratch [n, (2 heads + 2 kv_heads) head_dim]. */
 static void full_layer(const struct layer *layer, const struct form *form, const struct buffers *b, const float *read, float *x,
                        long n, const float *cosine, const float *sine, const struct plan *plan, float *scratch, int threads) {
@@ -255,8 +255,8 @@ static void full_layer(const struct layer *layer, const struct form *form, const
     float *key = scratch + layer->heads * e, *value = key + layer->kv_heads * e, *attended = scratch + n * width;
     layer_before_attention(layer, read, n, cosine, sine, scratch, threads);
     tree_attention(scratch, e, width, key, e, width, value, e, width, b->keys, b->key_stride, b->values, b->value_stride,
-                   attended, layer->heads, layer->kv_heads, e, e, plan->parts, plan->count, plan->ancestors, plan->depth,
-                   form->scaling, form->window, form->softcap, form->sinks, threads);
+                   attended, layer->heads, layer->kv_heads, e, e, plan, form->scaling, form->window, form->softcap, form->sinks,
+                   threads);
     layer_after_attention(layer, x, attended, n, threads);
 }
 
@@ -265,9 +265,8 @@ static void full_layer(const struct layer *layer, const struct form *form, const
  * tables: cosine and sine [n, rotary_dim] per rotary table. wanted [features]: ascending layers whose inputs are copied to
  * caught [n, features, hidden]; `count` means the last layer's output. */
 void body_forward(const struct layer *const *layers, const struct form *forms, const struct buffers *buffers, long count, float *x,
-                  long n, const float *const *tables, const struct part *parts, long part_count, const uint64_t *ancestors,
-                  const int *depth, const long *wanted, long features, float *caught, int threads) {
-    struct plan plan = {parts, part_count, ancestors, depth};
+                  long n, const float *const *tables, const struct plan *plan, const long *wanted, long features, float *caught,
+                  int threads) {
     long widest = 0, hidden = layers[0]->hidden, next = 0;
     for (long i = 0; i < count; i++) {
         long width = (long)(2 * layers[i]->heads + 2 * layers[i]->kv_heads) * layers[i]->head_dim;
@@ -280,7 +279,7 @@ void body_forward(const struct layer *const *layers, const struct form *forms, c
                 memcpy(caught + (r * features + next) * hidden, x + r * hidden, hidden * sizeof(float));
         if (i == count) break;
         const float *const *pair = tables + 2 * forms[i].table;
-        full_layer(layers[i], forms + i, buffers + i, x, x, n, pair[0], pair[1], &plan, scratch, threads);
+        full_layer(layers[i], forms + i, buffers + i, x, x, n, pair[0], pair[1], plan, scratch, threads);
     }
     free(scratch);
 }
@@ -301,8 +300,8 @@ struct draft {
  * depth reads, and logits [queries, vocabulary] of the last tokens. Without `project` the first layer reads embedding and state
  * joined. cosine, sine [positions, rotary_dim]; keys and values per layer with a stride per head. */
 void draft_step(const struct draft *d, const float *embeds, const float *states, long n, const float *cosine, const float *sine,
-                float *const *keys, float *const *values, long stride, const struct part *part, const uint64_t *ancestors,
-                const int *depths, long window, float *out, float *logits, long queries, int threads) {
+                float *const *keys, float *const *values, long stride, const struct plan *plan, long window, float *out,
+                float *logits, long queries, int threads) {
     long e = d->layers[0]->head_dim, heads = d->layers[0]->heads, kv_heads = d->layers[0]->kv_heads;
     long rotated = d->layers[0]->rotary_dim, hidden = d->hidden, joined = d->embed_width + hidden;
     long width = 2 * (heads + kv_heads) * e;
@@ -310,7 +309,7 @@ void draft_step(const struct draft *d, const float *embeds, const float *states,
     float *sines = cosines + n * rotated, *scratch = sines + n * rotated, *normed = scratch + n * width;
     for (long r = 0; r < n; r++) {
         float *row = read + r * joined;
-        long at = part->prefix + depths[part->held + r];
+        long at = plan->parts->prefix + plan->depth[plan->parts->held + r];
         memcpy(row, embeds + r * d->embed_width, d->embed_width * sizeof(float));
         memcpy(row + d->embed_width, states + r * hidden, hidden * sizeof(float));
         if (d->embed_norm) rms_norm(row, d->embed_norm, d->eps, row, 1, d->embed_width);
@@ -321,10 +320,9 @@ void draft_step(const struct draft *d, const float *embeds, const float *states,
     if (d->project) skinny_linear(read, n, joined, d->project, d->project_format, out, hidden, threads);
     else memcpy(out, states, n * hidden * sizeof(float));
     struct form form = {NULL, window, 0, 1 / sqrtf(e), 0};
-    struct plan plan = {part, 1, ancestors, depths};
     for (int i = 0; i < d->count; i++) {
         struct buffers b = {keys[i], values[i], stride, stride};
-        full_layer(d->layers[i], &form, &b, i || d->project ? out : read, out, n, cosines, sines, &plan, scratch, threads);
+        full_layer(d->layers[i], &form, &b, i || d->project ? out : read, out, n, cosines, sines, plan, scratch, threads);
     }
     if (d->norm) rms_norm(out, d->norm, d->eps, normed, n, hidden);
     if (d->returns_normed) memcpy(out, normed, n * hidden * sizeof(float));

@@ -100,8 +100,9 @@ class DecoderLayer:
         attention, mlp: float32 on the CPU. Only the projections of queries, keys and values may have biases.
         rotary_dim: the first entries of a head are rotated, in halves.
         eps: of all norms. gelu: tanh-approximated GELU in the MLP instead of SiLU.
-        norms: RMS-norm factors by name; a missing one is not applied. `input_norm` and `mlp_norm` [h] come before attention
-            and MLP, `attended_norm` and `mlp_out_norm` [h] after them (Gemma), `query_norm` and `key_norm` [e] act per head
+        mlp_norm: [h] RMS-norm factor before the MLP.
+        norms: other RMS-norm factors by name; a missing one is not applied. `input_norm` [h] is before the attention,
+            `attended_norm` and `mlp_out_norm` [h] after attention and MLP (Gemma), `query_norm` and `key_norm` [e] per head
             (Qwen3, Gemma 3).
     """
 
@@ -112,6 +113,8 @@ class DecoderLayer:
         rotary_dim: int,
         eps: float,
         gelu: bool = False,
+        *,
+        mlp_norm: Tensor,
         **norms: Tensor | None,
     ):
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -125,7 +128,7 @@ class DecoderLayer:
             "gate_up": pack_gated(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).detach()),
             "down": pack_panels(mlp.down_proj.weight.detach()),
         }
-        vectors = {"qkv_bias": torch.cat(biases) if biases else None, **norms}
+        vectors = {"qkv_bias": torch.cat(biases) if biases else None, "mlp_norm": mlp_norm, **norms}
         numbers = {"width": width, "hidden": hidden, "inner": inner, "rotary_dim": rotary_dim, "gelu": gelu, "eps": eps}
         numbers |= {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": e}
         self._layer, self._kept = _struct(_Layer, panels, vectors, **numbers)
@@ -225,7 +228,7 @@ class LayerStack:
         features = np.array(wanted, dtype=np.int64)
         self._kernels.body_forward(
             *(self._layers.ctypes.data, self._forms.ctypes.data, slots.ctypes.data, len(self._layers)),
-            *(x.data_ptr(), n, rotary.ctypes.data, *plan.pointers),
+            *(x.data_ptr(), n, rotary.ctypes.data, plan.address),
             *(features.ctypes.data, len(wanted), caught.data_ptr(), torch.get_num_threads()),
         )
         return caught
@@ -299,11 +302,10 @@ class DraftStep:
         out, logits = torch.empty(n, self.hidden), torch.empty(queries, self.vocabulary)
         keys, values = zip(*buffers, strict=True)
         pointers = ctypes.c_void_p * len(buffers)
-        parts, _, ancestors, depths = plan.pointers
         self._kernels.draft_step(
             *(self._address, embeds.data_ptr(), states.data_ptr(), n, tables[0].data_ptr(), tables[1].data_ptr()),
             *(pointers(*(key.data_ptr() for key in keys)), pointers(*(value.data_ptr() for value in values))),
-            *(keys[0].stride(0), parts, ancestors, depths, window),
+            *(keys[0].stride(0), plan.address, window),
             *(out.data_ptr(), logits.data_ptr(), queries, torch.get_num_threads()),
         )
         return out, logits

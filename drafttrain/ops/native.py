@@ -26,11 +26,11 @@ _ARGUMENTS = {
     "rms_norm": "PPFPLL",
     "likeliest": "PLLLPPP",
     "move_slots": "PLLLLLPL",
-    "tree_attention": "PLL PLL PLL PLPLP LLLL PLPP FLFPI",
+    "tree_attention": "PLL PLL PLL PLPLP LLLL P FLFPI",
     "layer_before_attention": "PPLPPPI",
     "layer_after_attention": "PPPLI",
-    "body_forward": "PPPL PLP PLPP PLPI",
-    "draft_step": "PPPLPP PPL PPPL PPLI",
+    "body_forward": "PPPL PLP P PLPI",
+    "draft_step": "PPPLPP PPL PL PPLI",
 }
 
 

@@ -15,7 +15,6 @@ import functools
 import importlib.util
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -61,8 +60,7 @@ def _aligned(count: int) -> int:
     return -(-count // 4) * 4
 
 
-@dataclass(frozen=True)
-class PackedPlan:
+class PackedPlan(NamedTuple):
     """Where the N new tokens of one forward stand; R rows, row r's new tokens at offsets[r] .. offsets[r+1].
 
     All tensors are int32 on the device, views of one. A static plan has a shape that fits many forwards, whose numbers
@@ -107,16 +105,7 @@ class PackedPlan:
         counts = [math.prod(size) for size in shape.sizes]
         pieces = numbers.split([_aligned(count) for count in counts])
         views = [piece[:n].view(size) for piece, n, size in zip(pieces, counts, shape.sizes, strict=True)]
-        return PackedPlan.of(views, shape.max_new)
-
-    @staticmethod
-    def of(tensors: Sequence[Tensor], max_new: int) -> PackedPlan:
-        rows, offsets, prefix_lens, chains, positions, ancestors = tensors
-        return PackedPlan(rows, offsets, prefix_lens, chains, positions, ancestors, max_new)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [self.rows, self.offsets, self.prefix_lens, self.chains, self.positions, self.ancestors]
+        return PackedPlan._make([*views, shape.max_new])
 
 
 def pack_plan(layouts: Sequence[TreeLayout], rows: Sequence[int], shape: PlanShape) -> np.ndarray:
@@ -172,7 +161,7 @@ def packed_tree_attention(
         [1, heads, N, value_dim], whose transpose [1, N, heads, value_dim] is contiguous.
     """
     if torch.compiler.is_compiling():
-        return _opaque(query, keys, values, plan.tensors, plan.max_new, **form)
+        return _opaque(query, keys, values, list(plan[:-1]), plan.max_new, **form)
     return (_launch if query.is_cuda and has_triton() else static_reference)(query, keys, values, plan, **form)
 
 
@@ -190,7 +179,7 @@ def _opaque(
 ) -> Tensor:
     """`packed_tree_attention` as torch.compile sees it: one operator that it does not trace."""
     form = AttentionForm(scaling=scaling, window=window, softcap=softcap, sinks=sinks)
-    return packed_tree_attention(query, keys, values, PackedPlan.of(plan, max_new), **form)
+    return packed_tree_attention(query, keys, values, PackedPlan._make([*plan, max_new]), **form)
 
 
 @_opaque.register_fake
@@ -338,7 +327,7 @@ def _launch(
     options = {"PRECISION": "ieee", "num_warps": geometry.warps, "num_stages": geometry.stages}
     # Tiles of one row and part are neighbors, so they run together and share what they read through the L2 cache.
     attend_parts[(tiles, geometry.parts, row_count * kv_heads)](
-        *(query, keys, values, query if sinks is None else sinks, partial, logs, *plan.tensors),
+        *(query, keys, values, query if sinks is None else sinks, partial, logs, *plan[:-1]),
         *(query.stride(1), query.stride(2), *keys.stride()[:3], *values.stride()[:3]),
         *(count, plan.ancestors.shape[1], geometry.parts, window or 0, form["scaling"], softcap or 1.0),
         **(sizes | values_sizes | tiling | branches | options),

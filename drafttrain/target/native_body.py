@@ -1,14 +1,14 @@
 """The target's body without transformers' per-layer Python: for the few tokens of a decoding step on a CPU.
 
 Nothing here depends on a family's name. A layer qualifies by its modules (RMS norms, bias-free gated MLP, rotary attention); how
-it attends is recorded from one forward of the model itself; and the native body must reproduce that forward, at low and at high
-positions, before it is used. A model that differs in anything keeps transformers' forward.
+it attends was recorded when the target was wrapped; and the native body must reproduce the model's own forward, at low and at
+high positions, before it is used. A model that differs in anything keeps transformers' forward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +21,6 @@ from drafttrain.ops.packing import PackedRMSNorm
 from drafttrain.ops.tree_attention import AttentionForm
 from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target.attention import LAST, AttentionContext, CausalRows
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 _LAYER_PARTS = {
     *("self_attn", "mlp", "input_layernorm", "post_attention_layernorm"),
@@ -44,6 +41,7 @@ class Model(Protocol):
     model: Any
     body: Any
     layers: nn.ModuleList
+    forms: list[AttentionForm]
     num_layers: int
     vocab_size: int
     max_positions: int | None
@@ -60,10 +58,10 @@ class Model(Protocol):
 class NativeBody:
     """The layers of a target, ready to run on [1, n] tokens with an attention context. Holds no state of a call."""
 
-    def __init__(self, target: Model, layers: list[DecoderLayer], attention: list[AttentionForm], rotary: _Rotary):
-        self.body, self.layers, self.attention, self.rotary = target.body, layers, attention, rotary
+    def __init__(self, target: Model, layers: list[DecoderLayer], rotary: _Rotary):
+        self.body, self.layers, self.forms, self.rotary = target.body, layers, target.forms, rotary
         self.embed = target.model.get_input_embeddings()
-        self.stack = LayerStack(layers, attention, rotary.of_layer)
+        self.stack = LayerStack(layers, target.forms, rotary.of_layer)
 
     @staticmethod
     def of(target: Model) -> NativeBody | None:
@@ -73,17 +71,17 @@ class NativeBody:
         rotary_embedding = getattr(target.body, "rotary_emb", None)
         if rotary_embedding is None or not hasattr(target.body, "norm"):
             return None
-        rotary, recorder = _Rotary(rotary_embedding), _FormRecorder()
-        expected = [_record(target, recorder, start, rotary) for start in _starts(target)]
+        rotary = _Rotary(rotary_embedding)
+        expected = [_record(target, start, rotary) for start in _starts(target)]
         layers = []
         for module in target.layers:
             layer = native_layer(module, rotary.width)
             if layer is None:
                 return None
             layers.append(layer)
-        if not len(layers) == len(recorder.forms) == len(rotary.of_layer):
+        if len(layers) != len(rotary.of_layer):
             return None
-        native = NativeBody(target, layers, recorder.forms, rotary)
+        native = NativeBody(target, layers, rotary)
         for start, want in zip(_starts(target), expected, strict=True):
             ids, positions = _proof_tokens(target, start)
             cache = TreeCache(_PROOF_TOKENS)
@@ -122,7 +120,7 @@ class NativeBody:
                 caught.append(x.clone())
             query, key, value = layer.project(x, *tables[self.rotary.of_layer[i]])
             rows = (part.transpose(0, 1)[None] for part in (query, key, value))  # [1, heads or kv_heads, n, e]
-            layer.finish(x, context.attend(i, *rows, **self.attention[i]))
+            layer.finish(x, context.attend(i, *rows, **self.forms[i]))
         if len(self.layers) in wanted:
             caught.append(x.clone())
         return torch.stack(caught, dim=1) if caught else x.new_empty(len(x), 0, x.shape[1])
@@ -147,19 +145,6 @@ class _Rotary:
         return [(cosine[0].contiguous(), sine[0].contiguous()) for cosine, sine in pairs]
 
 
-class _FormRecorder(CausalRows):
-    """Attends within the forward's own tokens, and records the form of each layer's attention."""
-
-    def __init__(self) -> None:
-        super().__init__(_PROOF_TOKENS)
-        self.forms: list[AttentionForm] = []
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]) -> Tensor:
-        if layer == len(self.forms):
-            self.forms.append(form)
-        return super().attend(layer, query, key, value, **form)
-
-
 def _starts(target: Model) -> tuple[int, ...]:
     """Positions to prove at: some models scale attention or rotation beyond a length."""
     return (0, max(0, (target.max_positions or 4096) - _PROOF_TOKENS))
@@ -171,7 +156,7 @@ def _proof_tokens(target: Model, start: int) -> tuple[Tensor, Tensor]:
     return ids, torch.arange(start, start + _PROOF_TOKENS)[None]
 
 
-def _record(target: Model, recorder: _FormRecorder, start: int, rotary: _Rotary) -> TargetOutput:
+def _record(target: Model, start: int, rotary: _Rotary) -> TargetOutput:
     """The model's own forward; notes the calls of the rotary module and which layer reads which tables."""
     outputs: list[tuple[Tensor, Tensor]] = []
     calls: list[tuple[object, ...]] = []
@@ -189,7 +174,7 @@ def _record(target: Model, recorder: _FormRecorder, start: int, rotary: _Rotary)
     handles += [layer.register_forward_pre_hook(entered, with_kwargs=True) for layer in target.layers]
     ids, positions = _proof_tokens(target, start)
     try:
-        out = target.forward(ids, range(target.num_layers + 1), positions, recorder)
+        out = target.forward(ids, range(target.num_layers + 1), positions, CausalRows(_PROOF_TOKENS))
     finally:
         for handle in handles:
             handle.remove()
@@ -222,13 +207,13 @@ def native_layer(layer: nn.Module, rotary_dim: int) -> DecoderLayer | None:
     sandwich = "pre_feedforward_layernorm" in factor  # Gemma: norms before and after both blocks
     used = {
         "input_norm": factor["input_layernorm"],
-        "mlp_norm": factor["pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"],
         "attended_norm": factor["post_attention_layernorm"] if sandwich else None,
         "mlp_out_norm": factor.get("post_feedforward_layernorm"),
         "query_norm": factor.get("q_norm"),
         "key_norm": factor.get("k_norm"),
     }
-    return DecoderLayer(attention, mlp, rotary_dim, eps.pop(), gelu, **used)
+    mlp_norm = factor["pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"]
+    return DecoderLayer(attention, mlp, rotary_dim, eps.pop(), gelu, mlp_norm=mlp_norm, **used)
 
 
 def _is_gelu(activation: nn.Module) -> bool | None:

@@ -34,6 +34,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from drafttrain.batch import TargetOutput
 from drafttrain.errors import UserError, first_line
 from drafttrain.ops.packing import PackedLinear, cpu_has_bfloat16, pack
+from drafttrain.ops.tree_attention import AttentionForm
 from drafttrain.target.attention import (
     ATTENTION,
     LAST,
@@ -118,6 +119,7 @@ class Target:
         hidden_size, vocab_size, num_layers: h, rows of the head, number of decoder layers.
         max_positions: the longest sequence that it reads, or None if nothing limits it.
         eos_ids: every token id that ends a response.
+        forms: how each layer attends; empty without weights.
         idle_steps: captured decoding steps (CUDA graphs) between two calls of the decoder, see `take_idle_steps`.
     """
 
@@ -141,6 +143,7 @@ class Target:
         self.vocab_size: int = head.weight.shape[0]
         self.layers = self._find_layers()
         self.eos_ids = self._find_eos()
+        self.forms: list[AttentionForm] = []
         self._packed = False
         self._native: NativeBody | None = None
         self._hooked: set[int] = set()
@@ -234,9 +237,10 @@ class Target:
         with attention_context(rows):
             packed = self.body(input_ids=ids.t().reshape(1, -1), position_ids=positions, use_cache=False)
         fault = None
-        if sorted(rows.layers) != list(range(self.num_layers)):
-            fault = f"calls the transformers attention interface for layers {sorted(rows.layers)}"
-        elif rows.masked - rows.windows:
+        layers, forms = [layer for layer, _ in rows.forms], [form for _, form in rows.forms]
+        if sorted(layers) != list(range(self.num_layers)):
+            fault = f"calls the transformers attention interface for layers {sorted(layers)}"
+        elif rows.masked - {form["window"] for form in forms}:
             fault = f"does not pass its window of {max(rows.masked)} tokens to the attention interface"
         else:
             states = packed.last_hidden_state.float().view(n, 2, -1).transpose(0, 1)  # [2, n, h]
@@ -247,6 +251,7 @@ class Target:
         if fault is not None:
             kind = type(self.model).__name__
             raise UserError(f"target={self.name!r} ({kind}) {fault}; use a target with plain attention")
+        self.forms = [forms[layers.index(i)] for i in range(self.num_layers)]
 
     def pack(self) -> Target:
         """Packs the weights for fast inference on a CPU (no effect elsewhere). Costs a second copy of the weights."""

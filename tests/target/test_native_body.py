@@ -149,13 +149,13 @@ def test_a_node_gets_to_the_bit_what_plain_decoding_gets():
 def test_all_layers_in_one_call_equal_layer_by_layer_to_the_bit(name, sinks):
     """Two sequences of unequal length, one of them a tree that grows; sinks, which no such family has yet, are added."""
     options = [
-        {**form, "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])} for form in NativeBody.of(make(MODELS[name])).attention
+        {**form, "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])} for form in NativeBody.of(make(MODELS[name])).forms
     ]
     outputs = []
     for whole in (True, False):
         native = NativeBody.of(make(MODELS[name]))
-        native.attention = options if sinks else native.attention
-        native.stack = LayerStack(native.layers, native.attention, native.rotary.of_layer)
+        native.forms = options if sinks else native.forms
+        native.stack = LayerStack(native.layers, native.forms, native.rotary.of_layer)
         assert native.stack.served
         if not whole:
             native.stack.served = False

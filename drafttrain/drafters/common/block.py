@@ -60,9 +60,9 @@ class BlockLayer(nn.Module):
     def pack(self, rotary_dim: int) -> None:
         """Readies the layer for inference on a CPU: from now on few rows take two kernel calls around the attention."""
         attention, norm = self.self_attn, self.post_attention_layernorm
-        norms = {"input_norm": self.input_layernorm.weight, "mlp_norm": norm.weight}
-        norms |= {"query_norm": attention.q_norm.weight, "key_norm": attention.k_norm.weight}
-        self.native = DecoderLayer(attention, self.mlp, rotary_dim, norm.eps, False, **norms)
+        norms = {"query_norm": attention.q_norm.weight, "key_norm": attention.k_norm.weight}
+        norms |= {"input_norm": self.input_layernorm.weight}
+        self.native = DecoderLayer(attention, self.mlp, rotary_dim, norm.eps, gelu=False, mlp_norm=norm.weight, **norms)
 
     def forward(self, state: Tensor, cos: Tensor, sin: Tensor, attend: Attend, queries: Tensor | None = None) -> Tensor:
         """state [t, h] of block tokens -> [t, h], or of the rows in `queries` only; attend knows the context."""
