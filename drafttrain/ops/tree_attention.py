@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, TypedDict
+from typing import TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -24,9 +24,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafttrain.ops.native import cpu_kernels
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 # The CPU kernel keeps a token's ancestors in one 64-bit word, and its scores in the core's own cache: 0.3-0.9x of torch's
 # time up to 1000 keys, equal at 2000, slower beyond.

@@ -15,16 +15,13 @@ import functools
 import importlib.util
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from drafttrain.ops.tree_attention import AttentionForm, TreeLayout
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 # More parts than this cost more in the merge than they gain.
 _MOST_PARTS = 128

@@ -23,7 +23,7 @@ import functools
 import sys
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +33,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from drafttrain.errors import UserError
 from drafttrain.ops.tree_attention import AttentionForm, TreeLayout, tree_attention
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 ATTENTION = "drafttrain"  # our name among transformers' attention functions
 LAST = -1  # the feature layer that is the state behind the last norm, which the head reads
