@@ -233,11 +233,10 @@ class DraftLayer(nn.Module):
             "query_norm": self.self_attn.q_norm,
             "key_norm": self.self_attn.k_norm,
         }
-        after = self.post_attention_layernorm
+        factors = {name: norm.weight for name, norm in norms.items() if isinstance(norm, RMSNorm)}
+        after, gelu = self.post_attention_layernorm, self.native_gelu
         self.native = DecoderLayer(
-            *(self.self_attn, self.mlp, rotary_dim, after.eps, self.native_gelu),
-            mlp_norm=after.weight,
-            **{name: norm.weight for name, norm in norms.items() if isinstance(norm, RMSNorm)},
+            self.self_attn, self.mlp, rotary_dim, after.eps, gelu, mlp_norm=after.weight, **factors
         )
 
     def forward(
