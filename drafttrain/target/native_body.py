@@ -35,7 +35,7 @@ NATIVE_ROWS = 64
 Tables = list[tuple[Tensor, Tensor]]  # per rotary table cosine and sine [n, rotary_dim]
 
 
-class Model(Protocol):
+class WrappedModel(Protocol):
     """What the native body reads of a `Target`, whose module imports this one."""
 
     model: Any
@@ -58,13 +58,13 @@ class Model(Protocol):
 class NativeBody:
     """The layers of a target, ready to run on [1, n] tokens with an attention context. Holds no state of a call."""
 
-    def __init__(self, target: Model, layers: list[DecoderLayer], rotary: _Rotary):
+    def __init__(self, target: WrappedModel, layers: list[DecoderLayer], rotary: _Rotary):
         self.body, self.layers, self.forms, self.rotary = target.body, layers, target.forms, rotary
         self.embed = target.model.get_input_embeddings()
         self.stack = LayerStack(layers, target.forms, rotary.of_layer)
 
     @staticmethod
-    def of(target: Model) -> NativeBody | None:
+    def of(target: WrappedModel) -> NativeBody | None:
         """For an unpacked target; None if its layers are of another kind or the proof fails."""
         if target.device.type != "cpu" or target.compute_dtype != torch.float32 or cpu_kernels() is None:
             return None
@@ -145,18 +145,18 @@ class _Rotary:
         return [(cosine[0].contiguous(), sine[0].contiguous()) for cosine, sine in pairs]
 
 
-def _starts(target: Model) -> tuple[int, ...]:
+def _starts(target: WrappedModel) -> tuple[int, ...]:
     """Positions to prove at: some models scale attention or rotation beyond a length."""
     return (0, max(0, (target.max_positions or 4096) - _PROOF_TOKENS))
 
 
-def _proof_tokens(target: Model, start: int) -> tuple[Tensor, Tensor]:
+def _proof_tokens(target: WrappedModel, start: int) -> tuple[Tensor, Tensor]:
     """Random ids and their positions, [1, _PROOF_TOKENS] int64 each."""
     ids = torch.randint(target.vocab_size, (1, _PROOF_TOKENS), generator=torch.Generator().manual_seed(start))
     return ids, torch.arange(start, start + _PROOF_TOKENS)[None]
 
 
-def _record(target: Model, start: int, rotary: _Rotary) -> TargetOutput:
+def _record(target: WrappedModel, start: int, rotary: _Rotary) -> TargetOutput:
     """The model's own forward; notes the calls of the rotary module and which layer reads which tables."""
     outputs: list[tuple[Tensor, Tensor]] = []
     calls: list[tuple[object, ...]] = []

@@ -184,7 +184,9 @@ class Target:
                 f"target={name!r} cannot be loaded ({first_line(error)}); give a folder with config.json, safetensors and "
                 "tokenizer, a reachable Hub id, or fetch one: drafttrain fetch smollm2-135m"
             ) from error
-        return cls.wrap(model if device_map else nn.Module.to(model, place), tokenizer, name, where, wanted)
+        if not device_map:
+            model = model.to(place)  # type: ignore[arg-type]  # transformers decorates it
+        return cls.wrap(model, tokenizer, name, where, wanted)
 
     @classmethod
     def wrap(
