@@ -260,7 +260,8 @@ class _GenerationRun:
 
     def _keep(self, it: Conversation, finished: Finished | None) -> None:
         record = it.record()
-        if self.writer is not None and finished is not None:
+        if self.writer is not None:
+            assert finished is not None and finished.features is not None and finished.last_hidden is not None
             fed = len(record["tokens"]) - 1
             self.writer.append(record, finished.features[:fed], finished.last_hidden[:fed])
         else:

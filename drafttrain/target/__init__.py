@@ -1,14 +1,22 @@
-"""The frozen target: loading, attention interface, native CPU body, fetching."""
+"""The frozen target: loading, attention interface, native CPU body, fetching.
 
-from drafttrain.target.target import (
-    DTYPES,
-    Target,
-    resolve_device,
-    resolve_dtype,
-    resolve_target,
-    share_of_gpus,
-    tokenizer_fingerprint,
-)
+Names load on first use, so that `drafttrain fetch` needs no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from drafttrain.target.target import (
+        DTYPES,
+        Target,
+        resolve_device,
+        resolve_dtype,
+        resolve_target,
+        share_of_gpus,
+        tokenizer_fingerprint,
+    )
 
 __all__ = [
     "DTYPES",
@@ -19,3 +27,11 @@ __all__ = [
     "share_of_gpus",
     "tokenizer_fingerprint",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from drafttrain.target import target
+
+    return getattr(target, name)
