@@ -141,7 +141,7 @@ def load_without_weights(args: argparse.Namespace) -> Target:
     except (OSError, ValueError) as error:
         raise UserError(
             f"target={args.target!r}: config and tokenizer cannot be loaded ({first_line(error)}); "
-            "they are needed to tokenize what the server answers: give a folder or Hub id that holds them"
+            "they are needed to tokenize the server's answers; give a folder or Hub id that has them"
         ) from error
     # Many targets have no generation config; their config and tokenizer name the end of sequence too.
     with contextlib.suppress(OSError):
