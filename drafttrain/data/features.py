@@ -21,7 +21,7 @@ from drafttrain.data.store import (
     stored_features,
 )
 from drafttrain.errors import UserError
-from drafttrain.files import write_json
+from drafttrain.files import first_change, write_json
 from drafttrain.flags import add_target_flags, load_target
 from drafttrain.progress import Progress
 from drafttrain.target import DTYPES, Target
@@ -43,9 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--data", required=True, help="folder of the data set; states go to DATA/features")
     add_target_flags(parser, "short name, folder or Hub id (default: the target named in the data)", required=False)
-    add(
-        "--target-device-map", default="", help="auto spreads the target over this process's GPUs (default: one device)"
-    )
+    add("--target-device-map", default="", help="auto spreads the target over the process's GPUs (default: one device)")
     add("--layers", default="default", help="target states to store: default, or 2,15,27")
     add("--top-k", type=int, default=0, help="store this many most likely tokens in place of the last hidden states")
     add("--store-dtype", default="bfloat16", choices=["bfloat16", "float32"], help="of stored states")
@@ -80,49 +78,32 @@ def run(args: argparse.Namespace) -> int:
     done = FeatureStore(root)
     limit = args.max_length or None
     todo = [(row["id"], row["tokens"][:limit]) for row in records if row["id"] not in done]
-    needed = estimated_bytes(target, layers, args) * sum(len(tokens) - 1 for _, tokens in todo)
+    element = DTYPES[args.store_dtype].itemsize
+    last = 8 * args.top_k + 4 if args.top_k else element * target.hidden_size
+    row_bytes = 1.01 * (element * len(layers) * target.hidden_size + last)
+    needed = row_bytes * sum(len(tokens) - 1 for _, tokens in todo)
     if share.rank == 0:
         free = shutil.disk_usage(root).free
-        last = f"the {args.top_k} most likely tokens" if args.top_k else "last states"
+        kind = f"the {args.top_k} most likely tokens" if args.top_k else "last states"
         print(
-            f"{args.data}: states of layers {','.join(map(str, layers))} and {last} in {args.store_dtype}, "
+            f"{args.data}: states of layers {','.join(map(str, layers))} and {kind} in {args.store_dtype}, "
             f"{len(todo)} of {len(records)} conversations to do, about {needed / 1e9:.3f} GB; {free / 1e9:.1f} GB are free",
             flush=True,
         )
-    check_space(
-        root, needed, "features", "choose another disk for the data, --top-k 64, fewer --layers or --max-length"
-    )
-    write_states(root, target, layers, args, [it for it in todo if share.owns(it[0])], share.rank)
-    return 0
-
-
-def estimated_bytes(target: Target, layers: tuple[int, ...], args: argparse.Namespace) -> float:
-    """Stored bytes per token."""
-    element = DTYPES[args.store_dtype].itemsize
-    last = 8 * args.top_k + 4 if args.top_k else element * target.hidden_size
-    return 1.01 * (element * len(layers) * target.hidden_size + last)
-
-
-def write_states(
-    root: Path,
-    target: Target,
-    layers: tuple[int, ...],
-    args: argparse.Namespace,
-    todo: list[tuple[str, list[int]]],
-    rank: int,
-) -> None:
-    """Runs the target over (id, tokens) pairs and writes their states into this process's shards."""
-    writer = ShardWriter(root / "features", rank)
-    kept, dtype = "the shards written so far are", DTYPES[args.store_dtype]
-    with Progress("features", len(todo), "conversations") as progress:
-        for keys, rows in batches(todo, 1 if target.device.type == "cpu" else _BATCH_TOKENS):
-            for key, tensors in zip(keys, states(target, rows, layers, args.top_k, dtype), strict=True):
+    check_space(root, needed, "features", "choose another disk for the data, --top-k 64, fewer --layers, --max-length")
+    writer, kept = ShardWriter(root / "features", share.rank), "the shards written so far are"
+    mine = [it for it in todo if share.owns(it[0])]
+    with Progress("features", len(mine), "conversations") as progress:
+        for keys, rows in batches(mine, 1 if target.device.type == "cpu" else _BATCH_TOKENS):
+            found = states(target, rows, layers, args.top_k, DTYPES[args.store_dtype])
+            for key, tensors in zip(keys, found, strict=True):
                 writer.add(key, **tensors)
             if writer.full:
                 writer.write(kept)
             progress.advance(len(keys))
         if writer.pending:
             writer.write(kept)
+    return 0
 
 
 def describe(root: Path, target: Target, layers: tuple[int, ...], args: argparse.Namespace) -> None:
@@ -134,13 +115,11 @@ def describe(root: Path, target: Target, layers: tuple[int, ...], args: argparse
     wanted = {"layers": list(layers), "dtype": args.store_dtype, "top_k": args.top_k, "max_length": args.max_length}
     held = stored_features(root)
     if held is not None and any((root / "features").glob("part-*.safetensors")):
-        for key, new in wanted.items():
-            old = held.get(key, new)
-            if old != new:
-                raise UserError(
-                    f"data={args.data!r} holds features with {key}={old!r}, this run has {key}={new!r}; "
-                    "use the same, or replace them: --overwrite"
-                )
+        changed = first_change({**wanted, **{key: held[key] for key in wanted if key in held}}, wanted)
+        if changed:
+            raise UserError(
+                f"data={args.data!r} holds features with {changed}; use the same, or replace them: --overwrite"
+            )
     write_json(root / "features" / "features.json", {"target": target.identity(), **wanted})
 
 

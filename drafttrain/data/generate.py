@@ -69,9 +69,7 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, key) < 1:
             raise UserError(f"{key}={getattr(args, key)} must be at least 1")
     if args.overwrite and share.world > 1:
-        raise UserError(
-            "overwrite=True with several processes deletes what the others write; delete the folder yourself"
-        )
+        raise UserError("overwrite=True with several processes deletes the others' work; delete the folder yourself")
     if args.features != "none" and args.backend != "local":
         raise UserError(f"features={args.features!r} needs --backend local: the other backends return no hidden states")
     existing = args.backend == "existing"

@@ -49,13 +49,6 @@ _READ_AHEAD = 10_000  # rows of a streamed data set that are shuffled together
 # -- sources --------------------------------------------------------------------------------------------------------
 
 
-def file_rows(path: Path, seed: int) -> list[Json]:
-    """All rows of a JSONL file in seeded random order."""
-    rows = [row for _, row in read_jsonl(path)]
-    random.Random(seed).shuffle(rows)
-    return rows
-
-
 def dataset_rows(name: str, subset: str | None, split: str, columns: dict[str, str], seed: int) -> Iterator[Json]:
     """Streams rows of a data set in seeded random order, with the mapped columns under our names.
 
@@ -215,9 +208,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-chars", type=int, default=8000, help="0: no limit (default: 8000)")
     add("--min-tokens", type=int, default=0, help="needs --target")
     add("--max-tokens", type=int, default=0, help="needs --target")
-    add(
-        "--exclude", nargs="+", type=Path, default=[], metavar="FILE", help="evaluation files: drop overlapping prompts"
-    )
+    add("--exclude", nargs="+", type=Path, default=[], metavar="FILE", help="evaluation files: drop overlaps with them")
     flag = argparse.BooleanOptionalAction
     add("--exclude-suites", action=flag, default=True, help="also drop prompts that overlap with drafttrain's suites")
     add("--ngram", type=int, default=8, help="consecutive shared words that count as overlap (default: 8)")
@@ -244,10 +235,12 @@ def run(args: argparse.Namespace) -> int:
     if target is not None:
         rows = magpie_prompts(args, keep, target, {key: value for key, value in settings.items() if key != "count"})
     elif args.source == "file":
-        rows = collect(file_rows(args.input, args.seed), keep, args.count, args.input.name)
+        found = [row for _, row in read_jsonl(args.input)]
+        random.Random(args.seed).shuffle(found)
+        rows = collect(found, keep, args.count, args.input.name)
     else:
-        found = dataset_rows(args.source, args.subset, args.split, parse_columns(args.columns), args.seed)
-        rows = collect(found, keep, args.count, args.source)
+        stream = dataset_rows(args.source, args.subset, args.split, parse_columns(args.columns), args.seed)
+        rows = collect(stream, keep, args.count, args.source)
     if not rows:
         reasons = ", ".join(f"{reason} {count}" for reason, count in keep.dropped.most_common())
         raise UserError(
@@ -309,8 +302,9 @@ def _load_tokenizer(args: argparse.Namespace) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(resolve_target(args.target), trust_remote_code=args.trust_remote_code)
     except (OSError, ValueError) as error:
+        reason = first_line(error)
         raise UserError(
-            f"target={args.target!r} has no tokenizer that loads ({first_line(error)}); give a folder or Hub id"
+            f"target={args.target!r} has no tokenizer that loads ({reason}); give a folder or Hub id"
         ) from error
 
 

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from drafttrain.environment import __version__
 from drafttrain.errors import UserError
-from drafttrain.files import Json, is_disk_full, read_jsonl, replacing, write_json
+from drafttrain.files import Json, complete_bytes, first_change, is_disk_full, read_jsonl, replacing, write_json
 from drafttrain.target.attention import LAST
 
 FORMAT = 1
@@ -84,8 +84,9 @@ def read_meta(directory: str | Path) -> Json:
             "make one: drafttrain generate --target T --prompts P.jsonl --output DIR"
         ) from error
     if meta.get("format") != FORMAT:
+        held = meta.get("format")
         raise UserError(
-            f"data={str(directory)!r} has format {meta.get('format')!r}, this drafttrain reads {FORMAT}; generate it again"
+            f"data={str(directory)!r} has format {held!r}, this drafttrain reads {FORMAT}; generate it again"
         )
     return meta
 
@@ -149,11 +150,10 @@ def load_records(directory: str | Path) -> Dataset:
     stamps = [(str(part), part.stat().st_size, part.stat().st_mtime_ns) for part in _parts(root)]
     if not any(size for _, size, _ in stamps) or next(_records(stamps), None) is None:
         raise UserError(
-            f"data={str(directory)!r} is empty: its part-*.jsonl hold no conversation; run drafttrain generate"
+            f"data={str(directory)!r} is empty: no conversation in its part-*.jsonl; run drafttrain generate"
         )
-    return Dataset.from_generator(
-        _records, gen_kwargs={"parts": stamps}, features=_COLUMNS, cache_dir=str(root / "arrow")
-    )
+    cache = str(root / "arrow")
+    return Dataset.from_generator(_records, gen_kwargs={"parts": stamps}, features=_COLUMNS, cache_dir=cache)
 
 
 # -- writing ------------------------------------------------------------------------------------------------------
@@ -188,11 +188,11 @@ class Store:
         except OSError as error:
             if error.errno == errno.ENOSPC:
                 raise _disk_full(self.directory.parent, "nothing") from error
-            raise UserError(
-                f"output={str(directory)!r} cannot be written ({error.strerror}); choose another folder"
-            ) from error
+            reason = error.strerror
+            raise UserError(f"output={str(directory)!r} cannot be written ({reason}); choose another folder") from error
         self._lock()
-        self._cut_torn_line()
+        if complete_bytes(self._part) < self._part.stat().st_size:  # readers cache by the modification time
+            os.truncate(self._part, complete_bytes(self._part))
         self._synced = time.monotonic()
 
     @property
@@ -202,23 +202,20 @@ class Store:
     def _claim(self, meta: Json) -> None:
         path = self.directory / "meta.json"
         if not path.exists():
-            if any(self.directory.iterdir()) and not _parts(self.directory):
-                strangers = [name for name in os.listdir(self.directory) if not name.startswith(".meta")]
-                if strangers:
-                    raise UserError(
-                        f"output={str(self.directory)!r} holds other files ({strangers[0]}) and no data set; choose an "
-                        "empty folder"
-                    )
+            others = [name for name in os.listdir(self.directory) if not name.startswith(".meta")]
+            if others and not _parts(self.directory):
+                where = str(self.directory)
+                raise UserError(
+                    f"output={where!r} holds other files ({others[0]}) and no data set; choose an empty folder"
+                )
             write_json(path, {"format": FORMAT, "drafttrain": __version__, **meta, "counts": {}})
         recorded = {key: value for key, value in read_meta(self.directory).items() if key not in _BOOKKEEPING}
-        before, now = _flatten(recorded), _flatten(json.loads(json.dumps(meta)))
-        for key in [*now, *before]:
-            old, new = before.get(key), now.get(key)
-            if old != new:
-                raise UserError(
-                    f"output={str(self.directory)!r} was begun with {key}={old!r}, this run has {key}={new!r}; one "
-                    "data set has one setting: choose another --output, or delete it with --overwrite"
-                )
+        changed = first_change(_flatten(recorded), _flatten(json.loads(json.dumps(meta))))
+        if changed:
+            raise UserError(
+                f"output={str(self.directory)!r} was begun with {changed}; one data set has one setting: choose another "
+                "--output, or delete it with --overwrite"
+            )
 
     def _lock(self) -> None:
         try:
@@ -232,12 +229,6 @@ class Store:
             # Some network file systems have no locks; there the user has to avoid two runs into one folder.
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL):
                 raise
-
-    def _cut_torn_line(self) -> None:
-        content = self._part.read_bytes()
-        end = content.rfind(b"\n") + 1
-        if end < len(content):
-            os.ftruncate(self._file, end)
 
     def done_ids(self) -> set[str]:
         """Ids of the conversations in all parts."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gguf import GGUFReader
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
@@ -32,7 +33,8 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
         UserError: the file lacks weights that the model needs.
     """
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    if _gguf_string(gguf, "tokenizer.ggml.pre") in _DIGITS_APART:
+    kind = GGUFReader(gguf).get_field("tokenizer.ggml.pre")
+    if kind is not None and kind.contents() in _DIGITS_APART:
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
@@ -72,10 +74,3 @@ def _without_quantization(model: PreTrainedModel) -> PreTrainedModel:
 def _as_decimal(value: object) -> object:
     """Rounds a float to seven digits: GGUF stores float32, and 9.99999974e-06 becomes 1e-05 again."""
     return float(f"{value:.7g}") if isinstance(value, float) else value
-
-
-def _gguf_string(gguf: Path, key: str) -> str | None:
-    from gguf import GGUFReader
-
-    field = GGUFReader(gguf).get_field(key)
-    return None if field is None else field.contents()

@@ -286,6 +286,7 @@ def test_a_cache_folder_that_cannot_be_made(tmp_path, monkeypatch):
         fetch("smollm2-135m", cache=tmp_path / "file")
 
 
-def test_importing_fetch_stays_light():
-    code = "import sys, drafttrain.target.fetch; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+@pytest.mark.parametrize("module", ["cli", "flags", "target.fetch", "data.prompts"])
+def test_help_and_fetch_load_no_torch(module):
+    code = f"import sys, drafttrain.{module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
