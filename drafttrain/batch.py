@@ -52,7 +52,7 @@ class Batch:
     documents: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
-        return Batch(*(value if value is None else value.to(device) for value in vars(self).values()))
+        return replace(self, **{name: value.to(device) for name, value in vars(self).items() if value is not None})
 
     def conversations(self) -> Tensor:
         """[c, 3] int64 row, start and length of each conversation, in order."""
