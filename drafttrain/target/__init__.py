@@ -1,9 +1,7 @@
-"""The frozen target: loading, attention interface, native CPU body, fetching.
+"""The frozen target: loading, attention interface, native CPU body, shells without weights, fetching.
 
-Names load on first use, so that `drafttrain fetch` needs no torch.
+Names load on first use, so that `drafttrain fetch` does not import torch.
 """
-
-from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
@@ -32,6 +30,6 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from drafttrain.target import target
+    import drafttrain.target.target as module
 
-    return getattr(target, name)
+    return getattr(module, name)
