@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import os
 import sys
@@ -12,19 +11,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from drafttrain.data.backends import Backend, LocalBackend, OpenAIBackend, ResponseSettings, VllmBackend
 from drafttrain.data.conversation import ChatRenderer, Conversation
 from drafttrain.data.existing import run_counts, store_existing
 from drafttrain.data.store import FeatureWriter, Share, Store, check_space
 from drafttrain.environment import __version__
-from drafttrain.errors import UserError, first_line
+from drafttrain.errors import UserError
 from drafttrain.files import Json, read_jsonl, write_json
 from drafttrain.flags import add_sampling_flags, add_target_flags, load_target, sampling_of
 from drafttrain.inference.slots import Finished
 from drafttrain.progress import Progress
-from drafttrain.target import Target, resolve_target
+from drafttrain.target import Target
+from drafttrain.target.shell import load_shell
 
 HELP = """let the target answer the prompts: the distillation data
 
@@ -74,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"features={args.features!r} needs --backend local: the other backends return no hidden states")
     existing = args.backend == "existing"
     conversations = [] if existing else read_prompts(Path(args.prompts).expanduser())
-    target = load_target(args) if args.backend == "local" else load_without_weights(args)
+    target = load_target(args) if args.backend == "local" else load_shell(args.target, args.trust_remote_code)
     if args.backend == "local":
         target.check_head()
     layers = parse_layers(args.features, target)
@@ -126,25 +125,6 @@ def read_prompts(path: Path) -> list[Conversation]:
     if not conversations:
         raise UserError(f"prompts={str(path)!r} is empty; make some: drafttrain prompts --help")
     return list(conversations.values())
-
-
-def load_without_weights(args: argparse.Namespace) -> Target:
-    """The target's shape, tokenizer and chat template, for backends that hold the weights elsewhere."""
-    where = resolve_target(args.target)
-    try:
-        config = AutoConfig.from_pretrained(where, trust_remote_code=args.trust_remote_code)
-        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=args.trust_remote_code)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"target={args.target!r}: config and tokenizer cannot be loaded ({first_line(error)}); "
-            "they are needed to tokenize the server's answers; give a folder or Hub id that has them"
-        ) from error
-    # Many targets have no generation config; their config and tokenizer name the end of sequence too.
-    with contextlib.suppress(OSError):
-        model.generation_config = GenerationConfig.from_pretrained(where)
-    return Target.wrap(model, tokenizer, args.target, where)
 
 
 def parse_layers(text: str, target: Target) -> tuple[int, ...]:
