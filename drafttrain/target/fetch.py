@@ -7,7 +7,6 @@ Downloads of an interrupted run are kept for the next one.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import os
 import shutil
@@ -16,7 +15,6 @@ import sys
 import urllib.error
 import urllib.request
 import zipfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -146,17 +144,24 @@ def fetch(name: str, cache: Path | None = None, source: str = "auto", force: boo
     model = MODELS[name]
     models = (cache or cache_folder()) / "models"
     goal, work = models / name, models / f".{name}.partial"
-    _make_folder(models)
+    try:
+        models.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cache folder {models} cannot be made ({error.strerror}); set DRAFTTRAIN_CACHE") from error
     with FileLock(models / f".{name}.lock"):
         if (goal / "config.json").is_file() and not force:
             return goal
         if force:
             shutil.rmtree(work, ignore_errors=True)
-        _make_folder(work)
-        with _space_errors(models, model):
+        try:
+            work.mkdir(exist_ok=True)
             ready, origin = _prepare(name, model, work, source)
-            note = {"name": name, "origin": origin, "repo": model.repo, "license": model.license}
-            write_json(ready / "fetched.json", note)
+        except OSError as error:
+            if not is_disk_full(error):
+                raise
+            raise _space_error("the disk filled up", models, model.total_bytes) from error
+        note = {"name": name, "origin": origin, "repo": model.repo, "license": model.license}
+        write_json(ready / "fetched.json", note)
         if goal.exists():
             os.replace(goal, work / "replaced")
         os.replace(ready, goal)
@@ -263,30 +268,12 @@ def _check_sha256(path: Path, expected: str) -> None:
         )
 
 
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cache folder {folder} cannot be made ({error.strerror}); set DRAFTTRAIN_CACHE") from error
-
-
 def _space_error(problem: str, folder: Path, needed: int) -> UserError:
     free = shutil.disk_usage(folder).free
     return UserError(
         f"{problem} in {folder}: {needed / 1e6:.0f} MB needed, {free / 1e6:.0f} MB free; free some, or give "
         "another folder with --cache-dir or DRAFTTRAIN_CACHE"
     )
-
-
-@contextlib.contextmanager
-def _space_errors(folder: Path, model: FetchableModel) -> Iterator[None]:
-    """Turns the error of a disk that fills up during the work into a UserError."""
-    try:
-        yield
-    except OSError as error:
-        if not is_disk_full(error):
-            raise
-        raise _space_error("the disk filled up", folder, model.total_bytes) from error
 
 
 # -- command --------------------------------------------------------------------------------------------------------
