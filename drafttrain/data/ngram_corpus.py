@@ -6,15 +6,15 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from drafttrain.data.chat import render_text, text_ids
 from drafttrain.data.store import load_records, read_meta
 from drafttrain.drafters.ngram_store.model import NgramTable
 from drafttrain.errors import UserError
 from drafttrain.files import read_jsonl
-from drafttrain.flags import TARGET_HELP
-from drafttrain.target import resolve_target, tokenizer_fingerprint
+from drafttrain.flags import TARGET_HELP, load_tokenizer
+from drafttrain.target import tokenizer_fingerprint
 
 HELP = """Count the tokens that follow each n-gram of a corpus: a drafter without training. The target's answers work best.
 
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         if args.target is None:
             raise UserError(f"text={args.text!r} needs --target, whose tokenizer splits it")
-        reader = AutoTokenizer.from_pretrained(resolve_target(args.target))
+        reader = load_tokenizer(args.target)
         tokenizer, documents = tokenizer_fingerprint(reader), texts(Path(args.text).expanduser(), reader)
     table = NgramTable.build(documents, args.max_n, args.max_entries)
     if not len(table.tokens):

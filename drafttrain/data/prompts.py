@@ -19,12 +19,10 @@ from drafttrain.data.filters import Filter, PromptLimits, stable_id
 from drafttrain.data.row_formats import Prompt, parse_row, prompt_texts
 from drafttrain.errors import UserError, first_line
 from drafttrain.files import Json, JsonlLog, differences, read_jsonl, suites_folder, write_json, write_jsonl
-from drafttrain.flags import add_target_flags, load_target
+from drafttrain.flags import add_target_flags, load_target, load_tokenizer
 from drafttrain.progress import Progress
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from drafttrain.data.magpie import PromptWriter
     from drafttrain.inference.slots import Finished
     from drafttrain.target import Target
@@ -255,16 +253,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    counts_tokens = args.min_tokens or args.max_tokens
+    no_tokenizer = (args.min_tokens or args.max_tokens) and not args.target
     rules = [
-        (
-            args.source == "magpie" and not args.target,
-            "source=magpie needs --target: the model that writes the prompts",
-        ),
+        (args.source == "magpie" and not args.target, "source=magpie needs --target, the model that writes prompts"),
         (args.source == "file" and not args.input, "source=file needs --input FILE.jsonl"),
         (
-            counts_tokens and not args.target,
-            "min_tokens and max_tokens need --target, whose tokenizer counts them; or use --min-chars and --max-chars",
+            no_tokenizer,
+            "min_tokens and max_tokens need --target, whose tokenizer counts; or use --min-chars, --max-chars",
         ),
         (args.count is not None and args.count < 1, f"count={args.count} must be at least 1"),
         (args.ngram < 1, f"ngram={args.ngram} must be at least 1 word"),
@@ -290,22 +285,11 @@ def _filter(args: argparse.Namespace) -> tuple[Filter, Target | None]:
     limits = PromptLimits(args.min_chars, args.max_chars, args.min_tokens, args.max_tokens)
     texts = list(evaluation_texts(args.exclude, args.exclude_suites))
     target = load_target(args) if args.source == "magpie" else None
-    tokenizer = target.tokenizer if target else _load_tokenizer(args) if args.target else None
+    if target is not None:
+        tokenizer = target.tokenizer
+    else:
+        tokenizer = load_tokenizer(args.target, args.trust_remote_code) if args.target else None
     return Filter(limits, texts, args.ngram, tokenizer), target
-
-
-def _load_tokenizer(args: argparse.Namespace) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
-
-    from drafttrain.target import resolve_target
-
-    try:
-        return AutoTokenizer.from_pretrained(resolve_target(args.target), trust_remote_code=args.trust_remote_code)
-    except (OSError, ValueError) as error:
-        reason = first_line(error)
-        raise UserError(
-            f"target={args.target!r} has no tokenizer that loads ({reason}); give a folder or Hub id"
-        ) from error
 
 
 def _partial_path(output: Path) -> Path:
