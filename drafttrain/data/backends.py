@@ -163,7 +163,7 @@ class OpenAIBackend(Backend):
                     done, pending = wait(pending, return_when=FIRST_COMPLETED)
                     for future in done:
                         it = future.result()
-                        if it.spans:
+                        if it.spans:  # conversations without a response are not stored
                             yield it, None
             finally:
                 for future in pending:
@@ -174,10 +174,10 @@ class OpenAIBackend(Backend):
         renderer = self.settings.renderer
         while True:
             text, finish = self._query(it, url)
-            tokens = renderer.ids(text)
+            tokens = renderer.ids(text)  # servers strip the stop token
             if finish == "stop":
                 tokens.append(renderer.closing_id)
-            if not tokens:
+            if not tokens:  # an empty reply; nothing to train on
                 return it
             it.replies.append(text)
             it.accept(tokens, finish)
@@ -281,7 +281,7 @@ class VllmBackend(Backend):
         params = [
             self._params(
                 temperature=sampling.temperature,
-                top_k=sampling.top_k or -1,
+                top_k=sampling.top_k or -1,  # vLLM's value for "off"
                 top_p=sampling.top_p,
                 max_tokens=self.settings.allowance(it),
                 stop_token_ids=sorted(renderer.stop_ids),

@@ -144,7 +144,7 @@ def turn_glue(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Sequence[Messa
         messages.append({"role": "assistant", "content": f"{_MARKER} {i}."})
     rendered = render_text(tokenizer, [*messages, *turns[-1]], generation=True)
     history, found, after = rendered.partition(messages[-1]["content"])
-    ids = text_ids(tokenizer, after.lstrip())
+    ids = text_ids(tokenizer, after.lstrip())  # begins with the token that closes the response
     return ids[1:] if found and history == before and ids[:1] == [stop_id] and len(ids) > 1 else None
 
 

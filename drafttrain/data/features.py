@@ -79,9 +79,9 @@ def run(args: argparse.Namespace) -> int:
     limit = args.max_length or None
     todo = [(row["id"], row["tokens"][:limit]) for row in records if row["id"] not in done]
     element = DTYPES[args.store_dtype].itemsize
-    last = 8 * args.top_k + 4 if args.top_k else element * target.hidden_size
+    last = 8 * args.top_k + 4 if args.top_k else element * target.hidden_size  # ids, logits and log_z, or the state
     row_bytes = 1.01 * (element * len(layers) * target.hidden_size + last)
-    needed = row_bytes * sum(len(tokens) - 1 for _, tokens in todo)
+    needed = row_bytes * sum(len(tokens) - 1 for _, tokens in todo)  # no state is needed at the last token
     if share.rank == 0:
         free = shutil.disk_usage(root).free
         kind = f"the {args.top_k} most likely tokens" if args.top_k else "last states"

@@ -140,7 +140,7 @@ def parse_layers(text: str, target: Target) -> tuple[int, ...]:
     try:
         layers = tuple(int(part) for part in text.split(","))
     except ValueError:
-        layers = (-1,)
+        layers = (-1,)  # fails the check below
     if len(set(layers)) < len(layers) or not all(0 <= layer <= target.num_layers for layer in layers):
         raise UserError(
             f"features={text!r} must be none, default, or distinct layers from 0 to {target.num_layers}, as 2,15,27"
@@ -152,7 +152,7 @@ def feature_bytes(
     conversations: list[Conversation], args: argparse.Namespace, settings: ResponseSettings, row_bytes: int
 ) -> float:
     """Estimated size of the stored states: prompt lengths from a sample, responses at their limit or the token budget."""
-    sample = conversations[:: max(1, len(conversations) // 32)]
+    sample = conversations[:: max(1, len(conversations) // 32)]  # 32 to 63 of them
     if not sample:
         return 0.0
     prompt = sum(len(it.open(settings.renderer)) for it in sample) / len(sample)
@@ -190,7 +190,7 @@ def choose_slots(text: str, target: Target, max_length: int, features: int = 0) 
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     token = 2 * target.num_layers * heads * width * target.compute_dtype.itemsize  # bytes per token: keys and values
-    token += (features + 1) * target.hidden_size * 2 if features else 0
+    token += (features + 1) * target.hidden_size * 2 if features else 0  # captured states in bfloat16
     on_gpu = target.device.type == "cuda"
     if on_gpu:
         free = torch.cuda.mem_get_info(target.device)[0]
@@ -240,7 +240,7 @@ class _GenerationRun:
         record = it.record()
         if self.writer is not None:
             assert finished is not None and finished.features is not None and finished.last_hidden is not None
-            fed = len(record["tokens"]) - 1
+            fed = len(record["tokens"]) - 1  # the last token was never an input
             self.writer.append(record, finished.features[:fed], finished.last_hidden[:fed])
         else:
             self.store.append(record)

@@ -38,9 +38,9 @@ from drafttrain.files import Json, complete_bytes, first_change, is_disk_full, r
 from drafttrain.target.attention import LAST
 
 FORMAT = 1
-_SYNC_SECONDS = 5.0
+_SYNC_SECONDS = 5.0  # between calls of fsync
 _SHARD_BYTES = 64_000_000
-_BOOKKEEPING = ("format", "drafttrain", "counts")
+_BOOKKEEPING = ("format", "drafttrain", "counts")  # keys of meta.json that are no settings
 _COLUMNS = Features(
     {
         "id": Value("string"),
