@@ -42,7 +42,8 @@ def chatty_dir(target_dir):
 
 
 def generate(target, prompts, output, *more: str) -> int:
-    fixed = ["--max-new-tokens", "20", "--max-length", "400", "--slots", "4"]
+    # "auto" would take bfloat16 on CPUs that multiply it natively, where rounding depends on a row's neighbors.
+    fixed = ["--max-new-tokens", "20", "--max-length", "400", "--slots", "4", "--dtype", "float32"]
     return cli.main(
         ["generate", "--target", str(target), "--prompts", str(prompts), "--output", str(output), *fixed, *more]
     )
@@ -59,7 +60,7 @@ def test_conversations_are_stored_with_provenance(chatty_dir, prompts, tmp_path,
     assert "15 of 15 conversations" in said
     assert "tokens/s" in said
     assert "truncated" in said
-    target = Target.load(str(chatty_dir), "float32")  # "auto" takes bfloat16 on CPUs that multiply it natively
+    target = Target.load(str(chatty_dir), "float32")
     rows = {row["id"]: row for row in load_records(tmp_path / "out")}
     assert len(rows) == 15
     turns = []
