@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from drafttrain.data.loader import collate, join_rows, to_batch
+from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.draft_model.model import DraftModel
 from drafttrain.errors import UserError
 from drafttrain.training.feature_sources import TargetSource
@@ -165,4 +166,11 @@ def test_each_mistake_is_said(target, options, message):
         OnPolicy.of(options, drafter, ROWS, target, 64, args)
     assert OnPolicy.of({}, drafter, ROWS, target, 64, args) is None
     with pytest.raises(UserError, match=r"a drafter of kind='eagle3' cannot write responses"):
-        OnPolicy.of({"share": 0.5}, SimpleNamespace(kind="eagle3"), ROWS, target, 64, args)
+        OnPolicy.of(
+            {"share": 0.5},
+            SimpleNamespace(kind="eagle3", writes_responses=Drafter.writes_responses),
+            ROWS,
+            target,
+            64,
+            args,
+        )
