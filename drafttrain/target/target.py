@@ -42,13 +42,22 @@ _SERVED = {"full_attention", "sliding_attention"}
 _RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 
 
-def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """'auto' means bfloat16 where the device multiplies it natively, else float32."""
-    if name == "auto":
+def resolve_dtype(name: str, device: torch.device | None = None) -> torch.dtype:
+    """The dtype of a name.
+
+    Args:
+        device: resolves 'auto': bfloat16 where this device multiplies it natively, else float32. Without a device 'auto'
+            is an error, as for files, which have a dtype and no device.
+
+    Raises:
+        UserError: an unknown name.
+    """
+    if name == "auto" and device is not None:
         fast = device.type == "cuda" or (device.type == "cpu" and cpu_has_bfloat16())
         return torch.bfloat16 if fast else torch.float32
     if name not in DTYPES:
-        raise UserError(f"dtype={name!r} is not one of {', '.join(['auto', *DTYPES])}")
+        names = DTYPES if device is None else ["auto", *DTYPES]
+        raise UserError(f"dtype={name!r} is not one of {', '.join(names)}")
     return DTYPES[name]
 
 
