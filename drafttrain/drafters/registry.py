@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.combined import CombinedDrafter
 from drafttrain.errors import UserError
+from drafttrain.files import hub_snapshot, is_hub_id
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import pack, round_to_int8
 from drafttrain.target import Target, resolve_target
@@ -193,25 +194,12 @@ def drafter_folder(name: str, key: str = "drafter") -> Path:
         path = Path(resolve_target(name))  # a model that `drafttrain fetch` has cached
     if path.exists():
         return path
-    if not _is_hub_id(name):
+    if not is_hub_id(name):
         raise UserError(
             f"{key}={name!r}: no such folder, and not a Hub id (user/name); kinds without weights: {', '.join(untrained_kinds())}"
         )
-    from huggingface_hub import snapshot_download
-
     patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt"]
-    try:
-        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*"]))
-    except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"{key}={name!r}: no such folder, and the Hub does not give it ({first}); check the name, and log in for a "
-            "private one: hf auth login"
-        ) from error
-
-
-def _is_hub_id(name: str) -> bool:
-    return not name.startswith((".", "/", "~")) and name.count("/") == 1
+    return hub_snapshot(name, patterns, key, ignore=["*/*"])
 
 
 def kind_of(name: str, key: str = "drafter") -> str:

@@ -1,10 +1,12 @@
-"""How each kind of drafter is shipped. A kind is one module here, named as in drafters/, that defines SHIPPING.
+"""The third half of the drafter contract: how a kind is written for engines, checked, served and read back.
 
-    class Eagle3Shipping(Shipping): ...        formats and what they refuse, writing, checking, recipes, the card's line
+A kind's folder may hold an export.py that defines SHIPPING:
+
+    class Eagle3Shipping(Shipping): ...        formats and their unsupported features, writing, checking, recipes, card line
     SHIPPING = Eagle3Shipping()
 
-Export, import, verify, push and the card ask that object and know no kind by name. A kind without a module here is shipped by
-`Shipping` itself: no engine loads it, and on the Hub it lies in our own format.
+The commands export, import, verify and push, and the model card, use that object and name no kind. A kind without an export.py
+gets `Shipping` itself: no engine loads it, and it is published in drafttrain's own format.
 """
 
 from __future__ import annotations
@@ -13,16 +15,19 @@ import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from drafttrain.drafters.read_back import DrafterModel, compare_drafters
 from drafttrain.drafters.trained import Trained
 from drafttrain.errors import UserError
+from drafttrain.files import Json
+from drafttrain.formats.weights import Shapes, check_weights, read_config, read_weights
 
 FORMATS = ("vllm", "sglang", "transformers", "gguf")
-# Engines in the recipes' order, and the format whose rules each follows.
+# Engines in the order of the recipes, and the format whose rules each follows.
 ENGINES = {
     "vLLM": "vllm",
     "SGLang": "sglang",
@@ -31,6 +36,7 @@ ENGINES = {
     "transformers": "transformers",
 }
 GGUF_NAME = "draft.gguf"  # the file of the gguf format
+_DEPTH = 4  # tokens of the chains that prove an export
 
 
 @dataclass(frozen=True)
@@ -46,8 +52,8 @@ class Format:
 
 
 @dataclass(frozen=True)
-class Request:
-    """What exported files are to be.
+class ExportRequest:
+    """Settings of an export.
 
     Attributes:
         output: folder to write. dtype: of the weights.
@@ -62,34 +68,38 @@ class Request:
 
 
 class Shipping:
-    """How drafters of one kind are shipped; this class itself is for kinds that no engine loads.
+    """How drafters of one kind are shipped; the base class is for kinds that no engine loads.
 
     Attributes:
-        formats: those that the kind can be written in, by name.
-        verifiable: engines that `drafttrain verify` can run the kind in, and the format that each is given:
-            `vllm`, `transformers`, `llama.cpp` (see hub/engine_runs.py).
-        in_root: formats that a repository has in its root, beside our own keys; others are in a folder of their name.
+        formats: the formats that the kind can be written in, by name.
+        verifiable: engines that `drafttrain verify` runs the kind in (`vllm`, `transformers`, `llama.cpp`, see
+            export/engine_runs.py), and the format that each is given.
+        in_root: formats that a published repository holds in its root, with our own keys added; others get a folder each.
+        reads: published checkpoints that `drafttrain import` reads, for messages.
     """
 
     formats: Mapping[str, Format] = {}
     verifiable: Mapping[str, str] = {}
     in_root: Sequence[str] = ()
+    reads = ""
 
     def line(self, trained: Trained, parameters: str) -> str:
-        """What such a drafter is, in half a sentence, for the card. parameters: their number, as text."""
+        """Describes such a drafter in half a sentence, for the card. parameters: their number, as text."""
         return f"of kind {trained.kind}, {parameters} parameters"
 
-    def refusals(self, trained: Trained, form: str) -> list[str]:
-        """Why a format (and so the engines that follow its rules) cannot express this drafter; empty if it can.
+    # -- writing ------------------------------------------------------------------------------------------------
 
-        Overriding methods say first what this one says.
+    def unsupported(self, trained: Trained, form: str) -> list[str]:
+        """The drafter's features that a format (and the engines that follow its rules) does not support; empty if none.
+
+        Overriding methods return what this one returns first.
         """
         if form in self.formats:
             return []
         return [f"no {form} format is known for kind {trained.kind!r}"]
 
-    def write(self, trained: Trained, form: str, request: Request) -> list[Path]:
-        """Writes a drafter that the format does not refuse.
+    def write(self, trained: Trained, form: str, request: ExportRequest) -> list[Path]:
+        """Writes a drafter that the format supports.
 
         Returns:
             The files written.
@@ -99,32 +109,8 @@ class Shipping:
         """
         raise NotImplementedError(form)
 
-    def check(self, trained: Trained, exported: Path) -> dict[str, Any]:
-        """Loads exported files as an engine would, by name and shape, and compares what they compute with ours.
-
-        Returns:
-            Figures for the report.
-
-        Raises:
-            UserError: they differ, or lack what an engine looks for.
-        """
-        raise NotImplementedError(str(exported))
-
-    def options(self, trained: Trained) -> Mapping[str, Mapping[str, Any]]:
-        """What each of ENGINES must be told to draft with this kind. An engine that is not named knows no such drafter.
-
-        vLLM: keys of --speculative-config (method). SGLang: flags of launch_server (speculative-algorithm). TensorRT-LLM:
-        keys of speculative_config (decoding_type). llama.cpp, transformers: none. Model and number of tokens are added;
-        a value here wins, and None drops the key.
-        """
-        return {}
-
-    def most_tokens(self, trained: Trained) -> int | None:
-        """Speculative tokens that an engine can be told to draft at most; None for any number."""
-        return None
-
-    def publish(self, trained: Trained, request: Request) -> list[tuple[str, str]]:
-        """Writes everything that a repository has of the drafter itself: our own format, and each engine's in a folder.
+    def publish(self, trained: Trained, request: ExportRequest) -> list[tuple[str, str]]:
+        """Writes the weight files of a repository: our own format, and each engine's in a folder.
 
         Args:
             request: output is the repository's folder, target the name to publish.
@@ -137,31 +123,95 @@ class Shipping:
         drafter.to(request.dtype).save_pretrained(request.output)
         files = [("model.safetensors", "the drafter, for drafttrain")]
         for form, described in self.formats.items():
-            if reasons := self.refusals(trained, form):
+            if reasons := self.unsupported(trained, form):
                 print(f"no {form} format: {'; '.join(reasons)}")
                 continue
             self.write(trained, form, replace(request, output=request.output / form))
             files.append((f"{form}/model.safetensors", f"{described.text}, for {', '.join(described.engines)}"))
         return files
 
-    # -- the way back -------------------------------------------------------------------------------------------
+    # -- checking -----------------------------------------------------------------------------------------------
 
-    reads = ""  # published checkpoints that `drafttrain import` reads, for messages
+    def expected_weights(self, trained: Trained, config: Json) -> Shapes:
+        """Names and shapes of all tensors that an engine's loader expects for a drafter's exported config.json."""
+        raise NotImplementedError(type(self).__name__)
 
-    def recognises(self, config: Mapping[str, Any]) -> bool:
+    def read_back(self, trained: Trained, exported: Path, config: Json, weights: dict[str, Tensor]) -> DrafterModel:
+        """Makes a drafter of our kind from an export, as an engine reads its keys.
+
+        Args:
+            trained: the original; gives what a format leaves to the target or the engine.
+            config, weights: of the folder `exported`; names and shapes are the expected ones.
+        """
+        raise NotImplementedError(type(self).__name__)
+
+    def checked_depth(self, config: Json) -> int:
+        """Tokens that an export drafts per round at most, for the chains of `check`."""
+        return _DEPTH
+
+    def check(self, trained: Trained, exported: Path) -> Json:
+        """Proves an export: tensors as an engine's loader expects them, and read back it drafts what the drafter does.
+
+        Returns:
+            Figures for the report: rounds, depth, max_log_prob_difference, same_tokens.
+
+        Raises:
+            UserError: a tensor is missing, unknown, of another shape or dtype or not finite, or the drafts differ.
+        """
+        config, weights, where = read_config(exported), read_weights(exported), repr(str(exported))
+        try:
+            dtype = check_weights(weights, self.expected_weights(trained, config), config, where)
+        except KeyError as error:
+            raise UserError(f"{where}: config.json has no {error}, which engines need; export again") from error
+        back = self.read_back(trained, exported, config, weights)
+        return self.compare(trained.load(), back, dtype, self.checked_depth(config), where)
+
+    def compare(self, original: DrafterModel, back: DrafterModel, dtype: torch.dtype, depth: int, where: str) -> Json:
+        """Compares the drafts of a drafter and of its export; see `compare_drafters`."""
+        return compare_drafters(original, back, dtype, depth, where)
+
+    # -- serving ------------------------------------------------------------------------------------------------
+
+    def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
+        """Settings with which each of ENGINES drafts with this kind; an engine without an entry knows no such drafter.
+
+        vLLM: keys of --speculative-config (method). SGLang: flags of launch_server (speculative-algorithm). TensorRT-LLM:
+        keys of speculative_config (decoding_type). llama.cpp, transformers: none. Model and number of tokens are added;
+        a value here wins, and None drops the key.
+        """
+        return {}
+
+    def most_tokens(self, trained: Trained) -> int | None:
+        """Speculative tokens that an engine may draft at most; None for any number."""
+        return None
+
+    # -- importing ----------------------------------------------------------------------------------------------
+
+    def recognizes(self, config: Mapping[str, object]) -> bool:
         """Whether a published checkpoint's config.json is of this kind."""
         return False
 
-    def read(self, folder: Path, target: dict[str, Any], allow_pickle: bool = False) -> PreTrainedModel:
-        """A published checkpoint as one of our drafters, on the CPU in its dtype.
+    def read(self, folder: Path, target: Json, allow_pickle: bool = False) -> PreTrainedModel:
+        """Reads a published checkpoint as one of our drafters, on the CPU in its dtype.
 
         Args:
             target: identity of its target, see `Target.identity`.
 
         Raises:
-            UserError: it computes what ours cannot, lacks weights, or was made for another target.
+            UserError: it computes what ours cannot, lacks weights, or was trained for another target.
         """
         raise NotImplementedError(str(folder))
+
+
+def vocabulary_text(config: Json) -> str:
+    """The share of the target's vocabulary that a drafter keeps, for the card."""
+    return f"{config.get('draft_vocab_size', 0):,} of its {config.get('vocab_size', 0):,} tokens"
+
+
+def layers_text(config: Json) -> str:
+    """The number of a drafter's layers, for the card."""
+    layers = config.get("num_hidden_layers", 1)
+    return "one decoder layer" if layers == 1 else f"{layers} decoder layers"
 
 
 def shipped_kinds() -> list[str]:
@@ -177,7 +227,7 @@ def shipping(kind: str) -> Shipping:
 
 
 def format_lines() -> str:
-    """Every kind's formats for the help; those in which the same is written share a line."""
+    """Every kind's formats for the help; formats in which the same is written share a line."""
     lines = []
     for kind in shipped_kinds():
         formats = shipping(kind).formats
@@ -188,16 +238,16 @@ def format_lines() -> str:
 
 
 def check_expressible(trained: Trained, form: str) -> Shipping:
-    """The drafter's kind, if the format can express it.
+    """The shipping of the drafter's kind, if the format supports the drafter.
 
     Raises:
-        UserError: it cannot, with every reason.
+        UserError: unsupported features, every one.
     """
     kind = shipping(trained.kind)
-    if reasons := kind.refusals(trained, form):
-        others = [other for other in kind.formats if other != form and not kind.refusals(trained, other)]
-        way = (
+    if reasons := kind.unsupported(trained, form):
+        others = [other for other in kind.formats if other != form and not kind.unsupported(trained, other)]
+        fix = (
             f"--format {' or '.join(others)} can" if others else "drafttrain eval, generate and push still work with it"
         )
-        raise UserError(f"format={form!r} cannot express this drafter: {'; '.join(reasons)}; {way}")
+        raise UserError(f"format={form!r} cannot express this drafter: {'; '.join(reasons)}; {fix}")
     return kind

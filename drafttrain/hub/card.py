@@ -1,11 +1,11 @@
-"""The model card: what was measured, how to serve, how it was made. Text is in templates/, facts come from files."""
+"""The model card: what was measured, how to serve the drafter, how it was trained. Text is in templates/, facts are in files."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 from jinja2 import Environment, StrictUndefined
@@ -14,8 +14,9 @@ from drafttrain import __version__
 from drafttrain.drafters.shipping import shipping
 from drafttrain.drafters.trained import Trained
 from drafttrain.errors import UserError
-from drafttrain.export.serving_recipes import Recipe, public_name
-from drafttrain.hub.upload import shorten
+from drafttrain.export.serving_recipes import Recipe
+from drafttrain.files import Json
+from drafttrain.formats.public_names import public_name, shorten
 from drafttrain.reports.report import identity_line
 
 _TRAINER_KEYS = (
@@ -28,17 +29,18 @@ _TRAINER_KEYS = (
 )
 
 
-def render(template: str, **values: Any) -> str:
-    """A template of this package, filled in; a value that it needs and does not get is an error."""
+def render(template: str, **values: object) -> str:
+    """Fills in a template of this package. A value that the template needs and does not get is an error."""
     source = (Path(__file__).with_name("templates") / template).read_text(encoding="utf-8")
-    # Values go into Markdown, where HTML escapes would show.
+    # No HTML escapes: they would show in Markdown.
     environment = Environment(
         undefined=StrictUndefined, trim_blocks=False, autoescape=False, keep_trailing_newline=True
     )
     return environment.from_string(source).render(version=__version__, **values)
 
 
-def front_matter(values: dict[str, Any]) -> str:
+def front_matter(values: Json) -> str:
+    """A card's metadata as YAML, without empty values."""
     kept = {key: value for key, value in values.items() if value}
     return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True).strip()
 
@@ -48,53 +50,59 @@ def link(model: str) -> str:
     return f"[{model}](https://huggingface.co/{model})" if "/" in model else model
 
 
-def model_card(
-    trained: Trained,
-    repo: str,
-    base_model: str,
-    licence: str,
-    results: Sequence[tuple[str, dict[str, Any]]],
-    plots: Sequence[str],
-    recipes: Sequence[Recipe],
-    files: Sequence[tuple[str, str]],
-    data: dict[str, Any] | None,
-    dataset: str,
-) -> str:
+@dataclass(frozen=True)
+class ModelCard:
     """The README.md of a published drafter.
 
-    Args:
+    Attributes:
+        repo, base_model: Hub ids of drafter and target. license: as the Hub spells it, or empty.
         results: file in the repository and content of each results.json. plots: files of pictures.
-        files: names with their purpose. data: meta.json of the training data, if known. dataset: its Hub id, if published.
+        recipes: how engines serve it. files: names with their purpose. training: its training.json, empty if none.
+        data: meta.json of the training data, if known. dataset: its Hub id, if published.
     """
-    training = read_training(trained.folder)
-    count = training.get("parameters")
-    metadata = {
-        "base_model": base_model if "/" in base_model else "",
-        "license": licence,
-        "datasets": [dataset] if dataset else [],
-        "library_name": "drafttrain",
-        "pipeline_tag": "text-generation",
-        "tags": ["speculative-decoding", "drafter", trained.kind.replace("_", "-"), "drafttrain"],
-    }
-    return render(
-        "model_card.md.jinja",
-        metadata=front_matter(metadata),
-        repo=repo,
-        base_model=base_model,
-        base_link=link(base_model),
-        licence=licence,
-        kind_line=shipping(trained.kind).line(trained, f"{count:,}" if count else "an unrecorded number of"),
-        runs=[_run(file, run, repo) for file, run in results],
-        plots=plots,
-        recipes=recipes,
-        files=files,
-        training=_training_lines(training, data, dataset),
-        max_length=(training.get("config") or {}).get("max_length"),
-    )
+
+    trained: Trained
+    repo: str
+    base_model: str
+    license: str
+    results: Sequence[tuple[str, Json]]
+    plots: Sequence[str]
+    recipes: Sequence[Recipe]
+    files: Sequence[tuple[str, str]]
+    training: Json
+    data: Json | None
+    dataset: str
+
+    def text(self) -> str:
+        """Renders the card."""
+        kind, count = self.trained.kind, self.training.get("parameters")
+        metadata = {
+            "base_model": self.base_model if "/" in self.base_model else "",
+            "license": self.license,
+            "datasets": [self.dataset] if self.dataset else [],
+            "library_name": "drafttrain",
+            "pipeline_tag": "text-generation",
+            "tags": ["speculative-decoding", "drafter", kind.replace("_", "-"), "drafttrain"],
+        }
+        return render(
+            "model_card.md.jinja",
+            metadata=front_matter(metadata),
+            repo=self.repo,
+            base_model=self.base_model,
+            base_link=link(self.base_model),
+            license=self.license,
+            kind_line=shipping(kind).line(self.trained, f"{count:,}" if count else "an unrecorded number of"),
+            runs=[_run(file, run, self.repo) for file, run in self.results],
+            plots=self.plots,
+            recipes=self.recipes,
+            files=self.files,
+            training=_training_lines(self.training, self.data, self.dataset),
+            max_length=(self.training.get("config") or {}).get("max_length"),
+        )
 
 
-def read_training(folder: Path) -> dict[str, Any]:
-    """What drafttrain train recorded beside the weights; empty for a drafter from elsewhere.
+def read_training(folder: Path) -> Json:
+    """The training.json that drafttrain train wrote with the weights; empty for a drafter from elsewhere.
 
     Raises:
         UserError: a training.json that is no JSON.
@@ -103,10 +111,10 @@ def read_training(folder: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text()) if path.is_file() else {}
     except ValueError as error:
-        raise UserError(f"{path.name} beside the drafter is not JSON ({error}); mend or remove it") from error
+        raise UserError(f"{path.name} of the drafter is not JSON ({error}); repair or remove it") from error
 
 
-def _run(file: str, results: dict[str, Any], repo: str) -> dict[str, Any]:
+def _run(file: str, results: Json, repo: str) -> Json:
     """A results.json as the template shows it."""
     decoding, versions = results["decoding"], results.get("versions") or {}
     names = list(results["overall"].get("speedup") or {})
@@ -129,7 +137,7 @@ def _run(file: str, results: dict[str, Any], repo: str) -> dict[str, Any]:
     }
 
 
-def _table(groups: dict[str, dict[str, Any]], baselines: Sequence[str]) -> list[str]:
+def _table(groups: dict[str, Json], baselines: Sequence[str]) -> list[str]:
     """Markdown lines: a row for each group of figures."""
     head = [
         "category",
@@ -149,7 +157,7 @@ def _table(groups: dict[str, dict[str, Any]], baselines: Sequence[str]) -> list[
     return [f"| {' | '.join(cells)} |" for cells in lines]
 
 
-def _training_lines(training: dict[str, Any], data: dict[str, Any] | None, dataset: str) -> list[str]:
+def _training_lines(training: Json, data: Json | None, dataset: str) -> list[str]:
     lines = []
     if data is not None:
         counts, sampling = data.get("counts") or {}, data.get("sampling") or {}
@@ -179,8 +187,8 @@ def _training_lines(training: dict[str, Any], data: dict[str, Any] | None, datas
     return lines
 
 
-def default_licence(target_folder: Path) -> str:
-    """The licence that drafttrain fetch noted for the target, as the Hub spells it; empty if none is known."""
+def default_license(target_folder: Path) -> str:
+    """The license that drafttrain fetch noted for the target, as the Hub spells it; empty if none is known."""
     try:
         noted = json.loads((target_folder / "fetched.json").read_text())["licence"]
     except (OSError, ValueError, KeyError):

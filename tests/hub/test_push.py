@@ -14,12 +14,13 @@ import torch
 
 from drafttrain.cli import main
 from drafttrain.data.store import Store
+from drafttrain.drafters.eagle3.eagle3_formats import read_eagle3
 from drafttrain.errors import UserError
-from drafttrain.formats.eagle3_formats import read_eagle3
-from drafttrain.hub.upload import check_private, shorten
+from drafttrain.formats.public_names import shorten
+from drafttrain.hub.upload import check_private
 from drafttrain.target import Target
 from tests.conftest import make_target
-from tests.formats.test_eagle3_formats import make_head
+from tests.drafters.test_eagle3_formats import make_head
 from tests.formats.test_write_gguf import make_checkpoint
 from tests.hub.hub_server import READ_ONLY, TOKEN, HubServer
 
@@ -225,7 +226,7 @@ def test_the_hub_from_login_to_reading_back(work, tmp_path):
         assert "does not accept the token (401)" in errors[1]
         assert "may not write there (403)" in errors[2]
         assert "the upload broke off" in errors[3] and "run the same command again" in errors[3]
-        assert "the Hub does not give it" in errors[10]
+        assert "the Hub does not provide it" in errors[10]
         head = server.repositories["models", "writer/head"]
         # Of three large files one had arrived before the break, and it was not sent again.
         puts = Counter(line.rpartition("/")[2] for line in server.log if line.startswith("PUT /lfs/"))

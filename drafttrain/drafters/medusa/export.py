@@ -4,47 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
-from drafttrain.drafters.shipping import Format, Request, Shipping
+from drafttrain.drafters.medusa.model import Medusa, MedusaConfig
+from drafttrain.drafters.shipping import ExportRequest, Format, Shipping, vocabulary_text
 from drafttrain.drafters.trained import Trained
 from drafttrain.errors import UserError
-from drafttrain.formats.head_files import compare_heads, save_heads, whole_rows
+from drafttrain.files import Json
+from drafttrain.formats.weights import Shapes, dtype_name, write_checkpoint
+from drafttrain.formats.whole_vocabulary import whole_rows
 
 
 class MedusaShipping(Shipping):
+    """vLLM alone; our own format goes to the Hub too."""
+
     formats = {"vllm": Format("MedusaModel", ("vLLM",))}
     verifiable = {"vllm": "vllm"}
 
     def line(self, trained: Trained, parameters: str) -> str:
-        config = trained.config
-        return (
-            f"{config['num_heads']} Medusa heads (arXiv 2401.10774), {parameters} parameters, "
-            f"{config.get('draft_vocab_size', 0):,} of its {config.get('vocab_size', 0):,} tokens"
-        )
+        heads = trained.config["num_heads"]
+        return f"{heads} Medusa heads (arXiv 2401.10774), {parameters} parameters, {vocabulary_text(trained.config)}"
 
-    def write(self, trained: Trained, form: str, request: Request) -> list[Path]:
-        """As many heads as tokens are to be drafted: vLLM drafts one per head, whatever it is told.
+    def write(self, trained: Trained, form: str, request: ExportRequest) -> list[Path]:
+        """Writes as many heads as tokens are to be drafted: vLLM drafts one per head, whatever its config says.
 
         Raises:
             UserError: more tokens than heads, or the output cannot be written.
         """
-        drafter = trained.load()
+        drafter: Medusa = trained.load()
         config, depth = drafter.config, request.depth
         if depth > config.num_heads:
             raise UserError(
                 f"speculative-tokens={depth}, but the drafter has {config.num_heads} heads, one per token; ask for no more"
             )
-        heads = [whole_rows(head.weight, drafter.kept_ids, config.vocab_size) for head in drafter.lm_heads[:depth]]
-        weights = {
+        weights: dict[str, Tensor] = {
             f"blocks.{i}.layers.{j}.weight": block.linear.weight
             for i, blocks in enumerate(drafter.blocks[:depth])
             for j, block in enumerate(blocks)
         }
-        weights |= {"lm_head.weight" if config.shared_head else f"lm_heads.{i}.weight": h for i, h in enumerate(heads)}
+        for i, head in enumerate(drafter.lm_heads[:depth]):
+            weights[_head(config.shared_head, i)] = whole_rows(head.weight, drafter.kept_ids, config.vocab_size)
         described = {
             "architectures": ["MedusaModel"],
             "model_type": "medusa",
@@ -54,28 +54,52 @@ class MedusaShipping(Shipping):
             "num_hidden_layers": config.blocks,
             "original_lm_head": config.shared_head,
             "medusa_fc_bias": False,
+            "dtype": dtype_name(request.dtype),
         }
-        return save_heads(request.output, weights, described, request.dtype)
+        return write_checkpoint(request.output, described, weights, request.dtype)
+
+    def expected_weights(self, trained: Trained, config: Json) -> Shapes:
+        h, v, heads = config["hidden_size"], config["vocab_size"], range(config["num_heads"])
+        shapes: Shapes = {
+            f"blocks.{i}.layers.{j}.weight": (h, h) for i in heads for j in range(config["num_hidden_layers"])
+        }
+        return shapes | {_head(config["original_lm_head"], i): (v, h) for i in heads}
+
+    def read_back(self, trained: Trained, exported: Path, config: Json, weights: dict[str, Tensor]) -> Medusa:
+        """Takes the kept ids from the original: the export has a row for every token."""
+        kept = trained.load().kept_ids
+        fields = {key: config[key] for key in ("hidden_size", "vocab_size", "num_heads")}
+        back = Medusa(
+            MedusaConfig(
+                **fields,
+                blocks=config["num_hidden_layers"],
+                shared_head=config["original_lm_head"],
+                draft_vocab_size=len(kept),
+                target=trained.target,
+            )
+        )
+        state: dict[str, Tensor] = {"kept_ids": kept}
+        for i, blocks in enumerate(back.blocks):
+            state |= {
+                f"blocks.{i}.{j}.linear.weight": weights[f"blocks.{i}.layers.{j}.weight"] for j in range(len(blocks))
+            }
+        for i in range(len(back.lm_heads)):
+            state[f"lm_heads.{i}.weight"] = weights[_head(config["original_lm_head"], i)][kept]
+        back.load_state_dict(state)
+        return back
+
+    def checked_depth(self, config: Json) -> int:
+        return config["num_heads"]
 
     def most_tokens(self, trained: Trained) -> int:
         return trained.config["num_heads"]
 
-    def check(self, trained: Trained, exported: Path) -> dict[str, Any]:
-        return compare_heads(trained.load(), exported, steps)
-
-    def options(self, trained: Trained) -> Mapping[str, Mapping[str, Any]]:
+    def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
         return {"vLLM": {"method": "medusa"}}
 
 
-def steps(config: dict[str, Any], weights: dict[str, Tensor], hidden: Tensor, tokens: Tensor) -> list[Tensor]:
-    """What vLLM computes; see `Engine`."""
-    found = []
-    for i in range(config["num_heads"]):
-        x = hidden
-        for j in range(config["num_hidden_layers"]):
-            x = x + F.silu(F.linear(x, weights[f"blocks.{i}.layers.{j}.weight"]))
-        found.append(F.linear(x, weights["lm_head.weight" if config["original_lm_head"] else f"lm_heads.{i}.weight"]))
-    return found
+def _head(shared: bool, i: int) -> str:
+    return "lm_head.weight" if shared else f"lm_heads.{i}.weight"
 
 
 SHIPPING = MedusaShipping()

@@ -5,75 +5,85 @@ vLLM 0.32 has the network's class, but nothing in its runner that drafts with it
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
-from typing import Any
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor
 
-from drafttrain.drafters.shipping import Format, Request, Shipping
+from drafttrain.drafters.mlp_speculator.model import MlpSpeculator, MlpSpeculatorConfig
+from drafttrain.drafters.shipping import ExportRequest, Format, Shipping, vocabulary_text
 from drafttrain.drafters.trained import Trained
-from drafttrain.formats.head_files import compare_heads, save_heads, whole_rows
+from drafttrain.errors import UserError
+from drafttrain.files import Json
+from drafttrain.formats.weights import Shapes, dtype_name, write_checkpoint
+from drafttrain.formats.whole_vocabulary import whole_rows
+
+_OURS = {"head": "lm_heads"}  # the engines' name of a module -> ours, where they differ
+_SAME = ("vocab_size", "emb_dim", "inner_dim", "n_predict", "scale_input")
 
 
 class MlpSpeculatorShipping(Shipping):
+    """The published form for older versions of vLLM; our own format goes to the Hub too."""
+
     formats = {"vllm": Format("MLPSpeculatorPreTrainedModel", ("vLLM",))}
 
     def line(self, trained: Trained, parameters: str) -> str:
-        config = trained.config
-        return (
-            f"an MLP speculator (arXiv 2404.19124) of {config['n_predict']} steps, {parameters} parameters, "
-            f"{config.get('draft_vocab_size', 0):,} of its {config.get('vocab_size', 0):,} tokens"
-        )
+        steps, kept = trained.config["n_predict"], vocabulary_text(trained.config)
+        return f"an MLP speculator (arXiv 2404.19124) of {steps} steps, {parameters} parameters, {kept}"
 
-    def write(self, trained: Trained, form: str, request: Request) -> list[Path]:
-        drafter = trained.load()
+    def write(self, trained: Trained, form: str, request: ExportRequest) -> list[Path]:
+        """Writes every step's modules; shared ones are in the file once per step, as in published checkpoints."""
+        drafter: MlpSpeculator = trained.load()
         config = drafter.config
-        heads = [whole_rows(head.weight, drafter.kept_ids, config.vocab_size) for head in drafter.lm_heads]
         weights: dict[str, Tensor] = {}
-        for i in range(config.n_predict):  # shared ones too are in the file once per step, as in published checkpoints
-            emb, proj, ln = (m[min(i, len(m) - 1)] for m in (drafter.emb, drafter.proj, drafter.ln))
-            weights |= {f"emb.{i}.weight": emb.weight, f"proj.{i}.weight": proj.weight}
-            weights[f"head.{i}.weight"] = heads[min(i, len(heads) - 1)]
-            weights |= {f"ln.{i}.weight": ln.weight, f"ln.{i}.bias": ln.bias}
+        for name in ("emb", "proj", "ln", "head"):
+            modules = drafter.get_submodule(_OURS.get(name, name))
+            for i in range(config.n_predict):
+                for key, value in modules[min(i, len(modules) - 1)].named_parameters():
+                    rows = whole_rows(value, drafter.kept_ids, config.vocab_size) if name == "head" else value
+                    weights[f"{name}.{i}.{key}"] = rows
         described = {
             "architectures": ["MLPSpeculatorPreTrainedModel"],
             "model_type": "mlp_speculator",
-            "vocab_size": config.vocab_size,
-            "emb_dim": config.emb_dim,
-            "inner_dim": config.inner_dim,
-            "n_predict": config.n_predict,
-            "tie_weights": config.tie_weights and config.n_predict > 1,  # of a single step there is nothing to tie
-            "scale_input": config.scale_input,
+            **{name: value for name, value in config.to_dict().items() if name in _SAME},
+            "tie_weights": config.tie_weights and config.n_predict > 1,  # a single step has nothing to tie
             "top_k_tokens_per_head": [max(1, 5 - i) for i in range(config.n_predict)],
             "n_candidates": 5,
+            "dtype": dtype_name(request.dtype),
         }
-        return save_heads(request.output, weights, described, request.dtype)
+        return write_checkpoint(request.output, described, weights, request.dtype)
 
-    def check(self, trained: Trained, exported: Path) -> dict[str, Any]:
-        return compare_heads(trained.load(), exported, steps)
+    def expected_weights(self, trained: Trained, config: Json) -> Shapes:
+        v, width, inner = (config[key] for key in ("vocab_size", "emb_dim", "inner_dim"))
+        shapes: Shapes = {}
+        for i in range(config["n_predict"]):
+            shapes |= {f"emb.{i}.weight": (v, inner), f"proj.{i}.weight": (inner, inner if i else width)}
+            shapes |= {f"head.{i}.weight": (v, inner), f"ln.{i}.weight": (inner,), f"ln.{i}.bias": (inner,)}
+        return shapes
 
+    def read_back(self, trained: Trained, exported: Path, config: Json, weights: dict[str, Tensor]) -> MlpSpeculator:
+        """Takes the kept ids from the original: the export has a row for every token.
 
-def steps(config: dict[str, Any], weights: dict[str, Tensor], hidden: Tensor, tokens: Tensor) -> list[Tensor]:
-    """What engines compute; see `Engine`."""
-    n = config["n_predict"]
-    state_weight = 0.5 ** (0.5 / n)
-    embed_weight = math.sqrt((1 - state_weight**2) * (config["inner_dim"] / 2))
-    state = _scaled(hidden) / math.sqrt(2) if config["scale_input"] else hidden
-    found = []
-    for i in range(n):
-        last = min(i, 1) if config["tie_weights"] else i
-        first = 0 if config["tie_weights"] else i
-        state = F.linear(state, weights[f"proj.{last}.weight"])
-        state = state + weights[f"emb.{first}.weight"][tokens[:, i]] * (embed_weight / state_weight)
-        state = F.gelu(_scaled(state) * weights[f"ln.{first}.weight"] + weights[f"ln.{first}.bias"])
-        found.append(F.linear(state, weights[f"head.{i}.weight"]))
-    return found
+        Raises:
+            UserError: copies of a module that steps share differ.
+        """
+        kept = trained.load().kept_ids
+        fields = {key: config[key] for key in (*_SAME, "tie_weights")}
+        back = MlpSpeculator(MlpSpeculatorConfig(**fields, draft_vocab_size=len(kept), target=trained.target))
+        state: dict[str, Tensor] = {"kept_ids": kept}
+        for name, value in weights.items():
+            module, i, key = name.split(".")
+            ours = _OURS.get(module, module)
+            own = f"{ours}.{min(int(i), len(back.get_submodule(ours)) - 1)}.{key}"
+            value = value[kept] if module == "head" else value
+            if own in state and not torch.equal(state[own], value):
+                raise UserError(f"{str(exported)!r}: {name} differs from the step that shares it; export again")
+            state[own] = value
+        back.load_state_dict(state)
+        return back
 
-
-def _scaled(x: Tensor) -> Tensor:
-    return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    def checked_depth(self, config: Json) -> int:
+        return config["n_predict"]
 
 
 SHIPPING = MlpSpeculatorShipping()

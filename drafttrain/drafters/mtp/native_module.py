@@ -12,6 +12,7 @@ from torch import Tensor
 
 from drafttrain.drafters.common.shared import norm_weight
 from drafttrain.errors import UserError
+from drafttrain.files import hub_snapshot
 from drafttrain.target import Target
 
 
@@ -126,9 +127,7 @@ def _tensors(target: Target) -> Iterator[tuple[str, Path]]:
     """Every tensor of the target's checkpoint, and its file."""
     folder = Path(target.path)
     if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-
-        folder = Path(snapshot_download(target.path, allow_patterns=["*.safetensors"]))
+        folder = hub_snapshot(target.path, ["*.safetensors"], "target")
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 - it is no dict

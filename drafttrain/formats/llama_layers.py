@@ -1,0 +1,76 @@
+"""Decoder layers of the Llama family in engines' checkpoints: config keys, rotary embedding, names and shapes of weights."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from drafttrain.files import Json
+from drafttrain.formats.weights import Shapes
+
+# Keys that a layer has in every engine's config and in ours, and the default where a checkpoint lacks one (None: required).
+LAYER_KEYS: Json = {
+    "hidden_size": None,
+    "intermediate_size": None,
+    "num_attention_heads": None,
+    "num_key_value_heads": 0,
+    "head_dim": 0,
+    "num_hidden_layers": 1,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "max_position_embeddings": 131072,
+    "vocab_size": None,
+}
+
+
+class LayerFields(Protocol):
+    """A drafter's config: rope_theta, rope_parameters, and the keys of LAYER_KEYS."""
+
+    rope_theta: float
+    rope_parameters: Json
+
+    def to_dict(self) -> Json: ...
+
+
+def rope_parameters(config: LayerFields) -> Json:
+    """The rotary embedding in transformers 5's form: rope_type, rope_theta, and what the type needs."""
+    return {"rope_type": "default", "rope_theta": config.rope_theta, **(config.rope_parameters or {})}
+
+
+def layer_keys(config: LayerFields) -> Json:
+    """A drafter's layers as keys of a Llama config."""
+    rope, own = rope_parameters(config), config.to_dict()
+    keys = {
+        **{name: own[name] for name in LAYER_KEYS},
+        "rope_parameters": rope,
+        "rope_theta": rope["rope_theta"],
+        "tie_word_embeddings": False,
+    }
+    if rope["rope_type"] != "default":  # vLLM reads this key last, and null there erases rope_parameters
+        keys["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
+    return keys
+
+
+def layer_shapes(config: Json, inputs: int) -> Shapes:
+    """The weights of one layer, named as below `layers.{i}.`; queries, keys and values read `inputs` columns."""
+    h, inner, e = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    q, kv = config["num_attention_heads"] * e, config["num_key_value_heads"] * e
+    qwen = config["model_type"] == "qwen3"  # norms per query and key head, no bias of o_proj
+    shapes: Shapes = {
+        "self_attn.q_proj.weight": (q, inputs),
+        "self_attn.k_proj.weight": (kv, inputs),
+        "self_attn.v_proj.weight": (kv, inputs),
+        "self_attn.o_proj.weight": (h, q),
+        "mlp.gate_proj.weight": (inner, h),
+        "mlp.up_proj.weight": (inner, h),
+        "mlp.down_proj.weight": (h, inner),
+        "input_layernorm.weight": (h,),
+        "post_attention_layernorm.weight": (h,),
+    }
+    if qwen:
+        shapes |= {"self_attn.q_norm.weight": (e,), "self_attn.k_norm.weight": (e,)}
+    biased = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"] if config.get("attention_bias") else []
+    biased += ["self_attn.o_proj"] if biased and not qwen else []
+    biased += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"] if config.get("mlp_bias") else []
+    return shapes | {f"{name}.bias": shapes[f"{name}.weight"][:1] for name in biased}
