@@ -166,7 +166,7 @@ def decoding_settings(name: str) -> dict[str, Any]:
     """
     first = name.partition("+")[0]
     path = decoding_file(name)
-    if _is_hub_id(first) and not path.parent.exists():
+    if is_hub_id(first) and not path.parent.exists():
         path = drafter_folder(first) / path.name
     if not path.is_file():
         return {}

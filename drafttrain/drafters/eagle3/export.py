@@ -105,12 +105,7 @@ class Eagle3Shipping(Shipping):
 
 def _write(head: Eagle3, form: str, request: ExportRequest) -> list[Path]:
     return write_eagle3(
-        head,
-        request.output,
-        form,
-        dtype=request.dtype,
-        speculative_tokens=request.depth,
-        target_name=request.target,
+        head, request.output, form, dtype=request.dtype, speculative_tokens=request.depth, target_name=request.target
     )
 
 
