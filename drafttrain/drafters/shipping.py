@@ -5,6 +5,9 @@ A kind's folder may hold an export.py that defines SHIPPING:
     class Eagle3Shipping(Shipping): ...        formats and their unsupported features, writing, checking, recipes, card line
     SHIPPING = Eagle3Shipping()
 
+Most kinds are shipped as config.json and our weights under an engine's names: they define engine_config and drafter_from, and
+engine_names where names differ; the same names serve writing, checking and reading back.
+
 The commands export, import, verify and push, and the model card, use that object and name no kind. A kind without an export.py
 gets `Shipping` itself: no engine loads it, and it is published in drafttrain's own format.
 """
@@ -24,7 +27,7 @@ from drafttrain.drafters.read_back import DrafterModel, compare_drafters
 from drafttrain.drafters.trained import Trained
 from drafttrain.errors import UserError
 from drafttrain.files import Json
-from drafttrain.formats.weights import Shapes, check_weights, read_config, read_weights
+from drafttrain.formats.weights import check_weights, read_config, read_weights, write_checkpoint
 
 FORMATS = ("vllm", "sglang", "transformers", "gguf")
 # Engines in the order of the recipes, and the format whose rules each follows.
@@ -99,7 +102,7 @@ class Shipping:
         return [f"no {form} format is known for kind {trained.kind!r}"]
 
     def write(self, trained: Trained, form: str, request: ExportRequest) -> list[Path]:
-        """Writes a drafter that the format supports.
+        """Writes a drafter that the format supports: config.json and model.safetensors, unless overridden.
 
         Returns:
             The files written.
@@ -107,7 +110,22 @@ class Shipping:
         Raises:
             UserError: something is missing, or the output cannot be written.
         """
-        raise NotImplementedError(form)
+        drafter = trained.load()
+        config = self.engine_config(drafter, form, request)
+        return write_checkpoint(request.output, config, self.engine_weights(drafter, config), request.dtype)
+
+    def engine_config(self, drafter: DrafterModel, form: str, request: ExportRequest) -> Json:
+        """The config.json of an export."""
+        raise NotImplementedError(type(self).__name__)
+
+    def engine_names(self, drafter: DrafterModel, config: Json) -> dict[str, str]:
+        """Every weight that an engine's loader expects, and the tensor of ours that it holds. config: the export's."""
+        return {name: name for name in drafter.state_dict() if name != "kept_ids"}
+
+    def engine_weights(self, drafter: DrafterModel, config: Json) -> dict[str, Tensor]:
+        """Every tensor of an export, by the engine's name. config: the export's."""
+        state = drafter.state_dict()
+        return {name: state[own] for name, own in self.engine_names(drafter, config).items()}
 
     def publish(self, trained: Trained, request: ExportRequest) -> list[tuple[str, str]]:
         """Writes the weight files of a repository: our own format, and each engine's in a folder.
@@ -132,21 +150,33 @@ class Shipping:
 
     # -- checking -----------------------------------------------------------------------------------------------
 
-    def expected_weights(self, trained: Trained, config: Json) -> Shapes:
-        """Names and shapes of all tensors that an engine's loader expects for a drafter's exported config.json."""
-        raise NotImplementedError(type(self).__name__)
+    def exported_weights(self, exported: Path) -> dict[str, Tensor]:
+        """Every tensor of an export, also from files that only some kinds have."""
+        return read_weights(exported)
 
-    def read_back(self, trained: Trained, exported: Path, config: Json, weights: dict[str, Tensor]) -> DrafterModel:
-        """Makes a drafter of our kind from an export, as an engine reads its keys.
+    def drafter_from(self, original: DrafterModel, config: Json, weights: dict[str, Tensor]) -> DrafterModel:
+        """A drafter with the shapes and flags of an export, as an engine reads its keys; its weights do not matter.
 
         Args:
-            trained: the original; gives what a format leaves to the target or the engine.
-            config, weights: of the folder `exported`; names and shapes are the expected ones.
+            original: gives what a format leaves to the target or the engine. config, weights: the export's.
         """
         raise NotImplementedError(type(self).__name__)
 
+    def drafter_weights(
+        self, original: DrafterModel, back: DrafterModel, config: Json, weights: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """The state dict of `back`, from an export's weights. Kept ids are the original's unless overridden."""
+        state = {"kept_ids": original.kept_ids}
+        for name, own in self.engine_names(back, config).items():
+            if own in state and not torch.equal(state[own], weights[name]):
+                raise UserError(
+                    f"the export computes something else: {name} differs from the copy that shares it; export again"
+                )
+            state[own] = weights[name]
+        return state
+
     def checked_depth(self, config: Json) -> int:
-        """Tokens that an export drafts per round at most, for the chains of `check`."""
+        """Tokens that an export drafts per round, for the chains of `check`."""
         return _DEPTH
 
     def check(self, trained: Trained, exported: Path) -> Json:
@@ -158,13 +188,16 @@ class Shipping:
         Raises:
             UserError: a tensor is missing, unknown, of another shape or dtype or not finite, or the drafts differ.
         """
-        config, weights, where = read_config(exported), read_weights(exported), repr(str(exported))
+        config, weights, where = read_config(exported), self.exported_weights(exported), repr(str(exported))
+        original = trained.load()
         try:
-            dtype = check_weights(weights, self.expected_weights(trained, config), config, where)
+            back = self.drafter_from(original, config, weights)
+            expected = {name: tuple(value.shape) for name, value in self.engine_weights(back, config).items()}
         except KeyError as error:
             raise UserError(f"{where}: config.json has no {error}, which engines need; export again") from error
-        back = self.read_back(trained, exported, config, weights)
-        return self.compare(trained.load(), back, dtype, self.checked_depth(config), where)
+        dtype = check_weights(weights, expected, config, where)
+        back.load_state_dict(self.drafter_weights(original, back, config, weights))
+        return self.compare(original, back, dtype, self.checked_depth(config), where)
 
     def compare(self, original: DrafterModel, back: DrafterModel, dtype: torch.dtype, depth: int, where: str) -> Json:
         """Compares the drafts of a drafter and of its export; see `compare_drafters`."""

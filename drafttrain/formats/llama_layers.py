@@ -1,11 +1,10 @@
-"""Decoder layers of the Llama family in engines' checkpoints: config keys, rotary embedding, names and shapes of weights."""
+"""Decoder layers of the Llama family in engines' checkpoints: config keys and rotary embedding."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 from drafttrain.files import Json
-from drafttrain.formats.weights import Shapes
 
 # Keys that a layer has in every engine's config and in ours, and the default where a checkpoint lacks one (None: required).
 LAYER_KEYS: Json = {
@@ -50,27 +49,3 @@ def layer_keys(config: LayerFields) -> Json:
     if rope["rope_type"] != "default":  # vLLM reads this key last, and null there erases rope_parameters
         keys["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
     return keys
-
-
-def layer_shapes(config: Json, inputs: int) -> Shapes:
-    """The weights of one layer, named as below `layers.{i}.`; queries, keys and values read `inputs` columns."""
-    h, inner, e = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    q, kv = config["num_attention_heads"] * e, config["num_key_value_heads"] * e
-    qwen = config["model_type"] == "qwen3"  # norms per query and key head, no bias of o_proj
-    shapes: Shapes = {
-        "self_attn.q_proj.weight": (q, inputs),
-        "self_attn.k_proj.weight": (kv, inputs),
-        "self_attn.v_proj.weight": (kv, inputs),
-        "self_attn.o_proj.weight": (h, q),
-        "mlp.gate_proj.weight": (inner, h),
-        "mlp.up_proj.weight": (inner, h),
-        "mlp.down_proj.weight": (h, inner),
-        "input_layernorm.weight": (h,),
-        "post_attention_layernorm.weight": (h,),
-    }
-    if qwen:
-        shapes |= {"self_attn.q_norm.weight": (e,), "self_attn.k_norm.weight": (e,)}
-    biased = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"] if config.get("attention_bias") else []
-    biased += ["self_attn.o_proj"] if biased and not qwen else []
-    biased += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"] if config.get("mlp_bias") else []
-    return shapes | {f"{name}.bias": shapes[f"{name}.weight"][:1] for name in biased}

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from drafttrain.drafters.common.whole_vocabulary import whole_rows
 from drafttrain.drafters.shipping import ExportRequest, check_expressible, shipping
 from drafttrain.drafters.trained import find_drafter
 from drafttrain.errors import UserError
 from drafttrain.export.export_drafter import add_arguments, run
-from drafttrain.formats.whole_vocabulary import whole_rows
 from tests.drafters.test_path_heads import make_heads
 from tests.engine_arithmetic.heads import ENGINES, compare_heads
 

@@ -21,8 +21,7 @@ from drafttrain.drafters.shipping import ExportRequest, Format, Shipping
 from drafttrain.drafters.trained import Trained
 from drafttrain.errors import UserError
 from drafttrain.files import Json
-from drafttrain.formats.llama_layers import layer_shapes
-from drafttrain.formats.weights import Shapes, dtype_name, write_checkpoint
+from drafttrain.formats.weights import dtype_name, write_checkpoint
 from drafttrain.target import Target
 
 _MASK_FILE = "mask_embedding.pt"
@@ -53,53 +52,66 @@ class DFlashShipping(Shipping):
         drafter.bind(target)
         return write_dflash(drafter, target, request.output, request.dtype)
 
-    def expected_weights(self, trained: Trained, config: Json) -> Shapes:
-        h, d, count = (
-            config["hidden_size"],
-            config["draft_vocab_size"],
-            len(config["dflash_config"]["target_layer_ids"]),
-        )
-        shapes: Shapes = {"fc.weight": (h, h * count), "hidden_norm.weight": (h,), "norm.weight": (h,)}
-        layer = layer_shapes(config, h)
-        shapes |= {
-            f"layers.{i}.{name}": shape for i in range(config["num_hidden_layers"]) for name, shape in layer.items()
+    def engine_config(self, drafter: DFlash, form: str, request: ExportRequest) -> Json:
+        config, fields = drafter.config, drafter.config.to_dict()
+        mask_token = config.mask_token_id
+        if mask_token is None:
+            spare = torch.ones(config.vocab_size, dtype=torch.bool)
+            spare[drafter.kept_ids.cpu()] = False
+            mask_token = int(spare.nonzero().max()) if spare.any() else config.vocab_size - 1
+        return {
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            **{name: fields[name] for name in _SAME},
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "tie_word_embeddings": False,
+            "num_target_layers": config.target["num_layers"],
+            "dflash_config": {
+                "mask_token_id": mask_token,
+                "target_layer_ids": [layer - 1 for layer in config.feature_layers],
+            },
+            "torch_dtype": dtype_name(request.dtype),
         }
-        pruned = d != config["vocab_size"]
-        if pruned:
-            shapes["d2t"] = (d,)
-        if pruned or trained.config.get("train_head"):
-            shapes["lm_head.weight"] = (d, h)
-        return shapes
 
-    def read_back(self, trained: Trained, exported: Path, config: Json, weights: dict[str, Tensor]) -> DFlash:
-        """Leaves a frozen head to the target, after its rows have been compared with the target's.
+    def engine_weights(self, drafter: DFlash, config: Json) -> dict[str, Tensor]:
+        weights = super().engine_weights(drafter, config)
+        if config["draft_vocab_size"] != config["vocab_size"]:
+            kept = drafter.kept_ids.cpu()  # [d] int64
+            weights |= {"lm_head.weight": drafter.head.weight, "d2t": kept - torch.arange(len(kept))}
+        return weights
 
-        Raises:
-            UserError: the head's rows are not the target's.
-        """
-        kept = torch.arange(config["draft_vocab_size"]) + weights.pop("d2t", 0)  # [d] int64
-        if "lm_head.weight" in weights and not trained.config.get("train_head"):
-            rows = weights.pop("lm_head.weight")  # [d, h]
-            wanted = Target.load(trained.target_name, "float32", "cpu").head_weight[kept].to(rows.dtype)
-            if not torch.equal(rows, wanted):
-                raise UserError(
-                    f"{str(exported)!r} computes something else: lm_head.weight is not the target's; export again"
-                )
-        has_mask = (exported / _MASK_FILE).is_file()
-        if has_mask:
-            weights["mask"] = torch.load(exported / _MASK_FILE, weights_only=True)["embedding"]
-        own = config["dflash_config"]
-        back = DFlash(
+    def drafter_from(self, original: DFlash, config: Json, weights: dict[str, Tensor]) -> DFlash:
+        own, learned = config["dflash_config"], original.mask is not None
+        return DFlash(
             DFlashConfig(
                 **{name: config[name] for name in _SAME},
                 feature_layers=tuple(layer + 1 for layer in own["target_layer_ids"]),
-                mask_token_id=None if has_mask else own["mask_token_id"],
-                train_head="lm_head.weight" in weights,
-                target=trained.target,
+                mask_token_id=None if learned else own["mask_token_id"],
+                train_head=config["draft_vocab_size"] != config["vocab_size"] or original.lm_head is not None,
+                target=original.config.target,
             )
         )
-        back.load_state_dict({**weights, "kept_ids": kept})
-        return back
+
+    def drafter_weights(
+        self, original: DFlash, back: DFlash, config: Json, weights: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        state = super().drafter_weights(original, back, config, weights)
+        kept = torch.arange(config["draft_vocab_size"]) + weights.get("d2t", 0)  # [d] int64
+        return {**state, "kept_ids": kept}
+
+    def exported_weights(self, exported: Path) -> dict[str, Tensor]:
+        weights, path = super().exported_weights(exported), exported / _MASK_FILE
+        return {**weights, "mask": torch.load(path, weights_only=True)["embedding"]} if path.is_file() else weights
+
+    def compare(self, original: DFlash, back: DFlash, dtype: torch.dtype, depth: int, where: str) -> Json:
+        """Compares a frozen head's rows with the target's; the drafts then use the same random head."""
+        if back.lm_head is not None and original.lm_head is None:
+            target = Target.load(original.config.target["name"], "float32", "cpu")
+            if not torch.equal(back.lm_head.weight.to(dtype), target.head_weight[back.kept_ids].to(dtype)):
+                raise UserError(f"{where} computes something else: lm_head.weight is not the target's; export again")
+            back.lm_head = None
+        return super().compare(original, back, dtype, depth, where)
 
     def checked_depth(self, config: Json) -> int:
         return config["block_size"] - 1
@@ -130,39 +142,20 @@ def write_dflash(drafter: DFlash, target: Target, output: Path, dtype: torch.dty
     Raises:
         UserError: vLLM cannot compute what the drafter does (every reason), or the output cannot be written.
     """
-    config = drafter.config
-    fields = config.to_dict()
-    reasons = unsupported_features(fields, target.identity())
+    reasons = unsupported_features(drafter.config.to_dict(), target.identity())
     if target.embed_scale != 1.0:
         reasons.append(f"the target scales its embeddings by {target.embed_scale:g}, and vLLM's class does not")
     if reasons:
         raise UserError(f"this drafter cannot be written for vLLM: {'; '.join(reasons)}")
-    kept = drafter.kept_ids.cpu()  # [d] int64
-    mask_token = config.mask_token_id
-    if mask_token is None:
-        spare = torch.ones(config.vocab_size, dtype=torch.bool)
-        spare[kept] = False
-        mask_token = int(spare.nonzero().max()) if spare.any() else config.vocab_size - 1
-    described = {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        **{name: fields[name] for name in _SAME},
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-        "num_target_layers": target.num_layers,
-        "dflash_config": {
-            "mask_token_id": mask_token,
-            "target_layer_ids": [layer - 1 for layer in config.feature_layers],
-        },
-        "torch_dtype": dtype_name(dtype),
-    }
-    weights = {name: value for name, value in drafter.state_dict().items() if name not in ("kept_ids", "mask")}
-    if config.draft_vocab_size != config.vocab_size:
-        weights |= {"lm_head.weight": drafter.head.weight, "d2t": kept - torch.arange(len(kept))}
+    described = SHIPPING.engine_config(drafter, "vllm", ExportRequest(output, dtype))
+    weights = SHIPPING.engine_weights(drafter, described)
+    mask = weights.pop("mask", None)
     written = write_checkpoint(output, described, weights, dtype)
-    if drafter.mask is not None:
-        learned = {"embedding": drafter.mask.detach().to("cpu", dtype), "mask_token_id": mask_token}
+    if mask is not None:
+        learned = {
+            "embedding": mask.detach().to("cpu", dtype),
+            "mask_token_id": described["dflash_config"]["mask_token_id"],
+        }
         try:
             torch.save(learned, output / _MASK_FILE)
         except (OSError, RuntimeError) as error:

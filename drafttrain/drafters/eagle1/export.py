@@ -11,7 +11,6 @@ transformers_utils/configs/eagle.py; SGLang srt/models/llama_eagle.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -23,8 +22,8 @@ from drafttrain.drafters.shipping import ExportRequest, Format, Shipping, layers
 from drafttrain.drafters.trained import Trained
 from drafttrain.errors import UserError
 from drafttrain.files import Json
-from drafttrain.formats.llama_layers import LAYER_KEYS, layer_keys, layer_shapes, rope_parameters
-from drafttrain.formats.weights import Shapes, dtype_name, write_checkpoint
+from drafttrain.formats.llama_layers import LAYER_KEYS, layer_keys, rope_parameters
+from drafttrain.formats.weights import dtype_name
 
 _ARCHITECTURES = {"vllm": "EagleLlamaForCausalLM", "sglang": "LlamaForCausalLMEagle"}
 
@@ -58,40 +57,23 @@ class Eagle1Shipping(Shipping):
             found.append("mlp_bias: the engine's MLP has none")
         return found
 
-    def write(self, trained: Trained, form: str, request: ExportRequest) -> list[Path]:
-        head: Eagle1 = trained.load()
-        weights = {name: value for name, value in head.state_dict().items() if name != "kept_ids"}
-        if form == "sglang":
-            weights["fc.bias"] = torch.zeros(head.config.hidden_size)
-        described = {
-            "architectures": [_ARCHITECTURES[form]],
-            "model_type": "llama",
-            **layer_keys(head.config),
-            "torch_dtype": dtype_name(request.dtype),
-        }
-        return write_checkpoint(request.output, described, weights, request.dtype)
+    def engine_config(self, drafter: Eagle1, form: str, request: ExportRequest) -> Json:
+        own = {"architectures": [_ARCHITECTURES[form]], "model_type": "llama"}
+        return {**own, **layer_keys(drafter.config), "torch_dtype": dtype_name(request.dtype)}
 
-    def expected_weights(self, trained: Trained, config: Json) -> Shapes:
-        h = config["hidden_size"]
-        shapes: Shapes = {"fc.weight": (h, 2 * h)}
-        if config["architectures"] == [_ARCHITECTURES["sglang"]]:
-            shapes["fc.bias"] = (h,)
-        layer = layer_shapes(config, h)
-        shapes |= {
-            f"layers.{i}.{name}": shape for i in range(config["num_hidden_layers"]) for name, shape in layer.items()
-        }
-        del shapes["layers.0.input_layernorm.weight"]
-        return shapes
+    def engine_weights(self, drafter: Eagle1, config: Json) -> dict[str, Tensor]:
+        weights = super().engine_weights(drafter, config)
+        biased = config["architectures"] == [_ARCHITECTURES["sglang"]]
+        return {**weights, "fc.bias": torch.zeros(config["hidden_size"])} if biased else weights
 
-    def read_back(self, trained: Trained, exported: Path, config: Json, weights: dict[str, Tensor]) -> Eagle1:
-        """Takes the kept ids from the original: the export drafts over the whole vocabulary by the target's head."""
-        if weights.pop("fc.bias", torch.zeros(1)).any():
-            raise UserError(f"{str(exported)!r}: fc.bias is not zero, but the drafter's fc has no bias; export again")
-        kept = trained.load().kept_ids
+    def drafter_from(self, original: Eagle1, config: Json, weights: dict[str, Tensor]) -> Eagle1:
+        if weights.get("fc.bias", torch.zeros(1)).any():
+            raise UserError(
+                "the export computes something else: fc.bias is not zero, but the drafter has none; export again"
+            )
         fields = {key: config[key] for key in (*LAYER_KEYS, "rope_parameters")}
-        head = Eagle1(Eagle1Config(**fields, draft_vocab_size=len(kept), target=trained.target))
-        head.load_state_dict({**weights, "kept_ids": kept})
-        return head
+        kept = len(original.kept_ids)  # an engine drafts over the whole vocabulary, by the target's head
+        return Eagle1(Eagle1Config(**fields, draft_vocab_size=kept, target=original.config.target))
 
     def compare(self, original: Eagle1, back: Eagle1, dtype: torch.dtype, depth: int, where: str) -> Json:
         """As of every kind, and max_state_difference: of the first drafted state, relative to its largest entry."""

@@ -24,9 +24,9 @@ from torch import Tensor
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
 from drafttrain.errors import UserError
 from drafttrain.files import Json
-from drafttrain.formats.llama_layers import LAYER_KEYS, layer_keys, layer_shapes, rope_parameters
+from drafttrain.formats.llama_layers import LAYER_KEYS, layer_keys, rope_parameters
 from drafttrain.formats.public_names import public_name
-from drafttrain.formats.weights import Shapes, check_names, dtype_name, read_config, read_weights, write_checkpoint
+from drafttrain.formats.weights import check_names, dtype_name, read_config, read_weights, write_checkpoint
 from drafttrain.target.shell import architectures_of
 
 SPECULATORS, FLAT = "speculators", "LlamaForCausalLMEagle3"
@@ -51,7 +51,8 @@ def unsupported_features(drafter: Eagle3, engine: str) -> list[str]:
     Args:
         engine: "vllm" or "sglang" (whose rules TensorRT-LLM's loader shares).
     """
-    found, config = [], drafter.config
+    found: list[str] = []
+    config: Eagle3Config = drafter.config  # type: ignore[assignment]
     layers = tuple(config.feature_layers)
     if config.hidden_act != "silu":
         found.append(f"hidden_act={config.hidden_act!r}: the engine's MLP raises on anything but silu")
@@ -104,64 +105,52 @@ def write_eagle3(
     dtype: torch.dtype = torch.bfloat16,
     speculative_tokens: int = 3,
     target_name: str = "",
-    extra: Mapping[str, object] | None = None,
 ) -> list[Path]:
     """Writes config.json and model.safetensors in one of the two forms.
 
     Args:
-        form: SPECULATORS or FLAT. A flat head that only vLLM can run gets an architecture that only vLLM knows, so that
-            no other engine loads it and ignores what it does not understand.
-        dtype: of the weights.
+        form: SPECULATORS or FLAT. dtype: of the weights.
         speculative_tokens, target_name: what speculators' form records of the proposal and the target.
-        extra: further config keys; they win.
 
     Raises:
         UserError: the form does not support the head (every reason), or the output cannot be written.
     """
+    config = engine_config(drafter, form, dtype, speculative_tokens, target_name)
+    return write_checkpoint(output, config, engine_weights(drafter, config), dtype)
+
+
+def engine_config(drafter: Eagle3, form: str, dtype: torch.dtype, tokens: int, target: str) -> Json:
+    """The config.json of one of the two forms; arguments as of `write_eagle3`.
+
+    A flat head that only vLLM can run gets an architecture that only vLLM knows, so that no other engine loads it and ignores
+    what it does not understand.
+
+    Raises:
+        UserError: the form does not support the head.
+    """
     if reasons := unsupported_features(drafter, "vllm"):
         raise UserError(f"this head cannot be written as {form}: {'; '.join(reasons)}")
-    described = (
-        _speculators_config(drafter.config, speculative_tokens, target_name)
-        if form == SPECULATORS
-        else _flat_config(drafter)
-    )
-    described |= {"torch_dtype": dtype_name(dtype), **(extra or {})}
-    return write_checkpoint(output, described, _engine_weights(drafter, form), dtype)
+    config: Eagle3Config = drafter.config  # type: ignore[assignment]
+    described = _speculators_config(config, tokens, target) if form == SPECULATORS else _flat_config(drafter, config)
+    return {**described, "torch_dtype": dtype_name(dtype)}
 
 
-def _engine_weights(drafter: Eagle3, form: str) -> dict[str, Tensor]:
-    config, kept = drafter.config, drafter.kept_ids.cpu()
-    weights = {name.replace("midlayer.", _first(form)): value for name, value in drafter.state_dict().items()}
-    del weights["kept_ids"]
-    if config.draft_vocab_size != config.vocab_size:
+def engine_names(drafter: Eagle3, config: Json) -> dict[str, str]:
+    """The weights that engines expect, by their names, and ours."""
+    first = "layers.0." if "transformer_layer_config" in config else "midlayer."
+    return {own.replace("midlayer.", first): own for own in drafter.state_dict() if own != "kept_ids"}
+
+
+def engine_weights(drafter: Eagle3, config: Json) -> dict[str, Tensor]:
+    """Every tensor that engines expect, by their names."""
+    state = drafter.state_dict()
+    weights = {name: state[own] for name, own in engine_names(drafter, config).items()}
+    kept, v = state["kept_ids"].cpu(), drafter.config.vocab_size
+    if len(kept) != v:
         weights["d2t"] = kept - torch.arange(len(kept))  # [d] int64
-        weights["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool)  # [v]
+        weights["t2d"] = torch.zeros(v, dtype=torch.bool)  # [v]
         weights["t2d"][kept] = True
     return weights
-
-
-def _first(form: str) -> str:
-    """The first layer's name."""
-    return "layers.0." if form == SPECULATORS else "midlayer."
-
-
-def expected_weights(config: Json) -> Shapes:
-    """Every tensor that vLLM's class expects for an exported config, as the file names it."""
-    form = SPECULATORS if "transformer_layer_config" in config else FLAT
-    c = {**config, **config.get("transformer_layer_config", {})}
-    h, target, count, d = (
-        c[key] for key in ("hidden_size", "target_hidden_size", "num_aux_hidden_states", "draft_vocab_size")
-    )
-    shapes: Shapes = {"fc.weight": (h, count * target), "norm.weight": (h,), "lm_head.weight": (d, h)}
-    if d != c["vocab_size"]:
-        shapes |= {"d2t": (d,), "t2d": (c["vocab_size"],)}
-    if c["fc_norm"]:
-        shapes |= {f"fc_norm.{i}.weight": (target,) for i in range(count)}
-    first = {**layer_shapes(c, target + h), "input_layernorm.weight": (target,), "hidden_norm.weight": (h,)}
-    shapes |= {_first(form) + name: shape for name, shape in first.items()}
-    for i in range(1, c["num_hidden_layers"]):
-        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer_shapes(c, h).items()}
-    return shapes
 
 
 def _decoder_keys(config: Eagle3Config) -> Json:
@@ -207,8 +196,8 @@ def _speculators_config(config: Eagle3Config, tokens: int, target: str) -> Json:
     }
 
 
-def _flat_config(drafter: Eagle3) -> Json:
-    config, architecture = drafter.config, FLAT
+def _flat_config(drafter: Eagle3, config: Eagle3Config) -> Json:
+    architecture = FLAT
     if unsupported_features(drafter, "sglang"):
         architecture = "Eagle3Qwen3ForCausalLM" if config.qk_norm else "Eagle3LlamaForCausalLM"
     keys = {"architectures": [architecture], **_decoder_keys(config), **_head_keys(config)}
@@ -279,17 +268,15 @@ def make_head(
         UserError: the config describes what ours cannot compute, or the weights do not fit it.
     """
     found = {name.removeprefix("model.").replace("layers.0.", "midlayer."): w for name, w in weights.items()}
-    fields = _our_fields(config, found, target, where)
     with torch.device("meta"):
-        drafter = cls(cls.config_class(**fields, **more))
+        drafter = cls(cls.config_class(**_our_fields(config, found, target, where), **more))
     d, v = drafter.config.draft_vocab_size, drafter.config.vocab_size
     if "d2t" not in found and d != v:
         raise UserError(f"{where} keeps {d} of {v} tokens, but has no d2t")
-    kept = found.pop("d2t", torch.zeros(d)).long() + torch.arange(d)  # [d] int64
+    found["kept_ids"] = kept = found.pop("d2t", torch.zeros(d)).long() + torch.arange(d)  # [d] int64
     # Engines bring the target's embedding, and some trainers store copies of what belongs to the target.
     for name in ("t2d", "embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight"):
         found.pop(name, None)
-    found["kept_ids"] = kept
     check_names(found, {name: tuple(value.shape) for name, value in drafter.state_dict().items()}, where)
     if not 0 <= int(kept.min()) <= int(kept.max()) < v:
         raise UserError(f"{where}: d2t points outside of the target's {v} tokens")

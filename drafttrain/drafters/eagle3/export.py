@@ -3,30 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
 
-from drafttrain.drafters.eagle3.eagle3_formats import (
-    FLAT,
-    SPECULATORS,
-    default_layers,
-    expected_weights,
-    make_head,
-    read_eagle3,
-    unsupported_features,
-    write_eagle3,
-)
+from drafttrain.drafters.eagle3 import eagle3_formats as forms
+from drafttrain.drafters.eagle3.eagle3_formats import FLAT, SPECULATORS, unsupported_features
 from drafttrain.drafters.eagle3.model import Eagle3
 from drafttrain.drafters.shipping import ExportRequest, Format, Shipping, layers_text, vocabulary_text
 from drafttrain.drafters.trained import Trained
 from drafttrain.files import Json
 from drafttrain.formats.public_names import write_clean_json
-from drafttrain.formats.weights import Shapes, read_config
+from drafttrain.formats.weights import write_checkpoint
 
 
-class Eagle3Shipping(Shipping):
+class Eagle3Files(Shipping):
+    """Kinds in EAGLE-3's checkpoint forms."""
+
+    def engine_config(self, drafter: Eagle3, form: str, request: ExportRequest) -> Json:
+        shape = SPECULATORS if form == "vllm" else FLAT
+        return forms.engine_config(drafter, shape, request.dtype, request.depth, request.target)
+
+    def engine_weights(self, drafter: Eagle3, config: Json) -> dict[str, Tensor]:
+        return forms.engine_weights(drafter, config)
+
+    def drafter_from(self, original: Eagle3, config: Json, weights: dict[str, Tensor]) -> Eagle3:
+        return forms.make_head(type(original), config, weights, original.config.target, "the export")
+
+    def drafter_weights(
+        self, original: Eagle3, back: Eagle3, config: Json, weights: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        return back.state_dict()  # `make_head` has filled it
+
+
+class Eagle3Shipping(Eagle3Files):
     """A repository's root holds the flat form with our own keys in its config, speculators/ the other form."""
 
     formats = {
@@ -52,19 +62,10 @@ class Eagle3Shipping(Shipping):
             ]
         return unsupported_features(trained.load(), form)
 
-    def write(self, trained: Trained, form: str, request: ExportRequest) -> list[Path]:
-        return _write(trained.load(), SPECULATORS if form == "vllm" else FLAT, request)
-
-    def expected_weights(self, trained: Trained, config: Json) -> Shapes:
-        return expected_weights(config)
-
-    def read_back(self, trained: Trained, exported: Path, config: Json, weights: dict[str, Tensor]) -> Eagle3:
-        return make_head(Eagle3, config, weights, trained.target, repr(str(exported)))
-
     def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
         layers = tuple(trained.config.get("feature_layers", ()))
         tensorrt: Json = {"decoding_type": "Eagle3"}
-        if layers != default_layers(trained.target.get("num_layers", 0)):
+        if layers != forms.default_layers(trained.target.get("num_layers", 0)):
             tensorrt["eagle3_layers_to_capture"] = [layer - 1 for layer in layers]
         return {
             "vLLM": {"method": "eagle3"},
@@ -82,9 +83,9 @@ class Eagle3Shipping(Shipping):
             head.to(request.dtype).save_pretrained(folder)
             return [("model.safetensors", "the head, for drafttrain; no engine supports it, see below")]
         own = {key: value for key, value in config.to_diff_dict().items() if value not in (None, 0) and key != "dtype"}
-        _write(head, SPECULATORS, replace(request, output=folder / "speculators"))
-        _write(head, FLAT, request)
-        described = read_config(folder)
+        for form, place in (("vllm", folder / "speculators"), ("sglang", folder)):
+            described = self.engine_config(head, form, request)
+            write_checkpoint(place, described, self.engine_weights(head, described), request.dtype)
         write_clean_json(folder / "config.json", {**own, **described, "drafter_kind": trained.kind, "target": target})
         flat_only = unsupported_features(head, "sglang")
         engines = "vLLM and drafttrain" if flat_only else "vLLM, SGLang, TensorRT-LLM and drafttrain"
@@ -100,13 +101,7 @@ class Eagle3Shipping(Shipping):
         return isinstance(architectures, list) and any("Eagle3" in name for name in architectures)
 
     def read(self, folder: Path, target: Json, allow_pickle: bool = False) -> Eagle3:
-        return read_eagle3(folder, target, allow_pickle)
-
-
-def _write(head: Eagle3, form: str, request: ExportRequest) -> list[Path]:
-    return write_eagle3(
-        head, request.output, form, dtype=request.dtype, speculative_tokens=request.depth, target_name=request.target
-    )
+        return forms.read_eagle3(folder, target, allow_pickle)
 
 
 SHIPPING = Eagle3Shipping()

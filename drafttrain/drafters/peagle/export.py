@@ -6,25 +6,18 @@ Sources: vLLM 0.32 transformers_utils/configs/speculators/algos.py (update_peagl
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from torch import Tensor
 
-from drafttrain.drafters.eagle3.eagle3_formats import (
-    SPECULATORS,
-    expected_weights,
-    make_head,
-    unsupported_features,
-    write_eagle3,
-)
+from drafttrain.drafters.eagle3.eagle3_formats import make_head, unsupported_features
+from drafttrain.drafters.eagle3.export import Eagle3Files
 from drafttrain.drafters.peagle.model import PEagle
-from drafttrain.drafters.shipping import ExportRequest, Format, Shipping, vocabulary_text
+from drafttrain.drafters.shipping import ExportRequest, Format, vocabulary_text
 from drafttrain.drafters.trained import Trained
-from drafttrain.files import Json, write_json
-from drafttrain.formats.weights import Shapes, read_config
+from drafttrain.files import Json
 
 
-class PEagleShipping(Shipping):
+class PEagleShipping(Eagle3Files):
     """vLLM alone; our own format goes to the Hub too."""
 
     formats = {"vllm": Format("P-EAGLE in speculators' form", ("vLLM",))}
@@ -47,29 +40,15 @@ class PEagleShipping(Shipping):
             found.append("fc_norm: the engine does not read it for P-EAGLE and would compute something else")
         return found
 
-    def write(self, trained: Trained, form: str, request: ExportRequest) -> list[Path]:
-        head: PEagle = trained.load()
-        files = write_eagle3(
-            head,
-            request.output,
-            SPECULATORS,
-            dtype=request.dtype,
-            speculative_tokens=request.depth,
-            target_name=request.target,
-        )
-        described = read_config(request.output)
+    def engine_config(self, drafter: PEagle, form: str, request: ExportRequest) -> Json:
+        described = super().engine_config(drafter, form, request)
         described["speculators_config"]["algorithm"] = "peagle"
         own = {"architectures": ["PEagleSpeculator"], "speculators_model_type": "peagle"}
-        write_json(files[0], {**described, **own, "mask_token_id": head.config.mask_token_id})
-        return files
+        return {**described, **own, "mask_token_id": drafter.config.mask_token_id}
 
-    def expected_weights(self, trained: Trained, config: Json) -> Shapes:
-        shapes = expected_weights(config)
-        return shapes | {"mask_hidden": (1, 1, shapes["fc.weight"][1])}
-
-    def read_back(self, trained: Trained, exported: Path, config: Json, weights: dict[str, Tensor]) -> PEagle:
-        where, mask = repr(str(exported)), config["mask_token_id"]
-        return make_head(PEagle, config, weights, trained.target, where, mask_token_id=mask)
+    def drafter_from(self, original: PEagle, config: Json, weights: dict[str, Tensor]) -> PEagle:
+        target, mask = original.config.target, config["mask_token_id"]
+        return make_head(PEagle, config, weights, target, "the export", mask_token_id=mask)
 
     def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
         return {"vLLM": {"method": "eagle3", "parallel_drafting": True}}
