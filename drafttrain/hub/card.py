@@ -92,12 +92,14 @@ class ModelCard:
             base_link=link(self.base_model),
             license=self.license,
             kind_line=shipping(kind).line(self.trained, f"{count:,}" if count else "an unrecorded number of"),
-            runs=[_run(file, run, self.repo) for file, run in self.results],
+            runs=[(file, shorten(run), identity_line(run).capitalize()) for file, run in self.results],
             plots=self.plots,
             recipes=self.recipes,
             files=self.files,
-            training=_training_lines(self.training, self.data, self.dataset),
-            max_length=(self.training.get("config") or {}).get("max_length"),
+            training=shorten(self.training),
+            trainer_keys=_TRAINER_KEYS,
+            data=self.data,
+            dataset=self.dataset,
         )
 
 
@@ -112,79 +114,6 @@ def read_training(folder: Path) -> Json:
         return json.loads(path.read_text()) if path.is_file() else {}
     except ValueError as error:
         raise UserError(f"{path.name} of the drafter is not JSON ({error}); repair or remove it") from error
-
-
-def _run(file: str, results: Json, repo: str) -> Json:
-    """A results.json as the template shows it."""
-    decoding, versions = results["decoding"], results.get("versions") or {}
-    names = list(results["overall"].get("speedup") or {})
-    groups = {**results["categories"], "**all**": results["overall"]}
-    return {
-        "file": file,
-        "suite": shorten(results.get("suite", "")),
-        "temperature": decoding["temperature"],
-        "table": "\n".join(_table(groups, names)),
-        "device": results.get("device", "unknown device"),
-        "threads": results.get("threads", "?"),
-        "dtype": results.get("dtype", "?"),
-        "compute_dtype": results.get("compute_dtype", results.get("dtype", "?")),
-        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
-        "drafter": results.get("kind", repo),
-        "tree": decoding.get("tree", {}).get("spec", "none"),
-        "max_new_tokens": decoding.get("max_new_tokens", "?"),
-        "batch_size": decoding.get("batch_size", 1),
-        "identity": identity_line(results).capitalize(),
-    }
-
-
-def _table(groups: dict[str, Json], baselines: Sequence[str]) -> list[str]:
-    """Markdown lines: a row for each group of figures."""
-    head = [
-        "category",
-        "prompts",
-        "accepted length",
-        "acceptance by depth",
-        "tokens/s",
-        *(f"vs {n}" for n in baselines),
-    ]
-    lines = [head, ["---"] * len(head)]
-    for name, figures in groups.items():
-        speedup = figures.get("speedup") or {}
-        depths = " ".join(f"{share:.2f}" for share in figures["acceptance_by_depth"]["conditional"])
-        row = [name, str(figures["prompts"]), f"{figures['accepted_length']:.2f}", depths or "-"]
-        row.append(f"{figures['tokens_per_second']:.1f}")
-        lines.append(row + [f"{speedup[each]:.2f}x" if each in speedup else "-" for each in baselines])
-    return [f"| {' | '.join(cells)} |" for cells in lines]
-
-
-def _training_lines(training: Json, data: Json | None, dataset: str) -> list[str]:
-    lines = []
-    if data is not None:
-        counts, sampling = data.get("counts") or {}, data.get("sampling") or {}
-        named = f"[{dataset}](https://huggingface.co/datasets/{dataset}), " if dataset else ""
-        lines.append(
-            f"data: {named}{counts.get('conversations', '?')} conversations with {counts.get('response_tokens', '?')} tokens "
-            f"that the target wrote itself (temperature {sampling.get('temperature', '?')}, "
-            f"at most {sampling.get('max_new_tokens', '?')} a response, {counts.get('truncated', '?')} cut off there)"
-        )
-    config = training.get("config")
-    if config:
-        trainer = config.get("trainer") or {}
-        options = ", ".join(f"{key} {value}" for key, value in (config.get("drafter") or {}).items())
-        lines.append(
-            f"recipe: kind {config['kind']}, loss {config['loss']}, init {shorten(config['init'])}; {options or 'defaults'}"
-        )
-        chosen = ", ".join(f"{key} {trainer[key]}" for key in _TRAINER_KEYS if key in trainer)
-        lines.append(f"trainer: {chosen or 'defaults'}; conversations up to {config.get('max_length')} tokens")
-    if "steps" in training:
-        lines.append(
-            f"run: {training['steps']} steps in {training.get('seconds', 0) / 60:.1f} minutes on "
-            f"{training.get('device', '?')}, {training.get('processes', 1)} process(es)"
-        )
-    held_out = training.get("held_out") or {}
-    if "eval_accepted_length" in held_out:
-        lines.append(f"held-out conversations: simulated accepted length {held_out['eval_accepted_length']:.2f}")
-    return lines
 
 
 def default_license(target_folder: Path) -> str:
