@@ -79,16 +79,27 @@ class Shipping:
             export/engine_runs.py), and the format that each is given.
         in_root: formats that a published repository holds in its root, with our own keys added; others get a folder each.
         reads: published checkpoints that `drafttrain import` reads, for messages.
+        description: half a sentence for the card, with places for the config's keys and the words of `line`.
     """
 
     formats: Mapping[str, Format] = {}
     verifiable: Mapping[str, str] = {}
     in_root: Sequence[str] = ()
     reads = ""
+    description = "of kind {kind}, {parameters} parameters"
 
     def line(self, trained: Trained, parameters: str) -> str:
-        """Describes such a drafter in half a sentence, for the card. parameters: their number, as text."""
-        return f"of kind {trained.kind}, {parameters} parameters"
+        """Describes the drafter in half a sentence, for the card. parameters: their number, as text."""
+        config = trained.config
+        layers = config.get("num_hidden_layers", 1)
+        words = {
+            "kind": trained.kind,
+            "parameters": parameters,
+            "layers": "one decoder layer" if layers == 1 else f"{layers} decoder layers",
+            "features": ", ".join(map(str, config.get("feature_layers", []))),
+            "kept": f"{config.get('draft_vocab_size', 0):,} of its {config.get('vocab_size', 0):,} tokens",
+        }
+        return self.description.format(**{**config, **words})
 
     # -- writing ------------------------------------------------------------------------------------------------
 
@@ -234,17 +245,6 @@ class Shipping:
             UserError: it computes what ours cannot, lacks weights, or was trained for another target.
         """
         raise NotImplementedError(str(folder))
-
-
-def vocabulary_text(config: Json) -> str:
-    """The share of the target's vocabulary that a drafter keeps, for the card."""
-    return f"{config.get('draft_vocab_size', 0):,} of its {config.get('vocab_size', 0):,} tokens"
-
-
-def layers_text(config: Json) -> str:
-    """The number of a drafter's layers, for the card."""
-    layers = config.get("num_hidden_layers", 1)
-    return "one decoder layer" if layers == 1 else f"{layers} decoder layers"
 
 
 def shipped_kinds() -> list[str]:

@@ -100,11 +100,11 @@ def transformers(job: EngineJob, drafter: Path) -> Json:
     """Runs transformers' assisted generation in this process, on models of its own."""
     target = job.target
     model, assistant = (
-        AutoModelForCausalLM.from_pretrained(path, dtype=target.compute_dtype, use_safetensors=True)
-        .to(target.device)
-        .eval()
+        AutoModelForCausalLM.from_pretrained(path, dtype=target.compute_dtype, use_safetensors=True).eval()
         for path in (target.path, drafter)
     )
+    for each in (model, assistant):
+        each.to(target.device)  # type: ignore[arg-type]
     end = target.eos_ids or None
     model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=end[0] if end else 0)
     assistant.generation_config.num_assistant_tokens = job.depth

@@ -10,7 +10,7 @@ results/, plots/                   what drafttrain eval measured
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from drafttrain.data.store import read_meta
@@ -131,7 +131,12 @@ def prepare(args: argparse.Namespace, trained: Trained, results: Sequence[Json],
 def _public_training(training: Json) -> Json:
     """training.json with names for paths."""
     config = dict(training.get("config") or {})
-    public = {"data": _last_part, "output_dir": _last_part, "target": public_name, "init": shorten}
+    public: dict[str, Callable[[str], str]] = {
+        "data": _last_part,
+        "output_dir": _last_part,
+        "target": public_name,
+        "init": shorten,
+    }
     return {
         **training,
         "config": config | {key: change(config[key]) for key, change in public.items() if key in config},

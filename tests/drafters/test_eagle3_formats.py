@@ -8,9 +8,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from drafttrain.drafters.eagle3.eagle3_formats import FLAT, SPECULATORS, read_eagle3, unsupported_features, write_eagle3
+from drafttrain.drafters.eagle3.eagle3_formats import (
+    FLAT,
+    SPECULATORS,
+    engine_config,
+    engine_weights,
+    read_eagle3,
+    unsupported_features,
+)
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
 from drafttrain.errors import UserError
+from drafttrain.formats.weights import write_checkpoint
 from tests.conftest import make_target
 from tests.engine_arithmetic.eagle3 import compare_steps
 
@@ -25,6 +33,11 @@ def make_head(target, **options) -> Eagle3:
     if head.config.draft_vocab_size < target.vocab_size:
         head.kept_ids.copy_(torch.randperm(target.vocab_size)[: len(head.kept_ids)].sort().values)
     return head
+
+
+def write_eagle3(head, folder, form, dtype=torch.bfloat16, speculative_tokens=3, target_name=""):
+    config = engine_config(head, form, dtype, speculative_tokens, target_name)
+    return write_checkpoint(folder, config, engine_weights(head, config), dtype)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from drafttrain.drafters.common.tree_spec import TreeSpec
-from drafttrain.drafters.eagle3.eagle3_formats import SPECULATORS, form_of
+from drafttrain.drafters.eagle3.eagle3_formats import is_eagle3
 from drafttrain.drafters.eagle3.model import Eagle3
 from drafttrain.errors import UserError
 from drafttrain.formats.weights import check_names, read_config, read_weights
@@ -35,7 +35,8 @@ class EngineHead:
     def __init__(self, folder: Path):
         described = read_config(folder)
         layer = described
-        if form_of(described, folder) == SPECULATORS:
+        assert is_eagle3(described)
+        if "transformer_layer_config" in described:
             # vLLM builds the config from the layer's keys and copies these from outside.
             names = ("draft_vocab_size", "target_hidden_size", "norm_before_residual", "fc_norm", "norm_output")
             layer = {**described["transformer_layer_config"], **{name: described.get(name) for name in names}}

@@ -34,14 +34,8 @@ _SAME = (
 class DFlashShipping(Shipping):
     """vLLM alone; our own format goes to the Hub too."""
 
+    description = "a DFlash drafter (arXiv 2602.06036), blocks of {block_size}, {layers}, {parameters} parameters"
     formats = {"vllm": Format("DFlash as DFlashDraftModel", ("vLLM",))}
-
-    def line(self, trained: Trained, parameters: str) -> str:
-        config = trained.config
-        return (
-            f"a DFlash drafter (arXiv 2602.06036), blocks of {config.get('block_size', 0)}, "
-            f"{config.get('num_hidden_layers', 0)} decoder layers, {parameters} parameters"
-        )
 
     def unsupported(self, trained: Trained, form: str) -> list[str]:
         return super().unsupported(trained, form) or unsupported_features(trained.config, trained.target)

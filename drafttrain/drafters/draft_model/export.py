@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -27,6 +28,9 @@ _TOLERANCE = 2e-2  # of the largest log-probability: two loaders of one file agr
 class DraftModelShipping(Shipping):
     """One checkpoint for every engine but llama.cpp, written without our own keys."""
 
+    description = (
+        "a small language model of {parameters} parameters with the same tokenizer, trained to predict what it writes"
+    )
     formats = {
         "vllm": _PLAIN,
         "sglang": _PLAIN,
@@ -35,9 +39,6 @@ class DraftModelShipping(Shipping):
     }
     verifiable = {"vllm": "vllm", "transformers": "transformers", "llama.cpp": "gguf"}
     in_root = ("vllm", "sglang", "transformers", "gguf")
-
-    def line(self, trained: Trained, parameters: str) -> str:
-        return f"a small language model of {parameters} parameters with the same tokenizer, trained to guess what it writes"
 
     def unsupported(self, trained: Trained, form: str) -> list[str]:
         recorded, own = trained.target.get("vocab_size"), trained.config["vocab_size"]
@@ -122,16 +123,17 @@ def _load_complete(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
         UserError: no causal language model, or one whose weights and config disagree.
     """
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, use_safetensors=True, output_loading_info=True
         )
     except (OSError, ValueError) as error:
         raise UserError(f"drafter={str(folder)!r} is no causal language model ({first_line(error)})") from error
+    model, info = loaded
     wrong = sorted(map(str, {*info["missing_keys"], *info["unexpected_keys"]}))
     if wrong:
         raise UserError(f"drafter={str(folder)!r}: weights and config disagree on {', '.join(wrong[:3])}")
     for key in ("drafter_kind", "target", "loss"):
-        vars(model.config).pop(key, None)
+        model.config.__dict__.pop(key, None)
     return model
 
 

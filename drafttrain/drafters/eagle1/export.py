@@ -18,7 +18,7 @@ from torch import Tensor
 from drafttrain.drafters.common.layer_session import LayerSession
 from drafttrain.drafters.eagle1.model import Eagle1, Eagle1Config
 from drafttrain.drafters.read_back import RandomTarget, draft_chains
-from drafttrain.drafters.shipping import ExportRequest, Format, Shipping, layers_text
+from drafttrain.drafters.shipping import ExportRequest, Format, Shipping
 from drafttrain.drafters.trained import Trained
 from drafttrain.errors import UserError
 from drafttrain.files import Json
@@ -31,15 +31,12 @@ _ARCHITECTURES = {"vllm": "EagleLlamaForCausalLM", "sglang": "LlamaForCausalLMEa
 class Eagle1Shipping(Shipping):
     """An engine's form each, in a folder of its name; our own in the root."""
 
+    description = "an EAGLE-1 head (arXiv 2401.15077), {layers} over the target's last state, {parameters} parameters"
     formats = {
         "vllm": Format("EAGLE as EagleLlamaForCausalLM", ("vLLM",)),
         "sglang": Format("EAGLE as LlamaForCausalLMEagle", ("SGLang",)),
     }
     verifiable = {"vllm": "vllm"}
-
-    def line(self, trained: Trained, parameters: str) -> str:
-        layers = layers_text(trained.config)
-        return f"an EAGLE-1 head (arXiv 2401.15077), {layers} over the target's last state, {parameters} parameters"
 
     def unsupported(self, trained: Trained, form: str) -> list[str]:
         if found := super().unsupported(trained, form):

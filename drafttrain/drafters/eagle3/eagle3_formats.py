@@ -26,7 +26,7 @@ from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.formats.llama_layers import LAYER_KEYS, layer_keys, rope_parameters
 from drafttrain.formats.public_names import public_name
-from drafttrain.formats.weights import check_names, dtype_name, read_config, read_weights, write_checkpoint
+from drafttrain.formats.weights import check_names, dtype_name, read_config, read_weights
 from drafttrain.target.shell import architectures_of
 
 SPECULATORS, FLAT = "speculators", "LlamaForCausalLMEagle3"
@@ -97,30 +97,12 @@ def _unsupported_by_sglang(config: Eagle3Config) -> list[str]:
 # -- writing --------------------------------------------------------------------------------------------------------
 
 
-def write_eagle3(
-    drafter: Eagle3,
-    output: Path,
-    form: str,
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    speculative_tokens: int = 3,
-    target_name: str = "",
-) -> list[Path]:
-    """Writes config.json and model.safetensors in one of the two forms.
+def engine_config(drafter: Eagle3, form: str, dtype: torch.dtype, tokens: int, target: str) -> Json:
+    """The config.json of one of the two forms.
 
     Args:
         form: SPECULATORS or FLAT. dtype: of the weights.
-        speculative_tokens, target_name: what speculators' form records of the proposal and the target.
-
-    Raises:
-        UserError: the form does not support the head (every reason), or the output cannot be written.
-    """
-    config = engine_config(drafter, form, dtype, speculative_tokens, target_name)
-    return write_checkpoint(output, config, engine_weights(drafter, config), dtype)
-
-
-def engine_config(drafter: Eagle3, form: str, dtype: torch.dtype, tokens: int, target: str) -> Json:
-    """The config.json of one of the two forms; arguments as of `write_eagle3`.
+        tokens, target: what speculators' form records of the proposal and the target.
 
     A flat head that only vLLM can run gets an architecture that only vLLM knows, so that no other engine loads it and ignores
     what it does not understand.
@@ -218,24 +200,12 @@ def default_layers(count: int) -> tuple[int, int, int]:
 # -- reading --------------------------------------------------------------------------------------------------------
 
 
-def form_of(config: Json, folder: Path) -> str:
-    """The form of a config.json.
-
-    Raises:
-        UserError: in neither form, with what it is instead.
-    """
+def is_eagle3(config: Mapping[str, object]) -> bool:
+    """Whether a config.json is in one of the two forms."""
     if "speculators_model_type" in config:
-        kind = config["speculators_model_type"]
-        if kind != "eagle3":
-            raise UserError(f"{str(folder)!r} is a speculator of type {kind!r}; import reads eagle3")
-        return SPECULATORS
-    architectures = config.get("architectures") or []
-    if any("Eagle3" in name for name in architectures):
-        return FLAT
-    raise UserError(
-        f"{str(folder)!r} has architectures={architectures}; import reads EAGLE-3 heads: speculators' form, or "
-        "LlamaForCausalLMEagle3"
-    )
+        return config["speculators_model_type"] == "eagle3"
+    architectures = config.get("architectures")
+    return isinstance(architectures, list) and any("Eagle3" in name for name in architectures)
 
 
 def read_eagle3(folder: Path, target: Json, allow_pickle: bool = False) -> Eagle3:
@@ -249,7 +219,11 @@ def read_eagle3(folder: Path, target: Json, allow_pickle: bool = False) -> Eagle
             or another target.
     """
     config = read_config(folder)
-    form_of(config, folder)
+    if not is_eagle3(config):
+        kind = config.get("speculators_model_type") or config.get("architectures")
+        raise UserError(
+            f"{str(folder)!r} is {kind}; import reads EAGLE-3 heads: speculators' form, or LlamaForCausalLMEagle3"
+        )
     weights = read_weights(folder, allow_pickle)
     if config.get("parallel_drafting") or "mask_hidden" in weights:
         raise UserError(f"{str(folder)!r} drafts in parallel (P-EAGLE), which is not imported")

@@ -10,7 +10,8 @@ from torch import Tensor
 from drafttrain.drafters.eagle3 import eagle3_formats as forms
 from drafttrain.drafters.eagle3.eagle3_formats import FLAT, SPECULATORS, unsupported_features
 from drafttrain.drafters.eagle3.model import Eagle3
-from drafttrain.drafters.shipping import ExportRequest, Format, Shipping, layers_text, vocabulary_text
+from drafttrain.drafters.read_back import DrafterModel
+from drafttrain.drafters.shipping import ExportRequest, Format, Shipping
 from drafttrain.drafters.trained import Trained
 from drafttrain.files import Json
 from drafttrain.formats.public_names import write_clean_json
@@ -20,14 +21,14 @@ from drafttrain.formats.weights import write_checkpoint
 class Eagle3Files(Shipping):
     """Kinds in EAGLE-3's checkpoint forms."""
 
-    def engine_config(self, drafter: Eagle3, form: str, request: ExportRequest) -> Json:
+    def engine_config(self, drafter: DrafterModel, form: str, request: ExportRequest) -> Json:
         shape = SPECULATORS if form == "vllm" else FLAT
         return forms.engine_config(drafter, shape, request.dtype, request.depth, request.target)
 
     def engine_weights(self, drafter: Eagle3, config: Json) -> dict[str, Tensor]:
         return forms.engine_weights(drafter, config)
 
-    def drafter_from(self, original: Eagle3, config: Json, weights: dict[str, Tensor]) -> Eagle3:
+    def drafter_from(self, original: DrafterModel, config: Json, weights: dict[str, Tensor]) -> Eagle3:
         return forms.make_head(type(original), config, weights, original.config.target, "the export")
 
     def drafter_weights(
@@ -39,6 +40,10 @@ class Eagle3Files(Shipping):
 class Eagle3Shipping(Eagle3Files):
     """A repository's root holds the flat form with our own keys in its config, speculators/ the other form."""
 
+    description = (
+        "an EAGLE-3 head (arXiv 2503.01840), {layers} over the target's states {features}, {parameters} parameters, "
+        "{kept}"
+    )
     formats = {
         "vllm": Format("EAGLE-3 in speculators' form", ("vLLM",)),
         "sglang": Format("EAGLE-3 as LlamaForCausalLMEagle3", ("SGLang", "TensorRT-LLM, Triton", "vLLM")),
@@ -46,14 +51,6 @@ class Eagle3Shipping(Eagle3Files):
     verifiable = {"vllm": "vllm"}
     in_root = ("vllm", "sglang")
     reads = "EAGLE-3 heads in speculators' form or as LlamaForCausalLMEagle3"
-
-    def line(self, trained: Trained, parameters: str) -> str:
-        config = trained.config
-        features = ", ".join(map(str, config.get("feature_layers", [])))
-        return (
-            f"an EAGLE-3 head (arXiv 2503.01840), {layers_text(config)} over the target's states {features}, {parameters} "
-            f"parameters, {vocabulary_text(config)}"
-        )
 
     def unsupported(self, trained: Trained, form: str) -> list[str]:
         if form not in self.formats:
@@ -74,7 +71,7 @@ class Eagle3Shipping(Eagle3Files):
         }
 
     def publish(self, trained: Trained, request: ExportRequest) -> list[tuple[str, str]]:
-        head: Eagle3 = trained.load()
+        head = trained.load()
         folder, target = request.output, {**trained.target, "name": request.target}
         config = head.config
         config.target = target
@@ -95,10 +92,7 @@ class Eagle3Shipping(Eagle3Files):
         ]
 
     def recognizes(self, config: Mapping[str, object]) -> bool:
-        if "speculators_model_type" in config:
-            return config["speculators_model_type"] == "eagle3"
-        architectures = config.get("architectures")
-        return isinstance(architectures, list) and any("Eagle3" in name for name in architectures)
+        return forms.is_eagle3(config)
 
     def read(self, folder: Path, target: Json, allow_pickle: bool = False) -> Eagle3:
         return forms.read_eagle3(folder, target, allow_pickle)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from drafttrain.drafters.shipping import Shipping, vocabulary_text
+from drafttrain.drafters.shipping import Shipping
 from drafttrain.drafters.trained import Trained
 
 
 class HydraShipping(Shipping):
     """Our own format only."""
 
-    def line(self, trained: Trained, parameters: str) -> str:
-        heads = trained.config["num_heads"]
-        return f"{heads} Hydra heads (arXiv 2402.05109), {parameters} parameters, {vocabulary_text(trained.config)}"
+    description = "{num_heads} Hydra heads (arXiv 2402.05109), {parameters} parameters, {kept}"
 
     def unsupported(self, trained: Trained, form: str) -> list[str]:
         return ["Hydra heads read the drafted tokens' embeddings, and engines run heads (Medusa's) on the state alone"]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from drafttrain.drafters.common.whole_vocabulary import WholeVocabularyShipping
 from drafttrain.drafters.medusa.model import Medusa, MedusaConfig
-from drafttrain.drafters.shipping import ExportRequest, Format, vocabulary_text
+from drafttrain.drafters.shipping import ExportRequest, Format
 from drafttrain.drafters.trained import Trained
 from drafttrain.errors import UserError
 from drafttrain.files import Json
@@ -18,12 +18,9 @@ from drafttrain.formats.weights import dtype_name
 class MedusaShipping(WholeVocabularyShipping):
     """vLLM alone; our own format goes to the Hub too."""
 
+    description = "{num_heads} Medusa heads (arXiv 2401.10774), {parameters} parameters, {kept}"
     formats = {"vllm": Format("MedusaModel", ("vLLM",))}
     verifiable = {"vllm": "vllm"}
-
-    def line(self, trained: Trained, parameters: str) -> str:
-        heads = trained.config["num_heads"]
-        return f"{heads} Medusa heads (arXiv 2401.10774), {parameters} parameters, {vocabulary_text(trained.config)}"
 
     def engine_config(self, drafter: Medusa, form: str, request: ExportRequest) -> Json:
         """Keeps as many heads as tokens are to be drafted: vLLM drafts one per head, whatever its config says.

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from drafttrain.drafters.common.whole_vocabulary import WholeVocabularyShipping
 from drafttrain.drafters.mlp_speculator.model import MlpSpeculator, MlpSpeculatorConfig
-from drafttrain.drafters.shipping import ExportRequest, Format, vocabulary_text
-from drafttrain.drafters.trained import Trained
+from drafttrain.drafters.shipping import ExportRequest, Format
 from drafttrain.files import Json
 from drafttrain.formats.weights import dtype_name
 
@@ -21,11 +20,8 @@ _SAME = ("vocab_size", "emb_dim", "inner_dim", "n_predict", "scale_input")
 class MlpSpeculatorShipping(WholeVocabularyShipping):
     """The published form for older versions of vLLM; our own format goes to the Hub too."""
 
+    description = "an MLP speculator (arXiv 2404.19124) of {n_predict} steps, {parameters} parameters, {kept}"
     formats = {"vllm": Format("MLPSpeculatorPreTrainedModel", ("vLLM",))}
-
-    def line(self, trained: Trained, parameters: str) -> str:
-        steps, kept = trained.config["n_predict"], vocabulary_text(trained.config)
-        return f"an MLP speculator (arXiv 2404.19124) of {steps} steps, {parameters} parameters, {kept}"
 
     def engine_config(self, drafter: MlpSpeculator, form: str, request: ExportRequest) -> Json:
         config = drafter.config
@@ -41,7 +37,7 @@ class MlpSpeculatorShipping(WholeVocabularyShipping):
 
     def engine_names(self, drafter: MlpSpeculator, config: Json) -> dict[str, str]:
         """Shared modules are in the file once per step, as in published checkpoints."""
-        names = {}
+        names: dict[str, str] = {}
         for name, own in _MODULES.items():
             modules = drafter.get_submodule(own)
             assert isinstance(modules, nn.ModuleList), "one module per step, or one for all"

@@ -12,7 +12,7 @@ from torch import Tensor
 from drafttrain.drafters.eagle3.eagle3_formats import make_head, unsupported_features
 from drafttrain.drafters.eagle3.export import Eagle3Files
 from drafttrain.drafters.peagle.model import PEagle
-from drafttrain.drafters.shipping import ExportRequest, Format, vocabulary_text
+from drafttrain.drafters.shipping import ExportRequest, Format
 from drafttrain.drafters.trained import Trained
 from drafttrain.files import Json
 
@@ -20,16 +20,12 @@ from drafttrain.files import Json
 class PEagleShipping(Eagle3Files):
     """vLLM alone; our own format goes to the Hub too."""
 
+    description = (
+        "a P-EAGLE head, which drafts {ttt_steps} tokens in one pass over the target's states {features}, {parameters} "
+        "parameters, {kept}"
+    )
     formats = {"vllm": Format("P-EAGLE in speculators' form", ("vLLM",))}
     verifiable = {"vllm": "vllm"}
-
-    def line(self, trained: Trained, parameters: str) -> str:
-        config = trained.config
-        features = ", ".join(map(str, config.get("feature_layers", [])))
-        return (
-            f"a P-EAGLE head, which drafts {config.get('ttt_steps')} tokens in one pass over the target's states {features}, "
-            f"{parameters} parameters, {vocabulary_text(config)}"
-        )
 
     def unsupported(self, trained: Trained, form: str) -> list[str]:
         if found := super().unsupported(trained, form):
