@@ -64,13 +64,18 @@ class Eagle1Shipping(Shipping):
         return {**weights, "fc.bias": torch.zeros(config["hidden_size"])} if biased else weights
 
     def drafter_from(self, original: Eagle1, config: Json, weights: dict[str, Tensor]) -> Eagle1:
+        fields = {key: config[key] for key in (*LAYER_KEYS, "rope_parameters")}
+        kept = len(original.kept_ids)  # an engine drafts over the whole vocabulary, by the target's head
+        return Eagle1(Eagle1Config(**fields, draft_vocab_size=kept, target=original.config.target))
+
+    def drafter_weights(
+        self, original: Eagle1, back: Eagle1, config: Json, weights: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
         if weights.get("fc.bias", torch.zeros(1)).any():
             raise UserError(
                 "the export computes something else: fc.bias is not zero, but the drafter has none; export again"
             )
-        fields = {key: config[key] for key in (*LAYER_KEYS, "rope_parameters")}
-        kept = len(original.kept_ids)  # an engine drafts over the whole vocabulary, by the target's head
-        return Eagle1(Eagle1Config(**fields, draft_vocab_size=kept, target=original.config.target))
+        return super().drafter_weights(original, back, config, weights)
 
     def compare(self, original: Eagle1, back: Eagle1, dtype: torch.dtype, depth: int, where: str) -> Json:
         """As of every kind, and max_state_difference: of the first drafted state, relative to its largest entry."""
