@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from drafttrain.batch import TokenTree
 from drafttrain.drafters.base import Session
+from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.target import Target
-
-# A trained drafter: a PreTrainedModel with both halves of the contract (Python has no type for "both").
-DrafterModel = Any
 
 # Of log-probabilities in float32. Both drafters compute the same from the same weights; only the memory layout may differ.
 TOLERANCE = 1e-4
@@ -26,7 +22,7 @@ _EMBEDDINGS = 64  # different rows of the random embedding
 class RandomTarget(Target):
     """A target of the recorded shape with random embedding and head rows; what a drafter is bound to for the proof."""
 
-    def __init__(self, drafter: DrafterModel):
+    def __init__(self, drafter: TrainableDrafter):
         config = drafter.config.to_dict()
         self.recorded: Json = drafter.config.target
         self.name = self.recorded.get("name", "")
@@ -62,7 +58,9 @@ class RandomTarget(Target):
 
 
 @torch.no_grad()
-def compare_drafters(original: DrafterModel, back: DrafterModel, dtype: torch.dtype, depth: int, where: str) -> Json:
+def compare_drafters(
+    original: TrainableDrafter, back: TrainableDrafter, dtype: torch.dtype, depth: int, where: str
+) -> Json:
     """Drafts two chains with both drafters: after a prompt, and after tokens that the target committed.
 
     Args:
@@ -77,7 +75,7 @@ def compare_drafters(original: DrafterModel, back: DrafterModel, dtype: torch.dt
     """
     chains, tables, target = [], [], RandomTarget(original)
     for drafter in (original, back):
-        drafter.to(dtype).float().eval()
+        drafter.to(dtype).float().eval()  # type: ignore[arg-type]
         drafter.bind(target)
         chains.append(draft_chains(drafter, target, depth)[1])
         tables.append(drafter.kept_ids)
@@ -94,7 +92,7 @@ def compare_drafters(original: DrafterModel, back: DrafterModel, dtype: torch.dt
     return {"rounds": len(chains[0]), "depth": len(chains[0][0]), "max_log_prob_difference": worst, "same_tokens": same}
 
 
-def draft_chains(drafter: DrafterModel, target: RandomTarget, depth: int) -> tuple[Session, list[TokenTree]]:
+def draft_chains(drafter: TrainableDrafter, target: RandomTarget, depth: int) -> tuple[Session, list[TokenTree]]:
     """Drafts two chains on random tokens and features, the same for every drafter that is bound to `target`.
 
     Returns:

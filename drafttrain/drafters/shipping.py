@@ -18,12 +18,13 @@ import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from drafttrain.drafters.read_back import DrafterModel, compare_drafters
+from drafttrain.drafters.common.trainable import TrainableDrafter
+from drafttrain.drafters.read_back import compare_drafters
 from drafttrain.drafters.trained import Trained
 from drafttrain.errors import UserError
 from drafttrain.files import Json
@@ -40,6 +41,8 @@ ENGINES = {
 }
 GGUF_NAME = "draft.gguf"  # the file of the gguf format
 _DEPTH = 4  # tokens of the chains that prove an export
+
+D = TypeVar("D", bound=TrainableDrafter)  # the kind's class
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class ExportRequest:
     depth: int = 3
 
 
-class Shipping:
+class Shipping(Generic[D]):
     """How drafters of one kind are shipped; the base class is for kinds that no engine loads.
 
     Attributes:
@@ -101,6 +104,10 @@ class Shipping:
         }
         return self.description.format(**{**config, **words})
 
+    def load(self, trained: Trained) -> D:
+        """The drafter, which is of this kind."""
+        return cast(D, trained.load())
+
     # -- writing ------------------------------------------------------------------------------------------------
 
     def unsupported(self, trained: Trained, form: str) -> list[str]:
@@ -121,19 +128,19 @@ class Shipping:
         Raises:
             UserError: something is missing, or the output cannot be written.
         """
-        drafter = trained.load()
+        drafter = self.load(trained)
         config = self.engine_config(drafter, form, request)
         return write_checkpoint(request.output, config, self.engine_weights(drafter, config), request.dtype)
 
-    def engine_config(self, drafter: DrafterModel, form: str, request: ExportRequest) -> Json:
+    def engine_config(self, drafter: D, form: str, request: ExportRequest) -> Json:
         """The config.json of an export."""
         raise NotImplementedError(type(self).__name__)
 
-    def engine_names(self, drafter: DrafterModel, config: Json) -> dict[str, str]:
+    def engine_names(self, drafter: D, config: Json) -> dict[str, str]:
         """Every weight that an engine's loader expects, and the tensor of ours that it holds. config: the export's."""
         return {name: name for name in drafter.state_dict() if name != "kept_ids"}
 
-    def engine_weights(self, drafter: DrafterModel, config: Json) -> dict[str, Tensor]:
+    def engine_weights(self, drafter: D, config: Json) -> dict[str, Tensor]:
         """Every tensor of an export, by the engine's name. config: the export's."""
         state = drafter.state_dict()
         return {name: state[own] for name, own in self.engine_names(drafter, config).items()}
@@ -149,7 +156,7 @@ class Shipping:
         """
         drafter = trained.load()
         drafter.config.target = {**trained.target, "name": request.target}
-        drafter.to(request.dtype).save_pretrained(request.output)
+        drafter.to(request.dtype).save_pretrained(request.output)  # type: ignore[arg-type]
         files = [("model.safetensors", "the drafter, for drafttrain")]
         for form, described in self.formats.items():
             if reasons := self.unsupported(trained, form):
@@ -165,7 +172,7 @@ class Shipping:
         """Every tensor of an export, also from files that only some kinds have."""
         return read_weights(exported)
 
-    def drafter_from(self, original: DrafterModel, config: Json, weights: dict[str, Tensor]) -> DrafterModel:
+    def drafter_from(self, original: D, config: Json, weights: dict[str, Tensor]) -> D:
         """A drafter with the shapes and flags of an export, as an engine reads its keys; its weights do not matter.
 
         Args:
@@ -173,9 +180,7 @@ class Shipping:
         """
         raise NotImplementedError(type(self).__name__)
 
-    def drafter_weights(
-        self, original: DrafterModel, back: DrafterModel, config: Json, weights: dict[str, Tensor]
-    ) -> dict[str, Tensor]:
+    def drafter_weights(self, original: D, back: D, config: Json, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """The state dict of `back`, from an export's weights. Kept ids are the original's unless overridden."""
         state = {"kept_ids": original.kept_ids}
         for name, own in self.engine_names(back, config).items():
@@ -200,7 +205,7 @@ class Shipping:
             UserError: a tensor is missing, unknown, of another shape or dtype or not finite, or the drafts differ.
         """
         config, weights, where = read_config(exported), self.exported_weights(exported), repr(str(exported))
-        original = trained.load()
+        original = self.load(trained)
         try:
             back = self.drafter_from(original, config, weights)
             expected = {name: tuple(value.shape) for name, value in self.engine_weights(back, config).items()}
@@ -210,7 +215,7 @@ class Shipping:
         back.load_state_dict(self.drafter_weights(original, back, config, weights))
         return self.compare(original, back, dtype, self.checked_depth(config), where)
 
-    def compare(self, original: DrafterModel, back: DrafterModel, dtype: torch.dtype, depth: int, where: str) -> Json:
+    def compare(self, original: D, back: D, dtype: torch.dtype, depth: int, where: str) -> Json:
         """Compares the drafts of a drafter and of its export; see `compare_drafters`."""
         return compare_drafters(original, back, dtype, depth, where)
 
@@ -235,7 +240,7 @@ class Shipping:
         """Whether a published checkpoint's config.json is of this kind."""
         return False
 
-    def read(self, folder: Path, target: Json, allow_pickle: bool = False) -> PreTrainedModel:
+    def read(self, folder: Path, target: Json, allow_pickle: bool = False) -> D:
         """Reads a published checkpoint as one of our drafters, on the CPU in its dtype.
 
         Args:

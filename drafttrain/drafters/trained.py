@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from drafttrain.drafters.read_back import DrafterModel
+from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.registry import META_FILE, drafter_folder, kind_class, kind_of, kinds, load_trained
 from drafttrain.errors import UserError, first_line
 from drafttrain.files import Json
@@ -30,7 +30,7 @@ class Trained:
     def target_name(self) -> str:
         return self.target.get("name", "")
 
-    def load(self) -> DrafterModel:
+    def load(self) -> TrainableDrafter:
         """Loads the drafter on the CPU, not bound to a target.
 
         Raises:

@@ -116,15 +116,6 @@ def read_training(folder: Path) -> Json:
         raise UserError(f"{path.name} of the drafter is not JSON ({error}); repair or remove it") from error
 
 
-def default_license(target_folder: Path) -> str:
-    """The license that drafttrain fetch noted for the target, as the Hub spells it; empty if none is known."""
-    try:
-        noted = json.loads((target_folder / "fetched.json").read_text())["licence"]
-    except (OSError, ValueError, KeyError):
-        return ""
-    return {"Apache-2.0": "apache-2.0", "MIT": "mit"}.get(noted, "")
-
-
 def base_model_name(trained: Trained, given: str) -> str:
     """The target's Hub id for links.
 

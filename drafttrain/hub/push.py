@@ -21,7 +21,8 @@ from drafttrain.export.serving_recipes import engine_depth, recipes, tuned_tree
 from drafttrain.files import Json
 from drafttrain.flags import WEIGHTS_HELP
 from drafttrain.formats.public_names import public_name, shorten, write_clean_json
-from drafttrain.hub.card import ModelCard, base_model_name, default_license, read_training
+from drafttrain.formats.weights import read_config
+from drafttrain.hub.card import ModelCard, base_model_name, read_training
 from drafttrain.hub.upload import add_publishing_flags, check_repo, make_empty, publish
 from drafttrain.reports.report import draw, load_results
 from drafttrain.target import resolve_dtype, resolve_target
@@ -40,7 +41,9 @@ and GGUF are published; local paths and tokens are kept out. Afterwards: drafttr
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--drafter", required=True, help="a trained drafter's folder")
-    add_publishing_flags(parser, "of the drafter, {} (default: the target's, where drafttrain fetch noted it)")
+    add_publishing_flags(parser)
+    add("--license", "--licence", default="", help="of the drafter, as the Hub spells it, such as apache-2.0 (default: the "
+        "target's, where drafttrain fetch noted it)")  # fmt: skip
     add("--results", nargs="+", default=[], help="files that drafttrain eval wrote for this drafter")
     add("--without-evaluation", action="store_true", help="publish although nothing was measured; the card says so")
     add("--base-model", default="", help="the target's Hub id (default: the recorded name)")
@@ -155,10 +158,15 @@ def _data_meta(given: str, training: Json) -> Json | None:
 
 
 def _target_license(trained: Trained) -> str:
+    """The license that drafttrain fetch noted for the target, as the Hub spells it; empty if none is known."""
+    if not trained.target_name:
+        return ""
     try:
-        return default_license(Path(resolve_target(trained.target_name))) if trained.target_name else ""
+        noted = read_config(Path(resolve_target(trained.target_name)), "fetched.json")
     except UserError:
         return ""
+    known = {"Apache-2.0": "apache-2.0", "MIT": "mit"}
+    return known.get(noted.get("license") or noted.get("licence", ""), "")
 
 
 def _slug(text: str) -> str:

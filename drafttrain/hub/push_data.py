@@ -31,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="license of the prompts, in words: it depends on where they come from",
     )
-    add_publishing_flags(parser, "of the data set, {} (default: none stated)")
+    add("--license", "--licence", default="", help="of the data set, as the Hub spells it (default: none stated)")
+    add_publishing_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:

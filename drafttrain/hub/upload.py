@@ -17,14 +17,12 @@ _TEXT = (".json", ".md", ".jsonl", ".yaml", ".jinja", ".txt")
 _TOKEN = re.compile(r"hf_[A-Za-z0-9]{20,}")
 # Places that exist on one machine only, in running text and in JSON.
 _LOCAL = re.compile(r"(?<![\w.:/])(?:~/|/(?:home|Users|root|tmp|var|mnt|work|data|opt|srv|private|scratch)/)[^\s\"'`]*")
-_LICENSE_HELP = "as the Hub spells it, such as apache-2.0"
 
 
-def add_publishing_flags(parser: argparse.ArgumentParser, license_of: str) -> None:
-    """Adds --repo, --license, --private, --dry-run, --output and --tag. license_of: whose license, and its default."""
+def add_publishing_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds --repo, --private, --dry-run, --output and --tag."""
     add = parser.add_argument
     add("--repo", required=True, help="user/name or organization/name")
-    add("--license", "--licence", default="", help=license_of.format(_LICENSE_HELP))
     add("--private", action="store_true", help="make the repository private, if it is created now")
     add("--dry-run", action="store_true", help="write the folder, print what would be uploaded, and stop")
     add("--output", help="folder to prepare it in (default: a temporary one; needed with --dry-run)")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from torch import Tensor
 
-from drafttrain.drafters.read_back import DrafterModel
+from drafttrain.drafters.common.path_heads import PathHeads
 from drafttrain.drafters.shipping import Shipping
 from drafttrain.files import Json
 
@@ -20,18 +22,19 @@ def whole_rows(head: Tensor, kept_ids: Tensor, vocab_size: int) -> Tensor:
     return rows
 
 
-class WholeVocabularyShipping(Shipping):
+H = TypeVar("H", bound=PathHeads)
+
+
+class WholeVocabularyShipping(Shipping[H]):
     """Kinds whose `lm_heads` are written for the whole vocabulary."""
 
-    def engine_weights(self, drafter: DrafterModel, config: Json) -> dict[str, Tensor]:
+    def engine_weights(self, drafter: H, config: Json) -> dict[str, Tensor]:
         names, weights = self.engine_names(drafter, config), super().engine_weights(drafter, config)
         return {
             name: whole_rows(value, drafter.kept_ids, config["vocab_size"]) if "lm_heads" in names[name] else value
             for name, value in weights.items()
         }
 
-    def drafter_weights(
-        self, original: DrafterModel, back: DrafterModel, config: Json, weights: dict[str, Tensor]
-    ) -> dict[str, Tensor]:
+    def drafter_weights(self, original: H, back: H, config: Json, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         state = super().drafter_weights(original, back, config, weights)
         return {name: value[original.kept_ids] if "lm_heads" in name else value for name, value in state.items()}

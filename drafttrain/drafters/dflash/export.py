@@ -31,7 +31,7 @@ _SAME = (
 )  # fmt: skip
 
 
-class DFlashShipping(Shipping):
+class DFlashShipping(Shipping[DFlash]):
     """vLLM alone; our own format goes to the Hub too."""
 
     description = "a DFlash drafter (arXiv 2602.06036), blocks of {block_size}, {layers}, {parameters} parameters"
@@ -42,7 +42,7 @@ class DFlashShipping(Shipping):
 
     def write(self, trained: Trained, form: str, request: ExportRequest) -> list[Path]:
         target = Target.load(request.target or trained.target_name, "float32", "cpu")
-        drafter: DFlash = trained.load()
+        drafter = self.load(trained)
         drafter.bind(target)
         return write_dflash(drafter, target, request.output, request.dtype)
 

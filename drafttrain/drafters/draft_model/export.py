@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from drafttrain.drafters.draft_model.model import DraftModel
 from drafttrain.drafters.registry import META_FILE
 from drafttrain.drafters.shipping import GGUF_NAME, ExportRequest, Format, Shipping
 from drafttrain.drafters.trained import Trained
@@ -25,7 +26,7 @@ _PLAIN = Format("a draft model as plain HF checkpoint", ("transformers", "vLLM",
 _TOLERANCE = 2e-2  # of the largest log-probability: two loaders of one file agree up to rounding
 
 
-class DraftModelShipping(Shipping):
+class DraftModelShipping(Shipping[DraftModel]):
     """One checkpoint for every engine but llama.cpp, written without our own keys."""
 
     description = (

@@ -28,7 +28,7 @@ from drafttrain.formats.weights import dtype_name
 _ARCHITECTURES = {"vllm": "EagleLlamaForCausalLM", "sglang": "LlamaForCausalLMEagle"}
 
 
-class Eagle1Shipping(Shipping):
+class Eagle1Shipping(Shipping[Eagle1]):
     """An engine's form each, in a folder of its name; our own in the root."""
 
     description = "an EAGLE-1 head (arXiv 2401.15077), {layers} over the target's last state, {parameters} parameters"
@@ -41,7 +41,7 @@ class Eagle1Shipping(Shipping):
     def unsupported(self, trained: Trained, form: str) -> list[str]:
         if found := super().unsupported(trained, form):
             return found
-        config: Eagle1Config = trained.load().config
+        config: Eagle1Config = self.load(trained).config  # type: ignore[assignment]
         if config.hidden_act != "silu":
             found.append(f"hidden_act={config.hidden_act!r}: the engine's MLP raises on anything but silu")
         if config.sliding_window:

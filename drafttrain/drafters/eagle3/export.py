@@ -8,9 +8,8 @@ from pathlib import Path
 from torch import Tensor
 
 from drafttrain.drafters.eagle3 import eagle3_formats as forms
-from drafttrain.drafters.eagle3.eagle3_formats import FLAT, SPECULATORS, unsupported_features
+from drafttrain.drafters.eagle3.eagle3_formats import FLAT, SPECULATORS, Head, unsupported_features
 from drafttrain.drafters.eagle3.model import Eagle3
-from drafttrain.drafters.read_back import DrafterModel
 from drafttrain.drafters.shipping import ExportRequest, Format, Shipping
 from drafttrain.drafters.trained import Trained
 from drafttrain.files import Json
@@ -18,26 +17,26 @@ from drafttrain.formats.public_names import write_clean_json
 from drafttrain.formats.weights import write_checkpoint
 
 
-class Eagle3Files(Shipping):
+class Eagle3Files(Shipping[Head]):
     """Kinds in EAGLE-3's checkpoint forms."""
 
-    def engine_config(self, drafter: DrafterModel, form: str, request: ExportRequest) -> Json:
+    def engine_config(self, drafter: Head, form: str, request: ExportRequest) -> Json:
         shape = SPECULATORS if form == "vllm" else FLAT
         return forms.engine_config(drafter, shape, request.dtype, request.depth, request.target)
 
-    def engine_weights(self, drafter: Eagle3, config: Json) -> dict[str, Tensor]:
+    def engine_weights(self, drafter: Head, config: Json) -> dict[str, Tensor]:
         return forms.engine_weights(drafter, config)
 
-    def drafter_from(self, original: DrafterModel, config: Json, weights: dict[str, Tensor]) -> Eagle3:
+    def drafter_from(self, original: Head, config: Json, weights: dict[str, Tensor]) -> Head:
         return forms.make_head(type(original), config, weights, original.config.target, "the export")
 
     def drafter_weights(
-        self, original: Eagle3, back: Eagle3, config: Json, weights: dict[str, Tensor]
+        self, original: Head, back: Head, config: Json, weights: dict[str, Tensor]
     ) -> dict[str, Tensor]:
         return back.state_dict()  # `make_head` has filled it
 
 
-class Eagle3Shipping(Eagle3Files):
+class Eagle3Shipping(Eagle3Files[Eagle3]):
     """A repository's root holds the flat form with our own keys in its config, speculators/ the other form."""
 
     description = (
@@ -57,7 +56,7 @@ class Eagle3Shipping(Eagle3Files):
             return [
                 "an EAGLE-3 head reads the target's states and is no language model of its own, as a draft_model is"
             ]
-        return unsupported_features(trained.load(), form)
+        return unsupported_features(self.load(trained), form)
 
     def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
         layers = tuple(trained.config.get("feature_layers", ()))
@@ -71,13 +70,13 @@ class Eagle3Shipping(Eagle3Files):
         }
 
     def publish(self, trained: Trained, request: ExportRequest) -> list[tuple[str, str]]:
-        head = trained.load()
+        head = self.load(trained)
         folder, target = request.output, {**trained.target, "name": request.target}
         config = head.config
         config.target = target
         if reasons := unsupported_features(head, "vllm"):
             print(f"in drafttrain's own format only: {'; '.join(reasons)}")
-            head.to(request.dtype).save_pretrained(folder)
+            head.to(request.dtype).save_pretrained(folder)  # type: ignore[arg-type]
             return [("model.safetensors", "the head, for drafttrain; no engine supports it, see below")]
         own = {key: value for key, value in config.to_diff_dict().items() if value not in (None, 0) and key != "dtype"}
         for form, place in (("vllm", folder / "speculators"), ("sglang", folder)):

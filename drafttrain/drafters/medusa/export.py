@@ -15,7 +15,7 @@ from drafttrain.files import Json
 from drafttrain.formats.weights import dtype_name
 
 
-class MedusaShipping(WholeVocabularyShipping):
+class MedusaShipping(WholeVocabularyShipping[Medusa]):
     """vLLM alone; our own format goes to the Hub too."""
 
     description = "{num_heads} Medusa heads (arXiv 2401.10774), {parameters} parameters, {kept}"

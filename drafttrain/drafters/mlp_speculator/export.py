@@ -17,7 +17,7 @@ _MODULES = {"emb": "emb", "proj": "proj", "ln": "ln", "head": "lm_heads"}  # the
 _SAME = ("vocab_size", "emb_dim", "inner_dim", "n_predict", "scale_input")
 
 
-class MlpSpeculatorShipping(WholeVocabularyShipping):
+class MlpSpeculatorShipping(WholeVocabularyShipping[MlpSpeculator]):
     """The published form for older versions of vLLM; our own format goes to the Hub too."""
 
     description = "an MLP speculator (arXiv 2404.19124) of {n_predict} steps, {parameters} parameters, {kept}"

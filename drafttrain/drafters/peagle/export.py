@@ -17,7 +17,7 @@ from drafttrain.drafters.trained import Trained
 from drafttrain.files import Json
 
 
-class PEagleShipping(Eagle3Files):
+class PEagleShipping(Eagle3Files[PEagle]):
     """vLLM alone; our own format goes to the Hub too."""
 
     description = (
@@ -30,7 +30,7 @@ class PEagleShipping(Eagle3Files):
     def unsupported(self, trained: Trained, form: str) -> list[str]:
         if found := super().unsupported(trained, form):
             return found
-        head: PEagle = trained.load()
+        head = self.load(trained)
         found = unsupported_features(head, form)
         if head.config.fc_norm:
             found.append("fc_norm: the engine does not read it for P-EAGLE and would compute something else")
