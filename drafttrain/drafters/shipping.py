@@ -73,6 +73,15 @@ class ExportRequest:
     depth: int = 3
 
 
+@dataclass(frozen=True)
+class Exported:
+    """An exported checkpoint. Attributes: where: names it in errors; config: its config.json; weights: its tensors."""
+
+    where: str
+    config: Json
+    weights: dict[str, Tensor]
+
+
 class Shipping(Generic[D]):
     """How drafters of one kind are shipped; the base class is for kinds that no engine loads.
 
@@ -172,23 +181,21 @@ class Shipping(Generic[D]):
         """Every tensor of an export, also from files that only some kinds have."""
         return read_weights(exported)
 
-    def drafter_from(self, original: D, config: Json, weights: dict[str, Tensor]) -> D:
+    def drafter_from(self, original: D, export: Exported) -> D:
         """A drafter with the shapes and flags of an export, as an engine reads its keys; its weights do not matter.
 
         Args:
-            original: gives what a format leaves to the target or the engine. config, weights: the export's.
+            original: gives what a format leaves to the target or the engine.
         """
         raise NotImplementedError(type(self).__name__)
 
-    def drafter_weights(self, original: D, back: D, config: Json, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    def drafter_weights(self, original: D, back: D, export: Exported) -> dict[str, Tensor]:
         """The state dict of `back`, from an export's weights. Kept ids are the original's unless overridden."""
         state = {"kept_ids": original.kept_ids}
-        for name, own in self.engine_names(back, config).items():
-            if own in state and not torch.equal(state[own], weights[name]):
-                raise UserError(
-                    f"the export computes something else: {name} differs from the copy that shares it; export again"
-                )
-            state[own] = weights[name]
+        for name, own in self.engine_names(back, export.config).items():
+            if own in state and not torch.equal(state[own], export.weights[name]):
+                raise UserError(f"{export.where} computes something else: {name} differs from the copy that shares it")
+            state[own] = export.weights[name]
         return state
 
     def checked_depth(self, config: Json) -> int:
@@ -204,15 +211,16 @@ class Shipping(Generic[D]):
         Raises:
             UserError: a tensor is missing, unknown, of another shape or dtype or not finite, or the drafts differ.
         """
-        config, weights, where = read_config(exported), self.exported_weights(exported), repr(str(exported))
+        export = Exported(repr(str(exported)), read_config(exported), self.exported_weights(exported))
+        config, where = export.config, export.where
         original = self.load(trained)
         try:
-            back = self.drafter_from(original, config, weights)
+            back = self.drafter_from(original, export)
             expected = {name: tuple(value.shape) for name, value in self.engine_weights(back, config).items()}
         except KeyError as error:
             raise UserError(f"{where}: config.json has no {error}, which engines need; export again") from error
-        dtype = check_weights(weights, expected, config, where)
-        back.load_state_dict(self.drafter_weights(original, back, config, weights))
+        dtype = check_weights(export.weights, expected, config, where)
+        back.load_state_dict(self.drafter_weights(original, back, export))
         return self.compare(original, back, dtype, self.checked_depth(config), where)
 
     def compare(self, original: D, back: D, dtype: torch.dtype, depth: int, where: str) -> Json:

@@ -24,8 +24,10 @@ LAYER_KEYS: Json = {
 
 
 class LayerFields(Protocol):
-    """A drafter's config: rope_theta, rope_parameters, and the keys of LAYER_KEYS."""
+    """A drafter's config, with the keys of LAYER_KEYS."""
 
+    hidden_act: str
+    sliding_window: int
     rope_theta: float
     rope_parameters: Json
 
@@ -49,3 +51,15 @@ def layer_keys(config: LayerFields) -> Json:
     if rope["rope_type"] != "default":  # vLLM reads this key last, and null there erases rope_parameters
         keys["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
     return keys
+
+
+def unsupported_by_llama(config: LayerFields) -> list[str]:
+    """The features of a drafter's layers that an engine's plain Llama layer does not support; empty if none."""
+    found = []
+    if config.hidden_act != "silu":
+        found.append(f"hidden_act={config.hidden_act!r}: the engine's MLP raises on anything but silu")
+    if config.sliding_window:
+        found.append(f"sliding_window={config.sliding_window}: the engine's layer attends to everything")
+    if rope_parameters(config).get("partial_rotary_factor", 1.0) != 1.0:
+        found.append("partial_rotary_factor: the engine's layer rotates whole heads")
+    return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
@@ -14,7 +13,6 @@ from drafttrain.drafters.shipping import shipping
 from drafttrain.drafters.trained import Trained
 from drafttrain.environment import __version__
 from drafttrain.errors import UserError
-from drafttrain.export.serving_recipes import Recipe
 from drafttrain.files import Json
 from drafttrain.formats.public_names import public_name, shorten
 from drafttrain.reports.report import identity_line
@@ -50,57 +48,43 @@ def link(model: str) -> str:
     return f"[{model}](https://huggingface.co/{model})" if "/" in model else model
 
 
-@dataclass(frozen=True)
-class ModelCard:
-    """The README.md of a published drafter.
+def model_card(
+    trained: Trained,
+    base_model: str,
+    license: str,
+    results: Sequence[tuple[str, Json]],
+    training: Json,
+    **facts: object,
+) -> str:
+    """Renders the README.md of a published drafter.
 
-    Attributes:
-        repo, base_model: Hub ids of drafter and target. license: as the Hub spells it, or empty.
-        results: file in the repository and content of each results.json. plots: files of pictures.
-        recipes: how engines serve it. files: names with their purpose. training: its training.json, empty if none.
-        data: meta.json of the training data, if known. dataset: its Hub id, if published.
+    Args:
+        base_model: the target's Hub id. license: as the Hub spells it, or empty. training: training.json, empty if none.
+        results: file in the repository and content of each results.json.
+        facts: repo; plots, files of pictures; recipes, one per engine; files, names with their purpose; data, meta.json of the
+            training data or None; dataset, its Hub id or empty.
     """
-
-    trained: Trained
-    repo: str
-    base_model: str
-    license: str
-    results: Sequence[tuple[str, Json]]
-    plots: Sequence[str]
-    recipes: Sequence[Recipe]
-    files: Sequence[tuple[str, str]]
-    training: Json
-    data: Json | None
-    dataset: str
-
-    def text(self) -> str:
-        """Renders the card."""
-        kind, count = self.trained.kind, self.training.get("parameters")
-        metadata = {
-            "base_model": self.base_model if "/" in self.base_model else "",
-            "license": self.license,
-            "datasets": [self.dataset] if self.dataset else [],
-            "library_name": "drafttrain",
-            "pipeline_tag": "text-generation",
-            "tags": ["speculative-decoding", "drafter", kind.replace("_", "-"), "drafttrain"],
-        }
-        return render(
-            "model_card.md.jinja",
-            metadata=front_matter(metadata),
-            repo=self.repo,
-            base_model=self.base_model,
-            base_link=link(self.base_model),
-            license=self.license,
-            kind_line=shipping(kind).line(self.trained, f"{count:,}" if count else "an unrecorded number of"),
-            runs=[(file, shorten(run), identity_line(run).capitalize()) for file, run in self.results],
-            plots=self.plots,
-            recipes=self.recipes,
-            files=self.files,
-            training=shorten(self.training),
-            trainer_keys=_TRAINER_KEYS,
-            data=self.data,
-            dataset=self.dataset,
-        )
+    count = training.get("parameters")
+    metadata = {
+        "base_model": base_model if "/" in base_model else "",
+        "license": license,
+        "datasets": [facts["dataset"]] if facts["dataset"] else [],
+        "library_name": "drafttrain",
+        "pipeline_tag": "text-generation",
+        "tags": ["speculative-decoding", "drafter", trained.kind.replace("_", "-"), "drafttrain"],
+    }
+    return render(
+        "model_card.md.jinja",
+        metadata=front_matter(metadata),
+        base_model=base_model,
+        base_link=link(base_model),
+        license=license,
+        kind_line=shipping(trained.kind).line(trained, f"{count:,}" if count else "an unrecorded number of"),
+        runs=[(file, shorten(run), identity_line(run).capitalize()) for file, run in results],
+        training=shorten(training),
+        trainer_keys=_TRAINER_KEYS,
+        **facts,
+    )
 
 
 def read_training(folder: Path) -> Json:

@@ -22,7 +22,7 @@ from drafttrain.files import Json
 from drafttrain.flags import WEIGHTS_HELP
 from drafttrain.formats.public_names import public_name, shorten, write_clean_json
 from drafttrain.formats.weights import read_config
-from drafttrain.hub.card import ModelCard, base_model_name, read_training
+from drafttrain.hub.card import base_model_name, model_card, read_training
 from drafttrain.hub.upload import add_publishing_flags, check_repo, make_empty, publish
 from drafttrain.reports.report import draw, load_results
 from drafttrain.target import resolve_dtype, resolve_target
@@ -115,20 +115,20 @@ def prepare(args: argparse.Namespace, trained: Trained, results: Sequence[Json],
         files.append((name, "all measured figures, prompt by prompt"))
     if public:
         draw(public, folder / "plots" / "results.png")
-    card = ModelCard(
+    card = model_card(
         trained,
-        args.repo,
         base_model,
-        license=args.license or _target_license(trained),
-        results=named,
+        args.license or _target_license(trained),
+        named,
+        training,
+        repo=args.repo,
         plots=["plots/results.png"] if public else [],
         recipes=recipes(trained, args.repo, base_model, results=results, published=True),
         files=files,
-        training=training,
         data=_data_meta(args.data, training),
         dataset=args.dataset,
     )
-    (folder / "README.md").write_text(card.text(), encoding="utf-8")
+    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def _public_training(training: Json) -> Json:

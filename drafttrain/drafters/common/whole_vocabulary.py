@@ -7,7 +7,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from drafttrain.drafters.common.path_heads import PathHeads
-from drafttrain.drafters.shipping import Shipping
+from drafttrain.drafters.shipping import Exported, Shipping
 from drafttrain.files import Json
 
 
@@ -35,6 +35,6 @@ class WholeVocabularyShipping(Shipping[H]):
             for name, value in weights.items()
         }
 
-    def drafter_weights(self, original: H, back: H, config: Json, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        state = super().drafter_weights(original, back, config, weights)
+    def drafter_weights(self, original: H, back: H, export: Exported) -> dict[str, Tensor]:
+        state = super().drafter_weights(original, back, export)
         return {name: value[original.kept_ids] if "lm_heads" in name else value for name, value in state.items()}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.drafters.dflash.model import DFlash, DFlashConfig
-from drafttrain.drafters.shipping import ExportRequest, Format, Shipping
+from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Shipping
 from drafttrain.drafters.trained import Trained
 from drafttrain.errors import UserError
 from drafttrain.files import Json
@@ -75,23 +75,22 @@ class DFlashShipping(Shipping[DFlash]):
             weights |= {"lm_head.weight": drafter.head.weight, "d2t": kept - torch.arange(len(kept))}
         return weights
 
-    def drafter_from(self, original: DFlash, config: Json, weights: dict[str, Tensor]) -> DFlash:
-        own, learned = config["dflash_config"], original.mask is not None
+    def drafter_from(self, original: DFlash, export: Exported) -> DFlash:
+        own, learned = export.config["dflash_config"], original.mask is not None
         return DFlash(
             DFlashConfig(
-                **{name: config[name] for name in _SAME},
+                **{name: export.config[name] for name in _SAME},
                 feature_layers=tuple(layer + 1 for layer in own["target_layer_ids"]),
                 mask_token_id=None if learned else own["mask_token_id"],
-                train_head=config["draft_vocab_size"] != config["vocab_size"] or original.lm_head is not None,
+                train_head=export.config["draft_vocab_size"] != export.config["vocab_size"]
+                or original.lm_head is not None,
                 target=original.config.target,
             )
         )
 
-    def drafter_weights(
-        self, original: DFlash, back: DFlash, config: Json, weights: dict[str, Tensor]
-    ) -> dict[str, Tensor]:
-        state = super().drafter_weights(original, back, config, weights)
-        kept = torch.arange(config["draft_vocab_size"]) + weights.get("d2t", 0)  # [d] int64
+    def drafter_weights(self, original: DFlash, back: DFlash, export: Exported) -> dict[str, Tensor]:
+        state = super().drafter_weights(original, back, export)
+        kept = torch.arange(export.config["draft_vocab_size"]) + export.weights.get("d2t", 0)  # [d] int64
         return {**state, "kept_ids": kept}
 
     def exported_weights(self, exported: Path) -> dict[str, Tensor]:

@@ -18,11 +18,11 @@ from torch import Tensor
 from drafttrain.drafters.common.layer_session import LayerSession
 from drafttrain.drafters.eagle1.model import Eagle1, Eagle1Config
 from drafttrain.drafters.read_back import RandomTarget, draft_chains
-from drafttrain.drafters.shipping import ExportRequest, Format, Shipping
+from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Shipping
 from drafttrain.drafters.trained import Trained
 from drafttrain.errors import UserError
 from drafttrain.files import Json
-from drafttrain.formats.llama_layers import LAYER_KEYS, layer_keys, rope_parameters
+from drafttrain.formats.llama_layers import LAYER_KEYS, layer_keys, unsupported_by_llama
 from drafttrain.formats.weights import dtype_name
 
 _ARCHITECTURES = {"vllm": "EagleLlamaForCausalLM", "sglang": "LlamaForCausalLMEagle"}
@@ -42,12 +42,7 @@ class Eagle1Shipping(Shipping[Eagle1]):
         if found := super().unsupported(trained, form):
             return found
         config: Eagle1Config = self.load(trained).config  # type: ignore[assignment]
-        if config.hidden_act != "silu":
-            found.append(f"hidden_act={config.hidden_act!r}: the engine's MLP raises on anything but silu")
-        if config.sliding_window:
-            found.append(f"sliding_window={config.sliding_window}: the engine's layer attends to everything")
-        if rope_parameters(config).get("partial_rotary_factor", 1.0) != 1.0:
-            found.append("partial_rotary_factor: the engine's layer rotates whole heads")
+        found = unsupported_by_llama(config)
         if config.qk_norm:
             found.append("qk_norm: the engine's class is a Llama, which norms no queries and keys")
         if config.mlp_bias and form == "sglang":
@@ -63,19 +58,17 @@ class Eagle1Shipping(Shipping[Eagle1]):
         biased = config["architectures"] == [_ARCHITECTURES["sglang"]]
         return {**weights, "fc.bias": torch.zeros(config["hidden_size"])} if biased else weights
 
-    def drafter_from(self, original: Eagle1, config: Json, weights: dict[str, Tensor]) -> Eagle1:
-        fields = {key: config[key] for key in (*LAYER_KEYS, "rope_parameters")}
+    def drafter_from(self, original: Eagle1, export: Exported) -> Eagle1:
+        fields = {key: export.config[key] for key in (*LAYER_KEYS, "rope_parameters")}
         kept = len(original.kept_ids)  # an engine drafts over the whole vocabulary, by the target's head
         return Eagle1(Eagle1Config(**fields, draft_vocab_size=kept, target=original.config.target))
 
-    def drafter_weights(
-        self, original: Eagle1, back: Eagle1, config: Json, weights: dict[str, Tensor]
-    ) -> dict[str, Tensor]:
-        if weights.get("fc.bias", torch.zeros(1)).any():
+    def drafter_weights(self, original: Eagle1, back: Eagle1, export: Exported) -> dict[str, Tensor]:
+        if export.weights.get("fc.bias", torch.zeros(1)).any():
             raise UserError(
-                "the export computes something else: fc.bias is not zero, but the drafter has none; export again"
+                f"{export.where} computes something else: fc.bias is not zero, but the drafter has none; export again"
             )
-        return super().drafter_weights(original, back, config, weights)
+        return super().drafter_weights(original, back, export)
 
     def compare(self, original: Eagle1, back: Eagle1, dtype: torch.dtype, depth: int, where: str) -> Json:
         """As of every kind, and max_state_difference: of the first drafted state, relative to its largest entry."""

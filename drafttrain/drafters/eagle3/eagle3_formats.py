@@ -24,7 +24,7 @@ from torch import Tensor
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
 from drafttrain.errors import UserError
 from drafttrain.files import Json
-from drafttrain.formats.llama_layers import LAYER_KEYS, layer_keys, rope_parameters
+from drafttrain.formats.llama_layers import LAYER_KEYS, layer_keys, unsupported_by_llama
 from drafttrain.formats.public_names import public_name
 from drafttrain.formats.weights import check_names, dtype_name, read_config, read_weights
 from drafttrain.target.shell import architectures_of
@@ -51,11 +51,9 @@ def unsupported_features(drafter: Eagle3, engine: str) -> list[str]:
     Args:
         engine: "vllm" or "sglang" (whose rules TensorRT-LLM's loader shares).
     """
-    found: list[str] = []
     config: Eagle3Config = drafter.config  # type: ignore[assignment]
+    found = [reason for reason in unsupported_by_llama(config) if engine == "sglang" or reason.startswith("hidden_act")]
     layers = tuple(config.feature_layers)
-    if config.hidden_act != "silu":
-        found.append(f"hidden_act={config.hidden_act!r}: the engine's MLP raises on anything but silu")
     if config.target_hidden_size != config.hidden_size:
         found.append(
             f"hidden_size={config.hidden_size} differs from the target's {config.target_hidden_size}: the engine concatenates "
@@ -87,10 +85,6 @@ def _unsupported_by_sglang(config: Eagle3Config) -> list[str]:
     for flag in ("attention_bias", "mlp_bias", "qk_norm", "fc_norm", "norm_output", "norm_before_residual"):
         if fields[flag]:
             found.append(f"{flag}: the engine ignores it silently and would compute something else")
-    if rope_parameters(config).get("partial_rotary_factor", 1.0) != 1.0:
-        found.append("partial_rotary_factor: the engine's layer rotates whole heads")
-    if config.sliding_window:
-        found.append(f"sliding_window={config.sliding_window}: the engine's layer attends to everything")
     return found
 
 

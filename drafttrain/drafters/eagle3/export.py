@@ -10,7 +10,7 @@ from torch import Tensor
 from drafttrain.drafters.eagle3 import eagle3_formats as forms
 from drafttrain.drafters.eagle3.eagle3_formats import FLAT, SPECULATORS, Head, unsupported_features
 from drafttrain.drafters.eagle3.model import Eagle3
-from drafttrain.drafters.shipping import ExportRequest, Format, Shipping
+from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Shipping
 from drafttrain.drafters.trained import Trained
 from drafttrain.files import Json
 from drafttrain.formats.public_names import write_clean_json
@@ -27,12 +27,10 @@ class Eagle3Files(Shipping[Head]):
     def engine_weights(self, drafter: Head, config: Json) -> dict[str, Tensor]:
         return forms.engine_weights(drafter, config)
 
-    def drafter_from(self, original: Head, config: Json, weights: dict[str, Tensor]) -> Head:
-        return forms.make_head(type(original), config, weights, original.config.target, "the export")
+    def drafter_from(self, original: Head, export: Exported) -> Head:
+        return forms.make_head(type(original), export.config, export.weights, original.config.target, export.where)
 
-    def drafter_weights(
-        self, original: Head, back: Head, config: Json, weights: dict[str, Tensor]
-    ) -> dict[str, Tensor]:
+    def drafter_weights(self, original: Head, back: Head, export: Exported) -> dict[str, Tensor]:
         return back.state_dict()  # `make_head` has filled it
 
 

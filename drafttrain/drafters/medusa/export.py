@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torch import Tensor
-
 from drafttrain.drafters.common.whole_vocabulary import WholeVocabularyShipping
 from drafttrain.drafters.medusa.model import Medusa, MedusaConfig
-from drafttrain.drafters.shipping import ExportRequest, Format
+from drafttrain.drafters.shipping import Exported, ExportRequest, Format
 from drafttrain.drafters.trained import Trained
 from drafttrain.errors import UserError
 from drafttrain.files import Json
@@ -54,9 +52,9 @@ class MedusaShipping(WholeVocabularyShipping[Medusa]):
             names["lm_head.weight" if shared else f"lm_heads.{i}.weight"] = f"lm_heads.{0 if shared else i}.weight"
         return names
 
-    def drafter_from(self, original: Medusa, config: Json, weights: dict[str, Tensor]) -> Medusa:
-        fields = {key: config[key] for key in ("hidden_size", "vocab_size", "num_heads")}
-        fields |= {"blocks": config["num_hidden_layers"], "shared_head": config["original_lm_head"]}
+    def drafter_from(self, original: Medusa, export: Exported) -> Medusa:
+        fields = {key: export.config[key] for key in ("hidden_size", "vocab_size", "num_heads")}
+        fields |= {"blocks": export.config["num_hidden_layers"], "shared_head": export.config["original_lm_head"]}
         kept = len(original.kept_ids)
         return Medusa(MedusaConfig(**fields, draft_vocab_size=kept, target=original.config.target))
 

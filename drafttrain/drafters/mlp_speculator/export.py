@@ -5,11 +5,11 @@ vLLM 0.32 has the network's class, but nothing in its runner that drafts with it
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import nn
 
 from drafttrain.drafters.common.whole_vocabulary import WholeVocabularyShipping
 from drafttrain.drafters.mlp_speculator.model import MlpSpeculator, MlpSpeculatorConfig
-from drafttrain.drafters.shipping import ExportRequest, Format
+from drafttrain.drafters.shipping import Exported, ExportRequest, Format
 from drafttrain.files import Json
 from drafttrain.formats.weights import dtype_name
 
@@ -46,8 +46,8 @@ class MlpSpeculatorShipping(WholeVocabularyShipping[MlpSpeculator]):
                 names |= {f"{name}.{i}.{key}": f"{own}.{j}.{key}" for key, _ in modules[j].named_parameters()}
         return names
 
-    def drafter_from(self, original: MlpSpeculator, config: Json, weights: dict[str, Tensor]) -> MlpSpeculator:
-        fields, kept = {key: config[key] for key in (*_SAME, "tie_weights")}, len(original.kept_ids)
+    def drafter_from(self, original: MlpSpeculator, export: Exported) -> MlpSpeculator:
+        fields, kept = {key: export.config[key] for key in (*_SAME, "tie_weights")}, len(original.kept_ids)
         return MlpSpeculator(MlpSpeculatorConfig(**fields, draft_vocab_size=kept, target=original.config.target))
 
     def checked_depth(self, config: Json) -> int:

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torch import Tensor
-
 from drafttrain.drafters.eagle3.eagle3_formats import make_head, unsupported_features
 from drafttrain.drafters.eagle3.export import Eagle3Files
 from drafttrain.drafters.peagle.model import PEagle
-from drafttrain.drafters.shipping import ExportRequest, Format
+from drafttrain.drafters.shipping import Exported, ExportRequest, Format
 from drafttrain.drafters.trained import Trained
 from drafttrain.files import Json
 
@@ -42,9 +40,9 @@ class PEagleShipping(Eagle3Files[PEagle]):
         own = {"architectures": ["PEagleSpeculator"], "speculators_model_type": "peagle"}
         return {**described, **own, "mask_token_id": drafter.config.mask_token_id}
 
-    def drafter_from(self, original: PEagle, config: Json, weights: dict[str, Tensor]) -> PEagle:
-        target, mask = original.config.target, config["mask_token_id"]
-        return make_head(PEagle, config, weights, target, "the export", mask_token_id=mask)
+    def drafter_from(self, original: PEagle, export: Exported) -> PEagle:
+        target, mask = original.config.target, export.config["mask_token_id"]
+        return make_head(PEagle, export.config, export.weights, target, export.where, mask_token_id=mask)
 
     def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
         return {"vLLM": {"method": "eagle3", "parallel_drafting": True}}
