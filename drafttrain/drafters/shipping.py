@@ -26,7 +26,7 @@ from torch import Tensor
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.read_back import compare_drafters
 from drafttrain.drafters.trained import Trained
-from drafttrain.errors import UserError
+from drafttrain.errors import UserError, first_line
 from drafttrain.files import Json
 from drafttrain.formats.weights import check_weights, read_config, read_weights, write_checkpoint
 
@@ -217,11 +217,13 @@ class Shipping(Generic[D]):
         try:
             back = self.drafter_from(original, export)
             expected = {name: tuple(value.shape) for name, value in self.engine_weights(back, config).items()}
+            dtype = check_weights(export.weights, expected, config, where)
+            back.load_state_dict(self.drafter_weights(original, back, export))
+            return self.compare(original, back, dtype, self.checked_depth(config), where)
         except KeyError as error:
             raise UserError(f"{where}: config.json has no {error}, which engines need; export again") from error
-        dtype = check_weights(export.weights, expected, config, where)
-        back.load_state_dict(self.drafter_weights(original, back, export))
-        return self.compare(original, back, dtype, self.checked_depth(config), where)
+        except (RuntimeError, IndexError) as error:  # shapes that do not go together
+            raise UserError(f"{where} does not fit the drafter ({first_line(error)}); pass its own export") from error
 
     def compare(self, original: D, back: D, dtype: torch.dtype, depth: int, where: str) -> Json:
         """Compares the drafts of a drafter and of its export; see `compare_drafters`."""

@@ -123,6 +123,23 @@ def test_a_frozen_head_is_the_targets(target, tmp_path):
         shipping("dflash").check(trained, folder)
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "eagle1", "medusa", "mlp_speculator", "dflash"])
+def test_an_export_of_another_drafter_is_an_error_of_the_user(target, tmp_path, kind):
+    """One of another width and vocabulary, and one of another kind."""
+    trained, _ = exported(target, tmp_path / "own", kind, "vllm")
+    other = make_target(layers=8, hidden=48, vocab_size=310)
+    folder = tmp_path / "target"
+    other.model.save_pretrained(folder)
+    other.tokenizer.save_pretrained(folder)
+    _, wrong = exported(Target.load(str(folder), "float32", "cpu"), tmp_path / "other", kind, "vllm")
+    with pytest.raises(UserError, match=r"does not fit|computes something else|was trained for a target with"):
+        shipping(kind).check(trained, wrong)
+    foreign = "medusa" if kind != "medusa" else "eagle1"
+    _, wrong = exported(target, tmp_path / "foreign", foreign, "vllm")
+    with pytest.raises(UserError, match=r"config.json has no|has unknown weights|lacks weights"):
+        shipping(kind).check(trained, wrong)
+
+
 def test_verify_writes_the_figures(target, tmp_path, capsys):
     exported(target, tmp_path, "eagle3", "vllm")
     report = tmp_path / "verify.json"
