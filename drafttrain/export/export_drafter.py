@@ -32,21 +32,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--format", required=True, choices=FORMATS, help="whose format; see above")
     add("--output", required=True, help="folder to write")
     add("--dtype", default="bfloat16", help=WEIGHTS_HELP)
-    add("--target", default="", help="the target's name in the recipes, and where a draft model without a tokenizer gets it "
-        "(default: the recorded one)")  # fmt: skip
     add(
-        "--speculative-tokens",
-        type=int,
-        help="drafted per round (default: the depth in the drafter's decoding.json, else 3)",
+        "--target",
+        default="",
+        help="name in the recipes, and source of a missing tokenizer (default: the recorded target)",
     )
+    add("--speculative-tokens", type=int, help="drafted per round (default: the depth in decoding.json, else 3)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; returns the exit status.
-
-    Raises:
-        UserError: no drafter there, or one that the format does not support.
-    """
+    """Runs the command; returns the exit status."""
     if args.speculative_tokens is not None and args.speculative_tokens < 1:
         raise UserError(f"speculative-tokens={args.speculative_tokens} must be at least 1")
     trained, output = find_drafter(args.drafter), Path(args.output).expanduser()

@@ -38,11 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; returns the exit status.
-
-    Raises:
-        UserError: nothing there, a drafter that ours cannot compute, or one trained for another target.
-    """
+    """Runs the command; returns the exit status."""
     folder, output = Path(args.checkpoint).expanduser(), Path(args.output).expanduser()
     if not folder.is_dir():
         patterns = ["*.json", "*.safetensors", *(["*.bin", "*.pt"] if args.allow_pickle else [])]

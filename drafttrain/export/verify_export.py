@@ -47,17 +47,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--exported", help="folder written by drafttrain export (default: export it now, for the engine)")
     add("--format", choices=FORMATS, help="of what is exported now (default: the engine's, else the kind's first)")
     add("--dtype", default="bfloat16", help="of what is exported now, and of the target: bfloat16, float16, float32")
+    choices = ("auto", "none", *engine_runs.ENGINES)
     add(
         "--engine",
-        choices=("auto", "none", *engine_runs.ENGINES),
+        choices=choices,
         default="auto",
-        help="also run it in this engine (default: vllm or llama.cpp if installed in drafttrain's environment)",
+        help="also run it there (default: vllm or llama.cpp if installed here)",
     )
-    add(
-        "--engine-python",
-        default=sys.executable,
-        help="interpreter of the environment that has vllm, or xllamacpp for llama.cpp",
-    )
+    add("--engine-python", default=sys.executable, help="interpreter that has vllm, or xllamacpp for llama.cpp")
     add("--target", default="", help=f"{TARGET_HELP} (default: the recorded one)")
     add("--suite", default="drafttrain", help="where prompts come from: a suite's name or JSONL file")
     add("--prompts", type=int, default=8, help="at most, taken evenly from all categories")
@@ -67,11 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; returns 0 if everything agrees, else 1.
-
-    Raises:
-        UserError: nothing to verify, an export that differs, or an engine that cannot run.
-    """
+    """Runs the command; returns 0 if everything agrees, else 1."""
     for key in ("prompts", "max_new_tokens", "speculative_tokens"):
         if (value := vars(args)[key]) is not None and value < 1:
             raise UserError(f"{key.replace('_', '-')}={value} must be at least 1")

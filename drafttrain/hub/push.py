@@ -57,11 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; returns the exit status.
-
-    Raises:
-        UserError: no evaluation, one of another drafter, something private in the files, or a failed upload.
-    """
+    """Runs the command; returns the exit status."""
     check_repo(args.repo)
     trained = find_drafter(args.drafter)
     results = [load_results(name) for name in args.results]

@@ -25,22 +25,13 @@ again. --dry-run writes the folder and prints what would be uploaded."""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--data", required=True, help="folder written by drafttrain generate")
-    add(
-        "--prompt-license",
-        "--prompt-licence",
-        required=True,
-        help="license of the prompts, in words: it depends on where they come from",
-    )
+    add("--prompt-license", "--prompt-licence", required=True, help="license of the prompts (their source's), in words")
     add("--license", "--licence", default="", help="of the data set, as the Hub spells it (default: none stated)")
     add_publishing_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; returns the exit status.
-
-    Raises:
-        UserError: no data set there, something private in it, or a failed upload.
-    """
+    """Runs the command; returns the exit status."""
     check_repo(args.repo)
     return publish(args, "dataset", "Update the data and its card", lambda folder: prepare(args, folder))
 

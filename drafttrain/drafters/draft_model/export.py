@@ -75,10 +75,18 @@ class DraftModelShipping(Shipping[DraftModel]):
             UserError: logits that differ beyond rounding.
         """
         ours = AutoModelForCausalLM.from_pretrained(trained.folder, dtype=torch.float32, use_safetensors=True)
-        if (exported / GGUF_NAME).is_file():
-            theirs = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32, gguf_file=GGUF_NAME)
-        else:
-            theirs = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32, use_safetensors=True)
+        form: Json = {"gguf_file": GGUF_NAME} if (exported / GGUF_NAME).is_file() else {"use_safetensors": True}
+        try:
+            theirs = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32, **form)
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{str(exported)!r} is no causal language model ({first_line(error)}); export again"
+            ) from error
+        if theirs.config.vocab_size != ours.config.vocab_size:
+            raise UserError(
+                f"{str(exported)!r} has vocab_size={theirs.config.vocab_size}, the draft model {ours.config.vocab_size}; "
+                "pass its own export"
+            )
         ids = torch.arange(1, 33)[None] * 97 % ours.config.vocab_size  # [1, 32] int64
         left, right = (model.eval()(ids).logits.log_softmax(-1) for model in (ours, theirs))  # [1, 32, v]
         scale, worst = left.abs().max().item(), (left - right).abs().max().item()
