@@ -53,13 +53,16 @@ def layer_keys(config: LayerFields) -> Json:
     return keys
 
 
-def unsupported_by_llama(config: LayerFields) -> list[str]:
-    """The features of a drafter's layers that an engine's plain Llama layer does not support; empty if none."""
-    found = []
-    if config.hidden_act != "silu":
-        found.append(f"hidden_act={config.hidden_act!r}: the engine's MLP raises on anything but silu")
-    if config.sliding_window:
-        found.append(f"sliding_window={config.sliding_window}: the engine's layer attends to everything")
-    if rope_parameters(config).get("partial_rotary_factor", 1.0) != 1.0:
-        found.append("partial_rotary_factor: the engine's layer rotates whole heads")
-    return found
+def unsupported_by_llama(config: LayerFields, plain: bool = True) -> list[str]:
+    """The features of a drafter's layers that an engine's Llama layer does not support; empty if none.
+
+    Args:
+        plain: the engine's layer has neither windows nor partly rotated heads.
+    """
+    window, partial = config.sliding_window, rope_parameters(config).get("partial_rotary_factor", 1.0) != 1.0
+    checks = {
+        f"hidden_act={config.hidden_act!r}: the engine's MLP raises on anything but silu": config.hidden_act != "silu",
+        f"sliding_window={window}: the engine's layer attends to everything": plain and window,
+        "partial_rotary_factor: the engine's layer rotates whole heads": plain and partial,
+    }
+    return [reason for reason, found in checks.items() if found]

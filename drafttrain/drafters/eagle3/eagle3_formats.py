@@ -52,40 +52,33 @@ def unsupported_features(drafter: Eagle3, engine: str) -> list[str]:
         engine: "vllm" or "sglang" (whose rules TensorRT-LLM's loader shares).
     """
     config: Eagle3Config = drafter.config  # type: ignore[assignment]
-    found = [reason for reason in unsupported_by_llama(config) if engine == "sglang" or reason.startswith("hidden_act")]
-    layers = tuple(config.feature_layers)
-    if config.target_hidden_size != config.hidden_size:
-        found.append(
-            f"hidden_size={config.hidden_size} differs from the target's {config.target_hidden_size}: the engine concatenates "
-            "the target's embedding and the state and needs both of one width"
-        )
-    if layers != tuple(sorted(set(layers))):
-        found.append(f"feature_layers={list(layers)}: the engine collects target states in ascending order, each once")
-    in_order = torch.equal(drafter.kept_ids.cpu(), torch.arange(len(drafter.kept_ids)))
-    if config.draft_vocab_size == config.vocab_size and not in_order:
-        found.append("the whole vocabulary is kept, but in another order, for which the engine has no table")
-    return found + (_unsupported_by_vllm(config) if engine == "vllm" else _unsupported_by_sglang(config))
-
-
-def _unsupported_by_vllm(config: Eagle3Config) -> list[str]:
-    found, lacks = [], "with qk_norm: vLLM's class for normed queries and keys (Qwen3) has"
-    if config.qk_norm and config.mlp_bias:
-        found.append(f"mlp_bias {lacks} an MLP without bias")
-    if config.qk_norm and config.attention_bias:
-        found.append(f"attention_bias {lacks} no o_proj bias")
-    return found
-
-
-def _unsupported_by_sglang(config: Eagle3Config) -> list[str]:
-    found, fields = [], config.to_dict()
-    if len(config.feature_layers) != 3:
-        found.append(f"{len(config.feature_layers)} feature layers: the engine's fc takes three")
-    if config.num_hidden_layers != 1:
-        found.append(f"num_hidden_layers={config.num_hidden_layers}: most versions of the engine load one layer only")
-    for flag in ("attention_bias", "mlp_bias", "qk_norm", "fc_norm", "norm_output", "norm_before_residual"):
-        if fields[flag]:
-            found.append(f"{flag}: the engine ignores it silently and would compute something else")
-    return found
+    fields, layers, kept = config.to_dict(), list(config.feature_layers), drafter.kept_ids.cpu()
+    permuted = len(kept) == config.vocab_size and not torch.equal(kept, torch.arange(len(kept)))
+    unordered = layers != sorted(set(layers))
+    checks = {
+        f"hidden_size={config.hidden_size} differs from the target's {config.target_hidden_size}: the engine concatenates the "
+        "target's embedding and the state and needs both of one width": config.target_hidden_size != config.hidden_size,
+        f"feature_layers={layers}: the engine collects target states in ascending order, each once": unordered,
+        "the whole vocabulary is kept, but in another order, for which the engine has no table": permuted,
+    }
+    if engine == "vllm":
+        lacks = "with qk_norm: vLLM's class for normed queries and keys (Qwen3) has"
+        checks |= {
+            f"mlp_bias {lacks} an MLP without bias": config.qk_norm and config.mlp_bias,
+            f"attention_bias {lacks} no o_proj bias": config.qk_norm and config.attention_bias,
+        }
+    else:
+        count = config.num_hidden_layers
+        ignored = ("attention_bias", "mlp_bias", "qk_norm", "fc_norm", "norm_output", "norm_before_residual")
+        checks |= {
+            f"{len(layers)} feature layers: the engine's fc takes three": len(layers) != 3,
+            f"num_hidden_layers={count}: most versions of the engine load one layer only": count != 1,
+            **{
+                f"{key}: the engine ignores it silently and would compute something else": fields[key]
+                for key in ignored
+            },
+        }
+    return [*unsupported_by_llama(config, engine == "sglang"), *(reason for reason, found in checks.items() if found)]
 
 
 # -- writing --------------------------------------------------------------------------------------------------------
