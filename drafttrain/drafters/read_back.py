@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -39,9 +41,9 @@ class RandomTarget(Target):
     def device(self) -> torch.device:
         return torch.device("cpu")
 
-    @property
+    @cached_property
     def head_weight(self) -> Tensor:
-        return self._random(self.vocab_size)
+        return self._random(self.vocab_size)  # [v, h]
 
     @property
     def head_bias(self) -> Tensor | None:

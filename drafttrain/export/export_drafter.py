@@ -21,7 +21,7 @@ HELP = f"""Write a drafter in the form that an engine loads, and print how to se
 
 {format_lines()}
 
-A drafter with features that the format does not support is refused, with every reason. Check the result by:
+A drafter with features that the format does not support is an error that lists them. Check the result by:
 
   drafttrain verify --drafter runs/drafter --exported runs/export"""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from drafttrain.drafters.shipping import ExportRequest, Shipping, shipped_kinds, shipping
 from drafttrain.drafters.trained import find_drafter
 from drafttrain.errors import UserError
-from drafttrain.files import hub_snapshot
+from drafttrain.files import hub_snapshot, writing
 from drafttrain.flags import TARGET_HELP
 from drafttrain.formats.weights import read_config
 from drafttrain.target.shell import load_shell
@@ -54,10 +54,8 @@ def run(args: argparse.Namespace) -> int:
             exported = Path(scratch) / "engine"
             kind.write(trained, form, ExportRequest(exported, next(drafter.parameters()).dtype, args.target))
             kind.check(trained, exported)
-    try:
+    with writing(output):
         drafter.save_pretrained(output)
-    except OSError as error:
-        raise UserError(f"output={str(output)!r} cannot be written ({error.strerror}); choose another place") from error
     print(f"{output}: {kind.line(find_drafter(str(output)), f'{sum(p.numel() for p in drafter.parameters()):,}')}")
     return 0
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drafttrain.errors import UserError, first_line
-from drafttrain.files import Json, write_json
+from drafttrain.files import Json, write_json, writing
 
 Shapes = dict[str, tuple[int, ...]]  # a checkpoint's tensors: name -> shape
 
@@ -134,11 +134,8 @@ def write_checkpoint(folder: Path, config: Json, weights: Mapping[str, Tensor], 
         for name, tensor in weights.items()
     }
     files = [folder / "config.json", folder / "model.safetensors"]
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, files[1], metadata={"format": "pt"})
-    except (OSError, SafetensorError) as error:
-        reason = error.strerror if isinstance(error, OSError) else first_line(error)
-        raise UserError(f"output={str(folder)!r} cannot be written ({reason}); choose another place") from error
     write_json(files[0], config)
     return files

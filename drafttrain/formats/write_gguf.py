@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from drafttrain.errors import UserError
-from drafttrain.files import Json
+from drafttrain.files import Json, replacing, writing
 from drafttrain.formats.weights import read_weights
 
 Data = tuple[np.ndarray, gguf.GGMLQuantizationType]  # a tensor as the file holds it
@@ -66,23 +66,17 @@ def write_gguf(folder: Path, output: Path, dtype: torch.dtype, tokenizer_folder:
         )
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder or folder)
     tensors = _tensors(config, read_weights(folder), dtype)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    part = output.with_name(f".{output.name}.part")
-    writer = gguf.GGUFWriter(str(part), gguf.MODEL_ARCH_NAMES[FAMILIES[family]])
-    _add_shape(writer, config)
-    writer.add_file_type(_TYPES[dtype][1])
-    _add_tokenizer(writer, tokenizer, config.vocab_size)
-    for name, (data, kind) in tensors.items():
-        writer.add_tensor(name, data, raw_dtype=kind)
-    try:
+    with writing(output), replacing(output) as part:
+        writer = gguf.GGUFWriter(str(part), gguf.MODEL_ARCH_NAMES[FAMILIES[family]])
+        _add_shape(writer, config)
+        writer.add_file_type(_TYPES[dtype][1])
+        _add_tokenizer(writer, tokenizer, config.vocab_size)
+        for name, (data, kind) in tensors.items():
+            writer.add_tensor(name, data, raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        part.replace(output)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise UserError(f"output={str(output)!r} cannot be written ({error.strerror}); choose another place") from error
     return output
 
 

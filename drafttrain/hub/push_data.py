@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 from drafttrain.data.store import load_records, read_meta
-from drafttrain.errors import UserError
+from drafttrain.files import writing
 from drafttrain.formats.public_names import public_name, shorten, write_clean_json
 from drafttrain.hub.card import front_matter, link, render
 from drafttrain.hub.upload import add_publishing_flags, check_repo, make_empty, publish
@@ -47,18 +47,15 @@ def prepare(args: argparse.Namespace, folder: Path) -> None:
     target = public_name(meta["target"]["name"])
     sources: Counter[str] = Counter()
     counts = {"conversations": 0, "responses": 0, "response_tokens": 0, "truncated": 0}
-    try:
-        with (folder / "part-0000.jsonl").open("w", encoding="utf-8") as file:
-            for record in records:
-                record["source"] = shorten(record["source"])
-                sources[record["source"] or "unnamed"] += 1
-                counts["conversations"] += 1
-                counts["responses"] += len(record["spans"])
-                counts["response_tokens"] += sum(end - start for start, end in record["spans"])
-                counts["truncated"] += record["finish"].count("length")
-                file.write(json.dumps(record, ensure_ascii=False, separators=(",", ":")) + "\n")
-    except OSError as error:
-        raise UserError(f"output={str(folder)!r} cannot be written ({error.strerror}); choose another place") from error
+    with writing(folder), (folder / "part-0000.jsonl").open("w", encoding="utf-8") as file:
+        for record in records:
+            record["source"] = shorten(record["source"])
+            sources[record["source"] or "unnamed"] += 1
+            counts["conversations"] += 1
+            counts["responses"] += len(record["spans"])
+            counts["response_tokens"] += sum(end - start for start, end in record["spans"])
+            counts["truncated"] += record["finish"].count("length")
+            file.write(json.dumps(record, ensure_ascii=False, separators=(",", ":")) + "\n")
     identity = {**meta["target"], "name": target}
     write_clean_json(folder / "meta.json", {**meta, "target": identity, "features": None, "counts": counts})
     metadata = {

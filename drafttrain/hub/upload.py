@@ -12,6 +12,7 @@ from pathlib import Path
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
 from drafttrain.errors import UserError, first_line
+from drafttrain.files import writing
 
 _TEXT = (".json", ".md", ".jsonl", ".yaml", ".jinja", ".txt")
 _TOKEN = re.compile(r"hf_[A-Za-z0-9]{20,}")
@@ -65,10 +66,8 @@ def make_empty(folder: Path, *signs: str) -> None:
         if not all((folder / sign).is_file() for sign in signs):
             raise UserError(f"output={str(folder)!r} holds other files; choose an empty folder")
         shutil.rmtree(folder)
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"output={str(folder)!r} cannot be created ({error.strerror}); choose another place") from error
 
 
 def check_private(folder: Path, names: list[Path]) -> None:

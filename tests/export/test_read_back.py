@@ -13,6 +13,7 @@ from drafttrain.drafters.dflash.model import DFlash
 from drafttrain.drafters.shipping import ExportRequest, check_expressible, shipped_kinds, shipping
 from drafttrain.drafters.trained import find_drafter
 from drafttrain.errors import UserError
+from drafttrain.formats.weights import write_checkpoint
 from drafttrain.target import Target
 from tests.conftest import make_target
 from tests.drafters.layer_kinds import make_kind
@@ -138,6 +139,26 @@ def test_an_export_of_another_drafter_is_an_error_of_the_user(target, tmp_path, 
     _, wrong = exported(target, tmp_path / "foreign", foreign, "vllm")
     with pytest.raises(UserError, match=r"config.json has no|has unknown weights|lacks weights"):
         shipping(kind).check(trained, wrong)
+
+
+def test_import_checks_and_keeps_an_exported_head(target, tmp_path, capsys):
+    trained, folder = exported(target, tmp_path, "eagle3", "vllm", torch.float32, norm_output=True)
+    command = ["import", "--checkpoint", str(folder), "--target", str(target.path), "--output", str(tmp_path / "ours")]
+    assert main(command) == 0
+    assert "an EAGLE-3 head (arXiv 2503.01840), one decoder layer" in capsys.readouterr().out
+    back, own = find_drafter(str(tmp_path / "ours")).load(), trained.load()
+    assert back.config.norm_output and all(torch.equal(back.state_dict()[k], v) for k, v in own.state_dict().items())
+    weights = load_file(folder / "model.safetensors")
+    save_file({**weights, "norm.weight": weights["norm.weight"] * float("nan")}, folder / "model.safetensors")
+    assert main([*command[:-1], str(tmp_path / "none")]) == 2
+    assert "norm.weight holds values that are not finite" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
+def test_an_output_that_cannot_be_written_is_named(target, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"output='.*file/below' cannot be written \(Not a directory\)"):
+        write_checkpoint(tmp_path / "file" / "below", {}, {}, torch.float32)
 
 
 def test_verify_writes_the_figures(target, tmp_path, capsys):

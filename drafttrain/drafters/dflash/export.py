@@ -20,7 +20,7 @@ from drafttrain.drafters.dflash.model import DFlash, DFlashConfig
 from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Shipping
 from drafttrain.drafters.trained import Trained
 from drafttrain.errors import UserError
-from drafttrain.files import Json
+from drafttrain.files import Json, writing
 from drafttrain.formats.weights import dtype_name, write_checkpoint
 from drafttrain.target import Target
 
@@ -149,10 +149,8 @@ def write_dflash(drafter: DFlash, target: Target, output: Path, dtype: torch.dty
             "embedding": mask.detach().to("cpu", dtype),
             "mask_token_id": described["dflash_config"]["mask_token_id"],
         }
-        try:
+        with writing(output):
             torch.save(learned, output / _MASK_FILE)
-        except (OSError, RuntimeError) as error:
-            raise UserError(f"output={str(output)!r} cannot be written ({error}); choose another place") from error
         written.append(output / _MASK_FILE)
     return written
 
