@@ -25,6 +25,7 @@ from torch import Tensor
 
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.read_back import compare_drafters
+from drafttrain.drafters.registry import kind_folders
 from drafttrain.drafters.trained import Trained
 from drafttrain.errors import UserError, first_line
 from drafttrain.files import Json
@@ -264,7 +265,7 @@ class Shipping(Generic[D]):
 
 def shipped_kinds() -> list[str]:
     """The kinds that have an export module."""
-    return sorted(path.parent.name for path in Path(__file__).parent.glob("*/export.py"))
+    return list(kind_folders("export.py"))
 
 
 def shipping(kind: str) -> Shipping:
