@@ -29,7 +29,9 @@ class LayerFields(Protocol):
     hidden_act: str
     sliding_window: int
     rope_theta: float
-    rope_parameters: Json
+
+    @property
+    def rope_parameters(self) -> Json | None: ...
 
     def to_dict(self) -> Json: ...
 
