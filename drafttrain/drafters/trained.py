@@ -40,7 +40,7 @@ class Trained:
             return load_trained(str(self.folder))
         except (OSError, ValueError, RuntimeError) as error:
             raise UserError(
-                f"drafter={str(self.folder)!r} cannot be loaded ({first_line(error)}); train or import it again"
+                f"drafter={str(self.folder)!r} cannot be loaded ({first_line(error)}); train it again"
             ) from error
 
 

@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         args.engine = installed_engine(kind)
     if args.engine not in ("none", *kind.verifiable):
         raise UserError(
-            f"engine={args.engine!r} runs no drafter of kind {trained.kind!r}; choose {', '.join(kind.verifiable)} or none"
+            f"engine={args.engine!r} runs no {trained.kind!r} drafter; choose {', '.join(kind.verifiable)} or none"
         )
     form = args.format or kind.verifiable.get(args.engine) or next(iter(kind.formats))
     with tempfile.TemporaryDirectory() as scratch:

@@ -54,9 +54,7 @@ def read_weights(folder: Path, allow_pickle: bool = False) -> dict[str, Tensor]:
         if files:
             return {name: tensor for file in files for name, tensor in load_file(file).items()}
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise UserError(
-            f"{str(folder)!r}: the safetensors cannot be read ({error}); download or export them again"
-        ) from error
+        raise UserError(f"{str(folder)!r}: safetensors cannot be read ({error}); export or download again") from error
     pickles = [folder / name for name in _PICKLES if (folder / name).is_file()]
     if not pickles:
         raise UserError(f"{str(folder)!r} has no model.safetensors; give a checkpoint's folder")
@@ -68,9 +66,7 @@ def read_weights(folder: Path, allow_pickle: bool = False) -> dict[str, Tensor]:
     try:
         return torch.load(pickles[0], map_location="cpu", weights_only=True)
     except Exception as error:  # pickle errors come in many classes
-        raise UserError(
-            f"{pickles[0].name} holds more than tensors, or is damaged ({first_line(error)}); it is not loaded"
-        ) from error
+        raise UserError(f"{pickles[0].name} holds more than tensors, or is damaged ({first_line(error)})") from error
 
 
 def check_names(found: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], where: str) -> None:
@@ -109,9 +105,7 @@ def check_weights(found: Mapping[str, Tensor], expected: Shapes, config: Json, w
         if tensor.dtype != wanted:
             raise UserError(f"{where}: {key} has dtype {tensor.dtype}, must be {wanted}; export again")
         if not tensor.isfinite().all():
-            raise UserError(
-                f"{where}: {key} holds values that are not finite; train again or use an earlier checkpoint"
-            )
+            raise UserError(f"{where}: {key} holds values that are not finite; use an earlier checkpoint")
     return dtype
 
 

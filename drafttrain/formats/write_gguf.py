@@ -92,9 +92,7 @@ def _tensors(config: PreTrainedConfig, weights: dict[str, Tensor], dtype: torch.
             continue
         theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if theirs is None:
-            raise UserError(
-                f"{name} has no place in a {config.model_type} GGUF file; the checkpoint is not a plain one"
-            )
+            raise UserError(f"{name} has no place in a {config.model_type} GGUF file: no plain checkpoint")
         values = tensor.float()
         if config.model_type == "llama" and ".self_attn." in name and ("q_proj" in name or "k_proj" in name):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
@@ -163,7 +161,7 @@ def _add_shape(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
         writer.add_sliding_window(config.sliding_window)
     elif "sliding_attention" in (getattr(config, "layer_types", None) or []):
         raise UserError(
-            f"a window of {config.sliding_window} tokens: llama.cpp's {config.model_type} attends to everything"
+            f"sliding_window={config.sliding_window}: llama.cpp's {config.model_type} attends to everything"
         )
 
 

@@ -133,7 +133,7 @@ def test_an_export_of_another_drafter_is_an_error_of_the_user(target, tmp_path, 
     other.model.save_pretrained(folder)
     other.tokenizer.save_pretrained(folder)
     _, wrong = exported(Target.load(str(folder), "float32", "cpu"), tmp_path / "other", kind, "vllm")
-    with pytest.raises(UserError, match=r"does not fit|computes something else|was trained for a target with"):
+    with pytest.raises(UserError, match=r"does not fit|computes something else|is for a target with"):
         shipping(kind).check(trained, wrong)
     foreign = "medusa" if kind != "medusa" else "eagle1"
     _, wrong = exported(target, tmp_path / "foreign", foreign, "vllm")

@@ -55,9 +55,7 @@ class DraftModelShipping(Shipping[DraftModel]):
         model = _load_complete(trained.folder, request.dtype)
         if form == "gguf":
             if tokenizer is None:
-                raise UserError(
-                    "format='gguf' holds the tokenizer too, and the drafter's folder has none; pass --target"
-                )
+                raise UserError("format='gguf' needs a tokenizer, and the drafter has none; pass --target")
             return [write_gguf(trained.folder, request.output / GGUF_NAME, request.dtype, tokenizer)]
         model.save_pretrained(request.output)
         if tokenizer is not None:
@@ -79,9 +77,7 @@ class DraftModelShipping(Shipping[DraftModel]):
         try:
             theirs = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32, **form)
         except (OSError, ValueError) as error:
-            raise UserError(
-                f"{str(exported)!r} is no causal language model ({first_line(error)}); export again"
-            ) from error
+            raise UserError(f"{str(exported)!r} is no language model ({first_line(error)}); export again") from error
         if theirs.config.vocab_size != ours.config.vocab_size:
             raise UserError(
                 f"{str(exported)!r} has vocab_size={theirs.config.vocab_size}, the draft model {ours.config.vocab_size}; "

@@ -65,9 +65,7 @@ class Eagle1Shipping(Shipping[Eagle1]):
 
     def drafter_weights(self, original: Eagle1, back: Eagle1, export: Exported) -> dict[str, Tensor]:
         if export.weights.get("fc.bias", torch.zeros(1)).any():
-            raise UserError(
-                f"{export.where} computes something else: fc.bias is not zero, but the drafter has none; export again"
-            )
+            raise UserError(f"{export.where} computes something else: fc.bias is not zero; export again")
         return super().drafter_weights(original, back, export)
 
     def compare(self, original: Eagle1, back: Eagle1, dtype: torch.dtype, depth: int, where: str) -> Json:

@@ -251,13 +251,11 @@ def _refuse_foreign(config: Json, layer: Json, weights: Mapping[str, Tensor], wh
     """Raises UserError for a checkpoint that computes what no kind of ours computes."""
     eagle = config.get("eagle_config") or {}
     if config.get("norm_before_fc") or eagle.get("norm_before_fc") or "input_norm.weight" in weights:
-        raise UserError(
-            f"{where} has norm_before_fc, one norm over all features together, which no kind of ours computes"
-        )
+        raise UserError(f"{where} has norm_before_fc, one norm over all features, which no kind of ours has")
     if config.get("embed_requires_grad"):
         raise UserError(f"{where} trained an embedding of its own (embed_requires_grad); ours reads the target's")
     if (scale := layer.get("logit_scale") or 1.0) != 1.0:
-        raise UserError(f"{where} has logit_scale={scale}, a factor on its logits, which no kind of ours computes")
+        raise UserError(f"{where} has logit_scale={scale}, a factor on its logits, which no kind of ours has")
     if eagle.get("use_aux_hidden_state") is False:
         raise UserError(f"{where} reads one target state (use_aux_hidden_state false), which is EAGLE-1")
     if set(layer.get("layer_types") or []) == {"sliding_attention", "full_attention"}:
@@ -290,9 +288,7 @@ def _our_fields(config: Json, weights: Mapping[str, Tensor], target: Json, where
     width = fields["target_hidden_size"] or fields["hidden_size"]
     for key, theirs in (("hidden_size", width), ("vocab_size", fields["vocab_size"])):
         if theirs != target[key]:
-            raise UserError(
-                f"{where} was trained for a target with {key}={theirs}, but {target['name']!r} has {target[key]}"
-            )
+            raise UserError(f"{where} is for a target with {key}={theirs}, but {target['name']!r} has {target[key]}")
     fields["feature_layers"] = _feature_layers(config, width, weights, target, where)
     return {**fields, "target": target}
 

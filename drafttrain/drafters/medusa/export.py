@@ -29,8 +29,7 @@ class MedusaShipping(WholeVocabularyShipping[Medusa]):
         config = drafter.config
         if request.depth > config.num_heads:
             raise UserError(
-                f"speculative-tokens={request.depth}, but the drafter has {config.num_heads} heads, one per token; ask for no "
-                "more"
+                f"speculative-tokens={request.depth}, but the drafter has {config.num_heads} heads, one per token; ask for fewer"
             )
         return {
             "architectures": ["MedusaModel"],
