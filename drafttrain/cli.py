@@ -26,7 +26,7 @@ COMMANDS = {
     ),
     "train": ("drafttrain.train", "train a drafter from a config (same as accelerate launch drafttrain/train.py)"),
     "ngram-store": ("drafttrain.data.ngram_corpus", "count the n-grams of a corpus: a drafter without training"),
-    "eval": ("drafttrain.evaluation.runner", "measure a drafter in the lossless tree decoder against both baselines"),
+    "eval": ("drafttrain.tuning.eval_command", "measure a drafter in the lossless tree decoder against both baselines"),
     "tune": ("drafttrain.tuning.tune", "find the fastest tree for a drafter on this machine"),
     "sweep": ("drafttrain.tuning.sweep", "eval over temperatures, trees, batch sizes, contexts and dtypes"),
     "diagnose": ("drafttrain.evaluation.diagnose", "why acceptance is what it is, and what to do"),

@@ -71,6 +71,8 @@ class Drafter(Protocol):
     kind: str
     feature_layers: tuple[int, ...]
     probes: int = 0
+    trainable: bool = False
+    kept_ids: Tensor | None
 
     def start(self, prompt_ids: Tensor, max_length: int) -> Session:
         """Begins a sequence. prompt_ids: [L] int64; max_length: most tokens the sequence can reach (cache size)."""

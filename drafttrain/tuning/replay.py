@@ -19,7 +19,7 @@ from torch import Tensor
 
 from drafttrain.batch import TokenTree
 from drafttrain.drafters.base import Drafter
-from drafttrain.drafters.combined import CombinedDrafter, alone, drafts_alone, match_spec, merge
+from drafttrain.drafters.combined import alone, drafts_alone, match_spec, merge, parts_of
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.inference import Decoder, SamplingParams
 from drafttrain.target import Target
@@ -34,11 +34,6 @@ FAMILIES = {
 _MATCHES = {
     k: match_spec(TreeSpec.parse(f"chain:{DEPTH}" if k == 1 else f"dynamic:1,{k},{MOST_NODES}")) for k in WIDTHS
 }
-
-
-def parts_of(drafter: Drafter) -> tuple[Drafter, Drafter | None]:
-    """The drafter that grows trees, and the one whose matches are merged into them, if any."""
-    return (drafter.main, drafter.side) if isinstance(drafter, CombinedDrafter) else (drafter, None)
 
 
 class _Recorded:

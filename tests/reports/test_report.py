@@ -5,7 +5,7 @@ import json
 import pytest
 
 from drafttrain import cli
-from drafttrain.evaluation.metrics import by_category, summarise
+from drafttrain.evaluation.metrics import by_category, summarize
 from tests.evaluation.test_metrics import OURS, PLAIN, record
 
 
@@ -18,7 +18,7 @@ def results(tmp_path):
         "suite": "mine",
         "dtype": "float32",
         "decoding": {"temperature": 0.0, "tree": {"spec": "chain:2"}},
-        "overall": summarise(records),
+        "overall": summarize(records),
         "categories": by_category(records),
     }
     path = tmp_path / "results.json"
