@@ -148,7 +148,8 @@ def _hub_rows(name: str, suite: PublicSuite) -> Iterable[Json]:
         return load_dataset(suite.source, suite.config, split=suite.split)
     except (OSError, ValueError, DatasetsError) as error:
         raise UserError(
-            f"suite={name!r} cannot be loaded from {suite.source} ({first_line(error)}); go online once, or give its file as {name}:FILE"
+            f"suite={name!r} cannot be loaded from {suite.source} ({first_line(error)}); go online once, or give its file as "
+            f"{name}:FILE"
         ) from error
 
 

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -50,7 +50,7 @@ class EvalSettings:
     target: str = ""
     drafter: str = ""
     output: Path = Path("results.json")
-    sampling: SamplingParams = SamplingParams()
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     max_new_tokens: int = 128
     batch_size: int = 1
     tree: str | None = None

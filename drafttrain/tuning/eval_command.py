@@ -20,7 +20,7 @@ from drafttrain.flags import add_drafter_flag, add_sampling_flags, add_target_fl
 from drafttrain.inference import SamplingParams
 from drafttrain.reports.report import print_results
 from drafttrain.target import Target
-from drafttrain.tuning.tune import calibration_prompts, search_tree
+from drafttrain.tuning.tune import TuneSettings, calibration_prompts, search_tree
 
 HELP = """Measure a drafter in the lossless tree decoder against plain decoding.
 
@@ -108,5 +108,5 @@ def find_tree(
     target: Target, drafter: Drafter, sampling: SamplingParams, exclude: Collection[str], calibrate: str | None
 ) -> tuple[TreeSpec, list[Json]]:
     """Finds the fastest tree on calibration prompts that are not in the suite; returns it with a table of candidates."""
-    search = search_tree(target, drafter, calibration_prompts(target, calibrate, exclude), sampling)
+    search = search_tree(target, drafter, calibration_prompts(target, calibrate, exclude), TuneSettings(sampling))
     return search.best.spec, search.table()

@@ -36,7 +36,8 @@ One axis varies at a time, the others keep their first value; --grid crosses the
 keeps finished cells and continues the unfinished one. The summary says at which batch size speculation stops paying."""
 
 AXES = ("dtype", "tree", "temperature", "batch_size", "context")
-FIGURES = [
+FIGURES = ("accepted_length", "acceptance_rate", "tokens_per_second", "speedup", "speedup_vs_fastest",
+           "draft_fraction", "tpot_ms")  # fmt: skip
     "accepted_length",
     "acceptance_rate",
     "tokens_per_second",

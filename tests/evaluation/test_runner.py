@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -207,7 +208,9 @@ def test_other_settings_do_not_reuse_records(tmp_path):
 
 def test_auto_takes_the_tree_that_was_predicted_fastest(command, tmp_path, monkeypatch):
     search = tuning.search_tree
-    monkeypatch.setattr(eval_command, "search_tree", lambda *args: search(*args, tokens=16, cycles=1))
+    monkeypatch.setattr(
+        eval_command, "search_tree", lambda *args: search(*args[:3], replace(args[3], tokens=16, cycles=1))
+    )
     rows = [{"messages": [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]}]
     rows += [{"text": "hello there"}, {"text": "x y z"}]  # the first is in the suite
     calibration = tmp_path / "prompts.jsonl"
