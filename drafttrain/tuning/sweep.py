@@ -38,14 +38,6 @@ keeps finished cells and continues the unfinished one. The summary says at which
 AXES = ("dtype", "tree", "temperature", "batch_size", "context")
 FIGURES = ("accepted_length", "acceptance_rate", "tokens_per_second", "speedup", "speedup_vs_fastest",
            "draft_fraction", "tpot_ms")  # fmt: skip
-    "accepted_length",
-    "acceptance_rate",
-    "tokens_per_second",
-    "speedup",
-    "speedup_vs_fastest",
-    "draft_fraction",
-    "tpot_ms",
-]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
