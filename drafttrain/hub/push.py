@@ -19,10 +19,11 @@ from typing import Any
 from drafttrain.drafters.shipping import Request, shipping
 from drafttrain.drafters.trained import Trained, find_drafter, parse_dtype
 from drafttrain.errors import UserError
+from drafttrain.evaluation.records import load_results
 from drafttrain.export.serving_recipes import engine_depth, public_name, recipes, tuned_tree
 from drafttrain.hub.card import base_model_name, default_licence, model_card, read_training
 from drafttrain.hub.upload import check_private, check_repo, list_files, print_files, shorten, upload, write_clean_json
-from drafttrain.reports.report import draw, load_results
+from drafttrain.reports.report import draw
 from drafttrain.target import resolve_target
 
 HELP = """Publish a drafter on the Hugging Face Hub with a model card made from measured results.

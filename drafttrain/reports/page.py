@@ -1,10 +1,9 @@
-"""Self-contained HTML pages: templates, the style they share, and writing them."""
+"""Self-contained HTML pages: rendering templates and writing files."""
 
 from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -18,13 +17,13 @@ def _environment() -> Environment:
     return Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
 
 
-def render_page(template: str, **content: Any) -> str:
-    """A page of templates/, with everything it needs inside: it opens without a network."""
+def render_page(template: str, **content: object) -> str:
+    """Renders a page of templates/ with everything inside it, so that it opens without a network."""
     return _environment().get_template(template).render(version=__version__, **content)
 
 
 def write_page(path: Path, page: str) -> None:
-    """Raises UserError where the place cannot be written."""
+    """Writes a page. Raises UserError if the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(page, encoding="utf-8")
