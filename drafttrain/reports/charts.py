@@ -126,7 +126,7 @@ def svg(chart: Chart, prefix: str) -> str:
         prefix: makes its ids unique in the page.
     """
     buffer = io.StringIO()
-    _save([[chart]], buffer, _STAND_INS, titled=False, format="svg", transparent=True)
+    _save([[chart]], buffer, _STAND_INS, False, format="svg", transparent=True)
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     for name, stand_in in _STAND_INS.items():
@@ -141,21 +141,29 @@ def svg(chart: Chart, prefix: str) -> str:
     return head + text[text.index(">") + 1 :]
 
 
-def picture(rows: Sequence[Sequence[Chart]], path: Path) -> None:
+def picture(rows: Sequence[Sequence[Chart]], path: Path, headings: Sequence[str] = ()) -> None:
     """Writes rows of charts with titles and legends; the suffix (.png, .svg, .pdf) decides the format.
+
+    Args:
+        headings: one per row; default: none.
 
     Raises:
         UserError: the file cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _save(rows, path, _LIGHT, titled=True, dpi=150, facecolor=_LIGHT["card"])
+        _save(rows, path, _LIGHT, True, headings, dpi=150, facecolor=_LIGHT["card"])
     except OSError as error:
         raise UserError(f"output={str(path)!r} cannot be written ({error.strerror}); choose another place") from error
 
 
 def _save(
-    rows: Sequence[Sequence[Chart]], output: Path | io.StringIO, colors: dict[str, str], titled: bool, **options: object
+    rows: Sequence[Sequence[Chart]],
+    output: Path | io.StringIO,
+    colors: dict[str, str],
+    titled: bool,
+    headings: Sequence[str] = (),
+    **options: object,
 ) -> None:
     import matplotlib
 
@@ -172,14 +180,16 @@ def _save(
         "xtick.color": colors["muted"],
         "ytick.color": colors["muted"],
     }
-    heights, columns = [max(chart.height(titled) for chart in row) for row in rows], max(map(len, rows))
+    heights = [max(chart.height(titled) for chart in row) + 0.3 * bool(headings) for row in rows]
     with plt.rc_context(style):
-        figure = plt.figure(figsize=(_WIDTH * columns, sum(heights)), layout="constrained")
+        figure = plt.figure(figsize=(_WIDTH * max(map(len, rows)), sum(heights)), layout="constrained")
         try:
-            parts = figure.subfigures(len(rows), columns, height_ratios=heights, squeeze=False)
-            for places, row in zip(parts, rows, strict=True):
-                for place, chart in zip(places, row, strict=False):
+            lines = figure.subfigures(len(rows), 1, height_ratios=heights, squeeze=False)[:, 0]
+            for number, (line, row) in enumerate(zip(lines, rows, strict=True)):
+                for place, chart in zip(line.subfigures(1, len(row), squeeze=False)[0], row, strict=True):
                     _draw(chart, place, colors, titled)
+                if headings:
+                    line.suptitle(headings[number], x=0.01, ha="left", fontsize=11)
             figure.savefig(output, **options)
         finally:
             plt.close(figure)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 
 from rich.table import Table
@@ -80,11 +79,13 @@ def draw(runs: list[Json], output: Path) -> None:
     Raises:
         UserError: the file cannot be written.
     """
-    rows = []
-    for run in runs:
-        speedup, *others = report_page.main_charts(run)
-        rows.append([replace(speedup, title=f"{run['target']} + {run['drafter']}: {speedup.title.lower()}"), *others])
-    picture(rows, output)
+    rows = [report_page.main_charts(run) for run in runs]
+    headings = []
+    for run, row in zip(runs, rows, strict=True):
+        over = f", speed-up {row[0].series[0].name}" if row[0].key == "speedup" and len(row[0].series) == 1 else ""
+        length = f"accepted length {run['overall']['accepted_length']:.2f}"
+        headings.append(f"{run['target']} + {run['drafter']}: {length}{over}")
+    picture(rows, output, headings)
 
 
 def summary_table(results: Json) -> Table:

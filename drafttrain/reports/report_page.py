@@ -58,9 +58,9 @@ def run_names(runs: Sequence[Json], files: Sequence[str]) -> list[str]:
 
 
 def main_charts(run: Json) -> list[Chart]:
-    """The charts of a picture: speed-up by category, acceptance by depth, tokens per second."""
+    """The charts of a picture: speed-up by category, acceptance by depth, tokens per second; without empty ones."""
     runs, names = [run], run_names([run], [""])
-    return [_speedup(runs, names), _acceptance(runs, names), _rates(runs, names)]
+    return _with_values([_speedup(runs, names), _acceptance(runs, names), _rates(runs, names)])
 
 
 def make_charts(runs: Sequence[Json], names: Sequence[str], sweeps: Sequence[Json]) -> list[Chart]:
@@ -70,6 +70,10 @@ def make_charts(runs: Sequence[Json], names: Sequence[str], sweeps: Sequence[Jso
         charts += [_speedup(runs, names), _accepted_length(runs, names), _acceptance(runs, names)]
         charts += [_histogram(runs, names), *_latencies(runs, names), _rates(runs, names)]
     charts += [chart for number, sweep in enumerate(sweeps, 1) for chart in _sweep_charts(sweep, number)]
+    return _with_values(charts)
+
+
+def _with_values(charts: Sequence[Chart]) -> list[Chart]:
     return [chart for chart in charts if any(value is not None for one in chart.series for value in one.values)]
 
 

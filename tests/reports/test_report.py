@@ -44,6 +44,17 @@ def test_table_and_picture(results, tmp_path, capsys):
     assert picture.stat().st_size > 10_000
 
 
+def test_a_picture_without_baselines(results, tmp_path):
+    content = json.loads(results.read_text())
+    for figures in (content["overall"], *content["categories"].values()):
+        figures |= {"baselines": {}, "speedup": {}, "speedup_vs_fastest": None}
+    results.write_text(json.dumps(content))
+    assert cli.main(["report", str(results), "--output", str(tmp_path / "bare.svg")]) == 0
+    shown = (tmp_path / "bare.svg").read_text()
+    assert "Acceptance by depth" in shown
+    assert "Speed-up by category" not in shown
+
+
 @pytest.mark.parametrize(
     ("content", "output", "message"),
     [
