@@ -280,8 +280,7 @@ def answer(plan: EvalPlan, batch: dict[int, Question], sides: dict[str, Side]) -
 
 def pruned_vocabulary(drafter: Drafter | None, vocab_size: int) -> Tensor | None:
     """[d] int64 target ids of a pruned drafter vocabulary; None if every token can be drafted."""
-    main = parts_of(drafter)[0] if drafter is not None else None
-    kept = main.kept_ids if main is not None and main.trainable else None
+    kept = parts_of(drafter)[0].vocabulary if drafter is not None else None
     return None if kept is None or len(kept) == vocab_size else kept
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from drafttrain.evaluation.metrics import Record, side_record
 from drafttrain.inference import Decoder, SamplingParams
@@ -51,11 +52,9 @@ def hf_sides(
         assistant: the draft model of hf_assisted; empty for the target's own first third of layers.
     """
 
-    def load(path: str) -> PreTrainedModel:
-        loaded = AutoModelForCausalLM.from_pretrained(
-            path, dtype=target.dtype, trust_remote_code=trust_remote_code, use_safetensors=True
-        )
-        return loaded.to(target.device).eval()
+    def load(path: str) -> Any:  # transformers' stubs know no `generate` on its models
+        options = {"dtype": target.dtype, "trust_remote_code": trust_remote_code, "use_safetensors": True}
+        return AutoModelForCausalLM.from_pretrained(path, **options).to(target.device).eval()
 
     model = load(target.path)
     end = target.eos_ids or None
@@ -73,7 +72,7 @@ def hf_sides(
     return {name: _hf_side(model, target, {**choice, **methods[name]}) for name in names}
 
 
-def _hf_side(model: PreTrainedModel, target: Target, options: dict[str, object]) -> Side:
+def _hf_side(model: Any, target: Target, options: dict[str, object]) -> Side:
     pad = model.generation_config.pad_token_id or 0
 
     def run(prompts: Sequence[list[int]], limits: Sequence[int], seed: int) -> list[tuple[list[int], Record]]:

@@ -10,9 +10,10 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from drafttrain.errors import UserError
+from drafttrain.files import Json
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -163,14 +164,14 @@ def _save(
     colors: dict[str, str],
     titled: bool,
     headings: Sequence[str] = (),
-    **options: object,
+    **options: Any,
 ) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    style = {
+    style: Json = {
         "svg.fonttype": "none",
         "text.parse_math": False,
         "svg.hashsalt": rows[0][0].key,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from drafttrain import __version__
+from drafttrain.environment import __version__
 from drafttrain.errors import UserError
 
 

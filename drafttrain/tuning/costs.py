@@ -89,14 +89,9 @@ def _interpolate(known: dict[int, float], at: float) -> float:
 class _ProbeTrees(Drafter):
     """The drafter, except for trees that measure verification: those hold made-up tokens, almost never accepted."""
 
-    trainable = False
-
     def __init__(self, drafter: Drafter, target: Target):
         self.drafter, self.target = drafter, target
         self.kind, self.feature_layers = drafter.kind, drafter.feature_layers
-
-    def bind(self, target: Target) -> None:
-        """Does nothing: the drafter is bound already."""
 
     def start(self, prompt_ids: Tensor, max_length: int) -> Session:
         return self.drafter.start(prompt_ids, max_length)

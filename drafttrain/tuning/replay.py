@@ -109,32 +109,19 @@ class Replayed:
 
 
 @dataclass
-class _RecordingSession:
+class _RecordingSession(Session):
     track: Track
     main: Session
     side: Session | None
-
-    def extend(self, tokens: Tensor, features: Tensor) -> None:
-        self.main.extend(tokens, features)
-        if self.side is not None:
-            self.side.extend(tokens, features)
-
-    def propose(self, spec: TreeSpec, sampler: Sampler | None = None) -> TokenTree:
-        return TokenTree.empty()
 
 
 class _Recorder(Drafter):
     """Drafts every family at every position, keeps the trees and proposes nothing, so that decoding stays plain."""
 
-    trainable = False
-
     def __init__(self, drafter: Drafter, tracks: dict[tuple[int, ...], Track], advance: Callable[[], None]):
         self.main, self.side = parts_of(drafter)
         self.kind, self.feature_layers = f"recorded {drafter.kind}", drafter.feature_layers
         self._tracks, self._advance = tracks, advance
-
-    def bind(self, target: Target) -> None:
-        """Does nothing: its parts are bound already."""
 
     def start(self, prompt_ids: Tensor, max_length: int) -> _RecordingSession:
         side = self.side.start(prompt_ids, max_length) if self.side is not None else None

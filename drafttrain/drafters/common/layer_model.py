@@ -10,25 +10,23 @@ drafted path. Training (training-time test, arXiv 2503.01840) and decoding both 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from drafttrain.batch import Batch, StepOutput, TargetOutput
 from drafttrain.drafters.common.layer_config import LayerConfig
 from drafttrain.drafters.common.layer_session import CacheShape, LayerDrafting
 from drafttrain.drafters.common.layers import MLP, Attend, Attention, RMSNorm, Rotary
-from drafttrain.drafters.common.shared import anchors_by_depth, bind_target, sums_by_depth
+from drafttrain.drafters.common.shared import anchors_by_depth, sums_by_depth
+from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.losses import TargetRows, linear_divergence
-from drafttrain.ops.decoder_layer import DecoderLayer, LayerWeights
-from drafttrain.ops.draft_step import DraftStep, DraftWeights
+from drafttrain.ops.cpu_layers import DecoderLayer, DraftStep, DraftWeights, LayerWeights
 from drafttrain.ops.native import cpu_kernels
-from drafttrain.ops.packing import SKINNY_ROWS, pack
+from drafttrain.ops.packing import SKINNY_ROWS
 from drafttrain.ops.path_attention import PathAttention
-from drafttrain.target import Target
 
 # Activations that the CPU kernels know, and whether each is the tanh form of GELU.
 _NATIVE_ACTS = {"silu": False, "gelu_pytorch_tanh": True}
@@ -72,24 +70,14 @@ class DraftLayer(nn.Module):
         alone = not hasattr(self, "hidden_norm") and isinstance(self.input_layernorm, RMSNorm)
         if config.attention_bias or config.mlp_bias or config.hidden_act not in _NATIVE_ACTS:
             return
-        self.native = DecoderLayer(
-            LayerWeights(
-                qkv=torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]).detach(),
-                o=attention.o_proj.weight.detach(),
-                gate_up=torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).detach(),
-                down=mlp.down_proj.weight.detach(),
-                input_norm=self.input_layernorm.weight.detach() if alone else None,
-                mlp_norm=self.post_attention_layernorm.weight.detach(),
-                heads=attention.heads,
-                kv_heads=attention.kv_heads,
-                head_dim=attention.head_dim,
-                rotary_dim=rotary_dim,
-                eps=self.post_attention_layernorm.eps,
-                gelu=_NATIVE_ACTS[config.hidden_act],
-                query_norm=attention.q_norm.weight.detach() if config.qk_norm else None,
-                key_norm=attention.k_norm.weight.detach() if config.qk_norm else None,
-            )
+        norms = {"input_norm": self.input_layernorm.weight} if alone else {}
+        if config.qk_norm:
+            norms |= {"query_norm": attention.q_norm.weight, "key_norm": attention.k_norm.weight}
+        norm, gelu = self.post_attention_layernorm, _NATIVE_ACTS[config.hidden_act]
+        weights = LayerWeights.of(
+            attention, mlp, mlp_norm=norm.weight, rotary_dim=rotary_dim, eps=norm.eps, gelu=gelu, **norms
         )
+        self.native = DecoderLayer(weights)
 
     def forward(
         self, state: Tensor, embeds: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend, queries: Tensor | None
@@ -103,25 +91,14 @@ class DraftLayer(nn.Module):
             x = torch.cat((self.input_layernorm(embeds), normed), dim=-1)
             state = normed if self.norm_before_residual else state
         if native is not None:
-            return self._native_forward(native, state, x, cos, sin, attend, queries)
+            return native.forward(state, x, cos, sin, attend, queries)
         if queries is not None:
             state = state[queries]
         state = state + self.self_attn(x, cos, sin, attend, queries)
         return state + self.mlp(self.post_attention_layernorm(state))
 
-    @staticmethod
-    def _native_forward(
-        native: DecoderLayer, state: Tensor, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, queries: Tensor | None
-    ) -> Tensor:
-        threads = torch.get_num_threads()
-        sizes = (native.heads, native.kv_heads, native.kv_heads)
-        query, key, value = native.project(x, cos, sin, threads).split(sizes, dim=1)
-        out = state.clone() if queries is None else state[queries]
-        native.after(out, attend(query if queries is None else query[queries], key, value).contiguous(), threads)
-        return out
 
-
-class LayerDrafter(LayerDrafting, PreTrainedModel):
+class LayerDrafter(LayerDrafting, TrainableDrafter):
     """What kinds of decoder layers share. The embedding is the target's, frozen and never saved; `bind` attaches it.
 
     A kind makes its layers and projections, then calls `finish`, and says
@@ -132,31 +109,15 @@ class LayerDrafter(LayerDrafting, PreTrainedModel):
         leave(state), read_out(state)    what the next depth reads of the last layer's output, and what the head does of that
     """
 
-    base_model_prefix = ""
-    supports_gradient_checkpointing = True
-    trainable = True
-    takes_packed_rows = True
-    kept_ids: Tensor
-    embed: Callable[[Tensor], Tensor]  # given by bind()
-
     def finish(self, layers: int) -> None:
         """The rest of a kind's `__init__`. layers: those with a cache of their own."""
         config = self.config
+        self.feature_layers = tuple(config.feature_layers)
         self.register_buffer("kept_ids", torch.arange(config.draft_vocab_size))
         self.rotary = Rotary(config.head_dim, config.rope_parameters)
         self.cache_shape = CacheShape(layers, config.num_key_value_heads, config.head_dim, config.sliding_window)
         self.gradient_checkpointing = False
         self.post_init()
-
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=module.in_features**-0.5)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
-
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        return tuple(self.config.feature_layers)
 
     @property
     def decoder_layers(self) -> list[Any]:
@@ -170,10 +131,6 @@ class LayerDrafter(LayerDrafting, PreTrainedModel):
     def layers_at(self, depth: int) -> list[Any]:
         return self.decoder_layers
 
-    def bind(self, target: Target) -> None:
-        """Checks that this drafter was made for the target and borrows its embedding."""
-        bind_target(self, target)
-
     def pack(self) -> None:
         """Readies the drafter for inference on a CPU in float32; elsewhere linear layers and norms as far as served."""
         weight = next(self.parameters())
@@ -183,7 +140,7 @@ class LayerDrafter(LayerDrafting, PreTrainedModel):
             natives, weights = [layer.native for layer in self.decoder_layers], self.draft_weights()
             if weights is not None and None not in natives and self.config.head_dim % 16 == 0:
                 self.draft_step = DraftStep(natives, weights)
-        pack(self)
+        super().pack()
 
     def draft_weights(self) -> DraftWeights | None:
         """What surrounds the layers, of a kind whose depths are all one `DraftStep`."""

@@ -26,7 +26,7 @@ from drafttrain.drafters.common.linear_start import Source, projection_start, se
 from drafttrain.drafters.common.shared import copy_layer, copy_norm
 from drafttrain.drafters.mtp.native_module import read_native
 from drafttrain.errors import UserError
-from drafttrain.ops.draft_step import DraftWeights
+from drafttrain.ops.cpu_layers import DraftWeights
 from drafttrain.target import Target
 
 
@@ -91,13 +91,13 @@ class MTP(LayerDrafter):
         block = self.blocks[0]
         return DraftWeights(
             head=self.lm_head.weight,
-            beside=self.config.hidden_size,
+            embed_width=self.config.hidden_size,
             eps=self.config.rms_norm_eps,
             embed_norm=block.enorm.weight,
             state_norm=block.hnorm.weight,
             norm=self.norm.weight,
             project=block.eh_proj.weight,
-            hands_on_normed=True,
+            returns_normed=True,
         )
 
     def fuse(self, features: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ class MTP(LayerDrafter):
         """
         shapes, state = read_native(target)
         drafter = cls(MTPConfig.for_target(target, **{**shapes, **options}, draft_vocab_size=len(kept_ids)))
-        drafter.initialise(target, kept_ids)
+        drafter.initialize(target, kept_ids)
         for name, weight in state.items():
             ours = drafter.norm.weight if name == "norm.weight" else drafter.blocks[0].get_parameter(name)
             if ours.shape != weight.shape:
@@ -135,7 +135,7 @@ class MTP(LayerDrafter):
         return drafter
 
     @torch.no_grad()
-    def initialise(self, target: Target, kept_ids: Tensor) -> list[str]:
+    def initialize(self, target: Target, kept_ids: Tensor) -> list[str]:
         """Starts from the target: head rows of the kept tokens, its last norm, its last layer in each module.
 
         The projection starts as the identity on the state. Returns the names of what was copied.
