@@ -54,7 +54,8 @@ def hf_sides(
 
     def load(path: str) -> Any:  # transformers' stubs know no `generate` on its models
         options = {"dtype": target.dtype, "trust_remote_code": trust_remote_code, "use_safetensors": True}
-        return AutoModelForCausalLM.from_pretrained(path, **options).to(target.device).eval()
+        loaded: Any = AutoModelForCausalLM.from_pretrained(path, **options)
+        return loaded.to(target.device).eval()
 
     model = load(target.path)
     end = target.eos_ids or None
