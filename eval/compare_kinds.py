@@ -288,10 +288,9 @@ def draw(summary: Json, output: Path) -> None:
         labels = [f"{label}  {cell['accepted_length']:.2f}" for label, cell in rows]
         spans = [(ends[0], ends[1]) if (ends := cell["speedup_interval"]) else None for _, cell in rows]
         series = Series("speed-up", [cell["speedup"] for _, cell in rows], spans=spans)
-        title = f"{name}: accepted length, speed-up"
-        charts += [Chart("kinds", title, "", "bars", labels, [series], reference=1.0)] if rows else []
+        charts += [Chart("kinds", name, "", "bars", labels, [series], reference=1.0)] if rows else []
     if charts:
-        picture([charts], output)
+        picture([charts], output, ["Accepted length (number after the name) and speed-up (bar)"])
 
 
 # -- all together ---------------------------------------------------------------------------------------------------

@@ -37,10 +37,11 @@ WORDS = {
     r"\brefusals?\b|\bobstacles?\b": "unsupported features",
     r"\banew\b": "again",
     r"\bteacher\b|\bverifier model\b": "target",
-    r"\bnormalis|\binitialis|\bsummaris(?!ation)|\bgeneralis|\bcolour|\bbehaviour": "US spelling",
+    r"\bnormalis|\binitialis|\bsummaris(?!ation|e this article)|\bgeneralis|\bcolour|\bbehaviour": "US spelling",
 }
-# The other spelling of a flag, accepted as an alias; a suite's category, which result files hold.
-SPELLED_OTHERWISE = {"licence": {"push.py", "push_data.py", "publishing.md", "CHANGELOG.md"}}
+# The other spelling of a flag, accepted as an alias; a key of result files. (Above: a suite's category and cnn_dm's prompt, which
+# results depend on.)
+SPELLED_OTHERWISE = {"licence": {"push.py", "push_data.py", "runner.py", "publishing.md", "CHANGELOG.md"}}
 
 
 def python_files(root: Path = ROOT) -> list[Path]:

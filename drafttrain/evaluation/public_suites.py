@@ -78,7 +78,7 @@ def _spec_bench_category(row: Json) -> str | None:
 
 
 def _speed_bench(config: str) -> PublicSuite:
-    return PublicSuite("nvidia/SPEED-Bench", "NVIDIA evaluation dataset licence", lambda row: row["turns"], config)
+    return PublicSuite("nvidia/SPEED-Bench", "NVIDIA evaluation dataset license", lambda row: row["turns"], config)
 
 
 PUBLIC: dict[str, PublicSuite] = {

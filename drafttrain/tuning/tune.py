@@ -49,7 +49,7 @@ PROMPTS = (
     "Give three reasons why people keep diaries, with a short example of each.",
     "Write a function that removes duplicates from a list while keeping the order, and explain it.",
     "A train covers 150 km in two and a half hours. What is its mean speed, and how far does it get in four hours?",
-    "Summarise in two sentences: Bees fly from flower to flower to collect nectar. On the way they carry pollen, which "
+    "Summarize in two sentences: Bees fly from flower to flower to collect nectar. On the way they carry pollen, which "
     "lets plants form seeds. Many crops depend on them, so farmers rent hives in spring.",
     "Which planets have rings, and what are the rings made of?",
     "Write a polite message that moves a dentist's appointment from Monday to Thursday.",
