@@ -49,17 +49,22 @@ def replacing(path: Path) -> Iterator[Path]:
         part.unlink(missing_ok=True)
 
 
-def write_json(path: Path, content: Mapping[str, object]) -> None:
-    """Replaces a JSON file in one step, so that readers see the old or the new one.
+def write_text(path: Path, text: str) -> None:
+    """Replaces a text file in one step, so that readers see the old or the new one.
 
     Raises:
         UserError: the place cannot be written.
     """
     try:
         with replacing(path) as part:
-            part.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            part.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"output={str(path)!r} cannot be written ({error.strerror}); choose another place") from error
+
+
+def write_json(path: Path, content: Mapping[str, object]) -> None:
+    """Replaces a JSON file; see `write_text`."""
+    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, object]]) -> None:

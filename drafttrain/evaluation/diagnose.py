@@ -223,11 +223,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; returns the exit status.
-
-    Raises:
-        UserError: a file that is not a results.json, or no drafter folder to write to.
-    """
+    """Runs the command. Raises UserError for a file that is not a results.json, or no drafter folder to write to."""
     runs = [load_results(name) for name in args.results]
     for name, results in zip(args.results, runs, strict=True):
         print(name)

@@ -9,11 +9,10 @@ from rich.table import Table
 
 from drafttrain.errors import UserError
 from drafttrain.evaluation.records import is_sweep, load_results
-from drafttrain.files import Json
+from drafttrain.files import Json, write_text
 from drafttrain.reports import report_page
 from drafttrain.reports.charts import picture
 from drafttrain.reports.console import wide_console
-from drafttrain.reports.page import write_page
 
 HELP = """Show results.json as a table, and make a page or a picture of it.
 
@@ -34,11 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; returns the exit status.
-
-    Raises:
-        UserError: a file that is not a results.json, or an unknown format.
-    """
+    """Runs the command. Raises UserError for a file that is not a results.json, or an unknown format."""
     output = Path(args.output).expanduser()
     if output.suffix not in FORMATS:
         raise UserError(f"output={args.output!r}: the ending must be one of {', '.join(FORMATS)}")
@@ -68,7 +63,7 @@ def write_report(files: list[str], runs: list[Json], sweeps: list[Json], output:
     """
     names = report_page.run_names(runs, files)
     drawn = report_page.make_charts(runs, names, sweeps)
-    write_page(output, report_page.page(runs, names, drawn, [identity_line(run) for run in runs]))
+    write_text(output, report_page.page(runs, names, drawn, [identity_line(run) for run in runs]))
     for chart in drawn:
         picture([[chart]], output.with_name(f"{output.stem}_charts") / f"{chart.key}.png")
 

@@ -29,14 +29,8 @@ _NAMES = {
     "hf_prompt_lookup": "transformers prompt lookup",
     "hf_assisted": "transformers assisted",
 }
-# The axes of a sweep.
-_AXES = {
-    "batch_size": "batch size",
-    "tree": "tree",
-    "temperature": "temperature",
-    "dtype": "dtype",
-    "context": "context length",
-}
+_AXES = {"batch_size": "batch size", "tree": "tree", "temperature": "temperature", "dtype": "dtype"}  # of a sweep
+_AXES |= {"context": "context length"}
 _CONTEXT = 160  # characters of agreement shown before two outputs differ
 _DASH = "\u2013"
 

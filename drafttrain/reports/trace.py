@@ -21,12 +21,12 @@ from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import default_tree, load_drafter
 from drafttrain.errors import UserError
 from drafttrain.evaluation.suites import render
-from drafttrain.files import Json
+from drafttrain.files import Json, write_text
 from drafttrain.flags import add_drafter_flag, add_sampling_flags, add_target_flags, load_target, sampling_of
 from drafttrain.inference import Decoder, Stats
 from drafttrain.inference.verify import Verdict
 from drafttrain.ops.sampling import probabilities
-from drafttrain.reports.page import render_page, write_page
+from drafttrain.reports.page import render_page
 
 HELP = """Show who produced each token of one answer, and what a round drafted.
 
@@ -129,11 +129,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; returns the exit status.
-
-    Raises:
-        UserError: an argument out of its range, or anything that cannot be loaded.
-    """
+    """Runs the command. Raises UserError for values out of range, or anything that cannot be loaded."""
     if args.output and not args.output.endswith(".html"):
         raise UserError(f"output={args.output!r}: the ending must be .html")
     sampling = sampling_of(args)
@@ -151,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output:
         facts = {"target": args.target, "drafter": args.drafter, "tree": str(spec), "dtype": str(target.dtype)[6:]}
         facts["sampling"] = "greedy" if sampling.greedy else f"temperature {sampling.temperature:g}, seed {args.seed}"
-        write_page(Path(args.output).expanduser(), page(trace, args.prompt, facts, chosen))
+        write_text(Path(args.output).expanduser(), page(trace, args.prompt, facts, chosen))
         print(f"wrote {args.output}")
     return 0
 

@@ -88,11 +88,7 @@ class Load:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; returns the exit status: 1 if every request of a server failed.
-
-    Raises:
-        UserError: an argument out of its range, or a server that does not answer.
-    """
+    """Runs the command; returns 1 if every request of a server failed. Raises UserError for a server that does not answer."""
     loads = parse_loads(args)
     suite = load_suite(args.suite)
     servers = asyncio.run(measure(args, loads, [question.turns[0] for question in suite.questions]))

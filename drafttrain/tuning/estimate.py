@@ -262,11 +262,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; returns the exit status.
-
-    Raises:
-        UserError: an unknown device, an unknown size, or a value out of range.
-    """
+    """Runs the command. Raises UserError for an unknown device, an unknown size, or a value out of range."""
     for name in ("devices", "context", "bits", "memory_efficiency", "compute_efficiency"):
         if vars(args)[name] <= 0:
             raise UserError(f"{name.replace('_', '-')}={vars(args)[name]} must be above 0")

@@ -63,11 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; returns the exit status.
-
-    Raises:
-        UserError: an argument out of its range, or anything that cannot be loaded.
-    """
+    """Runs the command. Raises UserError for values out of range, or anything that cannot be loaded."""
     settings = settings_of(args)
     suite = load_suite(args.suite)
     take_evenly(suite.questions, args.limit)  # checks the limit before the models load

@@ -67,11 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; returns the exit status.
-
-    Raises:
-        UserError: an invalid value, or anything that cannot be loaded or measured.
-    """
+    """Runs the command. Raises UserError for an invalid value, or anything that cannot be loaded or measured."""
     folder = Path(args.output).expanduser()
     axes = parse_axes(args)
     every = [(cell, cell_settings(args, cell, folder)) for cell in cells(axes, args.grid)]

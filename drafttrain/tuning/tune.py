@@ -258,11 +258,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; returns the exit status.
-
-    Raises:
-        UserError: an argument out of its range, nothing to tune, or anything that cannot be loaded.
-    """
+    """Runs the command. Raises UserError for values out of range, nothing to tune, or anything that cannot be loaded."""
     for name, value in (("prompts", args.prompts), ("repeats", args.repeats)):
         if value < 1:
             raise UserError(f"{name}={value} must be at least 1")
