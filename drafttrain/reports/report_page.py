@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from drafttrain.evaluation.metrics import BASELINES, accepted_length_histogram, rounds_of
 from drafttrain.files import Json
@@ -33,10 +34,7 @@ _AXES = {"batch_size": "batch size", "tree": "tree", "temperature": "temperature
 _AXES |= {"context": "context length"}
 _CONTEXT = 160  # characters of agreement shown before two outputs differ
 _DASH = "\u2013"
-
-
-def _times(value: float) -> str:
-    return f"{value:.2f}\u00d7"
+_times = "{:.2f}\u00d7".format
 
 
 def run_names(runs: Sequence[Json], files: Sequence[str]) -> list[str]:
@@ -51,18 +49,35 @@ def run_names(runs: Sequence[Json], files: Sequence[str]) -> list[str]:
     ]
 
 
+class _Run(NamedTuple):
+    """Results with their name and color."""
+
+    name: str
+    tone: int
+    results: Json
+
+    @property
+    def overall(self) -> Json:
+        return self.results["overall"]
+
+    def parts(self, groups: Sequence[str]) -> list[Json]:
+        """The figures of each group; empty for a category that the results lack."""
+        return [{**self.results["categories"], "all": self.overall}.get(group, {}) for group in groups]
+
+
 def main_charts(run: Json) -> list[Chart]:
     """The charts of a picture: speed-up by category, acceptance by depth, tokens per second; without empty ones."""
-    runs, names = [run], run_names([run], [""])
-    return _with_values([_speedup(runs, names), _acceptance(runs, names), _rates(runs, names)])
+    runs = [_Run(str(run["drafter"]), 1, run)]
+    return _with_values([_speedup(runs), _acceptance(runs), _rates(runs)])
 
 
 def make_charts(runs: Sequence[Json], names: Sequence[str], sweeps: Sequence[Json]) -> list[Chart]:
     """Every chart that the files have figures for."""
+    named = [_Run(name, tone, run) for tone, (name, run) in enumerate(zip(names, runs, strict=True), 1)]
     charts: list[Chart] = []
-    if runs:
-        charts += [_speedup(runs, names), _accepted_length(runs, names), _acceptance(runs, names)]
-        charts += [_histogram(runs, names), *_latencies(runs, names), _rates(runs, names)]
+    if named:
+        charts += [_speedup(named), _accepted_length(named), _acceptance(named), _histogram(named)]
+        charts += [*_latencies(named), _rates(named)]
     charts += [chart for number, sweep in enumerate(sweeps, 1) for chart in _sweep_charts(sweep, number)]
     return _with_values(charts)
 
@@ -132,103 +147,89 @@ def _series(name: str, parts: Sequence[Json], tone: int, key: str, side: str = "
     return Series(name, [_figure(part, key, side) for part in parts], tone, spans=spans)
 
 
-def _by_group(runs: Sequence[Json]) -> tuple[list[str], list[list[Json]]]:
-    """All categories in order of first appearance and `all`; and per run the figures of each."""
-    groups = [*dict.fromkeys(name for run in runs for name in run["categories"]), "all"]
-    return groups, [[{**run["categories"], "all": run["overall"]}.get(group, {}) for group in groups] for run in runs]
-
-
 # -- charts -----------------------------------------------------------------------------------------------------------
 
 
-def _speedup(runs: Sequence[Json], names: Sequence[str]) -> Chart:
-    groups, parts = _by_group(runs)
+def _groups(runs: Sequence[_Run]) -> list[str]:
+    """All categories in order of first appearance, and `all`."""
+    return [*dict.fromkeys(name for run in runs for name in run.results["categories"]), "all"]
+
+
+def _speedup(runs: Sequence[_Run]) -> Chart:
+    groups, over = _groups(runs), "the faster"
+    series = [_series(run.name, run.parts(groups), run.tone, "speedup_vs_fastest") for run in runs]
     if len(runs) == 1:
-        sides = enumerate(runs[0]["overall"]["speedup"], 1)
-        series = [_series(f"over {_NAMES.get(side, side)}", parts[0], tone, "speedup", side) for tone, side in sides]
-    else:
-        each = enumerate(zip(names, parts, strict=True), 1)
-        series = [_series(name, part, tone, "speedup_vs_fastest") for tone, (name, part) in each]
-    note = f"Tokens per second over {'each' if len(runs) == 1 else 'the faster'} baseline's."
-    note += " Left of the dashed line speculation does not pay."
+        parts, over = runs[0].parts(groups), "each"
+        sides = enumerate(runs[0].overall["speedup"], 1)
+        series = [_series(f"over {_NAMES.get(side, side)}", parts, tone, "speedup", side) for tone, side in sides]
+    note = f"Tokens per second over {over} baseline's. Left of the dashed line speculation does not pay."
     return Chart("speedup", "Speed-up by category", note, "bars", groups, series, show=_times, reference=1.0)
 
 
-def _accepted_length(runs: Sequence[Json], names: Sequence[str]) -> Chart:
-    groups, parts = _by_group(runs)
-    each = enumerate(zip(names, parts, strict=True), 1)
-    series = [_series(name, part, tone, "accepted_length") for tone, (name, part) in each]
+def _accepted_length(runs: Sequence[_Run]) -> Chart:
+    groups = _groups(runs)
+    series = [_series(run.name, run.parts(groups), run.tone, "accepted_length") for run in runs]
     note = "Tokens committed per target pass, the target's own token included; 1 is plain decoding."
     return Chart("accepted_length", "Accepted length by category", note, "bars", groups, series, reference=1.0)
 
 
-def _acceptance(runs: Sequence[Json], names: Sequence[str]) -> Chart:
-    every = [run["overall"]["acceptance_by_depth"] for run in runs]
-    deepest = max((len(shares["joint"]) for shares in every), default=0)
+def _acceptance(runs: Sequence[_Run]) -> Chart:
+    deepest = max((len(run.overall["acceptance_by_depth"]["joint"]) for run in runs), default=0)
     series = []
-    for tone, (shares, name) in enumerate(zip(every, names, strict=True), 1):
-        prefix = f"{name}: " if len(runs) > 1 else ""
+    for run in runs:
         for kind in ("conditional", "joint"):
-            values = [*shares[kind], *[None] * (deepest - len(shares[kind]))]
-            series.append(Series(prefix + kind, values, tone, dashed=kind == "joint"))
-    note = (
-        "Conditional: given that the token before was accepted. Joint: share of all rounds that got at least this far."
-    )
+            shares = run.overall["acceptance_by_depth"][kind]
+            name = f"{run.name}: {kind}" if len(runs) > 1 else kind
+            series.append(Series(name, [*shares, *[None] * (deepest - len(shares))], run.tone, dashed=kind == "joint"))
+    note = "Conditional: given that the token before was accepted. Joint: share of all rounds that accepted so many tokens."
     labels = [str(depth) for depth in range(1, deepest + 1)]
     return Chart("acceptance", "Acceptance by depth", note, "lines", labels, series, "depth", top=1.0)
 
 
-def _histogram(runs: Sequence[Json], names: Sequence[str]) -> Chart:
-    # Older versions did not write the histogram.
-    every = [
-        run["overall"].get("accepted_length_histogram") or accepted_length_histogram(rounds_of(run.get("prompts", [])))
-        for run in runs
-    ]
+def _rounds_by_length(run: _Run) -> list[int]:
+    """The histogram of accepted lengths; older versions of drafttrain did not write it."""
+    known = run.overall.get("accepted_length_histogram")
+    return known or accepted_length_histogram(rounds_of(run.results.get("prompts", [])))
+
+
+def _histogram(runs: Sequence[_Run]) -> Chart:
+    every = [_rounds_by_length(run) for run in runs]
     longest = max(map(len, every), default=0)
     first = 1 if all(not counts or counts[0] == 0 for counts in every) else 0
     series = []
-    for tone, (counts, name) in enumerate(zip(every, names, strict=True), 1):
+    for run, counts in zip(runs, every, strict=True):
         total = sum(counts)
         shares = [count / total for count in counts] + [0.0] * (longest - len(counts)) if total else [None] * longest
-        series.append(Series(name, shares[first:], tone))
-    return Chart(
-        "histogram",
-        "Accepted length of rounds",
-        "Share of rounds that committed so many tokens; 1 means that no drafted token was accepted.",
-        "columns",
-        [str(length) for length in range(first, longest)],
-        series,
-        "tokens committed",
-        show=lambda value: f"{value:.0%}",
-    )
+        series.append(Series(run.name, shares[first:], run.tone))
+    title, labels = "Accepted length of rounds", [str(length) for length in range(first, longest)]
+    note = "Share of rounds that committed so many tokens; 1 means that no drafted token was accepted."
+    return Chart("histogram", title, note, "columns", labels, series, "tokens committed", show="{:.0%}".format)
 
 
-def _latencies(runs: Sequence[Json], names: Sequence[str]) -> Iterable[Chart]:
-    points = ("p50", "p95", "p99")
-    plain = runs[0]["overall"]["baselines"].get("autoregressive", {}) if len(runs) == 1 else {}
+def _latencies(runs: Sequence[_Run]) -> Iterable[Chart]:
+    points = ["p50", "p95", "p99"]
+    sides = [(run.name, run.tone, run.overall) for run in runs]
+    if len(runs) == 1:
+        sides.insert(0, ("plain decoding", 0, runs[0].overall["baselines"].get("autoregressive", {})))
     titles = {
         "ttft_ms": ("Time to first token", "Milliseconds from the start of a prompt to its first token."),
         "tpot_ms": ("Time per output token", "Mean milliseconds of each later token of a prompt."),
     }
     for key, (title, note) in titles.items():
-        sides = [("plain decoding", plain[key], 0)] if key in plain else []
-        sides += [
-            (name, run["overall"][key], tone) for tone, (run, name) in enumerate(zip(runs, names, strict=True), 1)
-        ]
-        series = [Series(name, [values[point] for point in points], tone) for name, values, tone in sides]
-        note += " Percentiles over prompts."
-        yield Chart(key, title, note, "columns", list(points), series, show=lambda value: f"{value:,.0f}")
+        known = [(name, tone, figures[key]) for name, tone, figures in sides if key in figures]
+        series = [Series(name, [values[point] for point in points], tone) for name, tone, values in known]
+        yield Chart(key, title, f"{note} Percentiles over prompts.", "columns", points, series, show="{:,.0f}".format)
 
 
-def _rates(runs: Sequence[Json], names: Sequence[str]) -> Chart:
-    sides = list(dict.fromkeys(side for run in runs for side in run["overall"]["baselines"]))
+def _rates(runs: Sequence[_Run]) -> Chart:
+    sides = list(dict.fromkeys(side for run in runs for side in run.overall["baselines"]))
     series = []
-    for tone, (run, name) in enumerate(zip(runs, names, strict=True), 1):
-        theirs = [run["overall"]["baselines"].get(side, {}).get("tokens_per_second") for side in sides]
-        series.append(Series(name, [run["overall"]["tokens_per_second"], *theirs], tone))
+    for run in runs:
+        theirs = [run.overall["baselines"].get(side, {}) for side in sides]
+        series.append(_series(run.name, [run.overall, *theirs], run.tone, "tokens_per_second"))
     labels = ["with the drafter", *(_NAMES.get(side, side) for side in sides)]
     note = "New tokens over wall-clock time, prefill included, every side alike."
-    return Chart("rates", "Tokens per second", note, "bars", labels, series, show=lambda value: f"{value:,.1f}")
+    return Chart("rates", "Tokens per second", note, "bars", labels, series, show="{:,.1f}".format)
 
 
 def _cells(sweep: Json) -> list[tuple[Json, Json]]:
