@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drafttrain.errors import UserError
-from drafttrain.files import Json
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -171,7 +170,7 @@ def _save(
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    style: Json = {
+    style: Any = {
         "svg.fonttype": "none",
         "text.parse_math": False,
         "svg.hashsalt": rows[0][0].key,

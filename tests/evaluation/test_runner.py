@@ -8,7 +8,7 @@ import torch
 
 from drafttrain import cli
 from drafttrain.drafters.common.tree_spec import TreeSpec
-from drafttrain.drafters.registry import default_tree
+from drafttrain.drafters.registry import default_tree, load_drafter
 from drafttrain.evaluation import runner, sides
 from drafttrain.evaluation.records import PartialResults
 from drafttrain.evaluation.suites import Question, load_suite
@@ -204,6 +204,27 @@ def test_other_settings_do_not_reuse_records(tmp_path):
     assert same.tree == {"tree": "chain:2", "tree_search": []}
     other = PartialResults(output, "two")
     assert (other.records, other.tree) == ({}, None)
+
+
+def test_a_partial_file_keeps_texts_with_any_line_separator(tmp_path):
+    records = [{"outputs": {"drafter": "one\u2028two\x85three"}}]
+    PartialResults(tmp_path / "r.json", "key").add_question("0:a", records)
+    for _ in range(2):  # opening the file rewrites it
+        assert PartialResults(tmp_path / "r.json", "key").records == {"0:a": records}
+
+
+def test_the_runner_takes_any_search(target, suite, tmp_path):
+    calls = []
+
+    def search(target, drafter, sampling, exclude):
+        calls.append(exclude)
+        return TreeSpec.parse("chain:2"), [{"tree": "chain:2"}]
+
+    settings = runner.EvalSettings("tiny", "ngram", tmp_path / "r.json", tree="auto", max_new_tokens=4, baselines=())
+    results = runner.evaluate(settings, target, load_drafter("ngram", target), load_suite(str(suite)), search)
+    assert calls == [{"hello there", "and again", "print(1)", "hi"}]
+    assert (results["decoding"]["tree"]["spec"], results["tree_search"]) == ("chain:2", [{"tree": "chain:2"}])
+    assert json.loads((tmp_path / "r.json").read_text())["tree_search"] == results["tree_search"]
 
 
 def test_auto_takes_the_tree_that_was_predicted_fastest(command, tmp_path, monkeypatch):
