@@ -39,8 +39,8 @@ WORDS = {
     r"\bteacher\b|\bverifier model\b": "target",
     r"\bnormalis|\binitialis|\bsummaris(?!ation|e this article)|\bgeneralis|\bcolour|\bbehaviour": "US spelling",
 }
-# The other spelling of a flag, accepted as an alias, and of a key in files that earlier versions wrote. (Above: a suite's category
-# and the prompt of cnn_dm, on which results depend.)
+# The other spelling of a flag, accepted as an alias, and of a key in files that earlier versions wrote. (Above: a suite's
+# category and the prompt of cnn_dm, on which results depend.)
 SPELLED_OTHERWISE = {"licence": {"push.py", "push_data.py", "card.py", "runner.py", "publishing.md", "CHANGELOG.md"}}
 
 

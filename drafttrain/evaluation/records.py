@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import Record
-from drafttrain.files import Json, write_jsonl
+from drafttrain.files import Json, JsonlLog, read_jsonl
 
 
 def fingerprint(settings: Mapping[str, object]) -> str:
@@ -54,57 +53,40 @@ def load_results(name: str) -> Json:
 class PartialResults:
     """`<output>.partial.jsonl`: a first line with the hash of the settings, then one line per finished question.
 
+    A file of other settings is replaced.
+
     Attributes:
         tree: the result of the tree search, {"tree", "tree_search"}; None before the search.
         records: the records of finished questions, by question key.
+
+    Raises:
+        UserError: the file cannot be written.
     """
 
     def __init__(self, output: Path, key: str):
-        self.path = output.with_name(output.name + ".partial.jsonl")
-        self.tree: Json | None = None
-        self.records: dict[str, list[Record]] = {}
-        lines = self._lines()
-        for line in lines[1:] if lines and lines[0].get("settings") == key else []:
-            if "tree" in line:
-                self.tree = line
-            else:
-                self.records[line["question"]] = line["records"]
-        # Rewriting the file drops a torn last line.
-        kept: list[Json] = [{"settings": key}, *([self.tree] if self.tree else [])]
-        kept += [{"question": name, "records": records} for name, records in self.records.items()]
+        path, settings = output.with_name(output.name + ".partial.jsonl"), {"settings": key}
         try:
-            write_jsonl(self.path, kept)
+            if path.is_file() and next((row for _, row in read_jsonl(path, growing=True)), None) != settings:
+                path.unlink()
+            self._log = JsonlLog(path, settings)
         except OSError as error:
             raise UserError(
                 f"output={str(output)!r} cannot be written ({error.strerror}); choose another place"
             ) from error
-
-    def _lines(self) -> list[Json]:
-        """Lines up to the first broken one: a killed process may leave half a line at the end."""
-        lines = []
-        for text in self.path.read_text(encoding="utf-8").split("\n") if self.path.is_file() else []:
-            try:
-                lines.append(json.loads(text))
-            except ValueError:
-                break
-        return lines
+        self.tree: Json | None = next((row for row in self._log.rows if "tree" in row), None)
+        self.records = {row["question"]: row["records"] for row in self._log.rows if "question" in row}
 
     def add_tree(self, tree: str, tree_search: list[Json]) -> None:
         """Stores the result of the tree search."""
         self.tree = {"tree": tree, "tree_search": tree_search}
-        self._append(self.tree)
+        self._log.add(self.tree)
 
     def add_question(self, question: str, records: list[Record]) -> None:
         """Stores the records of a finished question."""
         self.records[question] = records
-        self._append({"question": question, "records": records})
-
-    def _append(self, line: Json) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        self._log.add({"question": question, "records": records})
 
     def remove(self) -> None:
         """Deletes the file, after the results are complete."""
-        self.path.unlink(missing_ok=True)
+        self._log.close()
+        self._log.path.unlink(missing_ok=True)

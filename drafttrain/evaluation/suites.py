@@ -11,7 +11,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from drafttrain.data.chat import Message, has_template, render_prompt, text_prompt
+from drafttrain.data.chat import Message, prompt_ids
 from drafttrain.errors import UserError
 from drafttrain.evaluation.public_suites import PUBLIC, are_turns, read_public
 from drafttrain.files import read_jsonl, suites_folder
@@ -106,11 +106,4 @@ def render(tokenizer: PreTrainedTokenizerBase, turns: Sequence[str], answers: Se
     for index, turn in enumerate(turns):
         messages.append({"role": "user", "content": turn})
         messages += [{"role": "assistant", "content": answer} for answer in answers[index : index + 1]]
-    return render_messages(tokenizer, messages)
-
-
-def render_messages(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
-    """Token ids of a chat up to where the assistant's next message begins; plain text for models without a chat template."""
-    if has_template(tokenizer):
-        return render_prompt(tokenizer, messages)
-    return text_prompt(tokenizer, "\n\n".join(message["content"] for message in messages))
+    return prompt_ids(tokenizer, messages)

@@ -21,13 +21,13 @@ from statistics import median
 
 from rich.table import Table
 
+from drafttrain.data.chat import prompt_ids
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.combined import parts_of
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import decoding_file, decoding_settings, load_drafter
 from drafttrain.environment import describe_environment
 from drafttrain.errors import UserError
-from drafttrain.evaluation.suites import render_messages
 from drafttrain.files import Json, read_jsonl, write_json
 from drafttrain.flags import add_drafter_flag, add_sampling_flags, add_target_flags, load_target, sampling_of
 from drafttrain.inference import Decoder, SamplingParams, token_limit
@@ -96,7 +96,7 @@ def calibration_prompts(
     for row in rows:
         messages = _messages(row)
         if messages and not any(message["content"] in exclude for message in messages):
-            ids = render_messages(target.tokenizer, messages)
+            ids = prompt_ids(target.tokenizer, messages)
             prompts += [ids] if _fits(target, ids, tokens) else []
     if file and not prompts:
         raise UserError(
