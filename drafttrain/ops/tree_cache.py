@@ -12,14 +12,14 @@ from torch import Tensor
 from drafttrain.errors import UserError
 from drafttrain.ops.slot_moves import SlotMover
 from drafttrain.ops.tree_attention import CpuPlan, TreeLayout, tree_attention
-from drafttrain.ops.tree_attention_triton import PackedPlan, packed_tree_attention
+from drafttrain.ops.tree_attention_triton import PackedPlan, has_triton, packed_tree_attention
 
 # Longer pieces are prompts, which fused causal attention reads faster than a kernel for few tokens.
 _KERNEL_TOKENS = 256
 
 
 def _on_gpu(query: Tensor) -> bool:
-    return query.is_cuda
+    return query.is_cuda and has_triton()
 
 
 class TreeCache:

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from drafttrain.ops.cpu_layers import DecoderLayer, LayerWeights
+from drafttrain.ops.cpu_layers import DecoderLayer
 from drafttrain.ops.packing import SKINNY_ROWS
 
 # (query [tq, heads, e], key [t, kv_heads, e], value [t, kv_heads, e]) -> [tq, heads * e], e = head size
@@ -233,16 +233,11 @@ class DraftLayer(nn.Module):
             "query_norm": self.self_attn.q_norm,
             "key_norm": self.self_attn.k_norm,
         }
-        weights = LayerWeights.of(
-            self.self_attn,
-            self.mlp,
-            mlp_norm=self.post_attention_layernorm.weight,
-            rotary_dim=rotary_dim,
-            eps=self.post_attention_layernorm.eps,
-            gelu=self.native_gelu,
-            **{name: norm.weight for name, norm in norms.items() if isinstance(norm, RMSNorm)},
+        factors = {name: norm.weight for name, norm in norms.items() if isinstance(norm, RMSNorm)}
+        after, gelu = self.post_attention_layernorm, self.native_gelu
+        self.native = DecoderLayer(
+            self.self_attn, self.mlp, rotary_dim, after.eps, gelu, mlp_norm=after.weight, **factors
         )
-        self.native = DecoderLayer(weights)
 
     def forward(
         self, state: Tensor, embeds: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend, queries: Tensor | None
