@@ -17,6 +17,7 @@ from drafttrain.data.store import read_meta
 from drafttrain.drafters.shipping import ExportRequest, shipping
 from drafttrain.drafters.trained import Trained, find_drafter
 from drafttrain.errors import UserError
+from drafttrain.evaluation.records import load_results
 from drafttrain.export.serving_recipes import engine_depth, recipes, tuned_tree
 from drafttrain.files import Json
 from drafttrain.flags import WEIGHTS_HELP
@@ -24,7 +25,7 @@ from drafttrain.formats.public_names import public_name, shorten, write_clean_js
 from drafttrain.formats.weights import read_config
 from drafttrain.hub.card import base_model_name, model_card, read_training
 from drafttrain.hub.upload import add_publishing_flags, check_repo, make_empty, publish
-from drafttrain.reports.report import draw, load_results
+from drafttrain.reports.report import draw
 from drafttrain.target import resolve_dtype, resolve_target
 
 HELP = """Publish a drafter on the Hugging Face Hub with a model card made from measured results.
