@@ -46,6 +46,12 @@ class Batch:
     index: Tensor
     documents: Tensor | None = None
 
+    @classmethod
+    def of(cls, inputs: dict[str, Tensor]) -> Batch:
+        """A collated batch (`data.loader.collate`) as a Batch; other entries are ignored."""
+        ids, lengths, mask, index = (inputs[name] for name in ("input_ids", "lengths", "response_mask", "index"))
+        return cls(ids, lengths, mask, index, inputs.get("documents"))
+
     def to(self, device: torch.device) -> Batch:
         ids, lengths, mask, index = (
             t.to(device) for t in (self.input_ids, self.lengths, self.response_mask, self.index)

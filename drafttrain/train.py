@@ -161,12 +161,13 @@ START_TOKENS = 60_000
 
 def first_batches(rows: Any, device: Any) -> tuple[list[Any], int]:
     """The first rows, about START_TOKENS of them, as batches; and how many tokens that is."""
-    from drafttrain.data.loader import collate, to_batch
+    from drafttrain.batch import Batch
+    from drafttrain.data.loader import collate
 
     batches, tokens = [], 0
     for begin in range(0, len(rows), 8):
         part = [rows[i] for i in range(begin, min(begin + 8, len(rows)))]
-        batches.append(to_batch(collate(part)).to(device))
+        batches.append(Batch.of(collate(part)).to(device))
         tokens += sum(row["length"] for row in part)
         if tokens >= START_TOKENS:
             break

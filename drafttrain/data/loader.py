@@ -8,7 +8,6 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from drafttrain.batch import Batch
 from drafttrain.errors import UserError
 
 
@@ -136,8 +135,3 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         "shift_labels": labels,
         **({"documents": torch.tensor(documents)} if documents else {}),
     }
-
-
-def to_batch(inputs: dict[str, Tensor]) -> Batch:
-    ids, lengths, mask, index = (inputs[name] for name in ("input_ids", "lengths", "response_mask", "index"))
-    return Batch(ids, lengths, mask, index, inputs.get("documents"))

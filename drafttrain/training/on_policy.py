@@ -20,7 +20,8 @@ from torch import Tensor
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from drafttrain.data.loader import collate, fill_rows, join_rows, to_batch
+from drafttrain.batch import Batch
+from drafttrain.data.loader import collate, fill_rows, join_rows
 from drafttrain.errors import UserError
 from drafttrain.inference.slots import Request, SlotEngine
 from drafttrain.ops.sampling import SamplingParams
@@ -194,7 +195,7 @@ class OnPolicy(TrainerCallback, ExportableState):
 
 def _rows(inputs: dict[str, Tensor]) -> list[dict[str, Any]]:
     """The rows of a collated batch as they were before."""
-    batch = to_batch(inputs)
+    batch = Batch.of(inputs)
     rows: list[dict[str, Any]] = []
     for place, length in enumerate(batch.lengths.tolist()):
         mask = batch.response_mask[place, :length].to(torch.int8)

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from drafttrain.data.loader import collate, join_rows, to_batch
+from drafttrain.batch import Batch
+from drafttrain.data.loader import collate, join_rows
 from drafttrain.drafters.draft_model.model import DraftModel
 from drafttrain.errors import UserError
 from drafttrain.training.feature_sources import TargetSource
@@ -75,7 +76,7 @@ def test_packed_batches_get_packed_responses(target):
     answers, seen = [row["tokens"] for row in policy.pool], set()
     for step in range(12):
         mixed = policy.mix(inputs, step)
-        batch = to_batch(mixed)
+        batch = Batch.of(mixed)
         assert batch.lengths.max() <= 64
         for index, (row, start, length) in zip(batch.index.tolist(), batch.conversations().tolist(), strict=True):
             tokens = batch.input_ids[row, start : start + length].tolist()
@@ -96,12 +97,12 @@ def test_the_loss_is_on_sampled_tokens_and_the_targets_say(target):
     policy.refresh(0)
     mixed = policy.mix(collate(ROWS[:3]), 0)
     assert (mixed["index"] == -1).all()
-    batch = to_batch(mixed)
+    batch = Batch.of(mixed)
     source = TargetSource(target, (), drafter.kept_ids, limit_bytes=1e9)
-    output, rows, row_of = source(batch)
+    features, rows, row_of = source(batch)
     assert source.kept == {} and source.hits["online"] == 3, "such rows are neither looked up nor kept"
     count = int((mixed["shift_labels"] != -100).sum())
-    step = drafter(batch, target.embed(batch.input_ids), output, rows, row_of, count)
+    step = drafter(batch, target.embed(batch.input_ids), features, rows, row_of, count)
     want, at = 0.0, 0
     for place, length in enumerate(batch.lengths.tolist()):
         ids = batch.input_ids[place : place + 1, :length]

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from drafttrain.batch import Batch, StepOutput, TargetOutput, TokenTree
+from drafttrain.batch import Batch, StepOutput, TokenTree
 from drafttrain.drafters.common.block_config import BlockConfig
 from drafttrain.drafters.common.block_start import block_start
 from drafttrain.drafters.common.expand import Said, grow
@@ -285,7 +285,7 @@ class BlockDrafter(PreTrainedModel):
         self,
         batch: Batch,
         embeds: Tensor,
-        output: TargetOutput,
+        features: Tensor,
         rows: TargetRows,
         row_of: Tensor,
         count: Tensor | float,
@@ -294,7 +294,7 @@ class BlockDrafter(PreTrainedModel):
         """One pass over a block behind each drawn anchor.
 
         Args:
-            batch: [b, s] tokens and masks; embeds: [b, s, h] of its tokens; output: the target's features.
+            batch: [b, s] tokens and masks; embeds: [b, s, h] of its tokens; features: [b, s, f*h] the target's.
             rows: the target's distributions; row_of: [b, s] int64, the row of each position (-1 where none is needed).
             count: anchors in the whole optimizer step, over all ranks and accumulation steps.
             measure: also return metrics.
@@ -306,7 +306,7 @@ class BlockDrafter(PreTrainedModel):
         valid, place = batch.anchors()
         own = torch.searchsorted(valid, drawn.anchors)
         begin = own - place[own]
-        context = self.fuse(output.features.flatten(0, 1)[valid])
+        context = self.fuse(features.flatten(0, 1)[valid])
         tables = self.rotary.tables(place, context.dtype)
         attends = [_over_context(layer, context, tables, Spans(begin, own, begin)) for layer in self.layers]
         roots = embeds.flatten(0, 1)[drawn.anchors + 1]

@@ -80,11 +80,11 @@ def block_start(drafter: Any, batches: Iterable[Batch], source: Source) -> float
 
 def _rows(drafter: Any, batch: Batch, source: Source) -> tuple[Tensor, Tensor, Tensor]:
     """At every anchor t, in float32: x_{t+1}'s embedding scaled to RMS 1, features_t, the target's last state at t+1."""
-    output, rows, row_of = source(batch)
+    features, rows, row_of = source(batch)
     anchors = anchors_by_depth(batch.response_mask, 1)[0]
     embeds = drafter.embed(batch.input_ids.flatten()[anchors + 1])
     hidden = rows.hidden[row_of.flatten()[anchors + 1]]
-    return unit(embeds.float()), output.features.flatten(0, 1)[anchors].float(), hidden.float()
+    return unit(embeds.float()), features.flatten(0, 1)[anchors].float(), hidden.float()
 
 
 def _solve(fit: LeastSquares) -> Tensor:

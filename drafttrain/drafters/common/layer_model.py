@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from drafttrain.batch import Batch, StepOutput, TargetOutput
+from drafttrain.batch import Batch, StepOutput
 from drafttrain.drafters.common.layer_config import LayerConfig
 from drafttrain.drafters.common.layer_session import CacheShape, LayerDrafting
 from drafttrain.drafters.common.layers import MLP, Attend, Attention, RMSNorm, Rotary
@@ -261,7 +261,7 @@ class LayerDrafter(LayerDrafting, PreTrainedModel):
         self,
         batch: Batch,
         embeds: Tensor,
-        output: TargetOutput,
+        features: Tensor,
         rows: TargetRows,
         row_of: Tensor,
         count: Tensor | float,
@@ -270,7 +270,7 @@ class LayerDrafter(LayerDrafting, PreTrainedModel):
         """`ttt_steps` depths, all in one graph.
 
         Args:
-            batch: [b, s] tokens and masks; embeds: [b, s, h] of its tokens; output: the target's features.
+            batch: [b, s] tokens and masks; embeds: [b, s, h] of its tokens; features: [b, s, f*h] the target's.
             rows: the target's distributions; row_of: [b, s] int64, the row of each position (-1 where none is needed).
             count: anchors in the whole optimizer step, over all ranks and accumulation steps.
             measure: also return metrics.
@@ -285,7 +285,7 @@ class LayerDrafter(LayerDrafting, PreTrainedModel):
         valid, place = batch.anchors()
         own = [torch.searchsorted(valid, anchors) for anchors in asking]  # the same among the first-depth tokens
         embeds = embeds.reshape(b * s, -1)
-        state = self.first_state(output.features.reshape(b * s, -1)[valid], batch)
+        state = self.first_state(features.reshape(b * s, -1)[valid], batch)
         decay = config.depth_decay ** torch.arange(config.ttt_steps, dtype=torch.float32, device=embeds.device)
         decay = decay / decay.sum()
 

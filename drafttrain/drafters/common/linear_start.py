@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafttrain.batch import Batch, TargetOutput
+from drafttrain.batch import Batch
 from drafttrain.drafters.common.shared import anchors_by_depth
 from drafttrain.losses import TargetRows
 
 # What the training loop can say about a batch: target output, needed rows, row of each position.
-Source = Callable[[Batch], tuple[TargetOutput, TargetRows, Tensor]]
+Source = Callable[[Batch], tuple[Tensor, TargetRows, Tensor]]
 
 # Self scores of about 64 * SHARPNESS^2 / 8 at head size 64: high enough to single the own key out among a few hundred,
 # low enough for gradients to move attention elsewhere.
@@ -80,18 +80,18 @@ def linear_start(drafter: Any, batches: Iterable[Batch], source: Source) -> floa
     first, second = LeastSquares(), LeastSquares()
     squares, power = 0.0, 0.0
     for batch in batches:
-        output, rows, row_of = source(batch)
+        features, rows, row_of = source(batch)
         hidden = rows.hidden.float()
         y = unit(hidden) @ project
         squares += float((hidden @ project).square().mean(-1).sum())
         power += float(y.square().mean(-1).sum())
-        first.add(drafter.norm_features(output.features[row_of >= 0]).float(), y)
+        first.add(drafter.norm_features(features[row_of >= 0]).float(), y)
     fc = first.solve()
     states = 0.0
     for batch in batches:
-        output, rows, row_of = source(batch)
+        features, rows, row_of = source(batch)
         anchors = anchors_by_depth(batch.response_mask, 1)[0]
-        state = drafter.norm_features(output.features.flatten(0, 1)[anchors]).float() @ fc.T
+        state = drafter.norm_features(features.flatten(0, 1)[anchors]).float() @ fc.T
         states += float(state.square().mean(-1).sum())
         embeds = drafter.embed(batch.input_ids).flatten(0, 1)[anchors + 1].float()
         y = unit(rows.hidden[row_of.flatten()[anchors + 1]].float()) @ project
@@ -199,11 +199,11 @@ def projection_start(
     """
     fit, sizes, power, squares = LeastSquares(), list[Tensor](), 0.0, 0.0
     for batch in batches:
-        output, rows, row_of = source(batch)
+        features, rows, row_of = source(batch)
         anchors = anchors_by_depth(batch.response_mask, 1)[0]
         y = rows.hidden[row_of.flatten()[anchors + 1]].float()
         parts = [drafter.embed(batch.input_ids).flatten(0, 1)[anchors + 1].float()]
-        parts.append(output.features.flatten(0, 1)[anchors].float())
+        parts.append(features.flatten(0, 1)[anchors].float())
         squares += float(y.square().mean(-1).sum())
         if normed:
             y, *parts = (unit(part) for part in (y, *parts))
@@ -230,10 +230,10 @@ def set_temperature(drafter: Any, batch: Batch, source: Source, scaled: Tensor) 
         scaled: the weight that does it.
     """
     part = batch.first_rows(2)
-    output, targets, row_of = source(part)
+    features, targets, row_of = source(part)
     weight, best = scaled.clone(), (float("inf"), 1.0)
     for factor in (0.25, 0.35, 0.5, 0.65, 0.8, 1.0):
         scaled.copy_(weight * factor)
-        loss = float(drafter(part, drafter.embed(part.input_ids), output, targets, row_of, 1.0, measure=False).loss)
+        loss = float(drafter(part, drafter.embed(part.input_ids), features, targets, row_of, 1.0, measure=False).loss)
         best = min(best, (loss, factor))
     scaled.copy_(weight * best[1])

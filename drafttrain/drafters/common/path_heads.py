@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from drafttrain.batch import Batch, StepOutput, TargetOutput, TokenTree
+from drafttrain.batch import Batch, StepOutput, TokenTree
 from drafttrain.drafters.common.expand import StateGrowing, grow
 from drafttrain.drafters.common.linear_start import LeastSquares, Source
 from drafttrain.drafters.common.shared import anchors_by_depth, bind_target, sums_by_depth
@@ -117,7 +117,7 @@ class PathHeads(PreTrainedModel):
         self,
         batch: Batch,
         embeds: Tensor,
-        output: TargetOutput,
+        features: Tensor,
         rows: TargetRows,
         row_of: Tensor,
         count: Tensor | float,
@@ -127,7 +127,7 @@ class PathHeads(PreTrainedModel):
 
         Args:
             batch: [b, s] tokens and masks; embeds: not read, what a kind needs of embeddings it looks up.
-            output: the target's last states [b, s, h] as features.
+            features: [b, s, h] the target's last states.
             rows: the target's distributions; row_of: [b, s] int64, the row of each position (-1 where none is needed).
             count: anchors in the whole optimizer step, over all ranks and accumulation steps.
             measure: also return metrics.
@@ -140,7 +140,7 @@ class PathHeads(PreTrainedModel):
         decay = decay / decay.sum()
         losses: list[Tensor] = []
         outs = []
-        for k, (at, state) in enumerate(self.walk(batch, output.features)):
+        for k, (at, state) in enumerate(self.walk(batch, features)):
             weight = (decay[k] / count).expand(len(at))
             out = linear_divergence(
                 self.read(state, k),
@@ -186,8 +186,8 @@ class PathHeads(PreTrainedModel):
         fits: dict[int, LeastSquares] = {}
         power = 0.0
         for batch in batches:
-            output, rows, row_of = source(batch)
-            for k, (at, state) in enumerate(self.walk(batch, output.features)):
+            features, rows, row_of = source(batch)
+            for k, (at, state) in enumerate(self.walk(batch, features)):
                 index, x = self.fitted(state, k)
                 y = rows.hidden[row_of.flatten()[at]].float()
                 fits.setdefault(index, LeastSquares()).add(x.float(), y)
@@ -256,8 +256,8 @@ class PathHeads(PreTrainedModel):
         hits = torch.zeros(self.depths, min(_RANKS, self.config.draft_vocab_size))
         anchors = torch.zeros(self.depths, 1)
         for batch in batches:
-            output, rows, row_of = source(batch)
-            for k, (at, state) in enumerate(self.walk(batch, output.features)):
+            features, rows, row_of = source(batch)
+            for k, (at, state) in enumerate(self.walk(batch, features)):
                 wanted = rows.argmax[row_of.flatten()[at]][:, None]
                 for part, right in zip(state.split(_CHUNK), wanted.split(_CHUNK), strict=True):
                     found = self.logits(part, k).topk(hits.shape[1], dim=-1).indices

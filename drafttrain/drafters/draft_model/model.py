@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from drafttrain import __version__
-from drafttrain.batch import Batch, StepOutput, TargetOutput, TokenTree
+from drafttrain.batch import Batch, StepOutput, TokenTree
 from drafttrain.drafters.common.expand import Growing, grow
 from drafttrain.drafters.common.shared import anchors_by_depth
 from drafttrain.drafters.common.tree_spec import TreeSpec
@@ -270,7 +270,7 @@ class DraftModel(PreTrainedModel):
         self,
         batch: Batch,
         embeds: Tensor,
-        output: TargetOutput,
+        features: Tensor,
         rows: TargetRows | None,
         row_of: Tensor | None,
         count: Tensor | float,
@@ -279,7 +279,7 @@ class DraftModel(PreTrainedModel):
         """One teacher-forced pass over the rows.
 
         Args:
-            batch: [b, s] tokens and masks; embeds, output: not read.
+            batch: [b, s] tokens and masks; embeds, features: not read.
             rows: the target's distributions; row_of: [b, s] int64, the row of each position. None for both: the loss is
                 the cross-entropy of the batch's own tokens (pretraining).
             count: anchors in the whole optimizer step, over all ranks and accumulation steps.
