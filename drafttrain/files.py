@@ -12,6 +12,8 @@ from typing import Any
 
 from drafttrain.errors import UserError, first_line
 
+Json = dict[str, Any]  # a JSON object
+
 
 def cache_folder() -> Path:
     """What drafttrain can get or make again (models, built kernels): $DRAFTTRAIN_CACHE, else the user's cache folder."""

@@ -188,12 +188,12 @@ def choose_tree(trainer: Any, held_out: Any) -> None:
     """Lets a kind that can tell a good tree from held-out data leave it in decoding.json; `drafttrain tune` finds better ones."""
     from drafttrain.drafters.registry import decoding_file
     from drafttrain.files import write_json
-    from drafttrain.training.callbacks import whole
+    from drafttrain.training.callbacks import gather_drafter
 
     model, first = trainer.accelerator.unwrap_model(trainer.model), trainer.is_world_process_zero()
     if not hasattr(model, "default_tree"):
         return
-    drafter = whole(model, trainer.target, first)
+    drafter = gather_drafter(model, trainer.target, first)
     if first:
         tree = drafter.eval().default_tree(first_batches(held_out, drafter.device)[0], trainer.source)
         if tree is not None:
@@ -287,7 +287,7 @@ def fit(config: Any, args: Any) -> dict[str, Any]:
 
     from drafttrain.data.loader import collate, pack_rows, training_rows
     from drafttrain.losses import parse_loss
-    from drafttrain.training.callbacks import Progress, SaveOnTerm, TimeBudget
+    from drafttrain.training.callbacks import ProgressLines, SaveOnTerm, TimeBudget
     from drafttrain.training.on_policy import OnPolicy
     from drafttrain.training.trainer import DrafterTrainer, forget_checkpoints, forget_drafter
 
@@ -327,7 +327,7 @@ def fit(config: Any, args: Any) -> dict[str, Any]:
         target=target,
         source=source,
         on_policy=on_policy,
-        callbacks=[Progress(), *budget],
+        callbacks=[ProgressLines(), *budget],
     )
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)

@@ -26,7 +26,7 @@ from drafttrain.errors import UserError
 from drafttrain.inference.slots import Request, SlotEngine
 from drafttrain.ops.sampling import SamplingParams
 from drafttrain.target import Target
-from drafttrain.training.callbacks import whole
+from drafttrain.training.callbacks import gather_drafter
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class OnPolicy(TrainerCallback, ExportableState):
 
     def _answer(self, requests: list[Request]) -> list[tuple[int, dict[str, Any]]]:
         """(number, row) of each response with two tokens at least: fewer have nothing to learn from."""
-        drafter = whole(self.drafter, self.target, bool(requests))
+        drafter = gather_drafter(self.drafter, self.target, bool(requests))
         if not requests:
             return []
         engine = SlotEngine(drafter.as_target(), len(requests), self.max_length)
