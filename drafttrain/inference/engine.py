@@ -17,13 +17,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import accumulate
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from drafttrain.batch import TargetOutput, TokenTree
-from drafttrain.drafters.base import Drafter, ProbingSession
+from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.inference.adaptive import Adaptive, Pace, Round
@@ -162,7 +161,7 @@ class Decoder:
         self.memory = (0, str(self.cache))
         self.observer: Callable[[int, TokenTree, Verdict, Tensor], None] | None = None
         self._layers = self.drafter.feature_layers if self.drafter is not None else ()
-        self._probes: int = getattr(self.drafter, "probes", 0)
+        self._probes = self.drafter.probes if self.drafter is not None else 0
         self._now, self._nothing = _clock(target.device), TokenTree.empty(target.device)
 
     def generate(
@@ -383,7 +382,8 @@ class Decoder:
         for row, tree in zip(asking, drafted, strict=True):
             trees[row.index] = tree = tree.prune(row.left - 1)
             if self._probes:
-                wanted = cast(ProbingSession, row.session).probe()
+                assert row.session is not None
+                wanted = row.session.probe()
                 trees[row.index], row.probed = tree.with_probes(*wanted, row.left - 1)
         self._charge(asking, begun)
         return list(trees.values()), read_seconds
@@ -394,7 +394,8 @@ class Decoder:
         for row, tokens in asked:
             root, *nodes = tokens.tolist()
             found = [nodes[node] if node >= 0 else -1 for node in row.probed]
-            cast(ProbingSession, row.session).observe([root, *found])
+            assert row.session is not None
+            row.session.observe([root, *found])
             row.probed = []
 
     def _extend(self, news: list[tuple[Row, Tensor, Tensor]]) -> None:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.files import Json
 from drafttrain.target import Target
 
@@ -107,7 +108,7 @@ class SaveOnTerm(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
 
-def gather_drafter(drafter: PreTrainedModel, target: Target, wanted: bool) -> PreTrainedModel | None:
+def gather_drafter(drafter: TrainableDrafter, target: Target, wanted: bool) -> TrainableDrafter | None:
     """The drafter with all of its weights on one process: itself, or a copy if ZeRO-3 shards them (None unless wanted).
 
     Every process must call this, since each contributes its shards.
@@ -120,8 +121,8 @@ def gather_drafter(drafter: PreTrainedModel, target: Target, wanted: bool) -> Pr
     with deepspeed.zero.GatheredParameters(shards):
         if not wanted:
             return None
-        copy = drafter.blank() if hasattr(drafter, "blank") else type(drafter)(drafter.config)
-        copy = copy.to(shards[0].device, shards[0].dtype)
+        copy = drafter.blank()
+        copy.to(shards[0].device, shards[0].dtype)  # type: ignore[arg-type]
         copy.load_state_dict(drafter.state_dict())
     copy.bind(target)
     return copy
@@ -137,14 +138,14 @@ class DecodeHeldOut(TrainerCallback):
         decode: drafter -> figures by name, `accepted_length` among them.
     """
 
-    def __init__(self, trainer: DrafterTrainer, every: int, decode: Callable[[PreTrainedModel], dict[str, float]]):
+    def __init__(self, trainer: DrafterTrainer, every: int, decode: Callable[[TrainableDrafter], dict[str, float]]):
         self.trainer, self.every, self.decode = trainer, every, decode
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_) -> None:
         due = state.global_step % self.every == 0 if self.every else control.should_save
         if not due and not control.should_training_stop:
             return
-        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        model = self.trainer.drafter
         drafter = gather_drafter(model, self.trainer.target, state.is_world_process_zero)
         length = 0.0
         if state.is_world_process_zero:

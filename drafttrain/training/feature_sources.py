@@ -45,14 +45,14 @@ class DocumentAttention:
     ) -> Tensor:
         """Attention of one layer, as `AttentionContext.attend` declares it; no keys are cached."""
         outs = []
-        for parts in zip(*(x.split(self.lengths, dim=2) for x in (query, key, value)), strict=True):
-            length = parts[0].shape[2]
+        for q, k, v in zip(*(x.split(self.lengths, dim=2) for x in (query, key, value)), strict=True):
+            length = q.shape[2]
             if softcap is None and sinks is None and (window is None or window >= length):
-                outs.append(F.scaled_dot_product_attention(*parts, is_causal=True, scale=scaling, enable_gqa=True))
+                outs.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True))
                 continue
             layout = self.layouts.setdefault(length, TreeLayout(0, count=length))
-            form = {"scaling": scaling, "window": window, "softcap": softcap, "sinks": sinks}
-            outs.append(tree_attention(*parts, layout, **form))  # type: ignore[arg-type]
+            out = tree_attention(q, k, v, layout, scaling=scaling, window=window, softcap=softcap, sinks=sinks)
+            outs.append(out)
         return torch.cat(outs, dim=2).transpose(1, 2)  # [1, n, heads, e]
 
 
@@ -97,7 +97,7 @@ def needed_rows(response_mask: Tensor) -> Tensor:
     return needed
 
 
-class Source(Protocol):
+class BatchSource(Protocol):
     """Where a batch's features and target distributions come from; the latter are None if the loss reads none.
 
     Attributes:

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from drafttrain.batch import Batch, StepOutput
+from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.errors import UserError
 from drafttrain.target import Target
-from drafttrain.training.feature_sources import Source
+from drafttrain.training.feature_sources import BatchSource
 
 # Acceptance is measured on every so many training steps: it costs a tenth of a step and changes slowly.
 MEASURE_EVERY = 4
@@ -40,13 +41,18 @@ class StepTrainer(Trainer):
         args, rest: as for transformers.Trainer.
     """
 
-    def __init__(self, *args, target: Target, source: Source, **rest):
+    def __init__(self, *args, target: Target, source: BatchSource, **rest):
         super().__init__(*args, **rest)
         self.target, self.source = target, source
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
         self.sums: dict[str, dict[str, Tensor]] = {"train": {}, "eval": {}}  # metric sums since they were last taken
         self.clock, self.anchors = time.perf_counter(), 0  # since the last log
+
+    @property
+    def drafter(self) -> TrainableDrafter:
+        """The trained model without the wrapper of DDP or DeepSpeed."""
+        return self.accelerator.unwrap_model(self.model)
 
     def compute_loss(
         self,
@@ -103,8 +109,8 @@ class StepTrainer(Trainer):
 
         agree@k: share of anchors where the drafter's likeliest token is the target's (greedy acceptance at depth k, given
         that the path so far is the target's); alpha@k: mean sum_v min(p, q); accepted_length: tokens per target pass of a
-        greedy chain of all depths, if depths agreed independently. Kinds that train one depth for a chain of equal depths
-        set `chain_depth` to the length of that chain.
+        greedy chain of all depths, if depths agreed independently. A kind whose
+        decoded depths all equal its trained one sets `chain_depth`, the length of that chain.
         """
         if not self.sums[phase]:
             return {}
@@ -114,7 +120,7 @@ class StepTrainer(Trainer):
         means = {name: (value / count).tolist() for name, value in summed.items() if name != "count"}
         metrics = {f"{name}@{k + 1}": round(x, 4) for name, row in means.items() for k, x in enumerate(row)}
         agree = means["agree"]
-        agree += agree[-1:] * (getattr(self.accelerator.unwrap_model(self.model), "chain_depth", 0) - len(agree))
+        agree += agree[-1:] * (self.drafter.chain_depth - len(agree))
         chain, expected = 1.0, 1.0
         for share in agree:
             chain *= share

@@ -54,10 +54,7 @@ class DrafterTrainer(StepTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Lets kinds load their own checkpoints, whose weights are saved under other names than the module's."""
-        load = getattr(self.model, "load_checkpoint", None)
-        if load is not None:
-            load(resume_from_checkpoint)
-        else:
+        if not self.drafter.load_checkpoint(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
@@ -147,11 +144,8 @@ class DrafterTrainer(StepTrainer):
         where = self.state.best_model_checkpoint or ""
         if not best or best == self.state.global_step or not os.path.isdir(where):
             return
-        load = getattr(self.model, "load_checkpoint", None)
-        if load is None or self.is_deepspeed_enabled:
+        if self.is_deepspeed_enabled or not self.drafter.load_checkpoint(where):
             self._load_best_model()
-        else:
-            load(where)
 
     # -- schedule -----------------------------------------------------------------------------------------------
 
