@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
 from drafttrain.drafters.registry import META_FILE, drafter_folder, kind_class, kind_of, kinds, load_trained
 from drafttrain.errors import UserError
 from drafttrain.formats.weights import read_config
-from drafttrain.target import DTYPES, Target, resolve_target
+from drafttrain.target.shell import architectures_of as architectures_of
+from drafttrain.target.shell import load_shell as load_shell
+from drafttrain.target.target import resolve_dtype as parse_dtype  # noqa: F401
 
 
 @dataclass(frozen=True)
@@ -61,38 +60,3 @@ def find_drafter(name: str) -> Trained:
     config = read_config(folder)
     meta = read_config(folder, META_FILE) if (folder / META_FILE).is_file() else config
     return Trained(folder, kind, config, meta.get("target") or {})
-
-
-def load_shell(name: str, trust_remote_code: bool = False) -> Target:
-    """A target without weights: shape, tokenizer and identity.
-
-    Raises:
-        UserError: no config or tokenizer there.
-    """
-    where = resolve_target(name)
-    try:
-        config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
-        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"target={name!r}: config and tokenizer cannot be loaded ({first}); give a folder or Hub id"
-        ) from error
-    return Target.wrap(model, tokenizer, name, where)
-
-
-def architectures_of(target: str) -> list[str]:
-    """A target's class names, as far as its config is at hand."""
-    try:
-        return list(AutoConfig.from_pretrained(resolve_target(target)).architectures or []) if target else []
-    except (UserError, OSError, ValueError):
-        return []
-
-
-def parse_dtype(name: str) -> torch.dtype:
-    """Raises UserError for an unknown dtype."""
-    if name not in DTYPES:
-        raise UserError(f"dtype={name!r} is not one of {', '.join(DTYPES)}")
-    return DTYPES[name]

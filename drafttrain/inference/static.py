@@ -194,8 +194,7 @@ class TargetSteps:
             graphs = os.environ.get("DRAFTTRAIN_GRAPHS", "1") != "0"
         if not (graphs and _serves(target.device)):
             return TargetSteps(target, static=False)
-        while target.idle_steps:
-            steps: TargetSteps = target.idle_steps.pop()
+        while (steps := target.take_idle_steps()) is not None:
             if steps._weights == _addresses(
                 target
             ):  # graphs hold addresses; moved weights would be read from freed memory

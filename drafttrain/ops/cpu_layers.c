@@ -230,94 +230,108 @@ void layer_after_attention(const struct layer *layer, float *x, const float *att
 
 /* -- body ----------------------------------------------------------------------------------------------------------- */
 
-/* How a layer attends, and where its keys and values are. Mirrored in ops/decoder_layer.py. */
-struct attention {
-    float *keys, *values;
+/* How a layer attends; table: the rotary table that it reads. Mirrored in cpu_layers.py. */
+struct form {
     const float *sinks;
-    long key_stride, value_stride, window, table; /* table: which rotary table it reads */
+    long window, table;
     float scaling, softcap;
 };
 
-/* read [n, width] -> x [n, hidden], which is added to; room [n, (2 heads + 2 kv_heads) head_dim] is the layer's to use. */
-static void whole_layer(const struct layer *layer, const struct attention *a, const float *read, float *x, long n,
-                        const float *cosine, const float *sine, const struct part *parts, long part_count,
-                        const uint64_t *ancestors, const int *depth, float *room, int threads) {
+/* A layer's slots in a cache: keys and values [kv_heads, slots, e] with a stride per head, in numbers. */
+struct buffers {
+    float *keys, *values;
+    long key_stride, value_stride;
+};
+
+/* Where the new tokens of a forward stand, as tree_attention takes it. */
+struct plan {
+    const struct part *parts;
+    long count;
+    const uint64_t *ancestors;
+    const int *depth;
+};
+
+/* read [n, width] -> x [n, hidden], which is added to; scratch [n, (2 heads + 2 kv_heads) head_dim]. */
+static void full_layer(const struct layer *layer, const struct form *form, const struct buffers *b, const float *read, float *x,
+                       long n, const float *cosine, const float *sine, const struct plan *plan, float *scratch, int threads) {
     long e = layer->head_dim, width = (layer->heads + 2L * layer->kv_heads) * e;
-    float *key = room + layer->heads * e, *value = key + layer->kv_heads * e, *attended = room + n * width;
-    layer_before_attention(layer, read, n, cosine, sine, room, threads);
-    tree_attention(room, e, width, key, e, width, value, e, width, a->keys, a->key_stride, a->values, a->value_stride,
-                   attended, layer->heads, layer->kv_heads, e, e, parts, part_count, ancestors, depth, a->scaling, a->window,
-                   a->softcap, a->sinks, threads);
+    float *key = scratch + layer->heads * e, *value = key + layer->kv_heads * e, *attended = scratch + n * width;
+    layer_before_attention(layer, read, n, cosine, sine, scratch, threads);
+    tree_attention(scratch, e, width, key, e, width, value, e, width, b->keys, b->key_stride, b->values, b->value_stride,
+                   attended, layer->heads, layer->kv_heads, e, e, plan->parts, plan->count, plan->ancestors, plan->depth,
+                   form->scaling, form->window, form->softcap, form->sinks, threads);
     layer_after_attention(layer, x, attended, n, threads);
 }
 
-/* All layers over x [n, hidden], in place: a pass of few tokens spends as long in Python between 90 kernels as in them.
+/* All layers over x [n, hidden], in place. Called layer by layer, a forward of few tokens spends as long in Python as here.
  *
- * tables: per rotary table cosine and sine [n, rotary_dim]. wanted [features]: ascending layers whose input is copied to
- * `caught`, a row of which holds `features` states side by side; `count` stands for the last layer's output. */
-void body_forward(const struct layer *const *layers, const struct attention *attention, long count, float *x, long n,
-                  const float *const *tables, const struct part *parts, long part_count, const uint64_t *ancestors,
+ * tables: cosine and sine [n, rotary_dim] per rotary table. wanted [features]: ascending layers whose inputs are copied to
+ * caught [n, features, hidden]; `count` means the last layer's output. */
+void body_forward(const struct layer *const *layers, const struct form *forms, const struct buffers *buffers, long count, float *x,
+                  long n, const float *const *tables, const struct part *parts, long part_count, const uint64_t *ancestors,
                   const int *depth, const long *wanted, long features, float *caught, int threads) {
+    struct plan plan = {parts, part_count, ancestors, depth};
     long widest = 0, hidden = layers[0]->hidden, next = 0;
     for (long i = 0; i < count; i++) {
         long width = (long)(2 * layers[i]->heads + 2 * layers[i]->kv_heads) * layers[i]->head_dim;
         widest = width > widest ? width : widest;
     }
-    float *qkv = malloc(n * widest * sizeof(float));
+    float *scratch = malloc(n * widest * sizeof(float));
     for (long i = 0; i <= count; i++) {
         for (; next < features && wanted[next] == i; next++)
             for (long r = 0; r < n; r++)
                 memcpy(caught + (r * features + next) * hidden, x + r * hidden, hidden * sizeof(float));
         if (i == count) break;
-        const float *const *pair = tables + 2 * attention[i].table;
-        whole_layer(layers[i], attention + i, x, x, n, pair[0], pair[1], parts, part_count, ancestors, depth, qkv, threads);
+        const float *const *pair = tables + 2 * forms[i].table;
+        full_layer(layers[i], forms + i, buffers + i, x, x, n, pair[0], pair[1], &plan, scratch, threads);
     }
-    free(qkv);
+    free(scratch);
 }
 
 /* -- drafting ------------------------------------------------------------------------------------------------------- */
 
-/* A drafter of decoder layers. NULL: not there. Mirrored in ops/draft_step.py. */
+/* A drafter of decoder layers. NULL: not there. Mirrored in cpu_layers.py. */
 struct draft {
     const struct layer *const *layers;
+    const void *project, *head;                  /* panels: embedding and state, joined, to a state; output to logits */
     const float *embed_norm, *state_norm, *norm; /* of what is read, and of the last layer's output */
-    const void *project, *head;                  /* panels: of what is read, joined, to a state; of the output to logits */
-    int count, beside, hidden, project_format, head_format, hands_on_normed; /* beside: width of an embedding */
+    int project_format, head_format, count, embed_width, hidden, returns_normed;
     long vocabulary;
     float eps;
 };
 
-/* One depth for n tokens of one sequence: embeds [n, beside] and states [n, hidden] -> out [n, hidden], which the next depth
- * reads, and logits [asking, vocabulary] of the last tokens. Where nothing projects, the first layer reads embedding and
- * state side by side. cosine, sine [positions, rotary_dim]; keys and values per layer, a stride per head; `part`, ancestors
- * and depths as tree_attention takes them. */
+/* One depth for n tokens of one sequence: embeds [n, embed_width] and states [n, hidden] -> out [n, hidden], which the next
+ * depth reads, and logits [queries, vocabulary] of the last tokens. Without `project` the first layer reads embedding and state
+ * joined. cosine, sine [positions, rotary_dim]; keys and values per layer with a stride per head. */
 void draft_step(const struct draft *d, const float *embeds, const float *states, long n, const float *cosine, const float *sine,
                 float *const *keys, float *const *values, long stride, const struct part *part, const uint64_t *ancestors,
-                const int *depths, long window, float *out, float *logits, long asking, int threads) {
+                const int *depths, long window, float *out, float *logits, long queries, int threads) {
     long e = d->layers[0]->head_dim, heads = d->layers[0]->heads, kv_heads = d->layers[0]->kv_heads;
-    long turned = d->layers[0]->rotary_dim, hidden = d->hidden, joined = d->beside + hidden, width = 2 * (heads + kv_heads) * e;
-    float *read = malloc(n * (joined + 2 * turned + width + hidden) * sizeof(float)), *cosines = read + n * joined;
-    float *sines = cosines + n * turned, *qkv = sines + n * turned, *normed = qkv + n * width;
+    long rotated = d->layers[0]->rotary_dim, hidden = d->hidden, joined = d->embed_width + hidden;
+    long width = 2 * (heads + kv_heads) * e;
+    float *read = malloc(n * (joined + 2 * rotated + width + hidden) * sizeof(float)), *cosines = read + n * joined;
+    float *sines = cosines + n * rotated, *scratch = sines + n * rotated, *normed = scratch + n * width;
     for (long r = 0; r < n; r++) {
         float *row = read + r * joined;
         long at = part->prefix + depths[part->held + r];
-        memcpy(row, embeds + r * d->beside, d->beside * sizeof(float));
-        memcpy(row + d->beside, states + r * hidden, hidden * sizeof(float));
-        if (d->embed_norm) rms_norm(row, d->embed_norm, d->eps, row, 1, d->beside);
-        if (d->state_norm) rms_norm(row + d->beside, d->state_norm, d->eps, row + d->beside, 1, hidden);
-        memcpy(cosines + r * turned, cosine + at * turned, turned * sizeof(float));
-        memcpy(sines + r * turned, sine + at * turned, turned * sizeof(float));
+        memcpy(row, embeds + r * d->embed_width, d->embed_width * sizeof(float));
+        memcpy(row + d->embed_width, states + r * hidden, hidden * sizeof(float));
+        if (d->embed_norm) rms_norm(row, d->embed_norm, d->eps, row, 1, d->embed_width);
+        if (d->state_norm) rms_norm(row + d->embed_width, d->state_norm, d->eps, row + d->embed_width, 1, hidden);
+        memcpy(cosines + r * rotated, cosine + at * rotated, rotated * sizeof(float));
+        memcpy(sines + r * rotated, sine + at * rotated, rotated * sizeof(float));
     }
     if (d->project) skinny_linear(read, n, joined, d->project, d->project_format, out, hidden, threads);
     else memcpy(out, states, n * hidden * sizeof(float));
+    struct form form = {NULL, window, 0, 1 / sqrtf(e), 0};
+    struct plan plan = {part, 1, ancestors, depths};
     for (int i = 0; i < d->count; i++) {
-        struct attention a = {keys[i], values[i], NULL, stride, stride, window, 0, 1 / sqrtf(e), 0};
-        whole_layer(d->layers[i], &a, i || d->project ? out : read, out, n, cosines, sines, part, 1, ancestors, depths, qkv,
-                    threads);
+        struct buffers b = {keys[i], values[i], stride, stride};
+        full_layer(d->layers[i], &form, &b, i || d->project ? out : read, out, n, cosines, sines, &plan, scratch, threads);
     }
     if (d->norm) rms_norm(out, d->norm, d->eps, normed, n, hidden);
-    if (d->hands_on_normed) memcpy(out, normed, n * hidden * sizeof(float));
-    skinny_linear((d->norm ? normed : out) + (n - asking) * hidden, asking, hidden, d->head, d->head_format, logits,
+    if (d->returns_normed) memcpy(out, normed, n * hidden * sizeof(float));
+    skinny_linear((d->norm ? normed : out) + (n - queries) * hidden, queries, hidden, d->head, d->head_format, logits,
                   d->vocabulary, threads);
     free(read);
 }

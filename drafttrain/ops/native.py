@@ -33,7 +33,7 @@ _ARGUMENTS = {
     "layer_before_attention": (_POINTER, _POINTER, _LONG, _POINTER, _POINTER, _POINTER, _INT),
     "layer_after_attention": (_POINTER, _POINTER, _POINTER, _LONG, _INT),
     "body_forward": (
-        *(_POINTER, _POINTER, _LONG, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _POINTER, _POINTER),
+        *(_POINTER, _POINTER, _POINTER, _LONG, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _POINTER, _POINTER),
         *(_POINTER, _LONG, _POINTER, _INT),
     ),
     "draft_step": (

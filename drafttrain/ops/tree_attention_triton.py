@@ -131,19 +131,25 @@ def pack_plan(layouts: Sequence[TreeLayout], rows: Sequence[int], shape: PlanSha
     pads, spare = shape.tokens - sum(counts), [0] * (shape.rows - len(layouts))
     counts[-1] += pads
     assert pads >= 0 and max(counts) <= shape.max_new, "the plan's shape is too small"
-    ancestors = [_ancestor_words(layout, shape.words) for layout in layouts]
+    # A chain has no bits: its tokens see all earlier ones, and a long prompt would need a quadratic number.
+    ancestors = [
+        np.zeros((layout.count, shape.words), np.uint32)
+        if layout.parents is None
+        else layout.ancestor_words(shape.words)
+        for layout in layouts
+    ]
     if pads:
         own = np.arange(counts[-1] - pads, counts[-1])
         bits = np.zeros((pads, shape.words), dtype=np.uint32)
         bits[np.arange(pads), own // _WORD] = np.uint32(1) << (own % _WORD).astype(np.uint32)
-        ancestors.append(bits.view(np.int32))
+        ancestors.append(bits)
     parts = [
         np.asarray([*rows, *spare]),
         np.cumsum([0, *counts, *spare]),
         np.asarray([*(layout.prefix_len for layout in layouts), *spare]),
         np.asarray([*(layout.parents is None for layout in layouts), *spare]),
         np.concatenate([layout.depths + layout.prefix_len for layout in layouts] + [[layouts[-1].prefix_len] * pads]),
-        np.concatenate(ancestors),
+        np.concatenate(ancestors).view(np.int32),
     ]
     flat = np.zeros(shape.numbers, dtype=np.int32)
     start = 0
@@ -151,17 +157,6 @@ def pack_plan(layouts: Sequence[TreeLayout], rows: Sequence[int], shape: PlanSha
         flat[start : start + part.size] = part.ravel()
         start += _aligned(part.size)
     return flat
-
-
-def _ancestor_words(layout: TreeLayout, words: int) -> np.ndarray:
-    """[n, words] int32; zeros for a chain."""
-    if layout.parents is None:
-        return np.zeros((layout.count, words), dtype=np.int32)
-    seen = [1]
-    for node, parent in enumerate(layout.parents, 1):
-        seen.append(seen[parent + 1] | 1 << node)
-    raw = b"".join(bits.to_bytes(4 * words, "little") for bits in seen)
-    return np.frombuffer(raw, dtype="<i4").reshape(len(seen), words)
 
 
 def packed_tree_attention(

@@ -1,7 +1,19 @@
-"""How a model's attention and features are reached: through the transformers attention interface and hooks that stay.
+"""How a model's attention and features are reached without patching its code.
 
-`attention_context` hands each layer's fresh queries, keys and values to a context, which owns the cache and the mask, while
-the model's own code stays unpatched. Without a context the model computes what it always did.
+transformers calls the attention of every layer through a registered function, by the name in the model's config. `Target.wrap`
+sets that name to "drafttrain", so each layer calls `_attention` below. The function's signature belongs to transformers and has
+no place for our cache, so a forward leaves it in a variable of its thread for as long as it runs:
+
+    Target.forward(ids, context)              transformers                       this module
+      with attention_context(context):   ->     layer i
+        model.body(ids)                           q, k, v = projections, RoPE
+                                                  attention(module, q, k, v) ->  _attention: _active.context
+                                                                                   .attend(i, q, k, v, **form)
+                                                  output projection, MLP     <-      cache, mask, kernel: the context's
+      _active.caught[i]                  <-     inputs of hooked layers      <-  catch_input (hooks that stay)
+
+The variable is thread-local, so forwards of one model in several threads each see their own context. Without a context the model
+computes what it always did. The native CPU path (native_body.py) calls the context itself and uses nothing of this module.
 """
 
 from __future__ import annotations
@@ -11,7 +23,7 @@ import functools
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,38 +32,41 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, 
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from drafttrain.errors import UserError
-from drafttrain.ops.tree_attention import TreeLayout, tree_attention
+from drafttrain.ops.tree_attention import AttentionForm, TreeLayout, tree_attention
 
-ATTENTION = "drafttrain"
-_active = threading.local()
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+ATTENTION = "drafttrain"  # our name among transformers' attention functions
+LAST = -1  # the feature layer that is the state behind the last norm, which the head reads
 
 
 class AttentionContext(Protocol):
     """A decoder's cache and mask: receives each layer's new keys and values and returns its attention output."""
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]) -> Tensor:
         """Stores key and value [b, kv_heads, n, head_dim], attends with query [b, heads, n, head_dim].
 
-        Returns [b, n, heads, head_dim]. RoPE is already applied. `window` counts visible positions, own included.
+        Returns [b, n, heads, head_dim]. RoPE is already applied.
         """
         ...
 
 
+class _Active(threading.local):
+    """What the running forward of this thread leaves for `_attention`, `_mask` and the feature hooks."""
+
+    context: AttentionContext | None = None
+    caught: dict[int, Tensor] | None = None
+    documents: Tensor | None = None
+
+
+_active = _Active()
+
+
 @contextlib.contextmanager
 def attention_context(context: AttentionContext, caught: dict[int, Tensor] | None = None) -> Iterator[None]:
-    """While active, every target forward in this thread attends through `context`; `caught` takes the hooked features."""
-    previous = getattr(_active, "context", None), getattr(_active, "caught", None)
+    """While active, every target forward in this thread attends through `context`; `caught` receives the hooked features."""
+    previous = _active.context, _active.caught
     _active.context, _active.caught = context, caught
     try:
         yield
@@ -63,7 +78,7 @@ def attention_context(context: AttentionContext, caught: dict[int, Tensor] | Non
 def apart(documents: Tensor) -> Iterator[None]:
     """While active, forwards without a context make masks that keep the conversations of a row apart.
 
-    Layers get these masks as arguments, so gradient checkpointing has them when it computes a layer again.
+    Layers receive these masks as arguments, so gradient checkpointing has them when it computes a layer again.
 
     Args:
         documents: [b, s], tokens of one conversation have one number in their row.
@@ -75,21 +90,22 @@ def apart(documents: Tensor) -> Iterator[None]:
         _active.documents = None
 
 
-class Rows:
-    """Plain causal attention over the rows of one forward, in any form of it that a family knows."""
+class CausalRows:
+    """The context of a plain forward: causal attention over each row, in any form of it that a family uses."""
 
     def __init__(self, length: int):
         self.layout = TreeLayout(0, count=length)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Any) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]) -> Tensor:
         return tree_attention(query, key, value, self.layout, **form).transpose(1, 2)
 
 
-class Probe(Rows):
-    """Attends as if two rows came interleaved in one (a0 b0 a1 b1 ...), and notes what a model asks for.
+class InterleavedRows(CausalRows):
+    """Attends as if two rows were interleaved in one (a0 b0 a1 b1 ...), and records which attention a model uses.
 
     Attributes:
-        layers: the layer of each call. windows: those given with the calls; masked: those of the masks it wanted.
+        layers: the layer of each call.
+        windows: sliding windows of the calls. masked: windows of the masks that the model asked for.
     """
 
     def __init__(self, length: int):
@@ -98,32 +114,24 @@ class Probe(Rows):
         self.windows: set[int | None] = set()
         self.masked: set[int] = set()
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Any) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]) -> Tensor:
         self.layers.append(layer)
         self.windows.add(form["window"])
-        query, key, value = (torch.cat((x[:, :, 0::2], x[:, :, 1::2])) for x in (query, key, value))
-        out = super().attend(layer, query, key, value, **form)
-        return torch.stack((out[:1], out[1:]), dim=2).flatten(1, 2)
+        query, key, value = (torch.cat((x[:, :, 0::2], x[:, :, 1::2])) for x in (query, key, value))  # [2, heads, n, e]
+        out = super().attend(layer, query, key, value, **form)  # [2, n, heads, e]
+        return torch.stack((out[:1], out[1:]), dim=2).flatten(1, 2)  # [1, 2n, heads, e]
 
 
 def _attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
-    context: AttentionContext | None = getattr(_active, "context", None)
-    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    """The attention function that transformers calls in every layer; its arguments are transformers'."""
+    context, softcap, sinks = _active.context, kwargs.get("softcap"), kwargs.get("s_aux")
     if context is not None:
         if attention_mask is not None or kwargs.get("position_bias") is not None:
             raise UserError(f"{type(module).__name__} brings its own mask or position bias, which no context can apply")
-        out = context.attend(
-            getattr(module, "layer_idx", -1),
-            query,
-            key,
-            value,
-            scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-            window=kwargs.get("sliding_window"),
-            softcap=softcap,
-            sinks=sinks,
-        )
-        return out, None
-    # Whoever calls the model itself, transformers' generate for one, gets what it would have computed before.
+        scaling, window = query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("sliding_window")
+        form = AttentionForm(scaling=scaling, window=window, softcap=softcap, sinks=sinks)
+        return context.attend(getattr(module, "layer_idx", -1), query, key, value, **form), None
+    # Without a context (transformers' own generate, for example) the model computes what it did before it was wrapped.
     options = {"dropout": dropout, "scaling": scaling, **kwargs}
     if softcap is None and sinks is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
@@ -136,47 +144,16 @@ def _attention(module, query, key, value, attention_mask, dropout=0.0, scaling=N
     return eager(module, query, key, value, bias, **options)
 
 
-# Features are caught by hooks that are registered once per module and stay: a compiled or captured forward keeps them.
-# They write to the dict of the running `Target.forward`, and do nothing while the model runs for somebody else.
-# The feature layer that is the state the head reads, behind the last norm.
-LAST = -1
-
-
-def catch_input(layer: int, _module, args, kwargs):
-    caught = getattr(_active, "caught", None)
-    if caught is not None:
-        caught[layer] = args[0] if args else kwargs["hidden_states"]
-
-
-def catch_output(layer: int, _module, _args, output):
-    caught = getattr(_active, "caught", None)
-    if caught is not None:
-        caught[layer] = output[0] if isinstance(output, tuple) else output
-
-
-def hook_features(module: nn.Module, catch: Any, layer: int) -> None:
-    """Registers a hook unless the module has it already, from another Target of the same model or from its original."""
-    before = catch is catch_input
-    present: Any = module._forward_pre_hooks if before else module._forward_hooks
-    if any(getattr(other, "func", None) is catch for other in present.values()):
-        return
-    hook = functools.partial(catch, layer)
-    if before:
-        module.register_forward_pre_hook(hook, with_kwargs=True)
-    else:
-        module.register_forward_hook(hook)
-
-
 def _mask(*args, **kwargs):
-    context = getattr(_active, "context", None)
-    if isinstance(context, Probe):
-        context.masked |= {kwargs["local_size"]} if kwargs.get("local_size") else set()
+    """The mask function that transformers calls once per forward and kind of mask; a context needs none."""
+    context, documents = _active.context, _active.documents
     if context is not None:
+        if isinstance(context, InterleavedRows) and kwargs.get("local_size"):
+            context.masked.add(kwargs["local_size"])
         return None
-    documents: Tensor | None = getattr(_active, "documents", None)
     if documents is not None:
 
-        def together(row: Any, _head: Any, query: Any, key: Any) -> Any:
+        def together(row, _head, query, key):
             return documents[row, query] == documents[row, key]
 
         kwargs["mask_function"] = and_masks(kwargs["mask_function"], together)
@@ -186,3 +163,36 @@ def _mask(*args, **kwargs):
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, _mask)
+
+
+# -- features ---------------------------------------------------------------------------------------------------------
+# Hooks are registered once per module and stay, because a compiled or captured forward keeps those that it found. They write to
+# the dict of the running `Target.forward` and do nothing in any other forward of the model.
+
+_hooking = threading.Lock()
+
+
+def catch_input(layer: int, _module, args, kwargs):
+    if _active.caught is not None:
+        _active.caught[layer] = args[0] if args else kwargs["hidden_states"]
+
+
+def catch_output(layer: int, _module, _args, output):
+    if _active.caught is not None:
+        _active.caught[layer] = output[0] if isinstance(output, tuple) else output
+
+
+def hook_features(module: nn.Module, layer: int, output: bool = False) -> None:
+    """Has a module's input (or output) caught as the feature of a layer.
+
+    A module keeps one hook of each sort: another Target of the same model, or the original of a copied model, may have
+    registered it already.
+    """
+    catch, present = (catch_output, module._forward_hooks) if output else (catch_input, module._forward_pre_hooks)
+    with _hooking:
+        if any(getattr(hook, "func", None) is catch for hook in present.values()):
+            return
+        if output:
+            module.register_forward_hook(functools.partial(catch_output, layer))
+        else:
+            module.register_forward_pre_hook(functools.partial(catch_input, layer), with_kwargs=True)

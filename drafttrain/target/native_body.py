@@ -1,71 +1,77 @@
 """The target's body without transformers' per-layer Python: for the few tokens of a decoding step on a CPU.
 
-Nothing here goes by a family's name. A layer qualifies by its parts (RMS norms, bias-free gated MLP, rotary attention);
-how it attends is recorded from one pass of the model itself; and the whole is proven against that model before use, at
-low and at high positions. A model that differs in anything keeps transformers' forward.
+Nothing here depends on a family's name. A layer qualifies by its modules (RMS norms, bias-free gated MLP, rotary attention); how
+it attends is recorded from one forward of the model itself; and the native body must reproduce that forward, at low and at high
+positions, before it is used. A model that differs in anything keeps transformers' forward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafttrain.batch import TargetOutput
-from drafttrain.ops.decoder_layer import DecoderLayer, LayerStack, LayerWeights
+from drafttrain.ops.cpu_layers import DecoderLayer, LayerStack, LayerWeights
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import PackedRMSNorm
+from drafttrain.ops.tree_attention import AttentionForm
 from drafttrain.ops.tree_cache import TreeCache
-from drafttrain.target.attention import LAST, Rows
+from drafttrain.target.attention import LAST, AttentionContext, CausalRows
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from drafttrain.target.target import Target
 
 _LAYER_PARTS = {
-    "self_attn", "mlp", "input_layernorm", "post_attention_layernorm",
-    "pre_feedforward_layernorm", "post_feedforward_layernorm",
-}  # fmt: skip
+    *("self_attn", "mlp", "input_layernorm", "post_attention_layernorm"),
+    *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+}
 _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"}
 _MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-_PROBE_TOKENS = 12
-# Most tokens of a pass that goes this way. From 33 on MKL's product is the faster one, but not by what it saves in dispatch.
+_PROOF_TOKENS = 12
+# Most tokens of a forward that goes this way. From 33 on MKL's product is faster, but by less than this saves in dispatch.
 NATIVE_ROWS = 64
+
+Tables = list[tuple[Tensor, Tensor]]  # per rotary table cosine and sine [n, rotary_dim]
 
 
 class NativeBody:
-    """The layers of a target, ready to run on [1, n] tokens with an attention context."""
+    """The layers of a target, ready to run on [1, n] tokens with an attention context. Holds no state of a call."""
 
-    def __init__(self, target: Any, layers: list[DecoderLayer], attention: list[dict[str, Any]], rotary: _Rotary):
+    def __init__(self, target: Target, layers: list[DecoderLayer], attention: list[AttentionForm], rotary: _Rotary):
         self.body, self.layers, self.attention, self.rotary = target.body, layers, attention, rotary
         self.embed = target.model.get_input_embeddings()
         self.stack = LayerStack(layers, attention, rotary.of_layer)
 
     @staticmethod
-    def of(target: Any) -> NativeBody | None:
-        """For an unpacked target; None where its layers are of another kind or the proof fails."""
+    def of(target: Target) -> NativeBody | None:
+        """For an unpacked target; None if its layers are of another kind or the proof fails."""
         if target.device.type != "cpu" or target.compute_dtype != torch.float32 or cpu_kernels() is None:
             return None
         rotary_embedding = getattr(target.body, "rotary_emb", None)
         if rotary_embedding is None or not hasattr(target.body, "norm"):
             return None
-        rotary = _Rotary(rotary_embedding)
-        probe = _Noting()
-        expected = [_probe(target, probe, start, rotary) for start in _starts(target)]
+        rotary, recorder = _Rotary(rotary_embedding), _FormRecorder()
+        expected = [_record(target, recorder, start, rotary) for start in _starts(target)]
         layers = []
         for module in target.layers:
             weights = layer_weights(module, rotary.width)
             if weights is None:
                 return None
             layers.append(DecoderLayer(weights))
-        if len(probe.options) != len(layers) or len(rotary.of_layer) != len(layers):
+        if not len(layers) == len(recorder.forms) == len(rotary.of_layer):
             return None
-        native = NativeBody(target, layers, probe.options, rotary)
-        every = range(target.num_layers + 1)
+        native = NativeBody(target, layers, recorder.forms, rotary)
         for start, want in zip(_starts(target), expected, strict=True):
-            ids, positions = _probe_tokens(target, start)
-            cache = TreeCache(_PROBE_TOKENS)
-            cache.open([(0, _PROBE_TOKENS)])
-            got = native.forward(ids, every, positions, cache)
+            ids, positions = _proof_tokens(target, start)
+            cache = TreeCache(_PROOF_TOKENS)
+            cache.open([(0, _PROOF_TOKENS)])
+            got = native.forward(ids, range(target.num_layers + 1), positions, cache)
             for ours, theirs in ((got.features, want.features), (got.last_hidden, want.last_hidden)):
                 if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-4 * theirs.abs().max().item()):
                     return None
@@ -73,83 +79,85 @@ class NativeBody:
 
     @torch.no_grad()
     def forward(
-        self, input_ids: Tensor, feature_layers: Sequence[int], position_ids: Tensor, context: Any
+        self, input_ids: Tensor, feature_layers: Sequence[int], position_ids: Tensor, context: AttentionContext
     ) -> TargetOutput:
         """As `Target.forward` with a context, for one packed row: input_ids and position_ids [1, n]."""
-        embedded = self.embed(input_ids)
-        x = embedded[0].contiguous().clone()
+        embedded = self.embed(input_ids)  # [1, n, h]
+        x = embedded[0].contiguous().clone()  # [n, h], the residual stream
         tables = self.rotary.tables(embedded, position_ids)
         wanted = sorted({layer for layer in feature_layers if layer != LAST})
         plan = context.cpu_plan() if isinstance(context, TreeCache) and self.stack.served else None
-        if plan is not None:
+        if plan is not None and isinstance(context, TreeCache):
             caught = self.stack.forward(x, tables, plan, context.addresses(self.stack.shapes), wanted)
         else:
             caught = self._layer_by_layer(x, tables, context, wanted)
-        last = self.body.norm(x)[None]
+        last = self.body.norm(x)[None]  # [1, n, h]
         if list(feature_layers) == wanted:
             return TargetOutput(caught.flatten(1)[None], last)
         parts = [last[0] if layer == LAST else caught[:, wanted.index(layer)] for layer in feature_layers]
         return TargetOutput(torch.cat(parts, dim=-1)[None], last)
 
-    def _layer_by_layer(
-        self, x: Tensor, tables: list[tuple[Tensor, Tensor]], context: Any, wanted: list[int]
-    ) -> Tensor:
-        """As `LayerStack.forward`, where the context has its own way to attend: long prefixes, many tokens."""
-        caught, threads = [], torch.get_num_threads()
+    def _layer_by_layer(self, x: Tensor, tables: Tables, context: AttentionContext, wanted: list[int]) -> Tensor:
+        """As `LayerStack.forward`, with the context's own attention: long prefixes, many tokens, other caches."""
+        caught = []
         for i, layer in enumerate(self.layers):
             if i in wanted:
                 caught.append(x.clone())
-            query, key, value = layer.before(x, *tables[self.rotary.of_layer[i]], threads)
-            attended = context.attend(i, query, key, value, **self.attention[i])
-            layer.after(x, attended.contiguous(), threads)
+            query, key, value = layer.project(x, *tables[self.rotary.of_layer[i]])
+            rows = (part.transpose(0, 1)[None] for part in (query, key, value))  # [1, heads or kv_heads, n, e]
+            layer.finish(x, context.attend(i, *rows, **self.attention[i]))
         if len(self.layers) in wanted:
             caught.append(x.clone())
         return torch.stack(caught, dim=1) if caught else x.new_empty(len(x), 0, x.shape[1])
 
 
 class _Rotary:
-    """The model's rotary tables: which calls it makes per pass, and which layer reads which."""
+    """The model's rotary tables.
+
+    Attributes:
+        calls: per call of the module in a forward, what it gets behind (hidden states, position ids): a layer type, or nothing.
+        of_layer: index of the call whose tables each layer reads. width: rotated entries of a head.
+    """
 
     def __init__(self, module: nn.Module):
         self.module = module
-        self.calls: list[tuple] = []  # what is passed behind (hidden states, position ids): a layer type, or nothing
+        self.calls: list[tuple[object, ...]] = []
         self.of_layer: list[int] = []
         self.width = 0
 
-    def tables(self, hidden: Tensor, position_ids: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Per call cosine and sine [n, rotary_dim]."""
+    def tables(self, hidden: Tensor, position_ids: Tensor) -> Tables:
         pairs = (self.module(hidden, position_ids, *extra) for extra in self.calls)
         return [(cosine[0].contiguous(), sine[0].contiguous()) for cosine, sine in pairs]
 
 
-class _Noting(Rows):
-    """Attends within the pass's own tokens, and keeps what each layer asks for."""
+class _FormRecorder(CausalRows):
+    """Attends within the forward's own tokens, and records the form of each layer's attention."""
 
     def __init__(self) -> None:
-        super().__init__(_PROBE_TOKENS)
-        self.options: list[dict[str, Any]] = []
+        super().__init__(_PROOF_TOKENS)
+        self.forms: list[AttentionForm] = []
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        if layer == len(self.options):
-            self.options.append(options)
-        return super().attend(layer, query, key, value, **options)
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]) -> Tensor:
+        if layer == len(self.forms):
+            self.forms.append(form)
+        return super().attend(layer, query, key, value, **form)
 
 
-def _starts(target: Any) -> tuple[int, ...]:
+def _starts(target: Target) -> tuple[int, ...]:
     """Positions to prove at: some models scale attention or rotation beyond a length."""
-    most = target.max_positions or 4096
-    return (0, max(0, most - _PROBE_TOKENS))
+    return (0, max(0, (target.max_positions or 4096) - _PROOF_TOKENS))
 
 
-def _probe_tokens(target: Any, start: int) -> tuple[Tensor, Tensor]:
-    ids = torch.randint(target.vocab_size, (1, _PROBE_TOKENS), generator=torch.Generator().manual_seed(start))
-    return ids, torch.arange(start, start + _PROBE_TOKENS)[None]
+def _proof_tokens(target: Target, start: int) -> tuple[Tensor, Tensor]:
+    """Random ids and their positions, [1, _PROOF_TOKENS] int64 each."""
+    ids = torch.randint(target.vocab_size, (1, _PROOF_TOKENS), generator=torch.Generator().manual_seed(start))
+    return ids, torch.arange(start, start + _PROOF_TOKENS)[None]
 
 
-def _probe(target: Any, probe: _Noting, start: int, rotary: _Rotary) -> TargetOutput:
-    """The model's own pass; notes the calls of the rotary module and which layer gets which tables."""
-    outputs: list[Any] = []
-    calls: list[tuple] = []
+def _record(target: Target, recorder: _FormRecorder, start: int, rotary: _Rotary) -> TargetOutput:
+    """The model's own forward; notes the calls of the rotary module and which layer reads which tables."""
+    outputs: list[tuple[Tensor, Tensor]] = []
+    calls: list[tuple[object, ...]] = []
     readers: list[int] = []
 
     def called(_module, args, kwargs, output):
@@ -162,9 +170,9 @@ def _probe(target: Any, probe: _Noting, start: int, rotary: _Rotary) -> TargetOu
 
     handles = [rotary.module.register_forward_hook(called, with_kwargs=True)]
     handles += [layer.register_forward_pre_hook(entered, with_kwargs=True) for layer in target.layers]
-    ids, positions = _probe_tokens(target, start)
+    ids, positions = _proof_tokens(target, start)
     try:
-        out = target.forward(ids, range(target.num_layers + 1), positions, probe)
+        out = target.forward(ids, range(target.num_layers + 1), positions, recorder)
     finally:
         for handle in handles:
             handle.remove()
@@ -174,59 +182,43 @@ def _probe(target: Any, probe: _Noting, start: int, rotary: _Rotary) -> TargetOu
 
 
 def layer_weights(layer: nn.Module, rotary_dim: int) -> LayerWeights | None:
-    """The layer's weights if it is built of nothing but the parts that `DecoderLayer` knows."""
-    parts, attention, mlp = (dict(m.named_children()) if m is not None else {} for m in _blocks(layer))
-    if not (parts.keys() <= _LAYER_PARTS and attention.keys() <= _ATTENTION_PARTS and mlp.keys() <= _MLP_PARTS):
+    """The layer's weights if it consists of nothing but the modules that `DecoderLayer` computes."""
+    attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+    own, inside, gated = (dict(m.named_children()) if m is not None else {} for m in (layer, attention, mlp))
+    if not (own.keys() <= _LAYER_PARTS and inside.keys() <= _ATTENTION_PARTS and gated.keys() <= _MLP_PARTS):
         return None
-    linear: dict[str, Any] = {name: {**attention, **mlp}.get(name) for name in _LINEAR}
-    if any(type(module) is not nn.Linear for module in linear.values()):
+    linear = [(inside | gated).get(name) for name in ("o_proj", "gate_proj", "up_proj", "down_proj")]
+    qkv = [inside.get(name) for name in ("q_proj", "k_proj", "v_proj")]
+    if any(type(module) is not nn.Linear for module in linear + qkv) or any(m.bias is not None for m in linear if m):
         return None
-    if any(linear[name].bias is not None for name in _LINEAR if name not in _QKV):
+    if sum(m is not None and m.bias is not None for m in qkv) not in (0, 3) or "act_fn" not in gated:
         return None
-    biases = [linear[name].bias for name in _QKV]
-    head_dim = getattr(layer.self_attn, "head_dim", 0)
-    norms = {name: PackedRMSNorm.like(m) for name, m in {**parts, **attention}.items() if name.endswith("norm")}
-    if not head_dim or any(norm is None for norm in norms.values()) or len({n.eps for n in norms.values() if n}) != 1:
-        return None
-    if sum(bias is not None for bias in biases) not in (0, 3) or not norms.get("input_layernorm"):
-        return None
-    gelu = _is_gelu(mlp["act_fn"]) if "act_fn" in mlp else None
+    norms = {name: PackedRMSNorm.like(m) for name, m in {**own, **inside}.items() if name.endswith("norm")}
     factor = {name: norm.weight for name, norm in norms.items() if norm is not None}
-    sandwich = "pre_feedforward_layernorm" in factor
-    if gelu is None or "post_attention_layernorm" not in factor:
+    eps = {norm.eps for norm in norms.values() if norm is not None}
+    gelu = _is_gelu(gated["act_fn"])
+    if len(factor) != len(norms) or len(eps) != 1 or gelu is None or not getattr(attention, "head_dim", 0):
         return None
-    join = lambda names: torch.cat([linear[name].weight for name in names]).detach()  # noqa: E731
-    return LayerWeights(
-        qkv=join(_QKV),
-        qkv_bias=torch.cat(biases).detach() if biases[0] is not None else None,
-        o=linear["o_proj"].weight.detach(),
-        gate_up=join(("gate_proj", "up_proj")),
-        down=linear["down_proj"].weight.detach(),
+    if not {"input_layernorm", "post_attention_layernorm"} <= factor.keys():
+        return None
+    sandwich = "pre_feedforward_layernorm" in factor  # Gemma: norms before and after both blocks
+    return LayerWeights.of(
+        attention,
+        mlp,
+        rotary_dim=rotary_dim,
+        eps=eps.pop(),
+        gelu=gelu,
         input_norm=factor["input_layernorm"],
         mlp_norm=factor["pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"],
         attended_norm=factor["post_attention_layernorm"] if sandwich else None,
         mlp_out_norm=factor.get("post_feedforward_layernorm"),
         query_norm=factor.get("q_norm"),
         key_norm=factor.get("k_norm"),
-        heads=linear["q_proj"].out_features // head_dim,
-        kv_heads=linear["k_proj"].out_features // head_dim,
-        head_dim=head_dim,
-        rotary_dim=rotary_dim,
-        eps=next(norm.eps for norm in norms.values() if norm is not None),
-        gelu=gelu,
     )
 
 
-_QKV = ("q_proj", "k_proj", "v_proj")
-_LINEAR = (*_QKV, "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
-def _blocks(layer: nn.Module) -> tuple[Any, Any, Any]:
-    return layer, getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
-
-
-def _is_gelu(activation: Any) -> bool | None:
-    """True for GELU by tanh, False for SiLU, None for anything else."""
+def _is_gelu(activation: nn.Module) -> bool | None:
+    """True for tanh-approximated GELU, False for SiLU, None for anything else."""
     x = torch.linspace(-6, 6, 101)
     y = activation(x)
     if torch.allclose(y, F.silu(x), atol=1e-5):

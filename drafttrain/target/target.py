@@ -1,9 +1,20 @@
-"""The frozen target: loading, features, embedding, head, tokenizer. With target_attention and target_native the only file
-that knows HF model internals.
+"""The frozen target: loading, features, embedding, head, tokenizer.
 
-Everything that runs the target (training, response generation, tree verification) goes through `Target`, so features
-mean the same thing everywhere. Decoders plug their own attention in through `attention_context`, so any decoder-only family with
-the transformers attention interface works; `Target.wrap` proves on a few tokens that a model really is one of them.
+Everything that runs the target (training, response generation, tree verification) goes through `Target`, so features mean the
+same thing everywhere. This subpackage is the only place that knows the insides of transformers' models:
+
+    target.py        Target: load or wrap a model, prove that it can be served, run it
+    attention.py     the registered attention function and feature hooks, through which a model's layers reach our cache
+    native_body.py   the same forward as a few C calls, for decoding on a CPU
+    shell.py         a target without weights; fetch.py, convert_gguf.py: getting one
+
+A family needs no code here. Any decoder-only model whose layers call the transformers attention interface works unpatched;
+`Target.wrap` proves it on eight tokens: the model runs two rows with its own attention, then both interleaved in one row through
+ours, and the states must agree. So nothing but attention mixes tokens, position ids are honored, and no mask, bias or window is
+lost. Unsupported are recurrent layers, chunked attention and models with attention code of their own; the error says which.
+`check_head` proves likewise that `head(last_hidden)` gives the model's logits, scale and soft cap included.
+
+A Target holds no state of a call: threads may run forwards of one Target at a time, each with a context of its own.
 """
 
 from __future__ import annotations
@@ -11,55 +22,72 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from drafttrain.batch import TargetOutput
-from drafttrain.errors import UserError
+from drafttrain.errors import UserError, first_line
 from drafttrain.ops.packing import cpu_has_bfloat16, pack
 from drafttrain.target.attention import (
     ATTENTION,
     LAST,
     AttentionContext,
-    Probe,
-    Rows,
+    CausalRows,
+    InterleavedRows,
     attention_context,
-    catch_input,
-    catch_output,
     hook_features,
 )
 from drafttrain.target.fetch import cached_model
 from drafttrain.target.native_body import NATIVE_ROWS, NativeBody
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Names of transformers for layers that an attention context can serve, and for layers with a state.
+# transformers' names of layer types: with plain attention, and with a state.
 _SERVED = {"full_attention", "sliding_attention"}
 _RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+_packing = threading.Lock()
 
 
-def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """'auto' means bfloat16 where the device multiplies it natively, else float32."""
-    if name == "auto":
+def resolve_dtype(name: str, device: torch.device | None = None) -> torch.dtype:
+    """The dtype of a name.
+
+    Args:
+        device: resolves 'auto': bfloat16 where this device multiplies it natively, else float32. Without a device 'auto'
+            is an error, as for files, which have a dtype and no device.
+
+    Raises:
+        UserError: an unknown name.
+    """
+    if name == "auto" and device is not None:
         fast = device.type == "cuda" or (device.type == "cpu" and cpu_has_bfloat16())
         return torch.bfloat16 if fast else torch.float32
     if name not in DTYPES:
-        raise UserError(f"dtype={name!r} is not one of {', '.join(['auto', *DTYPES])}")
+        names = DTYPES if device is None else ["auto", *DTYPES]
+        raise UserError(f"dtype={name!r} is not one of {', '.join(names)}")
     return DTYPES[name]
 
 
 def resolve_device(name: str = "auto") -> torch.device:
+    """'auto' is this process's GPU, or the CPU if there is none."""
     if name != "auto":
         return torch.device(name)
     return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
 
 
 def share_of_gpus() -> dict[int | str, int] | None:
-    """What a spread target may take of each GPU: of n processes on a machine, each uses every n-th; None without GPUs."""
+    """Bytes that a spread target may use of each GPU, of n processes on a machine every n-th; None without GPUs."""
     count = torch.cuda.device_count()
     if count == 0:
         return None
@@ -72,7 +100,7 @@ def share_of_gpus() -> dict[int | str, int] | None:
 
 
 def resolve_target(name: str) -> str:
-    """A short name that `drafttrain fetch` has cached, a local folder, or a Hub id, as something HF can load.
+    """A folder or Hub id that transformers can load, from a name that `drafttrain fetch` cached, a folder, or a Hub id.
 
     Raises:
         UserError: a local path that does not exist or holds no config.json.
@@ -94,16 +122,25 @@ class Target:
         name: what the user called it; `path`: what was loaded.
         dtype: the numeric format of its weights; `compute_dtype`: what it computes in. They differ on CPUs without
             bfloat16 units, where bfloat16 weights are held and multiplied as float32 (faster there, and more exact).
-        hidden_size, vocab_size, num_layers: h, rows of the head, decoder layers.
-        max_positions: the longest sequence that it reads, or None where nothing limits it.
+        body: the model below its head; layers: its decoder layers.
+        hidden_size, vocab_size, num_layers: h, rows of the head, number of decoder layers.
+        max_positions: the longest sequence that it reads, or None if nothing limits it.
         eos_ids: every token id that ends a response.
-        idle_steps: captured decoding steps between two calls of the decoder, which owns them.
+        idle_steps: captured decoding steps (CUDA graphs) between two calls of the decoder, see `take_idle_steps`.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any, name: str, path: str, dtype: torch.dtype):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        name: str,
+        path: str,
+        dtype: torch.dtype,
+    ):
         self.model: Any = model  # families differ in what they offer beyond PreTrainedModel
-        self.tokenizer, self.name, self.path, self.dtype = tokenizer, name, path, dtype
-        self.config = self.model.config.get_text_config()
+        self.tokenizer: Any = tokenizer  # None only for models that tests build
+        self.name, self.path, self.dtype = name, path, dtype
+        self.config: PretrainedConfig = self.model.config.get_text_config()
         self.body: Any = self.model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
         self.hidden_size: int = self.config.hidden_size
         self.num_layers: int = self.config.num_hidden_layers
@@ -112,10 +149,10 @@ class Target:
         self.softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
         self.logit_scale: float = getattr(self.config, "logit_scale", None) or 1.0
         self.logit_scale /= getattr(self.config, "logits_scaling", None) or 1.0
-        head: Any = self.model.get_output_embeddings()
+        head = self.model.get_output_embeddings()
         if head is None:
             raise UserError(f"target={name!r} ({type(model).__name__}) has no language-model head")
-        self.lm_head = head
+        self.lm_head: nn.Module = head
         self.vocab_size: int = head.weight.shape[0]
         self.layers = self._find_layers()
         self.eos_ids = self._find_eos()
@@ -133,14 +170,14 @@ class Target:
         dtype: str = "auto",
         device: str = "auto",
         trust_remote_code: bool = False,
-        device_map: str | dict[str, Any] = "",
+        device_map: str | dict[str, int | str] = "",
     ) -> Target:
         """Loads a target by short name, folder or Hub id, frozen and in eval mode.
 
         Args:
-            device_map: for a target that is too large for one device: `auto` (or `balanced`, `sequential`, or a map) spreads
-                its layers over the GPUs, see accelerate's dispatch. With several processes on a machine each takes every
-                n-th GPU. Inputs and outputs are on the first one.
+            device_map: spreads the layers of a target that is too large for one device over the GPUs: `auto`, `balanced`,
+                `sequential` or a map, see accelerate's dispatch. Of n processes on a machine each uses every n-th GPU.
+                Inputs and outputs are on the first one.
 
         Raises:
             UserError: nothing loadable there, an unknown dtype, or a model without the attention interface.
@@ -155,31 +192,29 @@ class Target:
                 where, config=config, dtype=wanted, trust_remote_code=trust_remote_code, use_safetensors=True, **spread
             )
         except (OSError, ValueError) as error:
-            first = str(error).strip().splitlines()[0]
             raise UserError(
-                f"target={name!r} cannot be loaded ({first}); give a folder with config.json, safetensors and tokenizer, "
-                "a reachable Hub id, or fetch one: drafttrain fetch smollm2-135m"
+                f"target={name!r} cannot be loaded ({first_line(error)}); give a folder with config.json, safetensors and "
+                "tokenizer, a reachable Hub id, or fetch one: drafttrain fetch smollm2-135m"
             ) from error
-        moved: Any = model
-        return cls.wrap(model if device_map else moved.to(place), tokenizer, name, where, wanted)
+        return cls.wrap(model if device_map else nn.Module.to(model, place), tokenizer, name, where, wanted)
 
     @classmethod
     def wrap(
         cls,
         model: PreTrainedModel,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase | None,
         name: str = "",
         path: str = "",
         dtype: torch.dtype | None = None,
         freeze: bool = True,
     ) -> Target:
-        """Makes a Target of a loaded HF model. The model is frozen, and attends through our interface from now on.
+        """Makes a Target of a loaded model, which is frozen and attends through our interface from now on.
 
         Args:
-            freeze: False for a draft model, which runs by the same means but is trained.
+            freeze: False for a draft model, which runs the same way but is trained.
 
         Raises:
-            UserError: a model that an attention context cannot run, by class name and with the reason.
+            UserError: a model that an attention context cannot run, with its class name and the reason.
         """
         dtype = dtype or next(model.parameters()).dtype
         reason = _unservable(model)
@@ -197,29 +232,30 @@ class Target:
 
     @torch.no_grad()
     def _take_over_attention(self) -> None:
-        """Routes the attention through our interface and proves on two rows of four tokens that all of it goes there.
+        """Routes the attention through our interface, and proves on two rows of four tokens that the states stay the same.
 
-        The model runs them with its own attention, then interleaved in one row through ours. If the states agree, then
-        nothing but attention mixes tokens, positions count and not places, and no mask, bias or capacity is lost.
+            row a    a0 a1 a2 a3                     model's own attention, two rows
+            row b    b0 b1 b2 b3
+            packed   a0 b0 a1 b1 a2 b2 a3 b3         our attention, one row; positions 0 0 1 1 2 2 3 3
 
         Raises:
-            UserError: it does not hold.
+            UserError: layers that do not call the interface, a window that is not passed on, or other states.
         """
         n = 4
         ids = (torch.arange(1, 2 * n + 1, device=self.device) * self.vocab_size // (2 * n + 2)).view(2, n)
         own = self.body(input_ids=ids, use_cache=False).last_hidden_state.float()
         self.model.set_attn_implementation(ATTENTION)
-        probe, positions = Probe(n), torch.arange(n, device=self.device).repeat_interleave(2)[None]
-        with attention_context(probe):
+        rows, positions = InterleavedRows(n), torch.arange(n, device=self.device).repeat_interleave(2)[None]
+        with attention_context(rows):
             packed = self.body(input_ids=ids.t().reshape(1, -1), position_ids=positions, use_cache=False)
         fault = None
-        if sorted(probe.layers) != list(range(self.num_layers)):
-            fault = f"calls the transformers attention interface for layers {sorted(probe.layers)}"
-        elif probe.masked - probe.windows:
-            fault = f"does not hand its window of {max(probe.masked)} tokens to the attention interface"
+        if sorted(rows.layers) != list(range(self.num_layers)):
+            fault = f"calls the transformers attention interface for layers {sorted(rows.layers)}"
+        elif rows.masked - rows.windows:
+            fault = f"does not pass its window of {max(rows.masked)} tokens to the attention interface"
         else:
-            rows = packed.last_hidden_state.float().view(n, 2, -1).transpose(0, 1)
-            error = (rows - own).norm() / own.norm()
+            states = packed.last_hidden_state.float().view(n, 2, -1).transpose(0, 1)  # [2, n, h]
+            error = (states - own).norm() / own.norm()
             # In half precision rounding may send a token to another expert; unrelated states would differ by 1.4.
             if not error <= (1e-2 if self.compute_dtype == torch.float32 else 0.5):
                 fault = f"computes other states for packed rows than for one row (relative error {error:.2g})"
@@ -228,12 +264,13 @@ class Target:
             raise UserError(f"target={self.name!r} ({kind}) {fault}; use a target with plain attention")
 
     def pack(self) -> Target:
-        """Readies the model for fast inference on a CPU (no effect elsewhere). Costs a second copy of the weights."""
-        if not self._packed and self.device.type == "cpu":
-            self._native = NativeBody.of(self)
-            pack(self.model)
-            self.lm_head = self.model.get_output_embeddings()
-            self._packed = True
+        """Packs the weights for fast inference on a CPU (no effect elsewhere). Costs a second copy of the weights."""
+        with _packing:
+            if not self._packed and self.device.type == "cpu":
+                native = NativeBody.of(self)
+                pack(self.model)
+                self.lm_head = self.model.get_output_embeddings()
+                self._native, self._packed = native, True
         return self
 
     def _find_layers(self) -> nn.ModuleList:
@@ -245,8 +282,8 @@ class Target:
         )
 
     def _find_max_positions(self) -> int | None:
-        """LongRoPE (Phi-3) changes the keys of all positions once a sequence outgrows its original length. Cached keys
-        and rows packed with longer ones would be wrong there, so the original length is the limit."""
+        # LongRoPE (Phi-3) changes the keys of all positions once a sequence is longer than the original length. Cached keys
+        # and rows packed with longer ones would be wrong there, so the original length is the limit.
         rope = getattr(self.config, "rope_parameters", None) or {}
         if rope.get("rope_type") == "longrope":
             return rope.get("original_max_position_embeddings") or self.config.original_max_position_embeddings
@@ -273,7 +310,7 @@ class Target:
 
     @property
     def default_feature_layers(self) -> tuple[int, ...]:
-        """EAGLE-3's choice (arXiv 2503.01840): the inputs of layers 2, L//2 and L-3, a low, a middle, a high state."""
+        """EAGLE-3's choice (arXiv 2503.01840): the inputs of layers 2, L//2 and L-3, a low, a middle and a high state."""
         count = self.num_layers
         return tuple(sorted({min(2, count - 1), count // 2, max(count - 3, 0)}))
 
@@ -284,7 +321,7 @@ class Target:
 
     @property
     def head_weight(self) -> Tensor:
-        """[v, h]; where the model projects its states before the head (OPT-350m), both in one."""
+        """[v, h]; a projection of the states before the head (OPT-350m) is multiplied in."""
         out = self._project_out
         return self.lm_head.weight if out is None else self.lm_head.weight @ out.weight
 
@@ -294,11 +331,11 @@ class Target:
         return getattr(self.lm_head, "bias", None)
 
     @property
-    def _project_out(self) -> Any:
+    def _project_out(self) -> nn.Linear | None:
         return getattr(self.body, "project_out", None)
 
     def identity(self) -> dict[str, Any]:
-        """What a drafter records about its target, to be checked before the two are used together."""
+        """What a drafter records about its target, to be checked when the two are used together."""
         return {
             "name": self.name,
             "model_type": self.config.model_type,
@@ -311,7 +348,7 @@ class Target:
     # -- forwards -----------------------------------------------------------------------------------------------
 
     def embed(self, ids: Tensor) -> Tensor:
-        """[...] ids -> [..., h], as the first layer receives them but for learned positions (Gemma's scale included)."""
+        """[...] ids -> [..., h], the first layer's input without learned positions (Gemma's scale included)."""
         embeds = self.model.get_input_embeddings()(ids)
         project_in = getattr(self.body, "project_in", None)  # OPT-350m embeds in fewer columns than h
         if project_in is not None:
@@ -329,7 +366,7 @@ class Target:
         return self.logit_scale != 1.0 or self.softcap is not None
 
     def shape_logits(self, logits: Tensor) -> Tensor:
-        """What the model does to the head's products with its bias: scale and soft cap."""
+        """Scales and soft-caps the head's products [..., v], as the model does."""
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
@@ -346,8 +383,8 @@ class Target:
 
         Args:
             input_ids: [b, s].
-            feature_layers: i picks the input of layer i (HF's hidden_states[i]); i == num_layers the last layer's output
-                before the final norm; LAST (-1) the state behind it, which the head reads.
+            feature_layers: f layers. i is the input of layer i (HF's hidden_states[i]), num_layers the last layer's output
+                before the final norm, LAST (-1) the state behind it, which the head reads.
             position_ids: [b, s]; needed with `context`, whose tokens need not be consecutive.
             context: a decoder's cache and mask. Without one, plain causal attention over the rows.
 
@@ -365,12 +402,22 @@ class Target:
             self.check_length(length)
         self.hook(feature_layers)
         caught: dict[int, Tensor] = {}
-        with attention_context(context or Rows(length), caught):
+        with attention_context(context or CausalRows(length), caught):
             out = self.body(input_ids=input_ids, position_ids=position_ids, use_cache=False)
         last = caught.get(LAST, out.last_hidden_state).to(input_ids.device)
         caught[LAST] = last
         parts = [caught[i].to(input_ids.device) for i in feature_layers]  # a spread target has them on several devices
         return TargetOutput(torch.cat(parts, dim=-1) if parts else last[..., :0], last)
+
+    def take_idle_steps(self) -> Any:
+        """Leases captured steps that an earlier call left: removes and returns them; None if there are none.
+
+        Of several threads one gets them. Who leases them appends them to `idle_steps` again.
+        """
+        try:
+            return self.idle_steps.pop()
+        except IndexError:
+            return None
 
     def check_length(self, length: int) -> None:
         """Raises UserError for a sequence longer than the target reads."""
@@ -380,15 +427,15 @@ class Target:
             )
 
     def hook(self, feature_layers: Sequence[int]) -> None:
-        """Readies the model to have these features caught; `forward` does so itself, but compiled code must find it done."""
+        """Registers the hooks that catch these features. `forward` does so itself; compiled code must find them there."""
         wanted = {*feature_layers} - {LAST} if self._project_out is None else {*feature_layers, LAST}
         for layer in wanted - self._hooked:
-            if layer == LAST:  # OPT-350m projects what the last norm gives; the projection counts as part of the head
-                hook_features(self._project_out, catch_input, layer)
+            if layer == LAST:  # OPT-350m projects the last norm's output; the projection counts as part of the head
+                hook_features(self.body.project_out, layer)
             elif layer < self.num_layers:
-                hook_features(self.layers[layer], catch_input, layer)
+                hook_features(self.layers[layer], layer)
             else:
-                hook_features(self.layers[-1], catch_output, layer)
+                hook_features(self.layers[-1], layer, output=True)
             self._hooked.add(layer)
 
     @torch.no_grad()
@@ -400,7 +447,7 @@ class Target:
         """
         ids = torch.full((1, 2), min(3, self.vocab_size - 1), device=self.device)
         ours = self.head(self.forward(ids, ()).last_hidden)
-        with attention_context(Rows(ids.shape[1])):
+        with attention_context(CausalRows(ids.shape[1])):
             theirs = self.model(input_ids=ids, use_cache=False).logits.float()
         if not torch.allclose(ours, theirs, rtol=2e-2, atol=2e-2 * theirs.abs().max().item()):
             raise UserError(
@@ -408,8 +455,8 @@ class Target:
             )
 
 
-def _unservable(model: Any) -> str | None:
-    """Why a model cannot attend through a context, as far as its class and config say so; None if nothing does."""
+def _unservable(model: PreTrainedModel) -> str | None:
+    """Why a model cannot attend through a context, as far as its class and config show; None if no reason is found."""
     types = set(getattr(model.config.get_text_config(), "layer_types", None) or []) - _SERVED
     named = f" ({', '.join(sorted(types))})" if types else ""
     if "chunked_attention" in types:
@@ -417,11 +464,11 @@ def _unservable(model: Any) -> str | None:
     if model._is_stateful or types & _RECURRENT:
         return f"keeps recurrent state{named}, and rejected tokens cannot be rolled back from a state"
     if types:
-        return f"has layers of a kind that is not served{named}"
+        return f"has layers of an unsupported type{named}"
     return None if model._can_set_attn_implementation() else "does not use the transformers attention interface"
 
 
-def tokenizer_fingerprint(tokenizer: Any) -> str:
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase | None) -> str:
     """A short hash of the vocabulary (token text -> id); equal hashes mean that token ids mean the same."""
     if tokenizer is None:
         return ""

@@ -236,7 +236,7 @@ REFUSED = {
     "qwen2_moe": (
         {**MOE, "shared_expert_intermediate_size": 24, "use_sliding_window": True, "sliding_window": 7}
         | {"layer_types": ["sliding_attention", "full_attention"]},
-        r"\(Qwen2MoeForCausalLM\) does not hand its window of 7 tokens to the attention interface",
+        r"\(Qwen2MoeForCausalLM\) does not pass its window of 7 tokens to the attention interface",
     ),
 }
 

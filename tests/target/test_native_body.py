@@ -23,7 +23,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from drafttrain.ops.decoder_layer import LayerStack
+from drafttrain.ops.cpu_layers import LayerStack
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.tree_attention import TreeLayout
 from drafttrain.ops.tree_cache import TreeCache

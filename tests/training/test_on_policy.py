@@ -14,6 +14,7 @@ from drafttrain.drafters.draft_model.model import DraftModel
 from drafttrain.errors import UserError
 from drafttrain.training.feature_sources import TargetSource
 from drafttrain.training.on_policy import OnPolicy, OnPolicyOptions
+from tests.drafters.test_eagle3 import make_drafter
 
 ROWS = [
     {"tokens": list(range(start, start + 12)), "spans": [[3, 6], [8, 12]], "length": 12, "index": index}
@@ -26,7 +27,8 @@ def make(target, rank=0, world=1, packing=False, **options):
     drafter = DraftModel.begin(target, "target", {"layers": [0, 2]}, "kl")
     drafter.bind(target)
     chosen = OnPolicyOptions(**{"share": 0.5, "refresh_steps": 2, "responses": 6, "max_new_tokens": 5, **options})
-    return OnPolicy(chosen, drafter, ROWS, target, 64, seed=3, rank=rank, world=world, packing=packing), drafter
+    args = SimpleNamespace(seed=3, process_index=rank, world_size=world)
+    return OnPolicy(chosen, drafter, ROWS, target, 64, args, packing), drafter
 
 
 def test_responses_are_the_drafters_own_after_prompts_of_the_data(target):
@@ -159,11 +161,12 @@ def test_processes_share_the_work(target, monkeypatch):
         ({"refresh_steps": 0}, r"on_policy.refresh_steps=0 must be a positive number"),
     ],
 )
-def test_each_mistake_is_said(target, options, message):
-    _, drafter = make(target)
-    args = SimpleNamespace(seed=0, process_index=0, world_size=1)
+def test_each_mistake_is_said(options, message):
     with pytest.raises(UserError, match=message):
-        OnPolicy.of(options, drafter, ROWS, target, 64, args)
-    assert OnPolicy.of({}, drafter, ROWS, target, 64, args) is None
+        OnPolicyOptions.parse(options)
+
+
+def test_a_kind_that_cannot_write_is_named(target):
+    args = SimpleNamespace(seed=0, process_index=0, world_size=1)
     with pytest.raises(UserError, match=r"a drafter of kind='eagle3' cannot write responses"):
-        OnPolicy.of({"share": 0.5}, SimpleNamespace(kind="eagle3"), ROWS, target, 64, args)
+        OnPolicy(OnPolicyOptions(), make_drafter(target), ROWS, target, 64, args)

@@ -36,7 +36,7 @@ from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.losses import TargetRows, linear_divergence
 from drafttrain.ops.block_attention import block_attention
-from drafttrain.ops.decoder_layer import DecoderLayer, LayerWeights
+from drafttrain.ops.cpu_layers import DecoderLayer, LayerWeights
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import SKINNY_ROWS, PackedLinear
 from drafttrain.ops.path_attention import Spans
@@ -59,42 +59,26 @@ class BlockLayer(nn.Module):
 
     def pack(self, rotary_dim: int) -> None:
         """Readies the layer for inference on a CPU: from now on few rows take two kernel calls around the attention."""
-        attention, mlp = self.self_attn, self.mlp
-        self.native = DecoderLayer(
-            LayerWeights(
-                qkv=torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]).detach(),
-                o=attention.o_proj.weight.detach(),
-                gate_up=torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).detach(),
-                down=mlp.down_proj.weight.detach(),
-                input_norm=self.input_layernorm.weight.detach(),
-                mlp_norm=self.post_attention_layernorm.weight.detach(),
-                heads=attention.heads,
-                kv_heads=attention.kv_heads,
-                head_dim=attention.head_dim,
-                rotary_dim=rotary_dim,
-                eps=self.input_layernorm.eps,
-                query_norm=attention.q_norm.weight.detach(),
-                key_norm=attention.k_norm.weight.detach(),
-            )
+        attention, norm = self.self_attn, self.post_attention_layernorm
+        weights = LayerWeights.of(
+            attention,
+            self.mlp,
+            rotary_dim=rotary_dim,
+            eps=norm.eps,
+            input_norm=self.input_layernorm.weight,
+            mlp_norm=norm.weight,
+            query_norm=attention.q_norm.weight,
+            key_norm=attention.k_norm.weight,
         )
+        self.native = DecoderLayer(weights)
 
     def forward(self, state: Tensor, cos: Tensor, sin: Tensor, attend: Attend, queries: Tensor | None = None) -> Tensor:
         """state [t, h] of block tokens -> [t, h], or of the rows in `queries` only; attend knows the context."""
         if self.native is not None and len(state) <= SKINNY_ROWS:
-            return self._native_forward(self.native, state, cos, sin, attend, queries)
+            return self.native.forward(state, state, cos, sin, attend, queries)
         attended = self.self_attn(self.input_layernorm(state), cos, sin, attend, queries)
         state = (state if queries is None else state[queries]) + attended
         return state + self.mlp(self.post_attention_layernorm(state))
-
-    @staticmethod
-    def _native_forward(
-        native: DecoderLayer, state: Tensor, cos: Tensor, sin: Tensor, attend: Attend, queries: Tensor | None
-    ) -> Tensor:
-        threads = torch.get_num_threads()
-        query, key, value = (part[0].transpose(0, 1) for part in native.before(state, cos, sin, threads))
-        out = state.clone() if queries is None else state[queries]
-        native.after(out, attend(query if queries is None else query[queries], key, value).contiguous(), threads)
-        return out
 
 
 class Drawn(NamedTuple):

@@ -23,8 +23,7 @@ from drafttrain.drafters.common.layers import MLP, Attend, Attention, RMSNorm, R
 from drafttrain.drafters.common.shared import anchors_by_depth, sums_by_depth
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.losses import TargetRows, linear_divergence
-from drafttrain.ops.decoder_layer import DecoderLayer, LayerWeights
-from drafttrain.ops.draft_step import DraftStep, DraftWeights
+from drafttrain.ops.cpu_layers import DecoderLayer, DraftStep, DraftWeights, LayerWeights
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import SKINNY_ROWS
 from drafttrain.ops.path_attention import PathAttention
@@ -71,24 +70,14 @@ class DraftLayer(nn.Module):
         alone = not hasattr(self, "hidden_norm") and isinstance(self.input_layernorm, RMSNorm)
         if config.attention_bias or config.mlp_bias or config.hidden_act not in _NATIVE_ACTS:
             return
-        self.native = DecoderLayer(
-            LayerWeights(
-                qkv=torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]).detach(),
-                o=attention.o_proj.weight.detach(),
-                gate_up=torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).detach(),
-                down=mlp.down_proj.weight.detach(),
-                input_norm=self.input_layernorm.weight.detach() if alone else None,
-                mlp_norm=self.post_attention_layernorm.weight.detach(),
-                heads=attention.heads,
-                kv_heads=attention.kv_heads,
-                head_dim=attention.head_dim,
-                rotary_dim=rotary_dim,
-                eps=self.post_attention_layernorm.eps,
-                gelu=_NATIVE_ACTS[config.hidden_act],
-                query_norm=attention.q_norm.weight.detach() if config.qk_norm else None,
-                key_norm=attention.k_norm.weight.detach() if config.qk_norm else None,
-            )
+        norms = {"input_norm": self.input_layernorm.weight} if alone else {}
+        if config.qk_norm:
+            norms |= {"query_norm": attention.q_norm.weight, "key_norm": attention.k_norm.weight}
+        norm, gelu = self.post_attention_layernorm, _NATIVE_ACTS[config.hidden_act]
+        weights = LayerWeights.of(
+            attention, mlp, mlp_norm=norm.weight, rotary_dim=rotary_dim, eps=norm.eps, gelu=gelu, **norms
         )
+        self.native = DecoderLayer(weights)
 
     def forward(
         self, state: Tensor, embeds: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend, queries: Tensor | None
@@ -102,22 +91,11 @@ class DraftLayer(nn.Module):
             x = torch.cat((self.input_layernorm(embeds), normed), dim=-1)
             state = normed if self.norm_before_residual else state
         if native is not None:
-            return self._native_forward(native, state, x, cos, sin, attend, queries)
+            return native.forward(state, x, cos, sin, attend, queries)
         if queries is not None:
             state = state[queries]
         state = state + self.self_attn(x, cos, sin, attend, queries)
         return state + self.mlp(self.post_attention_layernorm(state))
-
-    @staticmethod
-    def _native_forward(
-        native: DecoderLayer, state: Tensor, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, queries: Tensor | None
-    ) -> Tensor:
-        threads = torch.get_num_threads()
-        sizes = (native.heads, native.kv_heads, native.kv_heads)
-        query, key, value = native.project(x, cos, sin, threads).split(sizes, dim=1)
-        out = state.clone() if queries is None else state[queries]
-        native.after(out, attend(query if queries is None else query[queries], key, value).contiguous(), threads)
-        return out
 
 
 class LayerDrafter(LayerDrafting, TrainableDrafter):

@@ -21,7 +21,7 @@ from drafttrain.drafters.base import Drafter, JointSession
 from drafttrain.drafters.common.expand import StateGrowing, grow
 from drafttrain.drafters.common.layers import Attend, Rotary
 from drafttrain.drafters.common.tree_spec import TreeSpec
-from drafttrain.ops.draft_step import DraftStep
+from drafttrain.ops.cpu_layers import DraftStep
 from drafttrain.ops.packing import SKINNY_ROWS
 from drafttrain.ops.sampling import Sampler
 from drafttrain.ops.tree_attention import TreeLayout, tree_attention

@@ -57,9 +57,10 @@ class Rotary:
 
     def up_to(self, end: int) -> tuple[Tensor, Tensor]:
         """cos, sin [at least `end`, 1, r] of positions 0, 1, 2, ... on the CPU in float32; they are kept."""
-        if end > len(self._rows[0]):
-            self._rows = self.compute(torch.arange(1 << end.bit_length()), torch.float32)
-        return self._rows
+        rows = self._rows  # another thread may replace the tables by shorter ones
+        if end > len(rows[0]):
+            rows = self._rows = self.compute(torch.arange(1 << end.bit_length()), torch.float32)
+        return rows
 
     def compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """As `tables`, for negative positions too, and without keeping anything."""

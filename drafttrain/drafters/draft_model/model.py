@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from drafttrain import __version__
 from drafttrain.batch import Batch, StepOutput, TokenTree
 from drafttrain.drafters.base import JointSession, KeepTokens
 from drafttrain.drafters.common.expand import Growing, grow
@@ -42,6 +41,7 @@ from drafttrain.drafters.draft_model.start import (
     own_layers,
 )
 from drafttrain.drafters.registry import META_FILE
+from drafttrain.environment import __version__
 from drafttrain.errors import UserError
 from drafttrain.files import write_json
 from drafttrain.losses import TargetRows, linear_divergence

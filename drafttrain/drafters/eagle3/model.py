@@ -26,7 +26,7 @@ from drafttrain.drafters.common.layer_model import DraftLayer, LayerDrafter
 from drafttrain.drafters.common.layers import RMSNorm
 from drafttrain.drafters.common.linear_start import Source, linear_start
 from drafttrain.drafters.common.shared import copy_layer, copy_norm
-from drafttrain.ops.draft_step import DraftWeights
+from drafttrain.ops.cpu_layers import DraftWeights
 from drafttrain.target import Target
 
 
@@ -133,12 +133,12 @@ class Eagle3(LayerDrafter):
             return None
         return DraftWeights(
             head=self.lm_head.weight,
-            beside=config.target_hidden_size,
+            embed_width=config.target_hidden_size,
             eps=config.rms_norm_eps,
             embed_norm=first.input_layernorm.weight,
             state_norm=first.hidden_norm.weight,
             norm=self.norm.weight,
-            hands_on_normed=config.norm_output,
+            returns_normed=config.norm_output,
         )
 
     # -- the one forward ----------------------------------------------------------------------------------------

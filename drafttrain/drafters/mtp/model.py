@@ -26,7 +26,7 @@ from drafttrain.drafters.common.linear_start import Source, projection_start, se
 from drafttrain.drafters.common.shared import copy_layer, copy_norm
 from drafttrain.drafters.mtp.native_module import read_native
 from drafttrain.errors import UserError
-from drafttrain.ops.draft_step import DraftWeights
+from drafttrain.ops.cpu_layers import DraftWeights
 from drafttrain.target import Target
 
 
@@ -91,13 +91,13 @@ class MTP(LayerDrafter):
         block = self.blocks[0]
         return DraftWeights(
             head=self.lm_head.weight,
-            beside=self.config.hidden_size,
+            embed_width=self.config.hidden_size,
             eps=self.config.rms_norm_eps,
             embed_norm=block.enorm.weight,
             state_norm=block.hnorm.weight,
             norm=self.norm.weight,
             project=block.eh_proj.weight,
-            hands_on_normed=True,
+            returns_normed=True,
         )
 
     def fuse(self, features: Tensor) -> Tensor:
