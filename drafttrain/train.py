@@ -162,7 +162,7 @@ def prepare(config: TrainConfig, args: TrainingArguments) -> Prepared:
             f"{100 * vocab['coverage']:.2f} % of response tokens",
             flush=True,
         )
-    source, has_states = build_source(config, target, drafter, records)
+    source = build_source(config, target, drafter, records)
     on_policy = None
     if config.on_policy:
         options = OnPolicyOptions.parse(config.on_policy)
@@ -170,7 +170,7 @@ def prepare(config: TrainConfig, args: TrainingArguments) -> Prepared:
     if config.packing:
         train_rows = pack_rows(train_rows, config.max_length, args.seed)
     checkpoint = find_checkpoint(config, args)
-    if config.init == "target" and checkpoint is None and has_states:
+    if config.init == "target" and checkpoint is None and source.has_states:
         begin_from_least_squares(drafter, train_rows, source)
     facts = {"parameters": parameters, "vocabulary": vocab}
     return Prepared(target, drafter, train_rows, held_out, source, on_policy, checkpoint, facts)
@@ -220,6 +220,7 @@ def build_drafter(config: TrainConfig, target: Target, records: Dataset) -> tupl
     """Returns the drafter to train, bound to the target and on its device, and the report on its vocabulary."""
     from drafttrain.data.vocab import count_tokens, keep_frequent
     from drafttrain.drafters.base import NEW
+    from drafttrain.drafters.common.trainable import TrainableDrafter
     from drafttrain.drafters.registry import kind_class
 
     kind = kind_class(config.kind)
@@ -227,8 +228,12 @@ def build_drafter(config: TrainConfig, target: Target, records: Dataset) -> tupl
         raise UserError(f"packing=true, but kind={config.kind!r} does not train on packed rows; set packing=false")
     counts = count_tokens(records, target.vocab_size)
     _, report = keep_frequent(counts, 0)
-    keep = lambda size: keep_frequent(counts, size, target.eos_ids)[0]  # noqa: E731
+
+    def keep(size: int) -> torch.Tensor:
+        return keep_frequent(counts, size, target.eos_ids)[0]
+
     drafter = kind.begin(target, config.init, config.drafter, config.loss, keep)
+    assert isinstance(drafter, TrainableDrafter), "begin raises for kinds without weights"
     drafter.bind(target)
     if config.packing:
         drafter.check_packing()
@@ -243,22 +248,19 @@ def build_drafter(config: TrainConfig, target: Target, records: Dataset) -> tupl
     return drafter.to(target.device), report
 
 
-def build_source(
-    config: TrainConfig, target: Target, drafter: TrainableDrafter, records: Dataset
-) -> tuple[BatchSource, bool]:
-    """Where a batch's target features and distributions come from, and whether it knows the target's states."""
+def build_source(config: TrainConfig, target: Target, drafter: TrainableDrafter, records: Dataset) -> BatchSource:
+    """The source of target features and distributions: memory, stored features, the target; none for next_token."""
     from drafttrain.data.store import FeatureStore
     from drafttrain.losses import parse_loss
     from drafttrain.training.feature_sources import NoTarget, TargetSource
 
     if config.loss == "next_token":
-        return NoTarget(), False
+        return NoTarget()
     cache_gb = config.cache_gb if config.cache_gb >= 0 else (4.0 if target.device.type == "cpu" else 0.0)
     stored = FeatureStore.open(config.data, drafter.feature_layers)
     ids = list(records["id"]) if stored else None
     at = parse_loss(config.loss).temperatures
-    source = TargetSource(target, drafter.feature_layers, drafter.kept_ids, stored, ids, cache_gb * 1e9, at)
-    return source, stored is None or not stored.top_k
+    return TargetSource(target, drafter.feature_layers, drafter.kept_ids, stored, ids, cache_gb * 1e9, at)
 
 
 def find_checkpoint(config: TrainConfig, args: TrainingArguments) -> str | None:
@@ -293,7 +295,7 @@ def first_batches(rows: Dataset, device: torch.device) -> tuple[list[Batch], int
 def begin_from_least_squares(drafter: TrainableDrafter, rows: Dataset, source: BatchSource) -> None:
     """Solves the drafter's closed-form start on some of the data, before the first step; some kinds have none."""
     batches, tokens = first_batches(rows, drafter.device)
-    explained = drafter.solve_start(batches, source)
+    explained = drafter.solve_start(batches, source)  # type: ignore[arg-type]  # has_states: rows are TargetRows
     if explained is not None:
         share = f"{100 * explained:.0f} % of the target's last state"
         print(f"least-squares start on {tokens} tokens explains {share}", flush=True)
@@ -405,7 +407,7 @@ def choose_tree(trainer: DrafterTrainer, held_out: Dataset) -> None:
     if first and drafter is not None:
         tree = drafter.eval().suggest_tree(first_batches(held_out, drafter.device)[0], trainer.source)
         if tree is not None:
-            write_json(decoding_file(trainer.args.output_dir), {"tree": tree})
+            write_json(decoding_file(str(trainer.args.output_dir)), {"tree": tree})
             print(f"default tree, by held-out accuracy: {tree}", flush=True)
 
 

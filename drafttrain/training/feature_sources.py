@@ -102,9 +102,11 @@ class BatchSource(Protocol):
 
     Attributes:
         hits: conversations by where they came from, for training.json.
+        has_states: target distributions come as states times head (`TargetRows`), which closed-form starts read.
     """
 
     hits: dict[str, int]
+    has_states: bool
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Targets | None, Tensor | None]: ...
 
@@ -113,6 +115,7 @@ class NoTarget:
     """The source of a run that does not read the target: pretraining of a language model on text."""
 
     hits: dict[str, int] = {}
+    has_states = False
 
     def __call__(self, batch: Batch) -> tuple[Tensor, None, None]:
         return torch.empty(*batch.input_ids.shape, 0, device=batch.input_ids.device), None, None
@@ -154,6 +157,7 @@ class TargetSource:
         self.to_drafter[self.kept_ids] = torch.arange(len(kept_ids), device=device)
         self.limit_bytes, self.used_bytes = limit_bytes, 0
         self.kept: dict[int, Conversation] = {}
+        self.has_states = stored is None or not stored.top_k
         self.hits = {"memory": 0, "stored": 0, "online": 0}
 
     @torch.no_grad()

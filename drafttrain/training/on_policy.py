@@ -172,8 +172,8 @@ class OnPolicy(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {"round": self.round, "used": self.used, "pool": pool}}
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_) -> None:
-        callbacks: Json = state.stateful_callbacks or {}
-        saved = callbacks.get(type(self).__name__)
+        callbacks = state.stateful_callbacks
+        saved: Json | None = callbacks.get(type(self).__name__) if isinstance(callbacks, dict) else None
         if not saved:
             return
         self.round, self.used = saved["attributes"]["round"], saved["attributes"]["used"]
