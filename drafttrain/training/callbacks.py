@@ -20,7 +20,7 @@ from drafttrain.files import Json
 from drafttrain.target import Target
 
 if TYPE_CHECKING:
-    from drafttrain.training.trainer import DrafterTrainer
+    from drafttrain.training.step import StepTrainer
 
 
 def max_over_ranks(value: float, device: torch.device) -> float:
@@ -138,7 +138,7 @@ class DecodeHeldOut(TrainerCallback):
         decode: drafter -> figures by name, `accepted_length` among them.
     """
 
-    def __init__(self, trainer: DrafterTrainer, every: int, decode: Callable[[TrainableDrafter], dict[str, float]]):
+    def __init__(self, trainer: StepTrainer, every: int, decode: Callable[[TrainableDrafter], dict[str, float]]):
         self.trainer, self.every, self.decode = trainer, every, decode
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_) -> None:
