@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from drafttrain import moved
 from drafttrain.environment import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ _MODULES = {
     "Target": "drafttrain.target.target",
     **dict.fromkeys(("evaluate", "generate", "load_drafter", "stream"), "drafttrain.api"),
 }
+
+moved.install()
 
 
 def __getattr__(name: str) -> object:
