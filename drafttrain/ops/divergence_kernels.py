@@ -1,11 +1,11 @@
 """The Triton kernel of the fused linear divergence: from logits of both sides to values, acceptance and the gradient.
 
-    program = a row      pass 1   log-sum-exps, the drafter's likeliest token, both KLs      reads z, y
-                         pass 2   acceptance and JS sums, which need the log-sum-exps        reads z, y (only if asked for)
+    a program a row      pass 1   log-sum-exps, the drafter's likeliest token, both KLs      reads z, y
+                         pass 2   acceptance and JS sums, which need the log-sum-exps        reads z, y (only if needed)
                          pass 3   the gradient, over z itself                                reads z, y, writes
 
-z are the drafter's logits, y the target's, in any float dtype; sums run in float32. Which losses take part is known when
-compiling, their weights when running. The formulas are those of `losses/divergence.py`. Only `losses/fused.py` calls this.
+z are the drafter's logits, y the target's, in any float dtype; sums run in float32. The set of losses is known at compile
+time, their weights at run time. The formulas are those of `losses/divergence.py`. Only `losses/fused.py` calls this.
 
 Source: online softmax (Milakov and Gimelshein 2018, arXiv 1805.02867); logits chunk by chunk with the gradient written in
 place as in Liger-Kernel (Hsu et al. 2024, arXiv 2410.10989).
@@ -16,13 +16,13 @@ import triton.language as tl
 
 TINY = tl.constexpr(1e-12)
 LOWEST = tl.constexpr(-1e4)
-BEYOND = tl.constexpr(-1e20)  # of columns past the end: a probability of zero whose products stay finite
+BEYOND = tl.constexpr(-1e20)  # logit of columns past the end: probability zero, and products stay finite
 
 
 @triton.jit
 def _read(base, cols, width, factor):
     numbers = tl.load(base + cols, mask=cols < width, other=0.0).to(tl.float32)
-    return tl.where(cols < width, numbers * factor, BEYOND)  # which float16 could not hold
+    return tl.where(cols < width, numbers * factor, BEYOND)  # selected in float32: float16 cannot hold BEYOND
 
 
 @triton.jit
