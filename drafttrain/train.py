@@ -245,7 +245,8 @@ def build_drafter(config: TrainConfig, target: Target, records: Dataset) -> tupl
             "other tokens are never drafted; init=target chooses a new vocabulary from this data",
             flush=True,
         )
-    return drafter.to(target.device), report
+    drafter.to(target.device)  # type: ignore[arg-type]
+    return drafter, report
 
 
 def build_source(config: TrainConfig, target: Target, drafter: TrainableDrafter, records: Dataset) -> BatchSource:

@@ -122,7 +122,10 @@ class OnPolicy(TrainerCallback, ExportableState):
             if number % self.world == self.rank and 0 < begin < self.max_length - 1:
                 limit = min(self.options.max_new_tokens, self.max_length - begin)
                 requests.append(Request(str(number), row["tokens"][:begin], limit, self.target.eos_ids))
-        made = self._answer(requests)
+        # Copying and sampling draw random numbers. A resumed run restores torch's after its first refresh, so draws here
+        # must not move them.
+        with torch.random.fork_rng([self.target.device] if self.target.device.type == "cuda" else []):
+            made = self._answer(requests)
         gathered = gather_object(made) if self.world > 1 else made
         self._take([row for _, row in sorted(gathered, key=lambda pair: pair[0])])
 

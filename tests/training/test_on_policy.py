@@ -170,3 +170,11 @@ def test_a_kind_that_cannot_write_is_named(target):
     args = SimpleNamespace(seed=0, process_index=0, world_size=1)
     with pytest.raises(UserError, match=r"a drafter of kind='eagle3' cannot write responses"):
         OnPolicy(OnPolicyOptions(), make_drafter(target), ROWS, target, 64, args)
+
+
+def test_a_refresh_leaves_the_random_numbers_of_training_alone(target):
+    """A resumed run restores them after its first refresh, an uninterrupted one never does."""
+    policy, _ = make(target)
+    before = torch.get_rng_state()
+    policy.refresh(0)
+    assert policy.pool and torch.equal(torch.get_rng_state(), before)
