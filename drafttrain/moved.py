@@ -32,7 +32,7 @@ MOVED = {
     "drafters.tree_spec": "drafters.common.tree_spec",
     "drafters.layers": "drafters.common.layers",
     "drafters.layer_model": "drafters.common.layer_model",
-    "drafters.layer_config": "drafters.common.layer_config",
+    "drafters.layer_config": "drafters.common.configs",
 }
 
 

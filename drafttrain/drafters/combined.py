@@ -121,9 +121,11 @@ def drafts_alone(match: TokenTree, spec: TreeSpec) -> bool:
 def alone(match: TokenTree, spec: TreeSpec) -> TokenTree:
     """The part of a match that is verified if it is drafted alone."""
     scores = _scores(match)
-    order = sorted(range(len(match)), key=lambda node: -scores[node])
     usual = spec.budget if spec.shape == "dynamic" else spec.depth
-    kept = [node for rank, node in enumerate(order) if rank < usual or scores[node] >= math.log(_WORTH)]
+    kept = {
+        *TokenTree.best_nodes(scores, usual),
+        *(node for node in range(len(match)) if scores[node] >= math.log(_WORTH)),
+    }
     return match if len(kept) == len(match) else match.part(sorted(kept))
 
 

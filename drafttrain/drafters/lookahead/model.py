@@ -25,7 +25,7 @@ from torch import Tensor
 
 from drafttrain.batch import TokenTree
 from drafttrain.drafters.base import Drafter, Session
-from drafttrain.drafters.common.matches import match_tree
+from drafttrain.drafters.common.tree_growth import match_tree
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.ops.sampling import Sampler

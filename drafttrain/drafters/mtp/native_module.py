@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from drafttrain.drafters.common.shared import norm_weight
+from drafttrain.drafters.common.target_weights import norm_weight
 from drafttrain.errors import UserError
 from drafttrain.target import Target
 
