@@ -431,7 +431,7 @@ def run(args: argparse.Namespace) -> int:
         decoded = f"{best['accepted_length']:.2f} decoded at step {best['step']}, " if best["step"] else ""
         print(
             f"trained {summary['steps']} steps in {summary['seconds']:.0f} s on {summary['engine']}; held out: accepted length "
-            f"{decoded}{held.get('eval_accepted_length', float('nan')):.2f} teacher-forced\ndrafter: {config.output_dir}"
+            f"{decoded}{held.get('eval_accepted_length', float('nan')):.2f} estimated\ndrafter: {config.output_dir}"
         )
     return 0
 

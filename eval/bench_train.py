@@ -1,9 +1,9 @@
 """Training throughput and peak memory of eagle3: our path, the same with plain logits and dense masks, and speculators.
 
 Every side trains the same drafter (same sizes, TTT depths, vocabulary, precision, AdamW, clipping) on the same packed rows of
-stored target states, in a process of its own, so that peaks are its own; one process works at a time, turn and turn about.
+stored target states, in a process of its own, so that peaks are its own; the processes run interleaved, one at a time.
 
-    ours          training/targets.py and drafters/eagle3.py as `drafttrain train` runs them offline
+    ours          training/feature_sources.py and drafters/eagle3 as `drafttrain train` runs them offline
     plain         the textbook: logits [rows, s, d] of every position and depth, attention under a dense [s, k*s] mask, the
                   target's logits over its whole vocabulary; fed with our weights, and checked to give our loss
     speculators   its model, loss and masks (eval/speculators_side.py), if --peer-python has them

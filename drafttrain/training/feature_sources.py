@@ -57,7 +57,7 @@ class DocumentAttention:
 
 
 @dataclass
-class Conversation:
+class CachedConversation:
     """One conversation's share of the target's part, as it is kept between epochs.
 
     Attributes:
@@ -74,7 +74,7 @@ class Conversation:
 
 
 @dataclass
-class ConversationStates(Conversation):
+class CachedStates(CachedConversation):
     """With the target's states: hidden [r, h], and log_z [r, 1 + temperatures], logs of the full softmax denominators."""
 
     hidden: Tensor
@@ -82,7 +82,7 @@ class ConversationStates(Conversation):
 
 
 @dataclass
-class ConversationTopK(Conversation):
+class CachedTopK(CachedConversation):
     """With stored likeliest tokens: ids [r, k] drafter ids (-1: not in its vocabulary), log_p [r, k], rest [r] other mass."""
 
     ids: Tensor
@@ -156,7 +156,7 @@ class TargetSource:
         self.to_drafter = torch.full((target.vocab_size,), -1, device=device)  # [v] drafter id of each target id
         self.to_drafter[self.kept_ids] = torch.arange(len(kept_ids), device=device)
         self.limit_bytes, self.used_bytes = limit_bytes, 0
-        self.kept: dict[int, Conversation] = {}
+        self.kept: dict[int, CachedConversation] = {}
         self.has_states = stored is None or not stored.top_k
         self.hits = {"memory": 0, "stored": 0, "online": 0}
 
@@ -164,7 +164,7 @@ class TargetSource:
     def __call__(self, batch: Batch) -> TargetPart:
         needed = needed_rows(batch.response_mask)  # [b, s] bool
         places = [(row, slice(start, start + length)) for row, start, length in batch.conversations().tolist()]
-        found: list[Conversation | None] = []
+        found: list[CachedConversation | None] = []
         for index, place in zip(batch.index.tolist(), places, strict=True):
             conversation = self.kept.get(index)
             self.hits["memory"] += conversation is not None
@@ -187,7 +187,7 @@ class TargetSource:
         self.hits["online"] += len(missing)
         return self._assemble(batch, [each for each in found if each is not None], places, needed)
 
-    def _keep(self, index: int, conversation: Conversation) -> None:
+    def _keep(self, index: int, conversation: CachedConversation) -> None:
         if index >= 0 and self.used_bytes + conversation.bytes <= self.limit_bytes:
             self.kept[index] = conversation
             self.used_bytes += conversation.bytes
@@ -208,7 +208,7 @@ class TargetSource:
         """Logits [r, d] from states times head: the target's bias, scale and soft cap."""
         return self.target.shape_logits(products if self.bias is None else products + self.bias)
 
-    def _from_store(self, stored: FeatureStore, index: int, needed: Tensor) -> Conversation | None:
+    def _from_store(self, stored: FeatureStore, index: int, needed: Tensor) -> CachedConversation | None:
         found = stored.get(self.ids[index])
         if found is None:
             return None
@@ -221,41 +221,41 @@ class TargetSource:
         rows = needed[: len(features)].nonzero().squeeze(1)  # [r]
         features = F.pad(features[:length], (0, 0, 0, pad))
         self.hits["stored"] += 1
-        conversation: Conversation
+        conversation: CachedConversation
         if "last_hidden" in found:
             hidden = found["last_hidden"].to(self.target.device)[rows]  # [r, h]
             argmax, log_z = self._statistics(hidden.to(self.target.compute_dtype))
-            conversation = ConversationStates(features, argmax, hidden, log_z)
+            conversation = CachedStates(features, argmax, hidden, log_z)
         else:
             ids, logits, log_z = (found[name].to(rows.device)[rows] for name in ("topk_ids", "topk_logits", "log_z"))
             ids, log_p = self.to_drafter[ids.long()], logits.float() - log_z.unsqueeze(1)  # [r, k]
             rest = torch.log1p(-log_p.exp().sum(-1).clamp(max=1 - 1e-6)).exp()  # [r]
-            conversation = ConversationTopK(features, ids[:, 0], ids, log_p, rest)
+            conversation = CachedTopK(features, ids[:, 0], ids, log_p, rest)
         self._keep(index, conversation)
         return conversation
 
     def _run_target(
         self, batch: Batch, together: list[int], places: list[tuple[int, slice]], needed: Tensor
-    ) -> list[Conversation]:
+    ) -> list[CachedConversation]:
         """The conversations `together` in one row of the target, without padding."""
         ids = torch.cat([batch.input_ids[places[number]] for number in together])  # [n] tokens of all of them
         lengths = [places[number][1].stop - places[number][1].start for number in together]
         self.target.check_length(max(lengths))
         positions = torch.cat([torch.arange(length, device=ids.device) for length in lengths])
         out = self.target.forward(ids[None], self.layers, positions[None], DocumentAttention(lengths))
-        made: list[Conversation] = []
+        made: list[CachedConversation] = []
         parts = zip(together, out.features[0].split(lengths), out.last_hidden[0].split(lengths), strict=True)
         for number, features, last in parts:  # [s, f*h], [s, h]
             hidden = last[needed[places[number]].nonzero().squeeze(1)]  # [r, h]
             argmax, log_z = self._statistics(hidden)
             if self.limit_bytes > 0:  # to be kept: half the memory in bfloat16, the precision of stored features
                 features, hidden = features.bfloat16(), hidden.bfloat16()
-            made.append(ConversationStates(features, argmax, hidden, log_z))
+            made.append(CachedStates(features, argmax, hidden, log_z))
             self._keep(int(batch.index[number]), made[-1])
         return made
 
     def _assemble(
-        self, batch: Batch, found: list[Conversation], places: list[tuple[int, slice]], needed: Tensor
+        self, batch: Batch, found: list[CachedConversation], places: list[tuple[int, slice]], needed: Tensor
     ) -> TargetPart:
         b, s = batch.input_ids.shape
         features = found[0].features.new_zeros(b, s, found[0].features.shape[1])
@@ -266,11 +266,11 @@ class TargetSource:
         # The row at position j predicts the token at j + 1, and every row has one.
         sampled = self.to_drafter[batch.input_ids[:, 1:][needed[:, :-1]]]  # [r]
         argmax = torch.cat([each.argmax for each in found])
-        top_k = [each for each in found if isinstance(each, ConversationTopK)]
+        top_k = [each for each in found if isinstance(each, CachedTopK)]
         if top_k:
             ids, log_p, rest = (torch.cat(x) for x in zip(*((e.ids, e.log_p, e.rest) for e in top_k), strict=True))
             return features, StoredTopK(ids, log_p, rest, argmax, sampled), row_of
-        states = [each for each in found if isinstance(each, ConversationStates)]
+        states = [each for each in found if isinstance(each, CachedStates)]
         first, *others = torch.cat([each.log_z for each in states]).unbind(1)  # [r] each
         shape: Callable[[Tensor], Tensor] | None = self._shape
         if self.bias is None and not self.target.shapes_logits:
