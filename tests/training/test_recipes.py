@@ -88,7 +88,7 @@ def test_deepspeed_reads_its_files(stage):
 def stand_ins(tmp_path_factory):
     """Folders of a target in the shape of SmolLM2 and of one in that of Gemma 3, but tiny, and of data for both."""
     folder = tmp_path_factory.mktemp("stand-ins")
-    target = make_target(layers=30, hidden=36, num_attention_heads=9, num_key_value_heads=3)
+    target = make_target(layers=30, hidden=36, num_attention_heads=9, num_key_value_heads=3, head_dim=4)
     target.model.save_pretrained(folder / "smollm2-135m")
     torch.manual_seed(0)
     shapes = {
