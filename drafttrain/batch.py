@@ -58,10 +58,7 @@ class Batch:
         return cls(ids, lengths, mask, index, inputs.get("documents"))
 
     def to(self, device: torch.device) -> Batch:
-        ids, lengths, mask, index = (
-            t.to(device) for t in (self.input_ids, self.lengths, self.response_mask, self.index)
-        )
-        return Batch(ids, lengths, mask, index, None if self.documents is None else self.documents.to(device))
+        return replace(self, **{name: value.to(device) for name, value in vars(self).items() if value is not None})
 
     def conversations(self) -> Tensor:
         """[c, 3] int64 row, start and length of each conversation, in order."""

@@ -149,7 +149,7 @@ def test_a_native_module_predicts_as_it_did(target, target_dir):
     [
         ("mlp.experts.0.up_proj.weight", "is a mixture of experts"),
         ("self_attn.kv_a_proj_with_mqa.weight", "is multi-head latent attention"),
-        ("mlp.up_proj.weight_scale_inv", "is quantised"),
+        ("mlp.up_proj.weight_scale_inv", "is quantized"),
         ("self_attn.indexer.wk.weight", "is of another kind"),
     ],
 )

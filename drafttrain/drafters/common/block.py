@@ -30,13 +30,7 @@ from drafttrain.drafters.common.block_start import block_start
 from drafttrain.drafters.common.configs import BlockConfig
 from drafttrain.drafters.common.layer_session import CacheShape, LayerSession
 from drafttrain.drafters.common.layers import Attend, DraftLayer, RMSNorm, Rotary
-from drafttrain.drafters.common.target_weights import (
-    copy_layer,
-    copy_norm,
-    final_norm,
-    head_rows,
-    identity_on_last,
-)
+from drafttrain.drafters.common.target_weights import copy_layer, copy_norm, final_norm, head_rows, identity_on_last
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.common.tree_growth import GrowingTree, Logits, grow_trees
 from drafttrain.drafters.common.tree_spec import TreeSpec

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafttrain.batch import Batch, anchors_by_depth
+from drafttrain.batch import Batch
 from drafttrain.drafters.base import Source
-from drafttrain.drafters.common.layers import Attention, rotate
-from drafttrain.drafters.common.linear_start import RIDGE, LeastSquares, set_temperature, unit
+from drafttrain.drafters.common.layers import rotate
+from drafttrain.drafters.common.linear_start import RIDGE, LeastSquares, anchor_rows, set_temperature, store_map, unit
 
 # Context weights fall with the distance to this power.
 POWER = 8.0
@@ -48,15 +48,15 @@ def block_start(drafter: Any, batches: Iterable[Batch], source: Source) -> float
     batches, h = list(batches), drafter.config.hidden_size
     joint, fitted, squares = LeastSquares(), LeastSquares(), 0.0
     for batch in batches:
-        embeds, features, hidden = _rows(drafter, batch, source)
-        joint.add(torch.cat((embeds, features), dim=-1), unit(hidden))
+        embeds, features, hidden = anchor_rows(drafter, batch, source)
+        joint.add(torch.cat((unit(embeds), features), dim=-1), unit(hidden))
         squares += float(hidden.square().mean(-1).sum())
     drafter.fc.weight.copy_(_solve(joint)[:, h:])
     drafter.hidden_norm.weight.fill_(1.0)
     mean = torch.zeros(2 * h, device=drafter.device)
     for batch in batches:
-        embeds, features, hidden = _rows(drafter, batch, source)
-        both = torch.cat((embeds, drafter.fuse(features).float()), dim=-1)
+        embeds, features, hidden = anchor_rows(drafter, batch, source)
+        both = torch.cat((unit(embeds), drafter.fuse(features).float()), dim=-1)
         fitted.add(both, unit(hidden))
         mean += both.sum(0)
     maps, covariance = _solve(fitted), fitted.xx / fitted.count
@@ -75,15 +75,6 @@ def block_start(drafter: Any, batches: Iterable[Batch], source: Source) -> float
     set_temperature(drafter, batches[0], source, drafter.norm.weight)
     drafter.train(training)
     return explained
-
-
-def _rows(drafter: Any, batch: Batch, source: Source) -> tuple[Tensor, Tensor, Tensor]:
-    """At every anchor t, in float32: x_{t+1}'s embedding scaled to RMS 1, features_t, the target's last state at t+1."""
-    features, rows, row_of = source(batch)
-    anchors = anchors_by_depth(batch.response_mask, 1)[0]
-    embeds = drafter.embed(batch.input_ids.flatten()[anchors + 1])
-    hidden = rows.hidden[row_of.flatten()[anchors + 1]]
-    return unit(embeds.float()), features.flatten(0, 1)[anchors].float(), hidden.float()
 
 
 def _solve(fit: LeastSquares) -> Tensor:
@@ -124,17 +115,4 @@ def _set_attention(drafter: Any, maps: Tensor, covariance: Tensor, mean: Tensor)
             rows = slice(head * e, (head + 1) * e)
             attention.k_proj.weight[rows] = torch.outer(key, probe)
             attention.q_proj.weight.view(kv, group, e, h)[head, 0] = torch.outer(query, mask / h)
-        _carry(attention, maps[:, part], covariance[part, part], heads)
-
-
-def _carry(attention: Attention, wanted: Tensor, covariance: Tensor, heads: range) -> None:
-    """Stores x -> wanted x [h, h] in the values and outputs of key/value heads, the directions that matter most first."""
-    h, e, group = len(wanted), attention.head_dim, attention.heads // attention.kv_heads
-    ridge = 1e-4 * covariance.diagonal().mean() * torch.eye(h, device=wanted.device)
-    directions = torch.linalg.svd(wanted @ torch.linalg.cholesky(covariance + ridge)).U
-    out = attention.o_proj.weight.view(h, attention.heads, e)
-    for place, head in enumerate(heads):
-        part = directions[:, place * e : (place + 1) * e]  # [h, e], less at the end
-        attention.v_proj.weight[head * e : head * e + part.shape[1]] = part.T @ wanted
-        attention.v_proj.weight[head * e + part.shape[1] : (head + 1) * e] = 0
-        out[:, head * group, : part.shape[1]] = part
+        store_map(attention, maps[:, part], covariance[part, part], heads)

@@ -85,13 +85,10 @@ def linear_start(drafter: Any, batches: Iterable[Batch], source: Source) -> floa
     fc = first.solve()  # [h, f * target h]
     states = 0.0
     for batch in batches:
-        features, rows, row_of = source(batch)
-        anchors = anchors_by_depth(batch.response_mask, 1)[0]
-        state = drafter.norm_features(features.flatten(0, 1)[anchors]).float() @ fc.T
+        embeds, features, hidden = anchor_rows(drafter, batch, source)
+        state = drafter.norm_features(features).float() @ fc.T
         states += float(state.square().mean(-1).sum())
-        embeds = drafter.embed(batch.input_ids).flatten(0, 1)[anchors + 1].float()
-        y = unit(rows.hidden[row_of.flatten()[anchors + 1]].float()) @ project
-        second.add(torch.cat((unit(embeds), unit(state)), dim=-1), y)
+        second.add(torch.cat((unit(embeds), unit(state)), dim=-1), unit(hidden) @ project)
     maps, covariance = second.solve(), second.xx / second.count  # [h, target h + h] and its square
     rho = float(((maps @ covariance) * maps).sum() / len(maps)) ** 0.5
     config, middle = drafter.config, drafter.midlayer
@@ -146,31 +143,48 @@ def _set_attention(attention: Attention, maps: Tensor, covariance: Tensor, resid
     e, heads, kv = attention.head_dim, attention.heads, attention.kv_heads
     wanted = maps.clone()
     wanted[:, width - h :] -= residual * torch.eye(h, device=maps.device)
-    # The directions that matter most for this data come first, so that fewer value heads lose as little as possible.
-    ridge = 1e-4 * covariance.diagonal().mean() * torch.eye(width, device=maps.device)
-    directions = torch.linalg.svd(wanted @ torch.linalg.cholesky(covariance + ridge)).U  # [h, h]
-    rank = min(h, kv * e)
-    used = -(-rank // e)  # key/value heads that carry the map
+    used = range(min(kv, -(-h // e)))  # key/value heads that carry the map
     for linear in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
         if linear.bias is not None:
             linear.bias.zero_()
     for norm in (attention.q_norm, attention.k_norm):
         for weight in norm.parameters():  # head norms remove the probe's length, so their weights carry the sharpness
             weight.fill_(SHARPNESS * (64 / e) ** 0.25)
-    values = attention.v_proj.weight.new_zeros(used * e, width)
-    values[:rank] = directions[:, :rank].T @ wanted
-    attention.v_proj.weight[: used * e] = values
-    out = attention.o_proj.weight.zero_().view(h, heads, e)
-    group = heads // kv
-    for head in range(used):
-        part = directions[:, head * e : min((head + 1) * e, rank)]
-        out[:, head * group, : part.shape[1]] = part
+    attention.o_proj.weight.zero_()
+    store_map(attention, wanted, covariance, used)
     generator = torch.Generator().manual_seed(0)
-    for head in range(used):
+    for head in used:
         probe = torch.randn(e, width, generator=generator) * SHARPNESS * (64 / e) ** 0.25 / width**0.5
-        rows = slice(head * e, (head + 1) * e)
-        attention.k_proj.weight[rows] = probe
-        attention.q_proj.weight.view(kv, group, e, width)[head] = probe
+        attention.k_proj.weight[head * e : (head + 1) * e] = probe
+        attention.q_proj.weight.view(kv, heads // kv, e, width)[head] = probe
+
+
+def store_map(attention: Attention, wanted: Tensor, covariance: Tensor, heads: range) -> None:
+    """Stores x -> wanted x in the values and outputs of key/value heads.
+
+    The directions that matter most for this data come first, so that few heads lose as little as possible.
+
+    Args:
+        wanted: [h, i]; covariance: [i, i] second moments of x.
+    """
+    (h, width), e, group = wanted.shape, attention.head_dim, attention.heads // attention.kv_heads
+    ridge = 1e-4 * covariance.diagonal().mean() * torch.eye(width, device=wanted.device)
+    directions = torch.linalg.svd(wanted @ torch.linalg.cholesky(covariance + ridge)).U  # [h, h]
+    out = attention.o_proj.weight.view(h, attention.heads, e)
+    for place, head in enumerate(heads):
+        part = directions[:, place * e : (place + 1) * e]  # [h, e], fewer columns at the end
+        attention.v_proj.weight[head * e : head * e + part.shape[1]] = part.T @ wanted
+        attention.v_proj.weight[head * e + part.shape[1] : (head + 1) * e] = 0
+        out[:, head * group, : part.shape[1]] = part
+
+
+def anchor_rows(drafter: TrainableDrafter, batch: Batch, source: Source) -> tuple[Tensor, Tensor, Tensor]:
+    """Regression data at every anchor t, float32: embedding of x_{t+1} [n, h], features_t [n, f*h], last state at t+1 [n, h]."""
+    features, rows, row_of = source(batch)
+    anchors = anchors_by_depth(batch.response_mask, 1)[0]
+    embeds = drafter.embed(batch.input_ids.flatten()[anchors + 1])
+    hidden = rows.hidden[row_of.flatten()[anchors + 1]]
+    return embeds.float(), features.flatten(0, 1)[anchors].float(), hidden.float()
 
 
 @torch.no_grad()
@@ -193,11 +207,7 @@ def projection_start(
     """
     fit, sizes, power, squares = LeastSquares(), list[Tensor](), 0.0, 0.0
     for batch in batches:
-        features, rows, row_of = source(batch)
-        anchors = anchors_by_depth(batch.response_mask, 1)[0]
-        y = rows.hidden[row_of.flatten()[anchors + 1]].float()
-        parts = [drafter.embed(batch.input_ids).flatten(0, 1)[anchors + 1].float()]
-        parts.append(features.flatten(0, 1)[anchors].float())
+        *parts, y = anchor_rows(drafter, batch, source)
         squares += float(y.square().mean(-1).sum())
         if normed:
             y, *parts = (unit(part) for part in (y, *parts))
