@@ -120,7 +120,7 @@ def test_every_line_starts(stand_ins, tmp_path, path, line):
     words += ["max_minutes=0.01"] if "max_minutes" in line else []
     words += ["on_policy.responses=4", "on_policy.max_new_tokens=8"] if "on_policy" in config else []
     words += [f"init={target}"] if "init=" in line else []  # a checkpoint that another line leaves
-    env, _, rest = line.rpartition("DS_ACCELERATOR=cpu ")
+    _, env, rest = line.rpartition("DS_ACCELERATOR=cpu ")
     if rest.startswith("accelerate launch"):
         command = [sys.executable, "-m", "accelerate.commands.launch", *accelerated(rest)]
     else:
