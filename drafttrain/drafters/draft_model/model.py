@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from drafttrain.batch import Batch, StepOutput, TargetOutput, TokenTree, anchors_by_depth
+from drafttrain.batch import Batch, StepOutput, TokenTree, anchors_by_depth
 from drafttrain.drafters.base import JointSession, KeepTokens
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.common.tree_growth import GrowingTree, grow_trees
@@ -254,7 +254,7 @@ class DraftModel(TrainableDrafter):
         self,
         batch: Batch,
         embeds: Tensor,
-        output: TargetOutput,
+        features: Tensor,
         rows: TargetRows | None,
         row_of: Tensor | None,
         count: Tensor | float,
