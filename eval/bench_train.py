@@ -28,9 +28,8 @@ from side import Side, serve
 from torch import Tensor
 
 from drafttrain.batch import Batch, anchors_by_depth
-from drafttrain.data.loader import collate, pack_rows, training_rows
+from drafttrain.data.loader import collate, count_tokens, keep_frequent, pack_rows, training_rows
 from drafttrain.data.store import load_records
-from drafttrain.data.vocab import count_tokens, keep_frequent
 from drafttrain.drafters.common.layers import rotate
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
 from drafttrain.target import Target, resolve_device

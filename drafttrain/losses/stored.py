@@ -60,14 +60,20 @@ class StoredTopK(Targets):
     argmax: Tensor
     sampled: Tensor | None = None
 
+    @classmethod
+    def of_tokens(cls, tokens: Tensor, width: int) -> StoredTopK:
+        """All mass on one token per row: tokens [r] int64, ids >= width are unknown to the drafter."""
+        ids = torch.where(tokens < width, tokens, -1)
+        certain = torch.zeros(len(ids), 1, device=ids.device)  # [r, 1] log 1
+        return cls(ids.unsqueeze(1), certain, certain[:, 0], ids, ids)
+
     def logits(self, index: Tensor | slice, aligned: AlignedRows | None = None) -> Tensor:
         assert aligned is not None, "the spread of the rest depends on the drafter"
         ids, log_q = self.ids[index], aligned.log_q()  # [c, k], [c, d]
         row, rank = (ids >= 0).nonzero(as_tuple=True)
         known = row, ids[row, rank]
-        tail = log_q.index_put(known, log_q.new_tensor(float("-inf"))).logsumexp(
-            -1
-        )  # [c] log of q's mass off the k tokens
+        others = log_q.index_put(known, log_q.new_tensor(float("-inf")))  # [c, d]
+        tail = others.logsumexp(-1)  # [c] log of q's mass off the k tokens
         rest = self.rest[index].to(log_q.dtype).clamp(min=1e-9).log()  # [c]
         # A drafter whose every token is among the k has no tail to hold the rest.
         log_q += (rest - tail).nan_to_num(posinf=0.0).unsqueeze(1)
