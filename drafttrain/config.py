@@ -92,19 +92,14 @@ def parse_overrides(words: list[str]) -> Options:
 
 def _scalar(value: object) -> object:
     """Text that is a number as that number: YAML 1.1 reads 3e-3 as text."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def load_config(path: str, overrides: list[str], trainer_keys: list[str]) -> TrainConfig:
-    """Reads a YAML recipe and applies the overrides.
-
-    Args:
-        trainer_keys: names of TrainingArguments, which recipes may hold next to our own keys.
+    """Reads a YAML recipe, whose keys are ours or among trainer_keys (TrainingArguments), and applies the overrides.
 
     Raises:
         UserError: missing file, broken YAML, an unknown key (with close matches), a wrong type, a missing required key.
@@ -119,11 +114,8 @@ def load_config(path: str, overrides: list[str], trainer_keys: list[str]) -> Tra
     if not isinstance(raw, dict):
         raise UserError(f"config={path!r} must hold key: value lines, not {type(raw).__name__}")
     for key, value in parse_overrides(overrides).items():
-        if isinstance(value, dict) and value and isinstance(raw.get(key), dict):  # an empty {} replaces
-            raw[key] = {**raw[key], **value}
-        else:
-            raw[key] = value
-
+        merges = isinstance(value, dict) and value and isinstance(raw.get(key), dict)  # an empty {} replaces
+        raw[key] = {**raw[key], **value} if merges else value
     defaults = vars(TrainConfig())
     own = [f.name for f in fields(TrainConfig) if f.name != "trainer"]
     values: Options = {"trainer": {}}

@@ -64,15 +64,13 @@ a finished run is left unchanged. SIGTERM saves a checkpoint first and exits wit
 
 TERMINATED = 143  # what a shell reports for a process that SIGTERM ended
 MIN_COVERAGE = 0.95  # a continued drafter whose vocabulary covers less of the new data gets a note
-# Enough for a regression over a few thousand inputs and for accuracies; more changes little.
-START_TOKENS = 60_000
+START_TOKENS = 60_000  # enough for a regression over a few thousand inputs and for accuracies; more changes little
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help="YAML recipe, see configs/")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="replace a value of the recipe; a.b=c sets b in a"
-    )
+    replaces = "replace a value of the recipe; a.b=c sets b in a"
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=replaces)
 
 
 # -- setup: the recipe ------------------------------------------------------------------------------------------------
@@ -160,9 +158,9 @@ def prepare(config: TrainConfig, args: TrainingArguments) -> Prepared:
     parameters = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
     if args.process_index == 0:
         print(
-            f"{len(train_rows)} conversations to train on, {len(held_out) if held_out else 0} held out; drafter "
-            f"{parameters / 1e6:.1f}M parameters; vocabulary {vocab['size']} of {vocab['vocab_size']} tokens covers "
-            f"{100 * vocab['coverage']:.2f} % of response tokens",
+            f"{len(train_rows)} conversations to train on, {len(held_out or ())} held out; drafter {parameters / 1e6:.1f}M "
+            f"parameters; vocabulary {vocab['size']} of {vocab['vocab_size']} tokens covers {100 * vocab['coverage']:.2f} % of "
+            "response tokens",
             flush=True,
         )
     source = build_source(config, target, drafter, records)
@@ -219,18 +217,14 @@ def build_drafter(config: TrainConfig, target: Target, records: Dataset) -> tupl
     if config.packing and kind.trainable and not kind.takes_packed_rows:
         raise UserError(f"packing=true, but kind={config.kind!r} does not train on packed rows; set packing=false")
     counts = count_tokens(records, target.vocab_size)
-    _, report = keep_frequent(counts, 0)
-
-    def keep(size: int) -> torch.Tensor:
-        return keep_frequent(counts, size, target.eos_ids)[0]
-
-    drafter = kind.begin(target, config.init, config.drafter, config.loss, keep)
+    drafter = kind.begin(
+        target, config.init, config.drafter, config.loss, lambda size: keep_frequent(counts, size, target.eos_ids)
+    )
     assert isinstance(drafter, TrainableDrafter), "begin raises for kinds without weights"
     drafter.bind(target)
     if config.packing:
         drafter.check_packing()
     covered = float(counts[drafter.kept_ids.to(counts.device)].sum() / counts.sum().clamp(min=1))
-    report.update(size=len(drafter.kept_ids), coverage=round(covered, 6))
     if config.init not in NEW and covered < MIN_COVERAGE:
         print(
             f"note: the vocabulary of init={config.init!r} covers {100 * covered:.1f} % of this data's response tokens, and "
@@ -238,7 +232,8 @@ def build_drafter(config: TrainConfig, target: Target, records: Dataset) -> tupl
             flush=True,
         )
     drafter.to(target.device)  # type: ignore[arg-type]
-    return drafter, report
+    sizes = {"size": len(drafter.kept_ids), "vocab_size": target.vocab_size}
+    return drafter, {**sizes, "coverage": round(covered, 6), "seen": int((counts > 0).sum())}
 
 
 def build_source(config: TrainConfig, target: Target, drafter: TrainableDrafter, records: Dataset) -> BatchSource:

@@ -49,7 +49,7 @@ def make_job(args: argparse.Namespace, device: torch.device, path: Path) -> dict
     records = load_records(args.data)
     rows = pack_rows(training_rows(records, args.sequence, 0.0, 0)[0], args.sequence, seed=0)
     wanted = [rows[i] for i in range(args.rows * args.batches)]
-    kept, _ = keep_frequent(count_tokens(records, target.vocab_size), args.draft_vocab_size, target.eos_ids)
+    kept = keep_frequent(count_tokens(records, target.vocab_size), args.draft_vocab_size, target.eos_ids)
     layers, h = target.default_feature_layers, target.hidden_size
     batches: list[Any] = []
     for number, row in enumerate(wanted):

@@ -83,25 +83,24 @@ def load_text(data: str, target: Target, max_length: int) -> Dataset:
     Raises:
         UserError: no such file, a line without text, or an empty file.
     """
-    path = Path(data).expanduser()
+    path, tokenizer = Path(data).expanduser(), target.tokenizer
     if not path.is_file():
         raise UserError(
             f"data={data!r}: no such text file; give a .txt, a .jsonl of {{'text': ...}}, or a data set folder"
         )
 
-    def rows() -> Iterator[Json]:
-        end = [target.tokenizer.eos_token_id] if target.tokenizer.eos_token_id is not None else []
+    def rows() -> Iterator[list[int]]:
+        end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
         held: list[int] = []
-        count = 0
         for document in _documents(path):
-            held += target.tokenizer(document, add_special_tokens=False)["input_ids"] + end
+            held += tokenizer(document, add_special_tokens=False)["input_ids"] + end
             while len(held) >= max_length:
-                yield {"id": f"text{count}", "tokens": held[:max_length], "spans": [[0, max_length]]}
-                held, count = held[max_length:], count + 1
+                yield held[:max_length]
+                held = held[max_length:]
         if len(held) > len(end):
-            yield {"id": f"text{count}", "tokens": held, "spans": [[0, len(held)]]}
+            yield held
 
-    made = list(rows())
+    made = [{"id": f"text{i}", "tokens": row, "spans": [[0, len(row)]]} for i, row in enumerate(rows())]
     if not made:
         raise UserError(f"data={data!r} holds no text")
     return Dataset.from_list(made)
@@ -120,29 +119,17 @@ def count_tokens(records: Iterable[Json], vocab_size: int) -> Tensor:
     return counts
 
 
-def keep_frequent(counts: Tensor, size: int, always: Sequence[int] = ()) -> tuple[Tensor, Json]:
-    """The `size` most frequent ids, in ascending order, and a report.
+def keep_frequent(counts: Tensor, size: int, always: Sequence[int] = ()) -> Tensor:
+    """The `size` most frequent ids [d] int64, in ascending order; all if size is 0 or at least v.
 
     Args:
-        counts: [v] int64. size: d; 0 or >= v keeps everything. always: ids kept regardless of their count (end of sequence).
-
-    Returns:
-        kept ids [d] int64, and {size, vocab_size, coverage (share of response tokens that are kept), seen (distinct ids)}.
+        counts: [v] int64. always: ids kept regardless of their count (end of sequence).
     """
-    vocab_size = len(counts)
-    kept = torch.arange(vocab_size)
-    if 0 < size < vocab_size:
-        ranked = counts.clone()
-        ranked[list(always)] = counts.max() + 1
-        kept = ranked.topk(size).indices.sort().values
-    total = max(int(counts.sum()), 1)
-    report = {
-        "size": len(kept),
-        "vocab_size": vocab_size,
-        "coverage": round(int(counts[kept].sum()) / total, 6),
-        "seen": int((counts > 0).sum()),
-    }
-    return kept, report
+    if not 0 < size < len(counts):
+        return torch.arange(len(counts))
+    ranked = counts.clone()
+    ranked[list(always)] = counts.max() + 1
+    return ranked.topk(size).indices.sort().values
 
 
 # -- packing and batches -----------------------------------------------------------------------------------------------
@@ -200,20 +187,17 @@ def collate(rows: list[Json]) -> dict[str, Tensor]:
     b, s = len(rows), max(row["length"] for row in rows)
     input_ids = torch.zeros(b, s, dtype=torch.long)  # [b, s]
     response_mask = torch.zeros(b, s, dtype=torch.bool)
+    documents: list[list[int]] = []
+    index: list[int] = []
     for i, row in enumerate(rows):
         input_ids[i, : row["length"]] = torch.as_tensor(row["tokens"])
         for start, end in row["spans"]:
             response_mask[i, start:end] = True
-    documents: list[list[int]] = []
-    index: list[int] = []
-    for i, row in enumerate(rows):
-        index += row["index"] if "documents" in row else [row["index"]]
         start = 0
+        index += row["index"] if "documents" in row else [row["index"]]
         for length in row.get("documents", ()):
             documents.append([i, start, length])
-            response_mask[i, start] = (
-                False  # no anchor precedes it; the previous conversation's response ends before it
-            )
+            response_mask[i, start] = False  # no anchor precedes it; an earlier conversation's response has ended
             start += length
     labels = torch.full((b, s), -100)
     labels[:, :-2][response_mask[:, 1:-1] & response_mask[:, 2:]] = 0

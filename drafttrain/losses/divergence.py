@@ -35,10 +35,8 @@ from drafttrain.ops.tree_attention_triton import has_triton
 
 # Target distributions up to this size are computed once per batch and shared by all depths; larger ones once per use.
 _SHARED_BYTES = 256e6
-# Lower bound of divisors: a smaller acceptance does not scale the gradient up further.
-_TINY = 1e-12
-# Rows per chunk on the torch path; more gain nothing on a CPU.
-_CHUNK = 256
+_TINY = 1e-12  # lower bound of divisors: a smaller acceptance does not scale the gradient up further
+_CHUNK = 256  # rows per chunk on the torch path; more gain nothing on a CPU
 # Bytes of logits per chunk on the kernel path: large products are faster, and few of these are held at once.
 _KERNEL_BYTES = 2**28
 
@@ -81,15 +79,6 @@ class Targets:
         """Distributions of all r rows by temperature."""
         return {}
 
-    @property
-    def rows(self) -> int:
-        return len(self.argmax)
-
-    @property
-    def shareable(self) -> int:
-        """Columns d if p does not depend on the drafter's row, else 0."""
-        return 0
-
     def logits(self, index: Tensor | slice, aligned: AlignedRows | None = None) -> Tensor:
         """[c, d] logits over the kept vocabulary, before any temperature; float32 or wider.
 
@@ -107,11 +96,7 @@ class Targets:
         raise NotImplementedError
 
     def sampled_at(self, index: Tensor) -> Tensor:
-        """[c] int64, `sampled` of these rows.
-
-        Raises:
-            UserError: the next tokens of the data were not given.
-        """
+        """[c] int64, `sampled` of these rows; raises UserError if the next tokens of the data were not given."""
         if self.sampled is None:
             raise UserError(
                 "loss 'ce' needs the ids of the data's next tokens (TargetRows.sampled); use kl or give them"
@@ -120,11 +105,11 @@ class Targets:
 
     def kept(self, index: Tensor, temperature: float = 1.0, aligned: AlignedRows | None = None) -> Kept:
         """The distribution renormalized on the kept tokens, of rows index [c]."""
-        width = self.shareable
-        if not 0 < 4 * self.rows * width <= _SHARED_BYTES:
+        rows, width = len(self.argmax), self.logits(slice(0), aligned).shape[1]
+        if not 0 < 4 * rows * width <= _SHARED_BYTES:
             return self._distribution(index, temperature, aligned)
         if temperature not in self._shared:
-            starts = range(0, self.rows, _CHUNK)
+            starts = range(0, rows, _CHUNK)
             parts = [self._distribution(slice(start, start + _CHUNK), temperature, None) for start in starts]
             p, entropy, log_z = (torch.cat(column) for column in zip(*parts, strict=True))
             self._shared[temperature] = p, entropy, log_z
@@ -172,10 +157,6 @@ class TargetRows(FullTargets):
     shape: Callable[[Tensor], Tensor] | None = None
     sampled: Tensor | None = None
     log_z_at: dict[float, Tensor] = field(default_factory=dict)
-
-    @property
-    def shareable(self) -> int:
-        return len(self.weight)
 
     def products(self, index: Tensor | slice) -> Tensor:
         """[c, d] hidden times head in the head's dtype, before `shape`."""
@@ -458,9 +439,8 @@ def linear_divergence(
         UserError: a loss that cannot be parsed, or that reads what the targets do not hold.
     """
     if chunk is None:
-        chunk = _CHUNK
-        if has_kernel(hidden):
-            chunk = max(_CHUNK, _KERNEL_BYTES // (weight.shape[0] * hidden.element_size()) // 128 * 128)
+        fitting = _KERNEL_BYTES // (weight.shape[0] * hidden.element_size()) // 128 * 128
+        chunk = max(_CHUNK, fitting) if has_kernel(hidden) else _CHUNK
     total, values, alpha, agree = _LinearDivergence.apply(
         hidden, weight, targets, index, row_weight, parse_loss(loss), chunk, measure
     )

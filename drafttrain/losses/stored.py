@@ -29,10 +29,6 @@ class StoredLogits(FullTargets):
     sampled: Tensor | None = None
     log_z_at: dict[float, Tensor] = field(default_factory=dict)
 
-    @property
-    def shareable(self) -> int:
-        return self.stored.shape[1]
-
     def logits(self, index: Tensor | slice, aligned: AlignedRows | None = None) -> Tensor:
         return wide(self.stored[index]).clamp(min=LOWEST)
 
@@ -89,4 +85,4 @@ class StoredTopK(Targets):
                 f"temperature @{temperature:g} cannot be applied to stored top-k: the rest's shape is unknown; store states "
                 "or logits, or use @1"
             )
-        return super().kept(index, temperature, aligned)
+        return self._distribution(index, temperature, aligned)  # depends on the drafter, so it is not shared

@@ -29,14 +29,7 @@ class DocumentAttention:
         self.lengths = lengths
         self.layouts: dict[int, TreeLayout] = {}  # by length; they keep the masks of windowed layers
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        **form: Unpack[AttentionForm],
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]) -> Tensor:
         """Attention of one layer, as `AttentionContext.attend` declares it; no keys are cached."""
         plain, window, outs = form["softcap"] is None and form["sinks"] is None, form["window"], []
         for q, k, v in zip(*(x.split(self.lengths, dim=2) for x in (query, key, value)), strict=True):
