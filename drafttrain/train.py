@@ -23,7 +23,6 @@ import torch
 from datasets import Dataset
 from transformers import PrinterCallback, ProgressCallback, TrainingArguments, set_seed
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-from transformers.trainer_utils import get_last_checkpoint
 
 from drafttrain.batch import Batch
 from drafttrain.config import TrainConfig, load_config
@@ -50,7 +49,7 @@ from drafttrain.target import Target
 from drafttrain.training.callbacks import DecodeHeldOut, ProgressLines, SaveOnTerm, TimeBudget, gather_drafter
 from drafttrain.training.feature_sources import BatchSource, NoTarget, TargetSource
 from drafttrain.training.on_policy import OnPolicy, OnPolicyOptions
-from drafttrain.training.trainer import DrafterTrainer, explained, find_checkpoint
+from drafttrain.training.trainer import DrafterTrainer, explained, find_checkpoint, newest_checkpoint
 
 HELP = """Train a drafter from a YAML recipe.
 
@@ -249,7 +248,7 @@ def build_source(config: TrainConfig, target: Target, drafter: TrainableDrafter,
 
 def first_batches(rows: Dataset, device: torch.device) -> tuple[list[Batch], int]:
     """The first rows, about START_TOKENS of them, as batches; and their number of tokens."""
-    batches, tokens = [], 0
+    batches, tokens = list[Batch](), 0
     while tokens < START_TOKENS and 8 * len(batches) < len(rows):
         begin = 8 * len(batches)
         part = [rows[i] for i in range(begin, min(begin + 8, len(rows)))]
@@ -296,7 +295,7 @@ def fit(config: TrainConfig, args: TrainingArguments, run: Prepared) -> tuple[Dr
         trainer.train(resume_from_checkpoint=run.checkpoint)
         if term.received:
             if args.process_index == 0:
-                where = get_last_checkpoint(config.output_dir)
+                where = newest_checkpoint(args)
                 print(f"SIGTERM: saved {where}; the same command continues from there", file=sys.stderr, flush=True)
             sys.exit(TERMINATED)
     return trainer, time.perf_counter() - start

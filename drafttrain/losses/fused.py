@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -12,10 +12,17 @@ from torch import Tensor
 
 from drafttrain.losses.spec import ACCEPTANCE, Loss
 
-if TYPE_CHECKING:
-    from drafttrain.losses.divergence import Targets
-
 _BLOCK = 4096  # columns of the vocabulary per iteration of a program
+
+
+class KernelTargets(Protocol):
+    """What the kernel path reads of `divergence.Targets`, which imports this module."""
+
+    argmax: Tensor
+
+    def kernel_logits(self, index: Tensor, z: Tensor) -> Tensor: ...
+    def full_log_z(self, index: Tensor, temperature: float) -> Tensor: ...
+    def sampled_at(self, index: Tensor) -> Tensor: ...
 
 
 @dataclass
@@ -44,7 +51,7 @@ def plan(loss: Loss) -> tuple[Launch, ...]:
 
 
 def fused_step(
-    hidden: Tensor, weight: Tensor, targets: Targets, index: Tensor, row_weight: Tensor, loss: Loss, measure: bool
+    hidden: Tensor, weight: Tensor, targets: KernelTargets, index: Tensor, row_weight: Tensor, loss: Loss, measure: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """One chunk: hidden [c, h], weight [d, h], index [c], row_weight [c].
 

@@ -162,7 +162,8 @@ class ProgressLines(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_) -> None:
         self.start, self.first = time.perf_counter(), state.global_step
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, logs: Json, **_) -> None:
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: Json) -> None:
+        logs = event["logs"]
         if not state.is_world_process_zero:
             return
         step = f"step {state.global_step}/{state.max_steps}  "

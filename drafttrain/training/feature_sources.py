@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Unpack
 
 import torch
@@ -139,14 +140,17 @@ class TargetSource:
     def __call__(self, batch: Batch) -> TargetPart:
         needed = needed_rows(batch.response_mask)  # [b, s] bool
         places = [(row, slice(start, start + length)) for row, start, length in batch.conversations().tolist()]
-        found: list[Cached | None] = []
-        for index, place in zip(batch.index.tolist(), places, strict=True):
+        rows = [needed[place].nonzero().squeeze(1) for place in places]  # [r] each, positions in the conversation
+        indices, found = batch.index.tolist(), dict[int, Cached]()  # by number in the batch
+        for number, (index, (_, span)) in enumerate(zip(indices, places, strict=True)):
             conversation = self.kept.get(index)
             self.hits["memory"] += conversation is not None
             if conversation is None and self.stored is not None and index >= 0:
-                conversation = self._from_store(self.stored, index, needed[place])
-            found.append(conversation)
-        missing = [number for number, conversation in enumerate(found) if conversation is None]
+                conversation = self._from_store(self.stored, index, span.stop - span.start, rows[number])
+                self.hits["stored"] += conversation is not None
+            if conversation is not None:
+                found[number] = conversation
+        missing = [number for number in range(len(places)) if number not in found]
         if missing and self.stored is not None and self.stored.top_k:
             raise UserError(
                 f"the data's features hold likeliest tokens, but none for {len(missing)} conversations of a batch (or they end "
@@ -157,16 +161,15 @@ class TargetSource:
         size = 1 if self.target.device.type == "cpu" else max(len(missing), 1)
         for begin in range(0, len(missing), size):
             together = missing[begin : begin + size]
-            for number, made in zip(together, self._run_target(batch, together, places, needed), strict=True):
-                found[number] = made
+            made = self._run_target([batch.input_ids[places[n]] for n in together], [rows[n] for n in together])
+            found.update(zip(together, made, strict=True))
         self.hits["online"] += len(missing)
-        return self._assemble(batch, [each for each in found if each is not None], places, needed)
-
-    def _keep(self, index: int, conversation: Cached) -> None:
-        size = sum(tensor.nbytes for tensor in conversation)
-        if index >= 0 and self.used_bytes + size <= self.limit_bytes:
-            self.kept[index] = conversation
-            self.used_bytes += size
+        for number, index in enumerate(indices):
+            size = sum(tensor.nbytes for tensor in found[number])
+            if index >= 0 and index not in self.kept and self.used_bytes + size <= self.limit_bytes:
+                self.kept[index] = found[number]
+                self.used_bytes += size
+        return self._assemble(batch, [found[number] for number in range(len(places))], places, needed)
 
     def _statistics(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """[r, h] -> drafter id of the likeliest token [r], logs of the full softmax denominators [r, 1 + temperatures]."""
@@ -184,50 +187,36 @@ class TargetSource:
         """Logits [r, d] from states times head: the target's bias, scale and soft cap."""
         return self.target.shape_logits(products if self.bias is None else products + self.bias)
 
-    def _from_store(self, stored: FeatureStore, index: int, needed: Tensor) -> Cached | None:
+    def _from_store(self, stored: FeatureStore, index: int, length: int, rows: Tensor) -> Cached | None:
         found = stored.get(self.ids[index])
-        if found is None:
-            return None
-        features = found["features"][: len(needed)].to(self.target.device)  # [s or s - 1, f*h]
         # A response's last token was sampled but never fed, so its state may be missing; no loss reads it.
-        missing = len(needed) - len(features)
-        if missing > 1:
+        if found is None or len(found["features"]) < length - 1:
             return None
-        rows = needed[: len(features)].nonzero().squeeze(1)  # [r]
-        features = F.pad(features, (0, 0, 0, missing))
-        self.hits["stored"] += 1
-        conversation: Cached
+        features = found["features"][:length].to(self.target.device)  # [s or s - 1, f*h]
+        features = F.pad(features, (0, 0, 0, length - len(features)))
         if "last_hidden" in found:
-            hidden = found["last_hidden"].to(self.target.device)[rows]  # [r, h]
+            hidden = found["last_hidden"].to(rows.device)[rows]  # [r, h]
             argmax, log_z = self._statistics(hidden.to(self.target.compute_dtype))
-            conversation = CachedStates(features, argmax, hidden, log_z)
-        else:
-            ids, logits, log_z = (found[name].to(rows.device)[rows] for name in ("topk_ids", "topk_logits", "log_z"))
-            ids, log_p = self.to_drafter[ids.long()], logits.float() - log_z.unsqueeze(1)  # [r, k]
-            rest = torch.log1p(-log_p.exp().sum(-1).clamp(max=1 - 1e-6)).exp()  # [r]
-            conversation = CachedTopK(features, ids[:, 0], ids, log_p, rest)
-        self._keep(index, conversation)
-        return conversation
+            return CachedStates(features, argmax, hidden, log_z)
+        ids, logits, log_z = (found[name].to(rows.device)[rows] for name in ("topk_ids", "topk_logits", "log_z"))
+        ids, log_p = self.to_drafter[ids.long()], logits.float() - log_z.unsqueeze(1)  # [r, k]
+        rest = torch.log1p(-log_p.exp().sum(-1).clamp(max=1 - 1e-6)).exp()  # [r]
+        return CachedTopK(features, ids[:, 0], ids, log_p, rest)
 
-    def _run_target(
-        self, batch: Batch, together: list[int], places: list[tuple[int, slice]], needed: Tensor
-    ) -> list[Cached]:
-        """The conversations `together` in one row of the target, without padding."""
-        ids = torch.cat([batch.input_ids[places[number]] for number in together])  # [n] tokens of all of them
-        lengths = [places[number][1].stop - places[number][1].start for number in together]
+    def _run_target(self, conversations: list[Tensor], rows: list[Tensor]) -> Iterator[CachedStates]:
+        """Conversations of token ids [s] in one row of the target, without padding; rows: [r] positions that losses read."""
+        lengths = [len(ids) for ids in conversations]
         self.target.check_length(max(lengths))
-        positions = torch.cat([torch.arange(length, device=ids.device) for length in lengths])
+        positions = torch.cat([torch.arange(length, device=rows[0].device) for length in lengths])
+        ids = torch.cat(conversations)  # [n] tokens of all of them
         out = self.target.forward(ids[None], self.layers, positions[None], DocumentAttention(lengths))
-        made: list[Cached] = []
-        parts = zip(together, out.features[0].split(lengths), out.last_hidden[0].split(lengths), strict=True)
-        for number, features, last in parts:  # [s, f*h], [s, h]
-            hidden = last[needed[places[number]].nonzero().squeeze(1)]  # [r, h]
+        parts = zip(rows, out.features[0].split(lengths), out.last_hidden[0].split(lengths), strict=True)
+        for needed, features, last in parts:  # [r], [s, f*h], [s, h]
+            hidden = last[needed]  # [r, h]
             argmax, log_z = self._statistics(hidden)
             if self.limit_bytes > 0:  # to be kept: half the memory in bfloat16, the precision of stored features
                 features, hidden = features.bfloat16(), hidden.bfloat16()
-            made.append(CachedStates(features, argmax, hidden, log_z))
-            self._keep(int(batch.index[number]), made[-1])
-        return made
+            yield CachedStates(features, argmax, hidden, log_z)
 
     def _assemble(
         self, batch: Batch, found: list[Cached], places: list[tuple[int, slice]], needed: Tensor

@@ -209,18 +209,24 @@ def _move(partial: Path, root: Path, name: str) -> None:
     shutil.rmtree(partial, ignore_errors=True)
 
 
-def find_checkpoint(args: TrainingArguments, resume: bool) -> str | None:
-    """The newest checkpoint in output_dir.
+def newest_checkpoint(args: TrainingArguments) -> str | None:
+    """The newest checkpoint in output_dir, if there is one."""
+    place = str(args.output_dir)
+    return get_last_checkpoint(place) if os.path.isdir(place) else None
 
-    With resume=False the checkpoints of an earlier run are deleted. Without a checkpoint, so is what belongs to the earlier
-    drafter whose weights this run replaces: its tuned decoding settings, its training summary and its adapter.
+
+def find_checkpoint(args: TrainingArguments, resume: bool) -> str | None:
+    """The checkpoint to resume from; with resume=False the checkpoints of an earlier run are deleted.
+
+    Without a checkpoint, so is what belongs to the earlier drafter whose weights this run replaces: its tuned decoding
+    settings, its training summary and its adapter.
     """
     place = Path(str(args.output_dir))
     if not resume:
         with args.main_process_first(desc="deleting old checkpoints"):
             for old in place.glob("checkpoint-*"):
                 shutil.rmtree(old, ignore_errors=True)
-    checkpoint = get_last_checkpoint(str(place)) if place.is_dir() else None
+    checkpoint = newest_checkpoint(args)
     if checkpoint is None:
         with args.main_process_first(desc="deleting an old drafter's settings"):
             for path in (decoding_file(str(place)), place / "training.json"):
@@ -237,17 +243,14 @@ _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 
 @contextlib.contextmanager
 def explained(args: TrainingArguments) -> Iterator[None]:
-    """Turns exhausted memory or disk, from loading to saving, into a UserError that says what to change.
-
-    Raises:
-        UserError: instead of the original error, which is its cause.
-    """
+    """Turns exhausted memory or disk, from loading to saving, into a UserError that says what to change."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        text = " ".join(str(error).split())
+        text, last, place = " ".join(str(error).split()), newest_checkpoint(args), str(args.output_dir)
+        kept = f"{last} is kept, the same command continues from there" if last else "no checkpoint was written before"
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(sign in text for sign in _NO_MEMORY):
             batch, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
             smaller = "max_length or drafter.ttt_steps lower"
@@ -257,19 +260,12 @@ def explained(args: TrainingArguments) -> Iterator[None]:
                     f"{steps}; the same training in half the memory)"
                 )
             raise UserError(
-                f"out of memory on {args.device} ({text[:120]}); set {smaller}, or max_length or cache_gb lower; {_kept(args)}"
+                f"out of memory on {args.device} ({text[:120]}); set {smaller}, or max_length or cache_gb lower; {kept}"
             ) from error
         if is_disk_full(error):
-            place = str(args.output_dir)
             free = shutil.disk_usage(place).free if os.path.isdir(place) else 0
             raise UserError(
                 f"output_dir={place!r}: no space left on the device while saving ({free / 1e6:.0f} MB free); free some space, "
-                f"or set save_total_limit lower ({args.save_total_limit}); {_kept(args)}"
+                f"or set save_total_limit lower ({args.save_total_limit}); {kept}"
             ) from error
         raise
-
-
-def _kept(args: TrainingArguments) -> str:
-    place = str(args.output_dir)
-    last = get_last_checkpoint(place) if os.path.isdir(place) else None
-    return f"{last} is kept, the same command continues from there" if last else "no checkpoint was written before"
