@@ -19,7 +19,7 @@ from drafttrain.drafters.registry import decoding_settings, default_tree
 from drafttrain.drafters.registry import load_drafter as load_for_target
 from drafttrain.errors import UserError
 from drafttrain.inference import Decoder, SamplingParams, strip_padding
-from drafttrain.inference.text import TextStream
+from drafttrain.inference.sequence import TextStream
 from drafttrain.target import Target
 
 # text, token ids, or chat messages [{"role": ..., "content": ...}, ...]

@@ -23,7 +23,7 @@ import transformers
 from benchmark import alternate, median, write_result
 
 from drafttrain.data.conversation import ChatRenderer
-from drafttrain.inference.slots import Request, SlotEngine
+from drafttrain.inference.responses import ResponseEngine, ResponseRequest
 from drafttrain.ops.sampling import SamplingParams
 from drafttrain.target import DTYPES, Target
 
@@ -56,8 +56,8 @@ def make_prompts(count: int, seed: int) -> list[str]:
 
 def run_slots(target: Target, prompts: list[list[int]], stop_ids: set[int], args: argparse.Namespace) -> dict[str, Any]:
     """One timed pass of our engine."""
-    engine = SlotEngine(target, slots=args.slots, max_length=max(map(len, prompts)) + args.max_new_tokens)
-    requests = [Request(str(i), ids, args.max_new_tokens, stop_ids) for i, ids in enumerate(prompts)]
+    engine = ResponseEngine(target, slots=args.slots, max_length=max(map(len, prompts)) + args.max_new_tokens)
+    requests = [ResponseRequest(str(i), ids, args.max_new_tokens, stop_ids) for i, ids in enumerate(prompts)]
     sampling = SamplingParams(args.temperature, args.top_k, args.top_p)
     start = time.perf_counter()
     lengths = [len(finished.tokens) for finished in engine.run(requests, sampling, seed=args.seed)]

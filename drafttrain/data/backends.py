@@ -22,7 +22,7 @@ import httpx
 
 from drafttrain.data.conversation import ChatRenderer, Conversation
 from drafttrain.errors import UserError
-from drafttrain.inference.slots import Finished, Request, SlotEngine
+from drafttrain.inference.responses import Finished, ResponseEngine, ResponseRequest
 from drafttrain.ops.sampling import SamplingParams
 from drafttrain.target import Target
 
@@ -70,7 +70,7 @@ class LocalBackend:
         feature_layers: Sequence[int],
     ):
         self.renderer, self.sampling, self.limits = renderer, sampling, limits
-        self.engine = SlotEngine(target, slots, limits.max_length, feature_layers)
+        self.engine = ResponseEngine(target, slots, limits.max_length, feature_layers)
 
     @property
     def new_tokens(self) -> int:
@@ -81,10 +81,10 @@ class LocalBackend:
     ) -> Iterator[tuple[Conversation, Finished]]:
         open_ones: dict[str, Conversation] = {}
 
-        def requests() -> Iterator[Request]:
+        def requests() -> Iterator[ResponseRequest]:
             for it in conversations:
                 open_ones[it.id] = it
-                yield Request(it.id, list(it.tokens), self.limits.max_new_tokens, self.renderer.stop_ids)
+                yield ResponseRequest(it.id, list(it.tokens), self.limits.max_new_tokens, self.renderer.stop_ids)
 
         def follow_up(finished: Finished) -> list[int] | None:
             it = open_ones[finished.key]

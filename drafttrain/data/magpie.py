@@ -20,7 +20,7 @@ from drafttrain.data.chat import render_text, text_prompt
 from drafttrain.data.filters import is_repetitive
 from drafttrain.data.formats import Prompt
 from drafttrain.errors import UserError
-from drafttrain.inference.slots import Finished, Request
+from drafttrain.inference.responses import Finished, ResponseRequest
 from drafttrain.target import Target
 
 # First words of user turns, ten of each sort, so that every sort of task gets its share.
@@ -125,13 +125,13 @@ class Writer:
         longest = max((len(self._ids(opening)) for opening in self.openings), default=0)
         return len(self.frame.prefix_ids) + longest + self.max_tokens + 1
 
-    def requests(self, start: int) -> Iterator[Request]:
+    def requests(self, start: int) -> Iterator[ResponseRequest]:
         """Endless requests from number `start` on; their keys are the numbers."""
         number = start
         while True:
             opening, limit = self._plan(number)
             prompt = self.frame.prefix_ids + self._ids(opening)
-            yield Request(str(number), prompt, limit, self.frame.stop_ids)
+            yield ResponseRequest(str(number), prompt, limit, self.frame.stop_ids)
             number += 1
 
     def prompt(self, finished: Finished) -> Prompt | str:

@@ -215,13 +215,13 @@ def magpie_prompts(
 ) -> list[dict[str, Any]]:
     """Sets the engine up and runs it."""
     from drafttrain.data.magpie import Writer, load_openings
-    from drafttrain.inference.slots import SlotEngine
+    from drafttrain.inference.responses import ResponseEngine
     from drafttrain.ops.sampling import SamplingParams
 
     sampling = SamplingParams(args.temperature, 0, args.top_p)
     writer = Writer(target, load_openings(args.openings), args.opening_share, args.max_prompt_tokens, args.seed)
     partial = Partial(_partial_path(args.output), settings)
-    engine = SlotEngine(target, slots=args.slots, max_length=writer.max_length)
+    engine = ResponseEngine(target, slots=args.slots, max_length=writer.max_length)
     return write_prompts(writer, engine, sampling, partial, keep, args.count, args.max_minutes, args.seed)
 
 

@@ -11,8 +11,7 @@ TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper).
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +63,11 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def plain(self) -> bool:
+        """Whether the argmax of the raw logits decides: greedy without a penalty."""
+        return self.greedy and self.repetition_penalty == 1
 
 
 @dataclass(frozen=True)
@@ -163,19 +167,6 @@ def top_log_probs(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
         return values - log_sum[:, None], ids
     top = logits.float().log_softmax(dim=-1).topk(width, dim=-1)
     return top.values, top.indices
-
-
-def argmax_at(logits: Tensor, rows: Sequence[int]) -> list[int]:
-    """`argmax` of the given rows; on a CPU the others are not read."""
-    kernels = cpu_kernels() if _kernel_reads(logits) else None
-    if kernels is None:
-        return argmax(logits[rows]).tolist()
-    begin, v, tokens = logits.data_ptr(), logits.shape[1], []
-    token, value = ctypes.c_int64(), ctypes.c_float()
-    for row in rows:
-        kernels.likeliest(begin + row * v * 4, 1, v, 1, ctypes.byref(token), ctypes.byref(value), None)
-        tokens.append(token.value)
-    return tokens
 
 
 def _few_rows(logits: Tensor) -> bool:

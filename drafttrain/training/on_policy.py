@@ -22,7 +22,7 @@ from transformers.trainer_callback import ExportableState
 
 from drafttrain.data.loader import collate, fill_rows, join_rows, to_batch
 from drafttrain.errors import UserError
-from drafttrain.inference.slots import Request, SlotEngine
+from drafttrain.inference.responses import ResponseEngine, ResponseRequest
 from drafttrain.ops.sampling import SamplingParams
 from drafttrain.target import Target
 from drafttrain.training.callbacks import whole
@@ -130,7 +130,7 @@ class OnPolicy(TrainerCallback, ExportableState):
             begin = choose.choice(row["spans"])[0]
             if number % self.world == self.rank and 0 < begin < self.max_length - 1:
                 limit = min(self.options.max_new_tokens, self.max_length - begin)
-                requests.append(Request(str(number), row["tokens"][:begin], limit, self.target.eos_ids))
+                requests.append(ResponseRequest(str(number), row["tokens"][:begin], limit, self.target.eos_ids))
         made = self._answer(requests)
         gathered = gather_object(made) if self.world > 1 else made
         self._take([row for _, row in sorted(gathered, key=lambda pair: pair[0])])
@@ -141,12 +141,12 @@ class OnPolicy(TrainerCallback, ExportableState):
             rows = fill_rows([row["length"] for row in pool], self.max_length, self.seed + self.round)
             self.ready = [join_rows([pool[number] for number in row]) for row in rows]
 
-    def _answer(self, requests: list[Request]) -> list[tuple[int, dict[str, Any]]]:
+    def _answer(self, requests: list[ResponseRequest]) -> list[tuple[int, dict[str, Any]]]:
         """(number, row) of each response with two tokens at least: fewer have nothing to learn from."""
         drafter = whole(self.drafter, self.target, bool(requests))
         if not requests:
             return []
-        engine = SlotEngine(drafter.as_target(), len(requests), self.max_length)
+        engine = ResponseEngine(drafter.as_target(), len(requests), self.max_length)
         made = []
         for done in engine.run(requests, SamplingParams(self.options.temperature), self.seed + self.round):
             length = len(done.sequence)

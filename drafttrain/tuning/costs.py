@@ -24,7 +24,7 @@ from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.combined import CombinedDrafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.inference import Decoder, SamplingParams
-from drafttrain.inference.adaptive import Round
+from drafttrain.inference.adaptive import RoundReport
 from drafttrain.target import Target
 from drafttrain.tuning.replay import DEPTH, WIDTHS
 
@@ -120,7 +120,7 @@ class _Schedule:
     """A pace that goes through all trees in shuffled order, again and again, and keeps what each round took."""
 
     def __init__(self, specs: Sequence[TreeSpec], advance: Callable[[], None]):
-        self.rounds: list[Round] = []
+        self.rounds: list[RoundReport] = []
         self._specs, self._advance = self._order(list(specs)), advance
 
     @staticmethod
@@ -133,7 +133,7 @@ class _Schedule:
     def choose(self, rows: int, behind: int) -> TreeSpec:
         return next(self._specs)
 
-    def observe(self, done: Round) -> None:
+    def observe(self, done: RoundReport) -> None:
         self.rounds.append(done)
         self._advance()
 
@@ -171,7 +171,7 @@ def _draft_spec(k: int, depth: int) -> TreeSpec:
     return TreeSpec.parse((f"chain:{depth}" if k == 1 else f"dynamic:{depth},{k},8") + "@nomatch")
 
 
-def _model(rounds: Sequence[Round], drafts: Sequence[TreeSpec], matched: Sequence[TreeSpec]) -> CostModel:
+def _model(rounds: Sequence[RoundReport], drafts: Sequence[TreeSpec], matched: Sequence[TreeSpec]) -> CostModel:
     verify: defaultdict[int, list[float]] = defaultdict(list)
     draft: defaultdict[TreeSpec, list[float]] = defaultdict(list)
     for done in rounds:
@@ -196,5 +196,5 @@ def _model(rounds: Sequence[Round], drafts: Sequence[TreeSpec], matched: Sequenc
     return model
 
 
-def _pass(done: Round) -> float:
+def _pass(done: RoundReport) -> float:
     return done.seconds - done.draft_seconds - done.read_seconds

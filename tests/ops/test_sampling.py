@@ -14,10 +14,10 @@ from transformers.generation.logits_process import (
 )
 
 from drafttrain.errors import UserError
+from drafttrain.inference.verify import argmax_at
 from drafttrain.ops.sampling import (
     SamplingParams,
     argmax,
-    argmax_at,
     draw_distinct,
     penalise,
     pick,

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from drafttrain.errors import UserError
-from drafttrain.ops.slot_moves import SlotMover
-from drafttrain.ops.tree_cache import TreeCache
+from drafttrain.ops.tree_cache import SlotMover, TreeCache
 
 
 def feed(cache, values, parents=None):
