@@ -8,26 +8,29 @@ print(out.text, out.stats.accepted_length)
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from drafttrain import moved
+from drafttrain.environment import __version__ as __version__
 
 if TYPE_CHECKING:
     from drafttrain.api import evaluate, generate, load_drafter, stream
     from drafttrain.drafters.base import Drafter
     from drafttrain.target import Target
 
-__version__ = "0.1.0"
 __all__ = ["Drafter", "Target", "evaluate", "generate", "load_drafter", "stream"]
 
-# Loaded on first use: `import drafttrain` and the command line's --help stay quick.
-_CALLS = ("evaluate", "generate", "load_drafter", "stream")
-_HOMES = {
+# Modules that load on first use, so that `import drafttrain` and `drafttrain --help` stay quick.
+_MODULES = {
     "Drafter": "drafttrain.drafters.base",
     "Target": "drafttrain.target.target",
-    **dict.fromkeys(_CALLS, "drafttrain.api"),
+    **dict.fromkeys(("evaluate", "generate", "load_drafter", "stream"), "drafttrain.api"),
 }
 
+moved.install()
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)

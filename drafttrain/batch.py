@@ -1,21 +1,26 @@
-"""The notation and the records that rooms hand to each other.
+"""The notation, and the records that training and decoding exchange.
 
 b batch, s sequence, h target hidden size, f number of target features, v target vocabulary, d drafter vocabulary,
 n tree nodes, k depth, L prefix length (tokens whose keys are in the cache).
 
-What a drafter sees, in two rows (the shift that every kind shares):
+An anchor is a position at which training lets the drafter begin a draft. All kinds share this alignment:
 
     position t            0    1    2    3    4
     token                 x0   x1   x2   x3   x4
-    feature               f0   f1   f2   f3   f4      f_t: target states at t, so it knows x0..x_t
-    target distribution   p1   p2   p3   p4   p5      p_{t+1}: what the target says follows x_t (from position t)
+    feature               f0   f1   f2   f3   f4      f_t: target states at t, computed from x0..x_t
+    target distribution   p1   p2   p3   p4   p5      p_{t+1}: the target's distribution of x_{t+1}, from position t
 
-    anchor t, depth k:    reads f_t and the tokens up to x_{t+1+k}; predicts x_{t+2+k}; is aligned with the target
+    anchor t, depth k:    reads f_t and the tokens up to x_{t+1+k}; predicts x_{t+2+k}; its loss compares with the target
                           distribution at position t+1+k.
+
+    anchor t = 1          x0   x1   x2   x3   x4
+      depth 0 reads            f1   x2              and predicts x3, compared with p3 (position 2)
+      depth 1 reads            f1   x2   x3         and predicts x4, compared with p4 (position 3)
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -27,16 +32,16 @@ from torch import Tensor
 class Batch:
     """Right-padded token rows for training. Padding is on the right, so causal attention needs no padding mask.
 
-    A row holds one conversation or, packed, several one after the other. Those do not see each other, and each counts its
-    positions from 0.
+    A row holds one conversation or, packed, several in sequence. Packed conversations do not attend to each other, and
+    each counts its positions from 0.
 
     Attributes:
         input_ids: [b, s] int64, padded with any valid id.
         lengths: [b] int64, real tokens per row.
-        response_mask: [b, s] bool, True where the target (or the conversation's assistant) produced the token. A packed
-            conversation's first token never counts, so responses of neighbours do not touch.
-        index: [c] int64, each conversation's row number in the data set, keys of the feature cache, -1 for one of no data set;
-            c = b if not packed.
+        response_mask: [b, s] bool, True where the target (or the conversation's assistant) produced the token. The first
+            token of a packed conversation is False, so responses of neighbors do not touch.
+        index: [c] int64, each conversation's row number in the data set, a key of the feature cache; -1 if it is in no
+            data set. c = b if not packed.
         documents: [c, 3] int64 row, start and length of each conversation, in order; None if each row is one.
     """
 
@@ -60,16 +65,16 @@ class Batch:
         return torch.stack((rows, torch.zeros_like(rows), self.lengths), dim=1)
 
     def anchors(self) -> tuple[Tensor, Tensor]:
-        """The tokens that another one of their conversation follows: flat positions [t] int64, ascending, and each one's
-        position in its conversation [t]."""
-        row, start, length = self.conversations().unbind(1)
+        """Tokens that have a next token in their conversation: flat positions [t] int64, ascending, and each one's position
+        in its conversation [t]."""
+        row, start, length = self.conversations().unbind(1)  # each [c]
         count = (length - 1).clamp(min=0)
-        begin = torch.repeat_interleave(row * self.input_ids.shape[1] + start, count)
+        begin = torch.repeat_interleave(row * self.input_ids.shape[1] + start, count)  # [t]
         place = torch.arange(len(begin), device=begin.device) - torch.repeat_interleave(count.cumsum(0) - count, count)
         return begin + place, place
 
     def begins(self) -> Tensor:
-        """[b, s] int64, the place in its row where each token's conversation begins; padding is one of its own."""
+        """[b, s] int64, the column where each token's conversation begins; padding counts as a conversation of its own."""
         (b, s), device = self.input_ids.shape, self.input_ids.device
         row, start, _ = self.conversations().unbind(1)
         begin = torch.zeros(b, s + 1, dtype=torch.long, device=device)
@@ -86,11 +91,11 @@ class Batch:
 
 @dataclass
 class TargetOutput:
-    """What the frozen target says about a batch.
+    """Hidden states of the frozen target for a batch.
 
     Attributes:
-        features: [b, s, f*h], the hidden states a drafter asked for, concatenated.
-        last_hidden: [b, s, h], the state that the target's head reads (after the final norm).
+        features: [b, s, f*h], the inputs of the layers that the drafter reads, concatenated.
+        last_hidden: [b, s, h], the input of the target's head (after the final norm).
     """
 
     features: Tensor
@@ -98,12 +103,12 @@ class TargetOutput:
 
 
 class StepOutput(NamedTuple):
-    """A training step's result; a tuple, because DDP and ZeRO-3 look for tensors in what a forward returns.
+    """A training step's result; a tuple, because DDP and ZeRO-3 look for tensors in the outputs of a forward.
 
     Attributes:
         loss: scalar, already divided by the global number of anchors.
-        metrics: sums over this batch's anchors by name, each [k] (a value per depth); `count` holds the anchors
-            themselves, so that metrics of many batches and ranks can be added before they are divided.
+        metrics: sums over this batch's anchors by name, each [k] (a value per depth); `count` is the number of anchors,
+            so metrics of several batches and ranks are added first and divided last.
     """
 
     loss: Tensor
@@ -112,11 +117,11 @@ class StepOutput(NamedTuple):
 
 @dataclass
 class Proposal:
-    """What the drawn tokens of a tree were drawn from. Siblings are drawn without replacement, in the order of their indices.
+    """Proposal distributions q of a sampled tree. Siblings are drawn without replacement, in the order of their indices.
 
     Attributes:
         probs: [r, d] float32, the drafter's distributions q, a row per node whose children were drawn.
-        rows: n ints, the row of `probs` that each node was drawn from; -1 for a node that was chosen by a rule.
+        rows: n ints, the row of `probs` that each node was drawn from; -1 for a node that was not drawn.
         kept_ids: [d] target id of each drafter id; None if the vocabularies are the same.
     """
 
@@ -127,17 +132,16 @@ class Proposal:
 
 @dataclass
 class TokenTree:
-    """A tree of drafted tokens in topological order; the root (the last committed token) is not a node.
+    """A tree of drafted tokens in topological order. The root, the last committed token, is not a node.
 
     Attributes:
         tokens: [n] int64, target vocabulary.
-        parents: n ints, index of each node's parent, -1 for children of the root; always smaller than the node's own
-            index. Siblings carry distinct tokens.
-        drafted_depth: the depth that was offered (the longest path); acceptance rates divide by it.
+        parents: n ints, index of each node's parent, -1 for children of the root; smaller than the node's own index.
+            Siblings carry distinct tokens.
         log_probs: [n] float32 or None, the drafter's log-probability of each token's path; nan for a merged match.
-        proposal: None if every node was chosen by a rule (the likeliest tokens, a match), which needs no q to verify.
-        probes: so many nodes, the last ones, are no drafts: the session learns what the target chooses behind them, and they
-            are never accepted.
+        proposal: None if no node was drawn (top-k tokens, matches); verification then needs no q.
+        probes: number of nodes at the end that are probes, not drafts. The session reads the target's choice after them;
+            verification never accepts them.
     """
 
     tokens: Tensor
@@ -159,28 +163,34 @@ class TokenTree:
 
     @property
     def drafted_depth(self) -> int:
+        """Length of the longest drafted path, the denominator of acceptance rates."""
         return max(self.depths[: len(self) - self.probes], default=0)
 
     def prune(self, depth: int) -> TokenTree:
-        """The part down to `depth`. All children of a node go or stay, so drawn ones remain what they were drawn as."""
+        """The part down to `depth`. All children of a node stay or go together, so drawn siblings stay draws from q."""
         depths = self.depths
         if max(depths, default=0) <= depth:
             return self
         return self.part([node for node, at in enumerate(depths) if at <= depth])
 
     @staticmethod
+    def best_nodes(scores: Sequence[float], count: int) -> list[int]:
+        """The `count` nodes of highest score, ascending. Of equal scores the smaller index wins.
+
+        If no node scores above its parent, the selected nodes form a tree: parents have smaller indices.
+        """
+        if len(scores) <= count:
+            return list(range(len(scores)))
+        return sorted(sorted(range(len(scores)), key=lambda node: -scores[node])[:count])
+
+    @staticmethod
     def likeliest(
         count: int, tokens: list[int], parents: list[int], log_probs: list[float], device: torch.device
     ) -> TokenTree:
-        """The `count` nodes of highest `log_probs`; the first of equals. No node is likelier than its parent and parents come
-        first, so these form a tree."""
-        kept = list(range(len(tokens)))
-        if len(tokens) > count:
-            kept = sorted(sorted(kept, key=lambda node: -log_probs[node])[:count])
-        place = {old: new for new, old in enumerate(kept)} | {-1: -1}
-        ids = torch.tensor([tokens[node] for node in kept], dtype=torch.long, device=device)
-        scores = torch.tensor([log_probs[node] for node in kept], dtype=torch.float)
-        return TokenTree(ids, [place[parents[node]] for node in kept], scores)
+        """The tree of the `count` nodes of highest path log-probability."""
+        kept = TokenTree.best_nodes(log_probs, count)
+        tree = TokenTree(torch.tensor(tokens, dtype=torch.long, device=device), parents, torch.tensor(log_probs))
+        return tree if len(kept) == len(tokens) else tree.part(kept)
 
     def part(self, kept: list[int]) -> TokenTree:
         """The given nodes, ascending, each with its parent."""
@@ -195,16 +205,16 @@ class TokenTree:
         return self.part(list(range(len(self) - self.probes))) if self.probes else self
 
     def with_probes(self, tokens: list[int], parents: list[int], depth: int) -> tuple[TokenTree, list[int]]:
-        """Adds probes down to `depth`; where a path is drafted already, its nodes are shared.
+        """Adds probes down to `depth`. A probe whose path is drafted already shares that node.
 
         Args:
-            tokens, parents: of the probes among themselves, in topological order, -1 below the root.
+            tokens, parents: of the probes, in topological order; parents index the probes, -1 for the root.
 
         Returns:
-            The tree, and each probe's node in it, -1 for those that lie deeper.
+            The tree, and each probe's node in it, -1 for probes below `depth`.
         """
         ids, above, depths = self.tokens.tolist(), list(self.parents), self.depths
-        place = {key: node for node, key in enumerate(zip(above, ids, strict=True))}
+        place = {key: node for node, key in enumerate(zip(above, ids, strict=True))}  # (parent, token) -> node
         nodes: list[int] = []
         for token, parent in zip(tokens, parents, strict=True):
             under = nodes[parent] if parent >= 0 else -1
@@ -221,7 +231,7 @@ class TokenTree:
         count = len(ids) - len(self)
         log_probs = self.log_probs
         if log_probs is not None:
-            log_probs = torch.nn.functional.pad(log_probs, (0, count), value=-torch.inf)
+            log_probs = torch.nn.functional.pad(log_probs, (0, count), value=-torch.inf)  # [n + count]
         proposal = self.proposal and replace(self.proposal, rows=self.proposal.rows + [-1] * count)
         made = torch.tensor(ids, dtype=torch.long, device=self.tokens.device)
         return TokenTree(made, above, log_probs, proposal, self.probes + count), nodes

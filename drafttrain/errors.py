@@ -1,4 +1,4 @@
-"""The one error that users can cause, and the words of other libraries' errors."""
+"""UserError, the one error that users can cause, and a helper for messages of other libraries' errors."""
 
 from __future__ import annotations
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from drafttrain.errors import UserError, first_line
 
+Json = dict[str, Any]  # a JSON object
+
 
 def cache_folder() -> Path:
-    """What drafttrain can get or make again (models, built kernels): $DRAFTTRAIN_CACHE, else the user's cache folder."""
+    """The folder of fetched models and built kernels: $DRAFTTRAIN_CACHE, else drafttrain/ in the user's cache folder."""
     own = os.environ.get("DRAFTTRAIN_CACHE")
     if own:
         return Path(own).expanduser()
@@ -28,62 +31,111 @@ def suites_folder() -> Path:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether an error says so; safetensors and torch have errors of their own, with the cause in the text only."""
+    """Whether the cause is a full disk; safetensors and torch wrap it in their own errors, so their text counts too."""
     if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
         return True
     return any(sign in str(error) for sign in ("No space left", "Disk quota exceeded", "PytorchStreamWriter"))
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Gives a temporary file in the folder of `path`. It replaces `path` if the block succeeds, and is deleted if not."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield part
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_json(path: Path, content: Mapping[str, object]) -> None:
     """Replaces a JSON file in one step, so that readers see the old or the new one.
 
     Raises:
         UserError: the place cannot be written.
     """
-    part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(part, path)
+        with replacing(path) as part:
+            part.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise UserError(f"output={str(path)!r} cannot be written ({error.strerror}); choose another place") from error
 
 
-def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def write_jsonl(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
+    """Replaces a JSON-lines file in one step."""
+    with replacing(path) as part, part.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def read_jsonl(
+    path: Path, growing: bool = False, fix: str = "the file must hold one JSON object per line"
+) -> Iterator[tuple[int, Json]]:
     """Yields (line number, row) of every line that is not blank.
+
+    Args:
+        growing: leave out a last line without a line break: it is being written, or its writer was killed.
+        fix: ends the error about a line that is not JSON.
 
     Raises:
         UserError: no such file, not UTF-8, or a line that is no JSON object.
     """
     if not path.is_file():
         raise UserError(f"{path}: no such file; give a JSONL file, one JSON object per line")
-    with path.open(encoding="utf-8") as file:
-        try:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    row = json.loads(line)
-                    if not isinstance(row, dict):
-                        raise UserError(f"{path} line {number}: {type(row).__name__} instead of a JSON object per line")
-                    yield number, row
-        except json.JSONDecodeError as error:
-            raise UserError(
-                f"{path} line {number}: not JSON ({error}); the file must hold one JSON object per line"
-            ) from error
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path}: not UTF-8 text ({error}); convert it first") from error
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip() or (growing and not line.endswith(b"\n")):
+                continue
+            try:
+                row = json.loads(line)
+            except UnicodeDecodeError as error:
+                raise UserError(f"{path}: not UTF-8 text ({error}); convert it first") from error
+            except ValueError as error:
+                raise UserError(f"{path} line {number}: not JSON ({error}); {fix}") from error
+            if not isinstance(row, dict):
+                raise UserError(f"{path} line {number}: {type(row).__name__} instead of a JSON object per line")
+            yield number, row
 
 
-def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Writes rows to a temporary file beside `path` and renames it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+class JsonlLog:
+    """A JSON-lines file that an interrupted run continues: its settings in the first line, then one result a line.
+
+    An incomplete last line, whose writer was killed, is cut off.
+
+    Attributes:
+        rows: the results, those of earlier runs included.
+
+    Raises:
+        UserError: the file was begun with other settings.
+    """
+
+    def __init__(self, path: Path, settings: Json):
+        self.path = path
+        lines = [row for _, row in read_jsonl(path, growing=True)] if path.is_file() else []
+        if lines and lines[0] != settings:
+            raise UserError(f"{path} was begun with {differences(lines[0], settings)}; use those, or give --overwrite")
+        self.rows: list[Json] = lines[1:]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("ab")
+        self._file.truncate(path.read_bytes().rfind(b"\n") + 1)
+        if not lines:
+            self._write(settings)
+
+    def add(self, row: Json) -> None:
+        self.rows.append(row)
+        self._write(row)
+
+    def _write(self, row: Json) -> None:
+        self._file.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def differences(before: Json, now: Json) -> str:
+    """`key=value, ...` of the earlier settings that differ now."""
+    return ", ".join(f"{key}={before.get(key)!r}" for key in {**before, **now} if before.get(key) != now.get(key))
 
 
 def is_hub_id(name: str) -> bool:
@@ -95,8 +147,8 @@ def hub_snapshot(repo: str, patterns: Sequence[str], key: str, ignore: Sequence[
     """Downloads a Hub repository's files into the Hub's cache, or finds them there.
 
     Args:
-        repo: user/name. patterns, ignore: file names to take and to leave, as globs.
-        key: the setting that the user gave the name for, for the error.
+        repo: user/name. patterns, ignore: file names to download and to skip, as globs.
+        key: the setting that holds the name, for the error.
 
     Raises:
         UserError: no Hub id, or the Hub does not provide it.
@@ -104,10 +156,11 @@ def hub_snapshot(repo: str, patterns: Sequence[str], key: str, ignore: Sequence[
     if not is_hub_id(repo):
         raise UserError(f"{key}={repo!r}: no such folder, and not a Hub id (user/name)")
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HTTPError
 
     try:
         return Path(snapshot_download(repo, allow_patterns=list(patterns), ignore_patterns=list(ignore) or None))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPError) as error:
         raise UserError(
             f"{key}={repo!r}: no such folder, and the Hub does not provide it ({first_line(error)}); check the name, and log "
             "in for a private one: hf auth login"

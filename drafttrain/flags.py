@@ -1,12 +1,16 @@
-"""Command-line flags that several commands share: target, drafter, numeric format, device, sampling."""
+"""Command-line flags that several commands share: target, drafter, numeric format, device, sampling.
+
+torch loads with the first function that needs it, so a command's --help stays quick.
+"""
 
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
-from drafttrain.drafters.registry import names_help
-from drafttrain.ops.sampling import SamplingParams
-from drafttrain.target import Target
+if TYPE_CHECKING:
+    from drafttrain.ops.sampling import SamplingParams
+    from drafttrain.target import Target
 
 TARGET_HELP = "short name, folder or Hub id"
 DTYPE_HELP = "float32, bfloat16, float16 or auto (bfloat16 where the device has it)"
@@ -14,12 +18,16 @@ WEIGHTS_HELP = "of the weights: bfloat16 (default), float16, float32"
 
 
 def add_target_flags(
-    parser: argparse.ArgumentParser, help: str = TARGET_HELP, required: bool = True, default: str = "", prefix: str = ""
+    parser: argparse.ArgumentParser,
+    help: str = TARGET_HELP,
+    required: bool = True,
+    default: str | None = "",
+    prefix: str = "",
 ) -> None:
     """Adds --target, --dtype, --device and --trust-remote-code, which `load_target` reads.
 
     Args:
-        help, required, default: of --target. prefix: stands before the help of --dtype and --device.
+        help, required, default: of --target. prefix: begins the help of --dtype and --device.
     """
     add = parser.add_argument
     add("--target", required=required, default=None if required else default, help=help)
@@ -29,12 +37,16 @@ def add_target_flags(
 
 
 def load_target(args: argparse.Namespace, name: str = "", device_map: str = "") -> Target:
-    """The target that the flags of `add_target_flags` describe. name: replaces --target, for a default found elsewhere."""
+    """The target that the flags of `add_target_flags` describe. name: used in place of --target."""
+    from drafttrain.target import Target
+
     return Target.load(name or args.target, args.dtype, args.device, args.trust_remote_code, device_map)
 
 
 def add_drafter_flag(parser: argparse.ArgumentParser, trained: bool = False, more: str = "") -> None:
-    """Adds --drafter. trained: only folders and Hub ids count. more: ends the help text."""
+    """Adds --drafter. trained: name folders and Hub ids only. more: ends the help text."""
+    from drafttrain.drafters.registry import names_help
+
     described = "a trained drafter's folder or Hub id" if trained else names_help()
     parser.add_argument("--drafter", required=True, help=described + more)
 
@@ -64,5 +76,7 @@ def sampling_of(args: argparse.Namespace) -> SamplingParams:
     Raises:
         UserError: a value out of range.
     """
+    from drafttrain.ops.sampling import SamplingParams
+
     more = {name: vars(args)[name] for name in ("min_p", "repetition_penalty") if name in vars(args)}
     return SamplingParams(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, **more)

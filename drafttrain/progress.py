@@ -1,22 +1,22 @@
-"""One progress display: a bar with rate and time left on a terminal, a plain line now and then elsewhere."""
+"""One progress display: a bar on a terminal, a plain line every 15 seconds elsewhere; both show rate and time left."""
 
 from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
 
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 
-_EVERY = 15.0  # seconds between plain lines
+_LINE_SECONDS = 15.0  # between plain lines
 
 
 class Progress:
     """Counts towards a total; a context manager.
 
     Args:
-        label: what goes on.
+        label: names the work.
         total: the goal; None if it is not known.
         unit: what is counted, plural.
     """
@@ -24,43 +24,40 @@ class Progress:
     def __init__(self, label: str, total: int | None, unit: str):
         self.label, self.total, self.unit = label, total, unit
         self.done = self.earlier = 0
-        self.note = ""
+        self.note, self.share = "", 0.0
         self.began = self.printed = time.monotonic()
         self.bar: Bar | None = None
         if sys.stderr.isatty():
-            from rich.console import Console
-
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[rate]} {task.fields[note]}"),
-            )
-            self.bar = Bar(*columns, TimeRemainingColumn(), console=Console(stderr=True))
-            self.task = self.bar.add_task(label, total=total, rate="", note="")
+            fields = TextColumn("{task.fields[rate]} {task.fields[left]} {task.fields[note]}")
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), fields)
+            self.bar = Bar(*columns, console=Console(stderr=True))
+            self.task = self.bar.add_task(label, total=total, rate="", left="", note="")
 
     def __enter__(self) -> Progress:
         if self.bar is not None:
             self.bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if self.bar is not None:
             self.bar.stop()
         elif self.done > self.earlier:
             self._print()
 
     def start_at(self, done: int) -> None:
-        """Begins with what an earlier run has done, which does not count for the rate."""
+        """Starts from the count of an earlier run, which the rate leaves out."""
         self.done = self.earlier = done
         self._show()
 
-    def advance(self, count: int = 1, note: str = "") -> None:
-        """`count` more are done; `note` is shown behind the counts."""
+    def advance(self, count: int = 1, note: str = "", share: float = 0.0) -> None:
+        """Counts `count` more.
+
+        Args:
+            note: shown behind the counts.
+            share: part of another budget (time, tokens) that is spent, 0 to 1; the time left is the least of both.
+        """
         self.done += count
-        self.note = note
+        self.note, self.share = note, share
         self._show()
 
     @property
@@ -68,17 +65,25 @@ class Progress:
         """Units per second in this run."""
         return (self.done - self.earlier) / max(time.monotonic() - self.began, 1e-9)
 
+    def _left(self) -> str:
+        """`3:20 left`, by the count or the other budget, whichever ends first; '' while nothing is known."""
+        estimates = []
+        if self.total and self.rate > 0:
+            estimates.append(max(self.total - self.done, 0) / self.rate)
+        if self.share > 0:
+            estimates.append((time.monotonic() - self.began) * max(1 / self.share - 1, 0))
+        minutes, seconds = divmod(round(min(estimates, default=0)), 60)
+        return f"{minutes}:{seconds:02d} left" if estimates else ""
+
     def _show(self) -> None:
         if self.bar is not None:
-            self.bar.update(self.task, completed=self.done, rate=f"{self.rate:.3g} {self.unit}/s", note=self.note)
-        elif time.monotonic() - self.printed >= _EVERY:
+            rate = f"{self.rate:.3g} {self.unit}/s"
+            self.bar.update(self.task, completed=self.done, rate=rate, left=self._left(), note=self.note)
+        elif time.monotonic() - self.printed >= _LINE_SECONDS:
             self._print()
 
     def _print(self) -> None:
         self.printed = time.monotonic()
-        line = f"{self.label}: {self.done}" + (f" of {self.total}" if self.total else "") + f" {self.unit}"
-        line += f", {self.rate:.3g}/s"
-        if self.total and self.rate > 0:
-            minutes, seconds = divmod(round(max(self.total - self.done, 0) / self.rate), 60)
-            line += f", {minutes}:{seconds:02d} left"
-        print(f"{line}, {self.note}" if self.note else line, file=sys.stderr, flush=True)
+        counts = f"{self.label}: {self.done}" + (f" of {self.total}" if self.total else "") + f" {self.unit}"
+        parts = (counts, f"{self.rate:.3g}/s", self._left(), self.note)
+        print(", ".join(part for part in parts if part), file=sys.stderr, flush=True)

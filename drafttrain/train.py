@@ -75,62 +75,32 @@ def setup(config_path: str, overrides: list[str]) -> tuple[Any, Any]:
         raise UserError(f"config={config_path!r}: {' '.join(str(error).split())}") from error
 
 
-# Values of `init` that make a new drafter; others name one to continue.
-NEW = ("target", "random", "native")
 # A continued drafter whose vocabulary covers less of the new data gets a note.
 MIN_COVERAGE = 0.95
 
 
 def build_drafter(config: Any, target: Any, records: Any) -> tuple[Any, dict[str, Any]]:
-    """A new drafter initialised from the target, or an existing one to continue; and its vocabulary report."""
-    from drafttrain.config import neighbours
+    """Returns the drafter to train, bound to the target and on its device, and the report on its vocabulary."""
     from drafttrain.data.vocab import count_tokens, keep_frequent
-    from drafttrain.drafters.common.adapt import continue_drafter
+    from drafttrain.drafters.base import NEW
     from drafttrain.drafters.registry import kind_class
 
     kind = kind_class(config.kind)
-    if not kind.trainable:
-        raise UserError(
-            f"kind={config.kind!r} has no weights to train; use it directly: drafttrain eval --drafter {config.kind}"
-        )
-    if config.packing and not getattr(kind, "takes_packed_rows", False):
+    if config.packing and kind.trainable and not kind.takes_packed_rows:
         raise UserError(f"packing=true, but kind={config.kind!r} does not train on packed rows; set packing=false")
     counts = count_tokens(records, target.vocab_size)
     _, report = keep_frequent(counts, 0)
-    options = dict(config.drafter)
-    if hasattr(kind, "begin"):  # kinds with beginnings of their own
-        drafter = kind.begin(target, config.init, options, config.loss)
-    else:
-        known = [name for name in vars(kind.config_class()) if not name.startswith("_")]
-        for name in options:
-            if name not in known:
-                raise UserError(f"unknown key drafter.{name}{neighbours(name, known)}")
-        if config.init not in NEW:
-            drafter = continue_drafter(config.init, kind, options, config.loss, target)
-        else:
-            kept, _ = keep_frequent(counts, int(options.pop("draft_vocab_size", 0)), target.eos_ids)
-            options["loss"] = config.loss
-            if config.init == "native":
-                if not hasattr(kind, "native"):
-                    raise UserError(
-                        f"init='native': no target comes with a drafter of kind={config.kind!r}; use init=target"
-                    )
-                drafter = kind.native(target, kept, options)
-            else:
-                drafter = kind(kind.config_class.for_target(target, **options, draft_vocab_size=len(kept)))
-                drafter.kept_ids.copy_(kept)
-            if config.init == "target":
-                copied = drafter.initialise(target, kept)
-                print("initialised from the target:", ", ".join(copied) or "nothing", flush=True)
+    keep = lambda size: keep_frequent(counts, size, target.eos_ids)[0]  # noqa: E731
+    drafter: Any = kind.begin(target, config.init, config.drafter, config.loss, keep)
     drafter.bind(target)
-    if config.packing and hasattr(drafter, "check_packing"):
+    if config.packing:
         drafter.check_packing()
     covered = float(counts[drafter.kept_ids.to(counts.device)].sum() / counts.sum().clamp(min=1))
     report.update(size=len(drafter.kept_ids), coverage=round(covered, 6))
     if config.init not in NEW and covered < MIN_COVERAGE:
         print(
             f"note: the vocabulary of init={config.init!r} covers {100 * covered:.1f} % of this data's response tokens, and "
-            "what it lacks is never drafted; init=target chooses a new one from this data",
+            "other tokens are never drafted; init=target chooses a new vocabulary from this data",
             flush=True,
         )
     return drafter.to(target.device), report
@@ -142,7 +112,7 @@ def check_pretraining(config: Any) -> None:
     from drafttrain.drafters.registry import kind_class
 
     if config.loss == "next_token":
-        if not getattr(kind_class(config.kind), "pretrains", False):
+        if not kind_class(config.kind).pretrains:
             raise UserError(
                 f"loss='next_token' pretrains language models; kind={config.kind!r} needs another loss (kl)"
             )
@@ -174,27 +144,24 @@ def first_batches(rows: Any, device: Any) -> tuple[list[Any], int]:
 
 
 def begin_from_least_squares(drafter: Any, rows: Any, source: Any) -> None:
-    """Lets a kind that can solve part of itself in closed form do so on some of the data, before the first step."""
+    """Solves the drafter's closed-form start on some of the data, before the first step; some kinds have none."""
     batches, tokens = first_batches(rows, drafter.device)
     explained = drafter.solve_start(batches, source)
-    print(
-        f"least-squares start on {tokens} tokens explains {100 * explained:.0f} % of the target's last state",
-        flush=True,
-    )
+    if explained is not None:
+        share = f"{100 * explained:.0f} % of the target's last state"
+        print(f"least-squares start on {tokens} tokens explains {share}", flush=True)
 
 
 def choose_tree(trainer: Any, held_out: Any) -> None:
-    """Lets a kind that can tell a good tree from held-out data leave it in decoding.json; `drafttrain tune` finds better ones."""
+    """Writes the tree that the drafter suggests from held-out data to decoding.json; `drafttrain tune` finds better ones."""
     from drafttrain.drafters.registry import decoding_file
     from drafttrain.files import write_json
     from drafttrain.training.callbacks import whole
 
     model, first = trainer.accelerator.unwrap_model(trainer.model), trainer.is_world_process_zero()
-    if not hasattr(model, "default_tree"):
-        return
     drafter = whole(model, trainer.target, first)
     if first:
-        tree = drafter.eval().default_tree(first_batches(held_out, drafter.device)[0], trainer.source)
+        tree = drafter.eval().suggest_tree(first_batches(held_out, drafter.device)[0], trainer.source)
         if tree is not None:
             write_json(decoding_file(trainer.args.output_dir), {"tree": tree})
             print(f"default tree, by held-out accuracy: {tree}", flush=True)
@@ -314,7 +281,7 @@ def fit(config: Any, args: Any) -> dict[str, Any]:
     checkpoint = get_last_checkpoint(args.output_dir) if os.path.isdir(args.output_dir) else None
     if checkpoint is None:
         forget_drafter(args)
-    if config.init == "target" and checkpoint is None and states and hasattr(drafter, "solve_start"):
+    if config.init == "target" and checkpoint is None and states:
         begin_from_least_squares(drafter, train_rows, source)
     budget = [TimeBudget.after(config.max_minutes, checkpoint)] if config.max_minutes > 0 else []
     trainer = DrafterTrainer(
@@ -357,7 +324,7 @@ def summarise(
     config: Any, trainer: Any, seconds: float, metrics: dict[str, Any], drafter: dict[str, Any], on_policy_rows: int
 ) -> dict[str, Any]:
     """Writes training.json and returns what it holds."""
-    from drafttrain import __version__
+    from drafttrain.environment import __version__
     from drafttrain.files import write_json
 
     state, args = trainer.state, trainer.args

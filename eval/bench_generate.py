@@ -127,7 +127,7 @@ def main() -> None:
     )
     model = model.to(target.device).eval()
     renderer = ChatRenderer(target)
-    prompts = [renderer.open([{"role": "user", "content": text}])[1] for text in make_prompts(args.count, args.seed)]
+    prompts = [renderer.open([{"role": "user", "content": text}]) for text in make_prompts(args.count, args.seed)]
     stop_ids = renderer.stop_ids
     sides: dict[str, Callable[..., dict[str, Any]]] = {
         "slots": lambda rows, options: run_slots(target, rows, stop_ids, options),

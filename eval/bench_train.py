@@ -200,7 +200,7 @@ def work(path: str, side: str) -> None:
     torch.manual_seed(0)
     shape = {"draft_vocab_size": len(job["kept_ids"]), "ttt_steps": job["ttt_steps"], "depth_decay": DECAY}
     drafter = Eagle3(Eagle3Config.for_target(target, **shape))
-    drafter.initialise(target, job["kept_ids"])
+    drafter.initialize(target, job["kept_ids"])
     drafter.bind(target)
     drafter = drafter.to(device=device, dtype=target.compute_dtype).train()
     step = {"ours": our_step, "plain": plain_step}[side](job, target, drafter)

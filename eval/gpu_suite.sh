@@ -28,7 +28,7 @@ decode() { # NAME LAYERSxHIDDEN
 }
 
 step test_kernels python -m pytest -q -m gpu tests/ops
-step test_decode python -m pytest -q -m gpu tests/decode
+step test_decode python -m pytest -q -m gpu tests/inference
 tree tree_attention 8192 64 1
 tree tree_attention_long 32768 32 1
 tree tree_attention_batch 2048 16 16

@@ -1,11 +1,21 @@
 #!/usr/bin/env bash
-# Installs what the tests need into .venv and runs them. Arguments go to pytest:  bash scripts/test.sh -m slow
+# Installs what the tests need into .venv, checks lint and types, and runs the tests.
+#   bash scripts/test.sh            everything that needs no GPU and no minutes: what CI runs
+#   bash scripts/test.sh --fast     without the tests marked `thorough`: what to run before each commit
+#   bash scripts/test.sh -m slow    other arguments go to pytest
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/env.sh
 install_drafttrain "[dev]"
 # A process per core, each with one thread.
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 WANDB_MODE=offline DS_ACCELERATOR=cpu TOKENIZERS_PARALLELISM=false
-ruff check . && ruff format --check . && mypy
-if [ "$#" -eq 0 ]; then set -- -m "not slow and not gpu"; fi
-python -m pytest -n "${PYTEST_PROCESSES:-2}" "$@"
+ruff check .
+ruff format --check .
+mypy
+selection="not slow and not gpu"
+if [ "${1:-}" = --fast ]; then
+    shift
+    selection="$selection and not thorough"
+fi
+case " $* " in *" -m "*) ;; *) set -- -m "$selection" "$@" ;; esac
+python -m pytest -n "${PYTEST_PROCESSES:-2}" --dist worksteal "$@"

@@ -23,3 +23,12 @@ def test_probes_share_what_is_drafted_and_are_no_drafts():
     deep, _ = tree.with_probes([7, 8, 9], [-1, 0, 1], depth=9)
     assert deep.drafted_depth == 2 and max(deep.depths) == 3 and len(deep.drafts()) == 3
     assert deep.prune(2).probes == 2 and deep.part([0, 1, 2]).probes == 0
+
+
+def test_best_nodes_form_a_tree_and_prefer_the_first_of_equals():
+    scores = [-1.0, -0.5, -1.0, -0.5, -2.0, -1.0]
+    assert TokenTree.best_nodes(scores, 3) == [0, 1, 3]
+    assert TokenTree.best_nodes(scores, 9) == list(range(6))
+    assert TokenTree.best_nodes([], 3) == TokenTree.best_nodes(scores, 0) == []
+    tree = TokenTree.likeliest(3, [4, 5, 6, 7], [-1, 0, -1, 2], [-0.5, -3.0, -1.0, -1.0], torch.device("cpu"))
+    assert (tree.tokens.tolist(), tree.parents, tree.log_probs.tolist()) == ([4, 6, 7], [-1, -1, 1], [-0.5, -1, -1])

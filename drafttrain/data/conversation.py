@@ -1,7 +1,7 @@
-"""Conversations turn by turn, with the provenance of every token.
+"""Conversations turn by turn, with the origin of every token.
 
-The tokens of a conversation are pieced together, never parsed back out of text: what the prompt was, what the target
-said (its stop token included), and the glue that the chat template puts between a response and the next one's start.
+Tokens are appended as they are produced and never parsed out of text: the prompt, the target's responses with their stop
+tokens, and the glue, which the chat template writes between a response and the next one.
 
     piece   opening (system, user 1, assistant header)  response 1 + stop  glue (user 2, assistant header)  response 2
     span                                                [start, end)                                        [start, end)
@@ -11,109 +11,65 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from jinja2.exceptions import TemplateError
-
+from drafttrain.data.chat import closing_token, has_template, prompt_ids, text_ids, turn_glue
 from drafttrain.errors import UserError
+from drafttrain.files import Json
 from drafttrain.target import Target
 
-Message = dict[str, str]
-# Stands in for responses while the template is probed; plain words that no template strips or rewrites.
-_SENTINEL = "drafttrain sentinel response {}"
+Turn = list[dict[str, str]]  # messages {"role", "content"} before a response
 
 
 class ChatRenderer:
-    """Renders openings and glue as token ids.
-
-    Args:
-        target: its tokenizer and chat template are used.
+    """Renders openings and glue of a target's conversations as token ids.
 
     Attributes:
         stop_ids: tokens that end a response: the target's own, and the special token that closes the template's turns.
-        closing_id: the one of them that a finished response ends with where only its text is known.
+        closing_id: the stop token to append to a finished response of which only the text is known.
 
     Raises:
-        UserError: nothing ends the target's responses.
+        UserError: no token ends the target's responses.
     """
 
     def __init__(self, target: Target):
         self.target, self.tokenizer = target, target.tokenizer
-        self.stop_ids: set[int] = set(target.eos_ids)
-        closing = self._closing_token() if self.tokenizer.chat_template else set()
-        self.stop_ids |= closing
+        closing = closing_token(self.tokenizer)
+        self.stop_ids: set[int] = set(target.eos_ids) | closing
         if not self.stop_ids:
             raise UserError(f"target={target.name!r} has no end-of-sequence token: set eos_token_id in its config.json")
-        preferred = closing or {self.tokenizer.eos_token_id} & self.stop_ids or self.stop_ids
-        self.closing_id = min(preferred)
-
-    def _closing_token(self) -> set[int]:
-        messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _SENTINEL.format(0)}]
-        _, found, after = self._render(messages, False).partition(_SENTINEL.format(0))
-        ids = self.ids(after.lstrip()) if found else []
-        special = set(self.tokenizer.all_special_ids) | set(self.tokenizer.added_tokens_decoder)
-        return {ids[0]} & special if ids else set()
+        self.closing_id = min(closing or {self.tokenizer.eos_token_id} & self.stop_ids or self.stop_ids)
 
     def ids(self, text: str) -> list[int]:
-        """Token ids of text that holds its own special tokens."""
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        """Token ids of text that contains its own special tokens."""
+        return text_ids(self.tokenizer, text)
 
-    def _render(self, messages: Sequence[Message], opening: bool) -> str:
-        if not self.tokenizer.chat_template:
+    def open(self, prompt: str | Turn) -> list[int]:
+        """Token ids before the first response. prompt: messages, or plain text (a pretrained-only model's prompt)."""
+        if not isinstance(prompt, str) and not has_template(self.tokenizer):
             raise UserError(
                 f"target={self.target.name!r} has no chat template, so `messages` cannot be rendered; give prompts "
                 "with `text`, or a target with a chat template"
             )
-        try:
-            return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=opening)
-        except TemplateError as error:
-            raise UserError(f"the chat template of target={self.target.name!r} refuses messages: {error}") from error
+        return prompt_ids(self.tokenizer, prompt)
 
-    def open(self, messages: Sequence[Message]) -> tuple[str, list[int]]:
-        """The text and ids that a first response follows."""
-        text = self._render(messages, True)
-        return text, self.ids(text)
-
-    def open_text(self, text: str) -> tuple[str, list[int]]:
-        """The same for plain text (a base model's prompt), with the special tokens that the tokenizer adds."""
-        return text, self.tokenizer(text)["input_ids"]
-
-    def glue(self, turns: Sequence[Sequence[Message]], stop_id: int) -> list[int] | None:
-        """What stands between a response and the next.
-
-        Args:
-            turns: the messages before each response; the last entry is what the glue opens. At least two.
-            stop_id: the last token of the response before the glue, which is not repeated.
-
-        Returns:
-            The ids, or None if the template rewrites what came before, or closes turns with another token: then the
-            tokens so far are not how the target would see them, and the conversation has to end.
-        """
-        messages: list[Message] = []
-        for i, turn in enumerate(turns[:-1]):
-            messages += turn
-            before = self._render(messages, True) if i == len(turns) - 2 else ""
-            messages.append({"role": "assistant", "content": _SENTINEL.format(i)})
-        history, found, after = self._render([*messages, *turns[-1]], True).partition(_SENTINEL.format(len(turns) - 2))
-        if not found or history != before:
-            return None
-        ids = self.ids(after.lstrip())
-        return ids[1:] if ids and ids[0] == stop_id and len(ids) > 1 else None
+    def glue(self, turns: Sequence[Turn], stop_id: int) -> list[int] | None:
+        """Token ids between a response and the next one; None if the template allows none. See `chat.turn_glue`."""
+        return turn_glue(self.tokenizer, turns, stop_id)
 
 
 @dataclass
 class Conversation:
-    """One row of the prompts file on its way through the turns.
+    """One row of the prompts file, and what has been generated for it.
 
     Attributes:
         turns: messages before each response (user, perhaps system ones); [] for plain `text`.
         tokens, spans, finish: as in a stored record.
-        replies: the responses as text, where a backend speaks in text.
+        replies: the responses as text, from backends that return text.
     """
 
     id: str
     source: str
-    turns: list[list[Message]] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     spans: list[list[int]] = field(default_factory=list)
@@ -121,8 +77,8 @@ class Conversation:
     replies: list[str] = field(default_factory=list)
 
     @staticmethod
-    def from_row(row: dict[str, Any], where: str) -> Conversation:
-        """Reads {"id", "messages"} or {"id", "text"}; assistant messages are dropped, for the target answers anew.
+    def from_row(row: Json, where: str) -> Conversation:
+        """Reads {"id", "messages"} or {"id", "text"}; drops assistant messages, because the target answers again.
 
         Raises:
             UserError: neither, or messages without a user turn or of an unknown form.
@@ -132,48 +88,43 @@ class Conversation:
             conversation.text = row["text"]
             return conversation
         messages = row.get("messages")
-        well_formed = isinstance(messages, list) and all(
+        if not isinstance(messages, list) or not all(
             isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
             for m in messages
-        )
-        if not well_formed:
+        ):
             raise UserError(f'{where}: needs "text", or "messages" as a list of {{"role": ..., "content": ...}}')
-        turn: list[Message] = []
-        for message in messages or []:
-            if message["role"] == "assistant":
-                if turn:
-                    conversation.turns.append(turn)
-                turn = []
-            else:
+        turn: Turn = []
+        for message in [*messages, {"role": "assistant"}]:
+            if message["role"] != "assistant":
                 turn.append({"role": message["role"], "content": message["content"]})
-        if turn:
-            conversation.turns.append(turn)
+            elif turn:
+                conversation.turns.append(turn)
+                turn = []
         if not any(message["role"] == "user" for turn in conversation.turns for message in turn):
             raise UserError(f"{where}: no message has the role user; add one, or drop the row")
         return conversation
 
     @property
     def total_turns(self) -> int:
-        return len(self.turns) if self.turns else 1
+        return len(self.turns) or 1
 
     def open(self, renderer: ChatRenderer) -> list[int]:
         """Starts the conversation; returns the first prompt's ids."""
-        _, ids = renderer.open(self.turns[0]) if self.turns else renderer.open_text(self.text)
-        self.tokens = list(ids)
+        self.tokens = renderer.open(self.turns[0] if self.turns else self.text)
         return self.tokens
 
     def accept(self, tokens: Sequence[int], finish: str) -> None:
-        """Takes the next response, stop token included."""
+        """Appends the next response, stop token included."""
         start = len(self.tokens)
         self.tokens.extend(tokens)
         self.spans.append([start, start + len(tokens)])
         self.finish.append(finish)
 
     def next_turn(self, renderer: ChatRenderer, max_length: int) -> list[int] | None:
-        """Appends and returns the glue to the next response; None when the conversation is over.
+        """Appends and returns the glue to the next response; None when the conversation ends.
 
-        It is over after its last turn, after a truncated response, where the template allows no glue, and where nothing
-        could be said within max_length.
+        It ends after its last turn, after a truncated response, where the template allows no glue, and where max_length
+        leaves no token for a response.
         """
         done = len(self.spans)
         if done >= self.total_turns or self.finish[-1] != "stop":
@@ -184,13 +135,8 @@ class Conversation:
         self.tokens.extend(glue)
         return glue
 
-    def record(self) -> dict[str, Any]:
-        """What the store keeps."""
+    def record(self) -> Json:
+        """The record that the store keeps."""
         end = self.spans[-1][1]
-        return {
-            "id": self.id,
-            "tokens": self.tokens[:end],
-            "spans": self.spans,
-            "finish": self.finish,
-            "source": self.source,
-        }
+        tokens = self.tokens[:end]
+        return {"id": self.id, "tokens": tokens, "spans": self.spans, "finish": self.finish, "source": self.source}

@@ -1,4 +1,4 @@
-"""Which prompts are kept: length, readability, no duplicates, no overlap with evaluation prompts."""
+"""Selects prompts: length, readability, no duplicates, no overlap with evaluation prompts."""
 
 from __future__ import annotations
 
@@ -9,22 +9,25 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from drafttrain.data.formats import Prompt, prompt_texts
+from drafttrain.data.row_formats import Prompt, prompt_texts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _WORD = re.compile(r"\w+", re.UNICODE)
 
 
 def words(text: str) -> list[str]:
-    """Lower-case words, punctuation and compatibility forms (full-width letters, ligatures) levelled."""
+    """Lower-case words, without punctuation, in NFKC form (no full-width letters or ligatures)."""
     return _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
 
 
 def ngrams(text: str, size: int) -> set[tuple[str, ...]]:
-    """All runs of `size` words; a shorter text is one run of its own length."""
+    """All runs of `size` words; a shorter text is a single run."""
     found = words(text)
     return {tuple(found[i : i + size]) for i in range(max(1, len(found) - size + 1))} if found else set()
 
@@ -35,24 +38,24 @@ def stable_id(prompt: Prompt) -> str:
 
 
 def is_readable(text: str) -> bool:
-    """False if text holds control characters, unassigned code points, or the mark of bytes that were no UTF-8."""
+    """False if text holds control characters, unassigned code points, or the replacement character."""
     return not any(
         c == "\ufffd" or (unicodedata.category(c) in ("Cc", "Cn", "Co", "Cs") and c not in "\n\t\r") for c in text
     )
 
 
 def is_repetitive(text: str) -> bool:
-    """True if a text of some length keeps saying the same: fewer than half of its three-word runs are distinct."""
+    """True if fewer than half of a text's three-word runs are distinct; texts of fewer than 20 runs never are."""
     found = words(text)
     runs = [tuple(found[i : i + 3]) for i in range(len(found) - 2)]
     return len(runs) >= 20 and len(set(runs)) < len(runs) / 2
 
 
 class NearDuplicates:
-    """MinHash with banding: remembers texts, and tells whether a new one shares most of its three-word runs with one.
+    """MinHash with banding: finds texts that share most of their three-word runs with an earlier one.
 
-    64 permutations in 16 bands of 4: texts whose run sets overlap by more than about a half meet in a band, and are
-    compared by their whole signature there.
+    64 permutations in 16 bands of 4. Texts whose sets of runs overlap by more than about a half share a band; their full
+    signatures are then compared.
 
     Source: Broder, On the resemblance and containment of documents (1997).
     """
@@ -66,13 +69,14 @@ class NearDuplicates:
         self.signatures: list[np.ndarray] = []
 
     def seen(self, text: str) -> bool:
-        """True if a similar text was seen before; otherwise remembers this one."""
+        """True if a similar text was seen before; otherwise stores this one."""
         runs = [hashlib.blake2b(" ".join(run).encode(), digest_size=8).digest() for run in ngrams(text, 3)]
         if not runs:
             return False
         keys = np.frombuffer(b"".join(runs), dtype=np.uint64)
         # Multiplication wraps at 2^64; the high half of an odd-multiplier hash is well mixed.
-        signature = ((self.factors * keys + self.offsets) >> np.uint64(32)).min(axis=1).astype(np.uint32)
+        hashes = (self.factors * keys + self.offsets) >> np.uint64(32)  # [64, runs]
+        signature = hashes.min(axis=1).astype(np.uint32)  # [64]
         places = [(i, signature[4 * i : 4 * i + 4].tobytes()) for i in range(16)]
         candidates = {index for place in places for index in self.bands.get(place, ())}
         if any((self.signatures[index] == signature).mean() >= self.threshold for index in candidates):
@@ -84,8 +88,8 @@ class NearDuplicates:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """How long a prompt may be: characters, and tokens where a tokenizer is at hand (0: no limit)."""
+class PromptLimits:
+    """Length limits of a prompt: characters, and tokens where a tokenizer is given (0: no limit)."""
 
     min_chars: int = 10
     max_chars: int = 8000
@@ -94,7 +98,7 @@ class Limits:
 
 
 class Filter:
-    """Says of each prompt whether it is kept, and counts why not.
+    """Decides whether a prompt is kept, and counts the reasons against.
 
     Args:
         limits: length limits, on the text of all user turns together.
@@ -106,7 +110,13 @@ class Filter:
         dropped: reason -> count.
     """
 
-    def __init__(self, limits: Limits, evaluation: Iterable[str] = (), ngram: int = 8, tokenizer: Any = None):
+    def __init__(
+        self,
+        limits: PromptLimits,
+        evaluation: Iterable[str] = (),
+        ngram: int = 8,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ):
         self.limits, self.ngram, self.tokenizer = limits, ngram, tokenizer
         self.forbidden = {run for text in evaluation for run in ngrams(text, ngram)}
         self.special = (
@@ -126,16 +136,12 @@ class Filter:
         asked = "\n".join(prompt_texts(prompt))
         everything = [asked, *(message["content"] for message in prompt.get("messages", ()))]
         limits = self.limits
-        if len(asked) < limits.min_chars:
-            return f"shorter than {limits.min_chars} characters"
-        if 0 < limits.max_chars < len(asked):
-            return f"longer than {limits.max_chars} characters"
+        if reason := _wrong_length(len(asked), limits.min_chars, limits.max_chars, "characters"):
+            return reason
         if self.tokenizer is not None and (limits.min_tokens or limits.max_tokens):
             count = len(self.tokenizer(asked, add_special_tokens=False)["input_ids"])
-            if count < limits.min_tokens:
-                return f"shorter than {limits.min_tokens} tokens"
-            if 0 < limits.max_tokens < count:
-                return f"longer than {limits.max_tokens} tokens"
+            if reason := _wrong_length(count, limits.min_tokens, limits.max_tokens, "tokens"):
+                return reason
         if not all(map(is_readable, everything)):
             return "unreadable characters"
         if any(token in text for token in self.special for text in everything):
@@ -150,3 +156,9 @@ class Filter:
 
     def _contaminated(self, text: str) -> bool:
         return bool(self.forbidden) and not self.forbidden.isdisjoint(ngrams(text, self.ngram))
+
+
+def _wrong_length(count: int, least: int, most: int, unit: str) -> str | None:
+    if count < least:
+        return f"shorter than {least} {unit}"
+    return f"longer than {most} {unit}" if 0 < most < count else None

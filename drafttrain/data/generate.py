@@ -18,11 +18,11 @@ import torch
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from drafttrain import __version__
 from drafttrain.data.backends import Backend, Limits, LocalBackend, OpenAIBackend, VllmBackend
 from drafttrain.data.conversation import ChatRenderer, Conversation
 from drafttrain.data.existing import store_existing
 from drafttrain.data.store import FeatureWriter, Store, check_space
+from drafttrain.environment import __version__
 from drafttrain.errors import UserError
 from drafttrain.files import write_json
 from drafttrain.ops.sampling import SamplingParams

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from drafttrain.data.chat import Message, decode, encode, render_text
-from drafttrain.data.formats import parse_row
+from drafttrain.data.row_formats import parse_row
 from drafttrain.errors import UserError
 from drafttrain.files import read_jsonl
 

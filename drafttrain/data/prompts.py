@@ -1,4 +1,4 @@
-"""`drafttrain prompts`: collects prompts, drops what should not be trained on, and says what was dropped and why."""
+"""`drafttrain prompts`: collects prompts, filters them, and reports how many were dropped for which reason."""
 
 from __future__ import annotations
 
@@ -8,18 +8,26 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
-from drafttrain.data.filters import Filter, Limits, stable_id
-from drafttrain.data.formats import Prompt, parse_row, prompt_texts
-from drafttrain.errors import UserError
-from drafttrain.files import read_jsonl, suites_folder, write_json, write_jsonl
+from drafttrain.data.filters import Filter, PromptLimits, stable_id
+from drafttrain.data.row_formats import Prompt, parse_row, prompt_texts
+from drafttrain.errors import UserError, first_line
+from drafttrain.files import Json, JsonlLog, differences, read_jsonl, suites_folder, write_json, write_jsonl
+from drafttrain.flags import add_target_flags, load_target
 from drafttrain.progress import Progress
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from drafttrain.data.magpie import PromptWriter
+    from drafttrain.inference.responses import Finished
+    from drafttrain.target import Target
 
 HELP = """Collect prompts for the target to answer, one JSON object per line: {"id", "messages" or "text", "source"}.
 
@@ -29,29 +37,27 @@ HELP = """Collect prompts for the target to answer, one JSON object per line: {"
 
 magpie   the target writes the user turns itself, from its chat template's opening (no template: free-running text)
 file     JSONL: FastChat turns, ShareGPT conversations, OpenAI messages, prompt or instruction (+ input), plain text
-ID       a data set of the Hub, or a local folder of one; --columns tells where its columns differ from the above
+ID       a data set of the Hub, or a local folder of one; --columns maps columns with other names
 
-Prompts are shuffled by --seed, filtered by length, freed of duplicates, and dropped when they share --ngram words in a
-row with a file of --exclude or with the evaluation suites that come with drafttrain. magpie goes on where it was
-interrupted; a finished file is left alone."""
+Prompts are shuffled by --seed and filtered by length. Duplicates are dropped, and so are prompts that share --ngram
+consecutive words with a file of --exclude or with the evaluation suites of drafttrain. An interrupted magpie run
+continues when run again; a finished file is not changed."""
 
-_READ_AHEAD = 10_000  # rows of a streamed data set that are shuffled at a time
+_READ_AHEAD = 10_000  # rows of a streamed data set that are shuffled together
 
 
 # -- sources --------------------------------------------------------------------------------------------------------
 
 
-def file_rows(path: Path, seed: int) -> list[dict[str, Any]]:
+def file_rows(path: Path, seed: int) -> list[Json]:
     """All rows of a JSONL file in seeded random order."""
     rows = [row for _, row in read_jsonl(path)]
     random.Random(seed).shuffle(rows)
     return rows
 
 
-def dataset_rows(
-    name: str, subset: str | None, split: str, columns: dict[str, str], seed: int
-) -> Iterator[dict[str, Any]]:
-    """Rows of a data set in seeded random order, streamed, with the mapped columns under our names.
+def dataset_rows(name: str, subset: str | None, split: str, columns: dict[str, str], seed: int) -> Iterator[Json]:
+    """Streams rows of a data set in seeded random order, with the mapped columns under our names.
 
     Raises:
         UserError: no such data set, subset or split, or a mapped column that it does not have.
@@ -61,10 +67,9 @@ def dataset_rows(
     try:
         stream = load_dataset(name, subset, split=split, streaming=True)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
         raise UserError(
-            f"source={name!r} (subset {subset}, split {split}) cannot be loaded: {reason}; give magpie, file, a "
-            "reachable Hub id, or a local folder, and a --split that exists"
+            f"source={name!r} (subset {subset}, split {split}) cannot be loaded: {first_line(error)}; give magpie, file, "
+            "a reachable Hub id, or a local folder, and a --split that exists"
         ) from error
     for row in stream.shuffle(seed=seed, buffer_size=_READ_AHEAD):
         missing = [theirs for theirs in columns.values() if theirs not in row]
@@ -86,7 +91,7 @@ def parse_columns(text: str) -> dict[str, str]:
 
 
 def evaluation_texts(files: Iterable[Path], own_suites: bool) -> Iterator[str]:
-    """What the evaluation files ask; our own suites included unless told otherwise.
+    """The prompts of evaluation files, and of drafttrain's own suites if `own_suites`.
 
     Raises:
         UserError: a file that cannot be read, or holds no prompt in a known format.
@@ -103,9 +108,9 @@ def evaluation_texts(files: Iterable[Path], own_suites: bool) -> Iterator[str]:
 # -- collecting -----------------------------------------------------------------------------------------------------
 
 
-def collect(rows: Iterable[dict[str, Any]], keep: Filter, count: int | None, source: str) -> list[dict[str, Any]]:
+def collect(rows: Iterable[Json], keep: Filter, count: int | None, source: str) -> list[Json]:
     """Prompts of existing rows, until there are `count`."""
-    kept: list[dict[str, Any]] = []
+    kept: list[Json] = []
     with Progress("prompts", count, "prompts") as progress:
         for row in rows:
             prompt = parse_row(row)
@@ -119,110 +124,70 @@ def collect(rows: Iterable[dict[str, Any]], keep: Filter, count: int | None, sou
     return kept
 
 
-class Partial:
-    """The growing file of a magpie run: its settings, then what became of each request, a line each.
-
-    A line that was being written when the run was killed is dropped.
-
-    Raises:
-        UserError: begun with other settings.
-    """
-
-    def __init__(self, path: Path, settings: dict[str, Any]):
-        self.path = path
-        self.lines: list[dict[str, Any]] = []
-        whole = 0
-        if path.exists():
-            for line in path.read_bytes().splitlines(keepends=True):
-                if not line.endswith(b"\n"):
-                    break
-                whole += len(line)
-                self.lines.append(json.loads(line))
-        if self.lines and self.lines[0] != settings:
-            raise UserError(
-                f"{path} was begun with {_difference(self.lines[0], settings)}; use those, or give --overwrite"
-            )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.file = path.open("ab")
-        self.file.truncate(whole)
-        if not self.lines:
-            self.add(settings)
-
-    @property
-    def results(self) -> list[dict[str, Any]]:
-        return self.lines[1:]
-
-    def add(self, line: dict[str, Any]) -> None:
-        self.lines.append(line)
-        self.file.write((json.dumps(line, ensure_ascii=False) + "\n").encode())
-        self.file.flush()
-
-    def close(self) -> None:
-        self.file.close()
-
-
 def write_prompts(
-    writer: Any,
-    engine: Any,
-    sampling: Any,
-    partial: Partial,
+    writer: PromptWriter,
+    answers: Callable[[int], Iterator[Finished]],
+    log: JsonlLog,
     keep: Filter,
     count: int,
     minutes: float | None,
     seed: int,
-) -> list[dict[str, Any]]:
-    """Lets the target write prompts until `count` are kept or time is up.
+) -> list[Json]:
+    """Collects prompts that the target writes until `count` are kept or time is up.
 
     Args:
-        writer: a magpie.Writer; engine, sampling: see data/slots.py.
-        partial: takes every result, and holds those of an earlier run.
-        keep: counts what is dropped, earlier results included.
+        writer: turns an answer into a prompt.
+        answers: the target's answers to the writer's requests from the given number on.
+        log: gets every result, and holds those of an earlier run.
+        keep: counts dropped prompts, earlier results included.
 
     Returns:
-        The kept prompts in seeded random order: in order of completion the short ones would come first.
+        The kept prompts in seeded random order: in order of completion, short ones would come first.
     """
-    kept: list[dict[str, Any]] = []
+    kept: list[Json] = []
     start = 0
 
-    def take(number: int, result: Prompt | str) -> None:
-        if isinstance(result, str):
+    def take(result: Prompt | str) -> None:
+        if isinstance(result, str):  # the reason to drop it
             keep.dropped[result] += 1
         elif keep.keeps(result):
             kept.append({"id": stable_id(result), **result, "source": "magpie"})
 
-    for line in partial.results:
-        take(line["number"], line["result"])
-        start = max(start, line["number"] + 1)
+    for row in log.rows:
+        take(row["result"])
+        start = max(start, row["number"] + 1)
     until = time.monotonic() + 60 * minutes if minutes else float("inf")
     with Progress("prompts written by the target", count, "prompts") as progress:
         progress.start_at(len(kept))
         if len(kept) < count:
-            for finished in engine.run(writer.requests(start), sampling, seed):
+            for finished in answers(start):
                 result = writer.prompt(finished)
-                number, before = int(finished.key), len(kept)
-                partial.add({"number": number, "result": result})
-                take(number, result)
+                log.add({"number": int(finished.key), "result": result})
+                before = len(kept)
+                take(result)
                 progress.advance(len(kept) - before)
                 if len(kept) >= count or time.monotonic() > until:
                     break
-    partial.close()
+    log.close()
     random.Random(seed).shuffle(kept)
     return kept[:count]
 
 
-def magpie_prompts(
-    args: argparse.Namespace, keep: Filter, target: Any, settings: dict[str, Any]
-) -> list[dict[str, Any]]:
-    """Sets the engine up and runs it."""
-    from drafttrain.data.magpie import Writer, load_openings
+def magpie_prompts(args: argparse.Namespace, keep: Filter, target: Target, settings: Json) -> list[Json]:
+    """Runs the target in the inference engine as the writer of prompts."""
+    from drafttrain.data.magpie import PromptWriter, load_openings
     from drafttrain.inference.responses import ResponseEngine
     from drafttrain.ops.sampling import SamplingParams
 
     sampling = SamplingParams(args.temperature, 0, args.top_p)
-    writer = Writer(target, load_openings(args.openings), args.opening_share, args.max_prompt_tokens, args.seed)
-    partial = Partial(_partial_path(args.output), settings)
+    writer = PromptWriter(target, load_openings(args.openings), args.opening_share, args.max_prompt_tokens, args.seed)
+    log = JsonlLog(_partial_path(args.output), settings)
     engine = ResponseEngine(target, slots=args.slots, max_length=writer.max_length)
-    return write_prompts(writer, engine, sampling, partial, keep, args.count, args.max_minutes, args.seed)
+
+    def answers(start: int) -> Iterator[Finished]:
+        return engine.run(writer.requests(start), sampling, args.seed)
+
+    return write_prompts(writer, answers, log, keep, args.count, args.max_minutes, args.seed)
 
 
 # -- command --------------------------------------------------------------------------------------------------------
@@ -231,41 +196,33 @@ def magpie_prompts(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--source", required=True, help="magpie, file, or a data set id")
-    add("--output", required=True, type=Path, help="JSONL file to write; FILE.summary.json beside it holds the counts")
-    add("--count", type=int, help="prompts wanted (default: 1000 for magpie, else all there are)")
+    add("--output", required=True, type=Path, help="JSONL file to write; FILE.summary.json holds the counts")
+    add("--count", type=int, help="number of prompts (default: 1000 for magpie, else all)")
     add("--input", type=Path, help="for file: the JSONL file")
     add("--subset", help="for a data set: its configuration")
     add("--split", default="train", help="for a data set (default: train)")
-    add(
-        "--columns",
-        default="",
-        help="for a data set: our names = its names, as in messages=conversations,system=preamble",
-    )
-    add("--target", help="for magpie: who writes; also counts tokens for --min-tokens and --max-tokens")
-    add("--dtype", default="auto", help="for magpie: float32, bfloat16 or auto")
-    add("--device", default="auto", help="for magpie: cpu, cuda or auto")
-    add("--trust-remote-code", action="store_true", help="run model code that comes with the target")
-    add("--temperature", type=float, default=0.8, help="for magpie; large models stay sensible at 1.0 (default: 0.8)")
+    add("--columns", default="", help="for a data set: our names = its names: messages=conversations,system=preamble")
+    described = "for magpie: the model that writes; its tokenizer also counts --min-tokens and --max-tokens"
+    add_target_flags(parser, described, required=False, default=None, prefix="for magpie: ")
+    add("--temperature", type=float, default=0.8, help="for magpie; large models stay coherent at 1.0 (default: 0.8)")
     add("--top-p", type=float, default=1.0, help="for magpie; below 1 is slow on a CPU (default: 1.0)")
     add("--openings", default="builtin", help="for magpie: builtin, none, or a file with one beginning per line")
     add("--opening-share", type=float, default=0.5, help="share of prompts that get an opening (default: 0.5)")
     add("--max-prompt-tokens", type=int, default=256, help="for magpie: longer prompts are dropped (default: 256)")
-    add("--slots", type=int, default=128, help="for magpie: sequences that run at a time (default: 128)")
-    add("--max-minutes", type=float, help="for magpie: stop after this time with what there is")
+    add("--slots", type=int, default=128, help="for magpie: sequences that run together (default: 128)")
+    add("--max-minutes", type=float, help="for magpie: stop after this time and keep the prompts so far")
     add("--min-chars", type=int, default=10, help="(default: 10)")
     add("--max-chars", type=int, default=8000, help="0: no limit (default: 8000)")
     add("--min-tokens", type=int, default=0, help="needs --target")
     add("--max-tokens", type=int, default=0, help="needs --target")
-    add("--exclude", nargs="+", type=Path, default=[], metavar="FILE", help="evaluation files to keep clear of")
     add(
-        "--exclude-suites",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="keep clear of drafttrain's own suites",
+        "--exclude", nargs="+", type=Path, default=[], metavar="FILE", help="evaluation files: drop overlapping prompts"
     )
-    add("--ngram", type=int, default=8, help="shared words in a row that count as overlap (default: 8)")
+    flag = argparse.BooleanOptionalAction
+    add("--exclude-suites", action=flag, default=True, help="also drop prompts that overlap with drafttrain's suites")
+    add("--ngram", type=int, default=8, help="consecutive shared words that count as overlap (default: 8)")
     add("--seed", type=int, default=0)
-    add("--overwrite", action="store_true", help="begin afresh, whatever is there")
+    add("--overwrite", action="store_true", help="delete existing results first")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -279,25 +236,23 @@ def run(args: argparse.Namespace) -> int:
     if args.output.exists():
         before = json.loads(summary.read_text())["settings"] if summary.exists() else {}
         if before != settings:
-            what = _difference(before, settings) if before else "settings that are not known any more"
+            what = differences(before, settings) if before else "unknown settings (it has no summary file)"
             raise UserError(f"{args.output} was made with {what}; give --overwrite, or another --output")
         print(f"{args.output} is there already, made with the same settings; left as it is")
         return 0
     keep, target = _filter(args)
-    if args.source == "magpie":
-        lasting = {key: value for key, value in settings.items() if key != "count"}
-        rows = magpie_prompts(args, keep, target, lasting)
+    if target is not None:
+        rows = magpie_prompts(args, keep, target, {key: value for key, value in settings.items() if key != "count"})
     elif args.source == "file":
         rows = collect(file_rows(args.input, args.seed), keep, args.count, args.input.name)
     else:
-        columns = parse_columns(args.columns)
-        found = dataset_rows(args.source, args.subset, args.split, columns, args.seed)
+        found = dataset_rows(args.source, args.subset, args.split, parse_columns(args.columns), args.seed)
         rows = collect(found, keep, args.count, args.source)
     if not rows:
-        reasons = (
-            ", ".join(f"{reason} {count}" for reason, count in keep.dropped.most_common()) or "the source is empty"
+        reasons = ", ".join(f"{reason} {count}" for reason, count in keep.dropped.most_common())
+        raise UserError(
+            f"source={args.source}: no prompt is left ({reasons or 'the source is empty'}); check the format and the limits"
         )
-        raise UserError(f"source={args.source}: no prompt is left ({reasons}); check the format and the limits")
     counts = {"read": len(rows) + sum(keep.dropped.values()), "kept": len(rows), "dropped": dict(keep.dropped)}
     write_json(summary, {"settings": settings, **counts})
     write_jsonl(args.output, rows)
@@ -307,6 +262,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
+    counts_tokens = args.min_tokens or args.max_tokens
     rules = [
         (
             args.source == "magpie" and not args.target,
@@ -314,7 +270,7 @@ def _check(args: argparse.Namespace) -> None:
         ),
         (args.source == "file" and not args.input, "source=file needs --input FILE.jsonl"),
         (
-            (args.min_tokens or args.max_tokens) and not args.target,
+            counts_tokens and not args.target,
             "min_tokens and max_tokens need --target, whose tokenizer counts them; or use --min-chars and --max-chars",
         ),
         (args.count is not None and args.count < 1, f"count={args.count} must be at least 1"),
@@ -329,41 +285,33 @@ def _check(args: argparse.Namespace) -> None:
             raise UserError(message)
 
 
-def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    """What decides the result; not where it goes, nor how fast it is made."""
+def _settings(args: argparse.Namespace) -> Json:
+    """The flags that determine the result, without output place and speed."""
     names = "source count input subset split columns target temperature top_p openings opening_share max_prompt_tokens "
     names += "min_chars max_chars min_tokens max_tokens exclude exclude_suites ngram seed"
     return json.loads(json.dumps({name: getattr(args, name) for name in names.split()}, default=str))
 
 
-def _difference(before: dict[str, Any], now: dict[str, Any]) -> str:
-    return ", ".join(f"{key}={before.get(key)!r}" for key in {**before, **now} if before.get(key) != now.get(key))
-
-
-def _filter(args: argparse.Namespace) -> tuple[Filter, Any]:
-    """The filter, and the target where magpie needs one (else its tokenizer is enough)."""
-    limits = Limits(args.min_chars, args.max_chars, args.min_tokens, args.max_tokens)
+def _filter(args: argparse.Namespace) -> tuple[Filter, Target | None]:
+    """The filter; and the target for magpie. Other sources need its tokenizer only."""
+    limits = PromptLimits(args.min_chars, args.max_chars, args.min_tokens, args.max_tokens)
     texts = list(evaluation_texts(args.exclude, args.exclude_suites))
-    if not args.target:
-        return Filter(limits, texts, args.ngram), None
-    if args.source != "magpie":
-        return Filter(limits, texts, args.ngram, _load_tokenizer(args.target, args.trust_remote_code)), None
-    from drafttrain.target import Target
-
-    target = Target.load(args.target, args.dtype, args.device, args.trust_remote_code)
-    return Filter(limits, texts, args.ngram, target.tokenizer), target
+    target = load_target(args) if args.source == "magpie" else None
+    tokenizer = target.tokenizer if target else _load_tokenizer(args) if args.target else None
+    return Filter(limits, texts, args.ngram, tokenizer), target
 
 
-def _load_tokenizer(target: str, trust_remote_code: bool) -> Any:
+def _load_tokenizer(args: argparse.Namespace) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     from drafttrain.target import resolve_target
 
     try:
-        return AutoTokenizer.from_pretrained(resolve_target(target), trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(resolve_target(args.target), trust_remote_code=args.trust_remote_code)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"target={target!r} has no tokenizer that loads ({reason}); give a folder or Hub id") from error
+        raise UserError(
+            f"target={args.target!r} has no tokenizer that loads ({first_line(error)}); give a folder or Hub id"
+        ) from error
 
 
 def _partial_path(output: Path) -> Path:

@@ -31,7 +31,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from drafttrain import __version__
+from drafttrain.environment import __version__
 from drafttrain.errors import UserError
 from drafttrain.files import is_disk_full, write_json
 from drafttrain.target.attention import LAST

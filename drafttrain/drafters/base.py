@@ -1,96 +1,242 @@
-"""The drafter contract, and how a kind's name becomes its class.
+"""The drafter contract: every fact and hook that other subpackages use on a drafter, each with its default.
 
-A kind is one module in this folder that defines `KIND`, the class with that contract. Trained kinds are
-`PreTrainedModel`s with both halves; training-free kinds fulfil the proposal half only.
+A kind is a folder drafters/KIND/ whose model.py defines `KIND`, a subclass of `Drafter`:
 
-    training half    training_step(batch, target_output, teacher, ...) -> StepOutput
-    proposal half    start(prompt_ids, ...) -> Session;  session.extend(tokens, features);  session.propose(spec, sampler)
+    facts            class attributes: what the kind is and which features it supports
+    training half    begin -> bind -> solve_start -> forward, forward, ... -> suggest_tree -> save_pretrained
+    proposal half    load -> pack -> bind -> start -> Session; then extend_all and propose_all once per round
+    shipping half    formats, unsupported features, writing and reading: drafters/KIND/export.py, see drafters/shipping.py
 
-Sessions are one per sequence. A kind that can serve several at once overrides `extend_all` and `propose_all`.
+Kinds without weights implement the proposal half only. Trained kinds are `PreTrainedModel`s too and inherit
+`common.trainable.TrainableDrafter`, which implements most hooks. docs/developer/add-a-drafter-kind.md builds one.
+
+Shapes: see batch.py for b, s, h, f, v, d, n, k and for the alignment of anchors and depths.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
-from drafttrain.batch import TokenTree
+from drafttrain.batch import Batch, StepOutput, TargetOutput, TokenTree
 from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.errors import UserError
+from drafttrain.losses import TargetRows
 from drafttrain.ops.sampling import Sampler
 from drafttrain.target import Target
 
+# Runs the target on a batch: its features, its distributions, and the row of each position [b, s] (-1 where none is needed).
+Source = Callable[[Batch], tuple[TargetOutput, TargetRows, Tensor]]
+# The kept target ids [d] for a vocabulary of at most `size` tokens; 0 keeps all.
+KeepTokens = Callable[[int], Tensor]
+# Values of a recipe's `init` that make a new drafter; any other value names a drafter to continue.
+NEW = ("target", "random", "native")
 
-class Session(Protocol):
-    """A drafter at work on one sequence. Its cache always reflects committed tokens and true target features."""
+
+class Session:
+    """A drafter's state for one sequence. Its cache holds committed tokens and true target features only."""
 
     def extend(self, tokens: Tensor, features: Tensor) -> None:
-        """Takes what the target has just committed.
+        """Reads what the target has just committed.
 
         Args:
-            tokens: [m] int64; tokens[i] follows the position that features[i] belongs to. The first calls after `start`
-                cover the prompt, a long one in several pieces: tokens are prompt[1:] plus the first sampled token.
+            tokens: [m] int64; tokens[i] follows the position of features[i]. The first calls after `start` cover the
+                prompt, a long one in several pieces: tokens are prompt[1:] plus the first sampled token.
             features: [m, f*h], the target's features at those positions (f may be 0).
         """
-        ...
+        raise NotImplementedError(f"{type(self).__name__}.extend")
 
     def propose(self, spec: TreeSpec, sampler: Sampler | None = None) -> TokenTree:
-        """Drafts a tree below the last committed token. May return fewer nodes than asked, or none.
+        """Drafts a tree below the last committed token. May return fewer nodes than `spec` allows, or none.
 
         Args:
-            spec: kinds that know no probabilities propose by their rule whatever `sampled` and `stop` say.
-            sampler: what `spec.sampled` draws by; needed only then.
+            spec: the tree's shape. Kinds that draft by a rule ignore `sampled`.
+            sampler: draws the tokens; required if `spec.sampled`.
         """
-        ...
-
-
-class ProbingSession(Session, Protocol):
-    """A session of a kind with `probes`: nodes that the target's pass carries beside what is drafted, only to learn from."""
+        raise NotImplementedError(f"{type(self).__name__}.propose")
 
     def probe(self) -> tuple[list[int], list[int]]:
-        """This round's probes, asked for after `propose`: their tokens, and their parents among them (-1: the root)."""
-        ...
+        """Returns this round's probes, after `propose`: their tokens, and their parents among them (-1: the root).
+
+        Probes are nodes that the target verifies in the same pass but never accepts; only the session learns from them.
+        """
+        return [], []
 
     def observe(self, chosen: list[int]) -> None:
-        """Is told what the target holds for likeliest behind the root and behind each probe; -1 where it was not asked.
+        """Reads the target's likeliest token after the root and after each probe; -1 for probes that were not verified.
 
-        It comes before the `extend` with what the round has committed, and leaves what is drafted lossless: it is known
-        before the next round's tokens are chosen.
+        Called before the `extend` of the same round. Decoding stays lossless: the next round's tokens are not chosen yet.
         """
-        ...
 
 
-class Drafter(Protocol):
-    """The proposal half of the contract, which every kind fulfils; one that inherits it gets the joint steps as loops.
+class JointSession(Session):
+    """A session of a kind whose drafter serves several sessions in one pass (`extend_all`, `propose_all`)."""
+
+    drafter: Any
+
+    def extend(self, tokens: Tensor, features: Tensor) -> None:
+        self.drafter.extend_all([self], [tokens], [features])
+
+    def propose(self, spec: TreeSpec, sampler: Sampler | None = None) -> TokenTree:
+        return self.drafter.propose_all([self], [spec], [sampler])[0]
+
+
+class Drafter:
+    """Base class of all drafters. Every hook that other subpackages call is declared here with its default.
 
     Attributes:
-        probes: most nodes that its sessions add to a tree; above 0 they are `ProbingSession`s.
+        kind: the kind's name, which is its folder's.
+        trainable: the kind has weights, and `drafttrain train` accepts it.
+        feature_layers: target hidden states that the drafter reads, concatenated to [., f*h]; see `Target.forward`.
+        probes: most probes per round of a session, see `Session.probe`.
+        takes_packed_rows: `forward` accepts rows that hold several conversations.
+        pretrains: `forward` accepts rows=None, the loss `next_token` on plain text.
+        writes_responses: the drafter is a language model that can answer prompts, see `as_target`.
+        loads_language_models: a causal language model that is not ours loads as this kind.
+        chain_depth: depth of the chain that training's estimate of the accepted length assumes; 0: the trained depths.
+        defaults_beside: options of a kind without weights when it drafts beside another drafter (FIRST+KIND).
     """
 
-    kind: str
-    feature_layers: tuple[int, ...]
+    kind: str = ""
+    trainable: bool = False
+    feature_layers: tuple[int, ...] = ()
     probes: int = 0
+    takes_packed_rows: bool = False
+    pretrains: bool = False
+    writes_responses: bool = False
+    loads_language_models: bool = False
+    chain_depth: int = 0
+    defaults_beside: ClassVar[Mapping[str, Any]] = {}
 
-    def start(self, prompt_ids: Tensor, max_length: int) -> Session:
-        """Begins a sequence. prompt_ids: [L] int64; max_length: most tokens the sequence can reach (cache size)."""
-        ...
+    @property
+    def vocabulary(self) -> Tensor | None:
+        """[d] int64, target ids that the drafter can propose; None: all of them. Trained kinds store it as `kept_ids`."""
+        return None
+
+    # -- training half ------------------------------------------------------------------------------------------
+
+    @classmethod
+    def begin(
+        cls, target: Target, init: str, options: dict[str, Any], loss: str, keep: KeepTokens | None = None
+    ) -> Self:
+        """Returns a drafter to train, bound to the target unless `init` is one of NEW.
+
+        Args:
+            init: one of NEW, or the folder or Hub id of a drafter to continue.
+            options: the recipe's `drafter:` keys. loss: the recipe's loss. keep: chooses the drafter's vocabulary.
+
+        Raises:
+            UserError: a kind without weights, an unknown option, or a drafter that does not fit the target.
+        """
+        raise UserError(
+            f"kind={cls.kind!r} has no weights to train; use it directly: drafttrain eval --drafter {cls.kind}"
+        )
+
+    @classmethod
+    def native(cls, target: Target, kept_ids: Tensor, options: dict[str, Any]) -> Self:
+        """Returns a drafter with the weights of the module that the target's own checkpoint holds (init=native).
+
+        Raises:
+            UserError: targets come with no drafter of this kind (the default), or this target does not.
+        """
+        raise UserError(f"init='native': no target comes with a drafter of kind={cls.kind!r}; use init=target")
+
+    def initialize(self, target: Target, kept_ids: Tensor) -> list[str]:
+        """Copies what fits from the target (init=target) and stores `kept_ids` [d]; returns the names of what it copied."""
+        return []
+
+    def solve_start(self, batches: list[Batch], source: Source) -> float | None:
+        """Solves part of the weights in closed form on some training data, before the first step.
+
+        Returns:
+            Share of the target's last state that the start explains, 0 to 1; None for kinds without a closed form.
+        """
+        return None
+
+    def suggest_tree(self, batches: list[Batch], source: Source) -> str | None:
+        """Chooses a default tree on held-out data after training; returns its text form, None for no suggestion."""
+        return None
+
+    def check_packing(self) -> None:
+        """Raises UserError if this drafter mixes up the conversations of a packed row."""
+
+    def forward(
+        self,
+        batch: Batch,
+        embeds: Tensor,
+        output: TargetOutput,
+        rows: TargetRows,
+        row_of: Tensor,
+        count: Tensor | float,
+        measure: bool = True,
+    ) -> StepOutput:
+        """One training step: the loss of all depths at all anchors of a batch.
+
+        Args:
+            batch: tokens and masks [b, s].
+            embeds: [b, s, h], the target's embeddings of the batch's tokens.
+            output: the target's features [b, s, f*h] for `feature_layers`.
+            rows: the target's distributions; with `pretrains` None: the loss is the batch's own next tokens'.
+            row_of: [b, s] int64, the row of each position in `rows`; -1 where none is needed.
+            count: anchors in the whole optimizer step, over all ranks and accumulation steps; the loss is divided by it.
+            measure: also return metrics.
+
+        Returns:
+            The loss and, per depth, the sums over anchors of count, loss, alpha and agree, each [depths] float32.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.forward")
+
+    def blank(self) -> Self:
+        """Returns another drafter of the same shapes with weights of its own, for a copy of sharded weights."""
+        raise NotImplementedError(f"{type(self).__name__}.blank")
+
+    def load_checkpoint(self, folder: str | Path) -> bool:
+        """Reads the weights of a training checkpoint; False if the trainer should load them by their names instead."""
+        return False
+
+    def as_target(self) -> Target:
+        """Returns a frozen copy of the drafter as a target, which samples on-policy responses.
+
+        Raises:
+            UserError: a kind without `writes_responses`.
+        """
+        raise UserError(f"on_policy: a drafter of kind={self.kind!r} cannot write responses by itself; leave it out")
+
+    # -- proposal half ------------------------------------------------------------------------------------------
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """Returns a saved drafter, not bound to a target. Only for trained kinds."""
+        raise NotImplementedError(f"{cls.__name__}.load")
+
+    def pack(self) -> None:
+        """Prepares the weights for inference on a CPU; called after loading and before `bind`."""
 
     def bind(self, target: Target) -> None:
-        """Attaches what is shared with the target (embedding) and checks that the two belong together.
+        """Attaches what is shared with the target (embedding, head) and checks that the two belong together.
 
         Raises:
             UserError: trained for another hidden size, vocabulary or tokenizer.
         """
-        ...
+
+    def start(self, prompt_ids: Tensor, max_length: int) -> Session:
+        """Returns a session for a new sequence.
+
+        Args:
+            prompt_ids: [L] int64. max_length: most tokens that the sequence can reach, which sizes the cache.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.start")
 
     def extend_all(self, sessions: Sequence[Any], tokens: Sequence[Tensor], features: Sequence[Tensor]) -> None:
-        """`Session.extend` of several of this drafter's sessions; each entry belongs to one of them."""
+        """`Session.extend` of several of this drafter's sessions; entry i belongs to session i."""
         for session, new, states in zip(sessions, tokens, features, strict=True):
             session.extend(new, states)
 
     def propose_all(
         self, sessions: Sequence[Any], specs: Sequence[TreeSpec], samplers: Sequence[Sampler | None]
     ) -> list[TokenTree]:
-        """`Session.propose` of several of this drafter's sessions; each spec and sampler belongs to one of them."""
+        """`Session.propose` of several of this drafter's sessions; entry i belongs to session i."""
         return [session.propose(*each) for session, *each in zip(sessions, specs, samplers, strict=True)]

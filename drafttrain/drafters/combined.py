@@ -11,12 +11,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from typing import cast
 
 from torch import Tensor
 
 from drafttrain.batch import TokenTree
-from drafttrain.drafters.base import Drafter, ProbingSession, Session
+from drafttrain.drafters.base import Drafter, JointSession, Session
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.ops.sampling import Sampler
 from drafttrain.target import Target
@@ -66,14 +65,11 @@ class CombinedDrafter(Drafter):
     choose: there a likely match is drafted instead.
     """
 
-    trainable = False
-
     def __init__(self, main: Drafter, side: Drafter):
         self.main, self.side = main, side
         self.kind = f"{main.kind}+{side.kind}"
         self.feature_layers = main.feature_layers
-        self.probing = [getattr(part, "probes", 0) > 0 for part in (main, side)]
-        self.probes = sum(getattr(part, "probes", 0) for part in (main, side))
+        self.probes = main.probes + side.probes
 
     def bind(self, target: Target) -> None:
         self.main.bind(target)
@@ -131,7 +127,7 @@ def alone(match: TokenTree, spec: TreeSpec) -> TokenTree:
     return match if len(kept) == len(match) else match.part(sorted(kept))
 
 
-class CombinedSession:
+class CombinedSession(JointSession):
     """Both sessions see everything that is committed."""
 
     def __init__(self, drafter: CombinedDrafter, main: Session, side: Session):
@@ -142,18 +138,11 @@ class CombinedSession:
         self.main.extend(tokens, features)
         self.side.extend(tokens, features)
 
-    def propose(self, spec: TreeSpec, sampler: Sampler | None = None) -> TokenTree:
-        return self.drafter.propose_all([self], [spec], [sampler])[0]
-
-    def _probing(self) -> list[ProbingSession]:
-        parts = zip((self.main, self.side), self.drafter.probing, strict=True)
-        return [cast(ProbingSession, part) for part, probing in parts if probing]
-
     def probe(self) -> tuple[list[int], list[int]]:
         tokens: list[int] = []
         parents: list[int] = []
         self.asked = []
-        for part in self._probing():
+        for part in (self.main, self.side):
             ids, above = part.probe()
             parents += [parent + len(tokens) if parent >= 0 else -1 for parent in above]
             tokens += ids
@@ -162,6 +151,6 @@ class CombinedSession:
 
     def observe(self, chosen: list[int]) -> None:
         begin = 1
-        for part, count in zip(self._probing(), self.asked, strict=True):
+        for part, count in zip((self.main, self.side), self.asked, strict=True):
             part.observe([chosen[0], *chosen[begin : begin + count]])
             begin += count

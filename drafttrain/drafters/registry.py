@@ -16,7 +16,7 @@ from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.combined import CombinedDrafter
 from drafttrain.errors import UserError
 from drafttrain.ops.native import cpu_kernels
-from drafttrain.ops.packing import pack, round_to_int8
+from drafttrain.ops.packing import round_to_int8
 from drafttrain.target import Target, resolve_target
 
 # Beside a drafter whose config.json is another library's: says that it is ours, and of which kind.
@@ -28,7 +28,7 @@ def kinds() -> list[str]:
     return sorted(path.parent.name for path in Path(__file__).parent.glob("*/model.py"))
 
 
-def kind_class(name: str) -> Any:
+def kind_class(name: str) -> type[Drafter]:
     """The class of a kind.
 
     Raises:
@@ -73,7 +73,7 @@ def load_drafter(name: str, target: Target) -> Drafter | None:
         if target.device.type == "cpu":
             if target.dtype == torch.bfloat16 and target.compute_dtype == torch.float32 and cpu_kernels() is not None:
                 _stream_int8(drafter)
-            getattr(drafter, "pack", lambda: pack(drafter))()
+            drafter.pack()
     drafter.bind(target)
     return drafter
 
@@ -230,7 +230,7 @@ def kind_of(name: str, key: str = "drafter") -> str:
         return config["drafter_kind"]
     architectures = set(config.get("architectures") or ())
     if architectures & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
-        return next(kind for kind in kinds() if getattr(kind_class(kind), "loads_language_models", False))
+        return next(kind for kind in kinds() if kind_class(kind).loads_language_models)
     raise UserError(
         f"{key}={name!r}: config.json has no drafter_kind and is no causal language model's, so it is no drafter of ours; bring "
         "a published EAGLE-3 head in by: drafttrain import"
@@ -239,5 +239,4 @@ def kind_of(name: str, key: str = "drafter") -> str:
 
 def load_trained(name: str, key: str = "drafter") -> Any:
     """A saved drafter, by folder or Hub id, not yet bound; see `kind_of`."""
-    cls, folder = kind_class(kind_of(name, key)), drafter_folder(name, key)
-    return cls.load(folder) if hasattr(cls, "load") else cls.from_pretrained(str(folder), use_safetensors=True)
+    return kind_class(kind_of(name, key)).load(drafter_folder(name, key))

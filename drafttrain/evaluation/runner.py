@@ -339,8 +339,7 @@ def answer(plan: Plan, batch: dict[int, Question], sides: dict[str, Side]) -> di
 
 def pruned_vocabulary(drafter: Drafter | None, vocab_size: int) -> Tensor | None:
     """[d] the target ids that a pruned vocabulary holds; None where every token can be drafted."""
-    main: Any = parts_of(drafter)[0] if drafter is not None else None
-    kept = getattr(main, "kept_ids", None)
+    kept = parts_of(drafter)[0].vocabulary if drafter is not None else None
     return None if kept is None or len(kept) == vocab_size else kept
 
 

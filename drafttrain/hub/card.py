@@ -10,9 +10,9 @@ from typing import Any
 import yaml
 from jinja2 import Environment, StrictUndefined
 
-from drafttrain import __version__
 from drafttrain.drafters.shipping import shipping
 from drafttrain.drafters.trained import Trained
+from drafttrain.environment import __version__
 from drafttrain.errors import UserError
 from drafttrain.export.serving_recipes import Recipe, public_name
 from drafttrain.hub.upload import shorten

@@ -83,7 +83,7 @@ class Engine:
         self.free = list(range(rows))
         self._capture = tuple(capture)
         self._layers = drafter.feature_layers if drafter is not None else self._capture
-        self._probes: int = getattr(drafter, "probes", 0)
+        self._probes = drafter.probes if drafter is not None else 0
         self._now, self._no_tree = _clock(target.device), TokenTree.empty(target.device)
         self._steps = TargetSteps.lease(target, graphs)
         if self._steps is None:
@@ -426,7 +426,7 @@ class Decoder:
     @torch.no_grad()
     def _run(self, sequences: list[Sequence]) -> Iterator[tuple[int, list[int]]]:
         # Leased here, not in `stream`: a generator that never starts is never closed.
-        margin = self.spec.most + getattr(self.drafter, "probes", 0) if self.drafter is not None else 0
+        margin = self.spec.most + self.drafter.probes if self.drafter is not None else 0
         capacity = max((len(s.prompt) + s.limit for s in sequences), default=0) + margin
         engine = Engine(
             self.target,

@@ -8,7 +8,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from drafttrain import __version__
+from drafttrain.environment import __version__
 from drafttrain.errors import UserError
 
 

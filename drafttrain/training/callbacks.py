@@ -109,7 +109,7 @@ def whole(drafter: Any, target: Target, wanted: bool) -> Any:
     with deepspeed.zero.GatheredParameters(scattered):
         if not wanted:
             return None
-        copy = drafter.blank() if hasattr(drafter, "blank") else type(drafter)(drafter.config)
+        copy = drafter.blank()
         copy = copy.to(scattered[0].device, scattered[0].dtype)
         copy.load_state_dict(drafter.state_dict())
     copy.bind(target)

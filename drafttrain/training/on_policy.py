@@ -109,10 +109,8 @@ class OnPolicy(TrainerCallback, ExportableState):
         options = OnPolicyOptions(**given)
         if options.share > 1:
             raise UserError(f"on_policy.share={options.share} must be at most 1")
-        if not hasattr(drafter, "as_target"):
-            raise UserError(
-                f"on_policy: a drafter of kind={drafter.kind!r} cannot write responses by itself; leave it out"
-            )
+        if not drafter.writes_responses:
+            raise UserError(f"on_policy: kind={drafter.kind!r} cannot write responses by itself; leave it out")
         place = (args.seed, args.process_index, args.world_size)
         return cls(options, drafter, rows, target, max_length, *place, packing)
 

@@ -67,10 +67,8 @@ class DrafterTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Kinds that are not saved under the names of their own weights load their checkpoints themselves."""
-        load = getattr(self.model, "load_checkpoint", None)
-        if load is not None:
-            load(resume_from_checkpoint)
-        else:
+        drafter: Any = self.model
+        if not drafter.load_checkpoint(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
@@ -163,7 +161,7 @@ class DrafterTrainer(Trainer):
         means = {name: (value / count).tolist() for name, value in summed.items() if name != "count"}
         metrics = {f"{name}@{k + 1}": round(x, 4) for name, row in means.items() for k, x in enumerate(row)}
         agree = means["agree"]
-        agree += agree[-1:] * (getattr(self.accelerator.unwrap_model(self.model), "chain_depth", 0) - len(agree))
+        agree += agree[-1:] * (self.accelerator.unwrap_model(self.model).chain_depth - len(agree))
         chain, expected = 1.0, 1.0
         for share in agree:
             chain *= share
@@ -223,11 +221,9 @@ class DrafterTrainer(Trainer):
         where = self.state.best_model_checkpoint or ""
         if not best or best == self.state.global_step or not os.path.isdir(where):
             return
-        load: Any = getattr(self.model, "load_checkpoint", None)
-        if load is None or self.is_deepspeed_enabled:
+        drafter: Any = self.model
+        if self.is_deepspeed_enabled or not drafter.load_checkpoint(where):
             self._load_best_model()
-        else:
-            load(where)
 
     # -- schedule -----------------------------------------------------------------------------------------------
 

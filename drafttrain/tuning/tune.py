@@ -125,7 +125,7 @@ def _fits(target: Target, ids: list[int], tokens: int) -> bool:
 def candidates(drafter: Drafter) -> list[TreeSpec]:
     """Every tree that can be replayed: chains, dynamic trees, some that stop early, matches left out or alone sooner or later."""
     main, side = parts_of(drafter)
-    stops = ("", "@stop=0.1", "@stop=0.3") if getattr(main, "trainable", False) else ("",)
+    stops = ("", "@stop=0.1", "@stop=0.3") if main.trainable else ("",)
     # A root and 11 nodes are what the CPU's kernel multiplies at a time.
     sure = ("@alone=0.5", "@alone=0.9", "@match=11", "@alone=0.5@match=11")
     shares = ("", "@nomatch", *sure) if side is not None else ("",)
@@ -208,7 +208,7 @@ def search_tree(
     Raises:
         UserError: a kind with probes, which learns from passes that a replay does not make.
     """
-    if getattr(drafter, "probes", 0):
+    if drafter.probes:
         raise UserError(
             f"drafter={drafter.kind!r} learns from its own rounds, so trees cannot be predicted; name one: --tree fanout:4x1x1"
         )

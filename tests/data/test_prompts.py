@@ -9,11 +9,12 @@ import pytest
 
 from drafttrain.cli import main
 from drafttrain.data import prompts as module
-from drafttrain.data.filters import Filter, Limits, NearDuplicates, is_readable, is_repetitive, stable_id
-from drafttrain.data.formats import parse_row
-from drafttrain.data.magpie import BUILTIN_OPENINGS, Writer, load_openings, user_frame
-from drafttrain.data.prompts import Partial, parse_columns, write_prompts
+from drafttrain.data.filters import Filter, NearDuplicates, PromptLimits, is_readable, is_repetitive, stable_id
+from drafttrain.data.magpie import BUILTIN_OPENINGS, PromptWriter, load_openings
+from drafttrain.data.prompts import parse_columns, write_prompts
+from drafttrain.data.row_formats import parse_row
 from drafttrain.errors import UserError
+from drafttrain.files import JsonlLog
 from drafttrain.inference.responses import Finished, ResponseEngine
 from drafttrain.ops.sampling import SamplingParams
 
@@ -80,7 +81,7 @@ def test_shapes_of_rows(row, expected):
 
 def test_reasons_to_drop(tokenizer):
     evaluation = ["one two three four five six seven eight nine", "Very short question?"]
-    keep = Filter(Limits(5, 200, 0, 150), evaluation, 8, tokenizer)
+    keep = Filter(PromptLimits(5, 200, 0, 150), evaluation, 8, tokenizer)
     cases = {
         "hm": "shorter than 5 characters",
         "x" * 201: "longer than 200 characters",
@@ -102,8 +103,8 @@ def test_reasons_to_drop(tokenizer):
 
 def test_answers_are_checked_for_contamination_too():
     row = {"messages": [{"role": "user", "content": "some question"}, {"role": "assistant", "content": "a b c d"}]}
-    assert not Filter(Limits(), ["a b c d e"], 3).keeps(row)
-    assert Filter(Limits(), ["a b x c d"], 3).keeps(row)
+    assert not Filter(PromptLimits(), ["a b c d e"], 3).keeps(row)
+    assert Filter(PromptLimits(), ["a b x c d"], 3).keeps(row)
 
 
 def test_near_duplicates():
@@ -199,19 +200,21 @@ def test_token_limits_use_the_targets_tokenizer(tmp_path, target_dir):
 
 
 def test_the_frame_comes_from_the_template(target):
-    frame = user_frame(target)
     tokenizer = target.tokenizer
-    assert tokenizer.decode(frame.prefix_ids) == "<|im_start|>user\n"
-    assert frame.stop_ids == {tokenizer.eos_token_id}
+
+    def write() -> PromptWriter:
+        return PromptWriter(target, [], 0.0, 64, seed=0)
+
+    assert tokenizer.decode(write().prefix_ids) == "<|im_start|>user\n"
+    assert write().stop_ids == {tokenizer.eos_token_id}
     tokenizer.chat_template = "{% for m in messages %}[ASK] {{ m['content'] }} [/ASK]{% endfor %}"
-    frame = user_frame(target)
-    assert (tokenizer.decode(frame.prefix_ids), frame.ending) == ("[ASK] ", "[/ASK]")
-    assert frame.stop_ids == set(target.eos_ids)
+    assert (tokenizer.decode(write().prefix_ids), write().ending) == ("[ASK] ", "[/ASK]")
+    assert write().stop_ids == set(target.eos_ids)
     tokenizer.chat_template = None
-    assert user_frame(target).prefix_ids == [tokenizer.bos_token_id]
+    assert write().prefix_ids == [tokenizer.bos_token_id]
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     with pytest.raises(UserError, match="target='tiny': its chat template has no opening for a user's turn"):
-        user_frame(target)
+        write()
 
 
 def finished(target, text, stop=True, key="0"):
@@ -220,12 +223,12 @@ def finished(target, text, stop=True, key="0"):
 
 
 def test_what_a_writer_makes_of_answers(target):
-    writer = Writer(target, [], 0.0, 64, seed=0)
+    writer = PromptWriter(target, [], 0.0, 64, seed=0)
     assert writer.prompt(finished(target, " What is é? ")) == user("What is é?")
     assert writer.prompt(finished(target, "cut", stop=False)) == "unfinished"
     assert writer.prompt(finished(target, " \n")) == "empty"
     assert writer.prompt(finished(target, "on and on it goes " * 9)) == "repetitive"
-    opened = Writer(target, ["Explain"], 1.0, 64, seed=0)
+    opened = PromptWriter(target, ["Explain"], 1.0, 64, seed=0)
     request = next(opened.requests(5))
     assert request.key == "5"
     assert target.tokenizer.decode(request.prompt_ids) == "<|im_start|>user\nExplain"
@@ -236,14 +239,14 @@ def test_what_a_writer_makes_of_answers(target):
 
 def test_templates_that_end_a_turn_in_plain_text(target):
     target.tokenizer.chat_template = "{% for m in messages %}[ASK] {{ m['content'] }} [/ASK]{% endfor %}"
-    writer = Writer(target, [], 0.0, 64, seed=0)
+    writer = PromptWriter(target, [], 0.0, 64, seed=0)
     assert writer.prompt(finished(target, "Why? [/ASK] Because", stop=False)) == user("Why?")
     assert writer.prompt(finished(target, "Why", stop=False)) == "unfinished"
 
 
 def test_models_without_a_template_write_beginnings(target):
     target.tokenizer.chat_template = None
-    writer = Writer(target, [], 0.0, 64, seed=0)
+    writer = PromptWriter(target, [], 0.0, 64, seed=0)
     text = "The river ran past the old mi"
     assert writer.prompt(finished(target, text, stop=False)) == {"text": "The river ran past the old"}
     limits = {request.max_new_tokens for request in itertools.islice(writer.requests(0), 50)}
@@ -263,10 +266,8 @@ def test_openings(tmp_path, target):
         load_openings(str(path))
     with pytest.raises(UserError, match=r"openings='/nowhere' cannot be read"):
         load_openings("/nowhere")
-    writer = Writer(target, ["Why"], 0.5, 64, seed=3)
-    opened = [
-        len(request.prompt_ids) > len(writer.frame.prefix_ids) for request in itertools.islice(writer.requests(0), 400)
-    ]
+    writer = PromptWriter(target, ["Why"], 0.5, 64, seed=3)
+    opened = [len(request.prompt_ids) > len(writer.prefix_ids) for request in itertools.islice(writer.requests(0), 400)]
     assert 150 < sum(opened) < 250
 
 
@@ -285,10 +286,12 @@ class FakeEngine:
 
 
 def magpie(target, engine, path, count, minutes=None, settings=None):
-    writer = Writer(target, [], 0.0, 64, seed=0)
-    keep = Filter(Limits())
-    partial = Partial(path, settings or {"seed": 0})
-    return write_prompts(writer, engine, None, partial, keep, count, minutes, seed=0), keep
+    writer = PromptWriter(target, [], 0.0, 64, seed=0)
+    keep = Filter(PromptLimits())
+    log = JsonlLog(path, settings or {"seed": 0})
+    return write_prompts(
+        writer, lambda start: engine.run(writer.requests(start), None, 0), log, keep, count, minutes, 0
+    ), keep
 
 
 def test_magpie_stops_at_the_count_and_goes_on_after_a_kill(tmp_path, target):
@@ -336,7 +339,7 @@ def test_the_magpie_command(tmp_path, target_dir, monkeypatch, capsys):
 def test_requests_run_on_the_real_engine(target, template):
     if not template:
         target.tokenizer.chat_template = None
-    writer = Writer(target, load_openings("builtin"), 0.5, 24, seed=0)
+    writer = PromptWriter(target, load_openings("builtin"), 0.5, 24, seed=0)
     engine = ResponseEngine(target, slots=4, max_length=writer.max_length)
     results = list(itertools.islice(engine.run(writer.requests(3), SamplingParams(1.0, 0, 0.9), 0), 8))
     assert all(3 <= int(result.key) < 16 and 0 < len(result.tokens) <= 24 for result in results)

@@ -22,7 +22,7 @@ def make_kind(kind, target, kept=None, shake=False, **options):
     cls = kind_class(kind)
     drafter = cls(cls.config_class.for_target(target, draft_vocab_size=len(kept), **options))
     drafter.kept_ids.copy_(kept)
-    assert drafter.initialise(target, kept)
+    assert drafter.initialize(target, kept)
     if shake:
         generator = torch.Generator().manual_seed(9)
         for parameter in drafter.parameters():

@@ -38,7 +38,7 @@ def make_drafter(kind, target, kept=KEPT, **options):
     torch.manual_seed(3)
     options = {"block_size": 5, "anchor_share": 1.0, "loss": "kl", **options}
     drafter = kind(kind.config_class.for_target(target, draft_vocab_size=len(kept), **options))
-    drafter.initialise(target, kept)
+    drafter.initialize(target, kept)
     drafter.bind(target)
     return drafter
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from drafttrain.batch import TokenTree
+from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.combined import CombinedDrafter, alone, match_spec, merge
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.ngram.model import NgramDrafter
@@ -36,7 +37,7 @@ def test_the_likeliest_nodes_of_both_trees_share_the_budget():
     assert paths(merge(first, second, 3)) == {(5,), (5, 6), (5, 8)}
 
 
-class Fixed:
+class Fixed(Drafter):
     """A drafter whose every session proposes the same tree; counts how often it is asked."""
 
     def __init__(self, tree: TokenTree):

@@ -21,7 +21,7 @@ def make_drafter(target, kept=None, **options):
     torch.manual_seed(3)
     kept = torch.arange(target.vocab_size) if kept is None else kept
     drafter = Eagle3(Eagle3Config.for_target(target, draft_vocab_size=len(kept), **options))
-    drafter.initialise(target, kept)
+    drafter.initialize(target, kept)
     drafter.bind(target)
     return drafter
 

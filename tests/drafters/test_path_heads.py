@@ -41,7 +41,7 @@ def make_heads(target, kind, kept=None, spread=0.3, **options):
     kept = torch.arange(target.vocab_size) if kept is None else kept
     cls = kind_class(kind)
     drafter = cls(cls.config_class.for_target(target, draft_vocab_size=len(kept), **options))
-    drafter.initialise(target, kept)
+    drafter.initialize(target, kept)
     for parameter in drafter.parameters():
         parameter.data += spread * parameter.data.std().nan_to_num(1.0).clamp(min=0.1) * torch.randn_like(parameter)
     drafter.bind(target)
@@ -251,7 +251,7 @@ def test_the_default_tree_follows_what_is_right_on_held_out_data(target, kind):
         optimizer.zero_grad()
         run_step(drafter, target, batch).loss.backward()
         optimizer.step()
-    spec = TreeSpec.parse(drafter.default_tree([batch], source))
+    spec = TreeSpec.parse(drafter.suggest_tree([batch], source))
     # What was learned by heart is right at the first rank: the longest chain comes first.
     assert spec.shape == "paths" and len(spec.paths) <= 7
     assert {(0,) * depth for depth in range(1, drafter.depths + 1)} <= {*spec.paths}

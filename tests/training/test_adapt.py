@@ -23,7 +23,7 @@ def made(tiny, tmp_path_factory):
     torch.manual_seed(1)
     options = {"feature_layers": (0, 3), "fc_norm": True, "norm_output": True, "num_hidden_layers": 2, "ttt_steps": 3}
     drafter = Eagle3(Eagle3Config.for_target(target, draft_vocab_size=200, **options))
-    drafter.initialise(target, torch.arange(60, 260))
+    drafter.initialize(target, torch.arange(60, 260))
     drafter.save_pretrained(folder / "drafter")
     return *tiny, folder / "drafter"
 
@@ -86,7 +86,7 @@ def test_a_published_head_is_imported_and_goes_on(tmp_path, made, form, options)
     published, ours = tmp_path / "published", tmp_path / "imported"
     torch.manual_seed(2)
     head = Eagle3(Eagle3Config.for_target(Target.load(str(target), "float32"), draft_vocab_size=200, **options))
-    head.initialise(Target.load(str(target), "float32"), torch.arange(60, 260))
+    head.initialize(Target.load(str(target), "float32"), torch.arange(60, 260))
     head.save_pretrained(tmp_path / "head")
     words = ["--drafter", str(tmp_path / "head"), "--format", form, "--target", str(target), "--dtype", "float32"]
     assert main(["export", *words, "--output", str(published)]) == 0

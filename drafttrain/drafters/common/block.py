@@ -16,14 +16,13 @@ Source: DFlash, arXiv 2602.06036.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from drafttrain.batch import Batch, StepOutput, TargetOutput, TokenTree
 from drafttrain.drafters.common.block_config import BlockConfig
@@ -32,13 +31,14 @@ from drafttrain.drafters.common.expand import Said, grow
 from drafttrain.drafters.common.layer_session import CacheShape, LayerSession
 from drafttrain.drafters.common.layers import MLP, Attend, Attention, RMSNorm, Rotary
 from drafttrain.drafters.common.linear_start import Source
-from drafttrain.drafters.common.shared import anchors_by_depth, bind_target, copy_layer, copy_norm
+from drafttrain.drafters.common.shared import anchors_by_depth, copy_layer, copy_norm
+from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.losses import TargetRows, linear_divergence
 from drafttrain.ops.block_attention import block_attention
 from drafttrain.ops.cpu_layers import DecoderLayer, LayerWeights
 from drafttrain.ops.native import cpu_kernels
-from drafttrain.ops.packing import SKINNY_ROWS, PackedLinear, pack
+from drafttrain.ops.packing import SKINNY_ROWS, PackedLinear
 from drafttrain.ops.path_attention import Spans
 from drafttrain.ops.sampling import Sampler
 from drafttrain.target import Target
@@ -98,21 +98,15 @@ class Drawn(NamedTuple):
     scale: Tensor
 
 
-class BlockDrafter(PreTrainedModel):
+class BlockDrafter(TrainableDrafter):
     """Both halves of a kind that drafts blocks. The target's embedding, and its head unless trained, are given by `bind`.
 
     A kind may let a prediction depend on the token before it (`readout` in training, `conditional` in decoding, which compute
     the same), and add to the loss (`beside`).
     """
 
-    base_model_prefix = ""
-    supports_gradient_checkpointing = True
-    trainable = True
-    takes_packed_rows = True
     measures: tuple[str, ...] = ()
     config: BlockConfig
-    kept_ids: Tensor
-    embed: Callable[[Tensor], Tensor]  # given by bind()
 
     def __init__(self, config: BlockConfig):
         super().__init__(config)
@@ -124,6 +118,7 @@ class BlockDrafter(PreTrainedModel):
         self.mask = nn.Parameter(torch.randn(h) * h**-0.5) if config.mask_token_id is None else None
         self.lm_head = nn.Linear(h, config.draft_vocab_size, bias=False) if config.train_head else None
         self.frozen: list[Any] = []  # the target's head otherwise: in a list, so that it is neither trained nor saved
+        self.feature_layers = tuple(config.feature_layers)
         self.register_buffer("kept_ids", torch.arange(config.draft_vocab_size))
         self.rotary = Rotary(config.head_dim, config.rope_parameters)
         self.cache_shape = CacheShape(config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
@@ -132,14 +127,6 @@ class BlockDrafter(PreTrainedModel):
         self.packed = False
         self.post_init()
 
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=module.in_features**-0.5)
-
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        return tuple(self.config.feature_layers)
-
     @property
     def head(self) -> Any:
         """The linear layer over the drafter's vocabulary."""
@@ -147,7 +134,7 @@ class BlockDrafter(PreTrainedModel):
 
     def bind(self, target: Target) -> None:
         """Checks that this drafter was made for the target and borrows its embedding and head."""
-        bind_target(self, target)
+        super().bind(target)
         self.logit_scale = target.logit_scale
         if self.lm_head is None:
             rows = target.head_weight
@@ -161,11 +148,11 @@ class BlockDrafter(PreTrainedModel):
         if cpu_kernels() is not None and self.fc.weight.dtype == torch.float32 and self.fc.weight.device.type == "cpu":
             for layer in self.layers:
                 layer.pack(self.rotary.width)  # type: ignore[operator]
-        pack(self)
+        super().pack()
         self.packed = True
 
     @torch.no_grad()
-    def initialise(self, target: Target, kept_ids: Tensor) -> list[str]:
+    def initialize(self, target: Target, kept_ids: Tensor) -> list[str]:
         """Starts from the target: its last layers and final norm, its head's rows if the head is trained.
 
         `fc` starts as the identity on the highest feature under the norm that the target's last layer has for its input, so

@@ -10,24 +10,23 @@ drafted path. Training (training-time test, arXiv 2503.01840) and decoding both 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from drafttrain.batch import Batch, StepOutput, TargetOutput
 from drafttrain.drafters.common.layer_config import LayerConfig
 from drafttrain.drafters.common.layer_session import CacheShape, LayerDrafting
 from drafttrain.drafters.common.layers import MLP, Attend, Attention, RMSNorm, Rotary
-from drafttrain.drafters.common.shared import anchors_by_depth, bind_target, sums_by_depth
+from drafttrain.drafters.common.shared import anchors_by_depth, sums_by_depth
+from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.losses import TargetRows, linear_divergence
 from drafttrain.ops.cpu_layers import DecoderLayer, DraftStep, DraftWeights, LayerWeights
 from drafttrain.ops.native import cpu_kernels
-from drafttrain.ops.packing import SKINNY_ROWS, pack
+from drafttrain.ops.packing import SKINNY_ROWS
 from drafttrain.ops.path_attention import PathAttention
-from drafttrain.target import Target
 
 # Activations that the CPU kernels know, and whether each is the tanh form of GELU.
 _NATIVE_ACTS = {"silu": False, "gelu_pytorch_tanh": True}
@@ -99,7 +98,7 @@ class DraftLayer(nn.Module):
         return state + self.mlp(self.post_attention_layernorm(state))
 
 
-class LayerDrafter(LayerDrafting, PreTrainedModel):
+class LayerDrafter(LayerDrafting, TrainableDrafter):
     """What kinds of decoder layers share. The embedding is the target's, frozen and never saved; `bind` attaches it.
 
     A kind makes its layers and projections, then calls `finish`, and says
@@ -110,31 +109,15 @@ class LayerDrafter(LayerDrafting, PreTrainedModel):
         leave(state), read_out(state)    what the next depth reads of the last layer's output, and what the head does of that
     """
 
-    base_model_prefix = ""
-    supports_gradient_checkpointing = True
-    trainable = True
-    takes_packed_rows = True
-    kept_ids: Tensor
-    embed: Callable[[Tensor], Tensor]  # given by bind()
-
     def finish(self, layers: int) -> None:
         """The rest of a kind's `__init__`. layers: those with a cache of their own."""
         config = self.config
+        self.feature_layers = tuple(config.feature_layers)
         self.register_buffer("kept_ids", torch.arange(config.draft_vocab_size))
         self.rotary = Rotary(config.head_dim, config.rope_parameters)
         self.cache_shape = CacheShape(layers, config.num_key_value_heads, config.head_dim, config.sliding_window)
         self.gradient_checkpointing = False
         self.post_init()
-
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=module.in_features**-0.5)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
-
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        return tuple(self.config.feature_layers)
 
     @property
     def decoder_layers(self) -> list[Any]:
@@ -148,10 +131,6 @@ class LayerDrafter(LayerDrafting, PreTrainedModel):
     def layers_at(self, depth: int) -> list[Any]:
         return self.decoder_layers
 
-    def bind(self, target: Target) -> None:
-        """Checks that this drafter was made for the target and borrows its embedding."""
-        bind_target(self, target)
-
     def pack(self) -> None:
         """Readies the drafter for inference on a CPU in float32; elsewhere linear layers and norms as far as served."""
         weight = next(self.parameters())
@@ -161,7 +140,7 @@ class LayerDrafter(LayerDrafting, PreTrainedModel):
             natives, weights = [layer.native for layer in self.decoder_layers], self.draft_weights()
             if weights is not None and None not in natives and self.config.head_dim % 16 == 0:
                 self.draft_step = DraftStep(natives, weights)
-        pack(self)
+        super().pack()
 
     def draft_weights(self) -> DraftWeights | None:
         """What surrounds the layers, of a kind whose depths are all one `DraftStep`."""

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafttrain.batch import TokenTree
+from drafttrain.drafters.base import Drafter, JointSession
 from drafttrain.drafters.common.expand import StateGrowing, grow
 from drafttrain.drafters.common.layers import Attend, Rotary
 from drafttrain.drafters.common.tree_spec import TreeSpec
@@ -36,7 +37,7 @@ class CacheShape:
     window: int = 0
 
 
-class LayerDrafting:
+class LayerDrafting(Drafter):
     """`start`, `extend_all` and `propose_all` of the contract.
 
     The kind provides:
@@ -156,7 +157,7 @@ def attend_apart(
     return attend
 
 
-class LayerSession:
+class LayerSession(JointSession):
     """One sequence being drafted.
 
     Keys and values live in buffers [kv_heads, capacity, e] per layer: committed positions first, then the nodes opened in
@@ -175,12 +176,6 @@ class LayerSession:
     def root(self) -> Tensor:
         assert self.last is not None, "extend() comes before propose()"
         return self.last
-
-    def extend(self, tokens: Tensor, features: Tensor) -> None:
-        self.drafter.extend_all([self], [tokens], [features])
-
-    def propose(self, spec: TreeSpec, sampler: Sampler | None = None) -> TokenTree:
-        return self.drafter.propose_all([self], [spec], [sampler])[0]
 
     def attend(self, layer: int, layout: TreeLayout, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Stores a layer's new keys and values [m, kv_heads, e], and attends with the queries [n, heads, e] of the last n

@@ -14,19 +14,20 @@ one state, that of the last committed token, made anew from the target's own sta
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count as counting
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from drafttrain.batch import Batch, StepOutput, TargetOutput, TokenTree
+from drafttrain.drafters.base import JointSession
 from drafttrain.drafters.common.expand import StateGrowing, grow
 from drafttrain.drafters.common.linear_start import LeastSquares, Source
-from drafttrain.drafters.common.shared import anchors_by_depth, bind_target, sums_by_depth
+from drafttrain.drafters.common.shared import anchors_by_depth, sums_by_depth
+from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.losses import TargetRows, linear_divergence
 from drafttrain.ops.sampling import Sampler
@@ -39,7 +40,7 @@ _RANKS = 10
 _CHUNK = 256
 
 
-class PathHeads(PreTrainedModel):
+class PathHeads(TrainableDrafter):
     """Both halves of the contract; the kind brings the three functions, its config and its modules.
 
     Of its config it takes target, vocab_size, draft_vocab_size, depth_decay, tree_nodes and loss.
@@ -50,14 +51,11 @@ class PathHeads(PreTrainedModel):
         kept_ids: [d] target ids of the vocabulary. embed: the target's embedding, given by `bind`.
     """
 
-    base_model_prefix = ""
-    trainable = True
-    takes_packed_rows = True
+    supports_gradient_checkpointing = False
+    feature_layers = (LAST,)
     independent = False
     depths: int
     lm_heads: Any
-    kept_ids: Tensor
-    embed: Callable[[Tensor], Tensor]
 
     def finish(self, width: int, heads: int) -> None:
         """Ends `__init__`: the heads, which read `width` columns, and the vocabulary."""
@@ -65,18 +63,6 @@ class PathHeads(PreTrainedModel):
         self.lm_heads = nn.ModuleList(nn.Linear(width, size, bias=False) for _ in range(heads))
         self.register_buffer("kept_ids", torch.arange(size))
         self.post_init()
-
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=module.in_features**-0.5)
-
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        return (LAST,)
-
-    def bind(self, target: Target) -> None:
-        """Checks that this drafter was made for the target and borrows its embedding."""
-        bind_target(self, target)
 
     # -- the one forward, filled in by the kind -----------------------------------------------------------------
 
@@ -158,7 +144,7 @@ class PathHeads(PreTrainedModel):
     # -- start from the target ----------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def initialise(self, target: Target, kept_ids: Tensor) -> list[str]:
+    def initialize(self, target: Target, kept_ids: Tensor) -> list[str]:
         """Starts from the target: heads of its width take its rows of the kept tokens. Returns the names of what was copied."""
         self.kept_ids.copy_(kept_ids)
         rows = target.head_weight[kept_ids.to(target.head_weight.device)]
@@ -245,7 +231,7 @@ class PathHeads(PreTrainedModel):
     # -- default tree -------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def default_tree(self, batches: list[Batch], source: Source) -> str | None:
+    def suggest_tree(self, batches: list[Batch], source: Source) -> str | None:
         """A fixed tree of `tree_nodes` nodes by how often each rank of each head is the target's choice on held-out data.
 
         Returns:
@@ -292,7 +278,7 @@ def likeliest_paths(shares: Tensor, nodes: int) -> list[tuple[int, ...]]:
     return found
 
 
-class PathSession:
+class PathSession(JointSession):
     """One sequence being drafted.
 
     Attributes:
@@ -307,9 +293,3 @@ class PathSession:
     def state(self) -> Tensor:
         assert self.root is not None, "extend() comes before propose()"
         return self.root
-
-    def extend(self, tokens: Tensor, features: Tensor) -> None:
-        self.drafter.extend_all([self], [tokens], [features])
-
-    def propose(self, spec: TreeSpec, sampler: Sampler | None = None) -> TokenTree:
-        return self.drafter.propose_all([self], [spec], [sampler])[0]

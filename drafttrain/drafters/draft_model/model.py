@@ -24,12 +24,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
-from drafttrain import __version__
 from drafttrain.batch import Batch, StepOutput, TargetOutput, TokenTree
+from drafttrain.drafters.base import JointSession, KeepTokens
 from drafttrain.drafters.common.expand import Growing, grow
 from drafttrain.drafters.common.shared import anchors_by_depth
+from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.draft_model.lora import add_lora, load_adapter, merged, save_adapter
 from drafttrain.drafters.draft_model.start import (
@@ -40,6 +41,7 @@ from drafttrain.drafters.draft_model.start import (
     own_layers,
 )
 from drafttrain.drafters.registry import META_FILE
+from drafttrain.environment import __version__
 from drafttrain.errors import UserError
 from drafttrain.files import write_json
 from drafttrain.losses import TargetRows, linear_divergence
@@ -98,7 +100,7 @@ class DraftModelConfig(PreTrainedConfig):
 _OPTIONS = {"target": {"layers", "embedding", "lora"}, "random": {"config", "lora"}, "checkpoint": {"lora"}}
 
 
-class DraftModel(PreTrainedModel):
+class DraftModel(TrainableDrafter):
     """The drafter around a causal language model.
 
     Attributes:
@@ -110,16 +112,11 @@ class DraftModel(PreTrainedModel):
     """
 
     config_class = DraftModelConfig
-    base_model_prefix = ""
-    supports_gradient_checkpointing = True
     kind = "draft_model"
-    trainable = True
     pretrains = True
-    takes_packed_rows = True
+    writes_responses = True
     loads_language_models = True
-    feature_layers: tuple[int, ...] = ()
     chain_depth = 4
-    kept_ids: Tensor
 
     def __init__(self, lm: Any, tokenizer: Any, config: DraftModelConfig, name: str = ""):
         super().__init__(config)
@@ -135,7 +132,9 @@ class DraftModel(PreTrainedModel):
         self.register_buffer("kept_ids", torch.arange(self.vocab_size), persistent=False)
 
     @classmethod
-    def begin(cls, target: Target, init: str, options: dict[str, Any], loss: str) -> DraftModel:
+    def begin(  # type: ignore[override]
+        cls, target: Target, init: str, options: dict[str, Any], loss: str, keep: KeepTokens | None = None
+    ) -> DraftModel:
         """A draft model to be trained.
 
         Args:
@@ -204,12 +203,13 @@ class DraftModel(PreTrainedModel):
             self.tokenizer.save_pretrained(folder)
         write_json(folder / META_FILE, self.config.described())
 
-    def load_checkpoint(self, folder: str | Path) -> None:
+    def load_checkpoint(self, folder: str | Path) -> bool:
         """Goes on from weights that `save_pretrained` wrote during the same training; with LoRA, from its adapter."""
         if self.config.lora:
             load_adapter(self.lm, Path(folder) / _ADAPTER)
         else:
             load_weights(self.lm, Path(folder))
+        return True
 
     def _lm_state(self, state: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         state = self.state_dict() if state is None else state
@@ -390,7 +390,7 @@ class _Apart:
         return torch.cat([cache.attend(layer, q, k, v, **form) for cache, q, k, v in parts], dim=1)
 
 
-class DraftModelSession:
+class DraftModelSession(JointSession):
     """One sequence being drafted.
 
     The cache holds the keys of all committed tokens but the last, then that last one (the root), then the nodes opened in
@@ -411,12 +411,6 @@ class DraftModelSession:
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.full = False
-
-    def extend(self, tokens: Tensor, features: Tensor) -> None:
-        self.drafter.extend_all([self], [tokens], [features])
-
-    def propose(self, spec: TreeSpec, sampler: Sampler | None = None) -> TokenTree:
-        return self.drafter.propose_all([self], [spec], [sampler])[0]
 
     def reaches(self, depth: int) -> bool:
         """True if the draft model reads that far behind the root."""

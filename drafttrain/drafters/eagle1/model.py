@@ -127,7 +127,7 @@ class Eagle1(LayerDrafter):
         self.packed = True  # the head follows when it is bound
 
     @torch.no_grad()
-    def initialise(self, target: Target, kept_ids: Tensor) -> list[str]:
+    def initialize(self, target: Target, kept_ids: Tensor) -> list[str]:
         """Starts as the target's last layers on its state, which `fc` hands on. Returns the names of what was copied.
 
         What the layers add begins near nothing: that state comes after the target's final norm, where no layer of it ever

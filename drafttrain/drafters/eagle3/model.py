@@ -101,7 +101,7 @@ class Eagle3(LayerDrafter):
         return [self.midlayer, *self.layers.values()]
 
     @torch.no_grad()
-    def initialise(self, target: Target, kept_ids: Tensor) -> list[str]:
+    def initialize(self, target: Target, kept_ids: Tensor) -> list[str]:
         """Starts from the target: head rows of the kept tokens, and its last layers (the first on its input's state half).
 
         `fc` starts as the identity on the highest feature, so the untrained drafter is the target's last layers on a late

@@ -57,11 +57,11 @@ class Hydra(Medusa):
         return MixBlock((2 + depth) * hidden, hidden)
 
     @torch.no_grad()
-    def initialise(self, target: Target, kept_ids: Tensor) -> list[str]:
+    def initialize(self, target: Target, kept_ids: Tensor) -> list[str]:
         h = self.config.hidden_size
         for block in self.blocks:
             block[0].residual.weight.zero_()[:, :h].fill_diagonal_(1.0)
-        return [*super().initialise(target, kept_ids), "residual"]
+        return [*super().initialize(target, kept_ids), "residual"]
 
     def fitted(self, state: Tensor, depth: int) -> tuple[int, Tensor]:
         return depth, state

@@ -11,7 +11,7 @@ iterations n-grams appear that are its own. They are kept by their first token, 
     target's choice                        d0     d1     d2     behind row 2
 
 Column i is an n-gram: a_i b_i c_i d_i. A guess sees the root, row 0 up to its column, and its column above it, so the window is
-a tree below the root, whose nodes are probes (see `ProbingSession`): never accepted, only learned from. After the round rows 1, 2
+a tree below the root, whose nodes are probes (see `Session.probe`): never accepted, only learned from. After the round rows 1, 2
 and the choices are the new rows, one position further on. They stay so where more tokens were committed: what is a guess about
 another position then, is soon a better one, while new columns would begin with n-grams that nobody made.
 """
@@ -24,12 +24,11 @@ from collections import defaultdict
 from torch import Tensor
 
 from drafttrain.batch import TokenTree
-from drafttrain.drafters.base import Drafter
+from drafttrain.drafters.base import Drafter, Session
 from drafttrain.drafters.common.matches import match_tree
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.ops.sampling import Sampler
-from drafttrain.target import Target
 
 # A guess is expected to be right as often as not, a belief that weighs as much as so many observed ones.
 _BELIEF = 4
@@ -47,9 +46,6 @@ class LookaheadDrafter(Drafter):
     """
 
     kind = "lookahead"
-    trainable = False
-    feature_layers: tuple[int, ...] = ()
-    defaults_beside: dict[str, int] = {}
 
     def __init__(self, window: int = 5, ngram: int = 4, guesses: int = 4):
         if min(window, ngram) < 2 or guesses < 1:
@@ -59,15 +55,12 @@ class LookaheadDrafter(Drafter):
         self.window, self.ngram, self.guesses = window, ngram, guesses
         self.probes = window * (ngram - 1) - 1
 
-    def bind(self, target: Target) -> None:
-        """Nothing is shared with the target: any will do."""
-
     def start(self, prompt_ids: Tensor, max_length: int) -> LookaheadSession:
         """Begins a sequence. prompt_ids: [L] int64; max_length is of no concern here."""
         return LookaheadSession(self, prompt_ids)
 
 
-class LookaheadSession:
+class LookaheadSession(Session):
     """One sequence's window and n-grams.
 
     Attributes:

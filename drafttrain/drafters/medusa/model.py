@@ -114,12 +114,12 @@ class Medusa(PathHeads):
         return ResidualBlock(hidden, hidden)
 
     @torch.no_grad()
-    def initialise(self, target: Target, kept_ids: Tensor) -> list[str]:
+    def initialize(self, target: Target, kept_ids: Tensor) -> list[str]:
         """Starts as the target: its head rows of the kept tokens, blocks silent."""
         for block in self.blocks.modules():
             if isinstance(block, ResidualBlock):
                 block.linear.weight.zero_()
-        return super().initialise(target, kept_ids)
+        return super().initialize(target, kept_ids)
 
     def enter(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         return hidden.to(self.lm_heads[0].weight.dtype)

@@ -121,7 +121,7 @@ class MlpSpeculator(PathHeads):
             nn.init.normal_(module.weight, std=self.config.inner_dim**-0.5)
 
     @torch.no_grad()
-    def initialise(self, target: Target, kept_ids: Tensor) -> list[str]:
+    def initialize(self, target: Target, kept_ids: Tensor) -> list[str]:
         """Starts from the target's embedding: its directions of most power, in a random basis, at the size of a random start.
 
         Heads of the target's rows would make no sense here: nothing of the network's states is the target's at first. They

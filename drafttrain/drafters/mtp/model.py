@@ -121,7 +121,7 @@ class MTP(LayerDrafter):
         """
         shapes, state = read_native(target)
         drafter = cls(MTPConfig.for_target(target, **{**shapes, **options}, draft_vocab_size=len(kept_ids)))
-        drafter.initialise(target, kept_ids)
+        drafter.initialize(target, kept_ids)
         for name, weight in state.items():
             ours = drafter.norm.weight if name == "norm.weight" else drafter.blocks[0].get_parameter(name)
             if ours.shape != weight.shape:
@@ -135,7 +135,7 @@ class MTP(LayerDrafter):
         return drafter
 
     @torch.no_grad()
-    def initialise(self, target: Target, kept_ids: Tensor) -> list[str]:
+    def initialize(self, target: Target, kept_ids: Tensor) -> list[str]:
         """Starts from the target: head rows of the kept tokens, its last norm, its last layer in each module.
 
         The projection starts as the identity on the state. Returns the names of what was copied.

@@ -14,12 +14,11 @@ from itertools import islice
 from torch import Tensor
 
 from drafttrain.batch import TokenTree
-from drafttrain.drafters.base import Drafter
+from drafttrain.drafters.base import Drafter, Session
 from drafttrain.drafters.common.matches import match_tree
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.ops.sampling import Sampler
-from drafttrain.target import Target
 
 # Occurrences looked at per suffix length; older ones seldom add a continuation that newer ones lack.
 _OCCURRENCES = 16
@@ -38,8 +37,6 @@ class NgramDrafter(Drafter):
     """
 
     kind = "ngram"
-    trainable = False
-    feature_layers: tuple[int, ...] = ()
     # Beside another drafter only matches of two tokens and more are worth their nodes.
     defaults_beside = {"min_n": 2}
 
@@ -48,15 +45,12 @@ class NgramDrafter(Drafter):
             raise UserError(f"min_n={min_n}, max_n={max_n}: suffix lengths must satisfy 1 <= min_n <= max_n")
         self.max_n, self.min_n = max_n, min_n
 
-    def bind(self, target: Target) -> None:
-        """Nothing is shared with the target: any will do."""
-
     def start(self, prompt_ids: Tensor, max_length: int) -> NgramSession:
         """Begins a sequence. prompt_ids: [L] int64; max_length is of no concern here."""
         return NgramSession(prompt_ids, self.max_n, self.min_n)
 
 
-class NgramSession:
+class NgramSession(Session):
     """One sequence's tokens, and for every n-gram in it the positions that followed.
 
     Committing a token costs one dictionary entry per suffix length; proposing costs a look-up per length.

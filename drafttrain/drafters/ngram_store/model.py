@@ -15,7 +15,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +23,7 @@ from safetensors.numpy import save_file
 from torch import Tensor
 
 from drafttrain.batch import TokenTree
-from drafttrain.drafters.base import Drafter
+from drafttrain.drafters.base import Drafter, Session
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.ops.sampling import Sampler
@@ -173,10 +172,8 @@ class NgramStoreDrafter(Drafter):
     """
 
     kind = "ngram_store"
-    trainable = False
-    feature_layers: tuple[int, ...] = ()
     # Beside another drafter only likely matches are worth their nodes.
-    defaults_beside: dict[str, Any] = {"min_n": 2, "min_p": 0.1}
+    defaults_beside = {"min_n": 2, "min_p": 0.1}
 
     def __init__(self, file: str = "", grow: bool = False, min_n: int = 1, max_n: int = 4, min_p: float = 0.02):
         if not 1 <= min_n <= max_n:
@@ -222,7 +219,7 @@ class _LiveCounts:
         return self._contexts.get(key, Counter())
 
 
-class NgramStoreSession:
+class NgramStoreSession(Session):
     """One sequence: its last tokens, and the counts that it adds to the store's."""
 
     def __init__(self, drafter: NgramStoreDrafter, prompt_ids: Tensor):

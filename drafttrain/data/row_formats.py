@@ -1,4 +1,4 @@
-"""The shapes in which people keep prompts and conversations, read into one.
+"""Reads the formats in which prompts and conversations are published.
 
 FastChat question   {"turns": ["...", "..."]}                              user turns without answers
 ShareGPT            {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", ...}]}
@@ -10,19 +10,14 @@ plain text          {"text": "..."}                                        a beg
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-Prompt = dict[str, Any]  # {"messages": [{"role", "content"}, ...]} or {"text": str}
+from drafttrain.files import Json
+
+Prompt = Json  # {"messages": [{"role", "content"}, ...]} or {"text": str}
 
 _ROLES = {
-    "user": "user",
-    "human": "user",
-    "prompter": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "model": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
+    **dict.fromkeys(("user", "human", "prompter"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "model", "chatgpt", "bot"), "assistant"),
     "system": "system",
 }
 _CONVERSATIONS = ("messages", "conversations", "conversation", "prompt")
@@ -30,10 +25,10 @@ _QUESTIONS = ("instruction", "prompt", "question")
 _ANSWERS = ("output", "response", "completion", "answer")
 
 
-def parse_row(row: dict[str, Any]) -> Prompt | None:
-    """Reads a row of any shape above; None if it has none of them, or no user turn.
+def parse_row(row: Json) -> Prompt | None:
+    """Reads a row of any format above; None if it has none of them, or no user turn.
 
-    What an assistant says before the first user turn is left out: no template renders it.
+    Assistant turns before the first user turn are left out: no template renders them.
     """
     if isinstance(row.get("turns"), list):
         return _prompt([_message("user", turn) for turn in row["turns"]])
@@ -49,20 +44,26 @@ def parse_row(row: dict[str, Any]) -> Prompt | None:
     return {"text": row["text"]} if _filled(row.get("text")) else None
 
 
-def _filled(value: Any) -> bool:
+def prompt_texts(prompt: Prompt) -> list[str]:
+    """The user turns, or the plain text."""
+    if "text" in prompt:
+        return [prompt["text"]]
+    return [message["content"] for message in prompt["messages"] if message["role"] == "user"]
+
+
+def _filled(value: object) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
-def _message(role: str, content: Any) -> dict[str, str] | None:
+def _message(role: str, content: object) -> dict[str, str] | None:
     """A message, or None if the content is not text. Text parts of a multi-part content are joined."""
     if isinstance(content, list):
         parts = [part.get("text") if isinstance(part, dict) else part for part in content]
-        text = [part for part in parts if isinstance(part, str)]
-        content = "\n".join(text) if len(text) == len(parts) else None
-    return {"role": role, "content": content} if _filled(content) else None
+        content = "\n".join(parts) if all(isinstance(part, str) for part in parts) else None
+    return {"role": role, "content": content} if isinstance(content, str) and content.strip() else None
 
 
-def _turn(turn: Any) -> dict[str, str] | None:
+def _turn(turn: object) -> dict[str, str] | None:
     if not isinstance(turn, dict):
         return None
     role = _ROLES.get(str(turn.get("role", turn.get("from"))).lower())
@@ -70,18 +71,9 @@ def _turn(turn: Any) -> dict[str, str] | None:
 
 
 def _prompt(messages: Sequence[dict[str, str] | None]) -> Prompt | None:
-    """Checked messages; None if one of them could not be read or nobody asks anything."""
-    whole = [message for message in messages if message is not None]
-    if len(whole) < len(messages):
+    """A prompt of these messages; None if one could not be read or none is a user's."""
+    readable = [message for message in messages if message is not None]
+    first = next((i for i, message in enumerate(readable) if message["role"] == "user"), None)
+    if len(readable) < len(messages) or first is None:
         return None
-    first = next((i for i, message in enumerate(whole) if message["role"] == "user"), None)
-    if first is None:
-        return None
-    return {"messages": [m for m in whole[:first] if m["role"] == "system"][:1] + whole[first:]}
-
-
-def prompt_texts(prompt: Prompt) -> list[str]:
-    """What is asked: the user turns, or the plain text."""
-    if "text" in prompt:
-        return [prompt["text"]]
-    return [message["content"] for message in prompt["messages"] if message["role"] == "user"]
+    return {"messages": [m for m in readable[:first] if m["role"] == "system"][:1] + readable[first:]}

@@ -1,0 +1,135 @@
+"""Base class of trained drafters: beginning, binding to a target, loading and packing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from drafttrain.config import neighbours
+from drafttrain.drafters.base import NEW, Drafter, KeepTokens
+from drafttrain.drafters.registry import drafter_folder, kind_of
+from drafttrain.errors import UserError
+from drafttrain.ops.packing import pack
+from drafttrain.target import Target
+
+
+class TrainableDrafter(Drafter, PreTrainedModel):
+    """A drafter with weights, saved and loaded as transformers does.
+
+    A kind sets `config_class`, a `TargetedConfig`, makes its modules and registers the buffer `kept_ids` in `__init__`.
+
+    Attributes:
+        kept_ids: [d] int64, the target id of each drafter id.
+        embed: the target's embedding, ids [...] -> [..., h]; attached by `bind` as a plain function, so that it is neither
+            trained, saved nor sharded with the drafter.
+    """
+
+    base_model_prefix = ""
+    supports_gradient_checkpointing = True
+    trainable = True
+    takes_packed_rows = True
+    config_class: Any = None  # a TargetedConfig
+    kept_ids: Tensor
+    embed: Callable[[Tensor], Tensor]
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=module.in_features**-0.5)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    @property
+    def vocabulary(self) -> Tensor | None:
+        return self.kept_ids
+
+    @classmethod
+    def begin(
+        cls, target: Target, init: str, options: dict[str, Any], loss: str, keep: KeepTokens | None = None
+    ) -> Self:
+        options = dict(options)
+        known = [name for name in vars(cls.config_class()) if not name.startswith("_")]
+        for name in options:
+            if name not in known:
+                raise UserError(f"unknown key drafter.{name}{neighbours(name, known)}")
+        if init not in NEW:
+            return cls._continue(target, init, options, loss)
+        size = int(options.pop("draft_vocab_size", 0))
+        kept = torch.arange(size or target.vocab_size) if keep is None else keep(size)
+        options["loss"] = loss
+        if init == "native":
+            return cls.native(target, kept, options)
+        drafter = cls(cls.config_class.for_target(target, **options, draft_vocab_size=len(kept)))
+        drafter.kept_ids.copy_(kept)
+        if init == "target":
+            copied = drafter.initialize(target, kept)
+            print("initialized from the target:", ", ".join(copied) or "nothing", flush=True)
+        return drafter
+
+    @classmethod
+    def _continue(cls, target: Target, init: str, options: dict[str, Any], loss: str) -> Self:
+        """Loads a drafter to train it further: on data of another domain, or for a target that was fine-tuned since.
+
+        Everything that its weights depend on (sizes, kept vocabulary, feature layers, norms) stays as saved. How it is
+        trained (`recipe_keys` of its config, and the loss) follows the recipe.
+
+        Raises:
+            UserError: nothing there, another kind, a key that contradicts the saved one, or a target with another
+                tokenizer, vocabulary, hidden size or depth.
+        """
+        kind = kind_of(init, key="init")
+        if kind != cls.kind:
+            raise UserError(f"kind={cls.kind!r}, but init={init!r} holds a drafter of kind {kind!r}; set that kind")
+        drafter = cls.load(drafter_folder(init, "init"))
+        config = drafter.config
+        for name, value in options.items():
+            saved = getattr(config, name)
+            if name in config.recipe_keys:
+                setattr(config, name, value)
+            elif _plain(value) != _plain(saved):
+                raise UserError(
+                    f"drafter.{name}={value!r}, but the drafter of init={init!r} has {saved!r}, and its weights fix that; drop "
+                    "the key, or train a new drafter with init=target"
+                )
+        config.loss = loss
+        drafter.bind(target)
+        config.target = target.identity()
+        return drafter
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        return cls.from_pretrained(str(folder), use_safetensors=True)
+
+    def blank(self) -> Self:
+        return type(self)(self.config)
+
+    def pack(self) -> None:
+        """Packs linear layers and norms as far as the CPU kernels support them."""
+        pack(self)
+
+    def bind(self, target: Target) -> None:
+        """Compares the recorded target with this one and attaches its embedding.
+
+        Raises:
+            UserError: trained for a target with another hidden size, depth, vocabulary or tokenizer.
+        """
+        recorded, actual = self.config.target, target.identity()
+        for key in ("hidden_size", "num_layers", "vocab_size", "tokenizer"):
+            if key in recorded and recorded[key] != actual[key]:
+                raise UserError(
+                    f"drafter was trained for target {recorded.get('name')!r} with {key}={recorded[key]!r}, but target "
+                    f"{actual['name']!r} has {key}={actual[key]!r}; use its own target, or train a drafter for this one"
+                )
+        if max(self.feature_layers, default=0) > target.num_layers:
+            raise UserError(
+                f"feature_layers={list(self.feature_layers)} reach beyond the {target.num_layers} layers of {target.name!r}"
+            )
+        self.embed = target.embed
+
+
+def _plain(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value

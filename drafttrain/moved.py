@@ -1,0 +1,77 @@
+"""Former names of modules. An import by a former name gives the module that took its place, with a DeprecationWarning."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+# Former name below drafttrain -> today's name; a name that is not listed belongs to the entry for its parent.
+MOVED = {
+    "decode": "inference",
+    "decode.ngram_corpus": "data.ngram_corpus",
+    "decode.rows": "inference.sequence",
+    "decode.stats": "inference.sequence",
+    "decode.text": "inference.sequence",
+    "data.slots": "inference.responses",
+    "target_attention": "target.attention",
+    "hub.export": "export.export_drafter",
+    "hub.import_drafter": "export.import_drafter",
+    "hub.verify": "export.verify_export",
+    "hub.serving": "export.serving_recipes",
+    "hub.fetch": "target.fetch",
+    "evaluation.report": "reports.report",
+    "evaluation.trace": "reports.trace",
+    "evaluation.tuning": "tuning.tune",
+    "evaluation.sweep": "tuning.sweep",
+    "evaluation.estimate": "tuning.estimate",
+    "evaluation.serving": "serving.bench",
+    "training.targets": "training.feature_sources",
+    "drafters.tree_spec": "drafters.common.tree_spec",
+    "drafters.layers": "drafters.common.layers",
+    "drafters.layer_model": "drafters.common.layer_model",
+    "drafters.layer_config": "drafters.common.layer_config",
+}
+
+
+def todays_name(former: str) -> str | None:
+    """The full name of the module that took a former one's place; None for names that are not former ones."""
+    name = former.removeprefix("drafttrain.")
+    if name in MOVED:
+        return f"drafttrain.{MOVED[name]}"
+    parent, _, last = name.rpartition(".")
+    return f"drafttrain.{MOVED[parent]}.{last}" if parent in MOVED else None
+
+
+class FormerNames(MetaPathFinder, Loader):
+    """Finds modules by their former names.
+
+    It comes first on `sys.meta_path`: a package imported by its former name has today's `__path__`, where the path finder would
+    load every submodule a second time.
+    """
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        known = name.startswith("drafttrain.") and todays_name(name) is not None
+        return ModuleSpec(name, self, is_package=True) if known else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        today = todays_name(spec.name)
+        assert today is not None
+        warnings.warn(f"{spec.name} is now {today}", DeprecationWarning, stacklevel=2)
+        module = importlib.import_module(today)
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The import system has just replaced the module's own spec by the former name's.
+        module.__spec__ = module.__spec__.loader_state if module.__spec__ is not None else None
+
+
+def install() -> None:
+    """Makes former names importable."""
+    if not any(isinstance(finder, FormerNames) for finder in sys.meta_path):
+        sys.meta_path.insert(0, FormerNames())

@@ -1,0 +1,174 @@
+"""The size and the words of the code base, as numbers that a change may not make worse.
+
+`python tests/test_structure.py [FOLDER]` prints the figures of a checkout.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+MOST_LINES, MOST_FILE_LINES, MOST_FUNCTION_LINES = 24_000, 500, 80
+MOST_ANY = 250  # annotations that say Any: JSON and what libraries leave untyped
+# Module names that may occur once per drafter kind, and the marker of a package.
+SHARED_NAMES = {"model", "export", "config", "__init__"}
+
+# Words that a reader has to guess at, with what docs/glossary.md uses in their place.
+WORDS = {
+    r"turn and turn about": "interleaved",
+    r"\bcomes? by\b": "visits",
+    r"\bhands? on\b": "passes",
+    r"\bgoes on from\b": "continues",
+    r"\btold\b": "logits, or the name of what is passed",
+    r"\bis said\b": "is stated",
+    r"\bwhoever\b": "the caller",
+    r"\bwhat is asked\b": "the query",
+    r"\bbeside (?:it|what)\b": "next to",
+    r"\bthe wrong wish\b": "the wrong objective",
+    r"\bnobody (?:sees|looks)\b": "masked",
+    r"\bby heart\b": "overfits",
+    r"\brefusals?\b|\bobstacles?\b": "unsupported features",
+    r"\banew\b": "again",
+    r"\bteacher\b|\bverifier model\b": "target",
+    r"\bnormalis|\binitialis|\bsummaris(?!ation)|\bgeneralis|\bcolour|\bbehaviour": "US spelling",
+}
+# The other spelling of a flag, accepted as an alias; a suite's category, which result files hold.
+SPELLED_OTHERWISE = {"licence": {"push.py", "push_data.py", "publishing.md", "CHANGELOG.md"}}
+
+
+def python_files(root: Path = ROOT) -> list[Path]:
+    return sorted((root / "drafttrain").rglob("*.py"))
+
+
+def line_count(root: Path = ROOT) -> int:
+    """Lines of every file of the package: Python, C, templates."""
+    files = (path for path in (root / "drafttrain").rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
+
+
+def annotations(tree: ast.AST) -> Iterator[ast.expr]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            given = node.args
+            every = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+            yield from (argument.annotation for argument in every if argument is not None and argument.annotation)
+            if node.returns is not None:
+                yield node.returns
+        elif isinstance(node, ast.AnnAssign):
+            yield node.annotation
+
+
+def any_count(root: Path = ROOT) -> int:
+    """How often an annotation says Any."""
+    trees = (ast.parse(path.read_text()) for path in python_files(root))
+    parts = (part for tree in trees for note in annotations(tree) for part in ast.walk(note))
+    return sum(isinstance(part, ast.Name) and part.id == "Any" for part in parts)
+
+
+def comment_density(root: Path = ROOT) -> float:
+    """Comments per 100 lines of Python, docstrings not counted."""
+    comments = lines = 0
+    for path in python_files(root):
+        text = path.read_text()
+        lines += len(text.splitlines())
+        comments += sum(
+            token.type == tokenize.COMMENT for token in tokenize.generate_tokens(io.StringIO(text).readline)
+        )
+    return 100 * comments / lines
+
+
+def duplicate_classes(root: Path = ROOT) -> list[str]:
+    names: Counter[str] = Counter()
+    for path in python_files(root):
+        names.update(node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef))
+    return sorted(name for name, count in names.items() if count > 1)
+
+
+def duplicate_modules(root: Path = ROOT) -> list[str]:
+    names = Counter(path.stem for path in python_files(root))
+    return sorted(name for name, count in names.items() if count > 1 and name not in SHARED_NAMES)
+
+
+def long_functions(root: Path = ROOT) -> list[str]:
+    found = []
+    for path in python_files(root):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                if length > MOST_FUNCTION_LINES:
+                    found.append(f"{path.relative_to(root)}:{node.lineno} {node.name} has {length} lines")
+    return found
+
+
+def prose_files() -> Iterator[Path]:
+    """Everything that people read: code with its comments and messages, docs, recipes, scripts."""
+    patterns = (
+        "drafttrain/**/*.py",
+        "drafttrain/**/*.c",
+        "eval/*.py",
+        "docs/**/*.md",
+        "configs/**/*.yaml",
+        "scripts/*.sh",
+    )
+    for pattern in (*patterns, "*.md"):
+        yield from sorted(ROOT.glob(pattern))
+
+
+def words_to_replace() -> Iterator[str]:
+    rules = {re.compile(pattern, re.IGNORECASE): better for pattern, better in WORDS.items()}
+    for path in prose_files():
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            for rule, better in rules.items():
+                if found := rule.search(line):
+                    yield f"{path.relative_to(ROOT)}:{number} says {found[0]!r}; write: {better}"
+            for word, files in SPELLED_OTHERWISE.items():
+                if word in line.lower() and path.name not in files:
+                    yield f"{path.relative_to(ROOT)}:{number} says {word!r}; write it in US spelling"
+
+
+def test_the_package_stays_small():
+    assert line_count() <= MOST_LINES
+
+
+def test_files_and_functions_stay_short():
+    files = [path for path in python_files() if len(path.read_text().splitlines()) > MOST_FILE_LINES]
+    assert [str(path.relative_to(ROOT)) for path in files] == []
+    assert long_functions() == []
+
+
+def test_types_are_written_out():
+    assert any_count() <= MOST_ANY
+
+
+def test_a_name_means_one_thing():
+    assert duplicate_classes() == []
+    assert duplicate_modules() == []
+
+
+def test_words_are_the_fields():
+    assert list(words_to_replace()) == []
+
+
+def test_a_planted_word_is_found(monkeypatch, tmp_path):
+    path = tmp_path / "docs" / "page.md"
+    path.parent.mkdir()
+    path.write_text("Whoever trains it is told so; see the licence.\n")
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    assert len(list(words_to_replace())) == 3
+
+
+if __name__ == "__main__":
+    root = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else ROOT
+    print(f"lines in drafttrain/: {line_count(root):,}")
+    print(f"Any in annotations: {any_count(root)}")
+    print(f"comments per 100 lines: {comment_density(root):.1f}")
+    print(f"class names used twice: {', '.join(duplicate_classes(root)) or 'none'}")
+    print(f"module names used twice: {', '.join(duplicate_modules(root)) or 'none'}")
+    print(f"functions above {MOST_FUNCTION_LINES} lines: {len(long_functions(root))}")
