@@ -33,6 +33,8 @@ from drafttrain.target.attention import LAST
 
 # Positions per row to begin with; the cache doubles until max_length when a sequence outgrows it.
 _FIRST_CAPACITY = 1024
+# Shorter prefixes are not worth a pass of their own.
+_LEAST_PREFIX = 16
 
 
 @dataclass
@@ -268,9 +270,10 @@ class _Run:
 
 
 def _shared_prefix(prompts: list[Items[int]]) -> list[int]:
-    """The tokens that all prompts begin with (system prompt, chat opening), without the last token of any."""
-    if len(prompts) < 2 or min(map(len, prompts)) < 2:
+    """The tokens that all prompts begin with (system prompt, chat opening), without the last token of any; [] if few."""
+    if len(prompts) < 2:
         return []
     low, high = min(map(tuple, prompts)), max(map(tuple, prompts))
     length = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), len(low))
-    return list(low[: min(length, min(map(len, prompts)) - 1)])
+    length = min(length, min(map(len, prompts)) - 1)
+    return list(low[:length]) if length >= _LEAST_PREFIX else []

@@ -8,7 +8,7 @@
 
 Softmax runs in base 2 and in float32. A part leaves its normalised output and the logarithm of its weight, so the merge is
 one weighted mean. Lengths are read on the device: the grid depends on upper bounds alone, and programs beyond a row's end
-leave at once. A third kernel moves accepted keys and values together. `tree_attention_triton` and `slot_moves` call this
+leave at once. A third kernel moves accepted keys and values together. `tree_attention_triton` and `tree_cache` call this
 module.
 
 Source: online softmax with split keys as in Flash-Decoding (Dao et al., 2023).

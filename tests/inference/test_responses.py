@@ -62,7 +62,7 @@ def run(target: Target, requests: list[ResponseRequest], slots: int, sampling: S
 
 
 @pytest.mark.parametrize("make", [make_target, make_gemma], ids=["llama", "gemma3"])
-@pytest.mark.parametrize("prefix", [[], [256, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]], ids=["no_prefix", "prefix"])
+@pytest.mark.parametrize("prefix", [[], [256, *range(1, 20)]], ids=["no_prefix", "prefix"])
 def test_greedy_equals_transformers(make, prefix):
     target = make()
     prompts = make_prompts(19, prefix)
@@ -109,10 +109,11 @@ def test_prefix_is_computed_once_and_drain_runs_fewer_rows(monkeypatch, target):
 
 
 def test_identical_prompts_share_all_but_one_token(target):
-    requests = [ResponseRequest(str(i), [256, 5, 6, 7], 20, {257}) for i in range(6)]
+    prompt = [256, *range(20)]
+    requests = [ResponseRequest(str(i), prompt, 20, {257}) for i in range(6)]
     got = run(target, requests, 3, SamplingParams(2.0))
     assert len({tuple(done.tokens) for done in got.values()}) == 6, "own random numbers each"
-    want = hf_greedy(target, [256, 5, 6, 7], 20, [257])
+    want = hf_greedy(target, prompt, 20, [257])
     assert all(done.tokens == want for done in run(target, requests, 3).values())
 
 
@@ -134,7 +135,7 @@ def test_a_repetition_penalty_is_refused(target):
 @pytest.mark.parametrize("make", [make_target, make_gemma], ids=["llama", "gemma3"])
 def test_captured_features_equal_the_forward(make):
     target = make()
-    prompts = make_prompts(9, [256, 1, 2, 3])
+    prompts = make_prompts(9, [256, *range(20)])
     requests = [ResponseRequest(str(i), prompt, 9 + i, set(STOPS)) for i, prompt in enumerate(prompts)]
     got = run(target, requests, 4, feature_layers=(1, 2, 4))
     assert len(got) == 9
