@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -52,10 +52,7 @@ class Batch:
     documents: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
-        ids, lengths, mask, index = (
-            t.to(device) for t in (self.input_ids, self.lengths, self.response_mask, self.index)
-        )
-        return Batch(ids, lengths, mask, index, None if self.documents is None else self.documents.to(device))
+        return replace(self, **{name: value.to(device) for name, value in vars(self).items() if value is not None})
 
     def conversations(self) -> Tensor:
         """[c, 3] int64 row, start and length of each conversation, in order."""
@@ -89,6 +86,29 @@ class Batch:
         return Batch(self.input_ids[:b], self.lengths[:b], self.response_mask[:b], self.index[kept], documents)
 
 
+def anchors_by_depth(response_mask: Tensor, depths: int, share: float = 1.0) -> list[Tensor]:
+    """The anchors that each depth trains on, as flat positions of [b, s]: one int64 tensor per depth.
+
+    Anchor t counts at depth k if x_{t+1} .. x_{t+2+k} all belong to one response: then decoding can stand there (the last
+    committed token is the target's own) and the predicted token is the target's own choice. Deeper sets lie in earlier ones.
+
+        response_mask     0 0 1 1 1 1 0       anchors at depth 0:  t = 1, 2, 3   (x_{t+1}, x_{t+2} both in)
+        position t        0 1 2 3 4 5 6       anchors at depth 1:  t = 1, 2
+
+    Args:
+        response_mask: [b, s] bool. share: share of the anchors, drawn at random, that depths after the first train on.
+    """
+    s = response_mask.shape[1]
+    shifted = [torch.nn.functional.pad(response_mask[:, j:], (0, min(j, s))) for j in range(1, depths + 2)]
+    current, result = shifted[0], []
+    for k, following in enumerate(shifted[1:]):
+        current = current & following
+        if k == 1 and share < 1:
+            current = current & (torch.rand(current.shape, device=current.device) < share)
+        result.append(current.flatten().nonzero().squeeze(1))
+    return result
+
+
 @dataclass
 class TargetOutput:
     """Hidden states of the frozen target for a batch.
@@ -113,6 +133,26 @@ class StepOutput(NamedTuple):
 
     loss: Tensor
     metrics: dict[str, Tensor]
+
+
+class Measured(Protocol):
+    """Per-token results of a loss, all [t]; alpha and agree are None if they were not measured."""
+
+    values: Tensor
+    alpha: Tensor | None
+    agree: Tensor | None
+
+
+def sums_by_depth(outs: Sequence[Measured]) -> dict[str, Tensor]:
+    """Metrics of a training step: count, loss, alpha and agree summed over each depth's anchors, [depths] each; empty if they
+    were not measured. outs: one per depth."""
+    sums = [
+        torch.stack([value.sum() for value in (torch.ones_like(out.values), out.values, out.alpha, out.agree.float())])
+        for out in outs
+        if out.alpha is not None and out.agree is not None
+    ]
+    names = ("count", "loss", "alpha", "agree")
+    return dict(zip(names, torch.stack(sums, dim=1), strict=True)) if sums else {}
 
 
 @dataclass

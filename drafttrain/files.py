@@ -49,17 +49,22 @@ def replacing(path: Path) -> Iterator[Path]:
         part.unlink(missing_ok=True)
 
 
-def write_json(path: Path, content: Mapping[str, object]) -> None:
-    """Replaces a JSON file in one step, so that readers see the old or the new one.
+def write_text(path: Path, text: str) -> None:
+    """Replaces a file in one step, so that readers see the old or the new content.
 
     Raises:
-        UserError: the place cannot be written.
+        UserError: the file cannot be written.
     """
     try:
         with replacing(path) as part:
-            part.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            part.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"output={str(path)!r} cannot be written ({error.strerror}); choose another place") from error
+
+
+def write_json(path: Path, content: Mapping[str, object]) -> None:
+    """Replaces a JSON file; see `write_text`."""
+    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
@@ -117,7 +122,7 @@ class JsonlLog:
         self.rows: list[Json] = lines[1:]
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("ab")
-        self._file.truncate(path.read_bytes().rfind(b"\n") + 1)
+        self._file.truncate(complete_bytes(path))
         if not lines:
             self._write(settings)
 
@@ -131,6 +136,17 @@ class JsonlLog:
 
     def close(self) -> None:
         self._file.close()
+
+
+def complete_bytes(path: Path) -> int:
+    """Size of a file up to its last line break; an interrupted write may have left part of a line after it."""
+    return path.read_bytes().rfind(b"\n") + 1
+
+
+def first_change(before: Json, now: Json) -> str:
+    """`key=old, this run has key=new` of the first setting that differs; '' if none does."""
+    keys = (key for key in [*now, *before] if before.get(key) != now.get(key))
+    return next((f"{key}={before.get(key)!r}, this run has {key}={now.get(key)!r}" for key in keys), "")
 
 
 def differences(before: Json, now: Json) -> str:

@@ -8,7 +8,11 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from drafttrain.errors import UserError, first_line
+
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from drafttrain.ops.sampling import SamplingParams
     from drafttrain.target import Target
 
@@ -41,6 +45,23 @@ def load_target(args: argparse.Namespace, name: str = "", device_map: str = "") 
     from drafttrain.target import Target
 
     return Target.load(name or args.target, args.dtype, args.device, args.trust_remote_code, device_map)
+
+
+def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """A target's tokenizer, for commands that need no weights.
+
+    Raises:
+        UserError: none loads by that name.
+    """
+    from transformers import AutoTokenizer
+
+    from drafttrain.target import resolve_target
+
+    try:
+        return AutoTokenizer.from_pretrained(resolve_target(name), trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        reason = first_line(error)
+        raise UserError(f"target={name!r} has no tokenizer that loads ({reason}); give a folder or Hub id") from error
 
 
 def add_drafter_flag(parser: argparse.ArgumentParser, trained: bool = False, more: str = "") -> None:

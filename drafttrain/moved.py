@@ -31,10 +31,11 @@ MOVED = {
     "evaluation.estimate": "tuning.estimate",
     "evaluation.serving": "serving.bench",
     "training.targets": "training.feature_sources",
+    "data.formats": "data.row_formats",
     "drafters.tree_spec": "drafters.common.tree_spec",
     "drafters.layers": "drafters.common.layers",
     "drafters.layer_model": "drafters.common.layer_model",
-    "drafters.layer_config": "drafters.common.layer_config",
+    "drafters.layer_config": "drafters.common.configs",
 }
 
 

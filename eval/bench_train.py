@@ -27,11 +27,11 @@ from benchmark import alternate, median, write_result
 from side import Side, serve
 from torch import Tensor
 
+from drafttrain.batch import anchors_by_depth
 from drafttrain.data.loader import collate, pack_rows, to_batch, training_rows
 from drafttrain.data.store import load_records
 from drafttrain.data.vocab import count_tokens, keep_frequent
 from drafttrain.drafters.common.layers import rotate
-from drafttrain.drafters.common.shared import anchors_by_depth
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
 from drafttrain.target import Target, resolve_device
 from drafttrain.training.feature_sources import TargetSource

@@ -1,4 +1,4 @@
-# Sourced by the other scripts: a virtual environment in .venv with the pinned dependencies. Running it again costs a second.
+# Sourced by the other scripts: makes a virtual environment in .venv with the pinned dependencies. A second run takes a second.
 
 install_drafttrain() {  # install_drafttrain [extras], e.g. install_drafttrain "[dev]"
   local extras="${1:-}" stamp
@@ -8,7 +8,7 @@ install_drafttrain() {  # install_drafttrain [extras], e.g. install_drafttrain "
   stamp=".venv/.installed-$(printf '%s' "$extras" "$(cat pyproject.toml constraints.txt)" | cksum | cut -d' ' -f1)"
   if [ ! -f "$stamp" ]; then
     echo "installing drafttrain$extras and its pinned dependencies into .venv"
-    # torch first: the pinned build must be there before anything asks for "torch" and gets the newest.
+    # torch first: otherwise another package's dependency on torch installs the newest build.
     python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
     python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".$extras"
     touch "$stamp"

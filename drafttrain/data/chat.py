@@ -38,7 +38,8 @@ def render_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message],
         text = "\n\n".join(message["content"] for message in messages)
         return text + "\n\n" if generation else text
     try:
-        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation)
+        turns = [dict(message) for message in messages]
+        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=generation))
     except Exception as error:  # jinja's TemplateError, but also TypeError and KeyError from inside the template
         roles = ", ".join(str(message.get("role")) for message in messages)
         raise UserError(f"the chat template refuses a conversation with the roles [{roles}]: {error}") from error
@@ -88,7 +89,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     """The exact text of token ids, special tokens included."""
-    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 # -- what a template puts around a turn -------------------------------------------------------------------------------
@@ -143,7 +144,7 @@ def turn_glue(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Sequence[Messa
         messages.append({"role": "assistant", "content": f"{_MARKER} {i}."})
     rendered = render_text(tokenizer, [*messages, *turns[-1]], generation=True)
     history, found, after = rendered.partition(messages[-1]["content"])
-    ids = text_ids(tokenizer, after.lstrip())
+    ids = text_ids(tokenizer, after.lstrip())  # begins with the token that closes the response
     return ids[1:] if found and history == before and ids[:1] == [stop_id] and len(ids) > 1 else None
 
 

@@ -94,7 +94,7 @@ class Conversation:
         ):
             raise UserError(f'{where}: needs "text", or "messages" as a list of {{"role": ..., "content": ...}}')
         turn: Turn = []
-        for message in [*messages, {"role": "assistant"}]:
+        for message in [*messages, {"role": "assistant"}]:  # the added one closes the last turn
             if message["role"] != "assistant":
                 turn.append({"role": message["role"], "content": message["content"]})
             elif turn:

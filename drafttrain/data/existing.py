@@ -1,7 +1,7 @@
-"""`drafttrain generate --backend existing`: conversations whose answers are taken as they stand.
+"""`drafttrain generate --backend existing`: stores conversations with the answers that they hold.
 
-Text from another model teaches the drafter another model's habits, so the target's own answers are worth more; this is
-for data that is the target's already, or for a first domain adaptation.
+Another model's answers teach the drafter that model's habits, so the target's own answers work better. Use this for
+conversations that the target itself wrote, or for a first domain adaptation.
 """
 
 from __future__ import annotations
@@ -9,51 +9,57 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
-from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from drafttrain.data.masks import conversation_records
-from drafttrain.data.store import Store
+from drafttrain.data.store import Share, Store
 from drafttrain.errors import UserError
+from drafttrain.files import Json
 from drafttrain.progress import Progress
 
 
-def store_existing(args: argparse.Namespace, tokenizer: Any, store: Store, rank: int, owner: Any) -> dict[str, Any]:
-    """Appends this process's conversations that the data set lacks; returns what this run did.
+def store_existing(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, store: Store, share: Share) -> Json:
+    """Appends this process's conversations that the data set lacks; returns the counts of this run.
 
-    Rows longer than --max-length are cut there; what is cut ends in "length", as a truncated answer does.
+    Rows longer than --max-length are cut; a cut answer ends in "length", as a truncated one does.
 
     Raises:
         UserError: a row that is no conversation, an empty mask, or an id that occurs twice.
     """
     done, seen = store.done_ids(), set()
-    counts = {"conversations": 0, "response_tokens": 0}
-    dropped = {"answer_beyond_max_length": 0}
+    conversations = tokens = beyond = 0
     began = time.perf_counter()
     with Progress("conversations", None, "conversations") as progress:
         for record in conversation_records(tokenizer, Path(args.prompts).expanduser()):
             if record["id"] in seen:
                 raise UserError(f"{args.prompts}: id={record['id']!r} occurs twice; ids must be unique")
             seen.add(record["id"])
-            if record["id"] in done or owner(record["id"]) != rank:
+            if record["id"] in done or not share.owns(record["id"]):
                 continue
             kept = cut(record, args.max_length)
             if kept is None:
-                dropped["answer_beyond_max_length"] += 1
+                beyond += 1
                 continue
             store.append(kept)
-            counts["conversations"] += 1
-            counts["response_tokens"] += sum(end - start for start, end in kept["spans"])
+            conversations += 1
+            tokens += sum(end - start for start, end in kept["spans"])
             progress.advance()
-            if 0 < args.max_tokens <= counts["response_tokens"]:
+            if 0 < args.max_tokens <= tokens:
                 break
     if not seen:
         raise UserError(f"prompts={args.prompts!r} is empty: it must hold one conversation a line")
-    seconds = max(time.perf_counter() - began, 1e-9)
-    rate = round(counts["response_tokens"] / seconds, 1)
+    return run_counts(conversations, tokens, time.perf_counter() - began, {"answer_beyond_max_length": beyond})
+
+
+def run_counts(conversations: int, tokens: int, seconds: float, dropped: dict[str, int]) -> Json:
+    """The part of summary.json about one run."""
+    rate = round(tokens / max(seconds, 1e-9), 1)
+    counts = {"conversations": conversations, "response_tokens": tokens}
     return {**counts, "seconds": round(seconds, 1), "tokens_per_second": rate, "dropped": dropped}
 
 
-def cut(record: dict[str, Any], limit: int) -> dict[str, Any] | None:
+def cut(record: Json, limit: int) -> Json | None:
     """The record's first `limit` tokens; None if no answer begins there."""
     if len(record["tokens"]) <= limit:
         return record

@@ -39,9 +39,8 @@ def stable_id(prompt: Prompt) -> str:
 
 def is_readable(text: str) -> bool:
     """False if text holds control characters, unassigned code points, or the replacement character."""
-    return not any(
-        c == "\ufffd" or (unicodedata.category(c) in ("Cc", "Cn", "Co", "Cs") and c not in "\n\t\r") for c in text
-    )
+    bad = {"Cc", "Cn", "Co", "Cs"}  # Unicode categories
+    return not any(c == "\ufffd" or (unicodedata.category(c) in bad and c not in "\n\t\r") for c in text)
 
 
 def is_repetitive(text: str) -> bool:

@@ -1,37 +1,34 @@
-"""`drafttrain generate`: the target answers prompts, and every token's provenance is stored."""
+"""`drafttrain generate`: the target answers prompts; every token is stored with its origin."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import hashlib
-import json
 import math
 import os
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
-from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from drafttrain.data.backends import Backend, Limits, LocalBackend, OpenAIBackend, VllmBackend
+from drafttrain.data.backends import Backend, LocalBackend, OpenAIBackend, ResponseSettings, VllmBackend
 from drafttrain.data.conversation import ChatRenderer, Conversation
-from drafttrain.data.existing import store_existing
-from drafttrain.data.store import FeatureWriter, Store, check_space
+from drafttrain.data.existing import run_counts, store_existing
+from drafttrain.data.store import FeatureWriter, Share, Store, check_space
 from drafttrain.environment import __version__
 from drafttrain.errors import UserError
-from drafttrain.files import write_json
-from drafttrain.ops.sampling import SamplingParams
-from drafttrain.target import Target, resolve_target
+from drafttrain.files import Json, read_jsonl, write_json
+from drafttrain.flags import add_sampling_flags, add_target_flags, load_target, sampling_of
+from drafttrain.inference.slots import Finished
+from drafttrain.progress import Progress
+from drafttrain.target import Target
+from drafttrain.target.shell import load_shell
 
 HELP = """let the target answer the prompts: the distillation data
 
-Conversations are regenerated turn by turn; token ids, response ranges and finish reasons go to DIR. Run it again and it
-goes on; several processes share the work.
+Conversations are regenerated turn by turn; token ids, response spans and finish reasons are written to DIR. An
+interrupted run continues when run again; several processes share the work.
 
   drafttrain generate --target smollm2-135m --prompts prompts.jsonl --output data --max-new-tokens 256
   accelerate launch --num_processes 8 -m drafttrain.cli generate --target T --prompts P --output DIR
@@ -39,93 +36,73 @@ goes on; several processes share the work.
   drafttrain generate --target T --prompts chats.jsonl --output DIR --backend existing     # keep the answers in the file
 """
 
-# A prompt has to leave room for this many response tokens.
-_LEAST_ROOM = 16
-_LINE_SECONDS = 10.0
+_LEAST_RESPONSE = 16  # response tokens that a prompt must leave below --max-length
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--target", required=True, help="short name, folder or Hub id")
-    parser.add_argument("--prompts", required=True, help='JSONL: {"id", "messages": [...]} or {"id", "text"} a line')
-    parser.add_argument("--output", required=True, help="folder of the data set")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0 = greedy (default: %(default)s)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="1 = off (default: %(default)s)")
-    parser.add_argument("--top-k", type=int, default=0, help="0 = off (default: %(default)s)")
-    parser.add_argument("--max-new-tokens", type=int, default=512, help="of a response (default: %(default)s)")
-    parser.add_argument("--max-length", type=int, default=2048, help="tokens of a conversation (default: %(default)s)")
-    parser.add_argument("--slots", default="auto", help="sequences that run together (default: auto, by free memory)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max-tokens", type=int, default=0, help="stop after so many response tokens of this process")
-    parser.add_argument(
-        "--max-minutes", type=float, default=0, help="stop after this time; what runs is cut and so marked"
-    )
-    parser.add_argument("--features", default="none", help="target states to store: none, default, or 2,15,27")
-    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--backend", default="local", choices=["local", "openai", "vllm", "existing"])
-    parser.add_argument("--url", action="append", default=[], help="server of --backend openai; repeat it for several")
-    parser.add_argument("--model", default="", help="name to ask the server for (default: the first it lists)")
-    parser.add_argument("--overwrite", action="store_true", help="delete the data set in --output first")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the target")
+    add = parser.add_argument
+    add_target_flags(parser)
+    add("--prompts", required=True, help='JSONL: {"id", "messages": [...]} or {"id", "text"} a line')
+    add("--output", required=True, help="folder of the data set")
+    add_sampling_flags(parser, temperature=1.0)
+    add("--max-new-tokens", type=int, default=512, help="of a response (default: %(default)s)")
+    add("--max-length", type=int, default=2048, help="tokens of a conversation (default: %(default)s)")
+    add("--slots", default="auto", help="sequences that run together (default: auto, by free memory)")
+    add("--max-tokens", type=int, default=0, help="stop after this many response tokens of this process")
+    add("--max-minutes", type=float, default=0, help="stop after this time; running responses are cut and marked")
+    add("--features", default="none", help="target states to store: none, default, or 2,15,27")
+    add("--backend", default="local", choices=["local", "openai", "vllm", "existing"])
+    add("--url", action="append", default=[], help="server of --backend openai; repeat it for several")
+    add("--model", default="", help="model name in requests to the server (default: the first it lists)")
+    add("--overwrite", action="store_true", help="delete the data set in --output first")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Generates what is missing and prints a summary.
+    """Generates the missing conversations and prints a summary.
 
     Raises:
         UserError: bad prompts, settings that contradict the data set, no disk space, an unreachable server.
     """
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    sampling = SamplingParams(args.temperature, args.top_k, args.top_p)
+    share, sampling = Share.of_process(), sampling_of(args)
     for key in ("max_new_tokens", "max_length"):
         if getattr(args, key) < 1:
             raise UserError(f"{key}={getattr(args, key)} must be at least 1")
-    if args.overwrite and world > 1:
-        raise UserError(
-            "overwrite=True with several processes deletes what the others write; delete the folder yourself"
-        )
+    if args.overwrite and share.world > 1:
+        raise UserError("overwrite=True with several processes deletes the others' work; delete the folder yourself")
     if args.features != "none" and args.backend != "local":
-        raise UserError(f"features={args.features!r} needs --backend local: only there its states are seen")
+        raise UserError(f"features={args.features!r} needs --backend local: the other backends return no hidden states")
     existing = args.backend == "existing"
     conversations = [] if existing else read_prompts(Path(args.prompts).expanduser())
-    target = load_target(args)
+    target = load_target(args) if args.backend == "local" else load_shell(args.target, args.trust_remote_code)
+    if args.backend == "local":
+        target.check_head()
     layers = parse_layers(args.features, target)
     renderer = ChatRenderer(target)
-    settings = {
+    settings = ResponseSettings(renderer, sampling, args.max_new_tokens, args.max_length, args.seed)
+    limits = {key: getattr(args, key) for key in ("max_new_tokens", "max_length", "seed")}
+    meta = {
         "target": target.identity(),
-        "sampling": {"max_length": args.max_length}
-        if existing
-        else {**vars(sampling), **{key: getattr(args, key) for key in ("max_new_tokens", "max_length", "seed")}},
+        "sampling": {"max_length": args.max_length} if existing else {**vars(sampling), **limits},
         "backend": args.backend,
         "features": {"layers": list(layers), "dtype": "bfloat16"} if layers else None,
     }
-    with Store(args.output, settings, rank, args.overwrite) as store:
-        done = store.done_ids()
-        mine = [it for it in conversations if it.id not in done and owner(it.id, world) == rank]
-        if layers:
-            needed = feature_bytes(mine, renderer, args, (len(layers) + 1) * target.hidden_size * 2)
-            check_space(store.directory, needed, "features")
-        summary: dict[str, Any] = {
-            "conversations": 0,
-            "response_tokens": 0,
-            "seconds": 0.0,
-            "tokens_per_second": 0.0,
-            "dropped": {},
-        }
-        prompts = len(conversations)
+    with Store(args.output, meta, share.rank, args.overwrite) as store:
         if existing:
-            summary = store_existing(args, target.tokenizer, store, rank, lambda key: owner(key, world))
-            prompts = len(store.done_ids()) + summary["dropped"]["answer_beyond_max_length"]
-        elif mine:
-            backend = make_backend(args, target, renderer, sampling, layers, len(mine))
-            summary = _Job(args, renderer, store, backend, mine).run()
-        report(args, store, summary, prompts, world)
+            this_run = store_existing(args, target.tokenizer, store, share)
+            prompts = len(store.done_ids()) + this_run["dropped"]["answer_beyond_max_length"]
+            report(args, store, this_run, prompts, share)
+            return 0
+        done = store.done_ids()
+        mine = [it for it in conversations if it.id not in done and share.owns(it.id)]
+        if layers:
+            needed = feature_bytes(mine, args, settings, (len(layers) + 1) * target.hidden_size * 2)
+            check_space(store.directory, needed, "features")
+        this_run = run_counts(0, 0, 0.0, {})
+        if mine:
+            backend = make_backend(args, target, settings, layers, len(mine))
+            this_run = _GenerationRun(args, settings, store, backend, mine).run()
+        report(args, store, this_run, len(conversations), share)
     return 0
-
-
-def owner(key: str, world: int) -> int:
-    """The process that a conversation belongs to, whatever the order of the prompts."""
-    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") % world
 
 
 def read_prompts(path: Path) -> list[Conversation]:
@@ -137,47 +114,17 @@ def read_prompts(path: Path) -> list[Conversation]:
     if not path.is_file():
         raise UserError(f"prompts={str(path)!r}: no such file; make one: drafttrain prompts --help")
     conversations: dict[str, Conversation] = {}
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            where = f"{path}:{number}"
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise UserError(f"{where} is not JSON ({error}); it must hold one JSON object a line") from error
-            if not isinstance(row, dict) or "id" not in row:
-                raise UserError(f'{where}: needs an "id"; drafttrain prompts --source file writes them')
-            conversation = Conversation.from_row(row, where)
-            if conversation.id in conversations:
-                raise UserError(f"{where}: id={conversation.id!r} occurs twice; ids must be unique")
-            conversations[conversation.id] = conversation
+    for number, row in read_jsonl(path):
+        where = f"{path} line {number}"
+        if "id" not in row:
+            raise UserError(f'{where}: needs an "id"; drafttrain prompts --source file writes them')
+        conversation = Conversation.from_row(row, where)
+        if conversation.id in conversations:
+            raise UserError(f"{where}: id={conversation.id!r} occurs twice; ids must be unique")
+        conversations[conversation.id] = conversation
     if not conversations:
         raise UserError(f"prompts={str(path)!r} is empty; make some: drafttrain prompts --help")
     return list(conversations.values())
-
-
-def load_target(args: argparse.Namespace) -> Target:
-    """The target; for backends that run it elsewhere without weights (shape, tokenizer and chat template only)."""
-    if args.backend == "local":
-        target = Target.load(args.target, args.dtype, args.device, args.trust_remote_code)
-        target.check_head()
-        return target
-    where = resolve_target(args.target)
-    try:
-        config = AutoConfig.from_pretrained(where, trust_remote_code=args.trust_remote_code)
-        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=args.trust_remote_code)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"target={args.target!r}: config and tokenizer cannot be loaded ({str(error).strip().splitlines()[0]}); "
-            "they are needed to tokenize what the server answers: give a folder or Hub id that holds them"
-        ) from error
-    # Many targets have none; their config and tokenizer name the end of sequence too.
-    with contextlib.suppress(OSError):
-        model.generation_config = GenerationConfig.from_pretrained(where)
-    return Target.wrap(model, tokenizer, args.target, where)
 
 
 def parse_layers(text: str, target: Target) -> tuple[int, ...]:
@@ -193,7 +140,7 @@ def parse_layers(text: str, target: Target) -> tuple[int, ...]:
     try:
         layers = tuple(int(part) for part in text.split(","))
     except ValueError:
-        layers = (-1,)
+        layers = (-1,)  # fails the check below
     if len(set(layers)) < len(layers) or not all(0 <= layer <= target.num_layers for layer in layers):
         raise UserError(
             f"features={text!r} must be none, default, or distinct layers from 0 to {target.num_layers}, as 2,15,27"
@@ -202,40 +149,35 @@ def parse_layers(text: str, target: Target) -> tuple[int, ...]:
 
 
 def feature_bytes(
-    conversations: list[Conversation], renderer: ChatRenderer, args: argparse.Namespace, row_bytes: int
+    conversations: list[Conversation], args: argparse.Namespace, settings: ResponseSettings, row_bytes: int
 ) -> float:
-    """About how large the states get: prompts by a sample, responses at their limit or the token budget's."""
-    sample = conversations[:: max(1, len(conversations) // 32)]
+    """Estimated size of the stored states: prompt lengths from a sample, responses at their limit or the token budget."""
+    sample = conversations[:: max(1, len(conversations) // 32)]  # 32 to 63 of them
     if not sample:
         return 0.0
-    prompt = sum(len(it.open(renderer)) for it in sample) / len(sample)
+    prompt = sum(len(it.open(settings.renderer)) for it in sample) / len(sample)
     turns = sum(it.total_turns for it in sample) / len(sample)
-    response = min(turns * args.max_new_tokens, args.max_length)
+    response = min(turns * settings.max_new_tokens, settings.max_length)
     count = len(conversations)
     if args.max_tokens:
         count = min(count, math.ceil(args.max_tokens / response) + 1)
-    return count * min(prompt + response, args.max_length) * row_bytes
+    return count * min(prompt + response, settings.max_length) * row_bytes
 
 
 def make_backend(
-    args: argparse.Namespace,
-    target: Target,
-    renderer: ChatRenderer,
-    sampling: SamplingParams,
-    layers: tuple[int, ...],
-    count: int,
+    args: argparse.Namespace, target: Target, settings: ResponseSettings, layers: tuple[int, ...], count: int
 ) -> Backend:
-    limits = Limits(args.max_new_tokens, args.max_length, args.seed)
+    """The backend of --backend. count: conversations to answer, which bounds the slots."""
     if args.backend == "openai":
-        return OpenAIBackend(args.url, args.model, renderer, sampling, limits)
+        return OpenAIBackend(args.url, args.model, settings)
     if args.backend == "vllm":
-        return VllmBackend(target.path, args.dtype, renderer, sampling, limits, args.trust_remote_code)
-    slots = min(choose_slots(args.slots, target, args.max_length, len(layers)), count)
-    return LocalBackend(target, renderer, sampling, limits, slots, layers)
+        return VllmBackend(target.path, args.dtype, settings, args.trust_remote_code)
+    slots = min(choose_slots(args.slots, target, settings.max_length, len(layers)), count)
+    return LocalBackend(target, settings, slots, layers)
 
 
 def choose_slots(text: str, target: Target, max_length: int, features: int = 0) -> int:
-    """Reads --slots; 'auto' takes 128 (256 on a GPU), or as many as fit half of the free memory at full length.
+    """Reads --slots. 'auto' takes 128 (256 on a GPU), or fewer if they would fill more than half of the free memory.
 
     Raises:
         UserError: neither 'auto' nor a positive number.
@@ -247,8 +189,8 @@ def choose_slots(text: str, target: Target, max_length: int, features: int = 0) 
     config = target.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    token = 2 * target.num_layers * heads * width * target.compute_dtype.itemsize
-    token += (features + 1) * target.hidden_size * 2 if features else 0
+    token = 2 * target.num_layers * heads * width * target.compute_dtype.itemsize  # bytes per token: keys and values
+    token += (features + 1) * target.hidden_size * 2 if features else 0  # captured states in bfloat16
     on_gpu = target.device.type == "cuda"
     if on_gpu:
         free = torch.cuda.mem_get_info(target.device)[0]
@@ -257,95 +199,74 @@ def choose_slots(text: str, target: Target, max_length: int, features: int = 0) 
     return max(1, min(256 if on_gpu else 128, int(free / 2 / (token * max_length))))
 
 
-class _Job:
-    """One process's share of the work: feeds the backend, stores what ends, shows progress, minds the budget."""
+class _GenerationRun:
+    """One process's share of the work: feeds the backend, stores finished conversations, stops at the budget."""
 
     def __init__(
         self,
         args: argparse.Namespace,
-        renderer: ChatRenderer,
+        settings: ResponseSettings,
         store: Store,
         backend: Backend,
         conversations: list[Conversation],
     ):
-        self.args, self.renderer, self.store, self.backend = args, renderer, store, backend
+        self.args, self.settings, self.store, self.backend = args, settings, store, backend
         self.conversations = conversations
         self.writer = FeatureWriter(store) if args.features != "none" else None
         self.dropped = {"prompt_too_long": 0, "turns_not_reached": 0}
-        self.finished = self.tokens = self.responses = self.truncated = 0
-        self.start = self.shown = time.perf_counter()
-        self.bar = tqdm(total=len(conversations), unit="conv", disable=not sys.stderr.isatty(), dynamic_ncols=True)
+        self.finished = self.tokens = 0
+        self.start = time.perf_counter()
+        self.progress = Progress("generate", len(conversations), "conversations")
 
-    def run(self) -> dict[str, Any]:
-        try:
+    def run(self) -> Json:
+        with self.progress:
             for conversation, finished in self.backend.run(self._opened(), self._stop):
                 self._keep(conversation, finished)
             if self.writer is not None:
                 self.writer.flush()
-        finally:
-            self.bar.close()
-        seconds = time.perf_counter() - self.start
-        return {
-            "conversations": self.finished,
-            "response_tokens": self.tokens,
-            "seconds": round(seconds, 1),
-            "tokens_per_second": round(self.tokens / seconds, 1),
-            "dropped": self.dropped,
-        }
+        return run_counts(self.finished, self.tokens, time.perf_counter() - self.start, self.dropped)
 
     def _opened(self) -> Iterator[Conversation]:
-        room = min(_LEAST_ROOM, self.args.max_new_tokens)
+        least = min(_LEAST_RESPONSE, self.settings.max_new_tokens)
         for it in self.conversations:
-            length = len(it.open(self.renderer))
-            if length == 0 or length + room > self.args.max_length:
+            length = len(it.open(self.settings.renderer))
+            if length == 0 or length + least > self.settings.max_length:
                 self.dropped["prompt_too_long"] += 1
-                self.bar.update()
+                self._show(1)
                 continue
             yield it
 
-    def _keep(self, it: Conversation, finished: Any) -> None:
+    def _keep(self, it: Conversation, finished: Finished | None) -> None:
         record = it.record()
         if self.writer is not None:
-            fed = len(record["tokens"]) - 1
+            assert finished is not None and finished.features is not None and finished.last_hidden is not None
+            fed = len(record["tokens"]) - 1  # the last token was never an input
             self.writer.append(record, finished.features[:fed], finished.last_hidden[:fed])
         else:
             self.store.append(record)
         self.finished += 1
-        self.responses += len(it.spans)
         self.tokens += sum(end - start for start, end in it.spans)
-        self.truncated += it.finish.count("length")
         self.dropped["turns_not_reached"] += it.total_turns - len(it.spans)
-        self.bar.update()
+        self._show(1)
 
     def _stop(self) -> bool:
-        """Shows progress; true when the budget of tokens or time is spent."""
-        now = time.perf_counter()
-        minutes, tokens = self.args.max_minutes, self.backend.new_tokens
-        if now - self.shown > (1.0 if not self.bar.disable else _LINE_SECONDS):
-            self.shown = now
-            self._show(now - self.start, tokens)
-        out_of_time = minutes > 0 and now - self.start >= 60 * minutes
-        return out_of_time or 0 < self.args.max_tokens <= tokens
+        """Shows progress; True when the budget of tokens or time is spent."""
+        self._show(0)
+        return self._spent() >= 1
 
-    def _show(self, seconds: float, tokens: int) -> None:
-        done, total = self.finished + self.dropped["prompt_too_long"], len(self.conversations)
-        left = [seconds / share - seconds for share in self._shares(seconds, tokens, done / total) if share > 0]
-        remaining = f"{min(left) / 60:.1f} min left" if left else "time left unknown yet"
-        rate = f"{tokens / seconds:.0f} tokens/s"
-        self.bar.set_postfix_str(f"{rate}, {remaining}")
-        if self.bar.disable:
-            print(f"generate: {done}/{total} conversations, {tokens} response tokens, {rate}, {remaining}", flush=True)
+    def _spent(self) -> float:
+        """Share of the token or time budget that is spent, whichever is larger; 0 without a budget."""
+        seconds, budget = time.perf_counter() - self.start, 60 * self.args.max_minutes
+        shares = [self.backend.new_tokens / self.args.max_tokens] if self.args.max_tokens > 0 else []
+        return max([*shares, seconds / budget if budget > 0 else 0.0])
 
-    def _shares(self, seconds: float, tokens: int, done: float) -> Iterator[float]:
-        """How far along each of the limits is."""
-        yield done
-        if self.args.max_tokens:
-            yield tokens / self.args.max_tokens
-        if self.args.max_minutes > 0:
-            yield seconds / (60 * self.args.max_minutes)
+    def _show(self, count: int) -> None:
+        tokens = self.backend.new_tokens
+        rate = tokens / max(time.perf_counter() - self.start, 1e-9)
+        self.progress.advance(count, f"{tokens} response tokens, {rate:.0f} tokens/s", self._spent())
 
 
-def report(args: argparse.Namespace, store: Store, this_run: dict[str, Any], prompts: int, world: int) -> None:
+def report(args: argparse.Namespace, store: Store, this_run: Json, prompts: int, share: Share) -> None:
     """Prints the summary and writes DIR/summary.json: the whole data set, and this process's run."""
     counts = store.finish()
     responses = max(counts["responses"], 1)
@@ -357,7 +278,7 @@ def report(args: argparse.Namespace, store: Store, this_run: dict[str, Any], pro
         **counts,
         "truncated_share": round(truncated, 4),
         "mean_response_tokens": round(counts["response_tokens"] / responses, 1),
-        "processes": world,
+        "processes": share.world,
         "this_run": this_run,
     }
     write_json(store.directory / "summary.json", summary)

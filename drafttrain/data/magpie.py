@@ -88,7 +88,7 @@ class PromptWriter:
     def max_length(self) -> int:
         """Most tokens of a sequence."""
         longest = max((len(text_ids(self.tokenizer, opening)) for opening in self.openings), default=0)
-        return len(self.prefix_ids) + longest + self.max_tokens + 1
+        return len(self.prefix_ids) + longest + self.max_tokens + 1  # 1: the stop token
 
     def requests(self, start: int) -> Iterator[ResponseRequest]:
         """Endless requests from number `start` on; their keys are the numbers."""

@@ -5,17 +5,18 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from transformers import AutoTokenizer
+from transformers import PreTrainedTokenizerBase
 
+from drafttrain.data.chat import render_text, text_ids
 from drafttrain.data.store import load_records, read_meta
 from drafttrain.drafters.ngram_store.model import NgramTable
 from drafttrain.errors import UserError
 from drafttrain.files import read_jsonl
-from drafttrain.target import resolve_target, tokenizer_fingerprint
+from drafttrain.flags import TARGET_HELP, load_tokenizer
+from drafttrain.target import tokenizer_fingerprint
 
-HELP = """Count what follows each n-gram of a corpus: a drafter without training, best made from the target's own answers.
+HELP = """Count the tokens that follow each n-gram of a corpus: a drafter without training. The target's answers work best.
 
   drafttrain ngram-store --data runs/data --output runs/store.safetensors
   drafttrain ngram-store --text corpus.txt --target smollm2-135m --output runs/store.safetensors
@@ -26,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--data", metavar="DIR", help="a data set made by drafttrain generate: its responses are counted")
     add("--text", metavar="FILE", help="JSON lines with text or messages, or plain text with a document per line")
-    add("--target", help="whose tokenizer reads --text: short name, folder or Hub id")
+    add("--target", help="tokenizes --text: " + TARGET_HELP)
     add("--output", required=True, metavar="FILE.safetensors", help="the store")
     add("--max-n", type=int, default=4, help="longest context, in tokens")
     add("--max-entries", type=int, default=4_000_000, help="continuations kept, 16 bytes each; the most frequent stay")
@@ -45,8 +46,8 @@ def run(args: argparse.Namespace) -> int:
         documents = responses(args.data, args.max_n)
     else:
         if args.target is None:
-            raise UserError(f"text={args.text!r} needs --target, whose tokenizer reads it")
-        reader = AutoTokenizer.from_pretrained(resolve_target(args.target))
+            raise UserError(f"text={args.text!r} needs --target, whose tokenizer splits it")
+        reader = load_tokenizer(args.target)
         tokenizer, documents = tokenizer_fingerprint(reader), texts(Path(args.text).expanduser(), reader)
     table = NgramTable.build(documents, args.max_n, args.max_entries)
     if not len(table.tokens):
@@ -60,13 +61,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def responses(directory: str, max_n: int) -> Iterator[list[int]]:
-    """The responses of a data set, each behind the max_n tokens that come before it."""
+    """The responses of a data set, each with the max_n tokens before it."""
     for record in load_records(directory):
         for start, end in record["spans"]:
             yield record["tokens"][max(0, start - max_n) : end]
 
 
-def texts(path: Path, tokenizer: Any) -> Iterator[list[int]]:
+def texts(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
     """Token ids of the documents in a file.
 
     Raises:
@@ -75,7 +76,7 @@ def texts(path: Path, tokenizer: Any) -> Iterator[list[int]]:
     if path.suffix == ".jsonl":
         for number, row in read_jsonl(path):
             if row.get("messages"):
-                yield list(tokenizer.apply_chat_template(row["messages"], return_dict=False))
+                yield text_ids(tokenizer, render_text(tokenizer, row["messages"]))
             elif isinstance(row.get("text"), str):
                 yield tokenizer(row["text"]).input_ids
             else:

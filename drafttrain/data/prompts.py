@@ -19,12 +19,10 @@ from drafttrain.data.filters import Filter, PromptLimits, stable_id
 from drafttrain.data.row_formats import Prompt, parse_row, prompt_texts
 from drafttrain.errors import UserError, first_line
 from drafttrain.files import Json, JsonlLog, differences, read_jsonl, suites_folder, write_json, write_jsonl
-from drafttrain.flags import add_target_flags, load_target
+from drafttrain.flags import add_target_flags, load_target, load_tokenizer
 from drafttrain.progress import Progress
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from drafttrain.data.magpie import PromptWriter
     from drafttrain.inference.responses import Finished
     from drafttrain.target import Target
@@ -47,13 +45,6 @@ _READ_AHEAD = 10_000  # rows of a streamed data set that are shuffled together
 
 
 # -- sources --------------------------------------------------------------------------------------------------------
-
-
-def file_rows(path: Path, seed: int) -> list[Json]:
-    """All rows of a JSONL file in seeded random order."""
-    rows = [row for _, row in read_jsonl(path)]
-    random.Random(seed).shuffle(rows)
-    return rows
 
 
 def dataset_rows(name: str, subset: str | None, split: str, columns: dict[str, str], seed: int) -> Iterator[Json]:
@@ -215,9 +206,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-chars", type=int, default=8000, help="0: no limit (default: 8000)")
     add("--min-tokens", type=int, default=0, help="needs --target")
     add("--max-tokens", type=int, default=0, help="needs --target")
-    add(
-        "--exclude", nargs="+", type=Path, default=[], metavar="FILE", help="evaluation files: drop overlapping prompts"
-    )
+    add("--exclude", nargs="+", type=Path, default=[], metavar="FILE", help="evaluation files: drop overlaps with them")
     flag = argparse.BooleanOptionalAction
     add("--exclude-suites", action=flag, default=True, help="also drop prompts that overlap with drafttrain's suites")
     add("--ngram", type=int, default=8, help="consecutive shared words that count as overlap (default: 8)")
@@ -244,10 +233,12 @@ def run(args: argparse.Namespace) -> int:
     if target is not None:
         rows = magpie_prompts(args, keep, target, {key: value for key, value in settings.items() if key != "count"})
     elif args.source == "file":
-        rows = collect(file_rows(args.input, args.seed), keep, args.count, args.input.name)
+        found = [row for _, row in read_jsonl(args.input)]
+        random.Random(args.seed).shuffle(found)
+        rows = collect(found, keep, args.count, args.input.name)
     else:
-        found = dataset_rows(args.source, args.subset, args.split, parse_columns(args.columns), args.seed)
-        rows = collect(found, keep, args.count, args.source)
+        stream = dataset_rows(args.source, args.subset, args.split, parse_columns(args.columns), args.seed)
+        rows = collect(stream, keep, args.count, args.source)
     if not rows:
         reasons = ", ".join(f"{reason} {count}" for reason, count in keep.dropped.most_common())
         raise UserError(
@@ -262,16 +253,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    counts_tokens = args.min_tokens or args.max_tokens
+    no_tokenizer = (args.min_tokens or args.max_tokens) and not args.target
     rules = [
-        (
-            args.source == "magpie" and not args.target,
-            "source=magpie needs --target: the model that writes the prompts",
-        ),
+        (args.source == "magpie" and not args.target, "source=magpie needs --target, the model that writes prompts"),
         (args.source == "file" and not args.input, "source=file needs --input FILE.jsonl"),
         (
-            counts_tokens and not args.target,
-            "min_tokens and max_tokens need --target, whose tokenizer counts them; or use --min-chars and --max-chars",
+            no_tokenizer,
+            "min_tokens and max_tokens need --target, whose tokenizer counts; or use --min-chars, --max-chars",
         ),
         (args.count is not None and args.count < 1, f"count={args.count} must be at least 1"),
         (args.ngram < 1, f"ngram={args.ngram} must be at least 1 word"),
@@ -297,21 +285,11 @@ def _filter(args: argparse.Namespace) -> tuple[Filter, Target | None]:
     limits = PromptLimits(args.min_chars, args.max_chars, args.min_tokens, args.max_tokens)
     texts = list(evaluation_texts(args.exclude, args.exclude_suites))
     target = load_target(args) if args.source == "magpie" else None
-    tokenizer = target.tokenizer if target else _load_tokenizer(args) if args.target else None
+    if target is not None:
+        tokenizer = target.tokenizer
+    else:
+        tokenizer = load_tokenizer(args.target, args.trust_remote_code) if args.target else None
     return Filter(limits, texts, args.ngram, tokenizer), target
-
-
-def _load_tokenizer(args: argparse.Namespace) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
-
-    from drafttrain.target import resolve_target
-
-    try:
-        return AutoTokenizer.from_pretrained(resolve_target(args.target), trust_remote_code=args.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"target={args.target!r} has no tokenizer that loads ({first_line(error)}); give a folder or Hub id"
-        ) from error
 
 
 def _partial_path(output: Path) -> Path:

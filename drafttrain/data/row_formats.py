@@ -59,7 +59,8 @@ def _message(role: str, content: object) -> dict[str, str] | None:
     """A message, or None if the content is not text. Text parts of a multi-part content are joined."""
     if isinstance(content, list):
         parts = [part.get("text") if isinstance(part, dict) else part for part in content]
-        content = "\n".join(parts) if all(isinstance(part, str) for part in parts) else None
+        text = [part for part in parts if isinstance(part, str)]
+        content = "\n".join(text) if len(text) == len(parts) else None
     return {"role": role, "content": content} if isinstance(content, str) and content.strip() else None
 
 

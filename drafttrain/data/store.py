@@ -1,28 +1,29 @@
-"""The distillation data set on disk: conversations as token ids, and the target's states for them if wanted.
+"""The distillation data set on disk: conversations as token ids, and optionally the target's hidden states for them.
 
-    DIR/meta.json                           who wrote it: target, settings, version, counts
+    DIR/meta.json                           target, settings, version, counts
     DIR/part-0003.jsonl                     one line per conversation, written by process 3
     DIR/features/part-0003-00012.safetensors  states of some of them, complete or absent
-    DIR/features/features.json              what they are, where `drafttrain features` wrote them
-    DIR/arrow/                              what `load_records` has read, memory-mapped by datasets
+    DIR/features/features.json              their settings, if `drafttrain features` wrote them
+    DIR/arrow/                              the cache of `load_records`, memory-mapped by datasets
 
 A line {"id", "tokens", "spans": [[start, end], ...], "finish": ["stop" | "length", ...], "source"}: spans are the
-responses' token ranges, end exclusive, stop token included, and finish says per span how it ended. Lines are only ever
-appended, each by one write; what a killed process left half-written is cut off when its part is opened again. Which
-conversations are done follows from all parts together, so any number of processes can take over from any other.
+responses' token ranges, end exclusive, stop token included; finish names per span how it ended. Lines are only appended,
+each by one write; an incomplete last line of a killed process is cut off when its part is opened again. All parts together
+determine which conversations are done, so any number of processes can continue the work of any other.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from datasets import Dataset, Features, Value
@@ -33,13 +34,13 @@ from torch import Tensor
 
 from drafttrain.environment import __version__
 from drafttrain.errors import UserError
-from drafttrain.files import is_disk_full, write_json
+from drafttrain.files import Json, complete_bytes, first_change, is_disk_full, read_jsonl, replacing, write_json
 from drafttrain.target.attention import LAST
 
 FORMAT = 1
-_SYNC_SECONDS = 5.0
+_SYNC_SECONDS = 5.0  # between calls of fsync
 _SHARD_BYTES = 64_000_000
-_BOOKKEEPING = ("format", "drafttrain", "counts")
+_BOOKKEEPING = ("format", "drafttrain", "counts")  # keys of meta.json that are no settings
 _COLUMNS = Features(
     {
         "id": Value("string"),
@@ -51,7 +52,24 @@ _COLUMNS = Features(
 )
 
 
-def read_meta(directory: str | Path) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Share:
+    """The conversations that one of several processes works on, independent of their order."""
+
+    rank: int
+    world: int
+
+    @staticmethod
+    def of_process() -> Share:
+        """This process's share, from the variables that `accelerate launch` and torchrun set."""
+        return Share(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
+
+    def owns(self, key: str) -> bool:
+        """Whether the conversation with this id belongs to the share."""
+        return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") % self.world == self.rank
+
+
+def read_meta(directory: str | Path) -> Json:
     """The meta.json of a data set.
 
     Raises:
@@ -66,8 +84,9 @@ def read_meta(directory: str | Path) -> dict[str, Any]:
             "make one: drafttrain generate --target T --prompts P.jsonl --output DIR"
         ) from error
     if meta.get("format") != FORMAT:
+        held = meta.get("format")
         raise UserError(
-            f"data={str(directory)!r} has format {meta.get('format')!r}, this drafttrain reads {FORMAT}; generate anew"
+            f"data={str(directory)!r} has format {held!r}, this drafttrain reads {FORMAT}; generate it again"
         )
     return meta
 
@@ -76,17 +95,17 @@ def _disk_full(directory: Path, kept: str) -> UserError:
     free = shutil.disk_usage(directory).free
     return UserError(
         f"output={str(directory)!r}: no space left on the device ({free / 1e6:.0f} MB free); {kept} kept, free some "
-        "space and run the same command again to go on"
+        "space and run the same command again to continue"
     )
 
 
 def check_space(
     directory: Path, needed: float, what: str, remedy: str = "choose another disk, fewer prompts or --features none"
 ) -> None:
-    """Refuses to begin what cannot fit.
+    """Checks the free disk space before any work.
 
     Args:
-        needed: bytes. what, remedy: for the error's text.
+        needed: bytes. what, remedy: for the error.
 
     Raises:
         UserError: less is free.
@@ -105,19 +124,12 @@ def _parts(directory: Path) -> list[Path]:
     return sorted(directory.glob("part-*.jsonl"))
 
 
-def _lines(part: Path) -> Iterator[dict[str, Any]]:
-    """Complete lines of a part; a torn last one (no newline: still being written, or killed) is left out."""
-    with part.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                return
-            try:
-                yield json.loads(line)
-            except ValueError as error:
-                raise UserError(f"{part}:{number} is not JSON; delete that line to redo its conversation") from error
+def _lines(part: Path) -> Iterator[Json]:
+    """Complete lines of a part."""
+    return (row for _, row in read_jsonl(part, growing=True, fix="delete that line to redo its conversation"))
 
 
-def _records(parts: list[tuple[str, int, int]]) -> Iterator[dict[str, Any]]:
+def _records(parts: list[tuple[str, int, int]]) -> Iterator[Json]:
     seen: set[str] = set()
     for path, _, _ in parts:
         for record in _lines(Path(path)):
@@ -134,37 +146,37 @@ def load_records(directory: str | Path) -> Dataset:
     """
     root = Path(directory).expanduser()
     read_meta(root)
-    # Size and time are part of what datasets caches by, so parts that have grown are read anew.
+    # datasets caches by these arguments, so parts with another size or time are read again.
     stamps = [(str(part), part.stat().st_size, part.stat().st_mtime_ns) for part in _parts(root)]
     if not any(size for _, size, _ in stamps) or next(_records(stamps), None) is None:
         raise UserError(
-            f"data={str(directory)!r} is empty: its part-*.jsonl hold no conversation; run drafttrain generate"
+            f"data={str(directory)!r} is empty: no conversation in its part-*.jsonl; run drafttrain generate"
         )
-    return Dataset.from_generator(
-        _records, gen_kwargs={"parts": stamps}, features=_COLUMNS, cache_dir=str(root / "arrow")
-    )
+    cache = str(root / "arrow")
+    return Dataset.from_generator(_records, gen_kwargs={"parts": stamps}, features=_COLUMNS, cache_dir=cache)
 
 
 # -- writing ------------------------------------------------------------------------------------------------------
 
 
 class Store:
-    """One process's writing end of a data set.
+    """Writes one process's part of a data set.
 
     Args:
         directory: created when missing.
-        meta: what makes two runs the same: {"target": identity, "sampling": {...}, "features": {...} or None, ...}.
+        meta: settings that all runs into one data set share: {"target": identity, "sampling": {...}, "features": {...} or
+            None, ...}.
         rank: number of this process; it writes its own part.
-        overwrite: delete what is there.
+        overwrite: delete an existing data set first.
 
     Attributes:
         appended: conversations this process has written.
 
     Raises:
-        UserError: the folder holds something else, was begun with other settings, or another process is writing.
+        UserError: the folder holds other files, was begun with other settings, or another process writes this part.
     """
 
-    def __init__(self, directory: str | Path, meta: dict[str, Any], rank: int = 0, overwrite: bool = False):
+    def __init__(self, directory: str | Path, meta: Json, rank: int = 0, overwrite: bool = False):
         self.directory, self.rank = Path(directory).expanduser(), rank
         self.appended = 0
         if overwrite and (self.directory / "meta.json").exists():
@@ -176,37 +188,34 @@ class Store:
         except OSError as error:
             if error.errno == errno.ENOSPC:
                 raise _disk_full(self.directory.parent, "nothing") from error
-            raise UserError(
-                f"output={str(directory)!r} cannot be written ({error.strerror}); choose another folder"
-            ) from error
+            reason = error.strerror
+            raise UserError(f"output={str(directory)!r} cannot be written ({reason}); choose another folder") from error
         self._lock()
-        self._cut_torn_line()
+        if complete_bytes(self._part) < self._part.stat().st_size:  # readers cache by the modification time
+            os.truncate(self._part, complete_bytes(self._part))
         self._synced = time.monotonic()
 
     @property
     def _part(self) -> Path:
         return self.directory / f"part-{self.rank:04d}.jsonl"
 
-    def _claim(self, meta: dict[str, Any]) -> None:
+    def _claim(self, meta: Json) -> None:
         path = self.directory / "meta.json"
         if not path.exists():
-            if any(self.directory.iterdir()) and not _parts(self.directory):
-                strangers = [name for name in os.listdir(self.directory) if not name.startswith(".meta")]
-                if strangers:
-                    raise UserError(
-                        f"output={str(self.directory)!r} holds other files ({strangers[0]}) and no data set; choose an "
-                        "empty folder"
-                    )
+            others = [name for name in os.listdir(self.directory) if not name.startswith(".meta")]
+            if others and not _parts(self.directory):
+                where = str(self.directory)
+                raise UserError(
+                    f"output={where!r} holds other files ({others[0]}) and no data set; choose an empty folder"
+                )
             write_json(path, {"format": FORMAT, "drafttrain": __version__, **meta, "counts": {}})
         recorded = {key: value for key, value in read_meta(self.directory).items() if key not in _BOOKKEEPING}
-        before, now = _flatten(recorded), _flatten(json.loads(json.dumps(meta)))
-        for key in [*now, *before]:
-            old, new = before.get(key), now.get(key)
-            if old != new:
-                raise UserError(
-                    f"output={str(self.directory)!r} was begun with {key}={old!r}, this run has {key}={new!r}; one "
-                    "data set has one setting: choose another --output, or delete it with --overwrite"
-                )
+        changed = first_change(_flatten(recorded), _flatten(json.loads(json.dumps(meta))))
+        if changed:
+            raise UserError(
+                f"output={str(self.directory)!r} was begun with {changed}; one data set has one setting: choose another "
+                "--output, or delete it with --overwrite"
+            )
 
     def _lock(self) -> None:
         try:
@@ -217,22 +226,16 @@ class Store:
                 f"{self._part} is being written by another process; wait for it, or share the work: accelerate launch"
             ) from error
         except OSError as error:
-            # Some network file systems have no locks; two runs into one folder are the user's care there.
+            # Some network file systems have no locks; there the user has to avoid two runs into one folder.
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL):
                 raise
-
-    def _cut_torn_line(self) -> None:
-        content = self._part.read_bytes()
-        end = content.rfind(b"\n") + 1
-        if end < len(content):
-            os.ftruncate(self._file, end)
 
     def done_ids(self) -> set[str]:
         """Ids of the conversations in all parts."""
         return {record["id"] for part in _parts(self.directory) for record in _lines(part)}
 
-    def append(self, record: dict[str, Any]) -> None:
-        """Adds one conversation; it is there completely or not at all.
+    def append(self, record: Json) -> None:
+        """Appends one conversation, completely or not at all.
 
         Raises:
             UserError: the disk is full.
@@ -253,7 +256,7 @@ class Store:
         self.appended += 1
 
     def finish(self) -> dict[str, int]:
-        """Flushes, and brings the counts in meta.json up to date; returns them."""
+        """Flushes, updates the counts in meta.json, and returns them."""
         os.fsync(self._file)
         counts = {"conversations": 0, "responses": 0, "response_tokens": 0, "truncated": 0}
         for part in _parts(self.directory):
@@ -266,7 +269,7 @@ class Store:
         return counts
 
     def close(self) -> None:
-        """Lets go of the part, so that another process can write it."""
+        """Closes and unlocks the part."""
         os.close(self._file)
 
     def __enter__(self) -> Store:
@@ -280,8 +283,9 @@ class Store:
             self.close()
 
 
-def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def _flatten(tree: Json, prefix: str = "") -> Json:
+    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    flat: Json = {}
     for key, value in tree.items():
         flat.update(_flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
     return flat
@@ -291,10 +295,11 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 class ShardWriter:
-    """Writes tensors of conversations into shards that appear complete or not at all.
+    """Writes tensors of conversations into shards. A shard file appears complete or not at all.
 
     Args:
-        folder: created when missing; rank: number of this process, which writes its own shards.
+        folder: created when missing.
+        rank: number of this process; it writes its own shards.
         shard_bytes: size at which a shard is written.
 
     Attributes:
@@ -323,21 +328,18 @@ class ShardWriter:
         return self._bytes >= self.shard_bytes
 
     def write(self, kept: str) -> None:
-        """Writes what is pending.
+        """Writes the pending tensors as a shard.
 
         Args:
-            kept: what there is to go on from, for the error's text.
+            kept: names the work that is not lost, for the error.
 
         Raises:
             UserError: the disk is full.
         """
-        name = f"part-{self.rank:04d}-{self.next_shard:05d}.safetensors"
-        part = self.folder / f".{name}"
         try:
-            save_file(self._tensors, part)
-            os.replace(part, self.folder / name)
+            with replacing(self.folder / f"part-{self.rank:04d}-{self.next_shard:05d}.safetensors") as part:
+                save_file(self._tensors, part)
         except Exception as error:
-            part.unlink(missing_ok=True)
             if not is_disk_full(error):
                 raise
             raise _disk_full(self.folder, kept) from error
@@ -348,16 +350,16 @@ class ShardWriter:
 class FeatureWriter:
     """Writes a store's conversations together with the target's states, shard by shard.
 
-    A shard appears complete, and only then do its conversations appear in the part: every stored conversation has its
-    states, and a killed process redoes at most one shard.
+    The shard is written first and its conversations are appended second. So every stored conversation has its states, and a
+    killed process redoes at most one shard.
     """
 
     def __init__(self, store: Store, shard_bytes: int = _SHARD_BYTES):
         self.store = store
         self.shards = ShardWriter(store.directory / "features", store.rank, shard_bytes)
-        self._records: list[dict[str, Any]] = []
+        self._records: list[Json] = []
 
-    def append(self, record: dict[str, Any], features: Tensor, last_hidden: Tensor) -> None:
+    def append(self, record: Json, features: Tensor, last_hidden: Tensor) -> None:
         """Adds a conversation with its states: features [n, f*h] and last_hidden [n, h], n = tokens - 1."""
         self.shards.add(record["id"], features=features, last_hidden=last_hidden)
         self._records.append(record)
@@ -365,7 +367,7 @@ class FeatureWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Writes what is held back.
+        """Writes the pending conversations.
 
         Raises:
             UserError: the disk is full.
@@ -378,10 +380,10 @@ class FeatureWriter:
         self._records = []
 
 
-def stored_features(root: Path) -> dict[str, Any] | None:
-    """What a data set's features are: {"layers", "dtype", "top_k"}; None if it has none.
+def stored_features(root: Path) -> Json | None:
+    """Settings of a data set's stored states: {"layers", "dtype", "top_k"}; None if it has none.
 
-    They were written by `drafttrain features`, which leaves its own description, or while responses were generated.
+    `drafttrain features` writes its own description; `drafttrain generate --features` notes them in meta.json.
     """
     try:
         return json.loads((root / "features" / "features.json").read_text(encoding="utf-8"))
@@ -395,18 +397,18 @@ class FeatureStore:
 
     Args:
         directory: of the data set.
-        columns: which features of a stored row to return, [f, h] ranges in the asked order (None in place of a range for the
+        columns: [start, end) ranges of stored features to return, in the requested order (None in place of a range for the
             last state); None for all.
-        top_k: likeliest tokens stored in place of last states; 0 where there are states.
+        top_k: number of most likely tokens stored in place of last states; 0 if last states are stored.
     """
 
     def __init__(self, directory: Path, columns: list[tuple[int, int] | None] | None = None, top_k: int = 0):
         self.columns, self.top_k = columns, top_k
-        self._files: dict[Path, Any] = {}
-        self._where: dict[str, Path] = {}
+        self._files: dict[Path, safe_open] = {}
+        self._where: dict[str, Path] = {}  # conversation -> shard
         for shard in sorted((directory / "features").glob("part-*.safetensors")):
             with safe_open(shard, framework="pt") as file:
-                for key in file.keys():  # noqa: SIM118 - it is no dict
+                for key in file.keys():  # noqa: SIM118 - safe_open is no dict
                     self._where[key.rsplit("/", 1)[0]] = shard
 
     @staticmethod
@@ -414,9 +416,9 @@ class FeatureStore:
         """The states of these layers, or None if the data set does not hold them all."""
         root = Path(directory).expanduser()
         held = stored_features(root)
-        # Last states are kept beside the features, unless likeliest tokens were stored in their place.
         if held is None or not held["layers"]:
             return None
+        # Last states are stored with the features, unless top-k tokens are stored in their place.
         if not set(feature_layers) <= {*held["layers"], *(() if held["top_k"] else (LAST,))}:
             return None
         layers, width = held["layers"], (held.get("target") or read_meta(root)["target"])["hidden_size"]
@@ -433,7 +435,7 @@ class FeatureStore:
     def get(self, key: str) -> dict[str, Tensor] | None:
         """The stored tensors of a conversation, or None; n is tokens - 1.
 
-        "features" [n, f*h], and either "last_hidden" [n, h], or "topk_ids" [n, k] int32 (likeliest first), "topk_logits"
+        "features" [n, f*h], and either "last_hidden" [n, h], or "topk_ids" [n, k] int32 (most likely first), "topk_logits"
         [n, k] and "log_z" [n] float32, the log of the softmax denominator over the full vocabulary.
         """
         shard = self._where.get(key)
@@ -444,7 +446,7 @@ class FeatureStore:
         names = ("topk_ids", "topk_logits", "log_z") if self.top_k else ("last_hidden",)
         found = {name: self._files[shard].get_tensor(f"{key}/{name}") for name in ("features", *names)}
         if self.columns is not None:
-            whole = found["features"]
-            parts = [found["last_hidden"] if part is None else whole[:, slice(*part)] for part in self.columns]
-            found["features"] = torch.cat([whole[:, :0], *parts], dim=-1)
+            stored = found["features"]  # [n, layers*h]
+            parts = [found["last_hidden"] if part is None else stored[:, slice(*part)] for part in self.columns]
+            found["features"] = torch.cat([stored[:, :0], *parts], dim=-1)  # [n, f*h]
         return found

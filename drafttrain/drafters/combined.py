@@ -1,8 +1,8 @@
-"""Two drafters at once: a training-free one's match is merged into the other's tree, within the same budget.
+"""Two drafters in one: the match of a kind without weights and another drafter's tree share one budget.
 
-Language models repeat themselves and their prompts. Where a match is likely to go on, its continuation is cheap and long: it
-is drafted alone, and the other drafter spared its work. Elsewhere both draft, and the likeliest nodes of the two trees are
-verified. Written `DRAFTER+ngram` wherever a drafter is named.
+Language models repeat themselves and their prompts. A match that is likely to continue is drafted alone: it is long, and costs
+no pass of the other drafter. Otherwise both draft, and the likeliest nodes of the two trees are verified. Written
+`DRAFTER+ngram` wherever a drafter is named.
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.ops.sampling import Sampler
 from drafttrain.target import Target
 
-# A match this likely to go on is drafted alone: what the other drafter could add is worth less than the time it takes.
+# A match with at least this probability of its first token is drafted alone: the other drafter's pass costs more than it adds.
 _SURE = 0.75
-# In a chain or a fan-out, where one drafter's tree takes the other's place, a match goes first from here on.
+# The same for chains and fan-outs, where one drafter's tree replaces the other's.
 _LIKELY = 0.5
-# Of a match that is drafted alone and may be longer than the tree, nodes less likely than this cost more than they bring.
+# A match that is drafted alone may exceed the tree's budget by nodes at least this likely.
 _WORTH = 0.1
 
 
 def merge(first: TokenTree, second: TokenTree, budget: int) -> TokenTree:
-    """The `budget` likeliest nodes of the union of two trees; paths that begin alike share their nodes.
+    """The `budget` likeliest nodes of the union of two trees; equal paths share their nodes, at the higher probability.
 
-    A shared node is as likely as the more confident tree thinks. Nodes keep the order of the trees, `first` before
-    `second`. What tokens were drawn from goes lost: drawn trees are not for merging.
+    Nodes keep the order of the trees, `first` before `second`. Sampled trees cannot be merged: their q would be lost.
     """
     parents = list(first.parents)
     tokens = first.tokens.tolist()
@@ -54,15 +53,15 @@ def merge(first: TokenTree, second: TokenTree, budget: int) -> TokenTree:
 
 
 def _scores(tree: TokenTree) -> list[float]:
-    """Log-probabilities of paths; a drafter that knows none counts as sure of what it found."""
+    """Log-probabilities of paths; 0 for a drafter that computes none."""
     return [0.0] * len(tree) if tree.log_probs is None else tree.log_probs.tolist()
 
 
 class CombinedDrafter(Drafter):
-    """Drafts with `main`, with `side` or with both, as the likelihood of the side's match says.
+    """Drafts with `main`, with `side` or with both, depending on the probability of the side's match.
 
-    A dynamic tree holds the likeliest nodes of both. Chains and fan-outs have no room to share, and drawn trees none to
-    choose: there a likely match is drafted instead.
+    A dynamic tree holds the likeliest nodes of both. Chains, fan-outs and sampled trees cannot be merged: there a likely
+    match replaces the tree.
     """
 
     def __init__(self, main: Drafter, side: Drafter):
@@ -103,7 +102,7 @@ class CombinedDrafter(Drafter):
 
 @cache
 def match_spec(spec: TreeSpec) -> TreeSpec:
-    """What the second drafter may propose: in a dynamic tree paths as long as the budget, for they cost nothing to find."""
+    """The tree that the second drafter may propose; in a dynamic tree, paths as long as the budget."""
     if not spec.matches or spec.shape == "none":
         return TreeSpec.parse("none")
     if spec.shape == "dynamic":
@@ -112,27 +111,28 @@ def match_spec(spec: TreeSpec) -> TreeSpec:
 
 
 def drafts_alone(match: TokenTree, spec: TreeSpec) -> bool:
-    """Whether the match is so likely to go on that the other drafter is not asked."""
-    return len(match) > 0 and math.exp(_scores(match)[0]) >= (
-        spec.alone or (_SURE if spec.shape == "dynamic" else _LIKELY)
-    )
+    """True if the match is likely enough to skip the other drafter."""
+    bar = spec.alone or (_SURE if spec.shape == "dynamic" else _LIKELY)
+    return len(match) > 0 and math.exp(_scores(match)[0]) >= bar
 
 
 def alone(match: TokenTree, spec: TreeSpec) -> TokenTree:
-    """The part of a match that is verified if it is drafted alone."""
+    """The nodes of a match that is drafted alone: the tree's usual number, and further likely ones."""
     scores = _scores(match)
-    order = sorted(range(len(match)), key=lambda node: -scores[node])
     usual = spec.budget if spec.shape == "dynamic" else spec.depth
-    kept = [node for rank, node in enumerate(order) if rank < usual or scores[node] >= math.log(_WORTH)]
+    kept = {
+        *TokenTree.best_nodes(scores, usual),
+        *(node for node in range(len(match)) if scores[node] >= math.log(_WORTH)),
+    }
     return match if len(kept) == len(match) else match.part(sorted(kept))
 
 
 class CombinedSession(JointSession):
-    """Both sessions see everything that is committed."""
+    """Both drafters' sessions of one sequence. probe_counts: probes of each part in this round."""
 
     def __init__(self, drafter: CombinedDrafter, main: Session, side: Session):
         self.drafter, self.main, self.side = drafter, main, side
-        self.asked: list[int] = []  # probes of each part that has any
+        self.probe_counts: list[int] = []
 
     def extend(self, tokens: Tensor, features: Tensor) -> None:
         self.main.extend(tokens, features)
@@ -141,16 +141,16 @@ class CombinedSession(JointSession):
     def probe(self) -> tuple[list[int], list[int]]:
         tokens: list[int] = []
         parents: list[int] = []
-        self.asked = []
+        self.probe_counts = []
         for part in (self.main, self.side):
             ids, above = part.probe()
             parents += [parent + len(tokens) if parent >= 0 else -1 for parent in above]
             tokens += ids
-            self.asked.append(len(ids))
+            self.probe_counts.append(len(ids))
         return tokens, parents
 
     def observe(self, chosen: list[int]) -> None:
         begin = 1
-        for part, count in zip((self.main, self.side), self.asked, strict=True):
+        for part, count in zip((self.main, self.side), self.probe_counts, strict=True):
             part.observe([chosen[0], *chosen[begin : begin + count]])
             begin += count

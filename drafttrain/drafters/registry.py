@@ -1,10 +1,11 @@
-"""Names to drafters: which kinds there are, and how a folder, a Hub id or KIND:OPTIONS becomes a drafter."""
+"""Names of drafters: which kinds there are, and how a folder, a Hub id or KIND:OPTIONS becomes a drafter."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,27 +13,44 @@ import torch
 from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from drafttrain import drafters
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.combined import CombinedDrafter
 from drafttrain.errors import UserError
+from drafttrain.files import hub_snapshot, is_hub_id
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import round_to_int8
 from drafttrain.target import Target, resolve_target
 
-# Beside a drafter whose config.json is another library's: says that it is ours, and of which kind.
+# Lies next to a drafter whose config.json is another library's, and records that it is ours and of which kind.
 META_FILE = "drafttrain.json"
+_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt"]
+_BOOLS = {"true": True, "false": False}
+
+
+def kind_folders(file: str) -> dict[str, Path]:
+    """The kinds that have a file, by name: folders in this package and in $DRAFTTRAIN_KINDS.
+
+    Raises:
+        UserError: a name that exists twice.
+    """
+    found = [path.parent for folder in drafters.__path__ for path in sorted(Path(folder).glob(f"*/{file}"))]
+    twice = [name for name, times in Counter(folder.name for folder in found).items() if times > 1]
+    if twice:
+        raise UserError(f"DRAFTTRAIN_KINDS: kind {twice[0]!r} exists twice; rename its folder")
+    return {folder.name: folder for folder in sorted(found, key=lambda folder: folder.name)}
 
 
 def kinds() -> list[str]:
-    """Every kind's name: the folders beside this file that hold a model.py."""
-    return sorted(path.parent.name for path in Path(__file__).parent.glob("*/model.py"))
+    """Every kind's name."""
+    return list(kind_folders("model.py"))
 
 
 def kind_class(name: str) -> type[Drafter]:
     """The class of a kind.
 
     Raises:
-        UserError: no such kind; names the ones there are.
+        UserError: no such kind; lists the known ones.
     """
     if name not in kinds():
         raise UserError(f"kind={name!r} is not a drafter kind; there are {', '.join(kinds())}")
@@ -44,49 +62,46 @@ def load_drafter(name: str, target: Target) -> Drafter | None:
 
     FOLDER or Hub id           a trained drafter, or any causal language model with the target's vocabulary
     KIND, KIND:OPTIONS         a kind without weights; see `untrained` for the options
-    FIRST+KIND, ..+KIND:..     the matches of a kind without weights merged into the first's tree
+    FIRST+KIND, ..+KIND:..     FIRST, with the matches of a kind without weights merged into its tree
     none                       no drafter
 
     Returns it bound to the target, on its device and in its compute dtype.
 
     Raises:
-        UserError: nothing there, not a drafter of ours, a wrong option, or made for another target.
+        UserError: nothing there, not a drafter of ours, a wrong option, or trained for another target.
     """
     if name == "none":
         return None
     first, plus, second = name.rpartition("+")
     if plus and is_untrained(second):
         main = load_drafter(first, target)
-        assert main is not None, "none+KIND is KIND"
+        if main is None:
+            raise UserError(f"drafter={name!r}: there is nothing to combine with; use {second}")
         side = untrained(second, beside=True)
         side.bind(target)
         return CombinedDrafter(main, side)
-    if is_untrained(name):
-        drafter = untrained(name)
-    else:
-        drafter = load_trained(name).eval()
-        for weight in drafter.parameters():
-            # Rounded to the dtype asked for, as the target's weights are: bfloat16 values stream at half the bytes.
-            # Buffers keep their precision: rotary frequencies have to.
-            weight.data = weight.data.to(target.dtype).to(target.compute_dtype)
-        drafter = drafter.to(target.device)
-        if target.device.type == "cpu":
-            if target.dtype == torch.bfloat16 and target.compute_dtype == torch.float32 and cpu_kernels() is not None:
-                _stream_int8(drafter)
-            drafter.pack()
+    drafter = untrained(name) if is_untrained(name) else _prepared(load_trained(name), target)
     drafter.bind(target)
     return drafter
 
 
-def _stream_int8(drafter: Any) -> None:
-    """Rounds linear weights to what a CPU reads at a quarter of float32's bytes.
-
-    A drafter's depth costs about what reading its weights does, and its rounding costs no correctness: the target
-    verifies whatever is proposed, and drawn tokens are weighed by the q that they were really drawn from.
-    """
-    for module in drafter.modules():
-        if isinstance(module, nn.Linear):
-            module.weight.data = round_to_int8(module.weight.data)
+def _prepared(drafter: Any, target: Target) -> Any:
+    """A trained drafter on the target's device, in its dtype, and packed on a CPU."""
+    drafter = drafter.eval()
+    for weight in drafter.parameters():
+        # Rounded to the requested dtype like the target's weights: bfloat16 values stream at half the bytes. Buffers keep
+        # their precision, which rotary frequencies need.
+        weight.data = weight.data.to(target.dtype).to(target.compute_dtype)
+    drafter = drafter.to(target.device)
+    if target.device.type == "cpu":
+        if target.dtype == torch.bfloat16 and target.compute_dtype == torch.float32 and cpu_kernels() is not None:
+            # A depth costs about the time to read its weights: int8 is a quarter of float32's bytes. Rounding cannot cost
+            # correctness: the target verifies every node, and sampled tokens are weighed by the q they were drawn from.
+            for module in drafter.modules():
+                if isinstance(module, nn.Linear):
+                    module.weight.data = round_to_int8(module.weight.data)
+        drafter.pack()
+    return drafter
 
 
 def untrained_kinds() -> list[str]:
@@ -95,7 +110,7 @@ def untrained_kinds() -> list[str]:
 
 
 def names_help() -> str:
-    """What a drafter may be called, for the help of commands."""
+    """The names of drafters, for the help of commands."""
     return f"a drafter's folder or Hub id, KIND or KIND:OPTIONS ({', '.join(untrained_kinds())}), or FOLDER+KIND"
 
 
@@ -105,16 +120,13 @@ def is_untrained(name: str) -> bool:
     return kind in kinds() and not kind_class(kind).trainable
 
 
-_BOOLS = {"true": True, "false": False}
-
-
-def untrained(name: str, beside: bool = False) -> Any:
-    """Makes a drafter without weights from KIND:OPTIONS.
+def untrained(name: str, beside: bool = False) -> Drafter:
+    """A drafter without weights from KIND:OPTIONS.
 
     Options are the parameters of the class, separated by commas: NAME=VALUE, or a bare value for the first parameter.
 
     Args:
-        beside: it works beside another drafter, so the class's `defaults_beside` apply to options that the name leaves out.
+        beside: it drafts beside another drafter, so the class's `defaults_beside` apply to options that the name omits.
 
     Raises:
         UserError: an unknown option, or a value of the wrong type.
@@ -140,7 +152,7 @@ def untrained(name: str, beside: bool = False) -> Any:
 
 
 def decoding_file(name: str) -> Path:
-    """Where a drafter's default decoding settings are kept: beside its weights."""
+    """The file of a drafter's default decoding settings, next to its weights."""
     return Path(name.partition("+")[0]).expanduser() / "decoding.json"
 
 
@@ -155,17 +167,15 @@ def default_tree(name: str) -> str | None:
 
 
 def decoding_settings(name: str) -> dict[str, Any]:
-    """A drafter folder's decoding.json: `tree`, and perhaps `off`, the kinds of request that are decoded plainly.
-
-    Returns:
-        Its content; empty without the file.
+    """Content of a drafter folder's decoding.json, empty without the file: `tree`, and possibly `off`, the categories of
+    requests that are decoded without the drafter.
 
     Raises:
         UserError: a decoding.json without a tree, or whose `off` is no list.
     """
     first = name.partition("+")[0]
     path = decoding_file(name)
-    if _is_hub_id(first) and not path.parent.exists():
+    if is_hub_id(first) and not path.parent.exists():
         path = drafter_folder(first) / path.name
     if not path.is_file():
         return {}
@@ -180,10 +190,10 @@ def decoding_settings(name: str) -> dict[str, Any]:
 
 
 def drafter_folder(name: str, key: str = "drafter") -> Path:
-    """The folder of a trained drafter; one on the Hub is fetched to the Hub's cache first (JSON and safetensors only).
+    """The folder of a trained drafter; one on the Hub is downloaded to the Hub's cache (JSON and safetensors only).
 
     Args:
-        key: what the user gave the name for.
+        key: the setting that the user gave the name for.
 
     Raises:
         UserError: no such folder, and not a Hub id that can be read.
@@ -193,29 +203,14 @@ def drafter_folder(name: str, key: str = "drafter") -> Path:
         path = Path(resolve_target(name))  # a model that `drafttrain fetch` has cached
     if path.exists():
         return path
-    if not _is_hub_id(name):
-        raise UserError(
-            f"{key}={name!r}: no such folder, and not a Hub id (user/name); kinds without weights: {', '.join(untrained_kinds())}"
-        )
-    from huggingface_hub import snapshot_download
-
-    patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt"]
-    try:
-        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*"]))
-    except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"{key}={name!r}: no such folder, and the Hub does not give it ({first}); check the name, and log in for a "
-            "private one: hf auth login"
-        ) from error
-
-
-def _is_hub_id(name: str) -> bool:
-    return not name.startswith((".", "/", "~")) and name.count("/") == 1
+    if not is_hub_id(name):
+        known = ", ".join(untrained_kinds())
+        raise UserError(f"{key}={name!r}: no such folder, and not a Hub id (user/name); kinds without weights: {known}")
+    return hub_snapshot(name, _PATTERNS, key, ignore=["*/*"])
 
 
 def kind_of(name: str, key: str = "drafter") -> str:
-    """The kind of a drafter, named as for `load_drafter`; of a causal language model that is not ours, the kind that takes any.
+    """The kind of a drafter, named as for `load_drafter`; for a causal language model that is not ours, the kind that loads it.
 
     Raises:
         UserError: nothing there, or not a drafter.
@@ -228,8 +223,7 @@ def kind_of(name: str, key: str = "drafter") -> str:
         raise UserError(f"{key}={name!r}: config.json cannot be read ({error}); train one or check the path") from error
     if config.get("drafter_kind"):
         return config["drafter_kind"]
-    architectures = set(config.get("architectures") or ())
-    if architectures & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
+    if set(config.get("architectures") or ()) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
         return next(kind for kind in kinds() if kind_class(kind).loads_language_models)
     raise UserError(
         f"{key}={name!r}: config.json has no drafter_kind and is no causal language model's, so it is no drafter of ours; bring "
@@ -238,5 +232,5 @@ def kind_of(name: str, key: str = "drafter") -> str:
 
 
 def load_trained(name: str, key: str = "drafter") -> Any:
-    """A saved drafter, by folder or Hub id, not yet bound; see `kind_of`."""
+    """A saved drafter, by folder or Hub id, not bound to a target; see `kind_of`."""
     return kind_class(kind_of(name, key)).load(drafter_folder(name, key))

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from drafttrain.drafters.registry import kind_folders
 from drafttrain.drafters.trained import Trained
 from drafttrain.errors import UserError
 
@@ -166,7 +167,7 @@ class Shipping:
 
 def shipped_kinds() -> list[str]:
     """The kinds that have an export module."""
-    return sorted(path.parent.name for path in Path(__file__).parent.glob("*/export.py"))
+    return list(kind_folders("export.py"))
 
 
 def shipping(kind: str) -> Shipping:

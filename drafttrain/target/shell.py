@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from drafttrain.errors import UserError, first_line
 from drafttrain.target.target import Target, resolve_target
@@ -25,6 +27,8 @@ def load_shell(name: str, trust_remote_code: bool = False) -> Target:
         raise UserError(
             f"target={name!r}: config and tokenizer cannot be loaded ({first_line(error)}); give a folder or Hub id"
         ) from error
+    with contextlib.suppress(OSError):  # many targets have none; config and tokenizer name the end of sequence too
+        model.generation_config = GenerationConfig.from_pretrained(path)
     return Target.wrap(model, tokenizer, name, path)
 
 

@@ -10,8 +10,7 @@ import torch
 
 from drafttrain import cli
 from drafttrain.data.conversation import ChatRenderer, Conversation
-from drafttrain.data.generate import owner
-from drafttrain.data.store import FeatureStore, load_records, read_meta
+from drafttrain.data.store import FeatureStore, Share, load_records, read_meta
 from drafttrain.target import Target
 
 
@@ -43,19 +42,25 @@ def chatty_dir(target_dir):
 
 
 def generate(target, prompts, output, *more: str) -> int:
-    fixed = ["--max-new-tokens", "20", "--max-length", "400", "--slots", "4"]
+    # "auto" would take bfloat16 on CPUs that multiply it natively, where rounding depends on a row's neighbors.
+    fixed = ["--max-new-tokens", "20", "--max-length", "400", "--slots", "4", "--dtype", "float32"]
     return cli.main(
         ["generate", "--target", str(target), "--prompts", str(prompts), "--output", str(output), *fixed, *more]
     )
 
 
 def test_conversations_are_stored_with_provenance(chatty_dir, prompts, tmp_path, capsys):
-    assert generate(chatty_dir, prompts, tmp_path / "out", "--features", "1,3", "--temperature", "1.5") == 0
+    assert (
+        generate(
+            chatty_dir, prompts, tmp_path / "out", "--features", "1,3", "--temperature", "1.5", "--dtype", "float32"
+        )
+        == 0
+    )
     said = capsys.readouterr().out
     assert "15 of 15 conversations" in said
     assert "tokens/s" in said
     assert "truncated" in said
-    target = Target.load(str(chatty_dir))
+    target = Target.load(str(chatty_dir), "float32")
     rows = {row["id"]: row for row in load_records(tmp_path / "out")}
     assert len(rows) == 15
     turns = []
@@ -108,7 +113,7 @@ def check_shares(output) -> None:
     assert ids[1]
     assert not ids[0] & ids[1]
     assert len(ids[0] | ids[1]) == 15
-    assert all(owner(key, 2) == rank for rank in range(2) for key in ids[rank])
+    assert all(Share(rank, 2).owns(key) for rank in range(2) for key in ids[rank])
     assert read_meta(output)["counts"]["conversations"] == 15
 
 
@@ -160,12 +165,12 @@ def test_long_prompts_are_dropped_and_counted(target_dir, tmp_path, capsys):
     ("lines", "message"),
     [
         ("", r"prompts=.* is empty"),
-        ("nonsense\n", r"prompts.jsonl:1 is not JSON"),
-        ('{"text": "a"}\n', r'prompts.jsonl:1: needs an "id"'),
-        ('{"id": "a"}\n', r'prompts.jsonl:1: needs "text", or "messages"'),
+        ("nonsense\n", r"prompts.jsonl line 1: not JSON"),
+        ('{"text": "a"}\n', r'prompts.jsonl line 1: needs an "id"'),
+        ('{"id": "a"}\n', r'prompts.jsonl line 1: needs "text", or "messages"'),
         ('{"id": "a", "messages": [{"role": "user"}]}\n', r'needs "text", or "messages" as a list'),
         ('{"id": "a", "messages": [{"role": "system", "content": "b"}]}\n', r"no message has the role user"),
-        ('{"id": "a", "text": "b"}\n\n{"id": "a", "text": "c"}\n', r"prompts.jsonl:3: id='a' occurs twice"),
+        ('{"id": "a", "text": "b"}\n\n{"id": "a", "text": "c"}\n', r"prompts.jsonl line 3: id='a' occurs twice"),
     ],
 )
 def test_bad_prompts(target_dir, tmp_path, capsys, lines, message):

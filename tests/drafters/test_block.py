@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drafttrain.batch import Batch
-from drafttrain.drafters.common.shared import anchors_by_depth
+from drafttrain.batch import Batch, anchors_by_depth
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.dflash.model import DFlash
 from drafttrain.drafters.dspark.model import DSpark

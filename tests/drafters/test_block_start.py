@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from drafttrain.batch import anchors_by_depth
 from drafttrain.drafters.common.block_start import block_start
 from drafttrain.drafters.common.linear_start import unit
-from drafttrain.drafters.common.shared import anchors_by_depth
 from drafttrain.drafters.dflash.model import DFlash
 from drafttrain.drafters.dspark.model import DSpark
 from drafttrain.training.feature_sources import TargetSource

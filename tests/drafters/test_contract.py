@@ -18,9 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from drafttrain.batch import Batch, TokenTree
+from drafttrain.batch import Batch, TokenTree, anchors_by_depth
 from drafttrain.config import TrainConfig, load_config
-from drafttrain.drafters.common.shared import anchors_by_depth
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import kind_class, kinds, load_drafter, untrained
 from drafttrain.errors import UserError

@@ -9,8 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PhiConfig, PhiForCausalLM
 
-from drafttrain.batch import Batch
-from drafttrain.drafters.common.shared import anchors_by_depth
+from drafttrain.batch import Batch, anchors_by_depth
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.draft_model.model import DraftModel, DraftModelConfig
 from drafttrain.drafters.registry import kind_of, load_drafter
@@ -226,7 +225,7 @@ def test_a_model_that_lets_neighbours_in_is_not_packed(target, monkeypatch):
     monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda positions: None)
     drafter.check_packing()
     monkeypatch.setattr("drafttrain.drafters.draft_model.model.apart", contextlib.nullcontext)
-    with pytest.raises(UserError, match=r"packing=true, but LlamaForCausalLM brings masks of its own"):
+    with pytest.raises(UserError, match=r"packing=true, but LlamaForCausalLM has masks of its own"):
         drafter.check_packing()
 
 

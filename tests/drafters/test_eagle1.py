@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from drafttrain.drafters.common.shared import anchors_by_depth
+from drafttrain.batch import anchors_by_depth
 from drafttrain.drafters.eagle1.model import Eagle1Config
 from drafttrain.errors import UserError
 from drafttrain.losses import StoredTopK

@@ -78,7 +78,7 @@ def test_the_closed_form_start_beats_copied_weights_at_every_depth(modules):
     [
         ({"modules": 5}, "modules=5 must be from 1 to ttt_steps=4"),
         ({"num_hidden_layers": 2}, "a module has 1 layer"),
-        ({"hidden_size": 16}, "hidden_size=16: kind='mtp' reads and writes states of the target"),
+        ({"hidden_size": 16}, "hidden_size=16: kind='mtp' shares states with the target"),
     ],
 )
 def test_what_cannot_work_is_said(target, options, message):
@@ -149,7 +149,7 @@ def test_a_native_module_predicts_as_it_did(target, target_dir):
     [
         ("mlp.experts.0.up_proj.weight", "is a mixture of experts"),
         ("self_attn.kv_a_proj_with_mqa.weight", "is multi-head latent attention"),
-        ("mlp.up_proj.weight_scale_inv", "is quantised"),
+        ("mlp.up_proj.weight_scale_inv", "is quantized"),
         ("self_attn.indexer.wk.weight", "is of another kind"),
     ],
 )

@@ -167,8 +167,8 @@ def test_names_and_files(target, tmp_path):
         ("ngram_store:min_n=3,max_n=2", "must satisfy 1 <= min_n <= max_n"),
         ("ngram_store:min_p=1.5", "min_p=1.5 must be at least 0 and below 1"),
         ("ngram_store:/no/file", "'/no/file' cannot be read"),
-        ("ngram_store:{tmp}/other.safetensors", "is no n-gram store; make one"),
-        ("ngram_store:{tmp}/foreign.safetensors", "was made with tokenizer 'abc', but target 'tiny' has"),
+        ("ngram_store:{tmp}/other.safetensors", "is no n-gram store; build one"),
+        ("ngram_store:{tmp}/foreign.safetensors", "was built with tokenizer 'abc', but target 'tiny' has"),
     ],
 )
 def test_bad_names_are_named(target, tmp_path, name, message):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from drafttrain.batch import Proposal, TokenTree
 from drafttrain.drafters.base import Drafter
-from drafttrain.drafters.common.expand import expand
+from drafttrain.drafters.common.tree_growth import expand
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.inference import SamplingParams, generate
 from drafttrain.inference.verify import Verifier, try_drawn, verify_batch

@@ -1,16 +1,15 @@
-"""A start in closed form for block-parallel drafters: the best linear guess, put into the first layer's attention.
+"""Closed-form start of block-parallel drafters: the best linear prediction, in the first layer's attention.
 
-Nothing in a mask says what to predict, so attention must first find the two places that do: the last token, at the head of the
-block, and the newest feature, at the end of the context. Least squares over some data gives what to do with them,
+A mask carries no information on what to predict, so attention must first find the two places that do: the last token, at the
+start of the block, and the newest feature, at the end of the context. Least squares over some data gives the map
 
     y_{t+1}  ~  E embed(x_{t+1}) + A unit(fc features_t)        y: the target's last hidden state, scaled to RMS 1
 
-and the layer's attention gets it: all masks ask with one constant query, which their embedding fixes. Keys are plus or minus one
-constant vector, since a single linear probe decides (heads are normed), which holds for `token` heads on the block's token and
-for `context` heads on features. Rotary positions do the rest: token heads use the slowest rotation only, so distance does not
-matter; context heads use all of them at once, whose mean cosine falls like the logarithm of the distance, so their weights fall
-like a power of it, and the newest feature stands out. MLPs and upper layers start silent. All depths begin with this guess of
-the first; what lies deeper is for training.
+which the layer's attention then computes. All masks have one constant query, given by their embedding. Keys are plus or minus
+one constant vector, by the sign of a linear probe (heads are normed): `token` heads match the block's token, `context` heads
+match features. Rotary positions do the rest: token heads use the slowest rotation only, so distance does not matter; context
+heads use all rotations at once, whose mean cosine falls like the logarithm of the distance, so their weights fall like a power
+of it and the newest feature dominates. MLPs and upper layers start at zero. All depths start with the prediction of the first.
 """
 
 from __future__ import annotations
@@ -23,24 +22,25 @@ import torch
 from torch import Tensor
 
 from drafttrain.batch import Batch
+from drafttrain.drafters.base import Source
 from drafttrain.drafters.common.layers import rotate
-from drafttrain.drafters.common.linear_start import RIDGE, LeastSquares, Source, set_temperature, unit
-from drafttrain.drafters.common.shared import anchors_by_depth
+from drafttrain.drafters.common.linear_start import RIDGE, LeastSquares, anchor_rows, set_temperature, store_map, unit
 
 # Context weights fall with the distance to this power.
 POWER = 8.0
 # Scores of token heads: plus this on the block's token, minus this elsewhere.
 SCORE = 8.0
-# RMS of a learned mask, small beside the guess that attention adds to it.
+# RMS of a learned mask, small against the prediction that attention adds to it.
 MASK = 0.1
 
 
 @torch.no_grad()
 def block_start(drafter: Any, batches: Iterable[Batch], source: Source) -> float:
-    """Overwrites fc, the first layer's attention, the outputs of all else, a learned mask, and the final norm's scale.
+    """Overwrites fc, the first layer's attention, the outputs of all other modules, a learned mask, the final norm's scale.
 
     Args:
-        drafter: bound to its target. batches: some of the training data, on its device; read twice. source: as in training.
+        drafter: a `BlockDrafter`, bound to its target.
+        batches: some of the training data, on its device; read twice. source: as in training.
 
     Returns:
         Share of variance of y that the map explains, 0 to 1.
@@ -48,18 +48,17 @@ def block_start(drafter: Any, batches: Iterable[Batch], source: Source) -> float
     batches, h = list(batches), drafter.config.hidden_size
     joint, fitted, squares = LeastSquares(), LeastSquares(), 0.0
     for batch in batches:
-        embeds, features, hidden = _rows(drafter, batch, source)
-        joint.add(torch.cat((embeds, features), dim=-1), unit(hidden))
+        embeds, features, hidden = anchor_rows(drafter, batch, source)
+        joint.add(torch.cat((unit(embeds), features), dim=-1), unit(hidden))
         squares += float(hidden.square().mean(-1).sum())
     drafter.fc.weight.copy_(_solve(joint)[:, h:])
     drafter.hidden_norm.weight.fill_(1.0)
     mean = torch.zeros(2 * h, device=drafter.device)
     for batch in batches:
-        embeds, features, hidden = _rows(drafter, batch, source)
-        both = torch.cat((embeds, drafter.fuse(features).float()), dim=-1)
+        embeds, features, hidden = anchor_rows(drafter, batch, source)
+        both = torch.cat((unit(embeds), drafter.fuse(features).float()), dim=-1)
         fitted.add(both, unit(hidden))
         mean += both.sum(0)
-    assert fitted.xx is not None
     maps, covariance = _solve(fitted), fitted.xx / fitted.count
     explained = float(((maps @ covariance) * maps).sum() / h)
 
@@ -72,24 +71,14 @@ def block_start(drafter: Any, batches: Iterable[Batch], source: Source) -> float
     _set_attention(drafter, maps, covariance, mean / fitted.count)
     drafter.norm.weight.fill_((squares / joint.count) ** 0.5 * drafter.logit_scale)
     training = drafter.training
-    drafter.eval()  # all blocks, for a comparison of equals
+    drafter.eval()  # the same blocks, all of them, at every temperature
     set_temperature(drafter, batches[0], source, drafter.norm.weight)
     drafter.train(training)
     return explained
 
 
-def _rows(drafter: Any, batch: Batch, source: Source) -> tuple[Tensor, Tensor, Tensor]:
-    """At every anchor t, in float32: x_{t+1}'s embedding scaled to RMS 1, features_t, the target's last state at t+1."""
-    output, rows, row_of = source(batch)
-    anchors = anchors_by_depth(batch.response_mask, 1)[0]
-    embeds = drafter.embed(batch.input_ids.flatten()[anchors + 1])
-    hidden = rows.hidden[row_of.flatten()[anchors + 1]]
-    return unit(embeds.float()), output.features.flatten(0, 1)[anchors].float(), hidden.float()
-
-
 def _solve(fit: LeastSquares) -> Tensor:
-    """[o, i]; the ridge is a share of each input's own size, which differ by orders of magnitude among features."""
-    assert fit.xx is not None and fit.xy is not None
+    """[o, i]; the ridge is a share of each input's own power: features differ by orders of magnitude."""
     return torch.linalg.solve(fit.xx + RIDGE * torch.diag(fit.xx.diagonal() + 1e-6), fit.xy).T
 
 
@@ -112,7 +101,7 @@ def _set_attention(drafter: Any, maps: Tensor, covariance: Tensor, mean: Tensor)
     strength = POWER * math.log(rotary.parameters["rope_theta"])
     for norm in (attention.q_norm, attention.k_norm):
         norm.weight.fill_((strength / e**0.5) ** 0.5)
-    # Queries of token heads turn away from their keys, into a plane where those have nothing, until the score fits.
+    # Queries of token heads are rotated away from their keys, into a plane where the keys are zero, until the score fits.
     aside = torch.zeros_like(slow)
     aside[0] = e**0.5
     share = min(1.0, SCORE / strength) if half > 1 else 1.0
@@ -126,17 +115,4 @@ def _set_attention(drafter: Any, maps: Tensor, covariance: Tensor, mean: Tensor)
             rows = slice(head * e, (head + 1) * e)
             attention.k_proj.weight[rows] = torch.outer(key, probe)
             attention.q_proj.weight.view(kv, group, e, h)[head, 0] = torch.outer(query, mask / h)
-        _carry(attention, maps[:, part], covariance[part, part], heads)
-
-
-def _carry(attention: Any, wanted: Tensor, covariance: Tensor, heads: range) -> None:
-    """Puts x -> wanted x [h, h] into the values and outputs of key/value heads, by the directions that matter most."""
-    h, e, group = len(wanted), attention.head_dim, attention.heads // attention.kv_heads
-    ridge = 1e-4 * covariance.diagonal().mean() * torch.eye(h, device=wanted.device)
-    directions = torch.linalg.svd(wanted @ torch.linalg.cholesky(covariance + ridge)).U
-    out = attention.o_proj.weight.view(h, attention.heads, e)
-    for place, head in enumerate(heads):
-        part = directions[:, place * e : (place + 1) * e]  # [h, e], less at the end
-        attention.v_proj.weight[head * e : head * e + part.shape[1]] = part.T @ wanted
-        attention.v_proj.weight[head * e + part.shape[1] : (head + 1) * e] = 0
-        out[:, head * group, : part.shape[1]] = part
+        store_map(attention, maps[:, part], covariance[part, part], heads)

@@ -1,116 +1,45 @@
-"""Drafters made of decoder layers: the layer, and both halves of the contract for kinds that are fed with their own output.
+"""Training half and forward pass of drafters made of decoder layers that read their own output at the next depth.
 
-    anchor t, depth 0:   state = what the kind makes of features_t     token x_{t+1}        predicts x_{t+2}
-    anchor t, depth k:   state = own output at depth k-1               token x_{t+1+k}      predicts x_{t+2+k}
+    anchor t, depth 0:   state = fuse(features_t)          token x_{t+1}        predicts x_{t+2}
+    anchor t, depth k:   state = own output at depth k-1   token x_{t+1+k}      predicts x_{t+2+k}
 
-A query at (t, k) sees the depth-0 keys of anchors 0..t and its own keys at depths 1..k. Its rotary position is t + k. The
-decoder computes just that: depth-0 keys come from true target features of committed tokens, deeper ones belong to the
-drafted path. Training (training-time test, arXiv 2503.01840) and decoding both call `LayerDrafter.step`.
+A query at (t, k) sees the depth-0 keys of anchors 0..t and its own keys at depths 1..k. Its rotary position is t + k. Training
+(training-time test, arXiv 2503.01840) and decoding (layer_session.py) both call `LayerDrafter.step`, so the decoder computes
+what was trained: depth-0 keys come from true target features of committed tokens, deeper keys belong to the drafted path.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from drafttrain.batch import Batch, StepOutput, TargetOutput
-from drafttrain.drafters.common.layer_config import LayerConfig
+from drafttrain.batch import Batch, StepOutput, TargetOutput, anchors_by_depth, sums_by_depth
 from drafttrain.drafters.common.layer_session import CacheShape, LayerDrafting
-from drafttrain.drafters.common.layers import MLP, Attend, Attention, RMSNorm, Rotary
-from drafttrain.drafters.common.shared import anchors_by_depth, sums_by_depth
+from drafttrain.drafters.common.layers import Attend, DraftLayer, Rotary
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.losses import TargetRows, linear_divergence
-from drafttrain.ops.cpu_layers import DecoderLayer, DraftStep, DraftWeights, LayerWeights
+from drafttrain.ops.cpu_layers import DraftStep, DraftWeights
 from drafttrain.ops.native import cpu_kernels
-from drafttrain.ops.packing import SKINNY_ROWS
 from drafttrain.ops.path_attention import PathAttention
-
-# Activations that the CPU kernels know, and whether each is the tanh form of GELU.
-_NATIVE_ACTS = {"silu": False, "gelu_pytorch_tanh": True}
-
-
-class DraftLayer(nn.Module):
-    """A decoder layer; names follow published checkpoints.
-
-    Args:
-        beside: width of the token embedding that it reads beside the state, as EAGLE-3's first layer does; 0 for none.
-        normed: False for a layer that reads the state as it is, as EAGLE-1's first one does.
-    """
-
-    def __init__(self, config: LayerConfig, beside: int = 0, normed: bool = True):
-        super().__init__()
-        h, eps = config.hidden_size, config.rms_norm_eps
-        self.config = config
-        self.norm_before_residual = bool(beside) and getattr(config, "norm_before_residual", False)
-        self.input_layernorm: Any = RMSNorm(beside or h, eps) if normed else nn.Identity()
-        if beside:
-            self.hidden_norm = RMSNorm(h, eps)
-        self.self_attn = Attention(
-            beside + h,
-            h,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-            config.attention_bias,
-            eps if config.qk_norm else None,
-        )
-        self.post_attention_layernorm = RMSNorm(h, eps)
-        self.mlp = MLP(h, config.intermediate_size, config.mlp_bias, config.hidden_act)
-        self.native: DecoderLayer | None = None
-
-    def pack(self, rotary_dim: int) -> None:
-        """Readies the layer for inference on a CPU: from now on few rows take two kernel calls around the attention.
-
-        Layers with biases or an activation that the kernels lack keep the plain form.
-        """
-        config, attention, mlp = self.config, self.self_attn, self.mlp
-        alone = not hasattr(self, "hidden_norm") and isinstance(self.input_layernorm, RMSNorm)
-        if config.attention_bias or config.mlp_bias or config.hidden_act not in _NATIVE_ACTS:
-            return
-        norms = {"input_norm": self.input_layernorm.weight} if alone else {}
-        if config.qk_norm:
-            norms |= {"query_norm": attention.q_norm.weight, "key_norm": attention.k_norm.weight}
-        norm, gelu = self.post_attention_layernorm, _NATIVE_ACTS[config.hidden_act]
-        weights = LayerWeights.of(
-            attention, mlp, mlp_norm=norm.weight, rotary_dim=rotary_dim, eps=norm.eps, gelu=gelu, **norms
-        )
-        self.native = DecoderLayer(weights)
-
-    def forward(
-        self, state: Tensor, embeds: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend, queries: Tensor | None
-    ) -> Tensor:
-        """state [t, h], embeds [t, beside] for a layer that reads them -> [t or queries, h]."""
-        native = self.native if state.shape[0] <= SKINNY_ROWS else None
-        if embeds is None:
-            x = state if native is not None else self.input_layernorm(state)
-        else:
-            normed = self.hidden_norm(state)
-            x = torch.cat((self.input_layernorm(embeds), normed), dim=-1)
-            state = normed if self.norm_before_residual else state
-        if native is not None:
-            return native.forward(state, x, cos, sin, attend, queries)
-        if queries is not None:
-            state = state[queries]
-        state = state + self.self_attn(x, cos, sin, attend, queries)
-        return state + self.mlp(self.post_attention_layernorm(state))
 
 
 class LayerDrafter(LayerDrafting, TrainableDrafter):
-    """What kinds of decoder layers share. The embedding is the target's, frozen and never saved; `bind` attaches it.
+    """A drafter of decoder layers. The embedding is the target's, frozen and never saved.
 
-    A kind makes its layers and projections, then calls `finish`, and says
+    A kind creates its layers and projections, calls `finish` at the end of `__init__`, and implements:
 
-        decoder_layers, head_weight      what there is; layers_at: those that a depth runs, if depths differ
+        decoder_layers, head_weight      all layers; layers_at: those of a depth, if depths differ
         fuse(features)                   the state that depth 0 reads
-        enter(state, embeds, depth)      what the first layer reads, and the token embeddings beside it
-        leave(state), read_out(state)    what the next depth reads of the last layer's output, and what the head does of that
+        enter(state, embeds, depth)      input of the first layer: a state, and token embeddings if it reads them
+        leave(state), read_out(state)    input of the next depth, and of the head, from the last layer's output
     """
 
+    lm_head: nn.Linear
+
     def finish(self, layers: int) -> None:
-        """The rest of a kind's `__init__`. layers: those with a cache of their own."""
+        """Ends a kind's `__init__`. layers: layers with a key-value cache of their own."""
         config = self.config
         self.feature_layers = tuple(config.feature_layers)
         self.register_buffer("kept_ids", torch.arange(config.draft_vocab_size))
@@ -120,7 +49,7 @@ class LayerDrafter(LayerDrafting, TrainableDrafter):
         self.post_init()
 
     @property
-    def decoder_layers(self) -> list[Any]:
+    def decoder_layers(self) -> list[DraftLayer]:
         raise NotImplementedError
 
     @property
@@ -128,43 +57,45 @@ class LayerDrafter(LayerDrafting, TrainableDrafter):
         """[d, h]."""
         return self.lm_head.weight
 
-    def layers_at(self, depth: int) -> list[Any]:
+    def layers_at(self, depth: int) -> list[DraftLayer]:
         return self.decoder_layers
 
     def pack(self) -> None:
-        """Readies the drafter for inference on a CPU in float32; elsewhere linear layers and norms as far as served."""
+        """Packs the layers for the CPU kernels (float32), and all depths into one `DraftStep` where the kind supports it."""
         weight = next(self.parameters())
         if cpu_kernels() is not None and weight.dtype == torch.float32 and weight.device.type == "cpu":
             for layer in self.decoder_layers:
                 layer.pack(self.rotary.width)
-            natives, weights = [layer.native for layer in self.decoder_layers], self.draft_weights()
-            if weights is not None and None not in natives and self.config.head_dim % 16 == 0:
+            natives = [layer.native for layer in self.decoder_layers if layer.native is not None]
+            weights, complete = self.draft_weights(), len(natives) == len(self.decoder_layers)
+            if weights is not None and complete and self.config.head_dim % 16 == 0:
                 self.draft_step = DraftStep(natives, weights)
         super().pack()
 
     def draft_weights(self) -> DraftWeights | None:
-        """What surrounds the layers, of a kind whose depths are all one `DraftStep`."""
+        """Weights around the layers, for kinds whose depths are all one `DraftStep`; None for other kinds."""
         return None
 
-    # -- the one forward ----------------------------------------------------------------------------------------
+    # -- forward pass, shared by training and decoding ----------------------------------------------------------
 
     def fuse(self, features: Tensor) -> Tensor:
         """[t, f * target h] target features -> [t, h], the state that depth 0 reads."""
         raise NotImplementedError
 
     def enter(self, state: Tensor, embeds: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
-        """state [t, h], embeds [t, target h] -> what the first layer reads: a state [t, h], and embeddings if it takes them."""
+        """state [t, h], embeds [t, target h] -> input of the first layer: a state [t, h], and embeddings if it reads them."""
         raise NotImplementedError
 
     def leave(self, state: Tensor) -> Tensor:
+        """[t, h] output of the last layer -> [t, h], the state that the next depth reads."""
         return state
 
     def read_out(self, state: Tensor) -> Tensor:
-        """What the head reads of a step's output."""
+        """[t, h] output of `step` -> [t, h], input of the head."""
         return state
 
     def logits(self, state: Tensor) -> Tensor:
-        """[t, h] outputs of steps -> [t, d] over the drafter's vocabulary."""
+        """[t, h] output of `step` -> [t, d] over the drafter's vocabulary."""
         return self.lm_head(self.read_out(state))
 
     def step(
@@ -180,14 +111,14 @@ class LayerDrafter(LayerDrafting, TrainableDrafter):
 
         Args:
             state: [t, h]: fused features at depth 0, the previous depth's output below.
-            embeds: [t, target h], of the tokens read; positions: [t] int64.
-            attends: per layer, which keys each query sees. queries: rows that need an output (all if None).
-            depth: which one, for kinds that have layers of their own for each.
+            embeds: [t, target h] of the tokens read; positions: [t] int64.
+            attends: per layer, attention over the keys that each query sees. queries: rows that need an output; None: all.
+            depth: for kinds whose depths have layers of their own.
 
         Returns:
-            [t or queries, h], what the next depth reads.
+            [t or queries, h], the state that the next depth reads.
         """
-        cos, sin = self.rotary.tables(positions, state.dtype)
+        cos, sin = self.rotary.tables(positions, state.dtype)  # [t, 1, r] each
         layers = self.layers_at(depth)
         state, read = self.enter(state, embeds.to(state.dtype), depth)
         for layer, attend in zip(layers, attends, strict=True):
@@ -199,7 +130,7 @@ class LayerDrafter(LayerDrafting, TrainableDrafter):
 
     @property
     def token_weight(self) -> float:
-        """Of the divergence beside what `other_loss` adds."""
+        """Weight of the divergence in the loss."""
         return 1.0
 
     def first_state(self, features: Tensor, batch: Batch) -> Tensor:
@@ -207,11 +138,11 @@ class LayerDrafter(LayerDrafting, TrainableDrafter):
         return self.fuse(features)
 
     def next_inputs(self, state: Tensor, embeds: Tensor) -> tuple[Tensor, Tensor]:
-        """What depths after the first read: the previous output [t, h] and the tokens' embeddings [t, target h]."""
+        """Inputs of depths after the first: the previous output [t, h] and the tokens' embeddings [t, target h]."""
         return state, embeds
 
     def other_loss(self, state: Tensor, rows: TargetRows, at: Tensor, weight: Tensor) -> Tensor | float:
-        """What a kind learns beside the divergence: from outputs [t, h], rows `at` [t] of the target, weights [t]."""
+        """A kind's second loss term, from outputs [t, h], rows `at` [t] of the target and weights [t]."""
         return 0.0
 
     def forward(
@@ -224,45 +155,36 @@ class LayerDrafter(LayerDrafting, TrainableDrafter):
         count: Tensor | float,
         measure: bool = True,
     ) -> StepOutput:
-        """`ttt_steps` depths, all in one graph.
-
-        Args:
-            batch: [b, s] tokens and masks; embeds: [b, s, h] of its tokens; output: the target's features.
-            rows: the target's distributions; row_of: [b, s] int64, the row of each position (-1 where none is needed).
-            count: anchors in the whole optimizer step, over all ranks and accumulation steps.
-            measure: also return metrics.
-
-        Returns:
-            Loss (depth-weighted, divided by count) and per-depth sums: count, loss, alpha, agree; each [ttt_steps].
-        """
+        """`ttt_steps` depths in one graph; see `Drafter.forward`. The loss weighs depth k by depth_decay ** k."""
         config = self.config
-        b, s = batch.input_ids.shape
         share = config.depth_share if self.training else 1.0
-        asking = anchors_by_depth(batch.response_mask, config.ttt_steps, share)  # k -> flat positions, nested
-        valid, place = batch.anchors()
-        own = [torch.searchsorted(valid, anchors) for anchors in asking]  # the same among the first-depth tokens
-        embeds = embeds.reshape(b * s, -1)
-        state = self.first_state(output.features.reshape(b * s, -1)[valid], batch)
+        anchors = anchors_by_depth(
+            batch.response_mask, config.ttt_steps, share
+        )  # per depth: flat positions [t_k], nested
+        valid, place = batch.anchors()  # [t] flat positions, and positions in their conversations
+        own = [torch.searchsorted(valid, each) for each in anchors]  # per depth: indices into `valid` [t_k]
+        embeds = embeds.flatten(0, 1)  # [b*s, target h]
+        state = self.first_state(output.features.flatten(0, 1)[valid], batch)  # [t, h]
         decay = config.depth_decay ** torch.arange(config.ttt_steps, dtype=torch.float32, device=embeds.device)
         decay = decay / decay.sum()
 
-        begin = torch.arange(len(valid), device=valid.device) - place
+        begin = torch.arange(len(valid), device=valid.device) - place  # [t] index of each conversation's first token
         attentions = [PathAttention(begin, config.sliding_window) for _ in range(self.cache_shape.layers)]
         losses: list[Tensor] = []
         outs = []
-        for k, anchors in enumerate(asking):
+        for k, flat in enumerate(anchors):
             if k == 0:
-                state = self._depth(state, embeds[valid + 1], place, attentions, own[0], 0)
+                state = self._depth(state, embeds[valid + 1], place, attentions, own[0], 0)  # [t_0, h]
             else:
-                if len(own[k]) < len(own[k - 1]):  # anchors are nested: keep those of the previous depth that go on
+                if len(own[k]) < len(own[k - 1]):  # anchors are nested: drop those that depth k does not train
                     state = state[torch.searchsorted(own[k - 1], own[k])]
-                state, read = self.next_inputs(state, embeds[anchors + 1 + k])
-                state = self._depth(state, read, place[own[k]] + k, attentions, own[k], k)
-            weight = (decay[k] / (count * (share if k else 1.0))).expand(len(anchors))
-            at = row_of.flatten()[anchors + 1 + k]
-            read = self.read_out(state)
+                state, read = self.next_inputs(state, embeds[flat + 1 + k])
+                state = self._depth(state, read, place[own[k]] + k, attentions, own[k], k)  # [t_k, h]
+            weight = (decay[k] / (count * (share if k else 1.0))).expand(len(flat))  # [t_k] float32
+            at = row_of.flatten()[flat + 1 + k]  # [t_k] rows of the target's distributions
             out = linear_divergence(
-                read, self.head_weight, rows, at, weight * self.token_weight, config.loss, measure=measure
+                *(self.read_out(state), self.head_weight, rows, at, weight * self.token_weight, config.loss),
+                measure=measure,
             )
             losses.append(out.loss + self.other_loss(state, rows, at, weight))
             outs.append(out)
@@ -277,16 +199,19 @@ class LayerDrafter(LayerDrafting, TrainableDrafter):
         own: Tensor,
         depth: int,
     ) -> Tensor:
-        """One depth of training-time test, whose layers then remember its keys; recomputed in backward if so asked.
+        """One depth of training-time test; stores its keys in `attentions`. Recomputed in backward with checkpointing.
 
         Args:
-            state, embeds, positions: of the tokens at this depth; attentions: of each layer.
-            own: [tq] int64 first-depth tokens that anchors are. At depth 0 all first-depth tokens give keys, not just those.
+            state, embeds, positions: of the tokens at this depth. attentions: one per layer.
+            own: [tq] int64 indices of the anchors among the first-depth tokens. At depth 0 every first-depth token has a
+                key, and the layers below the last compute all of them.
         """
         queries, everything = (None, own) if depth else (own, torch.arange(len(state), device=own.device))
-        asking = [*[everything] * (len(attentions) - 1), own]
-        fresh: list[list[Tensor]] = [[] for _ in attentions]
-        attends = [attention.attend(who, new) for attention, who, new in zip(attentions, asking, fresh, strict=True)]
+        query_index = [*[everything] * (len(attentions) - 1), own]  # per layer: first-depth indices of the queries
+        fresh: list[list[Tensor]] = [[] for _ in attentions]  # per layer: this depth's keys and values
+        attends = [
+            attention.attend(index, new) for attention, index, new in zip(attentions, query_index, fresh, strict=True)
+        ]
 
         def run(state: Tensor, embeds: Tensor) -> tuple[Tensor, ...]:
             out = self.step(state, embeds, positions, attends, queries, depth)

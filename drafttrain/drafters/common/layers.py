@@ -1,22 +1,30 @@
-"""Blocks that drafter kinds share. Tokens are flat, [t, ...]: rows, padding and trees are the attention's business."""
+"""Modules of decoder layers that drafter kinds share. Tokens are flat, [t, ...]; `Attend` selects the keys."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from drafttrain.ops.cpu_layers import DecoderLayer, LayerWeights
+from drafttrain.ops.packing import SKINNY_ROWS
 
 # (query [tq, heads, e], key [t, kv_heads, e], value [t, kv_heads, e]) -> [tq, heads * e], e = head size
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
+# Activations of the CPU kernels, and whether each is the tanh form of GELU.
+_NATIVE_ACTS = {"silu": False, "gelu_pytorch_tanh": True}
+
 
 class RMSNorm(nn.Module):
+    """Scales rows [..., size] to RMS 1, then by a factor per column."""
+
     def __init__(self, size: int, eps: float):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
@@ -26,8 +34,8 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
-# How positions beyond those of pretraining are reached. Left out is what depends on the length of the sequence at hand:
-# keys that are cached or stored would have to change while it grows.
+# Rotary scalings for positions beyond those of pretraining. Scalings that depend on the length of the current sequence are
+# unsupported: cached keys would have to change while it grows.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -35,7 +43,7 @@ class Rotary:
     """Rotary position embedding in the half-split layout of Llama (RoFormer, arXiv 2104.09864).
 
     Args:
-        head_dim: e. parameters: in the form of transformers 5: rope_theta, and for long contexts rope_type, factor, ...;
+        head_dim: e. parameters: as in transformers 5: rope_theta, and for long contexts rope_type, factor, ...;
             `partial_rotary_factor` rotates a head's first entries only.
 
     Attributes:
@@ -56,14 +64,14 @@ class Rotary:
         return cos, sin
 
     def up_to(self, end: int) -> tuple[Tensor, Tensor]:
-        """cos, sin [at least `end`, 1, r] of positions 0, 1, 2, ... on the CPU in float32; they are kept."""
+        """cos, sin [at least `end`, 1, r] of positions 0, 1, 2, ... on the CPU in float32, cached."""
         rows = self._rows  # another thread may replace the tables by shorter ones
         if end > len(rows[0]):
             rows = self._rows = self.compute(torch.arange(1 << end.bit_length()), torch.float32)
         return rows
 
     def compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """As `tables`, for negative positions too, and without keeping anything."""
+        """As `tables`, uncached; positions may be negative."""
         device = positions.device
         if device not in self._known:
             self._known[device] = self._frequencies(device)
@@ -89,8 +97,8 @@ class Rotary:
         return ROPE_INIT_FUNCTIONS[kind](config, device)
 
 
-def rope_parameters_of(config: Any) -> dict[str, Any]:
-    """The target's, of its layers without a window; of kinds that are not served only the base."""
+def rope_parameters_of(config: PreTrainedConfig) -> dict[str, Any]:
+    """The target's rope_parameters for layers without a window; only rope_theta if their scaling is unsupported."""
     rope = getattr(config, "rope_parameters", None) or {}
     rope = dict(rope.get("full_attention", rope))
     theta = rope.get("rope_theta") or 10000.0
@@ -124,7 +132,7 @@ class Attention(nn.Module):
     """Grouped-query attention whose input may be wider than its output (EAGLE-3 reads embedding ++ feature).
 
     Args:
-        bias: of all four projections. norm_eps: normalise each query and key head (Qwen3) with this eps; None for not.
+        bias: of all four projections. norm_eps: eps of the norms per query and key head (Qwen3); None for no norms.
     """
 
     def __init__(
@@ -143,8 +151,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(width, kv_heads * head_dim, bias=bias)
         self.v_proj = nn.Linear(width, kv_heads * head_dim, bias=bias)
         self.o_proj = nn.Linear(heads * head_dim, hidden, bias=bias)
-        self.q_norm: Any = nn.Identity() if norm_eps is None else RMSNorm(head_dim, norm_eps)
-        self.k_norm: Any = nn.Identity() if norm_eps is None else RMSNorm(head_dim, norm_eps)
+        self.q_norm = nn.Identity() if norm_eps is None else RMSNorm(head_dim, norm_eps)
+        self.k_norm = nn.Identity() if norm_eps is None else RMSNorm(head_dim, norm_eps)
 
     def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """x [t, width]; cos, sin [t, 1, r] -> rotated keys and values [t, kv_heads, e]."""
@@ -152,18 +160,102 @@ class Attention(nn.Module):
         return key, self.v_proj(x).view(-1, self.kv_heads, self.head_dim)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, queries: Tensor | None = None) -> Tensor:
-        """Every token gives a key and a value; only those in `queries` ask.
+        """Attention over the keys that `attend` selects, cached ones included.
 
         Args:
-            x: [t, width]; cos, sin: [t, 1, r].
-            attend: knows which keys a query sees, cached ones included.
+            x: [t, width], a key and a value each; cos, sin: [t, 1, r].
             queries: [tq] int64 rows of x that need an output; None means all.
 
         Returns:
             [tq, hidden].
         """
-        key, value = self.keys_values(x, cos, sin)
+        key, value = self.keys_values(x, cos, sin)  # [t, kv_heads, e] each
         if queries is not None:
             x, cos, sin = x[queries], cos[queries], sin[queries]
         query = rotate(self.q_norm(self.q_proj(x).view(-1, self.heads, self.head_dim)), cos, sin)
         return self.o_proj(attend(query, key, value))
+
+
+class LayerShape(Protocol):
+    """The fields of a config that a `DraftLayer` reads."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    qk_norm: bool
+    attention_bias: bool
+    mlp_bias: bool
+    hidden_act: str
+
+
+class DraftLayer(nn.Module):
+    """A pre-norm decoder layer; names follow published checkpoints.
+
+    Args:
+        embed_width: width of the token embedding that the layer reads next to the state, as EAGLE-3's first layer does; 0
+            for none.
+        normed: False for a layer that reads the state without a norm, as EAGLE-1's first layer does.
+        norm_before_residual: the residual is the normed state, for layers that read embeddings.
+    """
+
+    native: DecoderLayer | None
+
+    def __init__(
+        self, config: LayerShape, embed_width: int = 0, normed: bool = True, norm_before_residual: bool = False
+    ):
+        super().__init__()
+        h, eps = config.hidden_size, config.rms_norm_eps
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.norm_before_residual = norm_before_residual
+        self.input_layernorm = RMSNorm(embed_width or h, eps) if normed else nn.Identity()
+        self.hidden_norm = RMSNorm(h, eps) if embed_width else None
+        self.self_attn = Attention(
+            *(embed_width + h, h, heads, kv_heads, config.head_dim, config.attention_bias),
+            norm_eps=eps if config.qk_norm else None,
+        )
+        self.post_attention_layernorm = RMSNorm(h, eps)
+        self.mlp = MLP(h, config.intermediate_size, config.mlp_bias, config.hidden_act)
+        kernels = not config.attention_bias and not config.mlp_bias and config.hidden_act in _NATIVE_ACTS
+        self.native_gelu = (
+            _NATIVE_ACTS[config.hidden_act] if kernels else None
+        )  # None: the kernels lack this layer's form
+        self.native = None
+
+    def pack(self, rotary_dim: int) -> None:
+        """Makes few rows take two CPU kernel calls around the attention, unless the kernels lack the layer's form."""
+        if self.native_gelu is None:
+            return
+        norms = {
+            "input_norm": self.input_layernorm if self.hidden_norm is None else None,
+            "query_norm": self.self_attn.q_norm,
+            "key_norm": self.self_attn.k_norm,
+        }
+        weights = LayerWeights.of(
+            self.self_attn,
+            self.mlp,
+            mlp_norm=self.post_attention_layernorm.weight,
+            rotary_dim=rotary_dim,
+            eps=self.post_attention_layernorm.eps,
+            gelu=self.native_gelu,
+            **{name: norm.weight for name, norm in norms.items() if isinstance(norm, RMSNorm)},
+        )
+        self.native = DecoderLayer(weights)
+
+    def forward(
+        self, state: Tensor, embeds: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend, queries: Tensor | None
+    ) -> Tensor:
+        """state [t, h], embeds [t, embed_width] for a layer that reads them -> [t or queries, h]."""
+        native = self.native if len(state) <= SKINNY_ROWS else None
+        if self.hidden_norm is None or embeds is None:
+            x = state if native is not None else self.input_layernorm(state)
+        else:
+            normed = self.hidden_norm(state)
+            x = torch.cat((self.input_layernorm(embeds), normed), dim=-1)  # [t, embed_width + h]
+            state = normed if self.norm_before_residual else state
+        if native is not None:
+            return native.forward(state, x, cos, sin, attend, queries)
+        state = (state if queries is None else state[queries]) + self.self_attn(x, cos, sin, attend, queries)
+        return state + self.mlp(self.post_attention_layernorm(state))

@@ -1,34 +1,33 @@
-"""A start in closed form: the best linear drafter, put into an attention layer before the first gradient step.
+"""Closed-form start of drafters with attention layers: the best linear drafter, before the first gradient step.
 
-A drafter whose layer reads (state, token embedding) and adds to the state has to learn, first of all, to stop predicting
-the token it is reading and to predict the next one. That costs hundreds of steps when nothing points the way, since the
-embedding reaches the output through attention alone. Least squares gives it in one pass over some data:
+A drafter whose layer reads (state, token embedding) and adds to the state must first learn to predict the next token instead
+of the token it reads. That takes hundreds of steps from a random start, because the embedding reaches the output through
+attention alone. Least squares finds it in one pass over some data:
 
     state_t    =  fc features_t                       ~  y_t        y: the target's last hidden state, scaled to RMS 1
     out_t      =  A state_t + E embed(x_{t+1})        ~  y_{t+1}    the same A and E at every depth
 
-`fc` is the first map. The second goes through attention that looks at itself: queries and keys are one random projection
-of the input, so that each token's score is highest with its own key; values and the output projection hold
-[E, A - rho I], where rho I is what the residual brings already. The MLP starts at zero.
+`fc` is the first map. The second goes through attention in which each token sees itself: queries and keys are one random
+projection of the input, so that a token's score is highest with its own key; values and the output projection hold
+[E, A - rho I], where rho I is the residual's share. The MLP starts at zero.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from drafttrain.batch import Batch, TargetOutput
-from drafttrain.drafters.common.shared import anchors_by_depth
-from drafttrain.losses import TargetRows
+from drafttrain.batch import Batch, anchors_by_depth
+from drafttrain.drafters.base import Source
+from drafttrain.drafters.common.layer_model import LayerDrafter
+from drafttrain.drafters.common.layers import Attention
+from drafttrain.drafters.common.trainable import TrainableDrafter
 
-# What the training loop can say about a batch: target output, needed rows, row of each position.
-Source = Callable[[Batch], tuple[TargetOutput, TargetRows, Tensor]]
-
-# Self scores of about 64 * SHARPNESS^2 / 8 at head size 64: high enough to single the own key out among a few hundred,
-# low enough for gradients to move attention elsewhere.
+# Self scores of about 64 * SHARPNESS^2 / 8 at head size 64: high enough to select the own key among a few hundred, low
+# enough for gradients to move attention elsewhere.
 SHARPNESS = 1.3
 RIDGE = 1e-2
 
@@ -42,20 +41,17 @@ class LeastSquares:
     """Ridge regression y ~ W x from batches, in float32 normal equations."""
 
     def __init__(self) -> None:
-        self.xx: Tensor | None = None
-        self.xy: Tensor | None = None
+        self.xx, self.xy = torch.empty(0), torch.empty(0)  # [i, i], [i, o] sums
         self.count = 0
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """x [n, i], y [n, o]."""
         xx, xy = x.T @ x, x.T @ y
-        self.xx = xx if self.xx is None else self.xx + xx
-        self.xy = xy if self.xy is None else self.xy + xy
+        self.xx, self.xy = (self.xx + xx, self.xy + xy) if self.xx.numel() else (xx, xy)
         self.count += len(x)
 
     def solve(self, each: bool = False) -> Tensor:
-        """[o, i]. each: a ridge by every input's own power, where inputs are of different sizes."""
-        assert self.xx is not None and self.xy is not None
+        """[o, i]. each: scale the ridge by every input's own power, for inputs of different sizes."""
         power = self.xx.diagonal()
         mean = power.mean().expand_as(power)
         ridge = RIDGE * (torch.maximum(power, 1e-3 * mean) if each else mean)
@@ -64,19 +60,19 @@ class LeastSquares:
 
 @torch.no_grad()
 def linear_start(drafter: Any, batches: Iterable[Batch], source: Source) -> float:
-    """Overwrites fc, attention, MLP output and the scale of the final norm of a drafter with `fc`, `midlayer`, `norm`.
+    """Overwrites fc, attention, MLP output and the scale of the final norm.
 
-    Layers above the middle one start silent: their output projections are zero.
+    Layers above the middle one start with zero output projections.
 
     Args:
-        drafter: bound to its target; of the target's width, its head already set.
+        drafter: an `Eagle3` or a subclass, bound to its target, its head already set.
         batches: some of the training data, on the drafter's device; read twice. source: as in training.
 
     Returns:
         Share of variance of y that the map explains, 0 to 1.
     """
     batches = list(batches)
-    project = _projection(drafter, batches, source)
+    project = _projection(drafter, batches, source)  # [target h, h]
     first, second = LeastSquares(), LeastSquares()
     squares, power = 0.0, 0.0
     for batch in batches:
@@ -86,31 +82,28 @@ def linear_start(drafter: Any, batches: Iterable[Batch], source: Source) -> floa
         squares += float((hidden @ project).square().mean(-1).sum())
         power += float(y.square().mean(-1).sum())
         first.add(drafter.norm_features(output.features[row_of >= 0]).float(), y)
-    fc = first.solve()
+    fc = first.solve()  # [h, f * target h]
     states = 0.0
     for batch in batches:
-        output, rows, row_of = source(batch)
-        anchors = anchors_by_depth(batch.response_mask, 1)[0]
-        state = drafter.norm_features(output.features.flatten(0, 1)[anchors]).float() @ fc.T
+        embeds, features, hidden = anchor_rows(drafter, batch, source)
+        state = drafter.norm_features(features).float() @ fc.T
         states += float(state.square().mean(-1).sum())
-        embeds = drafter.embed(batch.input_ids).flatten(0, 1)[anchors + 1].float()
-        y = unit(rows.hidden[row_of.flatten()[anchors + 1]].float()) @ project
-        second.add(torch.cat((unit(embeds), unit(state)), dim=-1), y)
-    assert second.xx is not None
-    maps, covariance = second.solve(), second.xx / second.count
+        second.add(torch.cat((unit(embeds), unit(state)), dim=-1), unit(hidden) @ project)
+    maps, covariance = second.solve(), second.xx / second.count  # [h, target h + h] and its square
     rho = float(((maps @ covariance) * maps).sum() / len(maps)) ** 0.5
-    config = drafter.config
+    config, middle = drafter.config, drafter.midlayer
     drafter.fc.weight.copy_(fc * rho / (states / second.count) ** 0.5)
-    drafter.midlayer.hidden_norm.weight.fill_(1.0)
+    assert middle.hidden_norm is not None
+    middle.hidden_norm.weight.fill_(1.0)
     for layer in drafter.decoder_layers:
-        _silence(layer.mlp.down_proj)
-        if layer is not drafter.midlayer:
-            _silence(layer.self_attn.o_proj)
-    _set_attention(drafter.midlayer.self_attn, maps, covariance, 1.0 if config.norm_before_residual else rho)
+        _zero(layer.mlp.down_proj)
+        if layer is not middle:
+            _zero(layer.self_attn.o_proj)
+    _set_attention(middle.self_attn, maps, covariance, 1.0 if config.norm_before_residual else rho)
     scale = (squares / first.count) ** 0.5
     if (
         config.norm_output
-    ):  # what the next depth reads must keep the size that the map expects, so the head takes the scale
+    ):  # the next depth's input must keep the size that the map expects, so the head takes the scale
         drafter.norm.weight.fill_(rho)
         drafter.lm_head.weight.mul_(scale / rho)
     else:
@@ -120,7 +113,7 @@ def linear_start(drafter: Any, batches: Iterable[Batch], source: Source) -> floa
 
 
 def _projection(drafter: Any, batches: list[Batch], source: Source) -> Tensor:
-    """[target h, h]: how the target's last state is told in the drafter's width, whose head is then set to fit.
+    """[target h, h], from the target's last state to the drafter's width; the head is set to match.
 
     A narrower drafter takes the directions of most variance, a wider one leaves columns empty.
     """
@@ -139,95 +132,105 @@ def _projection(drafter: Any, batches: list[Batch], source: Source) -> Tensor:
     return project
 
 
-def _silence(linear: Any) -> None:
+def _zero(linear: nn.Linear) -> None:
     for parameter in linear.parameters():
         parameter.zero_()
 
 
-def _set_attention(attention: Any, maps: Tensor, covariance: Tensor, residual: float) -> None:
-    """Puts x -> maps x, less the residual's share of x, into heads that attend to their own token; others start silent."""
+def _set_attention(attention: Attention, maps: Tensor, covariance: Tensor, residual: float) -> None:
+    """Stores x -> maps x, less the residual's share of x, in heads that attend to their own token; other heads give zero."""
     h, width = maps.shape
     e, heads, kv = attention.head_dim, attention.heads, attention.kv_heads
     wanted = maps.clone()
     wanted[:, width - h :] -= residual * torch.eye(h, device=maps.device)
-    # The directions that matter most for this data come first, so that fewer value heads lose as little as possible.
-    root = torch.linalg.cholesky(
-        covariance + 1e-4 * covariance.diagonal().mean() * torch.eye(width, device=maps.device)
-    )
-    directions = torch.linalg.svd(wanted @ root).U  # [h, h]
-    rank = min(h, kv * e)
-    used = -(-rank // e)  # key/value heads that carry the map
+    used = range(min(kv, -(-h // e)))  # key/value heads that carry the map
     for linear in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
         if linear.bias is not None:
             linear.bias.zero_()
     for norm in (attention.q_norm, attention.k_norm):
-        for weight in norm.parameters():  # normed heads forget the probe's length, so the norms bring the sharpness
+        for weight in norm.parameters():  # head norms remove the probe's length, so their weights carry the sharpness
             weight.fill_(SHARPNESS * (64 / e) ** 0.25)
-    values = attention.v_proj.weight.new_zeros(used * e, width)
-    values[:rank] = directions[:, :rank].T @ wanted
-    attention.v_proj.weight[: used * e] = values
-    out = attention.o_proj.weight.zero_().view(h, heads, e)
-    group = heads // kv
-    for head in range(used):
-        part = directions[:, head * e : min((head + 1) * e, rank)]
-        out[:, head * group, : part.shape[1]] = part
+    attention.o_proj.weight.zero_()
+    store_map(attention, wanted, covariance, used)
     generator = torch.Generator().manual_seed(0)
-    for head in range(used):
+    for head in used:
         probe = torch.randn(e, width, generator=generator) * SHARPNESS * (64 / e) ** 0.25 / width**0.5
-        rows = slice(head * e, (head + 1) * e)
-        attention.k_proj.weight[rows] = probe
-        attention.q_proj.weight.view(kv, group, e, width)[head] = probe
+        attention.k_proj.weight[head * e : (head + 1) * e] = probe
+        attention.q_proj.weight.view(kv, heads // kv, e, width)[head] = probe
+
+
+def store_map(attention: Attention, wanted: Tensor, covariance: Tensor, heads: range) -> None:
+    """Stores x -> wanted x in the values and outputs of key/value heads.
+
+    The directions that matter most for this data come first, so that few heads lose as little as possible.
+
+    Args:
+        wanted: [h, i]; covariance: [i, i] second moments of x.
+    """
+    (h, width), e, group = wanted.shape, attention.head_dim, attention.heads // attention.kv_heads
+    ridge = 1e-4 * covariance.diagonal().mean() * torch.eye(width, device=wanted.device)
+    directions = torch.linalg.svd(wanted @ torch.linalg.cholesky(covariance + ridge)).U  # [h, h]
+    out = attention.o_proj.weight.view(h, attention.heads, e)
+    for place, head in enumerate(heads):
+        part = directions[:, place * e : (place + 1) * e]  # [h, e], fewer columns at the end
+        attention.v_proj.weight[head * e : head * e + part.shape[1]] = part.T @ wanted
+        attention.v_proj.weight[head * e + part.shape[1] : (head + 1) * e] = 0
+        out[:, head * group, : part.shape[1]] = part
+
+
+def anchor_rows(drafter: TrainableDrafter, batch: Batch, source: Source) -> tuple[Tensor, Tensor, Tensor]:
+    """Regression data at every anchor t, float32: embedding of x_{t+1} [n, h], features_t [n, f*h], last state at t+1 [n, h]."""
+    output, rows, row_of = source(batch)
+    anchors = anchors_by_depth(batch.response_mask, 1)[0]
+    embeds = drafter.embed(batch.input_ids.flatten()[anchors + 1])
+    hidden = rows.hidden[row_of.flatten()[anchors + 1]]
+    return embeds.float(), output.features.flatten(0, 1)[anchors].float(), hidden.float()
 
 
 @torch.no_grad()
 def projection_start(
-    drafter: Any, projections: Sequence[Any], batches: Iterable[Batch], source: Source, normed: bool
+    drafter: LayerDrafter, projections: Sequence[nn.Linear], batches: Iterable[Batch], source: Source, normed: bool
 ) -> tuple[float, float]:
-    """The same for kinds whose projection reads (token embedding, state) before the layers: it takes the whole map.
+    """The start of kinds whose projection reads (token embedding, state) before the layers: it takes the whole map.
 
         projection [embed(x_{t+1}), f_t]  ~  f_{t+1}
 
-    The layers start silent, as a residual that adds nothing.
+    The layers start with zero output projections.
 
     Args:
-        drafter: bound to its target, reading its last state. projections: linear layers that all get the map.
+        drafter: bound to its target; reads the target's last state. projections: linear layers that all take the map.
         batches: some of the training data, on the drafter's device. source: as in training.
-        normed: embedding, state and what is predicted are scaled to RMS 1.
+        normed: embedding, state and prediction are scaled to RMS 1.
 
     Returns:
         Share of variance of f that the map explains, 0 to 1, and the RMS of f.
     """
     fit, sizes, power, squares = LeastSquares(), list[Tensor](), 0.0, 0.0
     for batch in batches:
-        output, rows, row_of = source(batch)
-        anchors = anchors_by_depth(batch.response_mask, 1)[0]
-        y = rows.hidden[row_of.flatten()[anchors + 1]].float()
-        parts = [drafter.embed(batch.input_ids).flatten(0, 1)[anchors + 1].float()]
-        parts.append(output.features.flatten(0, 1)[anchors].float())
+        *parts, y = anchor_rows(drafter, batch, source)
         squares += float(y.square().mean(-1).sum())
         if normed:
             y, *parts = (unit(part) for part in (y, *parts))
-        # Of about one size, so that the ridge does not decide between them.
+        # Inputs of about one size, so that the ridge does not decide between them.
         sizes = sizes or [part.square().mean().sqrt() for part in parts]
         power += float(y.square().mean(-1).sum())
         fit.add(torch.cat([part / size for part, size in zip(parts, sizes, strict=True)], dim=-1), y)
-    assert fit.xx is not None
-    maps = fit.solve()
+    maps = fit.solve()  # [h, 2h]
     explained = float(((maps @ fit.xx) * maps).sum()) / len(maps) / power
     left, right = maps.chunk(2, dim=1)
     for projection in projections:
         projection.weight.copy_(torch.cat((left / sizes[0], right / sizes[1]), dim=1))
     for layer in drafter.decoder_layers:
-        _silence(layer.mlp.down_proj)
-        _silence(layer.self_attn.o_proj)
+        _zero(layer.mlp.down_proj)
+        _zero(layer.self_attn.o_proj)
     return explained, (squares / fit.count) ** 0.5
 
 
-def set_temperature(drafter: Any, batch: Batch, source: Source, scaled: Tensor) -> None:
-    """Scales the logits so that the start's confidence fits: a prediction's RMS says nothing about its certainty.
+def set_temperature(drafter: TrainableDrafter, batch: Batch, source: Source, scaled: Tensor) -> None:
+    """Scales the logits to the lowest loss on two rows: the RMS of a linear prediction does not give its certainty.
 
     Args:
-        scaled: the weight that does it.
+        scaled: the weight that scales the logits.
     """
     part = batch.first_rows(2)
     output, targets, row_of = source(part)

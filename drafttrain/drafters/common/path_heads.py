@@ -1,61 +1,54 @@
-"""What the kinds share that draft by one head per depth from the target's last state: no attention, no cache.
+"""Drafters with one head per depth that read the target's last state: no attention, no cache.
 
     position t          0    1    2    3    4
     token               x0   x1   x2   x3   x4
-    last state          h0   h1   h2   h3   h4      h_t is what the target's head reads: it chose x_{t+1} by it
+    last state          h0   h1   h2   h3   h4      h_t, from which the target's head chose x_{t+1}
 
     anchor t, depth 0:  state = enter(h_t, x_{t+1})                head 0 predicts x_{t+2}
     anchor t, depth k:  state = advance(state, x_{t+1+k}, k)       head k predicts x_{t+2+k}
 
 Training walks along the data's tokens, decoding along drafted ones; both call `enter`, `advance` and `read`. A session keeps
-one state, that of the last committed token, made anew from the target's own state in every round.
+one state, that of the last committed token, computed from the target's own state in every round.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from itertools import count as counting
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from drafttrain.batch import Batch, StepOutput, TargetOutput, TokenTree
-from drafttrain.drafters.base import JointSession
-from drafttrain.drafters.common.expand import StateGrowing, grow
-from drafttrain.drafters.common.linear_start import LeastSquares, Source
-from drafttrain.drafters.common.shared import anchors_by_depth, sums_by_depth
+from drafttrain.batch import Batch, StepOutput, TargetOutput, TokenTree, anchors_by_depth, sums_by_depth
+from drafttrain.drafters.base import JointSession, Source
+from drafttrain.drafters.common.linear_start import LeastSquares
+from drafttrain.drafters.common.target_weights import head_rows
 from drafttrain.drafters.common.trainable import TrainableDrafter
+from drafttrain.drafters.common.tree_growth import GrowingTree, grow_trees
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.losses import TargetRows, linear_divergence
 from drafttrain.ops.sampling import Sampler
 from drafttrain.target import Target
 from drafttrain.target.attention import LAST
 
-# Children of a node that a default tree may have; the paper's trees end there too.
+# Most children of a node in a suggested tree, as in the Medusa paper.
 _RANKS = 10
-# Rows whose logits are held at a time while these are counted.
+# Rows per chunk of logits while a tree is chosen; bounds memory.
 _CHUNK = 256
 
 
 class PathHeads(TrainableDrafter):
-    """Both halves of the contract; the kind brings the three functions, its config and its modules.
-
-    Of its config it takes target, vocab_size, draft_vocab_size, depth_decay, tree_nodes and loss.
+    """Both halves of the contract; a kind adds `enter`, `advance` and `read`, a `HeadsConfig` and its modules.
 
     Attributes:
-        depths: heads, the deepest tree. independent: states do not depend on drafted tokens.
-        lm_heads: [d, .] one per depth, or fewer, the last of which serves all further depths.
-        kept_ids: [d] target ids of the vocabulary. embed: the target's embedding, given by `bind`.
+        depths: number of depths, the deepest tree. independent: states do not depend on drafted tokens.
+        lm_heads: [d, w] one per depth, or fewer: the last one serves all further depths.
     """
 
     supports_gradient_checkpointing = False
     feature_layers = (LAST,)
     independent = False
     depths: int
-    lm_heads: Any
 
     def finish(self, width: int, heads: int) -> None:
         """Ends `__init__`: the heads, which read `width` columns, and the vocabulary."""
@@ -64,22 +57,22 @@ class PathHeads(TrainableDrafter):
         self.register_buffer("kept_ids", torch.arange(size))
         self.post_init()
 
-    # -- the one forward, filled in by the kind -----------------------------------------------------------------
+    # -- forward pass, shared by training and decoding ----------------------------------------------------------
 
     def enter(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """[t, h] last states and [t] the tokens chosen by them -> [t, w] states at depth 0."""
+        """[t, h] last states and [t] the tokens chosen from them -> [t, w] states at depth 0."""
         raise NotImplementedError
 
     def advance(self, state: Tensor, tokens: Tensor, depth: int) -> Tensor:
-        """[t, w] states one depth above and [t] the tokens drafted from them -> states at `depth`, 1 or more."""
+        """[t, w] states of depth - 1 and [t] the tokens drafted from them -> [t, w'] states at `depth`, 1 or more."""
         raise NotImplementedError
 
     def read(self, state: Tensor, depth: int) -> Tensor:
-        """What the depth's head reads of the states."""
+        """[t, w] states -> input of the depth's head."""
         raise NotImplementedError
 
-    def head(self, depth: int) -> Any:
-        return self.lm_heads[min(depth, len(self.lm_heads) - 1)]
+    def head(self, depth: int) -> nn.Linear:
+        return self.lm_heads[min(depth, len(self.lm_heads) - 1)]  # type: ignore[return-value]
 
     def logits(self, state: Tensor, depth: int) -> Tensor:
         """[t, w] states -> [t, d] over the drafter's vocabulary."""
@@ -88,16 +81,16 @@ class PathHeads(TrainableDrafter):
     # -- training half ------------------------------------------------------------------------------------------
 
     def walk(self, batch: Batch, features: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """What each depth is trained on, from the first on: the flat positions [t] that its predictions are aligned with
-        (of the tokens read last), and the states there."""
+        """Yields each depth's training inputs: flat positions [t] of the tokens read last, which its predictions are aligned
+        with, and the states [t, w] there."""
         ids = batch.input_ids.flatten()
-        asking = anchors_by_depth(batch.response_mask, self.depths)
-        state = self.enter(features.flatten(0, 1)[asking[0]], ids[asking[0] + 1])
-        yield asking[0] + 1, state
-        for k, anchors in enumerate(asking[1:], 1):
-            state = state[torch.searchsorted(asking[k - 1], anchors)]  # those of the previous depth that go on
-            state = self.advance(state, ids[anchors + 1 + k], k)
-            yield anchors + 1 + k, state
+        anchors = anchors_by_depth(batch.response_mask, self.depths)
+        state = self.enter(features.flatten(0, 1)[anchors[0]], ids[anchors[0] + 1])
+        yield anchors[0] + 1, state
+        for k, flat in enumerate(anchors[1:], 1):
+            state = state[torch.searchsorted(anchors[k - 1], flat)]  # anchors are nested
+            state = self.advance(state, ids[flat + 1 + k], k)
+            yield flat + 1 + k, state
 
     def forward(
         self,
@@ -109,34 +102,18 @@ class PathHeads(TrainableDrafter):
         count: Tensor | float,
         measure: bool = True,
     ) -> StepOutput:
-        """All depths of all anchors along the data's tokens.
+        """All depths of all anchors along the data's tokens; see `Drafter.forward`. `embeds` are not read.
 
-        Args:
-            batch: [b, s] tokens and masks; embeds: not read, what a kind needs of embeddings it looks up.
-            output: the target's last states [b, s, h] as features.
-            rows: the target's distributions; row_of: [b, s] int64, the row of each position (-1 where none is needed).
-            count: anchors in the whole optimizer step, over all ranks and accumulation steps.
-            measure: also return metrics.
-
-        Returns:
-            Loss (depth k weighted by depth_decay ** k, weights summing to 1; divided by count) and per-depth sums: count,
-            loss, alpha, agree; each [depths].
+        The loss weighs depth k by depth_decay ** k, weights summing to 1.
         """
         decay = self.config.depth_decay ** torch.arange(self.depths, dtype=torch.float32, device=row_of.device)
         decay = decay / decay.sum()
         losses: list[Tensor] = []
         outs = []
         for k, (at, state) in enumerate(self.walk(batch, output.features)):
-            weight = (decay[k] / count).expand(len(at))
-            out = linear_divergence(
-                self.read(state, k),
-                self.head(k).weight,
-                rows,
-                row_of.flatten()[at],
-                weight,
-                self.config.loss,
-                measure=measure,
-            )
+            weight = (decay[k] / count).expand(len(at))  # [t] float32
+            read, index = self.read(state, k), row_of.flatten()[at]
+            out = linear_divergence(read, self.head(k).weight, rows, index, weight, self.config.loss, measure=measure)
             losses.append(out.loss)
             outs.append(out)
         return StepOutput(torch.stack(losses).sum(), sums_by_depth(outs))
@@ -145,44 +122,39 @@ class PathHeads(TrainableDrafter):
 
     @torch.no_grad()
     def initialize(self, target: Target, kept_ids: Tensor) -> list[str]:
-        """Starts from the target: heads of its width take its rows of the kept tokens. Returns the names of what was copied."""
+        """Copies the target's head rows of the kept tokens, into heads of the target's width."""
         self.kept_ids.copy_(kept_ids)
-        rows = target.head_weight[kept_ids.to(target.head_weight.device)]
-        if self.lm_heads[0].weight.shape != rows.shape:
+        rows = head_rows(target, kept_ids)
+        if self.head(0).weight.shape != rows.shape:
             return []
-        for head in self.lm_heads:
-            head.weight.copy_(rows)
+        for depth in range(len(self.lm_heads)):
+            self.head(depth).weight.copy_(rows)
         return ["lm_heads"]
 
     def fitted(self, state: Tensor, depth: int) -> tuple[int, Tensor]:
-        """Which linear map `solve_start` finds from these states, and what that reads of them [t, i]."""
+        """Index and input [t, i] of the linear map that `solve_start` fits on these states."""
         return min(depth, len(self.lm_heads) - 1), self.read(state, depth)
 
     def take_map(self, index: int, found: Tensor, rows: Tensor) -> None:
-        """Puts a map [h, i] to the target's last state in its place; rows: [d, h] of the target's head."""
-        self.lm_heads[index].weight.copy_(rows @ found)
+        """Stores a fitted map [h, i] to the target's last state; rows: [d, h] of the target's head."""
+        self.head(index).weight.copy_(rows @ found)
 
     @torch.no_grad()
-    def solve_start(self, batches: list[Batch], source: Source) -> float:
-        """Starts from the best linear guess of the target's last state at each depth, by least squares over the batches.
-
-        Returns:
-            The share of that state's power which the guess explains, over all depths, 0 to 1.
-        """
+    def solve_start(self, batches: list[Batch], source: Source) -> float | None:
+        """Fits the best linear prediction of the target's last state at each depth by least squares; see `Drafter`."""
         fits: dict[int, LeastSquares] = {}
         power = 0.0
         for batch in batches:
             output, rows, row_of = source(batch)
             for k, (at, state) in enumerate(self.walk(batch, output.features)):
                 index, x = self.fitted(state, k)
-                y = rows.hidden[row_of.flatten()[at]].float()
+                y = rows.hidden[row_of.flatten()[at]].float()  # [t, h]
                 fits.setdefault(index, LeastSquares()).add(x.float(), y)
                 power += float(y.square().sum())
         explained = 0.0
         for index, fit in fits.items():
-            if not fit.count:  # no response was as long
+            if not fit.count:  # no response is as long
                 continue
-            assert fit.xx is not None and fit.xy is not None
             found = fit.solve(each=True)
             explained += float((2 * found * fit.xy.T).sum() - ((found @ fit.xx) * found).sum())
             self.take_map(index, found, rows.weight.float())
@@ -195,7 +167,7 @@ class PathHeads(TrainableDrafter):
 
     @torch.no_grad()
     def extend_all(self, sessions: Sequence[PathSession], tokens: Sequence[Tensor], features: Sequence[Tensor]) -> None:
-        """Only the last committed token of each session drafts; nothing is kept of the others."""
+        """Computes the state of each session's last committed token; the others leave nothing behind."""
         last = torch.cat([states[-1:] for states in features]), torch.cat([new[-1:] for new in tokens])
         for session, state in zip(sessions, self.enter(*last).split(1), strict=True):
             session.root = state
@@ -204,29 +176,25 @@ class PathHeads(TrainableDrafter):
     def propose_all(
         self, sessions: Sequence[PathSession], specs: Sequence[TreeSpec], samplers: Sequence[Sampler | None]
     ) -> list[TokenTree]:
-        """The trees of all sessions grow together, one step per depth, down to the last head."""
-        specs = [replace(spec, depth=min(spec.depth, self.depths)) for spec in specs]
-        first = self.logits(torch.cat([session.state for session in sessions]), 0)
-        drafts = [
-            StateGrowing(grow(spec, logits, self.kept_ids, sampler), session.state)
-            for session, spec, sampler, logits in zip(sessions, specs, samplers, first, strict=True)
+        """One step per depth over the nodes that any of the trees opens, down to the last head."""
+        first = self.logits(torch.cat([session.state for session in sessions]), 0)  # [sessions, d]
+        trees = [
+            GrowingTree(spec, first[row], self.kept_ids, sampler, self.depths, row, session.state)
+            for row, (session, spec, sampler) in enumerate(zip(sessions, specs, samplers, strict=True))
         ]
-        for depth in counting(1):
-            growing = [draft for draft in drafts if draft.tree is None]
-            if not growing:
-                break
-            if not self.independent:
-                states = torch.cat([draft.above() for draft in growing])
-                tokens = self.kept_ids[torch.cat([draft.tokens for draft in growing])]
-                sizes = [len(draft.parents) for draft in growing]
-                states = self.advance(states, tokens, depth)
-                for draft, own in zip(growing, states.split(sizes), strict=True):
-                    draft.states = own
-            else:  # one row tells for all nodes of a depth
-                states, sizes = torch.cat([draft.states for draft in growing]), [1] * len(growing)
-            for draft, logits in zip(growing, self.logits(states, depth).split(sizes), strict=True):
-                draft.grow(logits)
-        return [draft.tree for draft in drafts if draft.tree is not None]
+
+        def step(growing: list[GrowingTree], depth: int) -> Sequence[Tensor]:
+            if self.independent:  # one row for all nodes of a depth
+                return self.logits(torch.cat([tree.states for tree in growing]), depth).split(1)
+            states = torch.cat([tree.parent_states() for tree in growing])  # [n, w]
+            tokens = self.kept_ids[torch.cat([tree.tokens for tree in growing])]  # [n] target ids
+            sizes = [len(tree.parents) for tree in growing]
+            states = self.advance(states, tokens, depth)
+            for tree, own in zip(growing, states.split(sizes), strict=True):
+                tree.states = own
+            return self.logits(states, depth).split(sizes)
+
+        return grow_trees(trees, step)
 
     # -- default tree -------------------------------------------------------------------------------------------
 
@@ -234,10 +202,7 @@ class PathHeads(TrainableDrafter):
     def suggest_tree(self, batches: list[Batch], source: Source) -> str | None:
         """A fixed tree of `tree_nodes` nodes by how often each rank of each head is the target's choice on held-out data.
 
-        Returns:
-            Its text form, or None if no head was ever right.
-
-        Source: Medusa, arXiv 2401.10774, on tree construction.
+        None if no head is ever right. Source: Medusa, arXiv 2401.10774, on tree construction.
         """
         hits = torch.zeros(self.depths, min(_RANKS, self.config.draft_vocab_size))
         anchors = torch.zeros(self.depths, 1)
@@ -254,16 +219,16 @@ class PathHeads(TrainableDrafter):
 
 
 def likeliest_paths(shares: Tensor, nodes: int) -> list[tuple[int, ...]]:
-    """The nodes of highest product of shares along their paths, as if depths were right independently of each other.
+    """The paths of highest product of shares, as if depths were right independently of each other.
 
     Args:
         shares: [depths, ranks], how often the token of each rank is right at each depth.
-        nodes: how many; fewer if there are no more with a chance.
+        nodes: number of paths; fewer are returned if no more have a positive share.
 
     Returns:
         Each node's ranks from the root, the likeliest first, so parents come before children.
     """
-    falling = shares.cummin(dim=1).values.tolist()  # a rank is never taken before the better one
+    falling = shares.cummin(dim=1).values.tolist()  # no rank before a better one
     found: list[tuple[int, ...]] = []
     frontier: list[tuple[float, tuple[int, ...]]] = [(-falling[0][0], (0,))]
     while frontier and len(found) < nodes and frontier[0][0] < 0:
@@ -271,19 +236,15 @@ def likeliest_paths(shares: Tensor, nodes: int) -> list[tuple[int, ...]]:
         found.append(path)
         own = falling[len(path) - 1]
         if path[-1] + 1 < len(own):
-            beside = score / own[path[-1]] * own[path[-1] + 1]
-            heapq.heappush(frontier, (beside, (*path[:-1], path[-1] + 1)))
+            sibling = score / own[path[-1]] * own[path[-1] + 1]
+            heapq.heappush(frontier, (sibling, (*path[:-1], path[-1] + 1)))
         if len(path) < len(falling):
             heapq.heappush(frontier, (score * falling[len(path)][0], (*path, 0)))
     return found
 
 
 class PathSession(JointSession):
-    """One sequence being drafted.
-
-    Attributes:
-        root: [1, w] state at the last committed token.
-    """
+    """One sequence being drafted. root: [1, w] state at the last committed token."""
 
     def __init__(self, drafter: PathHeads):
         self.drafter = drafter

@@ -15,7 +15,7 @@ from drafttrain.ops.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class TreeSpec:
-    """The shape of tree that a round drafts.
+    """The shape of the tree that a round drafts.
 
     shape      text form             meaning
     none       none                  no drafting: plain autoregressive decoding
@@ -30,18 +30,18 @@ class TreeSpec:
     option     appended to a shape   meaning
     sampled    chain:3@sample        tokens are drawn from the drafter's own distribution, without replacement, under the
                                      target's temperature, top-k, top-p and min-p; not for dynamic trees
-    stop       chain:8@stop=0.2      a path that the drafter thinks less likely than this is not continued
-    alone      chain:8@alone=0.6     a second drafter's match this likely to go on is drafted alone (0.75 unless given in a
-                                     dynamic tree, whose nodes both share otherwise; 0.5 in others)
-    match      dynamic:4,4,6@match=11  a match that is drafted alone may have so many nodes, as far as they are likely (the
-                                     tree's own number unless given): a sure one is worth more than a tree
-    nomatch    chain:8@nomatch       a second drafter is not asked
+    stop       chain:8@stop=0.2      paths whose probability is below this are not continued
+    alone      chain:8@alone=0.6     a second drafter's match of this probability is drafted alone (default 0.75 in dynamic
+                                     trees, which both drafters share otherwise; 0.5 in other shapes)
+    match      dynamic:4,4,6@match=11  most nodes of a match that is drafted alone, as far as they are likely (default: the
+                                     tree's own number)
+    nomatch    chain:8@nomatch       the second drafter is not used
     adapt      dynamic:5,8,24@adapt  at most this tree: rounds draft less, or nothing, where that is faster
 
     Attributes:
         depth: of the deepest node; fanout: most children per node at each depth (not for dynamic trees).
-        top_k: most children of any node; budget: most nodes; most: the same, matches that are drafted alone included.
-        paths: of shape `paths`, every node's ranks, parents first.
+        top_k: most children of any node; budget: most nodes; most: the same including matches that are drafted alone.
+        paths: every node's ranks in shape `paths`, parents first.
     """
 
     shape: str = "chain"
@@ -84,7 +84,7 @@ class TreeSpec:
                     f"tree={text!r}: {option!r} is no option; write @sample, @stop=P or @alone=P with P between 0 "
                     "and 1, @match=NODES, @nomatch or @adapt"
                 )
-        # Which drawn tokens stay would depend on what was drawn, so what stays is no longer distributed as q.
+        # Dropping drawn tokens by their outcome would leave tokens that are not distributed as q.
         if spec.sampled and spec.shape == "dynamic":
             raise UserError(
                 f"tree={text!r}: a dynamic tree drops tokens after drawing them, which biases; use fanout:4x2x1"
@@ -93,12 +93,12 @@ class TreeSpec:
             raise UserError(f"tree={text!r}: ranks of drawn siblings must be 0, 1, 2, ... without a gap")
         return spec
 
-    @property
+    @functools.cached_property
     def most(self) -> int:
         return max(self.budget, self.match)
 
     def check(self, sampling: SamplingParams) -> None:
-        """Raises UserError if tokens are to be drawn, but decoding is greedy."""
+        """Raises UserError for a sampled tree with greedy decoding."""
         if self.sampled and sampling.greedy:
             raise UserError(f"tree='{self}' draws its tokens, but temperature=0 is greedy; set one, or drop @sample")
 
@@ -116,7 +116,7 @@ class TreeSpec:
         return text + "@adapt" * self.adaptive
 
     def smaller(self) -> list[TreeSpec]:
-        """The trees that an adaptive decoder may fall back to, from the smallest to this one (`none` is not listed)."""
+        """The trees that an adaptive decoder may choose, from the smallest to this one; without `none`."""
         if self.shape == "chain":
             lengths = sorted({max(1, self.depth >> shift) for shift in range(self.depth.bit_length())})
             texts = [f"chain:{length}" for length in lengths]
@@ -159,7 +159,7 @@ def _parse_shape(text: str, body: str) -> TreeSpec:
 
 
 def _parse_paths(text: str, rest: str) -> TreeSpec:
-    """Raises ValueError for what is no list of paths, UserError for a tree that lacks a node or a file that is missing."""
+    """Raises ValueError for a text that is no list of paths, UserError for a missing file or a tree that lacks a node."""
     if rest.endswith(".json"):
         try:
             found = json.loads(Path(rest).expanduser().read_text())

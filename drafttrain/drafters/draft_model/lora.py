@@ -1,4 +1,4 @@
-"""Low-rank adapters in a draft model (LoRA, arXiv 2106.09685, by peft): trained apart, merged into what is saved."""
+"""Low-rank adapters in a draft model (LoRA, arXiv 2106.09685, by peft), merged into the saved weights."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from drafttrain.errors import UserError
 _OPTIONS = {"r": 8, "alpha": 16, "targets": "all-linear", "dropout": 0.0}
 _NAME = "default"
 _WEIGHTS = "adapter_model.safetensors"
-# What peft puts before a module's name when it wraps a whole model, as everybody who loads an adapter does.
+# Prefix of module names in peft's files, which describe a wrapped model.
 _PREFIX = "base_model.model."
 
 
 def add_lora(lm: nn.Module, options: dict[str, Any]) -> None:
-    """Puts adapters into a language model, in place; from then on they alone are trained.
+    """Adds adapters to a language model, in place, and freezes all other weights.
 
     Args:
         options: {r: rank, alpha: the adapters' weight times r, targets: names of linear layers or all-linear, dropout}.
@@ -46,10 +46,10 @@ def add_lora(lm: nn.Module, options: dict[str, Any]) -> None:
 
 
 def merged(lm: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict of the plain model: W + alpha / r * B A in place of W, A and B.
+    """The state dict of the plain model, with W + alpha / r * B A in place of W, A and B.
 
-    Made from the state alone, because a trained model's own weights may be sharded, and merging in place and back again
-    would not restore them to the bit.
+    Computed from the state alone: the model's own weights may be sharded, and merging in place and back would not restore
+    them bit for bit.
     """
     plain = {name.replace(".base_layer.", "."): value for name, value in state.items() if ".lora_" not in name}
     for name, module in lm.named_modules():
@@ -69,13 +69,13 @@ def save_adapter(lm: Any, state: dict[str, Tensor], folder: Path) -> None:
 
 
 def load_adapter(lm: nn.Module, folder: Path) -> None:
-    """Gives the adapters in a model the weights that `save_adapter` wrote."""
+    """Loads the weights that `save_adapter` wrote."""
     state = load_file(folder / _WEIGHTS)
     own = {name.removeprefix(_PREFIX): value for name, value in state.items()}
     result: Any = set_peft_model_state_dict(lm, own, adapter_name=_NAME)
     missing = [name for name in result.missing_keys if ".lora_" in name]
     if result.unexpected_keys or missing:
         raise UserError(
-            f"{folder}: the adapter does not fit this model ({[*result.unexpected_keys, *missing][0]}); go on with the "
+            f"{folder}: the adapter does not fit this model ({[*result.unexpected_keys, *missing][0]}); resume with the "
             "same drafter.lora and drafter.layers"
         )

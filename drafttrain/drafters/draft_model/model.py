@@ -6,12 +6,12 @@ It reads tokens only, no target features, and predicts as any language model doe
     token                 x0   x1   x2   x3   x4
     drafter distribution  q1   q2   q3   q4   q5      q_{t+1} knows x0..x_t, is aligned with the target's p_{t+1}
 
-In the notation of batch.py, depth k of anchor t stands at position t + 1 + k. Every depth is the same function of the
-tokens before it, so training knows one depth: white-box distillation at each response position (DistillSpec, arXiv
-2310.08461), teacher-forced on the target's responses or on the drafter's own (training/on_policy.py).
+In the notation of batch.py, depth k of anchor t is position t + 1 + k. Every depth is the same function of the tokens before
+it, so training has one depth: white-box distillation at each response position (DistillSpec, arXiv 2310.08461),
+teacher-forced on the target's responses or on the drafter's own (training/on_policy.py).
 
-The model runs by the means that the target runs by: `Target` with its attention contexts, a `TreeCache`, the kernels for
-few tokens on a CPU. It is saved as a plain checkpoint of its own architecture, which vLLM, transformers and llama.cpp load.
+The model runs as the target does: `Target` with its attention contexts, a `TreeCache`, the CPU kernels for few tokens. It is
+saved as a plain checkpoint of its own architecture, which vLLM, transformers and llama.cpp load.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Sequence
+from dataclasses import field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from drafttrain.batch import Batch, StepOutput, TargetOutput, TokenTree
+from drafttrain.batch import Batch, StepOutput, TargetOutput, TokenTree, anchors_by_depth
 from drafttrain.drafters.base import JointSession, KeepTokens
-from drafttrain.drafters.common.expand import Growing, grow
-from drafttrain.drafters.common.shared import anchors_by_depth
 from drafttrain.drafters.common.trainable import TrainableDrafter
+from drafttrain.drafters.common.tree_growth import GrowingTree, grow_trees
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.draft_model.lora import add_lora, load_adapter, merged, save_adapter
 from drafttrain.drafters.draft_model.start import (
@@ -54,61 +54,51 @@ from drafttrain.target.attention import apart
 
 _ADAPTER = "adapter"
 _EMBEDDINGS = ("copied", "shared")
-# Room in a cache for the nodes of a growing tree; more is made when it is needed.
-_TREE_ROOM = 64
+# Slots in a cache for the nodes of a growing tree; the cache grows when it needs more.
+_TREE_SLOTS = 64
 
 
 class DraftModelConfig(PreTrainedConfig):
-    """What is ours about a draft model; its shapes are in the language model's own config.
+    """How a draft model began and is trained; its shapes are in the language model's own config.
 
     Attributes:
-        layers: the target's layers that it began with, for init=target.
-        embedding: of such a beginning: `copied` (trained) or `shared` (frozen, the target's own).
+        layers: the target's layers that it was built from, for init=target.
+        embedding: for init=target: `copied` (trained) or `shared` (frozen, the target's own).
         config: folder, Hub id or fields of the language model's config, for init=random.
         lora: options of `add_lora`; empty trains all weights.
         loss: divergence between target and drafter. target: the target's identity.
     """
 
     model_type = "drafttrain_draft_model"
+    recipe_keys: ClassVar[tuple[str, ...]] = ()
+    layers: Sequence[int] = ()
+    embedding: str = "copied"
+    config: str | dict[str, Any] = ""
+    lora: dict[str, Any] = field(default_factory=dict)
+    loss: str = "kl"
+    target: dict[str, Any] = field(default_factory=dict)
 
-    def __init__(
-        self,
-        layers: Sequence[int] = (),
-        embedding: str = "copied",
-        config: str | dict[str, Any] = "",
-        lora: dict[str, Any] | None = None,
-        loss: str = "kl",
-        target: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ):
-        self.drafter_kind = "draft_model"
-        self.layers = list(layers)
-        self.embedding = embedding
-        self.config = config
-        self.lora = lora or {}
-        self.loss = loss
-        self.target = target or {}
-        super().__init__(**kwargs)
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.drafter_kind, self.layers = "draft_model", list(self.layers)
+        self.lora, self.target = self.lora or {}, self.target or {}
+        super().__post_init__(**kwargs)
 
     def described(self) -> dict[str, Any]:
-        """What stands in drafttrain.json."""
+        """Content of drafttrain.json."""
         names = ("drafter_kind", "layers", "embedding", "config", "lora", "loss", "target")
         return {"drafttrain": __version__, **{name: getattr(self, name) for name in names}}
 
 
-# Options of a recipe's `drafter:` by beginning.
+# A recipe's `drafter:` keys by `init`.
 _OPTIONS = {"target": {"layers", "embedding", "lora"}, "random": {"config", "lora"}, "checkpoint": {"lora"}}
 
 
 class DraftModel(TrainableDrafter):
-    """The drafter around a causal language model.
+    """A causal language model as a drafter.
 
     Attributes:
-        lm: the language model, trained in place; runner: the same model as a `Target`, which decoding runs.
+        lm: the language model, trained in place; runner: the same model as a `Target`, for decoding.
         kept_ids: [d] the ids that both vocabularies have: 0 to d - 1, d being the smaller number of rows.
-        pretrains: it can learn from text without a target (loss next_token).
-        loads_language_models: any causal language model is one of these.
-        chain_depth: depth of the chain that training's estimate of the accepted length is for.
     """
 
     config_class = DraftModelConfig
@@ -135,14 +125,14 @@ class DraftModel(TrainableDrafter):
     def begin(  # type: ignore[override]
         cls, target: Target, init: str, options: dict[str, Any], loss: str, keep: KeepTokens | None = None
     ) -> DraftModel:
-        """A draft model to be trained.
+        """Returns a draft model to train; its vocabulary is the language model's, so `keep` is unused.
 
         Args:
             init: `target` for some of the target's own layers, `random` for a config, else a checkpoint.
-            options: fields of DraftModelConfig that belong to that beginning.
+            options: fields of DraftModelConfig that this `init` allows.
 
         Raises:
-            UserError: an unknown or misplaced option, or a beginning that does not work out.
+            UserError: an unknown or misplaced option, or no model that can be built from it.
         """
         known = _OPTIONS.get(init, _OPTIONS["checkpoint"])
         for key in options:
@@ -163,7 +153,7 @@ class DraftModel(TrainableDrafter):
         drafter = cls(lm, tokenizer, config, init)
         if drafter.runner.softcap is not None:
             raise UserError(
-                f"init={init!r}: {type(lm).__name__} caps its logits, which training does not support; begin with a model "
+                f"init={init!r}: {type(lm).__name__} caps its logits, which training does not support; start from a model "
                 "without final_logit_softcapping"
             )
         return drafter
@@ -176,7 +166,7 @@ class DraftModel(TrainableDrafter):
         lm, tokenizer = from_checkpoint(name)
         meta = Path(name).expanduser() / META_FILE
         recorded = json.loads(meta.read_text()) if meta.is_file() else {}
-        # An adapter that was trained is part of the weights by now.
+        # A trained adapter is merged into the saved weights.
         own = {key: recorded[key] for key in ("layers", "embedding", "config", "loss", "target") if key in recorded}
         return cls(lm, tokenizer, DraftModelConfig(**own), name)
 
@@ -204,7 +194,7 @@ class DraftModel(TrainableDrafter):
         write_json(folder / META_FILE, self.config.described())
 
     def load_checkpoint(self, folder: str | Path) -> bool:
-        """Goes on from weights that `save_pretrained` wrote during the same training; with LoRA, from its adapter."""
+        """Reads the weights that `save_pretrained` wrote during the same training; with LoRA, the adapter."""
         if self.config.lora:
             load_adapter(self.lm, Path(folder) / _ADAPTER)
         else:
@@ -221,10 +211,10 @@ class DraftModel(TrainableDrafter):
     def gradient_checkpointing_disable(self) -> None:
         self.lm.gradient_checkpointing_disable()
 
-    # -- belonging to a target ----------------------------------------------------------------------------------
+    # -- vocabulary, packing, copies ----------------------------------------------------------------------------
 
     def bind(self, target: Target) -> None:
-        """Checks that token ids mean the same to both. Any target with this vocabulary will do, of whatever size."""
+        """Checks that token ids mean the same to both. Any target with this vocabulary fits, whatever its size."""
         check_vocabulary(self.tokenizer, target, self.runner.name)
         self.runner.check_head()
         self.target_vocab_size = target.vocab_size
@@ -232,31 +222,25 @@ class DraftModel(TrainableDrafter):
 
     @torch.no_grad()
     def check_packing(self) -> None:
-        """Proves on two conversations that the model keeps them apart when they share a row.
-
-        Raises:
-            UserError: it does not.
-        """
+        """Computes two conversations in one row and alone; raises UserError if the model mixes them up."""
         ids = torch.arange(1, 7, device=self.device)[None] * self.vocab_size // 8
         together = self._states(ids, torch.tensor([[0, 0, 0, 3, 3, 3]], device=self.device))[:, 3:]
         alone = self._states(ids[:, 3:])
         if not torch.allclose(together, alone, rtol=1e-4, atol=1e-4 * float(alone.abs().max())):
             raise UserError(
-                f"packing=true, but {type(self.lm).__name__} brings masks of its own, which do not keep the conversations of a "
+                f"packing=true, but {type(self.lm).__name__} has masks of its own, which do not keep the conversations of a "
                 "row apart; set packing=false"
             )
 
     def blank(self) -> DraftModel:
-        """Another one of the same shapes, with weights of its own."""
         lm, config = type(self.lm)(copy.deepcopy(self.lm.config)), copy.deepcopy(self.config)
         return type(self)(lm, self.tokenizer, config, self.runner.name)  # type: ignore[arg-type]
 
     def pack(self) -> None:
-        """Readies the model for inference on a CPU."""
         self.runner.pack()
 
     def as_target(self) -> Target:
-        """A frozen copy with only the ids that both vocabularies have: what samples on-policy responses."""
+        """A frozen copy with only the ids that both vocabularies have."""
         state = self._lm_state()
         lm = type(self.lm)(copy.deepcopy(self.lm.config))
         lm.load_state_dict(merged(self.lm, state) if self.config.lora else state)
@@ -276,23 +260,15 @@ class DraftModel(TrainableDrafter):
         count: Tensor | float,
         measure: bool = True,
     ) -> StepOutput:
-        """One teacher-forced pass over the rows.
+        """One teacher-forced pass over the rows; see `Drafter.forward`. `embeds` and `output` are not read.
 
-        Args:
-            batch: [b, s] tokens and masks; embeds, output: not read.
-            rows: the target's distributions; row_of: [b, s] int64, the row of each position. None for both: the loss is
-                the cross-entropy of the batch's own tokens (pretraining).
-            count: anchors in the whole optimizer step, over all ranks and accumulation steps.
-            measure: also return metrics.
-
-        Returns:
-            Loss, divided by count, and sums: count, loss, agree, and alpha if there are rows; each [1].
+        Without `rows` the loss is the cross-entropy of the batch's own tokens (pretraining), and alpha is not measured.
         """
         ids = batch.input_ids
-        at = anchors_by_depth(batch.response_mask, 1)[0] + 1
+        at = anchors_by_depth(batch.response_mask, 1)[0] + 1  # [t] flat positions
         states = self._states(ids, None if batch.documents is None else batch.begins()).flatten(0, 1)[at]
         head, d = self.lm.get_output_embeddings(), len(self.kept_ids)
-        weight = head.weight[:d]
+        weight = head.weight[:d]  # [d, h]
         if self.runner.logit_scale != 1.0:
             states = states * self.runner.logit_scale
         if head.bias is not None:  # one more column whose input is 1
@@ -314,7 +290,7 @@ class DraftModel(TrainableDrafter):
         return StepOutput(loss, metrics if measure else {})
 
     def _states(self, ids: Tensor, begins: Tensor | None = None) -> Tensor:
-        """[b, s] ids -> [b, s, h]; begins: [b, s] where each token's conversation begins, None for one in each row."""
+        """[b, s] ids -> [b, s, h]; begins: [b, s] start of each token's conversation, None for one conversation per row."""
         read = self._readable(ids)
         if begins is None:
             return self.runner.body(input_ids=read, use_cache=False).last_hidden_state
@@ -323,7 +299,7 @@ class DraftModel(TrainableDrafter):
             return self.runner.body(input_ids=read, position_ids=positions, use_cache=False).last_hidden_state
 
     def _readable(self, ids: Tensor) -> Tensor:
-        """Ids that the drafter has no row for, all of them padding, are read as its last one."""
+        """Replaces ids that the drafter has no row for, all of them padding, by its last id."""
         return ids.clamp(max=self.vocab_size - 1) if self.vocab_size < self.target_vocab_size else ids
 
     # -- proposal half ------------------------------------------------------------------------------------------
@@ -335,7 +311,7 @@ class DraftModel(TrainableDrafter):
     def extend_all(
         self, sessions: Sequence[DraftModelSession], tokens: Sequence[Tensor], features: Sequence[Tensor]
     ) -> None:
-        """One pass over the tokens that the sessions have not read yet. The last of each becomes the root."""
+        """One pass over the tokens that the sessions have not read yet; each session's last token becomes its root."""
         parts = [
             (session, rest) for session, new in zip(sessions, tokens, strict=True) if len(rest := session.take(new))
         ]
@@ -353,25 +329,29 @@ class DraftModel(TrainableDrafter):
     def propose_all(
         self, sessions: Sequence[DraftModelSession], specs: Sequence[TreeSpec], samplers: Sequence[Sampler | None]
     ) -> list[TokenTree]:
-        """The trees of all sessions grow together: one pass per depth over the nodes that any of them opens."""
+        """One pass per depth over the nodes that any of the trees opens."""
         kept = None if len(self.kept_ids) == self.target_vocab_size else self.kept_ids
-        drafts = [_Draft(*each, kept) for each in zip(sessions, specs, samplers, strict=True)]
-        growing = [draft for draft in drafts if draft.tree is None]
-        while growing:
-            for draft in growing:
-                draft.session.open(draft.tokens, draft.parents)
-            out = self._logits(self._read([draft.session for draft in growing], [draft.tokens for draft in growing]))
-            for draft, logits in zip(growing, out.split([len(draft.parents) for draft in growing]), strict=True):
-                draft.grow(logits)
-            growing = [draft for draft in growing if draft.tree is None]
-        return [draft.tree for draft in drafts if draft.tree is not None]
+        trees = []
+        for row, (session, spec, sampler) in enumerate(zip(sessions, specs, samplers, strict=True)):
+            session.forget()
+            if session.root is not None and session.reaches(spec.depth):
+                trees.append(GrowingTree(spec, session.root, kept, sampler, row=row))
+
+        def step(growing: list[GrowingTree], depth: int) -> Sequence[Tensor]:
+            own, tokens = [sessions[tree.row] for tree in growing], [tree.tokens for tree in growing]
+            for session, tree in zip(own, growing, strict=True):
+                session.open(tree.tokens, tree.parents)
+            return self._logits(self._read(own, tokens)).split([len(new) for new in tokens])
+
+        drafted = dict(zip((tree.row for tree in trees), grow_trees(trees, step), strict=True))
+        return [drafted.get(row, TokenTree.empty(session.unread.device)) for row, session in enumerate(sessions)]
 
     def _read(self, sessions: Sequence[DraftModelSession], tokens: Sequence[Tensor]) -> Tensor:
-        """The pass that the sessions' caches have announced, packed: states [N, h] of all new tokens."""
+        """The pass that the sessions' caches have opened, packed: states [n, h] of all new tokens."""
         ids = self._readable(torch.cat(list(tokens)))
         caches = [session.cache for session in sessions]
         positions = torch.cat([cache.positions(ids.device) for cache in caches], dim=1)
-        context = caches[0] if len(caches) == 1 else _Apart(caches, [len(new) for new in tokens])
+        context = caches[0] if len(caches) == 1 else _SeparateCaches(caches, [len(new) for new in tokens])
         return self.runner.forward(ids[None], (), positions, context).last_hidden[0]
 
     def _logits(self, states: Tensor) -> Tensor:
@@ -379,8 +359,8 @@ class DraftModel(TrainableDrafter):
         return self.runner.head(states)[:, : len(self.kept_ids)]
 
 
-class _Apart:
-    """Attention of packed tokens, each session's over its own cache."""
+class _SeparateCaches:
+    """Attention context of packed tokens: each session's tokens see its own cache."""
 
     def __init__(self, caches: Sequence[TreeCache], sizes: Sequence[int]):
         self.caches, self.sizes = caches, list(sizes)
@@ -393,34 +373,36 @@ class _Apart:
 class DraftModelSession(JointSession):
     """One sequence being drafted.
 
-    The cache holds the keys of all committed tokens but the last, then that last one (the root), then the nodes opened in
-    this round, in the order they were opened. What was drafted and then committed keeps its keys: a node has seen just
-    its own path, so they are those that reading the committed tokens would give.
+    The cache holds the keys of all committed tokens but the last, then the last one (the root), then this round's nodes in the
+    order they were opened. Nodes that are committed keep their keys: a node sees its own path only, so reading the
+    committed tokens again would give the same keys.
 
     Attributes:
-        root: [d] logits after the last committed token; None before the first `extend`, and once the sequence is longer
-            than the draft model reads.
-        tokens, parents: of the opened nodes.
+        root: [d] logits after the last committed token; None before the first `extend`, and once the sequence exceeds the
+            draft model's context.
+        tokens, parents: of the opened nodes. full: the sequence exceeds the context.
     """
+
+    drafter: DraftModel
 
     def __init__(self, drafter: DraftModel, prompt_ids: Tensor, max_length: int):
         self.drafter = drafter
-        self.cache = TreeCache(max_length + _TREE_ROOM)
-        self.unread = prompt_ids[:1]  # no extend() brings the prompt's first token
+        self.cache = TreeCache(max_length + _TREE_SLOTS)
+        self.unread = prompt_ids[:1]  # no extend() contains the prompt's first token
         self.root: Tensor | None = None
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.full = False
 
     def reaches(self, depth: int) -> bool:
-        """True if the draft model reads that far behind the root."""
+        """True if a node of this depth is inside the draft model's context."""
         limit = self.drafter.runner.max_positions
         return limit is None or self.cache.lengths[0] + 1 + depth <= limit
 
     def take(self, new: Tensor) -> Tensor:
-        """Commits root and drafted nodes as far as `new` [m] follows them, and announces the rest, which it returns.
+        """Commits the root and the drafted nodes that `new` [m] follows, opens a pass over the rest and returns it.
 
-        At least the last token is left: its logits are what the next round begins with.
+        The rest contains at least the last token, whose logits are the next round's root.
         """
         if self.full:
             return new[:0]
@@ -449,29 +431,17 @@ class DraftModelSession(JointSession):
         return next(found, -1)
 
     def forget(self) -> None:
-        """Drops the nodes that were opened."""
+        """Drops the opened nodes."""
         self.tokens, self.parents = [], []
 
     def open(self, tokens: Tensor, parents: list[int]) -> None:
-        """Announces a pass over nodes: ids [m], and their parents among all opened nodes (-1: the root)."""
+        """Opens a pass over nodes: ids [m], and their parents among all opened nodes (-1: the root)."""
         length, held = self.cache.lengths[0], 1 + len(self.parents)
         self.tokens += tokens.tolist()
         self.parents += parents
         if length + 1 + len(self.parents) > self.cache.capacity:
-            self.cache.reserve(length + 1 + len(self.parents) + _TREE_ROOM)
+            self.cache.reserve(length + 1 + len(self.parents) + _TREE_SLOTS)
         self.cache.open([(0, TreeLayout(length, self.parents, held=held))])
-
-
-class _Draft(Growing):
-    """A session's tree while it grows."""
-
-    def __init__(self, session: DraftModelSession, spec: TreeSpec, sampler: Sampler | None, kept_ids: Tensor | None):
-        self.session = session
-        session.forget()
-        if session.root is None or not session.reaches(spec.depth):
-            self.tree = TokenTree.empty(session.unread.device)
-            return
-        super().__init__(grow(spec, session.root, kept_ids, sampler))
 
 
 KIND = DraftModel

@@ -1,4 +1,4 @@
-"""How a draft model begins: from some of the target's own layers, from a config, or from a checkpoint."""
+"""Builds a draft model from some of the target's own layers, from a config, or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from drafttrain.errors import UserError
+from drafttrain.errors import UserError, first_line
 from drafttrain.target import Target, resolve_target
 
 
@@ -22,11 +22,10 @@ def own_layers(target: Target, layers: Sequence[int], share: bool) -> Any:
 
     Args:
         layers: indices, ascending.
-        share: embedding and head stay the target's: frozen, and the same memory where the formats agree. Else copies
-            that are trained.
+        share: embedding and head are the target's, frozen, and in the same memory if the formats agree; else trained copies.
 
     Raises:
-        UserError: no such layers, or a family whose layers cannot be chosen singly.
+        UserError: no such layers, or a family whose layers do not work without the others.
     """
     count = target.num_layers
     fine = layers and all(isinstance(i, int) and 0 <= i < count for i in layers)
@@ -41,7 +40,7 @@ def own_layers(target: Target, layers: Sequence[int], share: bool) -> Any:
         if isinstance(value, list) and len(value) == count:
             setattr(config, key, [value[i] for i in layers])
     lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    body: Any = lm.get_decoder() if hasattr(lm, "get_decoder") else lm.base_model
+    body: nn.Module = lm.get_decoder() if hasattr(lm, "get_decoder") else lm.base_model
     prefix = next(name for name, module in target.body.named_modules() if module is target.layers) + "."
     place = {str(layer): str(i) for i, layer in enumerate(layers)}
     state = {}
@@ -55,13 +54,13 @@ def own_layers(target: Target, layers: Sequence[int], share: bool) -> Any:
     try:
         body.load_state_dict(state)
     except RuntimeError as error:
-        first = str(error).split("\n")[1].strip()
+        reason = str(error).split("\n")[1].strip()  # below the line that names the class
         raise UserError(
-            f"drafter.layers={list(layers)}: layers of target {target.name!r} cannot be chosen singly ({first}); use "
+            f"drafter.layers={list(layers)}: layers of target {target.name!r} cannot be chosen singly ({reason}); use "
             "init=random with drafter.config, or a checkpoint"
         ) from error
     head = lm.get_output_embeddings()
-    head.load_state_dict(target.lm_head.state_dict())
+    head.load_state_dict(target.lm_head.state_dict())  # type: ignore[operator]
     lm.generation_config = copy.deepcopy(target.model.generation_config)
     if share:
         tied = head.weight is lm.get_input_embeddings().weight
@@ -75,11 +74,11 @@ def from_config(target: Target, config: str | dict[str, Any]) -> Any:
     """A model with random weights and the target's vocabulary.
 
     Args:
-        config: a folder or Hub id whose config.json says the shapes, or the shapes themselves: the fields of a
-            transformers config, `model_type` (llama unless given) among them.
+        config: a folder or Hub id with a config.json, or the fields of a transformers config, with `model_type` (default:
+            llama).
 
     Raises:
-        UserError: nothing to read there, or fields that do not go together.
+        UserError: no config there, or fields that do not fit together.
     """
     own = target.config
     fixed: dict[str, Any] = {"vocab_size": target.vocab_size}
@@ -106,27 +105,22 @@ def from_checkpoint(name: str) -> tuple[Any, Any]:
     """Loads (model in float32, tokenizer) by folder, Hub id or the short name of a fetched model.
 
     Raises:
-        UserError: nothing loadable there, or no tokenizer beside it.
+        UserError: no model, or no tokenizer next to it.
     """
     where = resolve_target(name)
     try:
         lm = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, use_safetensors=True)
         tokenizer = AutoTokenizer.from_pretrained(where)
     except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
         raise UserError(
-            f"drafter={name!r} cannot be loaded as a draft model ({first}); give a folder or Hub id with config.json, "
-            "safetensors and the tokenizer's files"
+            f"drafter={name!r} cannot be loaded as a draft model ({first_line(error)}); give a folder or Hub id with "
+            "config.json, safetensors and the tokenizer's files"
         ) from error
     return lm, tokenizer
 
 
 def load_weights(lm: Any, folder: Path) -> None:
-    """Gives a model the weights that `save_pretrained` wrote to a folder.
-
-    Raises:
-        UserError: they are not this model's.
-    """
+    """Loads weights that `save_pretrained` wrote to a folder; raises UserError if they are another model's."""
     state = {
         name: value for shard in sorted(folder.glob("model*.safetensors")) for name, value in load_file(shard).items()
     }
@@ -140,9 +134,9 @@ def load_weights(lm: Any, folder: Path) -> None:
 
 
 def check_vocabulary(tokenizer: Any, target: Target, name: str) -> None:
-    """Compares token ids: those that both tokenizers have must mean the same text.
+    """Compares token ids: those of both tokenizers must mean the same text.
 
-    What only one of them has is no fault: added tokens, and rows that merely pad the embedding to a round number.
+    Ids of only one of them are allowed: added tokens, and rows that pad the embedding to a round number.
 
     Raises:
         UserError: names the first id that differs.

@@ -1,33 +1,31 @@
-"""DSpark: DFlash's block, corrected by the token chosen before, and told how far to trust it.
+"""DSpark: DFlash's block with a correction by the previous token and a confidence per prediction.
 
     logits at depth k below token y  =  head(block state at k) + V U[y]           U: [d+1, r], V: [d, r]
     confidence there                 =  sigmoid(w . (block state, U[y]))           an estimate of sum min(p, q)
 
-The block's pass is the expensive part and still happens once; the correction is a product of low rank per node. So siblings'
-children differ, as they should: a block alone may say "New of" from "New York" and "bank of". The last row of U stands for
-committed tokens that the drafter's vocabulary lacks. `@stop` and dynamic trees read a node's probability as confidence
-times q (see `expand.grow`); what is drawn is drawn from q alone.
+The block's pass still happens once; the correction is a product of low rank per node. It makes the children of siblings
+differ: a block alone may draft "New of" from "New York" and "bank of". The last row of U stands for committed tokens outside
+the drafter's vocabulary. For `@stop` and dynamic trees a node's probability is confidence times q (see
+common/tree_growth.py); what is drawn is drawn from q alone.
 
 Source: DSpark; the loss is 0.1 CE + 0.9 L1(p, q) + BCE(confidence, acceptance), and L1 is twice the total variation.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafttrain.drafters.common.block import BlockDrafter
-from drafttrain.drafters.common.block_config import BlockConfig
-from drafttrain.drafters.common.expand import Said
+from drafttrain.drafters.common.configs import BlockConfig
+from drafttrain.drafters.common.tree_growth import Logits
 from drafttrain.errors import UserError
 from drafttrain.target import Target
 
 
 class DSparkConfig(BlockConfig):
-    """As `BlockConfig`, and:
+    """Config of a DSpark drafter.
 
     Attributes:
         markov_rank: r of the correction; at most the hidden size. confidence_weight: of the confidence's loss.
@@ -35,22 +33,22 @@ class DSparkConfig(BlockConfig):
 
     model_type = "drafttrain_dspark"
     recipe_keys = (*BlockConfig.recipe_keys, "confidence_weight")
+    loss: str = "0.1*ce+1.8*tv"
+    markov_rank: int = 256
+    confidence_weight: float = 1.0
 
-    def __init__(
-        self, markov_rank: int = 256, confidence_weight: float = 1.0, loss: str = "0.1*ce+1.8*tv", **kwargs: Any
-    ):
-        super().__init__(loss=loss, **kwargs)
-        if markov_rank < 1 or confidence_weight <= 0:
+    def check(self) -> None:
+        super().check()
+        if self.markov_rank < 1 or self.confidence_weight <= 0:
             raise UserError(
-                f"markov_rank={markov_rank} must be at least 1 and confidence_weight={confidence_weight} above 0; without both "
-                "this is kind=dflash"
+                f"markov_rank={self.markov_rank} must be at least 1 and confidence_weight={self.confidence_weight} above 0; "
+                "without both this is kind=dflash"
             )
-        self.markov_rank = min(markov_rank, self.hidden_size)
-        self.confidence_weight = confidence_weight
+        self.markov_rank = min(self.markov_rank, self.hidden_size)
 
 
 class DSpark(BlockDrafter):
-    """The backbone with both heads."""
+    """A DSpark drafter: the block-parallel backbone with both heads."""
 
     config_class = DSparkConfig
     kind = "dspark"
@@ -68,10 +66,10 @@ class DSpark(BlockDrafter):
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight, std=0.01)  # the correction starts near nothing
+            nn.init.normal_(module.weight, std=0.01)  # the correction starts near zero
 
     def bind(self, target: Target) -> None:
-        """As for the backbone; also learns which of its ids a target's token has."""
+        """As the backbone; also builds own_ids [v], the drafter id of each target id."""
         super().bind(target)
         self.own_ids = torch.full((target.vocab_size,), len(self.kept_ids))
         self.own_ids[self.kept_ids.cpu()] = torch.arange(len(self.kept_ids))
@@ -84,7 +82,7 @@ class DSpark(BlockDrafter):
             self.confidence.bias.zero_()
         return super().initialize(target, kept_ids)
 
-    def conditional(self, logits: Tensor, reads: Tensor, parents: Tensor) -> Said:
+    def conditional(self, logits: Tensor, reads: Tensor, parents: Tensor) -> Logits:
         before = self.markov_in(self.own_ids[parents])
         confidence = F.logsigmoid(self.confidence(torch.cat((reads, before), dim=-1)).float()).squeeze(-1).exp()
         return logits + self.markov_out(before).to(logits.dtype), confidence
@@ -93,8 +91,8 @@ class DSpark(BlockDrafter):
         head = torch.cat((self.head.weight.to(reads.dtype), self.markov_out.weight), dim=1)
         return torch.cat((reads, self.markov_in(self.own_ids[parents])), dim=-1), head
 
-    def beside(self, hidden: Tensor, alpha: Tensor | None, weight: Tensor) -> tuple[Tensor | float, list[Tensor]]:
-        """The confidence's cross-entropy with the acceptance rate that it foretells."""
+    def other_loss(self, hidden: Tensor, alpha: Tensor | None, weight: Tensor) -> tuple[Tensor | float, list[Tensor]]:
+        """Cross-entropy of the confidence with the acceptance rate that it predicts."""
         assert alpha is not None
         guess = self.confidence(hidden).squeeze(-1).float()
         loss = F.binary_cross_entropy_with_logits(guess, alpha.float(), reduction="none")

@@ -5,24 +5,25 @@
 
     out = layers(fc(embed(token) ++ state));  logits = the target's own head(out)
 
-The first layer reads its input without a norm, as in published checkpoints. The head is the target's, frozen and never saved:
-what is learned is a state (smooth L1) that the head then reads as the target's (cross-entropy or any other divergence).
+The first layer reads its input without a norm, as in published checkpoints. The head is the target's, frozen and never saved.
+The loss is the smooth L1 distance to the target's next state plus a divergence of the head's output.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafttrain.batch import Batch
-from drafttrain.drafters.common.layer_config import LastStateConfig
-from drafttrain.drafters.common.layer_model import DraftLayer, LayerDrafter
-from drafttrain.drafters.common.linear_start import Source, projection_start
-from drafttrain.drafters.common.shared import copy_layer
+from drafttrain.drafters.base import Source
+from drafttrain.drafters.common.configs import LastStateConfig
+from drafttrain.drafters.common.layer_model import LayerDrafter
+from drafttrain.drafters.common.layers import DraftLayer
+from drafttrain.drafters.common.linear_start import projection_start
+from drafttrain.drafters.common.target_weights import copy_layer, identity_on_last
 from drafttrain.errors import UserError
 from drafttrain.losses import TargetRows
 from drafttrain.ops.packing import pack
@@ -30,33 +31,25 @@ from drafttrain.target import Target
 
 
 class Eagle1Config(LastStateConfig):
-    """What an EAGLE-1 drafter is, beside what `LayerConfig` says.
+    """Config of an EAGLE-1 drafter.
 
     Attributes:
-        ttt_steps: 1 as in the paper; more also train on the own output, as EAGLE-3 does.
-        regression, token_weight: of the smooth L1 distance to the target's next state (mean over its entries), and of the loss.
-        feature_noise: a; true states get uniform noise in (-a, a) * 512 / tokens of the conversation while training.
+        ttt_steps: 1 as in the paper; more also train on the drafter's own output, as EAGLE-3 does.
+        regression, token_weight: weights of the smooth L1 distance to the target's next state (mean over its entries), and
+            of the divergence.
+        feature_noise: a; in training, true states get uniform noise in (-a, a) * 512 / tokens of the conversation.
     """
 
     model_type = "drafttrain_eagle1"
-    drafter_kind = "eagle1"
-    recipe_keys: ClassVar[tuple[str, ...]] = (
-        *LastStateConfig.recipe_keys,
-        "regression",
-        "token_weight",
-        "feature_noise",
-    )
+    recipe_keys = (*LastStateConfig.recipe_keys, "regression", "token_weight", "feature_noise")
+    ttt_steps: int = 1
+    regression: float = 1.0
+    token_weight: float = 0.1
+    feature_noise: float = 0.1
 
-    def __init__(
-        self,
-        ttt_steps: int = 1,
-        regression: float = 1.0,
-        token_weight: float = 0.1,
-        feature_noise: float = 0.1,
-        **kwargs: Any,
-    ):
-        self.regression, self.token_weight, self.feature_noise = regression, token_weight, feature_noise
-        super().__init__(ttt_steps=ttt_steps, **kwargs)
+    def check(self) -> None:
+        super().check()
+        regression, token_weight, feature_noise = self.regression, self.token_weight, self.feature_noise
         if min(regression, token_weight, feature_noise) < 0 or regression + token_weight == 0:
             raise UserError(
                 f"regression={regression}, token_weight={token_weight}, feature_noise={feature_noise}: none may be negative, and "
@@ -65,10 +58,10 @@ class Eagle1Config(LastStateConfig):
 
 
 class Eagle1(LayerDrafter):
-    """The drafter; embedding and head are the target's, and `bind` attaches both.
+    """An EAGLE-1 drafter; `bind` attaches the target's embedding and head.
 
     Attributes:
-        frozen_head: [d, h] the target's rows of the kept tokens. score: [t, h] -> [t, d] their products.
+        frozen_head: [d, h] the target's head rows of the kept tokens. score: [t, h] -> [t, d], their products.
     """
 
     config_class = Eagle1Config
@@ -79,13 +72,13 @@ class Eagle1(LayerDrafter):
     def __init__(self, config: Eagle1Config):
         super().__init__(config)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-        self.layers: Any = nn.ModuleList(DraftLayer(config, normed=i > 0) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(DraftLayer(config, normed=i > 0) for i in range(config.num_hidden_layers))
         self.packed = False
         self.finish(config.num_hidden_layers)
 
     @property
-    def decoder_layers(self) -> list[Any]:
-        return list(self.layers)
+    def decoder_layers(self) -> list[DraftLayer]:
+        return list(self.layers)  # type: ignore[arg-type]
 
     @property
     def head_weight(self) -> Tensor:
@@ -96,10 +89,10 @@ class Eagle1(LayerDrafter):
         return self.config.token_weight
 
     def bind(self, target: Target) -> None:
-        """Checks that this drafter was made for the target and borrows its embedding and head.
+        """Attaches the target's embedding and head.
 
         Raises:
-            UserError: made for another target, or one that caps its logits, which the loss does not do to the drafter's.
+            UserError: trained for another target, or a target that caps its logits; the loss applies no cap to the drafter's.
         """
         if target.softcap is not None:
             raise UserError(
@@ -108,35 +101,33 @@ class Eagle1(LayerDrafter):
             )
         super().bind(target)
         head = target.head_weight.detach()
-        whole = len(self.kept_ids) == target.vocab_size
-        if not whole:
+        complete = len(self.kept_ids) == target.vocab_size
+        if not complete:
             head = head[self.kept_ids.to(head.device)].contiguous()
         self.frozen_head = head if target.logit_scale == 1.0 else head * target.logit_scale
-        if whole:
+        if complete:
             self.score = target.head
         else:
             linear = nn.Linear(head.shape[1], head.shape[0], bias=False, device="meta")
             linear.weight = nn.Parameter(self.frozen_head, requires_grad=False)
-            alone = nn.Sequential(linear)
+            score = nn.Sequential(linear)
             if self.packed:
-                pack(alone)
-            self.score = alone.forward
+                pack(score)
+            self.score = score.forward
 
     def pack(self) -> None:
         super().pack()
-        self.packed = True  # the head follows when it is bound
+        self.packed = True  # `bind` packs the head
 
     @torch.no_grad()
     def initialize(self, target: Target, kept_ids: Tensor) -> list[str]:
-        """Starts as the target's last layers on its state, which `fc` hands on. Returns the names of what was copied.
+        """Copies the target's last layers; `fc` starts as the identity on the state.
 
-        What the layers add begins near nothing: that state comes after the target's final norm, where no layer of it ever
-        stood, and what they would make of it grows from depth to depth.
+        The layers' output projections start near zero: their input comes after the target's final norm, which no layer of
+        the target reads, and their error would grow from depth to depth.
         """
-        h = self.config.hidden_size
         self.kept_ids.copy_(kept_ids)
-        self.fc.weight.mul_(0.1)
-        self.fc.weight[:, h:].add_(torch.eye(h))
+        identity_on_last(self.fc)
         names = ["fc"]
         ours = self.decoder_layers[-target.num_layers :]
         for layer, theirs in zip(ours, target.layers[-len(ours) :], strict=True):
@@ -147,11 +138,9 @@ class Eagle1(LayerDrafter):
         return names
 
     @torch.no_grad()
-    def solve_start(self, batches: list[Batch], source: Source) -> float:
-        """Fits `fc` in closed form, see `projection_start`; returns the share of variance explained."""
+    def solve_start(self, batches: list[Batch], source: Source) -> float | None:
+        """Fits `fc`."""
         return projection_start(self, [self.fc], batches, source, normed=False)[0]
-
-    # -- the one forward ----------------------------------------------------------------------------------------
 
     def fuse(self, features: Tensor) -> Tensor:
         return features.to(self.fc.weight.dtype)
@@ -162,15 +151,13 @@ class Eagle1(LayerDrafter):
     def logits(self, state: Tensor) -> Tensor:
         return self.score(state.to(self.frozen_head.dtype))
 
-    # -- training half ------------------------------------------------------------------------------------------
-
     def first_state(self, features: Tensor, batch: Batch) -> Tensor:
-        """Noise stands for the error that drafted states will have."""
+        """Adds noise in training, in place of the error of drafted states."""
         state = self.fuse(features)
         if not self.training or self.config.feature_noise == 0:
             return state
-        length = batch.conversations()[:, 2]
-        length = torch.repeat_interleave(length, (length - 1).clamp(min=0))  # of each anchor's conversation
+        length = batch.conversations()[:, 2]  # [c]
+        length = torch.repeat_interleave(length, (length - 1).clamp(min=0))  # [t] of each anchor's conversation
         width = self.config.feature_noise * 512 / length.to(state.dtype)
         return state + (2 * torch.rand_like(state) - 1) * width[:, None]
 

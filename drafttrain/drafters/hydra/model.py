@@ -8,13 +8,11 @@
 
     out_k = block(M x + SiLU(W x)), x what is read         logits = lm_head_k(out_k)
 
-e is the target's embedding, frozen and scaled to RMS 1. M takes the place of Medusa's residual, whose input is as wide as its
-output. Started from the target, W is 0, and M the identity on h_t, or the best linear guess of the target's state at t+1+k.
+e is the target's embedding, frozen and scaled to RMS 1. M replaces the residual of Medusa, whose input is as wide as its
+output. With init=target W starts at 0, and M as the identity on h_t or the best linear prediction of the state at t+1+k.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,17 +23,13 @@ from drafttrain.target import Target
 
 
 class HydraConfig(MedusaConfig):
-    """As `MedusaConfig`."""
+    """Config of Hydra heads; fields are Medusa's."""
 
     model_type = "drafttrain_hydra"
-    kind = "hydra"
-
-    def __init__(self, **options: Any):  # transformers writes one for classes that have none
-        super().__init__(**options)
 
 
 class MixBlock(ResidualBlock):
-    """M x + SiLU(W x), for an x that is wider than what comes out."""
+    """M x + SiLU(W x), for an input that is wider than the output."""
 
     def __init__(self, width: int, hidden: int):
         super().__init__(width, hidden)
@@ -46,7 +40,7 @@ class MixBlock(ResidualBlock):
 
 
 class Hydra(Medusa):
-    """The drafter. Its embedding is the target's, never saved; `bind` attaches it."""
+    """Hydra heads; the embedding is the target's, never saved."""
 
     config_class = HydraConfig
     kind = "hydra"

@@ -1,19 +1,19 @@
-"""Lookahead decoding: n-grams that the target makes while it verifies. No weights, no training.
+"""Lookahead decoding: n-grams that the target generates while it verifies. No weights, no training.
 
-Source: Fu et al. 2024, arXiv 2402.02057. Beside the root and the drafted tokens each pass of the target carries a window of
-guesses about tokens still to come. What the target says behind them are better guesses (Jacobi iteration), and along the
-iterations n-grams appear that are its own. They are kept by their first token, and drafted when that token is the root.
+Source: Fu et al. 2024, arXiv 2402.02057. Next to the root and the drafted tokens, each pass of the target verifies a window of
+guessed future tokens. The target's choices after them are better guesses (Jacobi iteration), and successive guesses form
+n-grams of the target's own. They are stored by their first token, and drafted when that token is the root.
 
     position          p      p+1    p+2    p+3    p+4        window W = 3, n-grams N = 4
     row 0 (oldest)    root   a1     a2
     row 1                    b0     b1     b2
     row 2 (newest)                  c0     c1     c2
-    target's choice                        d0     d1     d2     behind row 2
+    target's choice                        d0     d1     d2     after row 2
 
 Column i is an n-gram: a_i b_i c_i d_i. A guess sees the root, row 0 up to its column, and its column above it, so the window is
-a tree below the root, whose nodes are probes (see `Session.probe`): never accepted, only learned from. After the round rows 1, 2
-and the choices are the new rows, one position further on. They stay so where more tokens were committed: what is a guess about
-another position then, is soon a better one, while new columns would begin with n-grams that nobody made.
+a tree below the root, whose nodes are probes (see `Session.probe`): never accepted, only learned from. After the round, rows 1
+and 2 and the choices are the new rows, one position later. Rows move by one position even if more tokens were committed: their
+guesses improve within a few rounds, whereas new columns would start with random n-grams.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from torch import Tensor
 
 from drafttrain.batch import TokenTree
 from drafttrain.drafters.base import Drafter, Session
-from drafttrain.drafters.common.matches import match_tree
+from drafttrain.drafters.common.tree_growth import match_tree
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.ops.sampling import Sampler
 
-# A guess is expected to be right as often as not, a belief that weighs as much as so many observed ones.
+# Weight, in observed guesses, of the prior that half of them are right.
 _BELIEF = 4
 
 
 class LookaheadDrafter(Drafter):
-    """Drafts n-grams of its own window.
+    """Drafts the n-grams of its own window.
 
     Args:
-        window: W, columns. ngram: N, tokens of an n-gram, its first one included. Each pass carries W (N - 1) - 1 probes.
-        guesses: G, n-grams kept per first token, the newest; so many are drafted at most.
+        window: W, columns. ngram: N, tokens of an n-gram, its first one included. Each pass has W (N - 1) - 1 probes.
+        guesses: G, n-grams stored and drafted per first token, the newest.
 
     Raises:
         UserError: window or ngram below 2, guesses below 1.
@@ -56,7 +56,6 @@ class LookaheadDrafter(Drafter):
         self.probes = window * (ngram - 1) - 1
 
     def start(self, prompt_ids: Tensor, max_length: int) -> LookaheadSession:
-        """Begins a sequence. prompt_ids: [L] int64; max_length is of no concern here."""
         return LookaheadSession(self, prompt_ids)
 
 
@@ -64,8 +63,9 @@ class LookaheadSession(Session):
     """One sequence's window and n-grams.
 
     Attributes:
-        tokens: committed so far. rows: N - 1 rows of W guesses; made: how many of them the target has made, at most all.
-        pool: by first token the n-grams' other tokens, the newest last.
+        tokens: committed so far. rows: N - 1 rows of W guesses; made: number of rows that the target has generated.
+        pool: by first token, the n-grams' other tokens, the newest last. first: those of the newest n-gram of the root.
+        tries, hits: by step: how often the newest n-gram was right so far, and how often its next token was right.
     """
 
     def __init__(self, drafter: LookaheadDrafter, prompt_ids: Tensor):
@@ -76,14 +76,10 @@ class LookaheadSession(Session):
         self.rows: list[list[int]] = []
         self.made = 0
         self.pool: defaultdict[int, dict[tuple[int, ...], None]] = defaultdict(dict)
-        self.first: tuple[
-            int, ...
-        ] = ()  # what the newest n-gram behind the root said, until it is known whether it was right
-        # By step: how often the newest n-gram had led so far, and how often its next token came.
+        self.first: tuple[int, ...] = ()
         self.tries, self.hits = [0] * self.ngram, [0] * self.ngram
 
     def extend(self, tokens: Tensor, features: Tensor) -> None:
-        """Takes committed tokens [m]; features are not used."""
         new = tokens.tolist()
         for step, (guess, token) in enumerate(zip(self.first, new, strict=False)):
             self.tries[step] += 1
@@ -94,16 +90,16 @@ class LookaheadSession(Session):
         self.first = next(reversed(self.pool[self.tokens[-1]]), ()) if self.tokens[-1] in self.pool else ()
 
     def chance(self, step: int) -> float:
-        """The probability that an n-gram's token is right if those before it are."""
+        """Probability that an n-gram's token is right if all before it are."""
         return (self.hits[step] + _BELIEF / 2) / (self.tries[step] + _BELIEF)
 
     def propose(self, spec: TreeSpec, sampler: Sampler | None = None) -> TokenTree:
-        """Drafts the n-grams that begin with the root, the newest first. They are a rule, not a draw: `sampler` is not used."""
+        """Drafts the n-grams that start with the root, the newest first."""
         known = self.pool.get(self.tokens[-1], {})
         return match_tree(spec, [(gram, self.chance) for gram in reversed(known)], self.device)
 
     def probe(self) -> tuple[list[int], list[int]]:
-        """The window behind the root. Its first guesses are tokens of the text."""
+        """The window below the root. Its first guesses are random tokens of the text."""
         if not self.rows:
             self.rows = [self.random.choices(self.tokens, k=self.window) for _ in range(self.ngram - 1)]
         self.rows[0][0] = self.tokens[-1]
@@ -117,14 +113,14 @@ class LookaheadSession(Session):
         return tokens, parents
 
     def observe(self, chosen: list[int]) -> None:
-        """Takes the target's choices behind the root and the window: n-grams for the pool, and the newest row."""
+        """Stores the n-grams that the target's choices complete, and makes the choices the newest row."""
         height = self.ngram - 2  # probes of a column below the first row
         ends = [self.window - 1 + (column + 1) * height if height else column for column in range(self.window)]
         newest = [chosen[end] for end in ends]
         for column, last in enumerate(newest):
-            if last < 0:  # too deep to be asked for
+            if last < 0:  # too deep to be verified
                 newest[column] = self.random.choice(self.tokens)
-            elif self.made >= self.ngram - 2:  # the first row may be any
+            elif self.made >= self.ngram - 2:  # the first row may be random
                 self._keep([*(row[column] for row in self.rows), last])
         self.rows = [*self.rows[1:], newest]
         self.made = min(self.made + 1, self.ngram - 1)

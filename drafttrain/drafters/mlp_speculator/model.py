@@ -14,72 +14,45 @@ networks, in which ln takes the common factor away. Embeddings are the drafter's
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 
+from drafttrain.drafters.common.configs import HeadsConfig
 from drafttrain.drafters.common.path_heads import PathHeads
-from drafttrain.errors import UserError
 from drafttrain.target import Target
 
 _EPS = 1e-6
 
 
-class MlpSpeculatorConfig(PreTrainedConfig):
-    """What an MLP speculator is; names are those of published checkpoints where they have one.
+class MlpSpeculatorConfig(HeadsConfig):
+    """Config of an MLP speculator; names are those of published checkpoints where they have one.
 
     Attributes:
         emb_dim: the target's hidden size. inner_dim: the network's width, 0 for emb_dim. n_predict: steps.
         tie_weights: all steps share embedding, norm and head, and all after the first the projection.
-        scale_input: the target's state is scaled to RMS 1 / sqrt(2) first, so that its size does not matter.
-        draft_vocab_size: d, tokens that heads can say; 0 keeps the target's whole vocabulary. All tokens are read.
-        depth_decay: the loss of step k weighs depth_decay ** k.
-        tree_nodes: of the default tree, which is chosen by held-out accuracy when training ends.
-        target: the target's identity, checked before use.
-
-    Raises:
-        UserError: values that cannot work.
+        scale_input: the target's state is first scaled to RMS 1 / sqrt(2), so that its size does not matter.
+        draft_vocab_size: d, tokens that heads can predict; 0 keeps the target's whole vocabulary. All tokens are read.
     """
 
     model_type = "drafttrain_mlp_speculator"
     attribute_map = {"hidden_size": "emb_dim"}
-    # What a run may set anew when it continues a drafter.
-    recipe_keys = ("depth_decay", "tree_nodes", "loss")
+    at_least_one = ("inner_dim", "n_predict", "tree_nodes")
+    emb_dim: int = 64
+    inner_dim: int = 0
+    n_predict: int = 3
+    tie_weights: bool = False
+    scale_input: bool = True
 
-    def __init__(
-        self,
-        emb_dim: int = 64,
-        inner_dim: int = 0,
-        vocab_size: int = 0,
-        draft_vocab_size: int = 0,
-        n_predict: int = 3,
-        tie_weights: bool = False,
-        scale_input: bool = True,
-        depth_decay: float = 0.8,
-        tree_nodes: int = 16,
-        loss: str = "kl",
-        target: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ):
-        self.drafter_kind = "mlp_speculator"
-        self.emb_dim, self.inner_dim = emb_dim, inner_dim or emb_dim
-        self.vocab_size, self.draft_vocab_size = vocab_size, draft_vocab_size or vocab_size
-        self.n_predict, self.tie_weights, self.scale_input = n_predict, tie_weights, scale_input
-        self.depth_decay, self.tree_nodes, self.loss = depth_decay, tree_nodes, loss
-        self.target = target or {}
-        for name in ("inner_dim", "n_predict", "tree_nodes"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}={getattr(self, name)}: must be at least 1")
-        super().__init__(**{"tie_word_embeddings": False, **kwargs})
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.inner_dim = self.inner_dim or self.emb_dim
+        super().__post_init__(**kwargs)
 
     @classmethod
-    def for_target(cls, target: Target, **options: Any) -> MlpSpeculatorConfig:
-        """Of the target's width; everything else as `options` say."""
-        fixed = {"emb_dim": target.hidden_size, "vocab_size": target.vocab_size, "target": target.identity()}
-        return cls(**{**options, **fixed})
+    def for_target(cls, target: Target, **options: Any) -> Self:
+        return super().for_target(target, **{**options, "emb_dim": target.hidden_size})
 
 
 class ShiftedNorm(nn.Module):
@@ -94,7 +67,7 @@ class ShiftedNorm(nn.Module):
 
 
 class MlpSpeculator(PathHeads):
-    """The drafter. Modules that steps share are there once, as the last of their list."""
+    """An MLP speculator. Modules that steps share stand once, at the end of their list."""
 
     config_class = MlpSpeculatorConfig
     kind = "mlp_speculator"
@@ -122,10 +95,9 @@ class MlpSpeculator(PathHeads):
 
     @torch.no_grad()
     def initialize(self, target: Target, kept_ids: Tensor) -> list[str]:
-        """Starts from the target's embedding: its directions of most power, in a random basis, at the size of a random start.
+        """Copies the target's embedding: its directions of most power, in a random basis, at the size of a random start.
 
-        Heads of the target's rows would make no sense here: nothing of the network's states is the target's at first. They
-        are found by `solve_start`.
+        `solve_start` fits the heads; the target's rows do not fit states of another network.
         """
         self.kept_ids.copy_(kept_ids)
         inner = self.config.inner_dim
@@ -139,7 +111,7 @@ class MlpSpeculator(PathHeads):
         return ["emb"]
 
     def enter(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        hidden = hidden.to(self.lm_heads[0].weight.dtype)
+        hidden = hidden.to(self.head(0).weight.dtype)
         if self.config.scale_input:
             hidden = F.rms_norm(hidden, (hidden.shape[-1],), eps=_EPS) / math.sqrt(2)
         return self.advance(hidden, tokens, 0)

@@ -5,10 +5,10 @@
 
     x = eh_proj(enorm(embed(token)) ++ hnorm(state));  out = norm(layer(x));  logits = lm_head(out)
 
-One module serves all depths, as serving engines run it, or each depth has its own. The target's head reads f_t behind its last
-norm, so the next depth reads `out` behind ours. With several modules each depth's keys come from its own module, and all
-look at the keys that the first one made of true states: a cache as with one module.
-(DeepSeek's modules have a causal cache each, which would be read anew for every drafted path.)
+One module serves all depths, as in serving engines, or each depth has its own. The target's head reads f_t after its final
+norm, so the next depth reads `out` after our norm. With several modules each depth's keys come from its own module, and all
+depths see the keys that the first module computes from true states: a cache as with one module.
+(DeepSeek's modules have a causal cache each, which every drafted path would have to recompute.)
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from drafttrain.batch import Batch
-from drafttrain.drafters.common.layer_config import LastStateConfig
-from drafttrain.drafters.common.layer_model import DraftLayer, LayerDrafter
-from drafttrain.drafters.common.layers import RMSNorm
-from drafttrain.drafters.common.linear_start import Source, projection_start, set_temperature
-from drafttrain.drafters.common.shared import copy_layer, copy_norm
+from drafttrain.drafters.base import Source
+from drafttrain.drafters.common.configs import LastStateConfig
+from drafttrain.drafters.common.layer_model import LayerDrafter
+from drafttrain.drafters.common.layers import DraftLayer, RMSNorm
+from drafttrain.drafters.common.linear_start import projection_start, set_temperature
+from drafttrain.drafters.common.target_weights import copy_layer, copy_norm, final_norm, head_rows, identity_on_last
 from drafttrain.drafters.mtp.native_module import read_native
 from drafttrain.errors import UserError
 from drafttrain.ops.cpu_layers import DraftWeights
@@ -31,28 +32,28 @@ from drafttrain.target import Target
 
 
 class MTPConfig(LastStateConfig):
-    """What an MTP drafter is, beside what `LayerConfig` says.
+    """Config of an MTP drafter.
 
     Attributes:
-        modules: 1, or more for one per depth; depths beyond use the last one. Each has one layer.
+        modules: 1, or more for one per depth; deeper depths use the last one. Each has one layer.
     """
 
     model_type = "drafttrain_mtp"
-    drafter_kind = "mtp"
+    modules: int = 1
+    depth_decay: float = 0.6
 
-    def __init__(self, modules: int = 1, depth_decay: float = 0.6, **kwargs: Any):
-        self.modules = modules
-        super().__init__(depth_decay=depth_decay, **kwargs)
-        if not 1 <= modules <= self.ttt_steps:
+    def check(self) -> None:
+        super().check()
+        if not 1 <= self.modules <= self.ttt_steps:
             raise UserError(
-                f"modules={modules} must be from 1 to ttt_steps={self.ttt_steps}, or some are never trained"
+                f"modules={self.modules} must be from 1 to ttt_steps={self.ttt_steps}, or some are never trained"
             )
         if self.num_hidden_layers != 1:
             raise UserError(f"num_hidden_layers={self.num_hidden_layers}: a module has 1 layer; set modules instead")
 
 
 class MTPModule(nn.Module):
-    """Projection and layer; names are DeepSeek's."""
+    """A prediction module: projection and layer; names are DeepSeek's."""
 
     def __init__(self, config: MTPConfig):
         super().__init__()
@@ -63,32 +64,36 @@ class MTPModule(nn.Module):
 
 
 class MTP(LayerDrafter):
-    """The drafter."""
+    """A multi-token prediction drafter."""
 
     config_class = MTPConfig
     kind = "mtp"
 
     def __init__(self, config: MTPConfig):
         super().__init__(config)
-        self.blocks: Any = nn.ModuleList(MTPModule(config) for _ in range(config.modules))
+        self.blocks = nn.ModuleList(MTPModule(config) for _ in range(config.modules))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.finish(layers=1)
 
     @property
-    def decoder_layers(self) -> list[Any]:
-        return [block.layer for block in self.blocks]
+    def modules_list(self) -> list[MTPModule]:
+        return list(self.blocks)  # type: ignore[arg-type]
 
-    def block_at(self, depth: int) -> Any:
-        return self.blocks[min(depth, len(self.blocks) - 1)]
+    @property
+    def decoder_layers(self) -> list[DraftLayer]:
+        return [block.layer for block in self.modules_list]
 
-    def layers_at(self, depth: int) -> list[Any]:
+    def block_at(self, depth: int) -> MTPModule:
+        return self.modules_list[min(depth, len(self.blocks) - 1)]
+
+    def layers_at(self, depth: int) -> list[DraftLayer]:
         return [self.block_at(depth).layer]
 
     def draft_weights(self) -> DraftWeights | None:
         if len(self.blocks) > 1:
             return None
-        block = self.blocks[0]
+        block = self.modules_list[0]
         return DraftWeights(
             head=self.lm_head.weight,
             embed_width=self.config.hidden_size,
@@ -112,12 +117,10 @@ class MTP(LayerDrafter):
 
     @classmethod
     def native(cls, target: Target, kept_ids: Tensor, options: dict[str, Any]) -> MTP:
-        """A drafter with the weights of the target's own MTP module, which its checkpoint holds beside the model.
-
-        Of several modules it takes the first, for all depths.
+        """A drafter with the weights of the MTP module in the target's checkpoint; of several, the first, for all depths.
 
         Raises:
-            UserError: there is none, or none that our layer can be.
+            UserError: no module there, or one of another form than our layer.
         """
         shapes, state = read_native(target)
         drafter = cls(MTPConfig.for_target(target, **{**shapes, **options}, draft_vocab_size=len(kept_ids)))
@@ -136,28 +139,25 @@ class MTP(LayerDrafter):
 
     @torch.no_grad()
     def initialize(self, target: Target, kept_ids: Tensor) -> list[str]:
-        """Starts from the target: head rows of the kept tokens, its last norm, its last layer in each module.
-
-        The projection starts as the identity on the state. Returns the names of what was copied.
-        """
+        """Copies head rows, final norm and, into each module, the last layer; projections start as the identity on the state."""
         self.kept_ids.copy_(kept_ids)
-        self.lm_head.weight.copy_(target.head_weight[kept_ids])
+        self.lm_head.weight.copy_(head_rows(target, kept_ids))
         names = ["lm_head", "eh_proj"]
-        if copy_norm(self.norm, getattr(target.body, "norm", None)):
+        if copy_norm(self.norm, final_norm(target)):
             names.append("norm")
-        for block in self.blocks:
-            block.eh_proj.weight.mul_(0.1)
-            block.eh_proj.weight[:, self.config.hidden_size :].add_(torch.eye(self.config.hidden_size))
+        for block in self.modules_list:
+            identity_on_last(block.eh_proj)
             copied = copy_layer(block.layer, target.layers[-1])
         return names + copied
 
     @torch.no_grad()
-    def solve_start(self, batches: list[Batch], source: Source) -> float:
-        """Fits the projection in closed form, see `projection_start`; returns the share of variance explained."""
-        for block in self.blocks:
+    def solve_start(self, batches: list[Batch], source: Source) -> float | None:
+        """Fits the projections."""
+        for block in self.modules_list:
             for norm in (block.enorm, block.hnorm):
                 norm.weight.fill_(1.0)
-        explained, size = projection_start(self, [block.eh_proj for block in self.blocks], batches, source, normed=True)
+        projections = [block.eh_proj for block in self.modules_list]
+        explained, size = projection_start(self, projections, batches, source, normed=True)
         self.norm.weight.fill_(size)
         set_temperature(self, batches[0], source, self.norm.weight)
         return explained

@@ -1,4 +1,4 @@
-"""The multi-token prediction module that some targets come with; transformers skips its tensors when it loads the model."""
+"""Reads the multi-token prediction module in some targets' checkpoints; transformers skips its tensors."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from drafttrain.drafters.common.shared import norm_weight
+from drafttrain.drafters.common.target_weights import final_norm, norm_weight
 from drafttrain.errors import UserError
+from drafttrain.files import hub_snapshot
 from drafttrain.target import Target
 
 
@@ -19,8 +20,8 @@ class _Form(NamedTuple):
     """How a family stores its first module.
 
     Attributes:
-        module, layer: prefixes of its tensors and, behind that, of the decoder layer's; {n} is the target's number of layers.
-        names: their names of our tensors, without `.weight`.
+        module: prefix of its tensors; {n} is the target's number of layers. layer: prefix of the decoder layer's, after that.
+        names: the family's names -> ours, without `.weight`.
         swapped: the projection reads the state before the embedding.
     """
 
@@ -44,14 +45,10 @@ _MIMO = _Form(
     {"token_layernorm": "enorm", "hidden_layernorm": "hnorm", "input_proj": "eh_proj", "final_layernorm": "norm"},
     swapped=True,
 )
-# Copies of what the target has anyway.
+# Copies of the target's own tensors.
 _SHARED = ("embed_tokens.weight", "shared_head.head.weight", "rotary_emb.inv_freq")
-# What tells a layer that is not ours, and what it is.
-_FOREIGN = {
-    "experts": "a mixture of experts",
-    "kv_a_proj": "multi-head latent attention",
-    "scale": "quantised",
-}
+# Parts of tensor names that show an unsupported layer, and its description.
+_FOREIGN = {"experts": "a mixture of experts", "kv_a_proj": "multi-head latent attention", "scale": "quantized"}
 _PLAIN = {
     f"{block}.{name}"
     for block, names in (
@@ -63,13 +60,13 @@ _PLAIN = {
 
 
 def read_native(target: Target) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Finds and reads the first MTP module of the target's checkpoint.
+    """Reads the first MTP module of the target's checkpoint.
 
     Returns:
-        Options of the drafter's config that follow from it, and tensors by the names of `MTPModule`, and `norm.weight`.
+        The drafter's config options that it fixes, and its tensors by the names of `MTPModule`, and `norm.weight`.
 
     Raises:
-        UserError: no such tensors, or a module that is not dense with plain attention, with the reason.
+        UserError: no such tensors, or a module that is not dense with plain attention.
     """
     form, prefix, own = _find(target)
     layer, names = form.layer, form.names
@@ -87,7 +84,7 @@ def read_native(target: Target) -> tuple[dict[str, Any], dict[str, Tensor]]:
             what = next((what for sign, what in _FOREIGN.items() if sign in name), "of another kind")
             raise UserError(
                 f"init='native': the prediction module of target {target.name!r} is {what} ({prefix}{name}), and only dense "
-                "ones with plain attention are served; use init=target"
+                "ones with plain attention are supported; use init=target"
             )
         with safe_open(path, "pt") as file:
             state[ours] = file.get_tensor(prefix + name).float()
@@ -109,7 +106,7 @@ def read_native(target: Target) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _find(target: Target) -> tuple[_Form, str, dict[str, Path]]:
-    """The form in which the checkpoint stores its module, the prefix of its tensors, and the file of each name behind it."""
+    """The form of the checkpoint's module, the prefix of its tensors, and the file of each tensor by the rest of its name."""
     files = dict(_tensors(target))
     for form in (_DEEPSEEK, _QWEN, _MIMO):
         prefix = form.module.format(n=target.num_layers)
@@ -126,9 +123,7 @@ def _tensors(target: Target) -> Iterator[tuple[str, Path]]:
     """Every tensor of the target's checkpoint, and its file."""
     folder = Path(target.path)
     if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-
-        folder = Path(snapshot_download(target.path, allow_patterns=["*.safetensors"]))
+        folder = hub_snapshot(target.path, ["*.safetensors"], "target")
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 - it is no dict
@@ -136,7 +131,7 @@ def _tensors(target: Target) -> Iterator[tuple[str, Path]]:
 
 
 def _norm_offset(target: Target) -> float:
-    """1 for families whose norms store their factors minus one, as the target's own last norm shows; else 0."""
-    norm: Any = getattr(target.body, "norm", None)
+    """1 for families whose norms store their factors minus one, read off the target's final norm; else 0."""
+    norm = final_norm(target)
     weight = None if norm is None else norm_weight(norm)
-    return 0.0 if weight is None else float((weight - next(norm.parameters())).float().mean().round())
+    return 0.0 if norm is None or weight is None else float((weight - next(norm.parameters())).float().mean().round())

@@ -1,28 +1,30 @@
-"""Prompt lookup: what followed the last few tokens when they stood earlier in the sequence. No weights, no training.
+"""Prompt lookup: proposes the tokens that followed an earlier occurrence of the last few tokens. No weights, no training.
 
-Source: prompt lookup decoding (Saxena 2023); here with an index instead of a scan, several continuations as a tree, matches
-that run into the end of the sequence continued periodically, and a probability for every node: the longer a match, the
-likelier it goes on. How likely, each sequence learns from its own committed tokens, whether they had been drafted or not.
+Source: prompt lookup decoding (Saxena 2023). Here an index replaces the scan, several continuations form a tree, a match that
+reaches the end of the sequence continues periodically, and every node has a probability, which grows with the length of the
+match. Each sequence estimates it from its own committed tokens, drafted or not.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from functools import partial
+from itertools import count as counting
 from itertools import islice
 
 from torch import Tensor
 
 from drafttrain.batch import TokenTree
 from drafttrain.drafters.base import Drafter, Session
-from drafttrain.drafters.common.matches import match_tree
+from drafttrain.drafters.common.tree_growth import match_tree
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.ops.sampling import Sampler
 
-# Occurrences looked at per suffix length; older ones seldom add a continuation that newer ones lack.
+# Occurrences tried per suffix length; older ones rarely add another continuation.
 _OCCURRENCES = 16
-# A match of n tokens is expected to go on with n / (n + 2), a belief that weighs as much as so many observed matches.
+# Weight, in observed matches, of the prior that a match of n tokens continues with probability n / (n + 2).
 _BELIEF = 4
 
 
@@ -30,14 +32,14 @@ class NgramDrafter(Drafter):
     """Proposes what followed the longest repeated suffix, most recent occurrence first.
 
     Args:
-        max_n, min_n: longest and shortest suffix that is looked up, in tokens.
+        max_n, min_n: longest and shortest suffix to look up, in tokens.
 
     Raises:
         UserError: not 1 <= min_n <= max_n.
     """
 
     kind = "ngram"
-    # Beside another drafter only matches of two tokens and more are worth their nodes.
+    # Next to another drafter, matches of one token are not worth their nodes.
     defaults_beside = {"min_n": 2}
 
     def __init__(self, max_n: int = 8, min_n: int = 1):
@@ -46,14 +48,14 @@ class NgramDrafter(Drafter):
         self.max_n, self.min_n = max_n, min_n
 
     def start(self, prompt_ids: Tensor, max_length: int) -> NgramSession:
-        """Begins a sequence. prompt_ids: [L] int64; max_length is of no concern here."""
         return NgramSession(prompt_ids, self.max_n, self.min_n)
 
 
 class NgramSession(Session):
-    """One sequence's tokens, and for every n-gram in it the positions that followed.
+    """One sequence's tokens, and for every n-gram in it the positions after it: one dictionary entry per token and length.
 
-    Committing a token costs one dictionary entry per suffix length; proposing costs a look-up per length.
+    Attributes:
+        matches, hits: by length of the longest match: how often one was found, and how often its next token was right.
     """
 
     def __init__(self, prompt_ids: Tensor, max_n: int, min_n: int):
@@ -62,15 +64,13 @@ class NgramSession(Session):
         self.sizes = range(max_n, min_n - 1, -1)
         self.tokens: list[int] = prompt_ids[:1].tolist()
         self.followers: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
-        # By length of the longest match: how often there was one, and how often its next token came.
         self.matches, self.hits = [0] * (max_n + 1), [0] * (max_n + 1)
 
     def extend(self, tokens: Tensor, features: Tensor) -> None:
-        """Takes committed tokens [m]; features are not used."""
         for token in tokens.tolist():
             place = len(self.tokens)
             keys = [tuple(self.tokens[place - n :]) for n in self.sizes if n <= place]
-            if place >= self.prompt_length:  # what the prompt repeats says little about what the target will
+            if place >= self.prompt_length:  # repetition inside the prompt predicts the target's own poorly
                 self._learn(keys, token)
             for key in keys:
                 self.followers[key].append(place)
@@ -83,22 +83,20 @@ class NgramSession(Session):
             self.hits[len(longest)] += self.tokens[self.followers[longest][-1]] == token
 
     def chance(self, n: int) -> float:
-        """The probability that a match of n tokens goes on for one more."""
+        """Probability that the next token of a match of n tokens is right."""
         n = min(n, self.sizes.start)
         return (self.hits[n] + _BELIEF * n / (n + 2)) / (self.matches[n] + _BELIEF)
 
     def propose(self, spec: TreeSpec, sampler: Sampler | None = None) -> TokenTree:
-        """Drafts continuations of earlier occurrences; a chain follows the longest match's most recent one only. A match is a
-        rule, not a draw: `sampler` is not used.
-        """
+        """Drafts continuations of earlier occurrences; a chain follows the most recent one of the longest match only."""
         matches = ((self._continuation(place), partial(self._chance_at, n)) for n, place in self._matches())
         return match_tree(spec, matches, self.device)
 
     def _chance_at(self, n: int, step: int) -> float:
         return self.chance(n + step)
 
-    def _matches(self):
-        """(length, position that followed) of earlier occurrences of the current suffix, the best first."""
+    def _matches(self) -> Iterator[tuple[int, int]]:
+        """(length, next position) of earlier occurrences of the current suffix, the best first."""
         seen: set[int] = set()
         for n in self.sizes:
             if n > len(self.tokens):
@@ -109,13 +107,10 @@ class NgramSession(Session):
                     seen.add(place)
                     yield n, place
 
-    def _continuation(self, place: int):
-        """The tokens from `place` on; past the end of the sequence the stretch since `place` repeats itself."""
+    def _continuation(self, place: int) -> Iterator[int]:
+        """The tokens from `place` to the end of the sequence, repeated."""
         period = len(self.tokens) - place
-        step = 0
-        while True:
-            yield self.tokens[place + step % period]
-            step += 1
+        return (self.tokens[place + step % period] for step in counting())
 
 
 KIND = NgramDrafter

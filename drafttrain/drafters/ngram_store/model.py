@@ -1,9 +1,9 @@
-"""An n-gram store: what followed the last few tokens in a corpus of earlier outputs, with counts. No weights.
+"""An n-gram store: counts of the tokens that followed the last few tokens in a corpus of earlier outputs. No weights.
 
-Where prompt lookup only knows the sequence itself, a store has seen many. It is a table built once from a corpus
-(`drafttrain ngram-store`) and kept as a safetensors file; on top of it every sequence counts its own tokens as they are
-committed. Both are asked for the longest context first. A shorter context gets the probability that the longer one leaves
-for tokens it has not seen (method C of prediction by partial matching, Moffat 1990), and the likeliest paths become the tree.
+Prompt lookup knows the current sequence only; a store is a table built once from a corpus (`drafttrain ngram-store`) and saved
+as a safetensors file. Every sequence adds counts of its own tokens as they are committed. The longest context is looked up
+first; a shorter one shares the probability that the longer one leaves for unseen tokens (method C of prediction by partial
+matching, Moffat 1990). The likeliest paths become the tree.
 
 Source: retrieval-based speculative decoding (REST, arXiv 2311.08252); here with counts instead of a suffix array.
 """
@@ -14,10 +14,10 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import count as counting
 from pathlib import Path
 
 import numpy as np
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from torch import Tensor
@@ -32,15 +32,15 @@ from drafttrain.target import Target, tokenizer_fingerprint
 _FORMAT = "drafttrain ngram_store 1"
 _FACTOR = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
-# Tokens counted at a time while building, and contexts that a running drafter remembers: both bound memory.
+# Tokens counted at a time while building, and contexts that a running drafter keeps: both bound memory.
 _BLOCK = 4_000_000
 _LIVE_CONTEXTS = 200_000
-# Continuations kept per context: no tree has more children, and short contexts have thousands.
+# Continuations kept per context: no tree has more children; short contexts have thousands.
 _FOLLOWERS = 64
 
 
 def _hash(context: Sequence[int]) -> int:
-    """A 64-bit number for a context; another length starts from another number. A clash costs a bad draft, no more."""
+    """A 64-bit hash of a context and its length. A collision costs a wrong draft only."""
     value = len(context)
     for token in context:
         value = (value * _FACTOR + token + 1) & _MASK
@@ -48,7 +48,7 @@ def _hash(context: Sequence[int]) -> int:
 
 
 class NgramTable:
-    """Continuations of contexts, by hash.
+    """Continuations of contexts, by the context's hash.
 
     Args:
         hashes: [c] uint64, ascending. starts: [c+1] int64; context i has entries starts[i] to starts[i+1].
@@ -61,10 +61,10 @@ class NgramTable:
 
     @staticmethod
     def build(documents: Iterable[Sequence[int]], max_n: int = 4, max_entries: int = 4_000_000) -> NgramTable:
-        """Counts what follows every context of 1 to max_n tokens; beyond max_entries the most frequent pairs stay.
+        """Counts the tokens after every context of 1 to max_n tokens; keeps the max_entries most frequent pairs.
 
         Args:
-            documents: token ids; no context crosses from one to the next.
+            documents: token ids; contexts do not cross documents.
 
         Raises:
             UserError: max_n or max_entries below 1.
@@ -93,32 +93,28 @@ class NgramTable:
         return dict(zip(self.tokens[entries].tolist(), self.counts[entries].tolist(), strict=True))
 
     def save(self, file: str | Path, tokenizer: str) -> None:
-        """Writes the table; tokenizer is the fingerprint of the one that made the tokens."""
+        """Writes the table. tokenizer: fingerprint of the tokenizer of the documents."""
         arrays = {"hashes": self.hashes, "starts": self.starts, "tokens": self.tokens, "counts": self.counts}
         save_file(arrays, file, {"format": _FORMAT, "tokenizer": tokenizer, "max_n": str(self.max_n)})
 
     @staticmethod
     def load(file: str | Path) -> tuple[NgramTable, str]:
-        """The table, and its tokenizer's fingerprint.
-
-        Raises:
-            UserError: no such file, or not a store.
-        """
+        """Returns the table and its tokenizer's fingerprint; raises UserError for a missing file or another format."""
         try:
             with safe_open(Path(file).expanduser(), framework="numpy") as store:
                 about = store.metadata() or {}
                 if about.get("format") != _FORMAT:
-                    raise UserError(f"ngram_store={str(file)!r} is no n-gram store; make one: drafttrain ngram-store")
+                    raise UserError(f"ngram_store={str(file)!r} is no n-gram store; build one: drafttrain ngram-store")
                 arrays = {name: store.get_tensor(name) for name in ("hashes", "starts", "tokens", "counts")}
         except (OSError, SafetensorError) as error:
             raise UserError(
-                f"ngram_store={str(file)!r} cannot be read ({error}); make one: drafttrain ngram-store"
+                f"ngram_store={str(file)!r} cannot be read ({error}); build one: drafttrain ngram-store"
             ) from error
         return NgramTable(**arrays, max_n=int(about["max_n"])), about["tokenizer"]
 
 
 def _blocks(documents: Iterable[Sequence[int]]) -> Iterable[tuple[np.ndarray, np.ndarray]]:
-    """Documents one after the other: tokens [t] int32, and for each the number of its document."""
+    """Concatenated documents: tokens [t] int32, and the index of each token's document [t]."""
     tokens: list[int] = []
     ends: list[int] = []
     for document in documents:
@@ -132,7 +128,7 @@ def _blocks(documents: Iterable[Sequence[int]]) -> Iterable[tuple[np.ndarray, np
 
 
 def _pairs(tokens: np.ndarray, owner: np.ndarray, n: int) -> tuple[np.ndarray, ...]:
-    """Every context of n tokens as its hash, the token after it, and a count of one."""
+    """Every context of n tokens: hashes [c] uint64, next tokens [c] int32, counts of one [c] int64."""
     count = max(len(tokens) - n, 0)
     keys = np.full(count, n, np.uint64)
     for j in range(n):
@@ -142,7 +138,7 @@ def _pairs(tokens: np.ndarray, owner: np.ndarray, n: int) -> tuple[np.ndarray, .
 
 
 def _reduce(parts: Sequence[tuple[np.ndarray, ...]], most: int) -> tuple[np.ndarray, ...]:
-    """Adds up equal pairs of hash and token, and keeps the `most` frequent ones."""
+    """Sums the counts of equal pairs of hash and token, and keeps the `most` frequent pairs."""
     hashes, tokens, counts = (np.concatenate(columns) for columns in zip(*parts, strict=True))
     order = np.lexsort((tokens, hashes))
     hashes, tokens, counts = hashes[order], tokens[order], counts[order]
@@ -158,13 +154,13 @@ def _reduce(parts: Sequence[tuple[np.ndarray, ...]], most: int) -> tuple[np.ndar
 
 
 class NgramStoreDrafter(Drafter):
-    """Proposes the likeliest paths by counts.
+    """Drafts the likeliest paths by counts.
 
     Args:
-        file: a store that `drafttrain ngram-store` wrote; without one only what is decoded counts.
-        grow: sequences learn from each other: what one commits, all later ones know. Otherwise each adds to the file's
-            counts for itself alone, which is what measurements need.
-        min_n: shortest context that is looked up, in tokens; max_n: the longest, at most the file's.
+        file: a store that `drafttrain ngram-store` wrote; without one, only decoded tokens are counted.
+        grow: sequences share their counts. Otherwise each sequence adds to the file's counts for itself alone, as
+            measurements require.
+        min_n: shortest context to look up, in tokens; max_n: the longest, at most the file's.
         min_p: paths less likely than this are not drafted.
 
     Raises:
@@ -172,7 +168,7 @@ class NgramStoreDrafter(Drafter):
     """
 
     kind = "ngram_store"
-    # Beside another drafter only likely matches are worth their nodes.
+    # Next to another drafter, unlikely matches are not worth their nodes.
     defaults_beside = {"min_n": 2, "min_p": 0.1}
 
     def __init__(self, file: str = "", grow: bool = False, min_n: int = 1, max_n: int = 4, min_p: float = 0.02):
@@ -187,25 +183,19 @@ class NgramStoreDrafter(Drafter):
         self.shared = _LiveCounts() if grow else None
 
     def bind(self, target: Target) -> None:
-        """Checks that the file's tokens mean the same to the target.
-
-        Raises:
-            UserError: made with another tokenizer.
-        """
         actual = tokenizer_fingerprint(target.tokenizer)
         if self.table is not None and self.tokenizer != actual:
             raise UserError(
-                f"ngram_store={self.file!r} was made with tokenizer {self.tokenizer!r}, but target {target.name!r} has "
-                f"{actual!r}; make one for this target: drafttrain ngram-store"
+                f"ngram_store={self.file!r} was built with tokenizer {self.tokenizer!r}, but target {target.name!r} has "
+                f"{actual!r}; build one for this target: drafttrain ngram-store"
             )
 
     def start(self, prompt_ids: Tensor, max_length: int) -> NgramStoreSession:
-        """Begins a sequence. prompt_ids: [L] int64; max_length is of no concern here."""
         return NgramStoreSession(self, prompt_ids)
 
 
 class _LiveCounts:
-    """Counts that grow as tokens are committed; the contexts seen first are forgotten first."""
+    """Counts of committed tokens by context; the oldest contexts are dropped first."""
 
     def __init__(self) -> None:
         self._contexts: dict[int, Counter[int]] = {}
@@ -220,16 +210,15 @@ class _LiveCounts:
 
 
 class NgramStoreSession(Session):
-    """One sequence: its last tokens, and the counts that it adds to the store's."""
+    """One sequence: its last max_n tokens, and the counts that it adds to the store's."""
 
     def __init__(self, drafter: NgramStoreDrafter, prompt_ids: Tensor):
         self.drafter, self.device = drafter, prompt_ids.device
         self.live = _LiveCounts() if drafter.shared is None else drafter.shared
         self.sizes = range(drafter.max_n, drafter.min_n - 1, -1)
-        self.last: list[int] = prompt_ids[:1].tolist()  # the last max_n tokens
+        self.last: list[int] = prompt_ids[:1].tolist()
 
     def extend(self, tokens: Tensor, features: Tensor) -> None:
-        """Takes committed tokens [m]; features are not used."""
         for token in tokens.tolist():
             for n in self.sizes:
                 if n <= len(self.last):
@@ -237,7 +226,7 @@ class NgramStoreSession(Session):
             self.last = [*self.last, token][-self.drafter.max_n :]
 
     def propose(self, spec: TreeSpec, sampler: Sampler | None = None) -> TokenTree:
-        """Drafts the likeliest paths: at most the spec's children per node, depth and nodes in all."""
+        """Drafts the likeliest paths, within the spec's children per node, depth and nodes in all."""
         if spec.shape == "none":
             return TokenTree.empty(self.device)
         widths = spec.fanout or (spec.top_k,) * spec.depth
@@ -245,31 +234,27 @@ class NgramStoreSession(Session):
         tokens: list[int] = []
         parents: list[int] = []
         scores: list[float] = []
-        paths: list[list[int]] = []
-        # Best first: (-log-probability of the path, order found, token, parent, tokens of the parent's path).
-        found: list[tuple[float, int, int, int, list[int]]] = []
-        orders = iter(range(10**9))
+        # Best first: (-log-probability of the path, order found, parent, tokens of the path).
+        found: list[tuple[float, int, int, list[int]]] = []
+        orders = counting()
 
         def find(node: int, above: float, path: list[int]) -> None:
             for token, p in self._next(path, widths[len(path)]):
                 if above + math.log(p) >= floor:
-                    heapq.heappush(found, (-above - math.log(p), next(orders), token, node, path))
+                    heapq.heappush(found, (-above - math.log(p), next(orders), node, [*path, token]))
 
         find(-1, 0.0, [])
         while found and len(tokens) < spec.budget:
-            score, _, token, parent, path = heapq.heappop(found)
-            tokens.append(token)
+            score, _, parent, path = heapq.heappop(found)
+            tokens.append(path[-1])
             parents.append(parent)
             scores.append(-score)
-            paths.append([*path, token])
-            if len(paths[-1]) < len(widths):
-                find(len(tokens) - 1, -score, paths[-1])
-        return TokenTree(
-            torch.tensor(tokens, dtype=torch.long, device=self.device), parents, torch.tensor(scores, dtype=torch.float)
-        )
+            if len(path) < len(widths):
+                find(len(tokens) - 1, -score, path)
+        return TokenTree.likeliest(spec.budget, tokens, parents, scores, self.device)
 
     def _next(self, path: list[int], width: int) -> list[tuple[int, float]]:
-        """The `width` likeliest tokens after a drafted path, with probabilities; fewer where nothing is known."""
+        """The `width` likeliest tokens after a drafted path with their probabilities, or all that are known."""
         context = [*self.last, *path]
         known: dict[int, float] = {}
         left = 1.0

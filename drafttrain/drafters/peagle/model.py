@@ -3,9 +3,9 @@
     anchor t, depth 0:   state = fc(features_t)       token x_{t+1}        predicts x_{t+2}
     anchor t, depth k:   state = fc(mask_hidden)      the mask token       predicts x_{t+2+k}
 
-Depths after the first know neither a state nor their token: they read one learned vector and the embedding of one fixed token, at
-position t + k. They see what EAGLE-3's depths see: the depth-0 keys of anchors 0..t and their own path, here of masks. So a
-depth's distribution is the same for all nodes of that depth, given the committed text.
+Depths after the first have neither a state nor a token of their own: they read one learned vector and the embedding of one
+fixed token, at position t + k. They see the same keys as EAGLE-3's depths: those of anchors 0..t at depth 0 and of their own
+path, here of masks. So, given the committed text, all nodes of a depth have the same distribution.
 
 Source: speculators' models/peagle (create_peagle_mask_mod: depth-0 keys up to the anchor, and the own chain), vLLM's
 parallel drafting (`mask_token_id`, `mask_hidden`).
@@ -14,16 +14,15 @@ parallel drafting (`mask_token_id`, `mask_hidden`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from drafttrain.batch import Batch, TokenTree
-from drafttrain.drafters.common.expand import expand
-from drafttrain.drafters.common.layer_session import LayerSession, attend_apart
-from drafttrain.drafters.common.linear_start import Source
-from drafttrain.drafters.common.shared import anchors_by_depth
+from drafttrain.batch import Batch, TokenTree, anchors_by_depth
+from drafttrain.drafters.base import Source
+from drafttrain.drafters.common.layer_session import LayerSession, attend_sessions
+from drafttrain.drafters.common.tree_growth import GrowingTree, grow_trees
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
 from drafttrain.errors import UserError
@@ -33,24 +32,22 @@ from drafttrain.target import Target
 
 
 class PEagleConfig(Eagle3Config):
-    """What a P-EAGLE drafter is, beside what `Eagle3Config` says.
+    """Config of a P-EAGLE drafter.
 
     Attributes:
-        mask_token_id: the token whose (frozen) embedding later depths read; the target's padding or end token unless given.
+        mask_token_id: the token whose (frozen) embedding later depths read; the target's padding or end token by default.
     """
 
     model_type = "drafttrain_peagle"
-    drafter_kind = "peagle"
+    mask_token_id: int = 0
 
-    def __init__(self, mask_token_id: int = 0, **kwargs: Any):
-        self.mask_token_id = mask_token_id
-        super().__init__(**kwargs)
+    def check(self) -> None:
+        super().check()
         if self.ttt_steps < 2:
             raise UserError(f"ttt_steps={self.ttt_steps}: the first depth reads no mask, so at least 2 are trained")
 
     @classmethod
-    def for_target(cls, target: Target, **options: Any) -> Any:
-        """The target's own shapes, positions and query norms where `options` say nothing."""
+    def for_target(cls, target: Target, **options: Any) -> Self:
         spare = getattr(target.tokenizer, "pad_token_id", None)
         if spare is None:
             spare = next(iter(target.eos_ids), 0)
@@ -63,19 +60,19 @@ class PEagleConfig(Eagle3Config):
 
 
 class PEagle(Eagle3):
-    """The drafter."""
+    """A P-EAGLE drafter."""
 
     config_class = PEagleConfig
     kind = "peagle"
 
     def __init__(self, config: PEagleConfig):
         super().__init__(config)
-        # In the form of published checkpoints: what stands in place of the target's features, before `fc`.
+        # In the form of published checkpoints: replaces the target's features, before `fc`.
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features))
 
     @torch.no_grad()
-    def solve_start(self, batches: list[Batch], source: Source) -> float:
-        """As EAGLE-3's; masks begin as the mean of the features that they stand for."""
+    def solve_start(self, batches: list[Batch], source: Source) -> float | None:
+        """As EAGLE-3's; `mask_hidden` starts as the mean of the features that it replaces."""
         total, count = torch.zeros(self.mask_hidden.shape[-1], device=self.mask_hidden.device), 0
         for batch in batches:
             features = source(batch)[0].features.flatten(0, 1)[anchors_by_depth(batch.response_mask, 1)[0]]
@@ -85,7 +82,7 @@ class PEagle(Eagle3):
         return super().solve_start(batches, source)
 
     def masks(self, count: int) -> tuple[Tensor, Tensor]:
-        """What `count` masked positions read: states [count, h] and embeddings [count, target h]."""
+        """Inputs of `count` masked positions: states [count, h] and embeddings [count, target h]."""
         state = self.fuse(self.mask_hidden.view(1, -1))
         token = torch.tensor([self.config.mask_token_id], device=state.device)
         return state.expand(count, -1), self.embed(token).expand(count, -1)
@@ -99,24 +96,21 @@ class PEagle(Eagle3):
     ) -> list[TokenTree]:
         """All depths of all sessions in one step over masked positions."""
         sizes = [max(spec.depth - 1, 0) for spec in specs]
-        states = torch.cat([session.root for session in sessions])
+        states = torch.cat([session.root for session in sessions])  # [sessions, h]
         drafting = [(session, size) for session, size in zip(sessions, sizes, strict=True) if size]
         if drafting:
             own, counts = [session for session, _ in drafting], [size for _, size in drafting]
             layouts = [TreeLayout(session.length, count=size) for session, size in drafting]
             positions = torch.cat([layout.positions()[0] for layout in layouts]).to(states.device)
-            attends = [attend_apart(own, layer, layouts, counts) for layer in range(self.cache_shape.layers)]
-            out = self.step(*self.masks(sum(counts)), positions, attends, None, 1)
-            states = torch.cat((states, out))
-        first, later = self.logits(states).split((len(sessions), sum(sizes)))
-        each = zip(specs, samplers, first, later.split(sizes), strict=True)
-        return [_grow(spec, sampler, root, deeper, self.kept_ids) for spec, sampler, root, deeper in each]
-
-
-def _grow(spec: TreeSpec, sampler: Sampler | None, first: Tensor, later: Tensor, kept_ids: Tensor) -> TokenTree:
-    """A tree whose nodes at depth k all go on by `later[k - 1]` [d]."""
-    depths = iter(later)
-    return expand(spec, first, lambda _, parents: next(depths).expand(len(parents), -1), kept_ids, sampler)
+            attends = [attend_sessions(own, layer, layouts, counts) for layer in range(self.cache_shape.layers)]
+            states = torch.cat((states, self.step(*self.masks(sum(counts)), positions, attends, None, 1)))
+        first, later = self.logits(states).split((len(sessions), sum(sizes)))  # [sessions, d], [sum(sizes), d]
+        deeper = later.split(sizes)
+        trees = [
+            GrowingTree(spec, first[row], self.kept_ids, sampler, row=row)
+            for row, (spec, sampler) in enumerate(zip(specs, samplers, strict=True))
+        ]
+        return grow_trees(trees, lambda growing, depth: [deeper[tree.row][depth - 1, None] for tree in growing])
 
 
 KIND = PEagle

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from drafttrain.batch import TokenTree
-from drafttrain.drafters.common.expand import expand
+from drafttrain.drafters.common.tree_growth import expand
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.ops.sampling import Sampler, SamplingParams, probabilities

@@ -1,0 +1,260 @@
+"""Configs of trained drafters: what all share, decoder layers, blocks and heads. Field names are those of published checkpoints.
+
+transformers makes dataclasses of these classes: the annotated fields are what config.json and a recipe's `drafter:` hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any, ClassVar, Self
+
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+
+from drafttrain.drafters.common.layers import ROPE_TYPES, rope_parameters_of
+from drafttrain.errors import UserError
+from drafttrain.target import Target
+from drafttrain.target.attention import LAST
+
+WEIGHTINGS = ("exp", "dpace")
+
+
+class TargetedConfig(PreTrainedConfig):
+    """Vocabulary, loss and target of a trained drafter.
+
+    Attributes:
+        recipe_keys: fields that a run may change when it continues a drafter; the weights depend on all others.
+        at_least_one: integer fields that must be 1 or more.
+        vocab_size: of the target. draft_vocab_size: d, kept tokens; 0 keeps the target's whole vocabulary.
+        loss: as a recipe writes it. target: the target's identity, compared before use.
+
+    Raises:
+        UserError: values that cannot work, or not together.
+    """
+
+    recipe_keys: ClassVar[tuple[str, ...]] = ("loss",)
+    at_least_one: ClassVar[tuple[str, ...]] = ()
+    vocab_size: int = 0
+    draft_vocab_size: int = 0
+    loss: str = "kl"
+    target: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.drafter_kind = self.kind()
+        self.draft_vocab_size = self.draft_vocab_size or self.vocab_size
+        self.target = self.target or {}
+        for name in self.at_least_one:
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}={getattr(self, name)}: must be at least 1")
+        self.check()
+        super().__post_init__(**{"tie_word_embeddings": False, **kwargs})
+
+    def check(self) -> None:
+        """Derives values that are 0 or empty, and raises UserError for values that cannot work."""
+
+    @classmethod
+    def kind(cls) -> str:
+        return cls.model_type.removeprefix("drafttrain_")
+
+    @classmethod
+    def for_target(cls, target: Target, **options: Any) -> Self:
+        """A config for this target: its vocabulary, and its own shapes where `options` have none."""
+        fixed = {"vocab_size": target.vocab_size, "target": target.identity()}
+        return cls(**{**cls.shapes(target, options), **options, **fixed})
+
+    @classmethod
+    def shapes(cls, target: Target, options: dict[str, Any]) -> dict[str, Any]:
+        """Fields that follow the target unless a recipe's `options` set them."""
+        return {}
+
+
+class HeadsConfig(TargetedConfig):
+    """Heads per depth that read the target's last state.
+
+    Attributes:
+        depth_decay: the loss of depth k weighs depth_decay ** k.
+        tree_nodes: nodes of the default tree, which is chosen by held-out accuracy when training ends.
+    """
+
+    recipe_keys: ClassVar[tuple[str, ...]] = ("depth_decay", "tree_nodes", "loss")
+    depth_decay: float = 0.8
+    tree_nodes: int = 16
+
+
+class DecoderConfig(TargetedConfig):
+    """Decoder layers.
+
+    Attributes:
+        target_width: ClassVar, True for kinds that read and write states of the target's width.
+        hidden_size, intermediate_size, num_attention_heads, num_key_value_heads, head_dim, num_hidden_layers: of the layers.
+        rope_parameters: as in transformers 5, {"rope_type": "yarn", "factor": ...}; takes precedence over rope_theta.
+        max_position_embeddings: read by serving engines; unused here.
+    """
+
+    target_width: ClassVar[bool] = False
+    hidden_size: int = 64
+    intermediate_size: int = 0
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 0
+    head_dim: int = 0
+    num_hidden_layers: int = 1
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_parameters: dict[str, Any] | None = None
+    max_position_embeddings: int = 131072
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.rope_parameters = dict(self.rope_parameters or {})
+        super().__post_init__(**kwargs)
+        self.rope_theta = self.rope_parameters["rope_theta"]  # transformers has completed them
+
+    def check(self) -> None:
+        self.intermediate_size = self.intermediate_size or 4 * self.hidden_size
+        self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
+        self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
+        kind = (self.rope_parameters or {}).get("rope_type", "default")
+        if kind not in ROPE_TYPES:
+            raise UserError(f"rope_parameters: rope_type={kind!r} is not one of {', '.join(ROPE_TYPES)}")
+        if self.num_hidden_layers < 1:
+            raise UserError(f"num_hidden_layers={self.num_hidden_layers}: a drafter has at least 1 layer")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise UserError(
+                f"num_key_value_heads={self.num_key_value_heads} must divide num_attention_heads={self.num_attention_heads}"
+            )
+
+    @classmethod
+    def shapes(cls, target: Target, options: dict[str, Any]) -> dict[str, Any]:
+        config, width = target.config, options.get("hidden_size", target.hidden_size)
+        if cls.target_width and width != target.hidden_size:
+            raise UserError(
+                f"hidden_size={width}: kind={cls.kind()!r} shares states with the target, so its width is the target's, "
+                f"{target.hidden_size}; drop the key, or choose a smaller intermediate_size"
+            )
+        own = {
+            "hidden_size": target.hidden_size,
+            "intermediate_size": getattr(config, "intermediate_size", None) or 4 * target.hidden_size,
+            "num_attention_heads": config.num_attention_heads,
+            "num_key_value_heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+            "head_dim": getattr(config, "head_dim", None) or target.hidden_size // config.num_attention_heads,
+            "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-5),
+            "rope_parameters": None if "rope_theta" in options else rope_parameters_of(config),
+            "max_position_embeddings": getattr(config, "max_position_embeddings", None) or 131072,
+        }
+        if width != target.hidden_size:  # the size of heads and MLP follows the drafter's own width
+            del own["intermediate_size"], own["head_dim"]
+            if options.get("num_attention_heads", config.num_attention_heads) % own["num_key_value_heads"]:
+                del own["num_key_value_heads"]
+        return own
+
+
+class LayerConfig(DecoderConfig):
+    """Decoder layers that read their own output at the next depth (training-time test).
+
+    Attributes:
+        qk_norm: norms per query and key head (Qwen3). attention_bias, mlp_bias: biases of those linear layers.
+        hidden_act: the MLP's activation. sliding_window: positions that a token sees, its own included; 0 for all.
+        ttt_steps: depths trained. depth_decay: weight of depth k is depth_decay ** k.
+        depth_share: share of anchors, drawn at every step, that are trained at depths after the first. Those losses keep
+            their weight in expectation; less than 1 trains more first-depth anchors in the same time.
+    """
+
+    recipe_keys: ClassVar[tuple[str, ...]] = ("ttt_steps", "depth_decay", "depth_share", "loss")
+    qk_norm: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    hidden_act: str = "silu"
+    sliding_window: int = 0
+    ttt_steps: int = 4
+    depth_decay: float = 0.8
+    depth_share: float = 1.0
+
+    def check(self) -> None:
+        super().check()
+        self.sliding_window = self.sliding_window or 0
+        if self.hidden_act not in ACT2FN:
+            raise UserError(f"hidden_act={self.hidden_act!r} is no activation of transformers; silu is the usual one")
+        if self.ttt_steps < 1:
+            raise UserError(f"ttt_steps={self.ttt_steps}: at least 1 depth is trained")
+        if 0 < self.sliding_window <= self.ttt_steps:
+            raise UserError(
+                f"sliding_window={self.sliding_window} must be larger than ttt_steps={self.ttt_steps}, or drafted tokens "
+                "would lose sight of the text; raise it, or set 0 for no window"
+            )
+
+    @classmethod
+    def shapes(cls, target: Target, options: dict[str, Any]) -> dict[str, Any]:
+        return {**super().shapes(target, options), "qk_norm": has_head_norms(target.layers[-1])}
+
+
+class LastStateConfig(LayerConfig):
+    """Layers that read the target's last hidden state and predict states of its width."""
+
+    feature_layers = (LAST,)
+    target_width = True
+
+
+class BlockConfig(DecoderConfig):
+    """Block-parallel drafters, which use the target's embedding and head.
+
+    Attributes:
+        block_size: tokens of a block, the last committed one included; one less is the deepest that it drafts.
+        feature_layers: target hidden states that are fused, any number; empty for the target's default three.
+        mask_token_id: the token whose embedding stands at positions to predict; None learns an embedding.
+        train_head: train and save a copy of the target's head rows; False uses the target's, frozen.
+        anchor_share: share of the possible blocks that a step trains on; their losses keep their weight in expectation.
+        weighting: `exp` weights depth k (from 0) by exp(-k / gamma); `dpace` by how likely the block is right there and
+            deeper, with the drafter's probabilities q of the data's tokens smoothed to (1 - dpace_alpha) q + dpace_alpha.
+    """
+
+    recipe_keys: ClassVar[tuple[str, ...]] = ("anchor_share", "weighting", "gamma", "dpace_alpha", "loss")
+    target_width = True
+    # What `DraftLayer` reads and published checkpoints fix.
+    qk_norm, attention_bias, mlp_bias, hidden_act, sliding_window = True, False, False, "silu", 0
+    num_hidden_layers: int = 2
+    feature_layers: tuple[int, ...] = ()
+    block_size: int = 8
+    mask_token_id: int | None = None
+    train_head: bool = False
+    anchor_share: float = 1.0
+    weighting: str = "exp"
+    gamma: float = 4.0
+    dpace_alpha: float = 0.5
+
+    @property
+    def depth(self) -> int:
+        """Tokens that a block predicts."""
+        return self.block_size - 1
+
+    def check(self) -> None:
+        super().check()
+        self.feature_layers = tuple(self.feature_layers)
+        if self.block_size < 2:
+            raise UserError(
+                f"block_size={self.block_size}: a block holds the last token and at least 1 to predict; use 8"
+            )
+        if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
+            raise UserError(
+                f"mask_token_id={self.mask_token_id} is no token of the target, which has {self.vocab_size}; drop the key to "
+                "learn an embedding"
+            )
+        if not 0 < self.anchor_share <= 1:
+            raise UserError(f"anchor_share={self.anchor_share} must be in (0, 1]; 1 trains on every block")
+        if self.weighting not in WEIGHTINGS:
+            raise UserError(f"weighting={self.weighting!r} is not one of {', '.join(WEIGHTINGS)}")
+        if self.gamma <= 0 or not 0 <= self.dpace_alpha < 1:
+            raise UserError(
+                f"gamma={self.gamma} must be above 0 and dpace_alpha={self.dpace_alpha} in [0, 1); their defaults are 4 and 0.5"
+            )
+
+    @classmethod
+    def shapes(cls, target: Target, options: dict[str, Any]) -> dict[str, Any]:
+        return {**super().shapes(target, options), "feature_layers": target.default_feature_layers}
+
+
+def has_head_norms(layer: nn.Module) -> bool:
+    """True for a layer whose attention norms queries and keys per head, as Qwen3's and Gemma 3's do."""
+    attention = getattr(layer, "self_attn", None)
+    norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+    head_dim = getattr(attention, "head_dim", None)
+    return all(norm is not None and getattr(norm, "weight", norm).shape == (head_dim,) for norm in norms)

@@ -1,0 +1,229 @@
+"""Growing token trees: from a drafter that is stepped one depth at a time, and from guessed continuations.
+
+Fixed shapes open every node that has children. Dynamic trees (EAGLE-2, arXiv 2406.16858) open the `top_k` likeliest paths of
+each depth and keep the `budget` likeliest nodes at the end. The probability of a path never rises with depth, so the kept
+nodes form a tree, and paths that can no longer be among them are not continued.
+
+`spec.stop` decides whether a node is opened before its children are known, so it does not bias sampled trees: the children of
+every opened node are drawn from its own q, and all of them stay. Dropping children by their outcome, as dynamic trees do, would.
+
+A drafter may return a confidence with a node's logits: the share of q that it expects the target to accept, sum min(p, q). It
+multiplies the probabilities of the children. What is drawn is drawn from q alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from drafttrain.batch import Proposal, TokenTree
+from drafttrain.drafters.common.tree_spec import TreeSpec, ranks_below
+from drafttrain.ops.sampling import Sampler, draw_distinct, probabilities, top_log_probs
+
+# Logits [m, d] of m nodes' children, or [1, d] for all of them; perhaps with confidences [m].
+Logits = Tensor | tuple[Tensor, Tensor]
+# Guessed paths less likely than this are dropped: no budget reaches them.
+_FLOOR = 0.01
+
+
+class GrowingTree:
+    """One sequence's tree while it grows: `tokens` and `parents` are the nodes to open next, `grow` takes their logits.
+
+    Args:
+        root: logits [d] of the root's children, perhaps with a confidence, a scalar.
+        kept_ids: [d] target id of each drafter id; None if the vocabularies are the same.
+        sampler: draws the tokens if `spec.sampled`. q is the drafter's distribution under the target's temperature, top-k,
+            top-p and min-p; it ignores the repetition penalty, which costs acceptance only.
+        max_depth: the deepest node that the drafter can predict; None for any.
+        row: the sequence's index, for the caller. states: [1, w] the root's state, if the drafter has one.
+
+    Attributes:
+        done: no node is left to open.
+        tokens: [m] int64 drafter ids of the nodes to open. parents: their parents among all opened nodes, -1 for the root.
+        opened: parents of all nodes opened so far, `parents` included.
+        states: [m, w] states of the nodes that were opened last, which the caller sets; the root's at first.
+    """
+
+    def __init__(
+        self,
+        spec: TreeSpec,
+        root: Logits,
+        kept_ids: Tensor | None = None,
+        sampler: Sampler | None = None,
+        max_depth: int | None = None,
+        row: int = 0,
+        states: Tensor | None = None,
+    ):
+        assert sampler is not None or not spec.sampled, "sampled trees need a sampler"
+        self.spec, self.kept_ids, self.sampler, self.row = spec, kept_ids, sampler if spec.sampled else None, row
+        self.states = torch.empty(0) if states is None else states
+        logits = root[0] if isinstance(root, tuple) else root
+        self.device, self.done, self.opened = logits.device, False, list[int]()
+        self._begin = self._above = -1  # order of the first node of the level being opened, and of the level above
+        self._depths_left = min(spec.depth, max_depth or spec.depth)
+        self._floor = math.log(spec.stop) if spec.stop else -math.inf
+        # Per candidate: drafter id, parent, log-probability and ranks of its path, order of opening, row of q.
+        self._tokens: list[int] = []
+        self._parents: list[int] = []
+        self._scores: list[float] = []
+        self._paths: list[tuple[int, ...]] = []
+        self._order: list[int] = []
+        self._rows: list[int] = []
+        self._q: list[Tensor] = []  # [., d] each
+        self._level = [-1]
+        if self._depths_left:
+            self.grow((root[0][None], root[1][None]) if isinstance(root, tuple) else root[None])
+        else:
+            self.done = True
+
+    def grow(self, logits: Logits) -> None:
+        """Adds the children of the nodes just opened, and selects the nodes to open next."""
+        level = self._add_children(self._level, logits)
+        self._depths_left -= 1
+        if not self._depths_left:
+            self.done = True
+            return
+        level = [node for node in level if self._scores[node] >= self._floor and self._ranks(node)]
+        if self.spec.shape == "dynamic":
+            level = [level[i] for i in TokenTree.best_nodes([self._scores[node] for node in level], self.spec.top_k)]
+            if len(self._scores) >= self.spec.budget:  # nodes that score above the budget-th candidate
+                bar = sorted(self._scores, reverse=True)[self.spec.budget - 1]
+                level = [node for node in level if self._scores[node] > bar]
+        self.done = not level
+        if level:
+            self._open(level)
+
+    def parent_states(self) -> Tensor:
+        """[m, w] states of the parents of the nodes to open; those were all opened last."""
+        rows = [parent - self._above for parent in self.parents]
+        if rows == list(range(self.states.shape[0])):
+            return self.states
+        return self.states[torch.tensor(rows, device=self.states.device)]
+
+    def finish(self) -> TokenTree:
+        """The tree, in target ids."""
+        if not self._tokens:
+            return TokenTree.empty(self.device)
+        tree = TokenTree.likeliest(self.spec.budget, self._tokens, self._parents, self._scores, self.device)
+        if self.kept_ids is not None:
+            tree.tokens = self.kept_ids[tree.tokens]
+        if self._q:  # never a dynamic tree, so all candidates are there
+            tree.proposal = Proposal(torch.cat(self._q), self._rows, self.kept_ids)
+        return tree
+
+    def _ranks(self, node: int) -> Sequence[int]:
+        """Ranks of a node's children among its likeliest (or drawn) tokens."""
+        path = self._paths[node] if node >= 0 else ()
+        if self.spec.shape == "paths":
+            return ranks_below(self.spec.paths).get(path, ())
+        return range(self.spec.top_k if self.spec.shape == "dynamic" else self.spec.fanout[len(path)])
+
+    def _add_children(self, parents: list[int], logits: Logits) -> list[int]:
+        logits, confidence = logits if isinstance(logits, tuple) else (logits, None)
+        wanted = [self._ranks(parent) for parent in parents]
+        width = min(1 + max(map(max, wanted)), logits.shape[-1])
+        first_row = sum(map(len, self._q))
+        if self.sampler is None:
+            scores, tokens = top_log_probs(logits, width)  # [m or 1, width]
+            if scores.shape[0] < len(parents):
+                scores, tokens = scores.expand(len(parents), -1), tokens.expand(len(parents), -1)
+        else:
+            q = probabilities(logits, self.sampler.params).expand(len(parents), -1)  # [m, d]
+            tokens = draw_distinct(q, width, self.sampler.generator)  # [m, width], -1 where q has no more tokens
+            scores = q.gather(-1, tokens.clamp_min(0)).log()
+            self._q.append(q)
+        if confidence is not None:
+            scores = scores + confidence.log().unsqueeze(1)
+        first = len(self._tokens)
+        for row, (parent, ids, values) in enumerate(zip(parents, tokens.tolist(), scores.tolist(), strict=True)):
+            above, path = (self._scores[parent], self._paths[parent]) if parent >= 0 else (0.0, ())
+            ranks = [rank for rank in wanted[row] if rank < width and ids[rank] >= 0]
+            self._tokens += [ids[rank] for rank in ranks]
+            self._parents += [parent] * len(ranks)
+            self._paths += [(*path, rank) for rank in ranks]
+            self._scores += [above + values[rank] for rank in ranks]
+            self._order += [-1] * len(ranks)
+            self._rows += [first_row + row] * len(ranks)
+        return list(range(first, len(self._tokens)))
+
+    def _open(self, level: list[int]) -> None:
+        self._level, self._above, self._begin = level, self._begin, len(self.opened)
+        self.tokens = torch.tensor([self._tokens[node] for node in level], device=self.device)
+        above = [self._parents[node] for node in level]
+        self.parents = [self._order[parent] if parent >= 0 else -1 for parent in above]
+        for order, node in enumerate(level, self._begin):
+            self._order[node] = order
+        self.opened = self.opened + self.parents
+
+
+def grow_trees(
+    trees: Sequence[GrowingTree], step: Callable[[list[GrowingTree], int], Sequence[Logits]]
+) -> list[TokenTree]:
+    """Grows the trees of several sequences together, one drafter step per depth.
+
+    Args:
+        step: (trees that are not done, depth of their nodes' children, from 1) -> each tree's logits.
+    """
+    growing, depth = [tree for tree in trees if not tree.done], 0
+    while growing:
+        depth += 1
+        for tree, logits in zip(growing, step(growing, depth), strict=True):
+            tree.grow(logits)
+        growing = [tree for tree in growing if not tree.done]
+    return [tree.finish() for tree in trees]
+
+
+def expand(
+    spec: TreeSpec,
+    root: Logits,
+    advance: Callable[[Tensor, list[int]], Logits],
+    kept_ids: Tensor | None = None,
+    sampler: Sampler | None = None,
+) -> TokenTree:
+    """Grows one tree. advance: (tokens, parents) of the nodes to open -> logits of their children."""
+    tree = GrowingTree(spec, root, kept_ids, sampler)
+    return grow_trees([tree], lambda growing, depth: [advance(tree.tokens, tree.parents)])[0]
+
+
+def match_tree(
+    spec: TreeSpec, guesses: Iterable[tuple[Iterable[int], Callable[[int], float]]], device: torch.device
+) -> TokenTree:
+    """The likeliest nodes of the union of guessed continuations, for kinds without weights.
+
+    A chain follows the first guess only. Trees branch where guesses differ: at most the spec's children per node, and its
+    nodes in all.
+
+    Args:
+        guesses: best first: tokens that may follow, possibly endless, and the probability that the token at a step (from 0)
+            is right if all before it are. Later guesses share the probability that a node's first children leave.
+    """
+    if spec.shape == "none":
+        return TokenTree.empty(device)
+    widths = (spec.top_k,) * spec.depth if spec.shape == "dynamic" else spec.fanout
+    tokens: list[int] = []
+    parents: list[int] = []
+    scores: list[float] = []
+    children: defaultdict[int, dict[int, int]] = defaultdict(dict)
+    left: defaultdict[int, float] = defaultdict(lambda: 1.0)  # probability that a node's children leave
+    for continuation, chance in guesses:
+        node, above = -1, 1.0
+        for step, (width, token) in enumerate(zip(widths, continuation, strict=False)):
+            below = children[node]
+            if token not in below:
+                share = left[node] * chance(step)
+                if len(below) == width or above * share < max(_FLOOR, spec.stop):
+                    break
+                left[node] -= share
+                below[token] = len(tokens)
+                tokens.append(token)
+                parents.append(node)
+                scores.append(above * share)
+            node = below[token]
+            above = scores[node]
+        if spec.shape == "chain":
+            break
+    return TokenTree.likeliest(spec.budget, tokens, parents, [math.log(p) for p in scores], device)

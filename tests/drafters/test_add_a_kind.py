@@ -1,0 +1,115 @@
+"""docs/developer/add-a-drafter-kind.md, step by step: its code blocks become a kind that trains, decodes and is exported."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import make_target
+from tests.training.test_train import write_data
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "developer" / "add-a-drafter-kind.md"
+
+SCRIPT = """
+import json, sys
+from pathlib import Path
+import torch
+from drafttrain.cli import main
+from drafttrain.drafters.registry import kind_class, kinds, load_drafter, load_trained
+from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.drafters.shipping import check_expressible, shipping
+from drafttrain.drafters.trained import find_drafter
+from drafttrain.errors import UserError
+from drafttrain.inference import SamplingParams, generate
+from drafttrain.target import Target
+from tests.drafters import test_contract as contract
+
+folder, recipe, where = sys.argv[1:]
+assert "bigram" in kinds() and kind_class("bigram").kind == "bigram"
+assert main(["train", recipe]) == 0
+log = json.loads((Path(folder) / "training.json").read_text())
+assert log["steps"] == 30 and log["held_out"]["eval_alpha@1"] > 0.4, log["held_out"]
+
+target = Target.load(where, "float32")
+drafter = load_drafter(folder, target)
+prompt = [5, 6, 7, 8]
+plain = generate(target, None, prompt, max_new_tokens=16, eos_ids=()).tokens
+for text in ("chain:3", "fanout:2x2", "dynamic:3,2,6", "paths:0,1,0-0", "chain:4@stop=0.1"):
+    assert generate(target, drafter, prompt, max_new_tokens=16, spec=TreeSpec.parse(text), eos_ids=()).tokens == plain, text
+hot = SamplingParams(temperature=0.8)
+drawn = generate(target, drafter, prompt, max_new_tokens=16, sampling=hot, spec=TreeSpec.parse("chain:3@sample"), eos_ids=())
+assert len(drawn.tokens) == 16
+
+trained = find_drafter(folder)
+assert trained.kind == "bigram" and load_trained(folder).config.width == 32
+assert shipping("bigram").line(trained, "20 k") == "a bigram drafter of width 32, 20 k parameters"
+try:
+    check_expressible(trained, "vllm")
+except UserError as error:
+    assert "no vllm format" in str(error)
+
+# The contract's tests, for this kind.
+test = contract.test_training_step_k_is_what_decoding_computes_at_depth_k
+contract.TRAINED.append("bigram")
+def load(kind):
+    saved = Path(folder).parent / "overfitted"
+    contract.overfitted(kind)[0].save_pretrained(saved)
+    return load_drafter(str(saved), contract.the_target(packed=True))
+contract.test_one_batch_is_overfitted_with_a_gradient_on_every_parameter("bigram")
+test("bigram", load)
+print("the kind works")
+"""
+
+
+def blocks() -> dict[str, str]:
+    """The page's files: blocks that begin with `# PATH`, those of one path joined."""
+    files: dict[str, str] = {}
+    for language, text in re.findall(r"^```(\w+)\n(.*?)^```", PAGE.read_text(), re.M | re.S):
+        path, _, code = text.partition("\n")
+        if language in ("python", "yaml"):
+            assert path.startswith("# "), f"a {language} block without its file: {path}"
+            files[path[2:]] = f"{files[path[2:]]}\n{code}" if path[2:] in files else code
+    return files
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    folder, target = tmp_path_factory.mktemp("kind"), make_target()
+    target.model.save_pretrained(folder / "target")
+    target.tokenizer.save_pretrained(folder / "target")
+    data = write_data(folder / "data", target)
+    for path, text in blocks().items():
+        (folder / "kinds" / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "kinds" / path).write_text(text)
+    return folder, folder / "target", data
+
+
+def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DRAFTTRAIN_KINDS": str(folder / "kinds")}
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, env=environment, cwd=ROOT)
+
+
+def test_the_page_builds_a_kind(built):
+    folder, target, data = built
+    recipe, out = folder / "kinds" / "bigram.yaml", folder / "out"
+    text = recipe.read_text()
+    for key, value in {"target": target, "data": data, "output_dir": out, "max_steps": 30}.items():
+        text = re.sub(rf"^{key}: .*$", f"{key}: {value}", text, flags=re.M)
+    text = text.replace("{width: 64}", "{width: 32}")
+    recipe.write_text(text + "dtype: float32\nuse_cpu: true\nlearning_rate: 0.01\nvalidation: 0.1\ndecode_prompts: 0\n")
+    done = run(folder, "-c", SCRIPT, str(out), str(recipe), str(target))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "the kind works"
+
+
+def test_a_name_that_exists_twice_is_an_error(tmp_path):
+    (tmp_path / "kinds" / "ngram").mkdir(parents=True)
+    (tmp_path / "kinds" / "ngram" / "model.py").write_text("KIND = None\n")
+    done = run(tmp_path, "-c", "from drafttrain.drafters.registry import kinds; kinds()")
+    assert done.returncode != 0 and "UserError: DRAFTTRAIN_KINDS: kind 'ngram' exists twice" in done.stderr

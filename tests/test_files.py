@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from drafttrain.errors import UserError
+from drafttrain.files import JsonlLog, complete_bytes, first_change, read_jsonl, replacing, write_json, write_jsonl
+from drafttrain.progress import Progress
+
+
+def test_json_lines_round_trip_and_incomplete_lines(tmp_path):
+    path = tmp_path / "new" / "rows.jsonl"
+    write_jsonl(path, [{"a": "é"}, {"a": 2}])
+    assert list(read_jsonl(path)) == [(1, {"a": "é"}), (2, {"a": 2})]
+    whole = path.stat().st_size
+    path.write_bytes(path.read_bytes() + b"\n" + '{"a": "é'.encode()[:-1])  # cut inside a character
+    assert complete_bytes(path) == whole + 1
+    assert [number for number, _ in read_jsonl(path, growing=True)] == [1, 2]
+    with pytest.raises(UserError, match="not UTF-8 text"):
+        list(read_jsonl(path))
+    path.write_text('{"a": 1}\n[2]\n')
+    with pytest.raises(UserError, match=r"rows.jsonl line 2: list instead of a JSON object per line"):
+        list(read_jsonl(path))
+    path.write_text('\n{"a"\n')
+    with pytest.raises(UserError, match=r"rows.jsonl line 2: not JSON .*; delete it"):
+        list(read_jsonl(path, fix="delete it"))
+
+
+def test_a_file_is_replaced_completely_or_not_at_all(tmp_path):
+    path = tmp_path / "result.json"
+    write_json(path, {"a": 1})
+
+    def interrupted():
+        with replacing(path) as part:
+            part.write_text("half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert [file.name for file in tmp_path.iterdir()] == ["result.json"]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        write_json(tmp_path / "file" / "result.json", {})
+
+
+def test_a_log_continues_after_a_kill(tmp_path):
+    path = tmp_path / "log"
+    log = JsonlLog(path, {"seed": 1})
+    log.add({"n": 0})
+    log.close()
+    path.write_bytes(path.read_bytes() + b'{"n": 1')
+    log = JsonlLog(path, {"seed": 1})
+    log.add({"n": 2})
+    log.close()
+    assert log.rows == [{"n": 0}, {"n": 2}]
+    assert [row for _, row in read_jsonl(path)] == [{"seed": 1}, {"n": 0}, {"n": 2}]
+    with pytest.raises(UserError, match="log was begun with seed=1; use those, or give --overwrite"):
+        JsonlLog(path, {"seed": 2})
+
+
+def test_first_change_names_both_values():
+    assert first_change({"a": 1, "b": 2}, {"a": 1, "b": 2}) == ""
+    assert first_change({"a": 1, "b": 2}, {"a": 1, "c": 3}) == "c=None, this run has c=3"
+
+
+def test_time_left_follows_the_budget_that_ends_first(capsys, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("drafttrain.progress.time.monotonic", lambda: now[0])
+    with Progress("work", 100, "rows") as progress:
+        now[0] += 20
+        progress.advance(10)
+        progress.advance(0, "tokens", share=0.5)
+        progress.printed -= 99
+        progress.advance(0, "tokens", share=0.5)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "work: 10 of 100 rows, 0.5/s, 3:00 left"
+    assert lines[1] == "work: 10 of 100 rows, 0.5/s, 0:20 left, tokens"
