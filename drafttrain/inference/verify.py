@@ -28,7 +28,7 @@ from torch import Tensor
 
 from drafttrain.batch import TokenTree
 from drafttrain.ops.native import cpu_kernels
-from drafttrain.ops.sampling import Sampler, SamplingParams, argmax, penalise, pick, probabilities, sample
+from drafttrain.ops.sampling import Sampler, SamplingParams, argmax, penalize, pick, probabilities, sample
 
 
 @dataclass
@@ -180,7 +180,7 @@ def _choose(walks: list[_Walk], logits: Tensor, sampling: SamplingParams) -> lis
     seen: list[Tensor] = []
     if sampling.repetition_penalty != 1:
         seen = [walk.verifier.seen(logits.shape[-1]) for walk in walks]
-        logits = penalise(logits, torch.stack(seen), sampling.repetition_penalty)
+        logits = penalize(logits, torch.stack(seen), sampling.repetition_penalty)
     tokens = argmax(logits) if sampling.greedy else _sample(walks, probabilities(logits, sampling).double())
     for mask, token in zip(seen, tokens, strict=False):
         mask[token] = True  # the tokens of a walk so far are the path that its next node adds to the text

@@ -83,7 +83,7 @@ class Sampler:
     generator: torch.Generator
 
 
-def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+def penalize(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     """The repetition penalty.
 
     Args:
