@@ -96,6 +96,11 @@ class Engine:
         """Bytes of cache and CUDA graphs, and their description."""
         return (self.cache.nbytes, str(self.cache)) if self._steps is None else self._steps.memory
 
+    @property
+    def graph_failure(self) -> str:
+        """Why the target's passes are not captured; empty unless a capture failed."""
+        return "" if self._steps is None else self._steps.failure
+
     def close(self) -> None:
         """Returns the captured passes to the target."""
         if self._steps is not None:
@@ -187,7 +192,7 @@ class Engine:
         ids: list[Tensor] = []
         for sequence, tree in zip(sequences, trees, strict=True):
             ids += (sequence.root, tree.tokens) if len(tree) else (sequence.root,)
-        features, logits, choices = self._pass(_join(ids))
+        features, logits, choices = self.run_target(_join(ids))
         share = (self._now() - begun) / len(sequences)
         sizes = [layout.count for layout in layouts]
         verdicts = self._verify(sequences, trees, logits, choices)
@@ -216,8 +221,8 @@ class Engine:
         yield from news
         self._drop_finished()
 
-    def _pass(self, ids: Tensor) -> Pass:
-        """The target over the announced roots and nodes [N] of all sequences."""
+    def run_target(self, ids: Tensor) -> Pass:
+        """The target over the roots and nodes [N] that `cache.open` has announced, captured or dynamic."""
         out = None if self._steps is None else self._steps.run(ids)
         if out is not None:
             return out
