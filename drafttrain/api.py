@@ -179,7 +179,8 @@ def _decoder(
     if isinstance(drafter, str):
         tree = tree or default_tree(drafter)
         drafter = load_for_target(drafter, target)
-    return Decoder(target, drafter, spec=TreeSpec.parse(tree) if tree else None, **options)
+    options["spec"] = TreeSpec.parse(tree) if tree else None
+    return Decoder(target, drafter, **options)
 
 
 def _target(model: Model, tokenizer: Tokenizer) -> Target:

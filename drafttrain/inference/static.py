@@ -21,7 +21,7 @@ import warnings
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 import torch
@@ -125,7 +125,7 @@ class StaticStep:
         self.cache.store(layer, self.slots, key, value)
         return packed_tree_attention(query, *self.cache.by_row(layer), self.plan, **form).transpose(1, 2)
 
-    def capture(self, pool: tuple[int, int]) -> None:
+    def capture(self, pool: Any) -> None:
         """Captures the function on the GPU, after a warm-up with the present contents of the buffers.
 
         Args:
@@ -226,7 +226,7 @@ class TargetSteps:
     def _reset(self, cache: TreeCache) -> None:
         self.cache = cache
         self._steps: dict[tuple[tuple[int, ...], bool, PlanShape], StaticStep] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
         self.graph_bytes = 0
 
     @property
