@@ -1,7 +1,7 @@
 """What adaptive speculation costs where the drafter is useless, and what it keeps where the drafter is good.
 
-Four sides answer the same prompts, interleaved: plain decoding, the given tree, the same tree with @adapt, and the tree with @adapt
-on a drafter of random weights (the drafter's own shape). Decoders persist between prompts, as a server's do; the random
+Four sides answer the same prompts, interleaved: plain decoding, the given tree, the same tree with @adapt, and the tree with
+@adapt on a drafter of random weights (the drafter's own shape). Decoders persist between prompts, as a server's do; the random
 drafter's decoder is new in every repeat, so that the cost of adapting is part of the figure.
 
     python eval/bench_adaptive.py --target smollm2-135m --drafter runs/quickstart/drafter --tree dynamic:3,4,8 \

@@ -140,15 +140,15 @@ class TreeCache:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]) -> Tensor:
         """Stores the new keys and values of a layer and attends; see `AttentionContext.attend`. Packed, so b = 1."""
-        dtype = query.dtype
-        if query.device.type == "cpu" and dtype in (torch.bfloat16, torch.float16):
+        fresh = (query, key, value)
+        if query.device.type == "cpu" and query.dtype.itemsize < 4:
             query, key, value = query.float(), key.float(), value.float()
         if layer not in self._layers:
             self._layers[layer] = (self._allocate(key), self._allocate(value))
         keys, values = self._layers[layer]
         plan = self.cpu_plan() if query.device.type == "cpu" else None
         if plan is not None and plan.serves(query, keys, values):
-            return plan.attend(query, keys, values, new=(key, value), **form).to(dtype)
+            return plan.attend(query, keys, values, new=(key, value), **form).to(fresh[0].dtype)
         if len(self._open) == 1:
             row, layout = self._open[0]
             begin = row * self.capacity + layout.prefix_len + layout.held
@@ -156,7 +156,7 @@ class TreeCache:
             values[:, begin : begin + layout.count] = value[0]
         else:
             self.store(layer, self._new_slots(key.device), key, value)
-        return self._attend_rows(layer, query, keys, values, form).transpose(1, 2).to(dtype)
+        return self._attend_rows(layer, fresh, form).transpose(1, 2)
 
     def cpu_plan(self) -> CpuPlan | None:
         """The CPU kernel's plan of the announced forward; None where the kernel does not support it."""
@@ -192,8 +192,14 @@ class TreeCache:
         keys, values = (b.unflatten(1, (self.rows, self.capacity)).transpose(0, 1) for b in self._layers[layer])
         return keys, values
 
-    def _attend_rows(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, form: AttentionForm) -> Tensor:
-        """Attention of the packed queries [1, heads, N, e]: on a GPU one kernel for all rows, elsewhere row by row."""
+    def _attend_rows(self, layer: int, new: tuple[Tensor, Tensor, Tensor], form: AttentionForm) -> Tensor:
+        """Attention of packed queries, on a GPU by one kernel for all rows, elsewhere row by row.
+
+        Args:
+            new: queries [1, heads, N, e], keys and values [1, kv_heads, N, e] of the new tokens, which are stored already.
+        """
+        query, dtype = new[0], new[0].dtype
+        keys, values = self._layers[layer]
         few = all(layout.count <= _KERNEL_TOKENS and not layout.held for _, layout in self._open)
         if _on_gpu(query) and few:
             if self._plan is None or self._plan_device != query.device:  # a spread target has layers on several devices
@@ -203,11 +209,16 @@ class TreeCache:
             keys, values = self.by_row(layer)
             return packed_tree_attention(query, keys, values, self._plan, **form)
         outs = []
-        parts = query.split([layout.count for _, layout in self._open], dim=2)
+        sizes = [layout.count for _, layout in self._open]
+        parts = zip(*(tensor.split(sizes, dim=2) for tensor in new), strict=True)
         for part, (row, layout) in zip(parts, self._open, strict=True):
-            first = row * self.capacity
-            seen = slice(first, first + layout.prefix_len + layout.held + layout.count)
-            outs.append(tree_attention(part, keys[None, :, seen], values[None, :, seen], layout, **form))
+            if (
+                layout.prefix_len + layout.held > 0
+            ):  # else the new tokens see nothing but each other: no copy, no other dtype
+                first = row * self.capacity
+                seen = slice(first, first + layout.prefix_len + layout.held + layout.count)
+                part = (part[0].to(keys.dtype), keys[None, :, seen], values[None, :, seen])
+            outs.append(tree_attention(*part, layout, **form).to(dtype))
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
 
     def _new_slots(self, device: torch.device) -> Tensor:
