@@ -145,10 +145,10 @@ def evaluate(target: str, drafter: str, output: str | Path, **options: Any) -> d
     """
     import argparse
 
-    from drafttrain.evaluation import runner
+    from drafttrain.tuning import eval_command
 
     parser = argparse.ArgumentParser(exit_on_error=False)
-    runner.add_arguments(parser)
+    eval_command.add_arguments(parser)
     words = ["--target", target, "--drafter", drafter, "--output", str(output)]
     for name, value in options.items():
         flag = f"--{name.replace('_', '-')}"
@@ -159,7 +159,7 @@ def evaluate(target: str, drafter: str, output: str | Path, **options: Any) -> d
         raise UserError(f"evaluate: {error}; see drafttrain eval --help") from error
     if unknown:
         raise UserError(f"evaluate: {unknown[0]} is no option of drafttrain eval; see its --help")
-    runner.run(args)
+    eval_command.run(args)
     return json.loads(Path(output).expanduser().read_text())
 
 

@@ -20,7 +20,7 @@ COMMANDS = {  # command -> (module below drafttrain, help)
     "features": ("data.features", "store the target's hidden states of a data set, to train without the target"),
     "train": ("train", "train a drafter from a config (same as accelerate launch drafttrain/train.py)"),
     "ngram-store": ("data.ngram_corpus", "count the n-grams of a corpus: a drafter without training"),
-    "eval": ("evaluation.runner", "measure a drafter in the lossless tree decoder against two baselines"),
+    "eval": ("tuning.eval_command", "measure a drafter in the lossless tree decoder against two baselines"),
     "tune": ("tuning.tune", "find the fastest tree for a drafter on this machine"),
     "sweep": ("tuning.sweep", "run eval over temperatures, trees, batch sizes, contexts and dtypes"),
     "diagnose": ("evaluation.diagnose", "explain a drafter's acceptance rate and suggest changes"),

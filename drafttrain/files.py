@@ -181,3 +181,15 @@ def hub_snapshot(repo: str, patterns: Sequence[str], key: str, ignore: Sequence[
             f"{key}={repo!r}: no such folder, and the Hub does not provide it ({first_line(error)}); check the name, and log "
             "in for a private one: hf auth login"
         ) from error
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Reports a failure to write `path` as a UserError, also a full disk in safetensors' or torch's own errors."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, OSError) and not is_disk_full(error):
+            raise
+        reason = (error.strerror if isinstance(error, OSError) else None) or first_line(error)
+        raise UserError(f"output={str(path)!r} cannot be written ({reason}); choose another place") from error

@@ -30,6 +30,8 @@ MOVED = {
     "evaluation.sweep": "tuning.sweep",
     "evaluation.estimate": "tuning.estimate",
     "evaluation.serving": "serving.bench",
+    "losses.linear": "losses",
+    "losses.targets": "losses",
     "training.targets": "training.feature_sources",
     "data.formats": "data.row_formats",
     "drafters.tree_spec": "drafters.common.tree_spec",

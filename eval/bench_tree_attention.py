@@ -47,7 +47,7 @@ def make_sides(args: argparse.Namespace, device: torch.device, query: Tensor) ->
     visible = torch.stack([layout.mask(None, 1, torch.empty(0))[1] == 0 for layout in layouts])[:, None].to(device)
 
     def ours(keys: Tensor, values: Tensor) -> Tensor:
-        out = packed_tree_attention(packed, keys, values, plan, scaling=scaling)
+        out = packed_tree_attention(packed, keys, values, plan, scaling=scaling, window=None, softcap=None, sinks=None)
         return out.view(args.heads, args.batch, args.nodes, args.head_dim).transpose(0, 1)
 
     def sdpa(keys: Tensor, values: Tensor) -> Tensor:

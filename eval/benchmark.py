@@ -10,20 +10,22 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 
 from drafttrain.environment import describe_environment
-from drafttrain.files import write_json
+from drafttrain.files import Json, write_json
+
+T = TypeVar("T")
 
 
-def alternate(sides: Mapping[str, Callable[[], Any]], repeats: int, warm_up: bool = True) -> dict[str, list[Any]]:
-    """Runs every side once to warm up, then all of them in turn, `repeats` times; their order rotates."""
+def alternate(sides: Mapping[str, Callable[[], T]], repeats: int, warm_up: bool = True) -> dict[str, list[T]]:
+    """Runs every side once to warm up, then all sides `repeats` times in rotating order."""
     names = list(sides)
     for name in names if warm_up else ():
         sides[name]()
-    runs: dict[str, list[Any]] = {name: [] for name in names}
+    runs: dict[str, list[T]] = {name: [] for name in names}
     for repeat in range(repeats):
         for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
             runs[name].append(sides[name]())
@@ -78,14 +80,14 @@ def _single_run() -> list[str]:
     return [*kept, "--repeats", "1"]
 
 
-def median(runs: list[dict[str, Any]], key: str) -> float:
+def median(runs: list[Json], key: str) -> float:
     return statistics.median(run[key] for run in runs)
 
 
 def write_result(
-    output: Path | None, ratio: float, goal: float, sides: dict[str, Any], device: torch.device, **more: Any
+    output: Path | None, ratio: float, goal: float, sides: Json, device: torch.device, **more: object
 ) -> None:
-    """Prints the headline and writes the result's JSON. ratio: ours against the other, above 1 is better."""
+    """Prints the headline and writes the result's JSON. ratio: ours over the other, above 1 is better."""
     result = {
         "ratio": round(ratio, 3),
         "goal": goal,

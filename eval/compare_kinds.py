@@ -1,15 +1,15 @@
-"""All kinds on the same data with the same training time, measured by the same code.
+"""Compares all drafter kinds: same data, same training time, same measurement.
 
     python eval/compare_kinds.py --target smollm2-135m --data runs/smollm2-135m/data --minutes 20 --limit 24 \
         --output eval/results/kinds_smollm2-135m_cpu.json --table runs/kinds/kinds.md --plot docs/kinds.png
 
-Every trained kind is trained from its recipe for so many minutes. Then those, each of them beside a second drafter, and the kinds
-without weights answer the suite by `drafttrain eval`, whose plain decoding alternates with them in the same run, for each
-temperature and tree. When sampling, trees of fixed shape are drawn (`@sample`).
+Trains every trainable kind from its recipe for the given time. Then measures these kinds, each alone and beside a second
+drafter, and the kinds without weights with `drafttrain eval`, interleaved with plain decoding, for each temperature and tree.
+With sampling, trees of fixed shape are drawn (`@sample`).
 
-Each training and each cell of the comparison is a process of its own with its own folder or file under --folder, named after
-all that it depends on: the same command goes on where it stopped. What fails is recorded with its error, tried again next time,
-and stops nothing else. The output is written anew after every cell.
+Each training and each cell of the comparison runs in its own process and has its own folder or file under --folder, named by
+a hash of everything it depends on: after an interruption the same command continues. A failure is recorded with its error,
+tried again next time, and does not stop the rest. The output is rewritten after every cell.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -32,8 +31,9 @@ from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import kind_class, kinds
 from drafttrain.environment import describe_environment
 from drafttrain.errors import UserError
-from drafttrain.files import write_json
+from drafttrain.files import Json, write_json
 from drafttrain.progress import Progress
+from drafttrain.reports.charts import Chart, Series, picture
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -43,14 +43,14 @@ class Entry:
     """A drafter to compare.
 
     Attributes:
-        label: what it is called in tables; name: what `drafttrain eval` calls it; kind: its (first) kind.
+        label: its name in tables. name: its name for `drafttrain eval`. kind: its (first) kind.
         cells: measured figures, or {"error"}, by setting.
     """
 
     label: str
     name: str
     kind: str
-    cells: dict[str, dict[str, Any]] = field(default_factory=dict)
+    cells: dict[str, Json] = field(default_factory=dict)
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -61,7 +61,9 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--minutes", type=float, required=True, help="training time of each")
     add("--kinds", nargs="+", help="kinds to compare, trained or not (default: all)")
     add("--recipes", default=str(ROOT / "configs" / "smollm2-135m"), help="folder of KIND.yaml")
-    add("--beside", nargs="*", default=["ngram"], help="kinds without weights that trained ones are also measured with")
+    add(
+        "--beside", nargs="*", default=["ngram"], help="kinds without weights that trained kinds are also measured with"
+    )
     add("--train", nargs="*", default=[], metavar="KEY=VALUE", help="more keys for every training")
     add("--trees", nargs="+", default=["chain:3", "dynamic:3,4,8"])
     add("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
@@ -83,10 +85,10 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def execute(command: list[str], log: Path, minutes: float) -> None:
-    """Runs a process of its own, its output in a log.
+    """Runs a command with its output in a log.
 
     Raises:
-        RuntimeError: it failed or took too long; with the last line that it wrote.
+        RuntimeError: the command failed or took too long; with the last line of its output.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
@@ -111,9 +113,7 @@ def digest(words: Sequence[str]) -> str:
 
 
 def resolved(name: str) -> str:
-    """A path that does not depend on the folder we are in; other names as they are.
-
-    A plain word is a name, even where a folder is called so too (the suite `drafttrain`)."""
+    """Makes a path absolute; other names stay. A plain word is a name even if a folder has it (the suite `drafttrain`)."""
     path = Path(name).expanduser()
     return str(path.resolve()) if path.is_file() or (path.exists() and "/" in name) else name
 
@@ -121,8 +121,8 @@ def resolved(name: str) -> str:
 # -- training -------------------------------------------------------------------------------------------------------
 
 
-def train(kind: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Trains a kind, unless that is done; returns its folder below --folder and what is known about the training.
+def train(kind: str, args: argparse.Namespace) -> Json:
+    """Trains a kind unless it is trained already; returns its folder below --folder and the training's figures.
 
     Raises:
         RuntimeError: no recipe, or the training failed.
@@ -135,19 +135,19 @@ def train(kind: str, args: argparse.Namespace) -> dict[str, Any]:
     folder = (args.folder / f"{kind}-{digest([recipe.read_text(), *keys])}").resolve()
     if not (folder / "training.json").is_file():
         command = [sys.executable, str(ROOT / "drafttrain" / "train.py"), str(recipe), *keys, f"output_dir={folder}"]
-        # Loading, evaluation and saving come on top of the time that counts.
+        # Loading, evaluation and saving do not count as training time.
         execute(command, folder.with_suffix(".log"), 2 * args.minutes + 15)
     return {"folder": folder.name, **training_figures(folder)}
 
 
-def training_figures(folder: Path) -> dict[str, Any]:
-    """What training.json and the newest checkpoint's state say."""
+def training_figures(folder: Path) -> Json:
+    """The figures in training.json and the newest checkpoint's state."""
     done = json.loads((folder / "training.json").read_text())
     states = sorted(
         folder.glob("checkpoint-*/trainer_state.json"), key=lambda path: int(path.parent.name.split("-")[1])
     )
     state = json.loads(states[-1].read_text()) if states else {}
-    # The time that counted, of all runs that it took.
+    # Counted training time over all runs of an interrupted training.
     budget = state.get("stateful_callbacks", {}).get("TimeBudget", {}).get("attributes", {})
     tokens, seconds = state.get("num_input_tokens_seen"), round(budget.get("used", done["seconds"]), 1)
     return {
@@ -172,13 +172,13 @@ def setting(tree: str, temperature: float) -> str:
 
 
 def tree_for(text: str, temperature: float) -> str:
-    """The tree that is drafted: when sampling, one of fixed shape is drawn."""
+    """The tree to draft: with sampling, a tree of fixed shape is drawn."""
     spec = TreeSpec.parse(text)
     return f"{text}@sample" if temperature > 0 and spec.shape not in ("dynamic", "none") and not spec.sampled else text
 
 
-def measure(entry: Entry, tree: str, temperature: float, args: argparse.Namespace) -> dict[str, Any]:
-    """A cell's figures, taken from its results file, which is made unless it is there.
+def measure(entry: Entry, tree: str, temperature: float, args: argparse.Namespace) -> Json:
+    """Returns a cell's figures from its results file; runs the evaluation if there is no file.
 
     Raises:
         RuntimeError: the evaluation failed.
@@ -205,7 +205,7 @@ def measure(entry: Entry, tree: str, temperature: float, args: argparse.Namespac
     return cell_figures(json.loads(file.read_text()), f"cells/{file.name}")
 
 
-def cell_figures(results: dict[str, Any], file: str) -> dict[str, Any]:
+def cell_figures(results: Json, file: str) -> Json:
     overall, sides = results["overall"], [record["sides"]["drafter"] for record in results["prompts"]]
     passes = sum(side["passes"] for side in sides)
     return {
@@ -231,7 +231,7 @@ def cell_figures(results: dict[str, Any], file: str) -> dict[str, Any]:
 # -- showing --------------------------------------------------------------------------------------------------------
 
 
-def markdown(summary: dict[str, Any]) -> str:
+def markdown(summary: Json) -> str:
     """The trainings, and a table per setting, the fastest drafter first."""
     lines = [
         f"{summary['target']}, {summary['minutes']:g} minutes of training each; {summary['device']}, "
@@ -266,7 +266,7 @@ def markdown(summary: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def ranked(summary: dict[str, Any], name: str) -> list[tuple[str, dict[str, Any]]]:
+def ranked(summary: Json, name: str) -> list[tuple[str, Json]]:
     """A setting's cells by drafter, the fastest first, failures last."""
     cells = {label: entry["cells"][name] for label, entry in summary["drafters"].items() if name in entry["cells"]}
     return sorted(cells.items(), key=lambda item: -item[1].get("speedup", -1.0))
@@ -280,50 +280,24 @@ def _cell(text: str) -> str:
     return text.replace("|", "/").replace("\n", " ")[:160]
 
 
-def draw(summary: dict[str, Any], output: Path) -> None:
-    """Bars of speed-up with their intervals, a panel per setting; accepted lengths stand beside them."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    panels = [
-        (name, [item for item in ranked(summary, name) if "error" not in item[1]]) for name in summary["settings"]
-    ]
-    panels = [(name, rows) for name, rows in panels if rows]
-    if not panels:
-        return
-    height = 1.0 + 0.27 * max(len(rows) for _, rows in panels)
-    figure, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels), height), squeeze=False)
-    for axis, (name, rows) in zip(axes[0], panels, strict=True):
-        rows = rows[::-1]
-        speeds = [cell["speedup"] for _, cell in rows]
-        ends = [cell["speedup_interval"] or [cell["speedup"]] * 2 for _, cell in rows]
-        errors = [[max(0.0, speed - low) for speed, (low, _) in zip(speeds, ends, strict=True)],
-                  [max(0.0, high - speed) for speed, (_, high) in zip(speeds, ends, strict=True)]]  # fmt: skip
-        axis.barh(
-            range(len(rows)), speeds, xerr=errors, color="#2563c9", error_kw={"ecolor": "#5b6470", "elinewidth": 1}
-        )
-        axis.set_yticks(range(len(rows)), [label for label, _ in rows], fontsize=8)
-        axis.axvline(1.0, color="#8a929c", linewidth=1, linestyle=":")
-        right = max(high for _, high in ends)
-        for place, (_, cell) in enumerate(rows):
-            axis.text(right * 1.03, place, f"{cell['accepted_length']:.2f}", va="center", fontsize=8, color="#5b6470")
-        axis.set_xlim(0, right * 1.2)
-        axis.set_title(f"{name}: speed-up, accepted length", fontsize=9)
-        for side in ("top", "right"):
-            axis.spines[side].set_visible(False)
-    figure.tight_layout()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, dpi=150)
-    plt.close(figure)
+def draw(summary: Json, output: Path) -> None:
+    """Writes a chart per setting: speed-up with its interval; the labels hold the accepted length."""
+    charts = []
+    for name in summary["settings"]:
+        rows = [item for item in ranked(summary, name) if "error" not in item[1]]
+        labels = [f"{label}  {cell['accepted_length']:.2f}" for label, cell in rows]
+        spans = [(ends[0], ends[1]) if (ends := cell["speedup_interval"]) else None for _, cell in rows]
+        series = Series("speed-up", [cell["speedup"] for _, cell in rows], spans=spans)
+        charts += [Chart("kinds", name, "", "bars", labels, [series], reference=1.0)] if rows else []
+    if charts:
+        picture([charts], output, ["Accepted length (number after the name) and speed-up (bar)"])
 
 
 # -- all together ---------------------------------------------------------------------------------------------------
 
 
-def summarise(args: argparse.Namespace, trainings: dict[str, Any], entries: Sequence[Entry]) -> dict[str, Any]:
-    """Writes what is known so far, and returns it."""
+def summarize(args: argparse.Namespace, trainings: Json, entries: Sequence[Entry]) -> Json:
+    """Writes the results so far, and returns them."""
     summary = {
         **describe_environment(torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")),
         "target": args.target,
@@ -346,11 +320,11 @@ def summarise(args: argparse.Namespace, trainings: dict[str, Any], entries: Sequ
     return summary
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Trains, measures, shows; returns what the output holds."""
+def run(args: argparse.Namespace) -> Json:
+    """Trains, measures and draws; returns the content of the output file."""
     wanted = args.kinds or kinds()
     trained = [kind for kind in wanted if kind_class(kind).trainable]
-    trainings: dict[str, Any] = {}
+    trainings: Json = {}
     with Progress("training", len(trained), "kinds") as meter:
         for kind in trained:
             try:
@@ -359,7 +333,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 trainings[kind] = {"error": str(error)}
                 print(f"FAILED training {kind}: {error}", file=sys.stderr, flush=True)
             meter.advance(note=kind)
-            summarise(args, trainings, [])
+            summarize(args, trainings, [])
     entries = [Entry(kind, kind, kind) for kind in wanted if kind not in trained]
     for kind, done in trainings.items():
         if "error" not in done:
@@ -378,8 +352,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 note = f"{entry.label} {name} failed"
                 print(f"FAILED {entry.label} {name}: {error}", file=sys.stderr, flush=True)
             meter.advance(note=note)
-            summarise(args, trainings, entries)
-    summary = summarise(args, trainings, entries)
+            summarize(args, trainings, entries)
+    summary = summarize(args, trainings, entries)
     if args.plot:
         draw(summary, args.plot)
     return summary

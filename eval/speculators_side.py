@@ -1,7 +1,8 @@
-"""The speculators side of bench_train.py; runs in an environment of its own that has speculators and torch.
+"""The speculators side of bench_train.py; runs in its own environment with speculators and torch.
 
-Its model, loss and mask code as its trainer calls them on stored hidden states. FlexAttention has no backward on a CPU and
-the fused losses need Triton, so there it takes its `sdpa` attention and `eager` losses; on CUDA what its trainer defaults to.
+Calls the library's model, loss and mask code as its trainer does on stored hidden states. On CUDA it uses the trainer's
+defaults. On a CPU it uses `sdpa` attention and `eager` losses: FlexAttention has no backward there, and the fused losses need
+Triton.
 """
 
 import sys
@@ -41,7 +42,7 @@ def build(job: dict, device: torch.device) -> tuple[Eagle3DraftModel, dict]:
 
 
 def lay_out(rows: list, device: torch.device) -> dict:
-    """One row of all documents, shifted as its data loader does."""
+    """One row with all documents, shifted as in the library's data loader."""
     parts = []
     for number, document in enumerate(document for row in rows for document in row):
         shifted = shift_batch(

@@ -100,6 +100,11 @@ class CombinedDrafter(Drafter):
         return [trees[row] for row in range(len(sessions))]
 
 
+def parts_of(drafter: Drafter) -> tuple[Drafter, Drafter | None]:
+    """The drafter that grows trees, and the one whose matches are merged into them, if any."""
+    return (drafter.main, drafter.side) if isinstance(drafter, CombinedDrafter) else (drafter, None)
+
+
 @cache
 def match_spec(spec: TreeSpec) -> TreeSpec:
     """The tree that the second drafter may propose; in a dynamic tree, paths as long as the budget."""

@@ -1,10 +1,15 @@
-"""How each kind of drafter is shipped. A kind is one module here, named as in drafters/, that defines SHIPPING.
+"""The third half of the drafter contract: how a kind is written for engines, checked, served and read back.
 
-    class Eagle3Shipping(Shipping): ...        formats and what they refuse, writing, checking, recipes, the card's line
+A kind's folder may hold an export.py that defines SHIPPING:
+
+    class Eagle3Shipping(Shipping): ...        formats and their unsupported features, writing, checking, recipes, card line
     SHIPPING = Eagle3Shipping()
 
-Export, import, verify, push and the card ask that object and know no kind by name. A kind without a module here is shipped by
-`Shipping` itself: no engine loads it, and on the Hub it lies in our own format.
+Most kinds are shipped as config.json and our weights under an engine's names: they define engine_config and drafter_from, and
+engine_names where names differ; the same names serve writing, checking and reading back.
+
+The commands export, import, verify and push, and the model card, use that object and name no kind. A kind without an export.py
+gets `Shipping` itself: no engine loads it, and it is published in drafttrain's own format.
 """
 
 from __future__ import annotations
@@ -13,17 +18,21 @@ import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Generic, TypeVar, cast
 
 import torch
-from transformers import PreTrainedModel
+from torch import Tensor
 
+from drafttrain.drafters.common.trainable import TrainableDrafter
+from drafttrain.drafters.read_back import compare_drafters
 from drafttrain.drafters.registry import kind_folders
 from drafttrain.drafters.trained import Trained
-from drafttrain.errors import UserError
+from drafttrain.errors import UserError, first_line
+from drafttrain.files import Json
+from drafttrain.formats.weights import check_weights, read_config, read_weights, write_checkpoint
 
 FORMATS = ("vllm", "sglang", "transformers", "gguf")
-# Engines in the recipes' order, and the format whose rules each follows.
+# Engines in the order of the recipes, and the format whose rules each follows.
 ENGINES = {
     "vLLM": "vllm",
     "SGLang": "sglang",
@@ -32,6 +41,9 @@ ENGINES = {
     "transformers": "transformers",
 }
 GGUF_NAME = "draft.gguf"  # the file of the gguf format
+_DEPTH = 4  # tokens of the chains that prove an export
+
+D = TypeVar("D", bound=TrainableDrafter)  # the kind's class
 
 
 @dataclass(frozen=True)
@@ -47,8 +59,8 @@ class Format:
 
 
 @dataclass(frozen=True)
-class Request:
-    """What exported files are to be.
+class ExportRequest:
+    """Settings of an export.
 
     Attributes:
         output: folder to write. dtype: of the weights.
@@ -62,35 +74,63 @@ class Request:
     depth: int = 3
 
 
-class Shipping:
-    """How drafters of one kind are shipped; this class itself is for kinds that no engine loads.
+@dataclass(frozen=True)
+class Exported:
+    """An exported checkpoint. Attributes: where: names it in errors; config: its config.json; weights: its tensors."""
+
+    where: str
+    config: Json
+    weights: dict[str, Tensor]
+
+
+class Shipping(Generic[D]):
+    """How drafters of one kind are shipped; the base class is for kinds that no engine loads.
 
     Attributes:
-        formats: those that the kind can be written in, by name.
-        verifiable: engines that `drafttrain verify` can run the kind in, and the format that each is given:
-            `vllm`, `transformers`, `llama.cpp` (see hub/engine_runs.py).
-        in_root: formats that a repository has in its root, beside our own keys; others are in a folder of their name.
+        formats: the formats that the kind can be written in, by name.
+        verifiable: engines that `drafttrain verify` runs the kind in (`vllm`, `transformers`, `llama.cpp`, see
+            export/engine_runs.py), and the format that each is given.
+        in_root: formats that a published repository holds in its root, with our own keys added; others get a folder each.
+        reads: published checkpoints that `drafttrain import` reads, for messages.
+        description: half a sentence for the card, with places for the config's keys and the words of `line`.
     """
 
     formats: Mapping[str, Format] = {}
     verifiable: Mapping[str, str] = {}
     in_root: Sequence[str] = ()
+    reads = ""
+    description = "of kind {kind}, {parameters} parameters"
 
     def line(self, trained: Trained, parameters: str) -> str:
-        """What such a drafter is, in half a sentence, for the card. parameters: their number, as text."""
-        return f"of kind {trained.kind}, {parameters} parameters"
+        """Describes the drafter in half a sentence, for the card. parameters: their number, as text."""
+        config = trained.config
+        layers = config.get("num_hidden_layers", 1)
+        words = {
+            "kind": trained.kind,
+            "parameters": parameters,
+            "layers": "one decoder layer" if layers == 1 else f"{layers} decoder layers",
+            "features": ", ".join(map(str, config.get("feature_layers", []))),
+            "kept": f"{config.get('draft_vocab_size', 0):,} of its {config.get('vocab_size', 0):,} tokens",
+        }
+        return self.description.format(**{**config, **words})
 
-    def refusals(self, trained: Trained, form: str) -> list[str]:
-        """Why a format (and so the engines that follow its rules) cannot express this drafter; empty if it can.
+    def load(self, trained: Trained) -> D:
+        """The drafter, which is of this kind."""
+        return cast(D, trained.load())
 
-        Overriding methods say first what this one says.
+    # -- writing ------------------------------------------------------------------------------------------------
+
+    def unsupported(self, trained: Trained, form: str) -> list[str]:
+        """The drafter's features that a format (and the engines that follow its rules) does not support; empty if none.
+
+        Overriding methods return what this one returns first.
         """
         if form in self.formats:
             return []
         return [f"no {form} format is known for kind {trained.kind!r}"]
 
-    def write(self, trained: Trained, form: str, request: Request) -> list[Path]:
-        """Writes a drafter that the format does not refuse.
+    def write(self, trained: Trained, form: str, request: ExportRequest) -> list[Path]:
+        """Writes a drafter that the format supports: config.json and model.safetensors, unless overridden.
 
         Returns:
             The files written.
@@ -98,34 +138,25 @@ class Shipping:
         Raises:
             UserError: something is missing, or the output cannot be written.
         """
-        raise NotImplementedError(form)
+        drafter = self.load(trained)
+        config = self.engine_config(drafter, form, request)
+        return write_checkpoint(request.output, config, self.engine_weights(drafter, config), request.dtype)
 
-    def check(self, trained: Trained, exported: Path) -> dict[str, Any]:
-        """Loads exported files as an engine would, by name and shape, and compares what they compute with ours.
+    def engine_config(self, drafter: D, form: str, request: ExportRequest) -> Json:
+        """The config.json of an export."""
+        raise NotImplementedError(type(self).__name__)
 
-        Returns:
-            Figures for the report.
+    def engine_names(self, drafter: D, config: Json) -> dict[str, str]:
+        """Every weight that an engine's loader expects, and the tensor of ours that it holds. config: the export's."""
+        return {name: name for name in drafter.state_dict() if name != "kept_ids"}
 
-        Raises:
-            UserError: they differ, or lack what an engine looks for.
-        """
-        raise NotImplementedError(str(exported))
+    def engine_weights(self, drafter: D, config: Json) -> dict[str, Tensor]:
+        """Every tensor of an export, by the engine's name. config: the export's."""
+        state = drafter.state_dict()
+        return {name: state[own] for name, own in self.engine_names(drafter, config).items()}
 
-    def options(self, trained: Trained) -> Mapping[str, Mapping[str, Any]]:
-        """What each of ENGINES must be told to draft with this kind. An engine that is not named knows no such drafter.
-
-        vLLM: keys of --speculative-config (method). SGLang: flags of launch_server (speculative-algorithm). TensorRT-LLM:
-        keys of speculative_config (decoding_type). llama.cpp, transformers: none. Model and number of tokens are added;
-        a value here wins, and None drops the key.
-        """
-        return {}
-
-    def most_tokens(self, trained: Trained) -> int | None:
-        """Speculative tokens that an engine can be told to draft at most; None for any number."""
-        return None
-
-    def publish(self, trained: Trained, request: Request) -> list[tuple[str, str]]:
-        """Writes everything that a repository has of the drafter itself: our own format, and each engine's in a folder.
+    def publish(self, trained: Trained, request: ExportRequest) -> list[tuple[str, str]]:
+        """Writes the weight files of a repository: our own format, and each engine's in a folder.
 
         Args:
             request: output is the repository's folder, target the name to publish.
@@ -135,32 +166,99 @@ class Shipping:
         """
         drafter = trained.load()
         drafter.config.target = {**trained.target, "name": request.target}
-        drafter.to(request.dtype).save_pretrained(request.output)
+        drafter.to(request.dtype).save_pretrained(request.output)  # type: ignore[arg-type]
         files = [("model.safetensors", "the drafter, for drafttrain")]
         for form, described in self.formats.items():
-            if reasons := self.refusals(trained, form):
+            if reasons := self.unsupported(trained, form):
                 print(f"no {form} format: {'; '.join(reasons)}")
                 continue
             self.write(trained, form, replace(request, output=request.output / form))
             files.append((f"{form}/model.safetensors", f"{described.text}, for {', '.join(described.engines)}"))
         return files
 
-    # -- the way back -------------------------------------------------------------------------------------------
+    # -- checking -----------------------------------------------------------------------------------------------
 
-    reads = ""  # published checkpoints that `drafttrain import` reads, for messages
+    def exported_weights(self, exported: Path) -> dict[str, Tensor]:
+        """Every tensor of an export, also from files that only some kinds have."""
+        return read_weights(exported)
 
-    def recognises(self, config: Mapping[str, Any]) -> bool:
+    def drafter_from(self, original: D, export: Exported) -> D:
+        """A drafter with the shapes and flags of an export, as an engine reads its keys; its weights do not matter.
+
+        Args:
+            original: gives what a format leaves to the target or the engine.
+        """
+        raise NotImplementedError(type(self).__name__)
+
+    def drafter_weights(self, original: D, back: D, export: Exported) -> dict[str, Tensor]:
+        """The state dict of `back`, from an export's weights. Kept ids are the original's unless overridden."""
+        state = {"kept_ids": original.kept_ids}
+        for name, own in self.engine_names(back, export.config).items():
+            if own in state and not torch.equal(state[own], export.weights[name]):
+                raise UserError(f"{export.where} computes something else: {name} differs from the copy that shares it")
+            state[own] = export.weights[name]
+        return state
+
+    def checked_depth(self, config: Json) -> int:
+        """Tokens that an export drafts per round, for the chains of `check`."""
+        return _DEPTH
+
+    def check(self, trained: Trained, exported: Path) -> Json:
+        """Proves an export: tensors as an engine's loader expects them, and read back it drafts what the drafter does.
+
+        Returns:
+            Figures for the report: rounds, depth, max_log_prob_difference, same_tokens.
+
+        Raises:
+            UserError: a tensor is missing, unknown, of another shape or dtype or not finite, or the drafts differ.
+        """
+        export = Exported(repr(str(exported)), read_config(exported), self.exported_weights(exported))
+        config, where = export.config, export.where
+        original = self.load(trained)
+        try:
+            back = self.drafter_from(original, export)
+            expected = {name: tuple(value.shape) for name, value in self.engine_weights(back, config).items()}
+            dtype = check_weights(export.weights, expected, config, where)
+            back.load_state_dict(self.drafter_weights(original, back, export))
+            return self.compare(original, back, dtype, self.checked_depth(config), where)
+        except KeyError as error:
+            raise UserError(f"{where}: config.json has no {error}, which engines need; export again") from error
+        except (RuntimeError, IndexError) as error:  # shapes that do not go together
+            raise UserError(f"{where} does not fit the drafter ({first_line(error)}); pass its own export") from error
+
+    def compare(self, original: D, back: D, dtype: torch.dtype, depth: int, where: str) -> Json:
+        """Compares the drafts of a drafter and of its export; see `compare_drafters`."""
+        return compare_drafters(original, back, dtype, depth, where)
+
+    # -- serving ------------------------------------------------------------------------------------------------
+
+    def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
+        """Settings with which each of ENGINES drafts with this kind; an engine without an entry knows no such drafter.
+
+        vLLM: keys of --speculative-config (method). SGLang: flags of launch_server (speculative-algorithm). TensorRT-LLM:
+        keys of speculative_config (decoding_type). llama.cpp, transformers: none. Model and number of tokens are added;
+        a value here wins, and None drops the key.
+        """
+        return {}
+
+    def most_tokens(self, trained: Trained) -> int | None:
+        """Speculative tokens that an engine may draft at most; None for any number."""
+        return None
+
+    # -- importing ----------------------------------------------------------------------------------------------
+
+    def recognizes(self, config: Mapping[str, object]) -> bool:
         """Whether a published checkpoint's config.json is of this kind."""
         return False
 
-    def read(self, folder: Path, target: dict[str, Any], allow_pickle: bool = False) -> PreTrainedModel:
-        """A published checkpoint as one of our drafters, on the CPU in its dtype.
+    def read(self, folder: Path, target: Json, allow_pickle: bool = False) -> D:
+        """Reads a published checkpoint as one of our drafters, on the CPU in its dtype.
 
         Args:
             target: identity of its target, see `Target.identity`.
 
         Raises:
-            UserError: it computes what ours cannot, lacks weights, or was made for another target.
+            UserError: it computes what ours cannot, lacks weights, or was trained for another target.
         """
         raise NotImplementedError(str(folder))
 
@@ -178,7 +276,7 @@ def shipping(kind: str) -> Shipping:
 
 
 def format_lines() -> str:
-    """Every kind's formats for the help; those in which the same is written share a line."""
+    """Every kind's formats for the help; formats in which the same is written share a line."""
     lines = []
     for kind in shipped_kinds():
         formats = shipping(kind).formats
@@ -189,16 +287,16 @@ def format_lines() -> str:
 
 
 def check_expressible(trained: Trained, form: str) -> Shipping:
-    """The drafter's kind, if the format can express it.
+    """The shipping of the drafter's kind, if the format supports the drafter.
 
     Raises:
-        UserError: it cannot, with every reason.
+        UserError: unsupported features, every one.
     """
     kind = shipping(trained.kind)
-    if reasons := kind.refusals(trained, form):
-        others = [other for other in kind.formats if other != form and not kind.refusals(trained, other)]
-        way = (
+    if reasons := kind.unsupported(trained, form):
+        others = [other for other in kind.formats if other != form and not kind.unsupported(trained, other)]
+        fix = (
             f"--format {' or '.join(others)} can" if others else "drafttrain eval, generate and push still work with it"
         )
-        raise UserError(f"format={form!r} cannot express this drafter: {'; '.join(reasons)}; {way}")
+        raise UserError(f"format={form!r} cannot express this drafter: {'; '.join(reasons)}; {fix}")
     return kind

@@ -1,17 +1,15 @@
-"""A trained drafter's folder as export, verify and push see it: which kind, made for which target."""
+"""A trained drafter's folder, read once: its kind, its config and the identity of its target."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.registry import META_FILE, drafter_folder, kind_class, kind_of, kinds, load_trained
-from drafttrain.errors import UserError
+from drafttrain.errors import UserError, first_line
+from drafttrain.files import Json
 from drafttrain.formats.weights import read_config
-from drafttrain.target.shell import architectures_of as architectures_of
-from drafttrain.target.shell import load_shell as load_shell
-from drafttrain.target.target import resolve_dtype as parse_dtype  # noqa: F401
 
 
 @dataclass(frozen=True)
@@ -20,20 +18,20 @@ class Trained:
 
     Attributes:
         folder: where it is. kind: its kind's name. config: its config.json.
-        target: the identity of its target as recorded; empty if nothing is.
+        target: the recorded identity of its target; empty if none is recorded.
     """
 
     folder: Path
     kind: str
-    config: dict[str, Any]
-    target: dict[str, Any]
+    config: Json
+    target: Json
 
     @property
     def target_name(self) -> str:
         return self.target.get("name", "")
 
-    def load(self) -> Any:
-        """The drafter, on the CPU and not bound to a target.
+    def load(self) -> TrainableDrafter:
+        """Loads the drafter on the CPU, not bound to a target.
 
         Raises:
             UserError: its weights do not fit its config.
@@ -41,14 +39,13 @@ class Trained:
         try:
             return load_trained(str(self.folder))
         except (OSError, ValueError, RuntimeError) as error:
-            first = str(error).strip().splitlines()[0]
             raise UserError(
-                f"drafter={str(self.folder)!r} cannot be loaded ({first}); train or import it anew"
+                f"drafter={str(self.folder)!r} cannot be loaded ({first_line(error)}); train it again"
             ) from error
 
 
 def find_drafter(name: str) -> Trained:
-    """Looks at a drafter by folder or Hub id.
+    """Reads the config of a drafter, given by folder or Hub id.
 
     Raises:
         UserError: nothing there, not a drafter of ours, or a kind without weights.

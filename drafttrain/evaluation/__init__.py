@@ -1,1 +1,1 @@
-"""Measuring a drafter: suites, metrics, the runner with its baselines, the search for a tree, and reports."""
+"""Measuring a drafter: suites, metrics, the runner with its baselines, and the diagnosis."""

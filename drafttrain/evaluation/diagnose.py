@@ -1,8 +1,7 @@
-"""`drafttrain diagnose`: why a drafter's acceptance is what it is, from what was measured, and what to do about it.
+"""`drafttrain diagnose`: likely causes of low acceptance, from measured figures, and what to do about them.
 
-A finding names a likely cause only if a figure points at it, and shows that figure. The field's rules of thumb stand beside
-the measurement, which decides: a short tree on a machine where verification is cheap pays at acceptances that the rules call
-useless.
+A finding names a cause only if a figure supports it, and shows that figure. The field's rules of thumb appear next to the
+measured speed-up, and the measurement decides: with cheap verification a short tree pays even at low acceptance rates.
 """
 
 from __future__ import annotations
@@ -10,38 +9,36 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from rich.console import Console
 
 from drafttrain.drafters.registry import decoding_file, decoding_settings
 from drafttrain.errors import UserError
-from drafttrain.evaluation.metrics import summarise
-from drafttrain.files import write_json
-from drafttrain.reports.console import wide_console
-from drafttrain.reports.report import load_results
+from drafttrain.evaluation.metrics import summarize
+from drafttrain.evaluation.records import load_results, training_record
+from drafttrain.files import Json, write_json
 
 HELP = """Say why acceptance is what it is, from results.json, and what to do.
 
   drafttrain diagnose results.json
   drafttrain diagnose results.json --drafter runs/drafter --apply
 
-With --apply, kinds of request that speculation slows down are written into the drafter's decoding.json (`off`), which
-`drafttrain eval` and `generate(..., category=...)` then decode plainly; kinds that pay are taken out again. Several files of
+--apply writes the categories that speculation slows down into the drafter's decoding.json (`off`); `drafttrain eval` and
+`generate(..., category=...)` then decode them plainly. Categories that pay are removed from the list again. Several files of
 one drafter are compared by temperature."""
 
 USELESS, SHORTEN, LENGTHEN = 0.3, 0.4, 0.8  # the field's rules of thumb for the acceptance rate
-COVERAGE = 0.95  # below this the drafter's vocabulary costs more than rounding
-MISMATCH = 0.7  # measured over trained acceptance at the first depth
-FALL = 0.7  # acceptance at the last depth over that at the first
-LESS = 0.85  # accepted tokens of a part over those of the rest
-DEAR = 0.35  # share of time in the drafter
-FEWEST = 4  # prompts that a comparison of parts needs on each side
+COVERAGE = 0.95  # below this share of covered tokens the pruned vocabulary costs acceptance
+MISMATCH = 0.7  # measured / trained acceptance at the first depth
+FALL = 0.7  # acceptance at the last depth / at the first
+LESS = 0.85  # accepted tokens of a part / of the rest
+EXPENSIVE = 0.35  # share of time in the drafter
+FEWEST = 4  # prompts on each side of a comparison
 
 
 @dataclass
 class Finding:
-    """A likely cause. cause: its name; figures: what points at it; advice: what to do; off: categories to switch off."""
+    """A likely cause. figures: the evidence; advice: what to do; off: categories to switch off."""
 
     cause: str
     figures: str
@@ -49,27 +46,25 @@ class Finding:
     off: tuple[str, ...] = ()
 
 
-def diagnose(
-    results: dict[str, Any], training: dict[str, Any] | None = None, others: Sequence[dict[str, Any]] = ()
-) -> list[dict[str, Any]]:
-    """Findings, those that matter most first.
+def diagnose(results: Json, training: Json | None = None, others: Sequence[Json] = ()) -> list[Json]:
+    """Finds likely causes, the most important first.
 
     Args:
-        results: content of a results.json. training: of the drafter's training.json, if there is one.
+        results: content of a results.json. training: content of the drafter's training.json, if there is one.
         others: further results of the same drafter, compared by temperature.
 
     Returns:
-        Finding fields, as in JSON; the first one is the verdict.
+        Fields of `Finding`, as in results.json; the first finding is the verdict.
     """
     if not results["overall"]["target_passes"] or results["decoding"]["tree"].get("shape") == "none":
         return []
-    rules = (_mismatch, _vocabulary, _depth, _context, _categories, _cost)
-    found = [finding for rule in rules if (finding := rule(results, training or {})) is not None]
-    heat = _temperature(results, others)
-    return [asdict(finding) for finding in [_verdict(results), *found, *([heat] if heat else [])]]
+    training = training or {}
+    found = [_verdict(results), _mismatch(results, training), _vocabulary(results), _depth(results, training)]
+    found += [_context(results, training), _categories(results), _cost(results), _temperature(results, others)]
+    return [asdict(finding) for finding in found if finding is not None]
 
 
-def _verdict(results: dict[str, Any]) -> Finding:
+def _verdict(results: Json) -> Finding:
     overall = results["overall"]
     rate, speedup = overall["acceptance_rate"], overall["speedup_vs_fastest"]
     rule = "between 40 and 80 %: the length is about right"
@@ -85,15 +80,14 @@ def _verdict(results: dict[str, Any]) -> Finding:
     interval = overall.get("confidence", {"speedup": {}})["speedup"].get("autoregressive")
     figures += f"; measured {speedup:.2f}x" + (f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "")
     if speedup < 1:
-        return Finding(
-            "verdict", figures, "it slows decoding down here: see the causes, run `drafttrain tune`, or switch it off"
-        )
+        advice = "it slows decoding down here: see the causes, run `drafttrain tune`, or switch it off"
+        return Finding("verdict", figures, advice)
     odd = " although the rule of thumb says otherwise: verification is cheap here" if rate < USELESS else ""
     return Finding("verdict", figures, "it pays here" + odd)
 
 
-def _mismatch(results: dict[str, Any], training: dict[str, Any]) -> Finding | None:
-    """A drafter that was good on held-out training data and is bad everywhere here sees something else than it learned."""
+def _mismatch(results: Json, training: Json) -> Finding | None:
+    """Train/serve mismatch: acceptance far below that on held-out training data, everywhere or in some categories."""
     trained = training.get("held_out", {}).get("eval_agree@1")
     joint = results["overall"]["acceptance_by_depth"]["joint"]
     if not trained or not joint or joint[0] >= MISMATCH * trained:
@@ -113,13 +107,11 @@ def _mismatch(results: dict[str, Any], training: dict[str, Any]) -> Finding | No
     )
 
 
-def _vocabulary(results: dict[str, Any], _: dict[str, Any]) -> Finding | None:
+def _vocabulary(results: Json) -> Finding | None:
     known = [record for record in results["prompts"] if "covered" in record]
     tokens = sum(record["sides"]["drafter"]["tokens"] for record in known)
-    if not tokens:
-        return None
-    covered = sum(record["covered"] * record["sides"]["drafter"]["tokens"] for record in known) / tokens
-    if covered >= COVERAGE:
+    covered = sum(record["covered"] * record["sides"]["drafter"]["tokens"] for record in known) / max(tokens, 1)
+    if not tokens or covered >= COVERAGE:
         return None
     conditional = results["overall"]["acceptance_by_depth"]["conditional"]
     lost = 1 - (conditional[0] if conditional else 0.0)
@@ -131,7 +123,7 @@ def _vocabulary(results: dict[str, Any], _: dict[str, Any]) -> Finding | None:
     )
 
 
-def _depth(results: dict[str, Any], training: dict[str, Any]) -> Finding | None:
+def _depth(results: Json, training: Json) -> Finding | None:
     conditional = results["overall"]["acceptance_by_depth"]["conditional"]
     if len(conditional) < 2 or conditional[0] < 0.1 or conditional[-1] >= FALL * conditional[0]:
         return None
@@ -145,38 +137,34 @@ def _depth(results: dict[str, Any], training: dict[str, Any]) -> Finding | None:
     )
 
 
-def _accepted(records: Sequence[dict[str, Any]]) -> float:
-    return summarise(records)["accepted_length"] - 1
-
-
-def _context(results: dict[str, Any], training: dict[str, Any]) -> Finding | None:
+def _context(results: Json, training: Json) -> Finding | None:
     records = sorted(results["prompts"], key=lambda record: record["prompt_tokens"])
     third = len(records) // 3
     if third < FEWEST:
         return None
-    short, long_ = records[:third], records[-third:]
-    lengths = [sum(record["prompt_tokens"] for record in part) / third for part in (short, long_)]
-    accepted = [_accepted(part) for part in (short, long_)]
+    parts = (records[:third], records[-third:])
+    lengths = [sum(record["prompt_tokens"] for record in part) / third for part in parts]
+    accepted = [summarize(part)["accepted_length"] - 1 for part in parts]
     if lengths[1] < 2 * lengths[0] or accepted[1] >= LESS * accepted[0]:
         return None
     limit = training.get("config", {}).get("max_length")
     beyond = f"; trained on at most {limit} tokens" if limit and limit < lengths[1] else ""
     return Finding(
         "long context",
-        f"accepted tokens a round: {accepted[0]:.2f} behind {lengths[0]:.0f} prompt tokens, {accepted[1]:.2f} behind "
+        f"accepted tokens per round: {accepted[0]:.2f} after {lengths[0]:.0f} prompt tokens, {accepted[1]:.2f} after "
         f"{lengths[1]:.0f}{beyond}",
         "train on longer rows (max_length), or check with `drafttrain sweep --contexts`: categories differ in length too",
     )
 
 
-def slow_categories(results: dict[str, Any]) -> tuple[str, ...]:
-    """Categories that speculation slows down, by the plain engine's rate, or whatever baseline there is."""
+def slow_categories(results: Json) -> tuple[str, ...]:
+    """Categories that speculation slows down, compared with the first baseline of the results."""
     name = next(iter(results["overall"]["speedup"]), None)
     parts = {category: part["speedup"].get(name, 1.0) for category, part in results["categories"].items()}
     return tuple(category for category, speedup in parts.items() if speedup < 1)
 
 
-def _categories(results: dict[str, Any], _: dict[str, Any]) -> Finding | None:
+def _categories(results: Json) -> Finding | None:
     parts, overall = results["categories"], results["overall"]
     mean = overall["accepted_length"] - 1
     low = [name for name, part in parts.items() if len(parts) > 1 and part["accepted_length"] - 1 < LESS * mean]
@@ -184,75 +172,58 @@ def _categories(results: dict[str, Any], _: dict[str, Any]) -> Finding | None:
     if not low and not slow:
         return None
     baseline = next(iter(overall["speedup"]), "")
-    shown = ", ".join(
-        f"{name} {parts[name]['accepted_length']:.2f}"
-        + (f" ({parts[name]['speedup'][baseline]:.2f}x)" if baseline in parts[name]["speedup"] else "")
-        for name in dict.fromkeys((*low, *slow))
-    )
+    shown = []
+    for name in dict.fromkeys((*low, *slow)):
+        speedup = parts[name]["speedup"].get(baseline)
+        shown.append(f"{name} {parts[name]['accepted_length']:.2f}" + (f" ({speedup:.2f}x)" if speedup else ""))
     advice = "add training prompts of these kinds"
     if slow:
         advice += f"; speculation slows {', '.join(slow)} down: switch it off there (`drafttrain diagnose --apply`)"
-    return Finding(
-        "domain",
-        f"accepted length by category: {shown}, against {overall['accepted_length']:.2f} overall",
-        advice,
-        slow,
-    )
+    figures = f"accepted length by category: {', '.join(shown)}, against {overall['accepted_length']:.2f} overall"
+    return Finding("domain", figures, advice, slow)
 
 
-def _cost(results: dict[str, Any], _: dict[str, Any]) -> Finding | None:
+def _cost(results: Json) -> Finding | None:
     share = results["overall"]["draft_fraction"]
-    if share < DEAR:
-        return None
-    return Finding(
-        "drafting takes long",
-        f"{share:.0%} of the time is spent in the drafter",
-        "draft fewer depths: `drafttrain tune`",
-    )
+    figures, advice = f"{share:.0%} of the time is spent in the drafter", "draft fewer depths: `drafttrain tune`"
+    return Finding("drafting takes long", figures, advice) if share >= EXPENSIVE else None
 
 
-def _temperature(results: dict[str, Any], others: Sequence[dict[str, Any]]) -> Finding | None:
+def _temperature(results: Json, others: Sequence[Json]) -> Finding | None:
     heat = results["decoding"]["temperature"]
-    cooler = [
-        each for each in others if each["decoding"]["temperature"] < heat and each["drafter"] == results["drafter"]
-    ]
+    same = [other for other in others if other["drafter"] == results["drafter"]]
+    cooler = [other for other in same if other["decoding"]["temperature"] < heat]
     ours = results["overall"]["accepted_length"] - 1
-    best = max(cooler, key=lambda each: each["overall"]["accepted_length"], default=None)
+    best = max(cooler, key=lambda other: other["overall"]["accepted_length"], default=None)
     if best is None or ours >= LESS * (best["overall"]["accepted_length"] - 1):
         return None
-    drawn = "" if results["decoding"]["tree"].get("sampled") else "draw the drafts too (--tree chain:3@sample), or "
+    draw = "" if results["decoding"]["tree"].get("sampled") else "draw the drafts too (--tree chain:3@sample), or "
     return Finding(
         "temperature",
-        f"accepted tokens a round: {best['overall']['accepted_length'] - 1:.2f} at temperature "
+        f"accepted tokens per round: {best['overall']['accepted_length'] - 1:.2f} at temperature "
         f"{best['decoding']['temperature']:g}, {ours:.2f} at {heat:g}",
-        f"{drawn}train on answers that were sampled at {heat:g}",
+        f"{draw}train on answers that were sampled at {heat:g}",
     )
 
 
-def print_findings(findings: Sequence[dict[str, Any]], console: Console | None = None) -> None:
-    """A line with the figures and a line with the advice per finding."""
-    console = console or wide_console()
+def print_findings(findings: Sequence[Json]) -> None:
+    """Prints two lines per finding: the figures and the advice."""
+    console = Console(highlight=False, soft_wrap=True)
     for finding in findings:
-        console.print(f"[bold]{finding['cause']}[/bold]: {finding['figures']}", highlight=False, soft_wrap=True)
-        console.print(f"  -> {finding['advice']}", highlight=False, soft_wrap=True)
+        console.print(f"[bold]{finding['cause']}[/bold]: {finding['figures']}")
+        console.print(f"  -> {finding['advice']}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("results", nargs="+", help="files written by drafttrain eval; each is diagnosed")
-    parser.add_argument("--drafter", default="", help="the drafter's folder (default: the one that the results name)")
-    parser.add_argument(
-        "--apply", action="store_true", help="write the kinds to switch off into the drafter's decoding.json"
-    )
+    """Adds the command's flags."""
+    add = parser.add_argument
+    add("results", nargs="+", help="files written by drafttrain eval; each is diagnosed")
+    add("--drafter", default="", help="the drafter's folder (default: the one that the results name)")
+    add("--apply", action="store_true", help="write the categories to switch off into the drafter's decoding.json")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; returns the exit status.
-
-    Raises:
-        UserError: a file that is no results.json, or no folder to write to.
-    """
-    from drafttrain.evaluation.runner import training_record
-
+    """Runs the command. Raises UserError for a file that is not a results.json, or no drafter folder to write to."""
     runs = [load_results(name) for name in args.results]
     for name, results in zip(args.results, runs, strict=True):
         print(name)
@@ -263,20 +234,19 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def apply(drafter: str, results: dict[str, Any]) -> None:
-    """Writes the kinds that speculation slows down into decoding.json. Kinds that were decoded plainly stay as they are.
+def apply(drafter: str, results: Json) -> None:
+    """Writes slow categories into decoding.json. Categories that the results do not measure with drafts keep their entry.
 
     Raises:
         UserError: no such folder.
     """
     place = decoding_file(drafter)
     if not place.parent.joinpath("config.json").is_file():
-        raise UserError(
-            f"drafter={drafter!r} is no drafter's folder, so there is no decoding.json; give --drafter FOLDER"
-        )
+        message = f"drafter={drafter!r} is no drafter's folder, so there is no decoding.json; give --drafter FOLDER"
+        raise UserError(message)
     settings = decoding_settings(drafter) or {"tree": results["decoding"]["tree"]["spec"]}
-    unmeasured = {record["category"] for record in results["prompts"] if record.get("speculation") is False}
-    known = set(results["categories"]) - unmeasured
+    plain = {record["category"] for record in results["prompts"] if record.get("speculation") is False}
+    known = set(results["categories"]) - plain
     off = sorted({*slow_categories(results)} & known | set(settings.get("off", ())) - known)
     write_json(place, {**settings, "off": off})
     print(f"wrote {place}: speculation off for {', '.join(off) or 'nothing'}")

@@ -1,6 +1,6 @@
-"""Public benchmarks by name, from the Hub or from a file in their own format. Nothing of them comes with drafttrain.
+"""Public benchmarks by name, from the Hub or from a file in their own format. drafttrain contains none of their texts.
 
-name            source                                         licence                    turns, categories
+name            source                                         stated license             turns, categories
 spec_bench      hemingkx/Spec-Bench (GitHub)                   Apache-2.0                 as given; MT-bench's are one
 mt_bench        HuggingFaceH4/mt_bench_prompts                 Apache-2.0                 two; eight categories
 humaneval       openai/openai_humaneval                        MIT                        one
@@ -10,8 +10,8 @@ cnn_dm          abisee/cnn_dailymail 3.0.0                     Apache-2.0       
 speed_bench     nvidia/SPEED-Bench qualitative                 NVIDIA evaluation dataset  as given; eleven categories
 speed_bench_1k  nvidia/SPEED-Bench throughput_1k, also 2k, 8k, 16k, 32k
 
-A licence is the one that the source states; the texts of a collection may have others. Rows in FastChat's question format
-are read under every name, since that is how many projects pass these benchmarks on.
+The license is the one that the source states; texts of a collection may have others. Every name also reads rows in FastChat's
+question format, in which many projects redistribute these benchmarks.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeGuard
 
-from drafttrain.errors import UserError
+from drafttrain.errors import UserError, first_line
+from drafttrain.files import Json
 
-Row = dict[str, Any]
-# Rows whose text NVIDIA may not pass on hold this instead; a script of theirs fetches them.
+# SPEED-Bench replaces texts that NVIDIA may not redistribute by this note; NVIDIA's script fetches them.
 _MASKED = "FULL BENCHMARK DATA SHOULD BE FETCHED"
 _MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".csv")
@@ -34,48 +34,51 @@ _SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".csv")
 
 @dataclass(frozen=True)
 class PublicSuite:
-    """Where a benchmark is and how a row of it is read.
+    """Source of a benchmark and the format of its rows.
 
     Attributes:
-        source: a data set on the Hub, or the address of a JSON lines file.
-        licence: as the source states it.
-        turns: the user's turns of a row. Raises KeyError for a row that is not in the format.
-        config, split: of the data set.
-        id_key: the row's own number or name, if it has one.
-        category: of a row; the suite's name by default.
+        source: a Hub data set, or the URL of a JSON-lines file. license: as the source states it.
+        turns: reads the user's turns of a row. Raises KeyError for a row in another format.
+        config, split: of the Hub data set. id_key: key of the row's own id, if it has one.
+        category: reads the category of a row; None stands for the suite's name.
     """
 
     source: str
-    licence: str
-    turns: Callable[[Row], list[str]]
+    license: str
+    turns: Callable[[Json], list[str]]
     config: str | None = None
     split: str = "test"
     id_key: str = "question_id"
-    category: Callable[[Row], str | None] = lambda row: row.get("category")
+    category: Callable[[Json], str | None] = lambda row: row.get("category")
 
 
-def _humaneval(row: Row) -> list[str]:
+def are_turns(value: object) -> TypeGuard[list[str]]:
+    """Whether a value is a non-empty list of non-empty strings."""
+    return isinstance(value, list) and bool(value) and all(isinstance(turn, str) and turn.strip() for turn in value)
+
+
+def _humaneval(row: Json) -> list[str]:
     return [
         f"Complete this Python function. Answer with the whole function.\n\n```python\n{row['prompt'].rstrip()}\n```"
     ]
 
 
-def _alpaca(row: Row) -> list[str]:
+def _alpaca(row: Json) -> list[str]:
     return ["\n\n".join(part for part in (row["instruction"], row.get("input")) if part)]
 
 
-def _cnn_dm(row: Row) -> list[str]:
+def _cnn_dm(row: Json) -> list[str]:
     return [f"Summarise this article in three or four sentences.\n\n{row['article']}"]
 
 
-def _spec_bench_category(row: Row) -> str | None:
-    """Spec-Bench reports six tasks; the eight categories of MT-bench are one of them."""
+def _spec_bench_category(row: Json) -> str | None:
+    """Spec-Bench reports six tasks and counts MT-bench's eight categories as one of them."""
     category = row.get("category")
     return "mt_bench" if category in _MT_BENCH else category
 
 
 def _speed_bench(config: str) -> PublicSuite:
-    return PublicSuite("nvidia/SPEED-Bench", "NVIDIA evaluation dataset licence", lambda row: row["turns"], config)
+    return PublicSuite("nvidia/SPEED-Bench", "NVIDIA evaluation dataset license", lambda row: row["turns"], config)
 
 
 PUBLIC: dict[str, PublicSuite] = {
@@ -103,10 +106,10 @@ def read_public(name: str, path: str = "") -> Iterator[tuple[str, str, tuple[str
 
     Args:
         name: one of PUBLIC.
-        path: a file or folder in the benchmark's own format or in FastChat's; the Hub if empty.
+        path: a file or folder in the benchmark's own format or in FastChat's; empty to load from the Hub.
 
     Raises:
-        UserError: not to be had (offline, no such file), a row in another format, or rows that their owner masks.
+        UserError: the benchmark cannot be loaded (offline, no such file), a row in another format, or masked rows.
     """
     suite, where = PUBLIC[name], f"suite={name}:{path}" if path else f"suite={name}"
     rows = _local_rows(where, suite, Path(path).expanduser()) if path else _hub_rows(name, suite)
@@ -119,7 +122,7 @@ def read_public(name: str, path: str = "") -> Iterator[tuple[str, str, tuple[str
                 f"{where} row {index + 1} has the keys {_keys(row)}, which is not {name}'s format (no {error}); "
                 "give the benchmark's own file, or JSON lines with turns"
             ) from error
-        if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t.strip() for t in turns):
+        if not are_turns(turns):
             raise UserError(f"{where} row {index + 1}: its turns must be a non-empty list of non-empty strings")
         masked += any(turn.startswith(_MASKED) for turn in turns)
         key = row.get("question_id", row.get(suite.id_key))
@@ -131,13 +134,11 @@ def read_public(name: str, path: str = "") -> Iterator[tuple[str, str, tuple[str
         )
 
 
-def _keys(row: Any) -> str:
-    return (
-        ", ".join(map(str, row)) or "none" if isinstance(row, dict) else f"of no object but of a {type(row).__name__}"
-    )
+def _keys(row: object) -> str:
+    return ", ".join(map(str, row)) or "none" if isinstance(row, dict) else f"of a {type(row).__name__}"
 
 
-def _hub_rows(name: str, suite: PublicSuite) -> Iterable[Row]:
+def _hub_rows(name: str, suite: PublicSuite) -> Iterable[Json]:
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 
@@ -146,13 +147,13 @@ def _hub_rows(name: str, suite: PublicSuite) -> Iterable[Row]:
             return load_dataset("json", data_files=suite.source, split=suite.split)
         return load_dataset(suite.source, suite.config, split=suite.split)
     except (OSError, ValueError, DatasetsError) as error:
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise UserError(
-            f"suite={name!r} cannot be loaded from {suite.source} ({reason}); go online once, or give its file as {name}:FILE"
+            f"suite={name!r} cannot be loaded from {suite.source} ({first_line(error)}); go online once, or give its file as "
+            f"{name}:FILE"
         ) from error
 
 
-def _local_rows(where: str, suite: PublicSuite, path: Path) -> Iterator[Row]:
+def _local_rows(where: str, suite: PublicSuite, path: Path) -> Iterator[Json]:
     for file in _files(where, suite, path):
         try:
             yield from _file_rows(file)
@@ -161,7 +162,7 @@ def _local_rows(where: str, suite: PublicSuite, path: Path) -> Iterator[Row]:
 
 
 def _files(where: str, suite: PublicSuite, path: Path) -> list[Path]:
-    """The file itself; or, of a folder laid out as on the Hub, the files of the config and split."""
+    """The file itself; in a folder with the Hub's layout, the files of the config and split."""
     if path.is_file():
         return [path]
     folder = path / suite.config if suite.config and (path / suite.config).is_dir() else path
@@ -176,13 +177,13 @@ def _files(where: str, suite: PublicSuite, path: Path) -> list[Path]:
     return split or files
 
 
-def _file_rows(file: Path) -> Iterable[Row]:
-    """Raises OSError or ValueError (also for broken JSON, parquet and CSV)."""
+def _file_rows(file: Path) -> Iterable[Json]:
+    """Reads the rows of one file. Raises OSError or ValueError, also for broken JSON, parquet and CSV."""
     if file.name.endswith((".parquet", ".csv")):
         import pyarrow.csv
         import pyarrow.parquet
 
-        read: Any = pyarrow.parquet.read_table if file.suffix == ".parquet" else pyarrow.csv.read_csv
+        read = pyarrow.parquet.read_table if file.suffix == ".parquet" else pyarrow.csv.read_csv
         return read(file).to_pylist()
     raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     text = raw.decode("utf-8")

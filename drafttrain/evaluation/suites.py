@@ -1,4 +1,4 @@
-"""Prompt suites for evaluation: loading, taking a fair part, and rendering turns for the target."""
+"""Prompt suites: loading, taking an even part, and rendering turns as the target's token ids."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
+from drafttrain.data.chat import Message, prompt_ids
 from drafttrain.errors import UserError
-from drafttrain.evaluation.public_suites import PUBLIC, read_public
-from drafttrain.files import suites_folder
+from drafttrain.evaluation.public_suites import PUBLIC, are_turns, read_public
+from drafttrain.files import read_jsonl, suites_folder
 
 
 @dataclass(frozen=True)
 class Question:
-    """One row in FastChat's question format; each turn after the first follows the answer to the one before."""
+    """One row in FastChat's question format. Each turn after the first follows the answer to the turn before."""
 
     question_id: str
     category: str
@@ -26,16 +28,16 @@ class Question:
 
 @dataclass(frozen=True)
 class Suite:
-    """Attributes: name: as the user gave it; questions; digest: of the content; licence: of a public one, else empty."""
+    """A set of questions. name: as the user gave it; digest: hash of the content; license: of a public suite, else empty."""
 
     name: str
     questions: tuple[Question, ...]
     digest: str
-    licence: str = ""
+    license: str = ""
 
 
 def known_suites() -> list[str]:
-    """Names that `load_suite` finds without a path: those that come with drafttrain, then the public ones."""
+    """Names that `load_suite` finds without a path: suites that come with drafttrain, then public ones."""
     return [*sorted(path.stem for path in suites_folder().glob("*.jsonl")), *PUBLIC]
 
 
@@ -44,52 +46,40 @@ def load_suite(name: str) -> Suite:
 
     Args:
         name: a JSONL file with `turns` and optionally `question_id` and `category`; a name of `known_suites`; or
-            NAME:FILE, a public benchmark of that name in a file of its own format.
+            NAME:FILE, a public benchmark in a file of its own format.
 
     Raises:
-        UserError: no such file, a public benchmark that cannot be had, a row that is not in the format, or no rows.
+        UserError: a missing file, a public benchmark that cannot be loaded, a malformed row, or no rows.
     """
     candidates = [Path(name).expanduser(), suites_folder() / f"{name}.jsonl"]
     path = next((path for path in candidates if path.is_file()), None)
     public, _, file = name.partition(":")
-    if path is None and public in PUBLIC:
-        return _public(name, public, file)
-    if path is None:
+    if path is None and public not in PUBLIC:
         raise UserError(
             f"suite={name!r} is neither a file nor a known suite ({', '.join(known_suites())}); give a JSONL path, a "
             "known name, or NAME:FILE for a public one in a file"
         )
-    content = path.read_bytes()
-    questions: list[Question] = []
-    for number, line in enumerate(content.decode("utf-8", errors="replace").splitlines(), 1):
-        if line.strip():
-            questions.append(_parse(line, f"suite={name!r} line {number}", len(questions)))
+    if path is not None:
+        questions = tuple(_question(row, f"{path} line {line}", i) for i, (line, row) in enumerate(read_jsonl(path)))
+        content, license_name = path.read_bytes(), ""
+    else:
+        questions = tuple(Question(*fields) for fields in read_public(public, file))
+        texts = [(question.category, question.turns) for question in questions]
+        content, license_name = json.dumps(texts, ensure_ascii=False).encode(), PUBLIC[public].license
     if not questions:
-        raise UserError(f"suite={name!r} ({path}) holds no questions; each line is a JSON object with turns")
-    return Suite(name, tuple(questions), hashlib.sha256(content).hexdigest()[:16])
+        raise UserError(f"suite={name!r} holds no questions; each line is a JSON object with turns")
+    return Suite(name, questions, hashlib.sha256(content).hexdigest()[:16], license_name)
 
 
-def _public(name: str, public: str, file: str) -> Suite:
-    questions = tuple(Question(*fields) for fields in read_public(public, file))
-    if not questions:
-        raise UserError(f"suite={name!r} holds no questions; check the file")
-    content = json.dumps([(question.category, question.turns) for question in questions], ensure_ascii=False)
-    return Suite(name, questions, hashlib.sha256(content.encode()).hexdigest()[:16], PUBLIC[public].licence)
-
-
-def _parse(line: str, where: str, index: int) -> Question:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{where} is not JSON ({error}); each line is one object with turns") from error
-    turns = row.get("turns") if isinstance(row, dict) else None
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+def _question(row: dict[str, object], where: str, index: int) -> Question:
+    turns = row.get("turns")
+    if not are_turns(turns):
         raise UserError(f"{where}: turns must be a non-empty list of non-empty strings (FastChat question format)")
     return Question(str(row.get("question_id", index)), str(row.get("category", "all")), tuple(turns))
 
 
 def take_evenly(questions: Sequence[Question], limit: int | None) -> list[Question]:
-    """The first `limit` questions, one category after the other in turn; in the suite's own order. None takes all.
+    """Takes `limit` questions in the suite's order, as many of each category as possible. None takes all.
 
     Raises:
         UserError: a limit below 1.
@@ -98,32 +88,22 @@ def take_evenly(questions: Sequence[Question], limit: int | None) -> list[Questi
         return list(questions)
     if limit < 1:
         raise UserError(f"limit={limit} must be at least 1; leave it out to take the whole suite")
-    nth: defaultdict[str, int] = defaultdict(int)
-    ranked = []
+    count: defaultdict[str, int] = defaultdict(int)
+    ranked = []  # (position within the category, index)
     for index, question in enumerate(questions):
-        ranked.append((nth[question.category], index))
-        nth[question.category] += 1
+        ranked.append((count[question.category], index))
+        count[question.category] += 1
     return [questions[index] for index in sorted(index for _, index in sorted(ranked)[:limit])]
 
 
-def render(tokenizer: Any, turns: Sequence[str], answers: Sequence[str]) -> list[int]:
-    """Token ids that ask for the answer to the last turn.
+def render(tokenizer: PreTrainedTokenizerBase, turns: Sequence[str], answers: Sequence[str]) -> list[int]:
+    """Token ids of a conversation up to where the answer to the last turn begins.
 
     Args:
-        tokenizer: the target's; without a chat template (base models) the conversation is plain text.
-        turns: user turns so far.
-        answers: replies to all but the last of them.
+        turns: the user's turns. answers: replies to all but the last of them.
     """
-    if getattr(tokenizer, "chat_template", None):
-        messages = []
-        for index, turn in enumerate(turns):
-            messages.append({"role": "user", "content": turn})
-            messages += [{"role": "assistant", "content": answer} for answer in answers[index : index + 1]]
-        return render_messages(tokenizer, messages)
-    parts = [part for index, turn in enumerate(turns) for part in (turn, *answers[index : index + 1])]
-    return tokenizer("\n\n".join(parts)).input_ids
-
-
-def render_messages(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
-    """Token ids of a chat up to the opening of the assistant's next message."""
-    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+    messages: list[Message] = []
+    for index, turn in enumerate(turns):
+        messages.append({"role": "user", "content": turn})
+        messages += [{"role": "assistant", "content": answer} for answer in answers[index : index + 1]]
+    return prompt_ids(tokenizer, messages)

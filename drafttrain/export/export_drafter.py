@@ -1,4 +1,4 @@
-"""`drafttrain export`: a drafter in the form that an engine loads, and the command that serves it."""
+"""`drafttrain export`: writes a drafter in the form that an engine loads, and prints the command that serves it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from pathlib import Path
 
 import torch
 
-from drafttrain.drafters.shipping import FORMATS, Request, check_expressible, format_lines, shipping
-from drafttrain.drafters.trained import Trained, find_drafter, parse_dtype
+from drafttrain.drafters.shipping import FORMATS, ExportRequest, check_expressible, format_lines, shipping
+from drafttrain.drafters.trained import Trained, find_drafter
 from drafttrain.errors import UserError
-from drafttrain.export.serving_recipes import as_text, engine_depth, public_name, recipes, tuned_tree
+from drafttrain.export.serving_recipes import as_text, engine_depth, recipes, tuned_tree
+from drafttrain.flags import WEIGHTS_HELP, add_drafter_flag
+from drafttrain.formats.public_names import public_name
+from drafttrain.target import resolve_dtype
 
 HELP = f"""Write a drafter in the form that an engine loads, and print how to serve it.
 
@@ -18,38 +21,33 @@ HELP = f"""Write a drafter in the form that an engine loads, and print how to se
 
 {format_lines()}
 
-What a format cannot express is refused with the reason. Check the result by:
+A drafter with features that the format does not support is an error that lists them. Check the result by:
 
   drafttrain verify --drafter runs/drafter --exported runs/export"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--drafter", required=True, help="a trained drafter's folder or Hub id")
+    add_drafter_flag(parser, trained=True)
     add("--format", required=True, choices=FORMATS, help="whose format; see above")
     add("--output", required=True, help="folder to write")
-    add("--dtype", default="bfloat16", help="of the weights: bfloat16 (default), float16, float32")
-    add("--target", default="", help="the target's name in the recipes, and where a draft model without a tokenizer gets it "
-        "(default: the recorded one)")  # fmt: skip
+    add("--dtype", default="bfloat16", help=WEIGHTS_HELP)
     add(
-        "--speculative-tokens",
-        type=int,
-        help="drafted per round (default: the depth in the drafter's decoding.json, else 3)",
+        "--target",
+        default="",
+        help="name in the recipes, and source of a missing tokenizer (default: the recorded target)",
     )
+    add("--speculative-tokens", type=int, help="drafted per round (default: the depth in decoding.json, else 3)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; returns the exit status.
-
-    Raises:
-        UserError: no drafter there, or one that the format cannot express.
-    """
+    """Runs the command; returns the exit status."""
     if args.speculative_tokens is not None and args.speculative_tokens < 1:
         raise UserError(f"speculative-tokens={args.speculative_tokens} must be at least 1")
     trained, output = find_drafter(args.drafter), Path(args.output).expanduser()
     depth = args.speculative_tokens or engine_depth(trained, tuned_tree(trained.folder))
     target = args.target or trained.target_name
-    files = export(trained, args.format, output, parse_dtype(args.dtype), target, depth)
+    files = export(trained, args.format, output, resolve_dtype(args.dtype), target, depth)
     print(f"wrote {', '.join(str(path) for path in files)}\n")
     made = recipes(trained, str(output), public_name(target) if target else "TARGET", args.speculative_tokens)
     engines = shipping(trained.kind).formats[args.format].engines
@@ -60,18 +58,14 @@ def run(args: argparse.Namespace) -> int:
 def export(
     trained: Trained, form: str, output: Path, dtype: torch.dtype = torch.bfloat16, target: str = "", depth: int = 3
 ) -> list[Path]:
-    """Writes a drafter in one of FORMATS.
-
-    Args:
-        output: folder to write. target: its name, for formats that record it and for a tokenizer.
-        depth: speculative tokens, for formats that record them.
+    """Writes a drafter in one of FORMATS; the arguments after `form` are those of `ExportRequest`.
 
     Returns:
         The files written.
 
     Raises:
-        UserError: the format cannot express the drafter, or the output cannot be written.
+        UserError: the format does not support the drafter, or the output cannot be written.
     """
     if output.resolve() == trained.folder.resolve():
         raise UserError(f"output={str(output)!r} is the drafter's own folder; choose another")
-    return check_expressible(trained, form).write(trained, form, Request(output, dtype, target, depth))
+    return check_expressible(trained, form).write(trained, form, ExportRequest(output, dtype, target, depth))

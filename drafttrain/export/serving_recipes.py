@@ -7,17 +7,17 @@ docs/features/speculative-decoding and triton_backend/all_models/llmapi, llama.c
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import default_tree
 from drafttrain.drafters.shipping import ENGINES, FORMATS, GGUF_NAME, shipping
 from drafttrain.drafters.trained import Trained
-from drafttrain.target.fetch import MODELS
+from drafttrain.files import Json
+
+Options = Mapping[str, object]  # an engine's settings, see `Shipping.options`
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Recipe:
     """How one engine serves a drafter.
 
     Attributes:
-        engine: its name. commands: what to type, or empty where `reasons` say why it cannot.
+        engine: its name. commands: what to type; empty where `reasons` say why the engine cannot serve it.
     """
 
     engine: str
@@ -33,21 +33,12 @@ class Recipe:
     reasons: Sequence[str] = field(default_factory=tuple)
 
 
-def public_name(name: str) -> str:
-    """A model's name that means something elsewhere: the Hub id of a short name, a Hub id as it is, of a path its last part."""
-    if name in MODELS:
-        return MODELS[name].repo
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith("."):
-        return name
-    return Path(name).name
-
-
 def recipes(
     trained: Trained,
     drafter: str,
     target: str,
     depth: int | None = None,
-    results: Sequence[dict[str, Any]] = (),
+    results: Sequence[Json] = (),
     published: bool = False,
 ) -> list[Recipe]:
     """Every engine's recipe for a drafter.
@@ -55,20 +46,18 @@ def recipes(
     Args:
         drafter, target: Hub ids or folders, as they are to appear.
         depth: speculative tokens; the tuned tree's unless given. Engines that only draft chains get the depth.
-        results: measured runs, whose fastest tells the tree, and what our own decoder merges in, such as +ngram.
+        results: measured runs; the fastest gives the tree, and the kind that our own decoder merges in, such as +ngram.
         published: `drafter` is a repository that `Shipping.publish` filled, not a folder in one format.
     """
     kind = shipping(trained.kind)
     tree = TreeSpec.parse(f"chain:{depth}") if depth else tuned_tree(trained.folder, results)
-    refusals = {form: kind.refusals(trained, form) for form in FORMATS}
-    options = kind.options(trained)
-    theirs = (
-        tree if engine_depth(trained, tree) == tree.depth else TreeSpec.parse(f"chain:{engine_depth(trained, tree)}")
-    )
+    unsupported = {form: kind.unsupported(trained, form) for form in FORMATS}
+    options, most = kind.options(trained), engine_depth(trained, tree)
+    theirs = tree if most == tree.depth else TreeSpec.parse(f"chain:{most}")
     made = []
     for engine, form in ENGINES.items():
-        if refusals[form] or engine not in options:
-            made.append(Recipe(engine, reasons=refusals[form] or [f"it knows no drafter of kind {trained.kind}"]))
+        if unsupported[form] or engine not in options:
+            made.append(Recipe(engine, reasons=unsupported[form] or [f"it knows no drafter of kind {trained.kind}"]))
             continue
         place, before = drafter, ""
         if published and form not in kind.in_root:
@@ -81,7 +70,7 @@ def recipes(
 
 
 def as_text(made: Sequence[Recipe]) -> str:
-    """For the terminal."""
+    """The recipes for the terminal."""
     parts = []
     for recipe in made:
         body = f"not served, because {'; '.join(recipe.reasons)}" if recipe.reasons else recipe.commands
@@ -89,17 +78,17 @@ def as_text(made: Sequence[Recipe]) -> str:
     return "\n\n".join(parts)
 
 
-def _chosen(defaults: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a kind over the defaults; None drops a key."""
+def _chosen(defaults: Options, options: Options) -> Json:
+    """A kind's options over the defaults; None drops a key."""
     return {key: value for key, value in {**defaults, **options}.items() if value is not None}
 
 
-def _vllm(drafter: str, target: str, tree: TreeSpec, options: Mapping[str, Any]) -> str:
+def _vllm(drafter: str, target: str, tree: TreeSpec, options: Options) -> str:
     defaults = {"method": None, "model": drafter, "num_speculative_tokens": tree.depth}
     return f"vllm serve {target} --speculative-config '{json.dumps(_chosen(defaults, options))}'"
 
 
-def _sglang(drafter: str, target: str, tree: TreeSpec, options: Mapping[str, Any]) -> str:
+def _sglang(drafter: str, target: str, tree: TreeSpec, options: Options) -> str:
     top_k, nodes = (tree.top_k, tree.budget) if tree.shape == "dynamic" else (1, tree.depth)
     defaults = {
         "speculative-algorithm": None,
@@ -113,7 +102,7 @@ def _sglang(drafter: str, target: str, tree: TreeSpec, options: Mapping[str, Any
     return " \\\n  ".join((f"python -m sglang.launch_server --model-path {target} {flags[0]}", *lines))
 
 
-def _tensorrt(drafter: str, target: str, tree: TreeSpec, options: Mapping[str, Any]) -> str:
+def _tensorrt(drafter: str, target: str, tree: TreeSpec, options: Options) -> str:
     defaults = {"decoding_type": None, "max_draft_len": tree.depth, "speculative_model": drafter}
     keys = "\n".join(f"  {key}: {value}" for key, value in _chosen(defaults, options).items())
     return (
@@ -125,12 +114,12 @@ def _tensorrt(drafter: str, target: str, tree: TreeSpec, options: Mapping[str, A
     )
 
 
-def _llama_cpp(drafter: str, target: str, tree: TreeSpec, options: Mapping[str, Any]) -> str:
+def _llama_cpp(drafter: str, target: str, tree: TreeSpec, options: Options) -> str:
     gguf = f"{drafter}/{GGUF_NAME}"
     return f"llama-server -m target.gguf --spec-type draft-simple --spec-draft-model {gguf} --spec-draft-n-max {tree.depth}"
 
 
-def _transformers(drafter: str, target: str, tree: TreeSpec, options: Mapping[str, Any]) -> str:
+def _transformers(drafter: str, target: str, tree: TreeSpec, options: Options) -> str:
     return (
         f'model = AutoModelForCausalLM.from_pretrained("{target}")\n'
         f'assistant = AutoModelForCausalLM.from_pretrained("{drafter}")\n'
@@ -156,20 +145,20 @@ def _ours(drafter: str, target: str, tree: TreeSpec) -> str:
     )
 
 
-def fastest(results: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The measured run that gained most; None without one that drafted."""
+def fastest(results: Sequence[Json]) -> Json | None:
+    """The measured run with the highest speed-up; None if no run drafted."""
     measured = [run for run in results if run["decoding"].get("tree", {}).get("depth")]
     return max(measured, key=lambda run: run["overall"].get("speedup_vs_fastest") or 0.0, default=None)
 
 
 def engine_depth(trained: Trained, tree: TreeSpec) -> int:
-    """Speculative tokens for an engine: the tree's depth, as far as the drafter reaches."""
+    """Speculative tokens for an engine: the tree's depth, at most the depth that the drafter reaches."""
     most = shipping(trained.kind).most_tokens(trained)
     return tree.depth if most is None else min(tree.depth, most)
 
 
-def tuned_tree(folder: Path, results: Sequence[dict[str, Any]] = (), default_depth: int = 3) -> TreeSpec:
-    """The tree to serve with: of the fastest measured run, else of decoding.json, else a chain of the default depth."""
+def tuned_tree(folder: Path, results: Sequence[Json] = (), default_depth: int = 3) -> TreeSpec:
+    """The tree to serve with: the fastest measured run's, else decoding.json's, else a chain of the default depth."""
     best = fastest(results)
     if best is not None:
         return TreeSpec.parse(best["decoding"]["tree"]["spec"])

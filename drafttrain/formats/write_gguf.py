@@ -1,26 +1,29 @@
-"""A Hugging Face checkpoint of the Llama, Qwen2, Qwen3 or Gemma 3 family -> one GGUF file for llama.cpp.
+"""Writes a Hugging Face checkpoint of the Llama, Qwen2, Qwen3 or Gemma 3 family as one GGUF file for llama.cpp.
 
-Tensor names come from gguf's own map. What a family needs besides: Llama's query and key rows in llama.cpp's rotary order,
-Gemma's norm factors plus one, and the name of the rule by which the tokenizer cuts text before it merges. That rule is recognised
-by its regular expression, not guessed: llama.cpp with another rule would tokenize other text than the target does.
-Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+Tensor names, types, merges and special tokens come from the gguf library. Written here is what a family needs besides: Llama's
+query and key rows in llama.cpp's rotary order, Gemma's norm factors plus one, and the name of the tokenizer's pre-tokenization
+rule. That rule is recognized by its regular expression, not guessed: llama.cpp with another rule would tokenize other text than
+the target does. Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from drafttrain.errors import UserError
+from drafttrain.files import Json, replacing, writing
 from drafttrain.formats.weights import read_weights
+
+Data = tuple[np.ndarray, gguf.GGMLQuantizationType]  # a tensor as the file holds it
 
 FAMILIES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
@@ -37,8 +40,8 @@ _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# How text is cut before merging, by what stands in tokenizer.json -> llama.cpp's name for it.
-_CUTS = {
+# Pre-tokenization rule, as tokenizer.json writes it -> llama.cpp's name for it.
+_RULES = {
     ("bytes",): "gpt-2",
     ("digits", "bytes"): "smollm",
     (_WORDS.format(digits=r"\p{N}"),): "qwen2",
@@ -47,13 +50,13 @@ _CUTS = {
 
 
 def write_gguf(folder: Path, output: Path, dtype: torch.dtype, tokenizer_folder: Path | None = None) -> Path:
-    """Writes the model in `folder` to the file `output`; vectors are float32, matrices of `dtype`.
+    """Writes the model in `folder` to the file `output`; vectors are float32, matrices have `dtype`.
 
     Args:
         tokenizer_folder: where the tokenizer is, if not with the model.
 
     Raises:
-        UserError: a family, rotary embedding, bias or tokenizer that the file could not express truthfully.
+        UserError: a family, rotary embedding, bias or tokenizer that the format or llama.cpp does not support.
     """
     config = AutoConfig.from_pretrained(folder)
     family = config.model_type
@@ -63,44 +66,37 @@ def write_gguf(folder: Path, output: Path, dtype: torch.dtype, tokenizer_folder:
         )
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder or folder)
     tensors = _tensors(config, read_weights(folder), dtype)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    part = output.with_name(f".{output.name}.part")
-    writer = gguf.GGUFWriter(str(part), gguf.MODEL_ARCH_NAMES[FAMILIES[family]])
-    _add_shape(writer, config)
-    writer.add_file_type(_TYPES[dtype][1])
-    _add_tokenizer(writer, tokenizer, config.vocab_size)
-    for name, (data, kind) in tensors.items():
-        writer.add_tensor(name, data, raw_dtype=kind)
-    try:
+    with writing(output), replacing(output) as part:
+        writer = gguf.GGUFWriter(str(part), gguf.MODEL_ARCH_NAMES[FAMILIES[family]])
+        _add_shape(writer, config)
+        writer.add_file_type(_TYPES[dtype][1])
+        _add_tokenizer(writer, tokenizer, config.vocab_size)
+        for name, (data, kind) in tensors.items():
+            writer.add_tensor(name, data, raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        part.replace(output)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise UserError(f"output={str(output)!r} cannot be written ({error.strerror}); choose another place") from error
     return output
 
 
 # -- weights --------------------------------------------------------------------------------------------------------
 
 
-def _tensors(config: Any, weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, tuple[np.ndarray, Any]]:
-    """llama.cpp's name -> data and type."""
+def _tensors(config: PreTrainedConfig, weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Data]:
+    """The file's tensors by llama.cpp's names."""
     names = gguf.get_tensor_name_map(FAMILIES[config.model_type], config.num_hidden_layers)
-    made: dict[str, tuple[np.ndarray, Any]] = {}
+    made: dict[str, Data] = {}
     for name, tensor in weights.items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if theirs is None:
-            raise UserError(
-                f"{name} has no place in a {config.model_type} GGUF file; the checkpoint is not a plain one"
-            )
+            raise UserError(f"{name} has no place in a {config.model_type} GGUF file: no plain checkpoint")
         values = tensor.float()
         if config.model_type == "llama" and ".self_attn." in name and ("q_proj" in name or "k_proj" in name):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+            # Half-split rotary pairs (i, i + e/2) -> neighbors (2i, 2i + 1).
             values = values.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
         if config.model_type == "gemma3_text" and name.endswith("norm.weight"):
             values = values + 1
@@ -112,28 +108,28 @@ def _tensors(config: Any, weights: dict[str, Tensor], dtype: torch.dtype) -> dic
     return made
 
 
-def _rope_factors(config: Any) -> np.ndarray | None:
-    """Llama 3's rotary scaling, which the file holds as what each frequency is divided by."""
+def _rope_factors(config: PreTrainedConfig) -> np.ndarray | None:
+    """[e/2] divisors of the rotary frequencies, the file's form of Llama 3's scaling; None without that scaling."""
     rope = _rope(config)
     if rope["rope_type"] != "llama3":
         return None
-    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))  # [e/2]
     size = _head_dim(config)
     plain = 1.0 / rope["rope_theta"] ** (torch.arange(0, size, 2).float() / size)
     return (plain / scaled).numpy()
 
 
-def _rope(config: Any) -> dict[str, Any]:
+def _rope(config: PreTrainedConfig) -> Json:
     rope = config.rope_parameters or {}
     rope = rope.get("full_attention", rope)
     return {"rope_type": "default", **rope}
 
 
-def _head_dim(config: Any) -> int:
+def _head_dim(config: PreTrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def _add_shape(writer: gguf.GGUFWriter, config: Any) -> None:
+def _add_shape(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
     size, rope = _head_dim(config), _rope(config)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -165,49 +161,52 @@ def _add_shape(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_sliding_window(config.sliding_window)
     elif "sliding_attention" in (getattr(config, "layer_types", None) or []):
         raise UserError(
-            f"a window of {config.sliding_window} tokens: llama.cpp's {config.model_type} attends to everything"
+            f"sliding_window={config.sliding_window}: llama.cpp's {config.model_type} attends to everything"
         )
 
 
 # -- tokenizer ------------------------------------------------------------------------------------------------------
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any, vocab_size: int) -> None:
-    if not getattr(tokenizer, "is_fast", False):
+def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise UserError("GGUF is written from a fast tokenizer (tokenizer.json); this one is slow")
     described = json.loads(tokenizer.backend_tokenizer.to_str())
     model = described["model"]
     if model["type"] != "BPE":
         raise UserError(f"tokenizers of type {model['type']} are not written to GGUF; BPE is")
-    ranks = {tuple(m) if isinstance(m, list) else tuple(m.split(" ")): i for i, m in enumerate(model["merges"])}
-    if not ranks:
+    with (
+        tempfile.TemporaryDirectory() as scratch
+    ):  # gguf reads files; written from the tokenizer, they hold nothing else
+        tokenizer.save_pretrained(scratch)
+        special = gguf.SpecialVocab(scratch, load_merges=True, special_token_types=("bos", "eos", "pad", "unk"))
+    if not special.merges:
         raise UserError("the tokenizer has no merges, without which llama.cpp does not load it")
-    spaces = bool(model.get("byte_fallback"))  # of the SentencePiece kind
+    byte_fallback = bool(model.get("byte_fallback"))  # the SentencePiece form
     added = {token["id"]: token for token in described["added_tokens"]}
     by_id = {number: text for text, number in tokenizer.get_vocab().items()}
     tokens = [by_id.get(number, f"[PAD{number}]") for number in range(vocab_size)]
-    writer.add_tokenizer_model("llama" if spaces else "gpt2")
-    if not spaces:
-        writer.add_tokenizer_pre(_cut_name(described["pre_tokenizer"]))
+    writer.add_tokenizer_model("llama" if byte_fallback else "gpt2")
     writer.add_token_list(tokens)
-    if spaces:
-        writer.add_token_scores(_scores(tokens, ranks))
+    if byte_fallback:
+        writer.add_token_scores(_scores(tokens, special.merges))
         prepends = json.dumps([described["normalizer"], described["pre_tokenizer"]])
         writer.add_add_space_prefix("Prepend" in prepends or '"prepend_scheme": "first"' in prepends)
-    writer.add_token_types([_token_type(number, text, by_id, added, spaces) for number, text in enumerate(tokens)])
-    if not spaces:
-        writer.add_token_merges([" ".join(pair) for pair in ranks])
-    for name in ("bos", "eos", "pad", "unk"):
-        number = getattr(tokenizer, f"{name}_token_id")
-        if number is not None:
-            getattr(writer, f"add_{name}_token_id")(number)
+        special.merges = []
+    else:
+        writer.add_tokenizer_pre(_rule_name(described["pre_tokenizer"]))
+    writer.add_token_types(
+        [_token_type(number, text, by_id, added, byte_fallback) for number, text in enumerate(tokens)]
+    )
     ids = tokenizer("a").input_ids
-    writer.add_add_bos_token(bool(ids) and ids[0] == tokenizer.bos_token_id)
-    if isinstance(tokenizer.chat_template, str):
-        writer.add_chat_template(tokenizer.chat_template)
+    special.load_merges = not byte_fallback
+    special.add_special_token = {"bos": bool(ids) and ids[0] == tokenizer.bos_token_id}
+    special.chat_template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None
+    special.add_to_gguf(writer, quiet=True)
 
 
-def _cut_name(pre: dict[str, Any] | None) -> str:
+def _rule_name(pre: Json | None) -> str:
+    """llama.cpp's name of a pre-tokenization rule. Raises UserError for an unknown one."""
     parts = (pre or {}).get("pretokenizers") or [pre or {"type": "none"}]
     found: list[str] = []
     for part in parts:
@@ -219,28 +218,30 @@ def _cut_name(pre: dict[str, Any] | None) -> str:
             found.append(part["pattern"]["Regex"])
         else:
             found.append(part["type"])
-    if tuple(found) not in _CUTS:
-        known = ", ".join(_CUTS.values())
+    if tuple(found) not in _RULES:
         raise UserError(
-            f"the tokenizer cuts text by {found}, for which no name of llama.cpp is known here ({known}); use its own "
-            "converter"
+            f"the tokenizer cuts text by {found}, for which no name of llama.cpp is known here ({', '.join(_RULES.values())}); "
+            "use its own converter"
         )
-    return _CUTS[tuple(found)]
+    return _RULES[tuple(found)]
 
 
-def _scores(tokens: list[str], ranks: dict[tuple[str, ...], int]) -> list[float]:
-    """SentencePiece merges the pair with the best score first: minus the first rank that makes a token gives that order."""
+def _scores(tokens: list[str], merges: list[str]) -> list[float]:
+    """Scores that make SentencePiece merge in BPE's order: the pair with the best score is merged first.
+
+    A token's score is minus the first rank of a merge that makes it.
+    """
     best: dict[str, int] = {}
-    for pair, rank in ranks.items():
-        best.setdefault("".join(pair), rank)
-    return [-float(best.get(token, len(ranks))) for token in tokens]
+    for rank, merge in enumerate(merges):
+        best.setdefault(merge.replace(" ", ""), rank)
+    return [-float(best.get(token, len(merges))) for token in tokens]
 
 
-def _token_type(number: int, text: str, by_id: dict[int, str], added: dict[int, Any], spaces: bool) -> int:
+def _token_type(number: int, text: str, by_id: dict[int, str], added: dict[int, Json], byte_fallback: bool) -> int:
     if number not in by_id:
         return gguf.TokenType.UNUSED
     if number in added:
         return gguf.TokenType.CONTROL if added[number]["special"] else gguf.TokenType.USER_DEFINED
-    if spaces and len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
+    if byte_fallback and len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
         return gguf.TokenType.BYTE
     return gguf.TokenType.NORMAL

@@ -1,1 +1,1 @@
-"""Getting models from, and bringing drafters to, where people keep them: fetch, export formats, model card, push."""
+"""Publishing drafters and data sets on the Hugging Face Hub, with cards made from measured results."""

@@ -1,7 +1,7 @@
-"""`drafttrain push`: a drafter on the Hub, in the engines' formats, with its measured results and a model card.
+"""`drafttrain push`: publishes a drafter on the Hub, in the engines' formats, with measured results and a model card.
 
 config.json, model.safetensors     the drafter (a Hub id works wherever a drafter's folder does), where possible in a form that
-                                   engines load too, with our own keys beside theirs; see hub/kinds
+                                   engines load too, with our own keys added; see drafters/KIND/export.py
 speculators/, vllm/, draft.gguf    other engines' forms
 decoding.json, training.json       the tuned tree; how it was trained
 results/, plots/                   what drafttrain eval measured
@@ -10,20 +10,23 @@ results/, plots/                   what drafttrain eval measured
 from __future__ import annotations
 
 import argparse
-import shutil
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-from drafttrain.drafters.shipping import Request, shipping
-from drafttrain.drafters.trained import Trained, find_drafter, parse_dtype
+from drafttrain.data.store import read_meta
+from drafttrain.drafters.shipping import ExportRequest, shipping
+from drafttrain.drafters.trained import Trained, find_drafter
 from drafttrain.errors import UserError
-from drafttrain.export.serving_recipes import engine_depth, public_name, recipes, tuned_tree
-from drafttrain.hub.card import base_model_name, default_licence, model_card, read_training
-from drafttrain.hub.upload import check_private, check_repo, list_files, print_files, shorten, upload, write_clean_json
-from drafttrain.reports.report import draw, load_results
-from drafttrain.target import resolve_target
+from drafttrain.evaluation.records import load_results
+from drafttrain.export.serving_recipes import engine_depth, recipes, tuned_tree
+from drafttrain.files import Json
+from drafttrain.flags import WEIGHTS_HELP
+from drafttrain.formats.public_names import public_name, shorten, write_clean_json
+from drafttrain.formats.weights import read_config
+from drafttrain.hub.card import base_model_name, model_card, read_training
+from drafttrain.hub.upload import add_publishing_flags, check_repo, make_empty, publish
+from drafttrain.reports.report import draw
+from drafttrain.target import resolve_dtype, resolve_target
 
 HELP = """Publish a drafter on the Hugging Face Hub with a model card made from measured results.
 
@@ -31,64 +34,46 @@ HELP = """Publish a drafter on the Hugging Face Hub with a model card made from 
   hf auth login
   drafttrain push --drafter runs/drafter --repo user/name --results runs/results.json
 
---dry-run writes the folder and prints what would go up. Pushing again updates the files and tags the new revision (v1, v2, ...);
-nothing is ever deleted. An interrupted upload goes on when run again. Only safetensors, JSON, pictures and GGUF are published;
-local paths and tokens are kept out. Afterwards: drafttrain eval --drafter user/name"""
+--dry-run writes the folder and prints what would be uploaded. A second push updates the files and tags the new revision (v1,
+v2, ...); nothing is ever deleted. An interrupted upload continues when the command is run again. Only safetensors, JSON, pictures
+and GGUF are published; local paths and tokens are kept out. Afterwards: drafttrain eval --drafter user/name"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--drafter", required=True, help="a trained drafter's folder")
-    add("--repo", required=True, help="user/name or organisation/name")
+    add_publishing_flags(parser)
+    add("--license", "--licence", default="", help="of the drafter, as the Hub spells it, such as apache-2.0 (default: the "
+        "target's, where drafttrain fetch noted it)")  # fmt: skip
     add("--results", nargs="+", default=[], help="files that drafttrain eval wrote for this drafter")
     add("--without-evaluation", action="store_true", help="publish although nothing was measured; the card says so")
-    add("--private", action="store_true", help="make the repository private, if it is made now")
-    add("--dry-run", action="store_true", help="write the folder, print what would go up, and stop")
-    add("--output", help="folder to prepare it in (default: a temporary one; needed with --dry-run)")
     add("--base-model", default="", help="the target's Hub id (default: the recorded name)")
-    add("--licence", default="", help="of the drafter, as the Hub spells it, such as apache-2.0 (default: the target's, where "
-        "drafttrain fetch noted it)")  # fmt: skip
     add(
         "--data",
         default="",
-        help="the training data's folder, for the card (default: as recorded, if it is still there)",
+        help="the training data's folder, for the card (default: the recorded one, if it still exists)",
     )
     add("--dataset", default="", help="Hub id of the training data, if published (drafttrain push-data)")
-    add("--dtype", default="bfloat16", help="of the weights: bfloat16 (default), float16, float32")
-    add("--tag", default="", help="of the new revision (default: the next of v1, v2, ...)")
+    add("--dtype", default="bfloat16", help=WEIGHTS_HELP)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; returns the exit status.
-
-    Raises:
-        UserError: no evaluation, one of another drafter, something private in the files, or a failed upload.
-    """
+    """Runs the command; returns the exit status."""
     check_repo(args.repo)
     trained = find_drafter(args.drafter)
     results = [load_results(name) for name in args.results]
     if not results and not args.without_evaluation:
         raise UserError(
             "results: there is no evaluation to publish; run drafttrain eval --output results.json and pass --results "
-            "results.json, or say --without-evaluation"
+            "results.json, or pass --without-evaluation"
         )
     for name, run_results in zip(args.results, results, strict=True):
         check_results(trained, name, run_results)
-    if args.dry_run and not args.output:
-        raise UserError("dry-run leaves the prepared folder for you to look at; say where: --output DIR")
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(args.output).expanduser() if args.output else Path(scratch) / "repository"
-        prepare(args, trained, results, folder)
-        print_files(folder, args.repo, "model")
-        if args.dry_run:
-            print("dry run: nothing was uploaded")
-            return 0
-        message = "Update the drafter, its results and its card"
-        print(upload(folder, args.repo, "model", args.private, message, args.tag))
-    return 0
+    message = "Update the drafter, its results and its card"
+    return publish(args, "model", message, lambda folder: prepare(args, trained, results, folder))
 
 
-def check_results(trained: Trained, name: str, results: dict[str, Any]) -> None:
+def check_results(trained: Trained, name: str, results: Json) -> None:
     """Raises UserError for an evaluation of another kind of drafter or of another target."""
     kind = str(results.get("kind", "")).partition("+")[0]
     if kind not in (trained.kind, ""):
@@ -100,16 +85,16 @@ def check_results(trained: Trained, name: str, results: dict[str, Any]) -> None:
         raise UserError(f"results={name!r} are for target {measured!r}, this drafter is for {recorded!r}; pass its own")
 
 
-def prepare(args: argparse.Namespace, trained: Trained, results: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Writes everything that goes up.
+def prepare(args: argparse.Namespace, trained: Trained, results: Sequence[Json], folder: Path) -> None:
+    """Writes all files of the repository.
 
     Raises:
-        UserError: the folder holds other things or cannot be written, or something private would go up.
+        UserError: the folder holds other files or cannot be written.
     """
-    _make_empty(folder)
+    make_empty(folder, "README.md", "decoding.json")
     base_model = base_model_name(trained, args.base_model)
     tree = tuned_tree(trained.folder, results)
-    request = Request(folder, parse_dtype(args.dtype), base_model, engine_depth(trained, tree))
+    request = ExportRequest(folder, resolve_dtype(args.dtype), base_model, engine_depth(trained, tree))
     files = shipping(trained.kind).publish(trained, request)
     write_clean_json(folder / "decoding.json", {"tree": str(tree)})
     files.append(("decoding.json", "the tree to draft, as measured to be fastest" if results else "the tree to draft"))
@@ -117,63 +102,68 @@ def prepare(args: argparse.Namespace, trained: Trained, results: Sequence[dict[s
     if training:
         write_clean_json(folder / "training.json", _public_training(training))
         files.append(("training.json", "recipe, steps, time and held-out figures of the training"))
+    public = [{**run, "drafter": args.repo, "target": base_model} for run in results]
     named = []
-    for number, run in enumerate(results, 1):
-        name = f"results/{number}-{_slug(run.get('suite', 'suite'))}-t{run['decoding']['temperature']:g}.json"
-        write_clean_json(folder / name, {**run, "drafter": args.repo, "target": base_model})
-        named.append((name, run))
+    for number, run_results in enumerate(public, 1):
+        suite, temperature = _slug(run_results.get("suite", "suite")), run_results["decoding"]["temperature"]
+        name = f"results/{number}-{suite}-t{temperature:g}.json"
+        write_clean_json(folder / name, run_results)
+        named.append((name, run_results))
         files.append((name, "all measured figures, prompt by prompt"))
-    plots = []
-    if results:
-        public = [{**run, "drafter": args.repo, "target": base_model} for run in results]
+    if public:
         draw(public, folder / "plots" / "results.png")
-        plots.append("plots/results.png")
-    data = _data_meta(args.data, training)
-    served = recipes(trained, args.repo, base_model, results=results, published=True)
-    licence = args.licence or _target_licence(trained)
-    card = model_card(trained, args.repo, base_model, licence, named, plots, served, files, data, args.dataset)
+    card = model_card(
+        trained,
+        base_model,
+        args.license or _target_license(trained),
+        named,
+        training,
+        repo=args.repo,
+        plots=["plots/results.png"] if public else [],
+        recipes=recipes(trained, args.repo, base_model, results=results, published=True),
+        files=files,
+        data=_data_meta(args.data, training),
+        dataset=args.dataset,
+    )
     (folder / "README.md").write_text(card, encoding="utf-8")
-    check_private(folder, list_files(folder))
 
 
-def _make_empty(folder: Path) -> None:
-    """A folder of an earlier run is written anew; one that holds other things is left alone."""
-    if folder.is_dir() and any(folder.iterdir()):
-        if not (folder / "README.md").is_file() or not (folder / "decoding.json").is_file():
-            raise UserError(f"output={str(folder)!r} holds other files; choose an empty folder")
-        shutil.rmtree(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"output={str(folder)!r} cannot be made ({error.strerror}); choose another place") from error
-
-
-def _public_training(training: dict[str, Any]) -> dict[str, Any]:
+def _public_training(training: Json) -> Json:
     """training.json with names for paths."""
     config = dict(training.get("config") or {})
-    for key in ("data", "output_dir"):
-        if key in config:
-            config[key] = Path(config[key]).name
-    for key in ("target", "init"):
-        if key in config:
-            config[key] = public_name(config[key]) if key == "target" else shorten(config[key])
-    return {**training, "config": config}
+    public: dict[str, Callable[[str], str]] = {
+        "data": _last_part,
+        "output_dir": _last_part,
+        "target": public_name,
+        "init": shorten,
+    }
+    return {
+        **training,
+        "config": config | {key: change(config[key]) for key, change in public.items() if key in config},
+    }
 
 
-def _data_meta(given: str, training: dict[str, Any]) -> dict[str, Any] | None:
-    from drafttrain.data.store import read_meta
+def _last_part(path: str) -> str:
+    return Path(path).name
 
+
+def _data_meta(given: str, training: Json) -> Json | None:
     if given:
         return read_meta(given)
     recorded = (training.get("config") or {}).get("data", "")
     return read_meta(recorded) if recorded and (Path(recorded).expanduser() / "meta.json").is_file() else None
 
 
-def _target_licence(trained: Trained) -> str:
+def _target_license(trained: Trained) -> str:
+    """The license that drafttrain fetch noted for the target, as the Hub spells it; empty if none is known."""
+    if not trained.target_name:
+        return ""
     try:
-        return default_licence(Path(resolve_target(trained.target_name))) if trained.target_name else ""
+        noted = read_config(Path(resolve_target(trained.target_name)), "fetched.json")
     except UserError:
         return ""
+    known = {"Apache-2.0": "apache-2.0", "MIT": "mit"}
+    return known.get(noted.get("license") or noted.get("licence", ""), "")
 
 
 def _slug(text: str) -> str:

@@ -1,44 +1,80 @@
-"""Putting a prepared folder on the Hub: create, upload, tag; never delete, and never say a token."""
+"""Publishing a folder on the Hub: prepare, search for private text, upload, tag; never delete, never print a token."""
 
 from __future__ import annotations
 
-import json
+import argparse
 import re
-from collections.abc import Iterable
+import shutil
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from drafttrain.errors import UserError
+from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+
+from drafttrain.errors import UserError, first_line
+from drafttrain.files import writing
 
 _TEXT = (".json", ".md", ".jsonl", ".yaml", ".jinja", ".txt")
 _TOKEN = re.compile(r"hf_[A-Za-z0-9]{20,}")
-# Places that only exist on somebody's machine, in running text and in JSON.
+# Places that exist on one machine only, in running text and in JSON.
 _LOCAL = re.compile(r"(?<![\w.:/])(?:~/|/(?:home|Users|root|tmp|var|mnt|work|data|opt|srv|private|scratch)/)[^\s\"'`]*")
 
 
-def shorten(value: Any) -> Any:
-    """Takes folders off local paths, in a string or in everything below a JSON value.
-
-    A path is what begins like one, has more than one slash, or lies on this disk; a Hub id and a URL are not.
-    """
-    if isinstance(value, dict):
-        return {key: shorten(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [shorten(item) for item in value]
-    if not isinstance(value, str) or "/" not in value or "://" in value or any(c.isspace() for c in value):
-        return value
-    head, equals, tail = value.rpartition("=")
-    plain, plus, rest = tail.partition("+")
-    path = Path(plain).expanduser()
-    local = plain.startswith((".", "/", "~")) or plain.count("/") > 1 or path.exists()
-    return head + equals + (path.name if local else plain) + plus + rest
+def add_publishing_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds --repo, --private, --dry-run, --output and --tag."""
+    add = parser.add_argument
+    add("--repo", required=True, help="user/name or organization/name")
+    add("--private", action="store_true", help="make the repository private, if it is created now")
+    add("--dry-run", action="store_true", help="write the folder, print what would be uploaded, and stop")
+    add("--output", help="folder to prepare it in (default: a temporary one; needed with --dry-run)")
+    add("--tag", default="", help="of the new revision (default: the next of v1, v2, ...)")
 
 
-def check_private(folder: Path, names: Iterable[Path]) -> None:
-    """Looks through what is about to be published for local paths and tokens.
+def publish(args: argparse.Namespace, kind: str, message: str, prepare: Callable[[Path], None]) -> int:
+    """Prepares a folder and uploads it, unless --dry-run is set.
+
+    Args:
+        args: of `add_publishing_flags`. kind: "model" or "dataset". message: of the commit. prepare: fills the folder.
 
     Raises:
-        UserError: found one; says in which file, but not the token.
+        UserError: a dry run without --output, something private in a file, or a failed upload.
+    """
+    if args.dry_run and not args.output:
+        raise UserError("dry-run leaves the prepared folder for you to look at; name it: --output DIR")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(args.output).expanduser() if args.output else Path(scratch) / "repository"
+        prepare(folder)
+        names = list_files(folder)
+        check_private(folder, names)
+        print(f"{kind} {args.repo}: {len(names)} files in {folder}")
+        for name in names:
+            print(f"  {(folder / name).stat().st_size:>12,}  {name}")
+        if args.dry_run:
+            print("dry run: nothing was uploaded")
+        else:
+            print(upload(folder, args.repo, kind, args.private, message, args.tag))
+    return 0
+
+
+def make_empty(folder: Path, *signs: str) -> None:
+    """Creates an empty folder; replaces the folder of an earlier run, which holds the files `signs`.
+
+    Raises:
+        UserError: the folder holds other files, or cannot be created.
+    """
+    if folder.is_dir() and any(folder.iterdir()):
+        if not all((folder / sign).is_file() for sign in signs):
+            raise UserError(f"output={str(folder)!r} holds other files; choose an empty folder")
+        shutil.rmtree(folder)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
+def check_private(folder: Path, names: list[Path]) -> None:
+    """Searches the text files that are about to be published for local paths and tokens.
+
+    Raises:
+        UserError: found one; names the file, but not the token.
     """
     home = str(Path.home())
     for name in names:
@@ -46,7 +82,7 @@ def check_private(folder: Path, names: Iterable[Path]) -> None:
             continue
         text = (folder / name).read_text(encoding="utf-8", errors="replace")
         if _TOKEN.search(text):
-            raise UserError(f"{name} holds what looks like a Hub token; take it out before publishing")
+            raise UserError(f"{name} holds what looks like a Hub token; remove it before publishing")
         found = _LOCAL.search(text)
         if found or (len(home) > 1 and home in text):
             where = found.group(0) if found else home
@@ -62,22 +98,16 @@ def list_files(folder: Path) -> list[Path]:
     )
 
 
-def print_files(folder: Path, repo: str, kind: str) -> None:
-    files = list_files(folder)
-    print(f"{kind} {repo}: {len(files)} files in {folder}")
-    for name in files:
-        print(f"  {(folder / name).stat().st_size:>12,}  {name}")
-
-
 def check_repo(repo: str) -> None:
+    """Raises UserError for what is no repository's name."""
     if not re.fullmatch(r"[\w][\w.-]*/[\w][\w.-]*", repo):
-        raise UserError(f"repo={repo!r} must be user/name or organisation/name")
+        raise UserError(f"repo={repo!r} must be user/name or organization/name")
 
 
 def upload(folder: Path, repo: str, kind: str, private: bool, message: str, tag: str = "") -> str:
-    """Uploads a folder's files to a repository, which is made if it does not exist, and tags the new revision.
+    """Uploads a folder's files to a repository, creates it if it does not exist, and tags the new revision.
 
-    Files that the repository has and the folder lacks stay. What an interrupted upload has brought across is not sent again.
+    Files that the repository has and the folder lacks stay. What an interrupted upload has stored is not sent again.
 
     Args:
         kind: "model" or "dataset". tag: the next of v1, v2, ... unless given.
@@ -89,7 +119,6 @@ def upload(folder: Path, repo: str, kind: str, private: bool, message: str, tag:
         UserError: not logged in, no right to write there, or the connection broke.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
     api = HfApi()
     try:
@@ -111,38 +140,23 @@ def upload(folder: Path, repo: str, kind: str, private: bool, message: str, tag:
         raise _explain(repo, error) from error
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(
-            f"repo={repo!r}: the upload broke off ({_first_line(error)}); run the same command again, what has arrived stays"
+            f"repo={repo!r}: the upload broke off ({_safe(error)}); run the same command again, stored files are not sent again"
         ) from error
     prefix = "datasets/" if kind == "dataset" else ""
     return f"{api.endpoint}/{prefix}{repo}/tree/{tag}"
 
 
-def _explain(repo: str, error: Any) -> UserError:
+def _explain(repo: str, error: HfHubHTTPError) -> UserError:
     status = error.response.status_code if error.response is not None else 0
-    if status == 401:
-        return UserError(
-            f"repo={repo!r}: the Hub does not accept the token (401); run hf auth login, or set HF_TOKEN anew"
-        )
-    if status == 403:
-        return UserError(
-            f"repo={repo!r}: the token may not write there (403); use a write token of an account that may"
-        )
-    if status == 409:
-        return UserError(
-            f"repo={repo!r}: the Hub reports a conflict ({_first_line(error)}); choose another --tag, or try again"
-        )
-    return UserError(
-        f"repo={repo!r}: the upload broke off (HTTP {status}, {_first_line(error)}); run the same command again, what has "
-        "arrived stays"
-    )
+    reasons = {
+        401: "the Hub does not accept the token (401); run hf auth login, or set HF_TOKEN to a valid one",
+        403: "the token may not write there (403); use a write token of an account that may",
+        409: f"the Hub reports a conflict ({_safe(error)}); choose another --tag, or try again",
+    }
+    broken = f"the upload broke off (HTTP {status}, {_safe(error)}); run the same command again, stored files are not sent again"
+    return UserError(f"repo={repo!r}: {reasons.get(status, broken)}")
 
 
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return _TOKEN.sub("hf_...", lines[0]) if lines else type(error).__name__
-
-
-def write_clean_json(path: Path, content: Any) -> None:
-    """JSON without local paths."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(shorten(content), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+def _safe(error: BaseException) -> str:
+    """An error's first line without tokens."""
+    return _TOKEN.sub("hf_...", first_line(error))

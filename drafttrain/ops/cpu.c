@@ -1,9 +1,9 @@
-/* Decoding's kernels for CPUs: linear layers for few rows, RMS norm, the likeliest tokens, moves in a cache. cpu_layers.c
- * includes this file and builds attention and whole layers on it.
+/* Decoding kernels for CPUs: linear layers for few rows, RMS norm, top-k, moves in a cache. cpu_layers.c includes this file and
+ * builds attention and full layers on it.
  *
- * GCC/Clang vector extensions, so the compiler picks the machine's instructions. Everything is float32, rows are
- * contiguous. Sums over a row run in an order that does not depend on the other rows: what a token gets is the same to
- * the bit whether it is decoded alone or verified in a tree (the prefix being equally long). */
+ * GCC/Clang vector extensions, so the compiler selects the machine's instructions. Everything is float32, rows are contiguous.
+ * The order of a row's sums does not depend on the other rows: a token gets the same bits whether it is decoded alone or
+ * verified in a tree (with an equally long prefix). No function keeps state: threads may call them at once. */
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -29,15 +29,13 @@ typedef int64_t longs __attribute__((vector_size(4 * LANES)));
 
 /* -- linear ---------------------------------------------------------------------------------------------------------
  *
- * y = x W^T for few rows: every weight is read from memory once, whatever the number of rows. W [out, in] comes in
- * panels of 32 outputs, [out/32][in][32], so that a core streams one panel from front to back and keeps the sums of up
- * to MAX_ROWS rows in registers. bfloat16 panels interleave outputs i and i+16 in one 32-bit word: a shift and a mask
- * widen both exactly. int8 panels end with a float32 factor per output, which the finished sums are multiplied by. */
+ * y = x W^T for few rows: every weight is read from memory once, whatever the number of rows. W [out, in] is stored in panels
+ * of 32 outputs, [out/32][in][32], so that a core streams one panel from front to back and keeps the sums of up to MAX_ROWS rows
+ * in registers. bfloat16 panels interleave outputs i and i+16 in one 32-bit word: a shift and a mask widen both exactly. int8
+ * panels end with a float32 factor per output, which multiplies the finished sums. */
 enum format { FLOAT32, BFLOAT16, INT8 }; /* as in ops/packing.py */
 
-/* Bytes ahead of the multiplication that weights are asked for; measured, 2 to 8 KiB are alike and a quarter faster than
- * the hardware's own prefetching. */
-#define AHEAD 4096
+#define AHEAD 4096 /* bytes of prefetching; 2 to 8 KiB measure alike, a quarter faster than the hardware's own */
 
 static inline void load_bfloat16(const void *panel, long i, vec *low, vec *high) {
     const char *at = (const char *)panel + i * 2 * PANEL;
@@ -58,7 +56,7 @@ static inline void load_float32(const void *panel, long i, vec *low, vec *high) 
 }
 
 static inline vec from_bytes(const char *at) {
-#ifdef __AVX512F__ /* one instruction, which GCC does not find by itself */
+#ifdef __AVX512F__ /* one instruction, which GCC does not generate from the generic form */
     return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)at)));
 #else
     bytes numbers;
@@ -93,34 +91,25 @@ static inline __attribute__((always_inline)) void multiply(
     }
 }
 
-#define CASE(R, LOAD) \
-    case R: multiply(R, LOAD, x, in, panel, y); break;
+#define CASE(R, LOAD) case R: multiply(R, LOAD, x, in, panel, y); break;
+#define FOUR(A, B, C, D, LOAD) CASE(A, LOAD) CASE(B, LOAD) CASE(C, LOAD) CASE(D, LOAD)
 #if MAX_ROWS == 12
-#define MORE(LOAD) CASE(5, LOAD) CASE(6, LOAD) CASE(7, LOAD) CASE(8, LOAD) \
-    CASE(9, LOAD) CASE(10, LOAD) CASE(11, LOAD) CASE(12, LOAD)
+#define MORE(LOAD) FOUR(5, 6, 7, 8, LOAD) FOUR(9, 10, 11, 12, LOAD)
 #else
 #define MORE(LOAD)
 #endif
-#define DISPATCH(NAME, LOAD)                                                                   \
-    static void NAME(int rows, const float *x, long in, const void *panel, float *y) {         \
-        switch (rows) { CASE(1, LOAD) CASE(2, LOAD) CASE(3, LOAD) CASE(4, LOAD) MORE(LOAD) }   \
+#define DISPATCH(NAME, LOAD)                                                           \
+    static void NAME(int rows, const float *x, long in, const void *panel, float *y) { \
+        switch (rows) { FOUR(1, 2, 3, 4, LOAD) MORE(LOAD) }                            \
     }
 DISPATCH(multiply_bfloat16, load_bfloat16)
 DISPATCH(multiply_float32, load_float32)
 DISPATCH(multiply_int8, load_int8)
 
 static void scale(int rows, const void *factors, float *y) {
-    vec low, high;
-    memcpy(&low, factors, sizeof low);
-    memcpy(&high, (const char *)factors + sizeof low, sizeof high);
-    for (int r = 0; r < rows; r++, y += PANEL) {
-        vec a, b;
-        memcpy(&a, y, sizeof a);
-        memcpy(&b, y + LANES, sizeof b);
-        a *= low, b *= high;
-        memcpy(y, &a, sizeof a);
-        memcpy(y + LANES, &b, sizeof b);
-    }
+    const float *factor = factors;
+    for (int r = 0; r < rows; r++, y += PANEL)
+        for (int i = 0; i < PANEL; i++) y[i] *= factor[i];
 }
 
 static long panel_bytes(long in, int format) {
@@ -159,7 +148,7 @@ void skinny_linear(const float *x, long rows, long in, const void *panels, int f
     }
 }
 
-/* -- normalisation -------------------------------------------------------------------------------------------------- */
+/* -- normalization -------------------------------------------------------------------------------------------------- */
 
 /* y = x / sqrt(mean(x^2) + eps) * weight, row by row. */
 void rms_norm(const float *x, const float *weight, float eps, float *y, long rows, long width) {
@@ -177,7 +166,7 @@ void rms_norm(const float *x, const float *weight, float eps, float *y, long row
 
 /* -- vectors -------------------------------------------------------------------------------------------------------- */
 
-/* mask ? a : b, lane by lane; comparisons of vectors give such masks. */
+/* mask ? a : b, lane by lane, for masks as comparisons of vectors give them. */
 static inline vec choose(ints mask, vec a, vec b) { return (vec)(((ints)a & mask) | ((ints)b & ~mask)); }
 
 /* e^x to a few float32 roundings, 0 below -87, e^88 above 88: 2^n p(r) with |r| <= ln(2) / 2 and p the Taylor polynomial of degree 6. */
@@ -193,7 +182,7 @@ static inline vec exponential(vec x) {
     return choose(tiny, (vec){0}, p * (vec)power);
 }
 
-/* -- the likeliest tokens -------------------------------------------------------------------------------------------- */
+/* -- top-k ----------------------------------------------------------------------------------------------------------- */
 
 /* Whether any of the next SPAN numbers is above the limit. */
 #define SPAN (4 * LANES)
@@ -211,15 +200,15 @@ static inline int any_above(const float *z, float limit) {
     return any != 0;
 }
 
-/* Per row of logits [rows, d] the k highest, falling, equal ones by index: ids and values [rows, k], and, unless `log_sum`
- * is null, the logarithm of the row's summed exponentials. One thread: a round asks for a few rows of some thousand
- * tokens, for which waking another core takes longer than the work. */
+/* Top-k of each row of logits [rows, d]: ids and values [rows, k], descending, equal values by index; and log_sum [rows], the
+ * logarithm of the summed exponentials, unless NULL. One thread: a round needs a few rows of some thousand tokens, for which
+ * waking another core takes longer than the work. */
 void likeliest(const float *z, long rows, long d, long k, int64_t *ids, float *values, float *log_sum) {
     for (long r = 0; r < rows; r++, z += d, ids += k, values += k) {
         long held = 0, i = 0;
         while (i < d) {
             int whole = held == k && i + SPAN <= d;
-            if (whole && !any_above(z + i, values[k - 1])) { /* as in most spans */
+            if (whole && !any_above(z + i, values[k - 1])) { /* most spans */
                 i += SPAN;
                 continue;
             }
@@ -254,9 +243,9 @@ static void fetch(const char *at, long width) {
     for (long i = 0; i < width; i += 64) __builtin_prefetch(at + i);
 }
 
-/* Copies slots of `count` buffers [heads, slots, width] to others, pair by pair (goal, source), so that a slot may be a
- * source before it is a goal. Strides and width in bytes. A pass has pushed the slots out of the core's caches, and each one
- * is too short for the hardware to see what comes next. */
+/* Copies slots of `count` buffers [heads, slots, width] to others, pair by pair (goal, source), so that a slot may be a source
+ * before it is a goal. Strides and width in bytes. A forward has evicted the slots from the core's caches, and each one is too
+ * short for the hardware to predict the next: hence the prefetches. */
 void move_slots(char *const *buffers, long count, long heads, long head_stride, long slot_stride, long width,
                 const int64_t *pairs, long moved) {
     for (long b = 0; b < count; b++)

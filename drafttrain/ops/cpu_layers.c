@@ -1,10 +1,10 @@
-/* Attention over a prefix and a token tree, and what is built of it and of the kernels in cpu.c: decoder layers, all layers of
- * a target, a depth of a drafter. This is the file to compile. */
+/* Attention over a prefix and a token tree, and what is built on it and on the kernels of cpu.c: decoder layers, all layers of a
+ * target, one depth of a drafter. This is the file to compile. */
 #include "cpu.c"
 
 /* -- tree attention ------------------------------------------------------------------------------------------------- */
 
-/* out[i][c ..] = sum of weights[t][i] * value[t] / total for four rows i, of which `high` exist; `wide` is a constant. */
+/* out[i][c ..] = sum over t of weights[t][i] * value[t] / total, for four rows i, of which `high` exist; `wide` is a constant. */
 static inline __attribute__((always_inline)) void weigh(int wide, const float *weights, const float *value, long count,
                                                         long ve, int high, float *const *out, long c, vec total, int r) {
     vec sum[4][4] = {{{0}}};
@@ -22,8 +22,8 @@ static inline __attribute__((always_inline)) void weigh(int wide, const float *w
         }
 }
 
-/* One key head and up to LANES of its query rows (row = query head of the group, new token). Scores lie key by key, a
- * lane per row: the query is transposed once, and every key and value is read once. */
+/* One key head and up to LANES of its query rows (row = query head of the group, new token). Scores are stored key by key, a lane
+ * per row: the query is transposed once, and every key and value is read once. */
 static void attend_rows(const float *query[LANES], float *out[LANES], const int *token, int rows, const float *sinks,
                         const float *key, const float *value, long first, long prefix, long n, long e, long ve,
                         const uint64_t *ancestors, const int *depth, float scaling, long window, float softcap,
@@ -67,19 +67,25 @@ static void attend_rows(const float *query[LANES], float *out[LANES], const int 
             wide = wide < 4 ? wide : 4;
             int high = rows - r < 4 ? rows - r : 4;
             const float *weights = (const float *)(scores + first) + r;
-            switch (wide) {
-                case 4: weigh(4, weights, value + first * ve + c, end - first, ve, high, out + r, c, total, r); break;
-                case 3: weigh(3, weights, value + first * ve + c, end - first, ve, high, out + r, c, total, r); break;
-                case 2: weigh(2, weights, value + first * ve + c, end - first, ve, high, out + r, c, total, r); break;
-                default: weigh(1, weights, value + first * ve + c, end - first, ve, high, out + r, c, total, r);
-            }
+#define WEIGH(N) case N: weigh(N, weights, value + first * ve + c, end - first, ve, high, out + r, c, total, r); break;
+            switch (wide) { WEIGH(4) WEIGH(3) WEIGH(2) WEIGH(1) }
         }
 }
 
-/* One sequence of a packed batch: its first slot on the cache's slot axis, committed keys, first new token, new tokens;
- * tokens of its tree that earlier passes stored behind the prefix, and where its tree begins in ancestors and depth. */
+/* One sequence of a packed batch. slot: its first one on the cache's slot axis; prefix: committed keys; token: its first new token;
+ * n: new tokens; held: tokens of its tree that earlier forwards stored behind the prefix; node: begin of its tree in ancestors
+ * and depth. */
 struct part {
     long slot, prefix, token, n, held, node;
+};
+
+/* Where the new tokens of a forward stand: a part per sequence, and per token of all trees its ancestors (bit j: token j of its
+ * tree, or itself) and its depth. Mirrored in tree_attention.py. */
+struct plan {
+    const struct part *parts;
+    long count;
+    const uint64_t *ancestors;
+    const int *depth;
 };
 
 static void append(float *cache, long cache_stride, const float *new, long head_stride, long token_stride, long kv_heads,
@@ -90,34 +96,33 @@ static void append(float *cache, long cache_stride, const float *new, long head_
                    new + kv * head_stride + (part->token + i) * token_stride, width * sizeof(float));
 }
 
-/* Attention of each part's n new tokens over its committed keys and over their own ancestors (a bit per token of the tree,
- * held + n <= 64 of them).
+/* Attention of each part's n new tokens over its committed keys and their own ancestors (a bit per token of the tree, held + n of
+ * them, at most 64).
  *
- * query [heads, N, e], new_key [kv_heads, N, e], new_value [kv_heads, N, ve] by strides; new keys and values are stored
- * first (NULL: they are in place). keys [kv_heads, slots, e], values [kv_heads, slots, ve] with a stride per head; out
- * [N, heads, ve]. e and ve are multiples of 16; ancestors, depth per tree token; window 0, softcap 0, sinks NULL: none. */
+ * query [heads, N, e], new_key [kv_heads, N, e], new_value [kv_heads, N, ve] by strides; new keys and values are stored first
+ * (NULL: they are stored already). keys [kv_heads, slots, e], values [kv_heads, slots, ve] with a stride per head; out [N, heads,
+ * ve]. e and ve are multiples of 16; window 0, softcap 0, sinks NULL: none. */
 void tree_attention(const float *query, long head_stride, long token_stride, const float *new_key, long new_key_head,
                     long new_key_token, const float *new_value, long new_value_head, long new_value_token, float *keys,
                     long key_stride, float *values, long value_stride, float *out, long heads, long kv_heads, long e,
-                    long ve, const struct part *parts, long count, const uint64_t *ancestors, const int *depth,
-                    float scaling, long window, float softcap, const float *sinks, int threads) {
-    long group = heads / kv_heads, blocks = 0, slots = 0;
+                    long ve, const struct plan *plan, float scaling, long window, float softcap, const float *sinks, int threads) {
+    long group = heads / kv_heads, blocks = 0, slots = 0, count = plan->count;
     for (long p = 0; p < count; p++) {
-        const struct part *part = parts + p;
+        const struct part *part = plan->parts + p;
         if (new_key) append(keys, key_stride, new_key, new_key_head, new_key_token, kv_heads, part, e);
         if (new_value) append(values, value_stride, new_value, new_value_head, new_value_token, kv_heads, part, ve);
         long needed = (group * part->n + LANES - 1) / LANES, seen = part->prefix + part->held + part->n;
         blocks = needed > blocks ? needed : blocks;
         slots = seen > slots ? seen : slots;
     }
-    /* Blocks of one key head go to one thread, whose cache then holds the keys. */
+    /* One thread computes the blocks of one key head, so that its cache holds the keys. */
     long tasks = count * kv_heads * blocks, chunk = count == 1 ? (tasks + threads - 1) / threads : blocks;
 #pragma omp parallel num_threads(threads) if (tasks > 1)
     {
         vec *transposed = aligned_alloc(sizeof(vec), (e + slots) * sizeof(vec)), *scores = transposed + e;
 #pragma omp for schedule(dynamic, chunk)
         for (long task = 0; task < tasks; task++) {
-            const struct part *part = parts + task / (kv_heads * blocks);
+            const struct part *part = plan->parts + task / (kv_heads * blocks);
             long kv = task / blocks % kv_heads, block = task % blocks, n = part->n;
             long rows = group * n, own = (rows + LANES - 1) / LANES;
             if (block >= own) continue;
@@ -136,7 +141,7 @@ void tree_attention(const float *query, long head_stride, long token_stride, con
             }
             attend_rows(queries, outs, token, (int)size, sinks ? sink : 0, keys + kv * key_stride + part->slot * e,
                         values + kv * value_stride + part->slot * ve, first, part->prefix, part->held + n, e,
-                        ve, ancestors + part->node, depth + part->node, scaling, window, softcap, transposed, scores);
+                        ve, plan->ancestors + part->node, plan->depth + part->node, scaling, window, softcap, transposed, scores);
         }
         free(transposed);
     }
@@ -144,9 +149,9 @@ void tree_attention(const float *query, long head_stride, long token_stride, con
 
 /* -- decoder layer -------------------------------------------------------------------------------------------------- */
 
-/* The parts of a pre-norm decoder layer around its attention. NULL: not there. Mirrored in ops/decoder_layer.py. */
+/* A pre-norm decoder layer around its attention. NULL: not there. Mirrored in cpu_layers.py. */
 struct layer {
-    const void *qkv, *o, *gate_up, *down; /* panels; query, key and value rows joined, gate and up panels in turn */
+    const void *qkv, *o, *gate_up, *down; /* panels; query, key and value rows joined, gate and up panels alternating */
     const float *qkv_bias, *input_norm, *query_norm, *key_norm, *attended_norm, *mlp_norm, *mlp_out_norm;
     int qkv_format, o_format, gate_up_format, down_format;
     int width, hidden, heads, kv_heads, head_dim, rotary_dim, inner, gelu; /* width: columns of qkv */
@@ -164,8 +169,8 @@ static void rotate(float *x, const float *cosine, const float *sine, int dim) {
 /* x [n, width] -> qkv [n, (heads + 2 kv_heads) head_dim], rotated; cosine, sine [n, rotary_dim]. */
 void layer_before_attention(const struct layer *layer, const float *x, long n, const float *cosine, const float *sine,
                             float *qkv, int threads) {
-    int e = layer->head_dim, turned = layer->heads + layer->kv_heads;
-    long width = (long)(turned + layer->kv_heads) * e;
+    int e = layer->head_dim, rotated = layer->heads + layer->kv_heads;
+    long width = (long)(rotated + layer->kv_heads) * e;
     float *normed = layer->input_norm ? malloc(n * layer->width * sizeof(float)) : 0;
     if (normed) rms_norm(x, layer->input_norm, layer->eps, normed, n, layer->width);
     skinny_linear(normed ? normed : x, n, layer->width, layer->qkv, layer->qkv_format, qkv, width, threads);
@@ -175,7 +180,7 @@ void layer_before_attention(const struct layer *layer, const float *x, long n, c
         if (layer->qkv_bias) for (long i = 0; i < width; i++) row[i] += layer->qkv_bias[i];
         if (layer->query_norm) rms_norm(row, layer->query_norm, layer->eps, row, layer->heads, e);
         if (layer->key_norm) rms_norm(row + layer->heads * e, layer->key_norm, layer->eps, row + layer->heads * e, layer->kv_heads, e);
-        for (int head = 0; head < turned; head++)
+        for (int head = 0; head < rotated; head++)
             rotate(row + head * e, cosine + r * layer->rotary_dim, sine + r * layer->rotary_dim, layer->rotary_dim);
     }
 }
@@ -186,8 +191,8 @@ static inline vec activate(vec a, int gelu) {
     return a / (1.0f + exponential(-t));
 }
 
-/* y [rows, inner] = act(gate(x)) * up(x). Panels of gate and of up take turns, so that a core finds what it has just computed
- * in its own cache, and nothing but y is written. */
+/* y [rows, inner] = act(gate(x)) * up(x). Panels of gate and up alternate, so that both products are still in the core's own cache
+ * when they are multiplied, and nothing but y is written. */
 static void gated_linear(const float *x, long rows, long in, const void *panels, int format, float *y, long inner, int gelu,
                          int threads) {
     long count = (inner + PANEL - 1) / PANEL, size = panel_bytes(in, format);
@@ -243,14 +248,6 @@ struct buffers {
     long key_stride, value_stride;
 };
 
-/* Where the new tokens of a forward stand, as tree_attention takes it. */
-struct plan {
-    const struct part *parts;
-    long count;
-    const uint64_t *ancestors;
-    const int *depth;
-};
-
 /* read [n, width] -> x [n, hidden], which is added to; scratch [n, (2 heads + 2 kv_heads) head_dim]. */
 static void full_layer(const struct layer *layer, const struct form *form, const struct buffers *b, const float *read, float *x,
                        long n, const float *cosine, const float *sine, const struct plan *plan, float *scratch, int threads) {
@@ -258,8 +255,8 @@ static void full_layer(const struct layer *layer, const struct form *form, const
     float *key = scratch + layer->heads * e, *value = key + layer->kv_heads * e, *attended = scratch + n * width;
     layer_before_attention(layer, read, n, cosine, sine, scratch, threads);
     tree_attention(scratch, e, width, key, e, width, value, e, width, b->keys, b->key_stride, b->values, b->value_stride,
-                   attended, layer->heads, layer->kv_heads, e, e, plan->parts, plan->count, plan->ancestors, plan->depth,
-                   form->scaling, form->window, form->softcap, form->sinks, threads);
+                   attended, layer->heads, layer->kv_heads, e, e, plan, form->scaling, form->window, form->softcap, form->sinks,
+                   threads);
     layer_after_attention(layer, x, attended, n, threads);
 }
 
@@ -268,9 +265,8 @@ static void full_layer(const struct layer *layer, const struct form *form, const
  * tables: cosine and sine [n, rotary_dim] per rotary table. wanted [features]: ascending layers whose inputs are copied to
  * caught [n, features, hidden]; `count` means the last layer's output. */
 void body_forward(const struct layer *const *layers, const struct form *forms, const struct buffers *buffers, long count, float *x,
-                  long n, const float *const *tables, const struct part *parts, long part_count, const uint64_t *ancestors,
-                  const int *depth, const long *wanted, long features, float *caught, int threads) {
-    struct plan plan = {parts, part_count, ancestors, depth};
+                  long n, const float *const *tables, const struct plan *plan, const long *wanted, long features, float *caught,
+                  int threads) {
     long widest = 0, hidden = layers[0]->hidden, next = 0;
     for (long i = 0; i < count; i++) {
         long width = (long)(2 * layers[i]->heads + 2 * layers[i]->kv_heads) * layers[i]->head_dim;
@@ -283,7 +279,7 @@ void body_forward(const struct layer *const *layers, const struct form *forms, c
                 memcpy(caught + (r * features + next) * hidden, x + r * hidden, hidden * sizeof(float));
         if (i == count) break;
         const float *const *pair = tables + 2 * forms[i].table;
-        full_layer(layers[i], forms + i, buffers + i, x, x, n, pair[0], pair[1], &plan, scratch, threads);
+        full_layer(layers[i], forms + i, buffers + i, x, x, n, pair[0], pair[1], plan, scratch, threads);
     }
     free(scratch);
 }
@@ -304,8 +300,8 @@ struct draft {
  * depth reads, and logits [queries, vocabulary] of the last tokens. Without `project` the first layer reads embedding and state
  * joined. cosine, sine [positions, rotary_dim]; keys and values per layer with a stride per head. */
 void draft_step(const struct draft *d, const float *embeds, const float *states, long n, const float *cosine, const float *sine,
-                float *const *keys, float *const *values, long stride, const struct part *part, const uint64_t *ancestors,
-                const int *depths, long window, float *out, float *logits, long queries, int threads) {
+                float *const *keys, float *const *values, long stride, const struct plan *plan, long window, float *out,
+                float *logits, long queries, int threads) {
     long e = d->layers[0]->head_dim, heads = d->layers[0]->heads, kv_heads = d->layers[0]->kv_heads;
     long rotated = d->layers[0]->rotary_dim, hidden = d->hidden, joined = d->embed_width + hidden;
     long width = 2 * (heads + kv_heads) * e;
@@ -313,7 +309,7 @@ void draft_step(const struct draft *d, const float *embeds, const float *states,
     float *sines = cosines + n * rotated, *scratch = sines + n * rotated, *normed = scratch + n * width;
     for (long r = 0; r < n; r++) {
         float *row = read + r * joined;
-        long at = part->prefix + depths[part->held + r];
+        long at = plan->parts->prefix + plan->depth[plan->parts->held + r];
         memcpy(row, embeds + r * d->embed_width, d->embed_width * sizeof(float));
         memcpy(row + d->embed_width, states + r * hidden, hidden * sizeof(float));
         if (d->embed_norm) rms_norm(row, d->embed_norm, d->eps, row, 1, d->embed_width);
@@ -324,10 +320,9 @@ void draft_step(const struct draft *d, const float *embeds, const float *states,
     if (d->project) skinny_linear(read, n, joined, d->project, d->project_format, out, hidden, threads);
     else memcpy(out, states, n * hidden * sizeof(float));
     struct form form = {NULL, window, 0, 1 / sqrtf(e), 0};
-    struct plan plan = {part, 1, ancestors, depths};
     for (int i = 0; i < d->count; i++) {
         struct buffers b = {keys[i], values[i], stride, stride};
-        full_layer(d->layers[i], &form, &b, i || d->project ? out : read, out, n, cosines, sines, &plan, scratch, threads);
+        full_layer(d->layers[i], &form, &b, i || d->project ? out : read, out, n, cosines, sines, plan, scratch, threads);
     }
     if (d->norm) rms_norm(out, d->norm, d->eps, normed, n, hidden);
     if (d->returns_normed) memcpy(out, normed, n * hidden * sizeof(float));

@@ -13,7 +13,7 @@ cache, outputs) is an argument or is allocated by the call, because ctypes relea
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,82 +47,22 @@ class GatedMLP(Protocol):
     down_proj: nn.Linear
 
 
-@dataclass
-class LayerWeights:
-    """Weights of a pre-norm decoder layer, float32 on the CPU.
-
-    Attributes:
-        input_norm: RMS-norm factors before the attention; None if the layer's input is already normed.
-        attended_norm, mlp_out_norm: RMS-norm factors after attention and MLP (Gemma), or None.
-        query_norm, key_norm: RMS-norm factors per head (Qwen3, Gemma 3), or None.
-        rotary_dim: the first entries of a head are rotated, in halves.
-        eps: of all norms. gelu: tanh-approximated GELU in the MLP instead of SiLU.
-    """
-
-    qkv: Tensor  # [(heads + 2 * kv_heads) * e, width]: query, key and value projections, rows joined
-    o: Tensor  # [h, heads * e]
-    gate_up: Tensor  # [2 * inner, h]: gate and up projections, rows joined
-    down: Tensor  # [h, inner]
-    mlp_norm: Tensor  # [h]
-    heads: int
-    kv_heads: int
-    head_dim: int
-    rotary_dim: int
-    eps: float
-    gelu: bool = False
-    qkv_bias: Tensor | None = None
-    input_norm: Tensor | None = None
-    query_norm: Tensor | None = None
-    key_norm: Tensor | None = None
-    attended_norm: Tensor | None = None
-    mlp_out_norm: Tensor | None = None
-
-    @classmethod
-    def of(
-        cls,
-        attention: AttentionModule,
-        mlp: GatedMLP,
-        *,
-        mlp_norm: Tensor,
-        rotary_dim: int,
-        eps: float,
-        gelu: bool = False,
-        **norms: Tensor | None,
-    ) -> LayerWeights:
-        """Joins the projections of a layer's modules; only those of queries, keys and values may have biases.
-
-        Args:
-            norms: the optional norm factors by attribute name.
-        """
-        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        biases = [module.bias for module in projections if module.bias is not None]
-        return cls(
-            qkv=torch.cat([module.weight for module in projections]),
-            qkv_bias=torch.cat(biases) if biases else None,
-            o=attention.o_proj.weight,
-            gate_up=torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]),
-            down=mlp.down_proj.weight,
-            mlp_norm=mlp_norm,
-            heads=attention.q_proj.out_features // attention.head_dim,
-            kv_heads=attention.k_proj.out_features // attention.head_dim,
-            head_dim=attention.head_dim,
-            rotary_dim=rotary_dim,
-            eps=eps,
-            gelu=gelu,
-            **norms,
-        )
+def _fields(panels: str, vectors: str, numbers: str) -> list[tuple[str, type]]:
+    """Fields of a C struct: pointers to panels and vectors, the panels' formats, int numbers; in this order."""
+    pointers = [(name, ctypes.c_void_p) for name in f"{panels} {vectors}".split()]
+    formats = [(f"{name}_format", ctypes.c_int) for name in panels.split()]
+    return [*pointers, *formats, *((name, ctypes.c_int) for name in numbers.split())]
 
 
 class _Layer(ctypes.Structure):
     """struct layer of cpu_layers.c."""
 
-    _panels_ = ("qkv", "o", "gate_up", "down")
-    _vectors_ = ("qkv_bias", "input_norm", "query_norm", "key_norm", "attended_norm", "mlp_norm", "mlp_out_norm")
-    _numbers_ = ("width", "hidden", "heads", "kv_heads", "head_dim", "rotary_dim", "inner", "gelu")
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in (*_panels_, *_vectors_)),
-        *((f"{name}_format", ctypes.c_int) for name in _panels_),
-        *((name, ctypes.c_int) for name in _numbers_),
+        *_fields(
+            "qkv o gate_up down",
+            "qkv_bias input_norm query_norm key_norm attended_norm mlp_norm mlp_out_norm",
+            "width hidden heads kv_heads head_dim rotary_dim inner gelu",
+        ),
         ("eps", ctypes.c_float),
     ]
 
@@ -130,43 +70,68 @@ class _Layer(ctypes.Structure):
 class _Draft(ctypes.Structure):
     """struct draft of cpu_layers.c."""
 
-    _panels_ = ("project", "head")
-    _vectors_ = ("embed_norm", "state_norm", "norm")
-    _numbers_ = ("count", "embed_width", "hidden", "returns_normed")
     _fields_ = [
         ("layers", ctypes.c_void_p),
-        *((name, ctypes.c_void_p) for name in (*_panels_, *_vectors_)),
-        *((f"{name}_format", ctypes.c_int) for name in _panels_),
-        *((name, ctypes.c_int) for name in _numbers_),
+        *_fields("project head", "embed_norm state_norm norm", "count embed_width hidden returns_normed"),
         ("vocabulary", ctypes.c_long),
         ("eps", ctypes.c_float),
     ]
 
 
 def _struct(
-    kind: type[_Layer | _Draft], panels: dict[str, Tensor], weights: LayerWeights | DraftWeights, **numbers: float
+    kind: type[_Layer | _Draft], panels: Mapping[str, Tensor], vectors: Mapping[str, Tensor | None], **numbers: float
 ) -> tuple[ctypes.Structure, list[Tensor]]:
-    """A C struct that points to panels and to the vectors of `weights`, and the tensors that must outlive it."""
-    vectors = {name: getattr(weights, name) for name in kind._vectors_}
-    kept = {name: value.detach().contiguous() for name, value in (panels | vectors).items() if value is not None}
-    assert all(value.device.type == "cpu" for value in kept.values())
-    assert all(kept[name].dtype == torch.float32 for name in vectors.keys() & kept.keys())
-    addresses = {name: value.data_ptr() for name, value in kept.items()}
-    formats = {f"{name}_format": FORMATS[panel.dtype] for name, panel in panels.items()}
-    return kind(**addresses, **formats, **numbers), list(kept.values())
+    """A C struct that points to panels and vectors, and the tensors that must outlive it."""
+    kept = {
+        name: value.detach().contiguous() for name, value in (*panels.items(), *vectors.items()) if value is not None
+    }
+    assert all(value.device.type == "cpu" for value in kept.values()), "the kernels read CPU memory"
+    assert all(kept[name].dtype == torch.float32 for name in kept.keys() - panels.keys()), "norms are float32"
+    content = numbers | {name: value.data_ptr() for name, value in kept.items()}
+    content |= {f"{name}_format": FORMATS[panel.dtype] for name, panel in panels.items()}
+    assert content.keys() <= {field[0] for field in kind._fields_}, "ctypes ignores names that are no fields"
+    return kind(**content), list(kept.values())
 
 
 class DecoderLayer:
-    """A packed layer in two kernel calls, around an attention that the caller brings."""
+    """A pre-norm decoder layer, packed: two kernel calls around an attention that the caller brings.
 
-    def __init__(self, weights: LayerWeights):
-        w = weights
-        self.heads, self.kv_heads, self.head_dim = w.heads, w.kv_heads, w.head_dim
-        panels = {name: pack_panels(getattr(w, name).detach()) for name in ("qkv", "o", "down")}
-        panels["gate_up"] = pack_gated(w.gate_up.detach())
-        numbers = {name: getattr(w, name) for name in ("heads", "kv_heads", "head_dim", "rotary_dim", "gelu", "eps")}
-        width, hidden, inner = w.qkv.shape[1], w.o.shape[0], w.down.shape[1]
-        self._layer, self._kept = _struct(_Layer, panels, w, **numbers, width=width, hidden=hidden, inner=inner)
+    Args:
+        attention, mlp: float32 on the CPU. Only the projections of queries, keys and values may have biases.
+        rotary_dim: the first entries of a head are rotated, in halves.
+        eps: of all norms. gelu: tanh-approximated GELU in the MLP instead of SiLU.
+        mlp_norm: [h] RMS-norm factor before the MLP.
+        norms: other RMS-norm factors by name; a missing one is not applied. `input_norm` [h] is before the attention,
+            `attended_norm` and `mlp_out_norm` [h] after attention and MLP (Gemma), `query_norm` and `key_norm` [e] per head
+            (Qwen3, Gemma 3).
+    """
+
+    def __init__(
+        self,
+        attention: AttentionModule,
+        mlp: GatedMLP,
+        rotary_dim: int,
+        eps: float,
+        gelu: bool = False,
+        *,
+        mlp_norm: Tensor,
+        **norms: Tensor | None,
+    ):
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        biases: list[Tensor] = [module.bias for module in projections if module.bias is not None]
+        width, hidden, inner = projections[0].in_features, attention.o_proj.out_features, mlp.down_proj.in_features
+        self.head_dim = e = attention.head_dim
+        self.heads, self.kv_heads = (module.out_features // e for module in projections[:2])
+        panels = {
+            "qkv": pack_panels(torch.cat([module.weight for module in projections]).detach()),
+            "o": pack_panels(attention.o_proj.weight.detach()),
+            "gate_up": pack_gated(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).detach()),
+            "down": pack_panels(mlp.down_proj.weight.detach()),
+        }
+        vectors = {"qkv_bias": torch.cat(biases) if biases else None, "mlp_norm": mlp_norm, **norms}
+        numbers = {"width": width, "hidden": hidden, "inner": inner, "rotary_dim": rotary_dim, "gelu": gelu, "eps": eps}
+        numbers |= {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": e}
+        self._layer, self._kept = _struct(_Layer, panels, vectors, **numbers)
         self.address = ctypes.addressof(self._layer)
         self._kernels = cpu_kernels()
 
@@ -225,10 +190,12 @@ class LayerStack:
 
     Attributes:
         shapes: (kv_heads, head_dim) of each layer's keys and values.
+        served: whether the C attention supports these head widths.
     """
 
     def __init__(self, layers: Sequence[DecoderLayer], forms: Sequence[AttentionForm], table_of: Sequence[int]):
         self.shapes = [(layer.kv_heads, layer.head_dim) for layer in layers]
+        self.served = all(width % 16 == 0 for _, width in self.shapes)
         self._layers = np.array([layer.address for layer in layers], dtype=np.uint64)
         sinks = [None if form["sinks"] is None else form["sinks"].float().contiguous() for form in forms]
         self._kept = (layers, sinks)
@@ -238,11 +205,6 @@ class LayerStack:
         ]
         self._forms = np.array(rows, dtype=_FORM)
         self._kernels = cpu_kernels()
-
-    @property
-    def served(self) -> bool:
-        """Whether the C attention supports these head widths."""
-        return all(width % 16 == 0 for _, width in self.shapes)
 
     def forward(
         self, x: Tensor, tables: Sequence[tuple[Tensor, Tensor]], plan: CpuPlan, buffers: np.ndarray, wanted: list[int]
@@ -266,7 +228,7 @@ class LayerStack:
         features = np.array(wanted, dtype=np.int64)
         self._kernels.body_forward(
             *(self._layers.ctypes.data, self._forms.ctypes.data, slots.ctypes.data, len(self._layers)),
-            *(x.data_ptr(), n, rotary.ctypes.data, *plan.pointers),
+            *(x.data_ptr(), n, rotary.ctypes.data, plan.address),
             *(features.ctypes.data, len(wanted), caught.data_ptr(), torch.get_num_threads()),
         )
         return caught
@@ -305,9 +267,10 @@ class DraftStep:
         panels = {"head": pack_panels(weights.head.detach())}
         if weights.project is not None:
             panels["project"] = pack_panels(weights.project.detach())
-        numbers = {"count": len(layers), "hidden": self.hidden, "vocabulary": self.vocabulary}
-        numbers |= {name: getattr(weights, name) for name in ("embed_width", "returns_normed", "eps")}
-        self._draft, kept = _struct(_Draft, panels, weights, layers=ctypes.addressof(addresses), **numbers)
+        vectors = {"embed_norm": weights.embed_norm, "state_norm": weights.state_norm, "norm": weights.norm}
+        numbers = {"count": len(layers), "hidden": self.hidden, "vocabulary": self.vocabulary, "eps": weights.eps}
+        numbers |= {"embed_width": weights.embed_width, "returns_normed": weights.returns_normed}
+        self._draft, kept = _struct(_Draft, panels, vectors, layers=ctypes.addressof(addresses), **numbers)
         self._kept = (layers, addresses, kept)
         self._address = ctypes.addressof(self._draft)
         self._kernels = cpu_kernels()
@@ -339,11 +302,10 @@ class DraftStep:
         out, logits = torch.empty(n, self.hidden), torch.empty(queries, self.vocabulary)
         keys, values = zip(*buffers, strict=True)
         pointers = ctypes.c_void_p * len(buffers)
-        parts, _, ancestors, depths = plan.pointers
         self._kernels.draft_step(
             *(self._address, embeds.data_ptr(), states.data_ptr(), n, tables[0].data_ptr(), tables[1].data_ptr()),
             *(pointers(*(key.data_ptr() for key in keys)), pointers(*(value.data_ptr() for value in values))),
-            *(keys[0].stride(0), parts, ancestors, depths, window),
+            *(keys[0].stride(0), plan.address, window),
             *(out.data_ptr(), logits.data_ptr(), queries, torch.get_num_threads()),
         )
         return out, logits

@@ -1,4 +1,4 @@
-"""The C kernels of ops/cpu.c and ops/cpu_layers.c, compiled once by the machine's own compiler and kept in the cache folder."""
+"""Builds and loads the C kernels of cpu.c and cpu_layers.c: compiled once on each machine, kept in the cache folder."""
 
 from __future__ import annotations
 
@@ -17,43 +17,34 @@ from drafttrain.files import cache_folder
 
 logger = logging.getLogger(__name__)
 
-_SOURCE = Path(__file__).with_name("cpu_layers.c")  # which includes the other
+_SOURCE = Path(__file__).with_name("cpu_layers.c")  # includes cpu.c
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
-_POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
+# Arguments of the exported functions: P pointer, L long, I int, F float.
+_TYPES = {"P": ctypes.c_void_p, "L": ctypes.c_long, "I": ctypes.c_int, "F": ctypes.c_float}
 _ARGUMENTS = {
-    "skinny_linear": (_POINTER, _LONG, _LONG, _POINTER, _INT, _POINTER, _LONG, _INT),
-    "rms_norm": (_POINTER, _POINTER, _FLOAT, _POINTER, _LONG, _LONG),
-    "likeliest": (_POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER, _POINTER),
-    "move_slots": (_POINTER, _LONG, _LONG, _LONG, _LONG, _LONG, _POINTER, _LONG),
-    "tree_attention": (
-        *(_POINTER, _LONG, _LONG, _POINTER, _LONG, _LONG, _POINTER, _LONG, _LONG),
-        *(_POINTER, _LONG, _POINTER, _LONG, _POINTER, _LONG, _LONG, _LONG, _LONG),
-        *(_POINTER, _LONG, _POINTER, _POINTER, _FLOAT, _LONG, _FLOAT, _POINTER, _INT),
-    ),
-    "layer_before_attention": (_POINTER, _POINTER, _LONG, _POINTER, _POINTER, _POINTER, _INT),
-    "layer_after_attention": (_POINTER, _POINTER, _POINTER, _LONG, _INT),
-    "body_forward": (
-        *(_POINTER, _POINTER, _POINTER, _LONG, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _POINTER, _POINTER),
-        *(_POINTER, _LONG, _POINTER, _INT),
-    ),
-    "draft_step": (
-        *(_POINTER, _POINTER, _POINTER, _LONG, _POINTER, _POINTER, _POINTER, _POINTER, _LONG),
-        *(_POINTER, _POINTER, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _INT),
-    ),
+    "skinny_linear": "PLLPIPLI",
+    "rms_norm": "PPFPLL",
+    "likeliest": "PLLLPPP",
+    "move_slots": "PLLLLLPL",
+    "tree_attention": "PLL PLL PLL PLPLP LLLL P FLFPI",
+    "layer_before_attention": "PPLPPPI",
+    "layer_after_attention": "PPPLI",
+    "body_forward": "PPPL PLP P PLPI",
+    "draft_step": "PPPLPP PPL PL PPLI",
 }
 
 
 @cache
 def cpu_kernels() -> ctypes.CDLL | None:
-    """The built library, or None where that does not work; callers then use torch.
+    """The built library, or None if it cannot be built; callers then use torch.
 
-    The file's name carries a hash of source, flags, compiler and processor, so machines that share a home folder never
-    run each other's instructions. torch is loaded before, and the linker knows its OpenMP runtime by the same name: both
-    share one pool of threads.
+    The file's name holds a hash of source, flags, compiler and processor, so machines that share a home folder never run
+    each other's instructions. torch is loaded before and brings an OpenMP runtime of the same name, so both share one pool
+    of threads. The library has no state of its own, and ctypes releases the GIL during a call: threads may call it at once.
     """
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", ""), "cc", "gcc", "clang"))), None)
     if compiler is None:
-        logger.warning("no C compiler (cc) here: decoding on this CPU takes torch's slower kernels")
+        logger.warning("no C compiler (cc) found: decoding on this CPU uses torch's slower kernels")
         return None
     recipe = (_SOURCE.read_text(), _SOURCE.with_name("cpu.c").read_text(), *_FLAGS, compiler, _processor())
     digest = hashlib.sha256("\0".join(recipe).encode()).hexdigest()[:16]
@@ -64,11 +55,11 @@ def cpu_kernels() -> ctypes.CDLL | None:
         library = ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as error:
         reason = (getattr(error, "stderr", None) or str(error)).strip()
-        logger.warning("ops/cpu.c cannot be built (%s); decoding takes torch's slower kernels", reason[-300:])
+        logger.warning("ops/cpu.c cannot be built (%s); decoding uses torch's slower kernels", reason[-300:])
         return None
     for name, arguments in _ARGUMENTS.items():
         function = getattr(library, name)
-        function.argtypes, function.restype = arguments, None
+        function.argtypes, function.restype = [_TYPES[letter] for letter in arguments.replace(" ", "")], None
     return library
 
 
@@ -82,7 +73,7 @@ def _build(compiler: str, path: Path) -> None:
 
 
 def _processor() -> str:
-    """What distinguishes this CPU's instruction set from another's."""
+    """The CPU's instruction set, as the system names it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,14 +1,14 @@
-"""Modules made ready for inference on a CPU: weights packed once for its matrix kernels, norms in one call.
+"""Modules packed for inference on a CPU: weights in panels for its matrix kernels, each norm in one call.
 
 Decoding multiplies a few rows (1 to ~64 tree nodes) with every weight of the model, so it should cost one pass over the
 weights in memory. torch's CPU linear repacks the weight on every call and reaches a third of the memory bandwidth.
 
     rows        kernel                            SmolLM2-135M's linear layers, 2 cores at 22 GB/s
-    1 .. 32     skinny_linear in ops/cpu.c        1 row 17-20 ms, 8 rows 22 ms, 16 rows 32 ms (torch: 56, 140, 176)
+    1 .. 32     skinny_linear in cpu.c            1 row 17-20 ms, 8 rows 22 ms, 16 rows 32 ms (torch: 56, 140, 176)
     more        MKL (float32), oneDNN (bfloat16)  64 rows 86 ms (skinny_linear: 99)
 
-Published weights are bfloat16. Where a float32 weight holds only such values it is streamed as bfloat16 and widened in
-registers: half the bytes, the very same products. Rows that are whole numbers up to 127 times a factor stream as int8.
+Published weights are bfloat16. A float32 weight that holds only such values is streamed as bfloat16 and widened in registers:
+half the bytes, the same products. Rows that are integers up to 127 times a factor are streamed as int8.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from torch import Tensor, nn
 
 from drafttrain.ops.native import cpu_kernels
 
-# Up to here one pass over the weights is faster than MKL; beyond, arithmetic decides.
-SKINNY_ROWS = 32
+SKINNY_ROWS = 32  # up to here memory bandwidth decides and skinny_linear is faster than MKL; above, arithmetic decides
 # MKL chooses its blocking from the row count given when packing; 128 was fastest or equal for every count from 1 to 128.
 _MKL_ROWS = 128
 _LANES = 16  # as in cpu.c
-FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # of panels; enum format of cpu.c
+FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # dtype of panels -> enum format of cpu.c
 
 
 def cpu_has_bfloat16() -> bool:
@@ -36,32 +35,32 @@ def cpu_has_bfloat16() -> bool:
 
 
 def round_to_int8(weight: Tensor) -> Tensor:
-    """[out, in] -> the nearest matrix of the same dtype whose rows are whole numbers up to 127 times a factor.
+    """[out, in] -> the nearest matrix of the same dtype whose rows are integers up to 127 times a factor.
 
-    `pack_panels` knows such a matrix again: the factor keeps 16 bits, so 127 times it is exact in float32.
+    `pack_panels` detects such a matrix: the factor keeps 16 bits, so 127 times the factor is exact in float32.
     """
     highest = weight.float().abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny * 2**16)
     bits = (highest / 127).view(torch.int32)
-    factor = ((bits + 0xFF) & ~0xFF).view(torch.float32)
+    factor = ((bits + 0xFF) & ~0xFF).view(torch.float32)  # [out, 1]
     return ((weight.float() / factor).round() * factor).to(weight.dtype)
 
 
 def _as_int8(weight: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Whole numbers [out, in] int8 and factors [out] that give exactly this float32 weight, if there are such."""
+    """Integers [out, in] int8 and factors [out] whose products are exactly this float32 weight; None if there are none."""
 
     def parts(rows: Tensor) -> tuple[Tensor, Tensor, bool]:
         factor = rows.abs().amax(1, keepdim=True) / 127
-        whole = (rows / factor).nan_to_num().round()
-        return whole, factor[:, 0], torch.equal(whole * factor, rows)
+        integers = (rows / factor).nan_to_num().round()
+        return integers, factor[:, 0], torch.equal(integers * factor, rows)
 
-    if not parts(weight[:1])[2]:  # most weights fail here, before all of them is looked at
+    if not parts(weight[:1])[2]:  # most weights fail at their first row, which is cheap to test
         return None
-    whole, factor, exact = parts(weight)
-    return (whole.to(torch.int8), factor) if exact else None
+    integers, factor, exact = parts(weight)
+    return (integers.to(torch.int8), factor) if exact else None
 
 
 def pack_panels(weight: Tensor) -> Tensor:
-    """[out, in] -> panels of 32 outputs for `skinny_linear`, in the smallest of FORMATS that loses nothing."""
+    """[out, in] -> [out / 32, ...] panels of 32 outputs for `skinny_linear`, in the smallest exact one of FORMATS."""
     out = len(weight)
     panels = -(-out // (2 * _LANES))
 
@@ -72,8 +71,8 @@ def pack_panels(weight: Tensor) -> Tensor:
 
     small = _as_int8(weight) if weight.dtype == torch.float32 else None
     if small is not None:
-        whole, factor = (padded(part) for part in small)
-        numbers = whole.permute(0, 3, 1, 2).reshape(panels, -1)
+        integers, factor = (padded(part) for part in small)
+        numbers = integers.permute(0, 3, 1, 2).reshape(panels, -1)
         return torch.cat((numbers, factor.view(panels, -1).view(torch.int8)), dim=1)
     half = weight.to(torch.bfloat16)
     if torch.equal(half.to(weight.dtype), weight):
@@ -82,7 +81,7 @@ def pack_panels(weight: Tensor) -> Tensor:
 
 
 def pack_gated(weight: Tensor) -> Tensor:
-    """[2 inner, in], gate rows and then up rows -> panels of both in turn, for a gated MLP in one kernel."""
+    """[2 * inner, in], gate rows and then up rows -> alternating panels of both, for a gated MLP in one kernel."""
     gate, up = weight.chunk(2)
     missing = -len(gate) % (2 * _LANES)
     halves = [F.pad(half, (0, 0, 0, missing)).unflatten(0, (-1, 2 * _LANES)) for half in (gate, up)]
@@ -92,7 +91,7 @@ def pack_gated(weight: Tensor) -> Tensor:
 def skinny_linear(x: Tensor, panels: Tensor, out: int) -> Tensor:
     """x [rows, in] float32, contiguous; panels from `pack_panels`. Returns [rows, out] float32.
 
-    A row's result is the same to the bit whatever the other rows are.
+    A row's result does not depend on the other rows, to the bit.
     """
     kernels = cpu_kernels()
     assert kernels is not None
@@ -105,7 +104,7 @@ def skinny_linear(x: Tensor, panels: Tensor, out: int) -> Tensor:
 
 @cache
 def _mkl_serves_any_rows() -> bool:
-    """MKL documents packed weights for the packing's own row count only, so prove on this machine that others work."""
+    """Whether weights packed for _MKL_ROWS rows work for other counts, which MKL does not document; tried here."""
     if not (torch.backends.mkl.is_available() and hasattr(torch.ops.mkl, "_mkl_linear")):
         return False
     generator = torch.Generator().manual_seed(0)
@@ -122,8 +121,8 @@ def _mkl_serves_any_rows() -> bool:
 class PackedLinear(nn.Module):
     """y = x W^T + b with W packed for this CPU: a drop-in for nn.Linear in inference.
 
-    The plain `weight` stays readable (tied embeddings, heads whose rows are read); packings for few and for many rows
-    are made when first needed, each a further copy.
+    The plain `weight` stays readable (tied embeddings, heads whose rows are read). Packings for few and for many rows are
+    made on first use, each a further copy; of threads that come first together, one's packing is kept.
     """
 
     def __init__(self, linear: nn.Linear):
@@ -140,26 +139,18 @@ class PackedLinear(nn.Module):
         """x [..., in] -> [..., out], in the weight's dtype."""
         rows = x.numel() // self.in_features
         if self.skinny and rows <= SKINNY_ROWS:
-            return self._skinny(x)
-        if self.packed is None:
-            self.packed = self._pack()
+            if self.panels is None:
+                self.panels = pack_panels(self.weight)
+            y = skinny_linear(x.reshape(-1, self.in_features).contiguous(), self.panels, self.out_features)
+            y = y if self.bias is None else y.add_(self.bias)
+            return y.view(*x.shape[:-1], self.out_features)
         if self.mkl:
+            if self.packed is None:
+                self.packed = torch.ops.mkl._mkl_reorder_linear_weight(self.weight, _MKL_ROWS)
             return torch.ops.mkl._mkl_linear(x, self.packed, self.weight, self.bias, rows)
+        if self.packed is None:
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, None)
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-
-    def _pack(self) -> Tensor:
-        if self.mkl:
-            return torch.ops.mkl._mkl_reorder_linear_weight(self.weight, _MKL_ROWS)
-        return torch.ops.mkldnn._reorder_linear_weight(self.weight, None)
-
-    def _skinny(self, x: Tensor) -> Tensor:
-        if self.panels is None:
-            self.panels = pack_panels(self.weight)
-        flat = x.reshape(-1, self.in_features).contiguous()
-        y = skinny_linear(flat, self.panels, self.out_features)
-        if self.bias is not None:
-            y += self.bias
-        return y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         many = "mkl" if self.mkl else "onednn"
@@ -169,7 +160,7 @@ class PackedLinear(nn.Module):
 
 
 class PackedRMSNorm(nn.Module):
-    """RMS norm in one kernel call instead of six torch operations. `weight` is the factor that is really applied."""
+    """RMS norm in one kernel call instead of six torch operations. `weight` [width] is the factor that is applied."""
 
     def __init__(self, weight: Tensor, eps: float):
         super().__init__()
@@ -187,23 +178,15 @@ class PackedRMSNorm(nn.Module):
 
     @staticmethod
     def like(norm: nn.Module) -> PackedRMSNorm | None:
-        """The same norm, proven on random input; None if `norm` is another function, dtype or device.
-
-        Some families store the factor minus one.
-        """
+        """The same norm, proven on random input; None if `norm` is another function, dtype or device."""
         weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-        if (
-            "RMSNorm" not in type(norm).__name__
-            or weight is None
-            or not isinstance(eps, float)
-            or cpu_kernels() is None
-        ):
+        if "RMSNorm" not in type(norm).__name__ or weight is None or not isinstance(eps, float):
             return None
-        if weight.dim() != 1 or weight.dtype != torch.float32 or weight.device.type != "cpu":
+        if weight.dim() != 1 or weight.dtype != torch.float32 or weight.device.type != "cpu" or cpu_kernels() is None:
             return None
         x = torch.randn(3, len(weight), generator=torch.Generator().manual_seed(0))
         expected = norm(x)
-        for factor in (weight, weight + 1):
+        for factor in (weight, weight + 1):  # some families store the factor minus one
             packed = PackedRMSNorm(factor, eps)
             if torch.allclose(packed(x), expected, rtol=1e-5, atol=1e-6):
                 return packed
@@ -211,9 +194,9 @@ class PackedRMSNorm(nn.Module):
 
 
 def pack(module: nn.Module) -> None:
-    """Readies a module on a CPU for inference, in place: linear layers packed, RMS norms as one kernel call.
+    """Packs a module on a CPU for inference, in place: linear layers, and RMS norms as one kernel call.
 
-    What no packer serves stays: bfloat16 without native support, norms that are another function, other devices.
+    Unsupported modules stay as they are: bfloat16 without native support, other norms, other devices.
     """
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
@@ -225,9 +208,6 @@ def pack(module: nn.Module) -> None:
 def _packed(child: nn.Module) -> nn.Module | None:
     if type(child) is not nn.Linear:
         return PackedRMSNorm.like(child)
-    served = child.weight.dtype == torch.float32 or (child.weight.dtype == torch.bfloat16 and cpu_has_bfloat16())
-    return (
-        PackedLinear(child)
-        if served and child.weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
-        else None
-    )
+    dtype, on_cpu = child.weight.dtype, child.weight.device.type == "cpu"
+    served = dtype == torch.float32 or (dtype == torch.bfloat16 and cpu_has_bfloat16())
+    return PackedLinear(child) if served and on_cpu and torch.backends.mkldnn.is_available() else None

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, TypedDict
+from typing import TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -24,9 +24,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafttrain.ops.native import cpu_kernels
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 # The CPU kernel keeps a token's ancestors in one 64-bit word, and its scores in the core's own cache: 0.3-0.9x of torch's
 # time up to 1000 keys, equal at 2000, slower beyond.
@@ -181,7 +178,7 @@ class CpuPlan:
         parts: per sequence the first slot of its keys on the slot axis, and its layout.
 
     Attributes:
-        pointers: arguments of the kernel: struct part of cpu_layers.c, their count, ancestors, depths. Read only.
+        address: of the kernel's struct plan, which no call writes to.
     """
 
     def __init__(self, parts: Sequence[tuple[int, TreeLayout]]):
@@ -193,7 +190,9 @@ class CpuPlan:
         self._parts = np.array(rows, dtype=np.int64)
         self._ancestors = np.array([bits for _, layout in parts for bits in layout.ancestors], dtype=np.uint64)
         self._depths = np.concatenate([layout.tree_depths for _, layout in parts]).astype(np.int32)
-        self.pointers = (self._parts.ctypes.data, len(rows), self._ancestors.ctypes.data, self._depths.ctypes.data)
+        pointers = self._parts.ctypes.data, len(rows), self._ancestors.ctypes.data, self._depths.ctypes.data
+        self._plan = np.array(pointers, dtype=np.uint64)
+        self.address: int = self._plan.ctypes.data
 
     @staticmethod
     def build(parts: Sequence[tuple[int, TreeLayout]]) -> CpuPlan | None:
@@ -240,7 +239,7 @@ class CpuPlan:
             *(query.data_ptr(), query.stride(1), query.stride(axis)),
             *(fresh or (None, 0, 0, None, 0, 0)),
             *(keys.data_ptr(), keys.stride(0), values.data_ptr(), values.stride(0), out.data_ptr()),
-            *(heads, kv_heads, e, ve, *self.pointers, form["scaling"], form["window"] or 0, form["softcap"] or 0.0),
+            *(heads, kv_heads, e, ve, self.address, form["scaling"], form["window"] or 0, form["softcap"] or 0.0),
             *(None if sinks is None else sinks.data_ptr(), torch.get_num_threads()),
         )
         return out

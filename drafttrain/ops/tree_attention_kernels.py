@@ -1,4 +1,4 @@
-"""The Triton kernels of packed tree attention: partial results per part of the keys, then their merge.
+"""Triton kernels of packed tree attention: partial results per part of the keys, then their merge.
 
     program (tile, part, row and key head)          rows of a tile: all query heads of the group, token after token
 
@@ -6,10 +6,9 @@
               part        0    |    1    |    2     |   (3)             token 1   head 0  head 1  head 2
                       dense: no mask but the window | ancestor bits     ...
 
-Softmax runs in base 2 and in float32. A part leaves its normalised output and the logarithm of its weight, so the merge is
-one weighted mean. Lengths are read on the device: the grid depends on upper bounds alone, and programs beyond a row's end
-leave at once. A third kernel moves accepted keys and values together. `tree_attention_triton` and `tree_cache` call this
-module.
+Softmax runs in base 2 and in float32. A part writes its normalized output and the logarithm of its weight, so the merge is one
+weighted mean. Lengths are read on the device: the grid depends on upper bounds alone, and programs beyond a row's end return at
+once. A third kernel moves accepted keys and values together.
 
 Source: online softmax with split keys as in Flash-Decoding (Dao et al., 2023).
 """
@@ -24,7 +23,7 @@ WIDEN = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def _read(base, slots, stride, end, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    # Zero beyond the end: an unwritten slot may hold nan, and a weight of 0 does not silence that.
+    # Zero beyond the end: an unwritten slot may hold NaN, which a weight of 0 does not cancel.
     dims = tl.arange(0, PADDED)
     mask = (slots < end)[:, None] & (dims < WIDTH)[None, :]
     return tl.load(base + slots[:, None] * stride + dims[None, :], mask=mask, other=0.0)
@@ -44,7 +43,7 @@ def _step(
     BLOCK_N: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, PADDED: tl.constexpr, VALUE_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Takes one block of slots into the running maximum [m], sum [m] and weighted sum [m, value_width]."""
+    """Adds one block of slots to the running maximum [m], sum [m] and weighted sum [m, value_width]."""
     slots = slot + tl.arange(0, BLOCK_N)
     key = _read(keys, slots, key_stride, end, WIDTH, PADDED)
     scores = _dot(query, tl.trans(key), None, PRECISION)
@@ -58,22 +57,22 @@ def _step(
         new = (slots >= prefix) & (slots < end)
         node = tl.maximum(slots - prefix, 0)
         low = tl.maximum(slot - prefix, 0) // 32  # a block of up to 64 slots, wherever it starts, has bits in 3 words
-        asked = ancestors + token * words + low
-        word = tl.load(asked, mask=low < used, other=0)[:, None]
+        words_at = ancestors + token * words + low
+        word = tl.load(words_at, mask=low < used, other=0)[:, None]
         for more in tl.static_range(1, 3):
-            further = tl.load(asked + more, mask=low + more < used, other=0)
+            further = tl.load(words_at + more, mask=low + more < used, other=0)
             word = tl.where((node // 32 - low == more)[None, :], further[:, None], word)
         related = ((word >> (node % 32)[None, :]) & 1) != 0
         related = tl.where(used[:, None] > 0, related, node[None, :] <= token[:, None])
         visible = (slots < prefix)[None, :] | (related & new[None, :])
         if WINDOW:
-            stands = tl.where(new, tl.load(positions + node, mask=new, other=0), slots)
-            visible = visible & (position[:, None] - stands[None, :] < window)
+            at = tl.where(new, tl.load(positions + node, mask=new, other=0), slots)
+            visible = visible & (position[:, None] - at[None, :] < window)
         scores = tl.where(visible, scores, float("-inf"))
     elif WINDOW:
         scores = tl.where(position[:, None] - slots[None, :] < window, scores, float("-inf"))
     highest = tl.maximum(top, tl.max(scores, 1))
-    shift = tl.where(highest == float("-inf"), 0.0, highest)  # a row that has seen nothing yet stays at zero
+    shift = tl.where(highest == float("-inf"), 0.0, highest)  # a row without visible keys so far stays at zero
     weights = tl.exp2(scores - shift[:, None])
     fade = tl.exp2(top - shift)
     value = _read(values, slots, value_stride, end, VALUE_WIDTH, VALUE_PADDED)
@@ -124,8 +123,8 @@ def attend_parts(
         return
 
     dims = tl.arange(0, PADDED)
-    asked = query + at[:, None] * query_token_stride + head[:, None] * query_head_stride + dims[None, :]
-    asking = tl.load(asked, mask=live[:, None] & (dims < WIDTH)[None, :], other=0.0)
+    query += at[:, None] * query_token_stride + head[:, None] * query_head_stride + dims[None, :]
+    queries = tl.load(query, mask=live[:, None] & (dims < WIDTH)[None, :], other=0.0)
     slot_row = tl.load(rows + row).to(tl.int64)
     keys += slot_row * key_row_stride + kv_head * key_head_stride
     values += slot_row * value_row_stride + kv_head * value_head_stride
@@ -136,19 +135,19 @@ def attend_parts(
     total = tl.zeros([BLOCK_M], tl.float32)
     mean = tl.zeros([BLOCK_M, VALUE_PADDED], tl.float32)
     if SINKS:  # noqa: SIM102 (one condition is known when compiling, the other when running)
-        if part == 0:  # it is never empty, and takes the sink as one more key without a value
+        if part == 0:  # never empty; the sink is one more key without a value
             top = tl.load(sinks + head, mask=live, other=0.0).to(tl.float32) * LOG2_E
             total += 1.0
     dense = begin + tl.maximum(tl.minimum(end, prefix) - begin, 0) // BLOCK_N * BLOCK_N
     for slot in range(begin, dense, BLOCK_N):
         top, total, mean = _step(
-            top, total, mean, asking, keys, values, slot, end, key_stride, value_stride,
+            top, total, mean, queries, keys, values, slot, end, key_stride, value_stride,
             token, position, prefix, positions, ancestors, words, used, window, scaling, softcap,
             BLOCK_N, False, WINDOW, SOFTCAP, PRECISION, WIDTH, VALUE_WIDTH, PADDED, VALUE_PADDED,
         )  # fmt: skip
     for slot in range(dense, end, BLOCK_N):
         top, total, mean = _step(
-            top, total, mean, asking, keys, values, slot, end, key_stride, value_stride,
+            top, total, mean, queries, keys, values, slot, end, key_stride, value_stride,
             token, position, prefix, positions, ancestors, words, used, window, scaling, softcap,
             BLOCK_N, True, WINDOW, SOFTCAP, PRECISION, WIDTH, VALUE_WIDTH, PADDED, VALUE_PADDED,
         )  # fmt: skip
@@ -167,7 +166,7 @@ def merge_parts(
     partial, logs, out, count, parts,
     HEADS: tl.constexpr, VALUE_WIDTH: tl.constexpr, VALUE_PADDED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The mean of the parts' outputs, weighted by two to the power of their logs. One program per token and head."""
+    """Mean of the parts' outputs [parts, count, heads, value_width], weighted by 2**logs. One program per token and head."""
     place = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)
     dims = tl.arange(0, VALUE_PADDED)
     top = tl.full([1], float("-inf"), tl.float32)
@@ -196,7 +195,7 @@ def move_paths(
 ):  # fmt: skip
     """Moves a path's slots together in one head of one buffer. One program per (buffer, head) and path.
 
-    addresses [buffers], of the type of `like`; moves [paths, 1 + PATH]: the first goal, then the sources, -1 behind them.
+    addresses [buffers], of pointers like `like`; moves [paths, 1 + PATH]: the first goal, then the sources, padded with -1.
     """
     head, path = tl.program_id(0) % HEADS, tl.program_id(1)
     base = tl.load(addresses + tl.program_id(0) // HEADS).to(like.dtype) + head.to(tl.int64) * head_stride

@@ -31,7 +31,7 @@ Moves = Sequence[tuple[int, Sequence[int]]]
 
 
 def _on_gpu(query: Tensor) -> bool:
-    return query.is_cuda
+    return query.is_cuda and has_triton()
 
 
 class TreeCache:

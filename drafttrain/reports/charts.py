@@ -1,6 +1,6 @@
-"""Charts of results: made once as data, drawn as SVG that follows a page's colours, or as PNG.
+"""Charts: described once as data, drawn as SVG in a page's colors or as a picture file.
 
-Every chart also is a table, for those who cannot see it and for those who want the figures.
+Every chart is also a table, for readers who cannot see it or want the figures.
 """
 
 from __future__ import annotations
@@ -10,11 +10,15 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drafttrain.errors import UserError
 
-# Colours of a PNG; in a page they are the style's variables of these names, which know light and dark.
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import FigureBase
+
+# Colors of a picture. In a page they are CSS variables of these names, with values for light and dark.
 _LIGHT = {
     "ink": "#191c20",
     "muted": "#5b6470",
@@ -28,44 +32,51 @@ _LIGHT = {
     "s5": "#b3326b",
     "s6": "#6b6a10",
 }
-# matplotlib wants colours, so each variable is drawn in one of its own that no chart uses, and replaced afterwards.
+# matplotlib accepts colors only, so each variable is drawn in an unused color and replaced in the SVG text.
 _STAND_INS = {name: f"#fe01{index:02x}" for index, name in enumerate(_LIGHT)}
 _MARKERS = "osD^vPX"
 _TONES = 6
+_WIDTH = 4.4  # inches
+Span = tuple[float, float]
 
 
 @dataclass
 class Series:
-    """One colour of a chart.
+    """One color of a chart.
 
     Attributes:
-        name: as in the legend. values: one per label, None where there is none.
-        tone: 0 is the grey of baselines, 1 to 6 are colours. dashed: drawn lighter, of lines only.
-        spans: (low, high) of each value's confidence interval, None where there is none.
+        name: in the legend. values: one per label, None if missing.
+        tone: 0 is the grey of baselines, 1 to 6 are colors. dashed: a lighter line (lines only).
+        spans: (low, high) of each value's confidence interval, None if unknown.
     """
 
     name: str
     values: Sequence[float | None]
     tone: int = 1
     dashed: bool = False
-    spans: Sequence[tuple[float, float] | None] = ()
+    spans: Sequence[Span | None] = ()
 
     @property
-    def colour(self) -> str:
+    def color(self) -> str:
+        """Name of the CSS variable."""
         return f"s{(self.tone - 1) % _TONES + 1 if self.tone else 0}"
+
+    def with_spans(self) -> list[tuple[float | None, Span | None]]:
+        """Each value with its interval."""
+        return list(zip(self.values, self.spans or [None] * len(self.values), strict=True))
 
 
 @dataclass
 class Chart:
-    """What is drawn.
+    """A chart's content.
 
     Attributes:
-        key: name of its file; title, note: what it shows and how to read it.
+        key: name of its file. title, note: what it shows and how to read it.
         form: bars (horizontal), columns or lines.
-        labels: of the groups of bars or the points of lines; label: what they are.
-        series: of one value per label.
-        show: writes a value; reference: where a line is drawn, such as a speed-up of 1.
-        top: upper end of the values' axis, or None.
+        labels: of the groups of bars or the points of lines. label: what the labels are.
+        series: each with one value per label.
+        show: formats a value. reference: position of a dashed line, such as a speed-up of 1.
+        top: upper end of the value axis; None fits the values.
     """
 
     key: str
@@ -81,131 +92,165 @@ class Chart:
 
     def rows(self) -> list[tuple[str, list[str]]]:
         """The chart as a table: each label with a cell per series."""
-        table = []
-        for index, label in enumerate(self.labels):
-            cells = []
-            for one in self.series:
-                value, span = one.values[index], one.spans[index] if one.spans else None
-                cell = "\u2013" if value is None else self.show(value)
-                cells.append(cell + (f" ({self.show(span[0])} to {self.show(span[1])})" if span else ""))
-            table.append((label, cells))
-        return table
+
+        def cell(value: float | None, span: Span | None) -> str:
+            text = "\u2013" if value is None else self.show(value)
+            return text + (f" ({self.show(span[0])} to {self.show(span[1])})" if span else "")
+
+        columns = [[cell(*pair) for pair in one.with_spans()] for one in self.series]
+        return [(label, [column[index] for column in columns]) for index, label in enumerate(self.labels)]
+
+    def longest(self) -> float:
+        """The largest value, interval end or reference."""
+        values = [value for one in self.series for value in one.values if value is not None]
+        spans = [span[1] for one in self.series for span in one.spans if span is not None]
+        return max([*values, *spans, self.reference or 0.0], default=1.0) or 1.0
+
+    def height(self, titled: bool) -> float:
+        """Inches that the drawing takes."""
+        drawing = 0.5 + len(self.labels) * max(0.2 * len(self.series) + 0.1, 0.3) if self.form == "bars" else 2.7
+        return drawing + (0.4 + 0.2 * -(-len(self.legend()) // self.legend_columns())) * titled
+
+    def legend(self) -> list[str]:
+        """Names of the series, if there are several."""
+        return [one.name for one in self.series] if len(self.series) > 1 else []
+
+    def legend_columns(self) -> int:
+        return 1 if max(map(len, self.legend()), default=0) > 24 else 2
 
 
 def svg(chart: Chart, prefix: str) -> str:
-    """The drawing as an SVG element for a page whose style defines the colours.
+    """The drawing as an SVG element for a page whose style defines the colors.
 
     Args:
         prefix: makes its ids unique in the page.
     """
     buffer = io.StringIO()
-    _draw(chart, _STAND_INS, lambda figure: figure.savefig(buffer, format="svg", transparent=True))
+    _save([[chart]], buffer, _STAND_INS, False, format="svg", transparent=True)
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     for name, stand_in in _STAND_INS.items():
         text = text.replace(stand_in, f"var(--{name})")
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}-", text)
-    text = re.sub(r" font-family: [^;]*;", "", text)  # the page's own
+    text = re.sub(r" font-family: [^;]*;", "", text)  # the page sets the font
     label = f"{chart.title}. {chart.note} The figures follow as a table.".replace("&", "&amp;").replace('"', "&quot;")
     box = re.search(r'viewBox="[^"]*"', text)
     assert box is not None, "matplotlib writes one"
-    return (
-        f'<svg xmlns:xlink="http://www.w3.org/1999/xlink" {box[0]} role="img" aria-label="{label}">'
-        + text[text.index(">") + 1 :]
-    )
+    head = f'<svg xmlns:xlink="http://www.w3.org/1999/xlink" {box[0]} role="img" aria-label="{label}">'
+    return head + text[text.index(">") + 1 :]
 
 
-def png(chart: Chart, path: Path) -> None:
-    """Raises UserError where the place cannot be written."""
+def picture(rows: Sequence[Sequence[Chart]], path: Path, headings: Sequence[str] = ()) -> None:
+    """Writes rows of charts with titles and legends; the suffix (.png, .svg, .pdf) decides the format.
+
+    Args:
+        headings: one per row; default: none.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _draw(chart, _LIGHT, lambda figure: figure.savefig(path, dpi=150, facecolor=_LIGHT["card"]), titled=True)
+        _save(rows, path, _LIGHT, True, headings, dpi=150, facecolor=_LIGHT["card"])
     except OSError as error:
         raise UserError(f"output={str(path)!r} cannot be written ({error.strerror}); choose another place") from error
 
 
-def _draw(chart: Chart, colours: dict[str, str], save: Callable[[Any], None], titled: bool = False) -> None:
+def _save(
+    rows: Sequence[Sequence[Chart]],
+    output: Path | io.StringIO,
+    colors: dict[str, str],
+    titled: bool,
+    headings: Sequence[str] = (),
+    **options: Any,
+) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    groups, bars = len(chart.labels), len(chart.series)
-    height = 0.5 + groups * max(0.2 * bars + 0.1, 0.3) if chart.form == "bars" else 2.7
     style: Any = {
         "svg.fonttype": "none",
         "text.parse_math": False,
-        "svg.hashsalt": chart.key,
+        "svg.hashsalt": rows[0][0].key,
         "font.size": 10.5,
-        "text.color": colours["ink"],
-        "axes.labelcolor": colours["muted"],
-        "xtick.color": colours["muted"],
-        "ytick.color": colours["muted"],
+        "text.color": colors["ink"],
+        "axes.labelcolor": colors["muted"],
+        "xtick.color": colors["muted"],
+        "ytick.color": colors["muted"],
     }
+    heights = [max(chart.height(titled) for chart in row) + 0.3 * bool(headings) for row in rows]
     with plt.rc_context(style):
-        names = [one.name for one in chart.series] if titled and len(chart.series) > 1 else []
-        columns = 1 if max(map(len, names), default=0) > 24 else 2
-        height += 0.4 * titled + 0.2 * -(-len(names) // columns)
-        figure, axes = plt.subplots(figsize=(4.4, height), layout="constrained")
+        figure = plt.figure(figsize=(_WIDTH * max(map(len, rows)), sum(heights)), layout="constrained")
         try:
-            {"bars": _bars, "columns": _columns, "lines": _lines}[chart.form](axes, chart, colours)
-            axes.set_frame_on(False)
-            axes.tick_params(length=0)
-            if titled:
-                axes.set_title(chart.title, loc="left", fontweight="bold", color=colours["ink"], fontsize=11)
-                if names:
-                    figure.legend(loc="outside lower left", frameon=False, fontsize=8, ncols=columns)
-            save(figure)
+            lines = figure.subfigures(len(rows), 1, height_ratios=heights, squeeze=False)[:, 0]
+            for number, (line, row) in enumerate(zip(lines, rows, strict=True)):
+                for place, chart in zip(line.subfigures(1, len(row), squeeze=False)[0], row, strict=True):
+                    _draw(chart, place, colors, titled)
+                if headings:
+                    line.suptitle(headings[number], x=0.01, ha="left", fontsize=11)
+            figure.savefig(output, **options)
         finally:
             plt.close(figure)
 
 
-def _bars(axes: Any, chart: Chart, colours: dict[str, str]) -> None:
-    thick = 0.78 / len(chart.series)
-    longest = _longest(chart)
+def _draw(chart: Chart, figure: FigureBase, colors: dict[str, str], titled: bool) -> None:
+    axes = figure.subplots()
+    {"bars": _bars, "columns": _columns, "lines": _lines}[chart.form](axes, chart, colors)
+    axes.set_frame_on(False)
+    axes.tick_params(length=0)
+    if titled:
+        axes.set_title(chart.title, loc="left", fontweight="bold", color=colors["ink"], fontsize=11)
+        if chart.legend():
+            figure.legend(loc="outside lower left", frameon=False, fontsize=8, ncols=chart.legend_columns())
+
+
+def _offsets(chart: Chart, number: int, thickness: float) -> list[float]:
+    """Positions of a series' bars: the bars of a group stand side by side around the group's integer position."""
+    return [group + (number - (len(chart.series) - 1) / 2) * thickness for group in range(len(chart.labels))]
+
+
+def _bars(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
+    thickness, longest = 0.78 / len(chart.series), chart.longest()
     for number, one in enumerate(chart.series):
-        places = [group + (number - (len(chart.series) - 1) / 2) * thick for group in range(len(chart.labels))]
-        values = [value or 0.0 for value in one.values]
-        axes.barh(places, values, thick * 0.86, color=colours[one.colour], label=one.name)
-        _whiskers(axes, chart, one, places, colours)
-        for place, value, span in zip(places, one.values, one.spans or [None] * len(values), strict=True):
+        places = _offsets(chart, number, thickness)
+        axes.barh(
+            places, [value or 0.0 for value in one.values], thickness * 0.86, color=colors[one.color], label=one.name
+        )
+        _whiskers(axes, chart, one, places, colors)
+        for place, (value, span) in zip(places, one.with_spans(), strict=True):
             if value is not None:
                 end = max(value, span[1] if span else 0.0)
                 if chart.reference is not None and 0 <= chart.reference - end < 0.18 * longest:
-                    end = chart.reference  # beside its line, not under it
+                    end = chart.reference  # next to the dashed line, not under it
                 axes.text(end + 0.012 * longest, place, chart.show(value), va="center", fontsize=9.5)
-    axes.set_yticks(range(len(chart.labels)), chart.labels, color=colours["ink"])
+    axes.set_yticks(range(len(chart.labels)), chart.labels, color=colors["ink"])
     axes.set_ylim(len(chart.labels) - 0.5, -0.5)
     axes.set_xlim(0, longest * 1.17)
     axes.set_xticks([])
     if chart.reference is not None:
-        axes.axvline(chart.reference, color=colours["ink"], linewidth=1, linestyle=(0, (3, 2)))
+        axes.axvline(chart.reference, color=colors["ink"], linewidth=1, linestyle=(0, (3, 2)))
 
 
-def _columns(axes: Any, chart: Chart, colours: dict[str, str]) -> None:
-    wide = 0.8 / len(chart.series)
-    longest = _longest(chart)
+def _columns(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
+    thickness, longest = 0.8 / len(chart.series), chart.longest()
     for number, one in enumerate(chart.series):
-        places = [group + (number - (len(chart.series) - 1) / 2) * wide for group in range(len(chart.labels))]
-        values = [value or 0.0 for value in one.values]
-        axes.bar(places, values, wide * 0.9, color=colours[one.colour], label=one.name, zorder=2)
+        places, values = _offsets(chart, number, thickness), [value or 0.0 for value in one.values]
+        axes.bar(places, values, thickness * 0.9, color=colors[one.color], label=one.name, zorder=2)
         if len(chart.series) * len(chart.labels) <= 12:
             for place, value in zip(places, one.values, strict=True):
                 if value is not None:
                     axes.text(place, value + 0.015 * longest, chart.show(value), ha="center", fontsize=9)
-    axes.set_xticks(range(len(chart.labels)), chart.labels)
-    axes.set_ylim(0, chart.top or longest * 1.12)
-    _scale(axes, chart, colours)
+    _scale(axes, chart, colors)
 
 
-def _lines(axes: Any, chart: Chart, colours: dict[str, str]) -> None:
+def _lines(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
     for one in chart.series:
         points = [(place, value) for place, value in enumerate(one.values) if value is not None]
         axes.plot(
-            [place for place, _ in points],
-            [value for _, value in points],
-            color=colours[one.colour],
+            *zip(*points, strict=True) if points else ([], []),
+            color=colors[one.color],
             label=one.name,
             linewidth=1.6 if one.dashed else 2.2,
             linestyle=(0, (4, 2)) if one.dashed else "-",
@@ -213,17 +258,18 @@ def _lines(axes: Any, chart: Chart, colours: dict[str, str]) -> None:
             markersize=4 if one.dashed else 6,
             zorder=3,
         )
-        _whiskers(axes, chart, one, list(range(len(chart.labels))), colours)
-    axes.set_xticks(range(len(chart.labels)), chart.labels)
+        _whiskers(axes, chart, one, range(len(chart.labels)), colors)
     axes.set_xlim(-0.3, len(chart.labels) - 0.7)
-    axes.set_ylim(0, chart.top or _longest(chart) * 1.12)
-    _scale(axes, chart, colours)
+    _scale(axes, chart, colors)
     if chart.reference is not None:
-        axes.axhline(chart.reference, color=colours["ink"], linewidth=1, linestyle=(0, (3, 2)))
+        axes.axhline(chart.reference, color=colors["ink"], linewidth=1, linestyle=(0, (3, 2)))
 
 
-def _scale(axes: Any, chart: Chart, colours: dict[str, str]) -> None:
-    axes.grid(axis="y", color=colours["grid"], linewidth=1)
+def _scale(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
+    """The axes of columns and lines."""
+    axes.set_xticks(range(len(chart.labels)), chart.labels)
+    axes.set_ylim(0, chart.top or chart.longest() * 1.12)
+    axes.grid(axis="y", color=colors["grid"], linewidth=1)
     axes.set_axisbelow(True)
     axes.locator_params(axis="y", nbins=5)
     axes.yaxis.set_major_formatter(lambda value, _: chart.show(value))
@@ -231,15 +277,9 @@ def _scale(axes: Any, chart: Chart, colours: dict[str, str]) -> None:
         axes.set_xlabel(chart.label)
 
 
-def _whiskers(axes: Any, chart: Chart, one: Series, places: list[float], colours: dict[str, str]) -> None:
-    """Confidence intervals, where known."""
+def _whiskers(axes: Axes, chart: Chart, one: Series, places: Sequence[float], colors: dict[str, str]) -> None:
+    """Draws confidence intervals, if known."""
     for place, span in zip(places, one.spans, strict=False):
         if span is not None:
             ends = ([*span], [place, place]) if chart.form == "bars" else ([place, place], [*span])
-            axes.plot(*ends, color=colours["ink"], linewidth=1.1, solid_capstyle="butt", zorder=4)
-
-
-def _longest(chart: Chart) -> float:
-    values = [value for one in chart.series for value in one.values if value is not None]
-    spans = [span[1] for one in chart.series for span in one.spans if span is not None]
-    return max([*values, *spans, chart.reference or 0.0], default=1.0) or 1.0
+            axes.plot(*ends, color=colors["ink"], linewidth=1.1, solid_capstyle="butt", zorder=4)

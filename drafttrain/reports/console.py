@@ -1,4 +1,4 @@
-"""Where tables are printed."""
+"""The console that tables are printed on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rich.console import Console
 
 
 def wide_console() -> Console:
-    """The terminal; in files and pipes, which have no width, wide enough for our tables."""
+    """The terminal; files and pipes, which have no width, get at least 140 columns."""
     console = Console()
     if not console.is_terminal:
         console.width = max(console.width, 140)

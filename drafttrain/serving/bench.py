@@ -1,4 +1,4 @@
-"""`drafttrain bench-server`: load on OpenAI-compatible servers, alone or two side by side."""
+"""`drafttrain bench-server`: a load test of one or two OpenAI-compatible servers."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from drafttrain.environment import describe_environment
 from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import percentiles
-from drafttrain.evaluation.suites import load_suite, take_evenly
-from drafttrain.files import write_json
+from drafttrain.evaluation.suites import load_suite
+from drafttrain.files import Json, write_json
 from drafttrain.progress import Progress
+from drafttrain.reports.console import wide_console
 from drafttrain.serving.client import Answer, Server, ask, connect, read_metrics, speculation
 
 HELP = """Measure an OpenAI-compatible server under load, or two of them side by side.
@@ -32,31 +31,35 @@ HELP = """Measure an OpenAI-compatible server under load, or two of them side by
   drafttrain bench-server --url http://localhost:8000 --concurrency 1,2,4,8 --output server.json
   drafttrain bench-server --url http://localhost:8000 --url2 http://localhost:8001 --request-rate 0.5,1,2
 
---concurrency keeps so many requests going at a time; --request-rate sends them at random moments, so many a second on
-average, whether or not the server keeps up. Each step ends after --requests requests or --seconds, whichever is first.
-With --url2 (the same model without speculation, say) the servers take turns at every step, never at the same time. Where a
-server has a Prometheus page with vLLM's or SGLang's speculation figures, acceptance is read from it."""
+--concurrency keeps a constant number of requests in flight; --request-rate sends requests at random times at an average rate,
+whether or not the server keeps up. Each step ends after --requests requests or --seconds, whichever is first. With --url2 (for
+example the same model without speculation) the servers alternate at every step and never run at the same time. Acceptance is
+read from the Prometheus page of a server that has vLLM's or SGLang's speculation metrics."""
+
+LATENCIES = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "itl_ms": "ITL", "latency_ms": "whole"}
+WORKLOAD = ("suite", "requests", "seconds", "timeout", "max_tokens", "temperature", "ignore_eos", "warm_up", "seed")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's flags."""
     add = parser.add_argument
     add("--url", required=True, help="http://HOST:PORT, with or without /v1")
     add("--url2", help="a second server to compare with, such as one without speculation")
     add("--model", default="", help="name of the model in the requests (default: the first that the server lists)")
     add("--model2", default="", help="the same for --url2")
-    add("--suite", default="drafttrain", help="whose questions to ask (first turns), as in drafttrain eval")
+    add("--suite", default="drafttrain", help="the questions to ask (first turns), as in drafttrain eval")
     load = parser.add_mutually_exclusive_group()
-    load.add_argument("--concurrency", help="steps of requests at a time, such as 1,2,4,8 (the default)")
-    load.add_argument("--request-rate", help="steps of requests a second, such as 0.5,1,2")
-    add("--requests", type=int, default=32, help="most requests of a step")
+    load.add_argument("--concurrency", help="steps of requests in flight, such as 1,2,4,8 (the default)")
+    load.add_argument("--request-rate", help="steps of requests per second, such as 0.5,1,2")
+    add("--requests", type=int, default=32, help="requests of a step at most")
     add("--seconds", type=float, default=60.0, help="no request of a step begins later than this")
     add("--timeout", type=float, default=120.0, help="seconds after which a request has failed")
-    add("--warm-up", type=int, default=2, help="requests before each server's first step, not counted")
+    add("--warm-up", type=int, default=2, help="uncounted requests before each server's first step")
     add("--max-tokens", type=int, default=128, help="of an answer")
     add("--temperature", type=float, default=0.0, help="of the requests")
-    add("--ignore-eos", action="store_true", help="ask for answers of full length (vLLM and SGLang know this field)")
-    add("--api-key-env", metavar="NAME", help="environment variable that holds the key, if the server wants one")
-    add("--seed", type=int, default=0, help="of the moments of --request-rate")
+    add("--ignore-eos", action="store_true", help="ask for answers of full length (a field of vLLM and SGLang)")
+    add("--api-key-env", metavar="NAME", help="environment variable with the API key, if the server wants one")
+    add("--seed", type=int, default=0, help="of the times of --request-rate")
     add("--note", default="", help="a sentence to keep with the results, such as what else ran on the machine")
     add("--output", default="server.json", help="results file")
 
@@ -66,9 +69,9 @@ class Load:
     """How a step loads a server.
 
     Attributes:
-        concurrency: requests at a time; 0 where a rate is given. rate: requests per second on average.
-        requests: most of the step. seconds: none begins later. seed: of the moments they are sent at.
-        first: number of its first prompt, so that steps do not find each other's prompts in a server's prefix cache.
+        concurrency: requests in flight; 0 if a rate is given. rate: requests per second on average.
+        requests: at most. seconds: no request begins later. seed: of the request times.
+        first: number of its first prompt; steps use different prompts because servers cache prefixes.
     """
 
     concurrency: int
@@ -80,37 +83,24 @@ class Load:
 
     @property
     def step(self) -> dict[str, float]:
+        """The step's setting in the results."""
         return {"request_rate": self.rate} if self.rate else {"concurrency": self.concurrency}
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; returns the exit status: 1 if every request of a server failed.
-
-    Raises:
-        UserError: an argument out of its range, or a server that does not answer.
-    """
+    """Runs the command; returns 1 if every request of a server failed. Raises UserError for a server that does not answer."""
     loads = parse_loads(args)
     suite = load_suite(args.suite)
-    prompts = [question.turns[0] for question in take_evenly(suite.questions, None)]
-    output = Path(args.output).expanduser()
-    workload = {
-        key: getattr(args, key) for key in ("suite", "requests", "seconds", "timeout", "max_tokens", "temperature")
-    }
-    workload |= {
-        "ignore_eos": args.ignore_eos,
-        "warm_up": args.warm_up,
-        "seed": args.seed,
-        "suite_digest": suite.digest,
-    }
-    servers = asyncio.run(measure(args, loads, prompts))
+    servers = asyncio.run(measure(args, loads, [question.turns[0] for question in suite.questions]))
     results = {
         **describe_environment(torch.device("cpu")),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         **({"note": args.note} if args.note else {}),
-        "workload": workload,
+        "workload": {**{key: vars(args)[key] for key in WORKLOAD}, "suite_digest": suite.digest},
         "servers": servers,
         "comparison": compare(*servers.values()) if len(servers) == 2 else [],
     }
+    output = Path(args.output).expanduser()
     write_json(output, results)
     print_results(results)
     print(f"wrote {output}")
@@ -118,46 +108,41 @@ def run(args: argparse.Namespace) -> int:
 
 
 def parse_loads(args: argparse.Namespace) -> list[Load]:
-    """The steps of the sweep.
-
-    Raises:
-        UserError: a number out of its range.
-    """
+    """The steps of the load test. Raises UserError for a number out of its range."""
     for name, least in (("requests", 1), ("max_tokens", 1), ("warm_up", 0)):
-        if getattr(args, name) < least:
-            raise UserError(f"{name.replace('_', '-')}={getattr(args, name)} must be at least {least}")
+        if vars(args)[name] < least:
+            raise UserError(f"{name.replace('_', '-')}={vars(args)[name]} must be at least {least}")
     for name in ("seconds", "timeout"):
-        if getattr(args, name) <= 0:
-            raise UserError(f"{name}={getattr(args, name)} must be positive")
-    key, text, kind = (
-        ("request-rate", args.request_rate, float) if args.request_rate else ("concurrency", args.concurrency, int)
-    )
-    text = text or "1,2,4,8"
+        if vars(args)[name] <= 0:
+            raise UserError(f"{name}={vars(args)[name]} must be positive")
+    by_rate = bool(args.request_rate)
+    text = args.request_rate or args.concurrency or "1,2,4,8"
     try:
-        steps = [kind(part) for part in text.split(",")]
+        steps = [float(part) if by_rate else int(part) for part in text.split(",")]
     except ValueError:
         steps = []
     if not steps or min(steps) <= 0:
+        key = "request-rate" if by_rate else "concurrency"
         raise UserError(f"{key}={text!r} must be positive numbers separated by commas, such as 1,2,4")
     loads = []
     for number, step in enumerate(steps):
-        concurrency, rate = (0, step) if args.request_rate else (int(step), 0.0)
+        concurrency, rate = (0, step) if by_rate else (int(step), 0.0)
         loads.append(Load(concurrency, rate, args.requests, args.seconds, args.seed, number * args.requests))
     return loads
 
 
-async def measure(args: argparse.Namespace, loads: Sequence[Load], prompts: Sequence[str]) -> dict[str, Any]:
-    """Every step on every server, the servers taking turns. Returns by name (url, url2) what `servers` holds in the JSON."""
-    body: dict[str, Any] = {"max_tokens": args.max_tokens, "temperature": args.temperature}
+async def measure(args: argparse.Namespace, loads: Sequence[Load], prompts: Sequence[str]) -> dict[str, Json]:
+    """Runs every step on every server, alternating. Returns the `servers` of the results, by name (url, url2)."""
+    body: Json = {"max_tokens": args.max_tokens, "temperature": args.temperature}
     body |= {"ignore_eos": True} if args.ignore_eos else {}
     bodies = [{"messages": [{"role": "user", "content": prompt}], **body} for prompt in prompts]
     timeout = httpx.Timeout(args.timeout, connect=min(10.0, args.timeout))
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(timeout=timeout, limits=limits) as client:
-        servers = {"url": await connect(client, args.url, args.model, _key(args))}
+        servers = {"url": await connect(client, args.url, args.model, _headers(args))}
         if args.url2:
-            servers["url2"] = await connect(client, args.url2, args.model2, _key(args))
-        cells: dict[str, list[dict[str, Any]]] = {name: [] for name in servers}
+            servers["url2"] = await connect(client, args.url2, args.model2, _headers(args))
+        cells: dict[str, list[Json]] = {name: [] for name in servers}
         for server in servers.values():
             for number in range(args.warm_up):
                 answer = await _bounded(ask(client, server, bodies[number % len(bodies)]), args.timeout)
@@ -172,7 +157,7 @@ async def measure(args: argparse.Namespace, loads: Sequence[Load], prompts: Sequ
     return {name: {"url": server.url, "model": server.model, "cells": cells[name]} for name, server in servers.items()}
 
 
-def _key(args: argparse.Namespace) -> dict[str, str]:
+def _headers(args: argparse.Namespace) -> dict[str, str]:
     if not args.api_key_env:
         return {}
     if args.api_key_env not in os.environ:
@@ -181,13 +166,9 @@ def _key(args: argparse.Namespace) -> dict[str, str]:
 
 
 async def run_load(
-    client: httpx.AsyncClient, server: Server, load: Load, bodies: Sequence[dict[str, Any]], timeout: float
-) -> dict[str, Any]:
-    """One step on one server.
-
-    Returns:
-        The step's cell: see `figures`; and `speculation`, if the server's Prometheus page knows.
-    """
+    client: httpx.AsyncClient, server: Server, load: Load, bodies: Sequence[Json], timeout: float
+) -> Json:
+    """Runs one step on one server; returns its setting, `figures`, and `speculation` if the Prometheus page has it."""
 
     async def send(number: int) -> Answer:
         return await _bounded(ask(client, server, bodies[(load.first + number) % len(bodies)]), timeout)
@@ -200,10 +181,10 @@ async def run_load(
     return {**load.step, **figures(answers, seconds), **({"speculation": found} if found else {})}
 
 
-async def _bounded(asking: Awaitable[Answer], timeout: float) -> Answer:
-    """httpx bounds each read; this bounds the whole answer."""
+async def _bounded(request: Awaitable[Answer], timeout: float) -> Answer:
+    """Limits the time of an answer; httpx limits each read only."""
     try:
-        return await asyncio.wait_for(asking, timeout)
+        return await asyncio.wait_for(request, timeout)
     except asyncio.TimeoutError:
         return Answer(error="timeout", detail=f"no end after {timeout:g} s", end=timeout)
 
@@ -212,7 +193,7 @@ Send = Callable[[int], Awaitable[Answer]]
 
 
 async def _closed_loop(load: Load, send: Send) -> list[Answer]:
-    """So many at a time: each that ends makes room for the next."""
+    """Keeps a constant number of requests in flight."""
     numbers, deadline = iter(range(load.requests)), time.perf_counter() + load.seconds
     answers: list[Answer] = []
 
@@ -227,23 +208,19 @@ async def _closed_loop(load: Load, send: Send) -> list[Answer]:
 
 
 async def _open_loop(load: Load, send: Send) -> list[Answer]:
-    """At moments of their own (a Poisson process), whatever is still going on."""
-    going = [asyncio.ensure_future(send(number)) async for number in _moments(load)]
-    return list(await asyncio.gather(*going))
-
-
-async def _moments(load: Load) -> AsyncIterator[int]:
-    gaps, start, due = random.Random(load.seed), time.perf_counter(), 0.0
+    """Sends requests at the times of a Poisson process, whether or not earlier ones have ended."""
+    gaps, start, due, tasks = random.Random(load.seed), time.perf_counter(), 0.0, []
     for number in range(load.requests):
         await asyncio.sleep(max(0.0, start + due - time.perf_counter()))
-        yield number
+        tasks.append(asyncio.ensure_future(send(number)))
         due += gaps.expovariate(load.rate)
         if due >= load.seconds:
-            return
+            break
+    return list(await asyncio.gather(*tasks))
 
 
-def figures(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
-    """What a step showed.
+def figures(answers: Sequence[Answer], seconds: float) -> Json:
+    """Computes the figures of a step.
 
     Returns:
         requests, completed; errors: counts by kind, with an example of each in error_examples.
@@ -251,8 +228,8 @@ def figures(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
             wall-clock.
         ttft_ms: sent to first text. tpot_ms: mean time of each later token, per request. itl_ms: gaps between pieces of
             text, over all requests. latency_ms: sent to end. Each with p50, p95, p99.
-        tokens_per_chunk: tokens per piece of text; above 1 where a server sends what a round accepted at once.
-        tokens_counted: the server counted tokens itself; else each piece counts as one, which speculation makes wrong.
+        tokens_per_chunk: tokens per piece of text; above 1 if a server sends all accepted tokens of a round at once.
+        tokens_counted: the server counts tokens itself; else each piece counts as one, which is wrong with speculation.
     """
     good = [answer for answer in answers if not answer.error]
     bad = [answer for answer in answers if answer.error]
@@ -276,64 +253,51 @@ def figures(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
     }
 
 
-def compare(first: dict[str, Any], second: dict[str, Any]) -> list[dict[str, Any]]:
-    """Per step, the first server over the second: token rate, and the second's median latencies over the first's, so that
-    above 1 the first is better throughout. None where one completed nothing."""
+def compare(first: Json, second: Json) -> list[Json]:
+    """Compares two servers per step, so that above 1 the first is better; None if one completed nothing.
+
+    Returns:
+        The ratio of token rates, first over second; and of median latencies, second over first.
+    """
+
+    def ratio(part: float, whole: float) -> float | None:
+        return round(part / whole, 4) if part and whole else None
+
     rows = []
     for one, two in zip(first["cells"], second["cells"], strict=True):
-        row: dict[str, Any] = {key: one[key] for key in ("concurrency", "request_rate") if key in one}
-        row["tokens_per_second"] = _ratio(one["tokens_per_second"], two["tokens_per_second"])
-        for key in ("ttft_ms", "tpot_ms", "latency_ms"):
-            row[key] = _ratio(two[key]["p50"], one[key]["p50"])
+        row: Json = {key: one[key] for key in ("concurrency", "request_rate") if key in one}
+        row["tokens_per_second"] = ratio(one["tokens_per_second"], two["tokens_per_second"])
+        row |= {key: ratio(two[key]["p50"], one[key]["p50"]) for key in LATENCIES if key != "itl_ms"}
         rows.append(row)
     return rows
 
 
-def _ratio(part: float, whole: float) -> float | None:
-    return round(part / whole, 4) if part and whole else None
-
-
-def print_results(results: dict[str, Any], console: Console | None = None) -> None:
+def print_results(results: Json) -> None:
     """Prints a table per server, and the comparison."""
-    console = console or Console()
-    if not console.is_terminal:
-        console.width = max(console.width, 140)
+    console = wide_console()
     for name, server in results["servers"].items():
         title = f"{name}: {server['url']}, {server['model']}"
         table = Table(title=title, title_justify="left", title_style="bold")
-        headings = ["load", "done", "errors", "tokens/s"]
-        headings += [f"{what} ms\np50 / p95 / p99" for what in ("TTFT", "TPOT", "ITL", "whole")] + ["accepted\nlength"]
-        for heading in headings:
+        latencies = [f"{label} ms\np50 / p95 / p99" for label in LATENCIES.values()]
+        for heading in ("load", "done", "errors", "tokens/s", *latencies, "accepted\nlength"):
             table.add_column(heading, justify="right", no_wrap=True)
         for cell in server["cells"]:
             errors = ", ".join(f"{count} {kind}" for kind, count in cell["errors"].items()) or "0"
             length = cell.get("speculation", {}).get("accepted_length")
-            times = [
-                " / ".join(f"{v:.0f}" for v in cell[key].values())
-                for key in ("ttft_ms", "tpot_ms", "itl_ms", "latency_ms")
-            ]
-            rate = f"{cell['tokens_per_second']:.1f}"
-            table.add_row(
-                _step(cell), str(cell["completed"]), errors, rate, *times, f"{length:.2f}" if length else "\u2013"
-            )
+            times = [" / ".join(f"{v:.0f}" for v in cell[key].values()) for key in LATENCIES]
+            cells = [_step(cell), str(cell["completed"]), errors, f"{cell['tokens_per_second']:.1f}", *times]
+            table.add_row(*cells, f"{length:.2f}" if length else "\u2013")
         console.print(table)
         if not all(cell["tokens_counted"] for cell in server["cells"] if cell["completed"]):
             console.print("this server does not count tokens: each piece of text counts as one", highlight=False)
     if results["comparison"]:
-        table = Table(
-            "load",
-            "tokens/s",
-            "TTFT",
-            "TPOT",
-            "whole",
-            title="url over url2 (above 1, url is better)",
-            title_style="bold",
-        )
+        title = "url over url2 (above 1, url is better)"
+        table = Table("load", "tokens/s", "TTFT", "TPOT", "whole", title=title, title_style="bold")
         for row in results["comparison"]:
-            ratios = [row[key] for key in ("tokens_per_second", "ttft_ms", "tpot_ms", "latency_ms")]
+            ratios = [ratio for key, ratio in row.items() if key not in ("concurrency", "request_rate")]
             table.add_row(_step(row), *("\u2013" if ratio is None else f"{ratio:.2f}x" for ratio in ratios))
         console.print(table)
 
 
-def _step(cell: dict[str, Any]) -> str:
+def _step(cell: Json) -> str:
     return f"{cell['request_rate']:g}/s" if "request_rate" in cell else f"{cell['concurrency']} at once"

@@ -1,4 +1,4 @@
-"""One request to an OpenAI-compatible server, timed; and what its Prometheus page says about speculation.
+"""One timed request to an OpenAI-compatible server, and the speculation metrics of its Prometheus page.
 
 Formats: https://platform.openai.com/docs/api-reference/chat-streaming (server-sent events), and
 https://prometheus.io/docs/instrumenting/exposition_formats (text).
@@ -11,24 +11,24 @@ import re
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any
 
 import httpx
 
-from drafttrain.errors import UserError
+from drafttrain.errors import UserError, first_line
+from drafttrain.files import Json
 
 
 @dataclass
 class Answer:
-    """A request's course; times in seconds from when it was sent.
+    """The course of a request; times in seconds since it was sent.
 
     Attributes:
-        chunks: when each piece of text came. A server that speculates may send several tokens at once.
-        tokens: of the answer: the server's own count, or else the number of pieces (then counted is False).
+        chunks: arrival of each piece of text. A server that speculates may send several tokens at once.
+        tokens: of the answer: the server's own count (counted), else the number of pieces.
         end: when the stream ended.
-        error: empty, or its kind: connect, timeout, http_STATUS, stream (broken off, or not in the format), server (an
-            error sent within the stream), empty (no text).
-        detail: the first line of what was said about the error.
+        error: empty, or its kind: connect, timeout, http_STATUS, stream (broken off, or malformed), server (an error sent
+            within the stream), empty (no text).
+        detail: first line of the error's text.
     """
 
     chunks: list[float] = field(default_factory=list)
@@ -40,12 +40,12 @@ class Answer:
 
     @property
     def ttft(self) -> float:
-        """Time to the first text; there is one, unless there was an error."""
+        """Time to the first text; only without an error."""
         return self.chunks[0]
 
     @property
     def tpot(self) -> float | None:
-        """Mean time of each token after the first piece; None where nothing followed it."""
+        """Mean time per token after the first piece; None if the answer has only one piece."""
         if self.tokens < 2 or len(self.chunks) < 2:
             return None
         return (self.chunks[-1] - self.chunks[0]) / (self.tokens - 1)
@@ -53,7 +53,7 @@ class Answer:
 
 @dataclass
 class Server:
-    """A server under test. Attributes: url: without a trailing /v1; model: its name there; headers: of every request."""
+    """A server under test. url: without a trailing /v1; model: its name there; headers: of every request."""
 
     url: str
     model: str
@@ -61,17 +61,17 @@ class Server:
 
 
 def base_url(url: str) -> str:
-    """Raises UserError for what is no http address."""
+    """The address without /v1. Raises UserError for anything but an http address."""
     if not re.match(r"https?://[^/]+", url):
         raise UserError(f"url={url!r} is not an address; write http://HOST:PORT")
     return url.rstrip("/").removesuffix("/v1")
 
 
 async def connect(client: httpx.AsyncClient, url: str, model: str, headers: dict[str, str]) -> Server:
-    """Finds the server and, unless a model is named, the one that it serves.
+    """Finds the server and, if `model` is empty, the first model that it lists.
 
     Raises:
-        UserError: nobody answers there, or it does not say which model it has.
+        UserError: no server there, or it does not list its models.
     """
     url = base_url(url)
     if model:
@@ -80,16 +80,17 @@ async def connect(client: httpx.AsyncClient, url: str, model: str, headers: dict
         reply = await client.get(f"{url}/v1/models", headers=headers)
         names = [str(one["id"]) for one in reply.raise_for_status().json()["data"]]
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+        reason = first_line(error)[:200]
         raise UserError(
-            f"url={url!r} does not say which models it has ({_line(error)}); is it running? if so, give --model"
+            f"url={url!r} does not say which models it has ({reason}); is it running? if so, give --model"
         ) from error
     if not names:
         raise UserError(f"url={url!r} lists no model; give --model")
     return Server(url, names[0], headers)
 
 
-async def ask(client: httpx.AsyncClient, server: Server, body: dict[str, Any]) -> Answer:
-    """Sends one chat request and reads its stream. Errors are part of the answer.
+async def ask(client: httpx.AsyncClient, server: Server, body: Json) -> Answer:
+    """Sends one chat request and reads its stream. The answer reports errors.
 
     Args:
         body: messages, max_tokens and other fields; stream and model are added.
@@ -100,16 +101,14 @@ async def ask(client: httpx.AsyncClient, server: Server, body: dict[str, Any]) -
         url = f"{server.url}/v1/chat/completions"
         async with client.stream("POST", url, json=body, headers=server.headers) as reply:
             if reply.status_code != 200:
-                said = (await reply.aread()).decode(errors="replace")
-                answer.error, answer.detail = f"http_{reply.status_code}", said.strip().split("\n")[0][:200]
+                text = (await reply.aread()).decode(errors="replace")
+                answer.error, answer.detail = f"http_{reply.status_code}", text.strip().split("\n")[0][:200]
             else:
                 await _read(reply, answer, start)
-    except httpx.TimeoutException as error:
-        answer.error, answer.detail = "timeout", _line(error)
-    except httpx.ConnectError as error:
-        answer.error, answer.detail = "connect", _line(error)
     except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        answer.error, answer.detail = "stream", _line(error)
+        timed_out, refused = isinstance(error, httpx.TimeoutException), isinstance(error, httpx.ConnectError)
+        answer.error = "timeout" if timed_out else "connect" if refused else "stream"
+        answer.detail = first_line(error)[:200]
     answer.end = time.perf_counter() - start
     if not answer.error and not answer.chunks:
         answer.error, answer.detail = "empty", "the stream held no text"
@@ -119,7 +118,7 @@ async def ask(client: httpx.AsyncClient, server: Server, body: dict[str, Any]) -
 
 
 async def _read(reply: httpx.Response, answer: Answer, start: float) -> None:
-    """Raises ValueError, KeyError or such for events that are not in the format, and for a stream without its end."""
+    """Reads a stream into an answer. Raises ValueError, KeyError etc. for malformed events and a stream without its end."""
     finished = False
     async for line in reply.aiter_lines():
         if not line.startswith("data:"):
@@ -131,12 +130,11 @@ async def _read(reply: httpx.Response, answer: Answer, start: float) -> None:
         if event.get("error"):
             answer.error, answer.detail = "server", str(event["error"])[:200]
             return
-        usage = event.get("usage")
-        if usage:
-            answer.tokens, answer.counted = int(usage["completion_tokens"]), True
+        if event.get("usage"):
+            answer.tokens, answer.counted = int(event["usage"]["completion_tokens"]), True
         for choice in event.get("choices") or ():
             delta = choice.get("delta") or {}
-            # Reasoning models send their thoughts in a field of their own; they are tokens all the same.
+            # Reasoning models send reasoning tokens in a field of their own.
             if delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning"):
                 answer.chunks.append(time.perf_counter() - start)
             finished = finished or bool(choice.get("finish_reason"))
@@ -144,19 +142,15 @@ async def _read(reply: httpx.Response, answer: Answer, start: float) -> None:
         raise ValueError("the stream broke off before its end")
 
 
-def _line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).split("\n")[0][:200]
-
-
 # -- Prometheus -------------------------------------------------------------------------------------------------------
 
 _SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-Samples = dict[str, list[tuple[dict[str, str], float]]]
+Samples = dict[str, list[tuple[dict[str, str], float]]]  # by name: labels and value of each sample
 
 
 def parse_metrics(text: str) -> Samples:
-    """A Prometheus page: by name, the samples with their labels. Counters lose the ending _total."""
+    """Parses a Prometheus page; removes the ending _total of counters."""
     samples: defaultdict[str, list[tuple[dict[str, str], float]]] = defaultdict(list)
     for line in text.splitlines():
         found = _SAMPLE.match(line)
@@ -170,7 +164,7 @@ def parse_metrics(text: str) -> Samples:
 
 
 async def read_metrics(client: httpx.AsyncClient, server: Server) -> Samples:
-    """The server's Prometheus page; empty where it has none."""
+    """The samples of the server's Prometheus page; empty without one."""
     try:
         reply = await client.get(f"{server.url}/metrics", headers=server.headers, timeout=10)
         return parse_metrics(reply.text) if reply.status_code == 200 else {}
@@ -178,21 +172,20 @@ async def read_metrics(client: httpx.AsyncClient, server: Server) -> Samples:
         return {}
 
 
-def speculation(before: Samples, after: Samples) -> dict[str, Any]:
-    """What the server says about acceptance between two looks at its page.
+def speculation(before: Samples, after: Samples) -> Json:
+    """Acceptance between two readings of a server's Prometheus page.
 
-    vLLM counts (`vllm:spec_decode_num_drafts`, `_draft_tokens`, `_accepted_tokens`, `_accepted_tokens_per_pos`), so the
-    difference is exact for all requests in between, others' included. SGLang keeps gauges of its last interval
-    (`sglang:spec_accept_length`, `_accept_rate`), of which the later look is taken.
+    vLLM has counters (`vllm:spec_decode_num_drafts`, `_draft_tokens`, `_accepted_tokens`, `_accepted_tokens_per_pos`), so
+    the difference is exact for all requests in between, other users' included. SGLang has gauges of its last interval
+    (`sglang:spec_accept_length`, `_accept_rate`); the later reading is used.
 
     Returns:
-        source, accepted_length (bonus token included), acceptance_rate and, of vLLM, drafts and acceptance_by_depth as in
-        results.json; empty where the page says nothing or nothing was drafted.
+        source, accepted_length (bonus token included), acceptance_rate and, for vLLM, drafts and acceptance_by_depth as in
+        results.json; empty if the page has no such figures or nothing was drafted.
     """
-    drafts = _grown(before, after, "vllm:spec_decode_num_drafts")
+    drafts = _increase(before, after, "drafts")
     if drafts:
-        accepted = _grown(before, after, "vllm:spec_decode_num_accepted_tokens")
-        drafted = _grown(before, after, "vllm:spec_decode_num_draft_tokens")
+        accepted, drafted = _increase(before, after, "accepted_tokens"), _increase(before, after, "draft_tokens")
         joint = [count / drafts for count in _per_position(before, after)]
         above = [1.0, *joint]
         return {
@@ -206,9 +199,9 @@ def speculation(before: Samples, after: Samples) -> dict[str, Any]:
             },
         }
     lengths = [value for _, value in after.get("sglang:spec_accept_length", []) if value > 0]
+    rates = [value for _, value in after.get("sglang:spec_accept_rate", [])]
     if not lengths:
         return {}
-    rates = [value for _, value in after.get("sglang:spec_accept_rate", [])]
     return {
         "source": "sglang gauges",
         "accepted_length": round(sum(lengths) / len(lengths), 4),
@@ -216,15 +209,16 @@ def speculation(before: Samples, after: Samples) -> dict[str, Any]:
     }
 
 
-def _grown(before: Samples, after: Samples, name: str) -> float:
-    """By how much a counter grew, over all its labels (engines, models)."""
-    return sum(value for _, value in after.get(name, [])) - sum(value for _, value in before.get(name, []))
+def _increase(before: Samples, after: Samples, name: str) -> float:
+    """Increase of one of vLLM's counters, over all labels (engines, models)."""
+    key = f"vllm:spec_decode_num_{name}"
+    return sum(value for _, value in after.get(key, [])) - sum(value for _, value in before.get(key, []))
 
 
 def _per_position(before: Samples, after: Samples) -> list[float]:
-    name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+    """Increase of vLLM's accepted tokens by position."""
     counts: defaultdict[int, float] = defaultdict(float)
     for sign, samples in ((1, after), (-1, before)):
-        for labels, value in samples.get(name, []):
+        for labels, value in samples.get("vllm:spec_decode_num_accepted_tokens_per_pos", []):
             counts[int(labels["position"])] += sign * value
     return [counts[position] for position in sorted(counts)]

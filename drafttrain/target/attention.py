@@ -23,7 +23,7 @@ import functools
 import sys
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +33,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from drafttrain.errors import UserError
 from drafttrain.ops.tree_attention import AttentionForm, TreeLayout, tree_attention
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 ATTENTION = "drafttrain"  # our name among transformers' attention functions
 LAST = -1  # the feature layer that is the state behind the last norm, which the head reads
@@ -104,19 +101,16 @@ class InterleavedRows(CausalRows):
     """Attends as if two rows were interleaved in one (a0 b0 a1 b1 ...), and records which attention a model uses.
 
     Attributes:
-        layers: the layer of each call.
-        windows: sliding windows of the calls. masked: windows of the masks that the model asked for.
+        forms: (layer, form) of each call. masked: windows of the masks that the model asked for.
     """
 
     def __init__(self, length: int):
         super().__init__(length)
-        self.layers: list[int] = []
-        self.windows: set[int | None] = set()
+        self.forms: list[tuple[int, AttentionForm]] = []
         self.masked: set[int] = set()
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]) -> Tensor:
-        self.layers.append(layer)
-        self.windows.add(form["window"])
+        self.forms.append((layer, form))
         query, key, value = (torch.cat((x[:, :, 0::2], x[:, :, 1::2])) for x in (query, key, value))  # [2, heads, n, e]
         out = super().attend(layer, query, key, value, **form)  # [2, n, heads, e]
         return torch.stack((out[:1], out[1:]), dim=2).flatten(1, 2)  # [1, 2n, heads, e]

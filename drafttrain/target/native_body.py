@@ -1,31 +1,26 @@
 """The target's body without transformers' per-layer Python: for the few tokens of a decoding step on a CPU.
 
 Nothing here depends on a family's name. A layer qualifies by its modules (RMS norms, bias-free gated MLP, rotary attention); how
-it attends is recorded from one forward of the model itself; and the native body must reproduce that forward, at low and at high
-positions, before it is used. A model that differs in anything keeps transformers' forward.
+it attends was recorded when the target was wrapped; and the native body must reproduce the model's own forward, at low and at
+high positions, before it is used. A model that differs in anything keeps transformers' forward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafttrain.batch import TargetOutput
-from drafttrain.ops.cpu_layers import DecoderLayer, LayerStack, LayerWeights
+from drafttrain.ops.cpu_layers import DecoderLayer, LayerStack
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import PackedRMSNorm
 from drafttrain.ops.tree_attention import AttentionForm
 from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target.attention import LAST, AttentionContext, CausalRows
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from drafttrain.target.target import Target
 
 _LAYER_PARTS = {
     *("self_attn", "mlp", "input_layernorm", "post_attention_layernorm"),
@@ -40,33 +35,53 @@ NATIVE_ROWS = 64
 Tables = list[tuple[Tensor, Tensor]]  # per rotary table cosine and sine [n, rotary_dim]
 
 
+class WrappedModel(Protocol):
+    """What the native body reads of a `Target`, whose module imports this one."""
+
+    model: Any
+    body: Any
+    layers: nn.ModuleList
+    forms: list[AttentionForm]
+    num_layers: int
+    vocab_size: int
+    max_positions: int | None
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def compute_dtype(self) -> torch.dtype: ...
+
+    def forward(self, ids: Tensor, layers: Sequence[int], at: Tensor, context: AttentionContext, /) -> TargetOutput: ...
+
+
 class NativeBody:
     """The layers of a target, ready to run on [1, n] tokens with an attention context. Holds no state of a call."""
 
-    def __init__(self, target: Target, layers: list[DecoderLayer], attention: list[AttentionForm], rotary: _Rotary):
-        self.body, self.layers, self.attention, self.rotary = target.body, layers, attention, rotary
+    def __init__(self, target: WrappedModel, layers: list[DecoderLayer], rotary: _Rotary):
+        self.body, self.layers, self.forms, self.rotary = target.body, layers, target.forms, rotary
         self.embed = target.model.get_input_embeddings()
-        self.stack = LayerStack(layers, attention, rotary.of_layer)
+        self.stack = LayerStack(layers, target.forms, rotary.of_layer)
 
     @staticmethod
-    def of(target: Target) -> NativeBody | None:
+    def of(target: WrappedModel) -> NativeBody | None:
         """For an unpacked target; None if its layers are of another kind or the proof fails."""
         if target.device.type != "cpu" or target.compute_dtype != torch.float32 or cpu_kernels() is None:
             return None
         rotary_embedding = getattr(target.body, "rotary_emb", None)
         if rotary_embedding is None or not hasattr(target.body, "norm"):
             return None
-        rotary, recorder = _Rotary(rotary_embedding), _FormRecorder()
-        expected = [_record(target, recorder, start, rotary) for start in _starts(target)]
+        rotary = _Rotary(rotary_embedding)
+        expected = [_record(target, start, rotary) for start in _starts(target)]
         layers = []
         for module in target.layers:
-            weights = layer_weights(module, rotary.width)
-            if weights is None:
+            layer = native_layer(module, rotary.width)
+            if layer is None:
                 return None
-            layers.append(DecoderLayer(weights))
-        if not len(layers) == len(recorder.forms) == len(rotary.of_layer):
+            layers.append(layer)
+        if len(layers) != len(rotary.of_layer):
             return None
-        native = NativeBody(target, layers, recorder.forms, rotary)
+        native = NativeBody(target, layers, rotary)
         for start, want in zip(_starts(target), expected, strict=True):
             ids, positions = _proof_tokens(target, start)
             cache = TreeCache(_PROOF_TOKENS)
@@ -105,7 +120,7 @@ class NativeBody:
                 caught.append(x.clone())
             query, key, value = layer.project(x, *tables[self.rotary.of_layer[i]])
             rows = (part.transpose(0, 1)[None] for part in (query, key, value))  # [1, heads or kv_heads, n, e]
-            layer.finish(x, context.attend(i, *rows, **self.attention[i]))
+            layer.finish(x, context.attend(i, *rows, **self.forms[i]))
         if len(self.layers) in wanted:
             caught.append(x.clone())
         return torch.stack(caught, dim=1) if caught else x.new_empty(len(x), 0, x.shape[1])
@@ -130,31 +145,18 @@ class _Rotary:
         return [(cosine[0].contiguous(), sine[0].contiguous()) for cosine, sine in pairs]
 
 
-class _FormRecorder(CausalRows):
-    """Attends within the forward's own tokens, and records the form of each layer's attention."""
-
-    def __init__(self) -> None:
-        super().__init__(_PROOF_TOKENS)
-        self.forms: list[AttentionForm] = []
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]) -> Tensor:
-        if layer == len(self.forms):
-            self.forms.append(form)
-        return super().attend(layer, query, key, value, **form)
-
-
-def _starts(target: Target) -> tuple[int, ...]:
+def _starts(target: WrappedModel) -> tuple[int, ...]:
     """Positions to prove at: some models scale attention or rotation beyond a length."""
     return (0, max(0, (target.max_positions or 4096) - _PROOF_TOKENS))
 
 
-def _proof_tokens(target: Target, start: int) -> tuple[Tensor, Tensor]:
+def _proof_tokens(target: WrappedModel, start: int) -> tuple[Tensor, Tensor]:
     """Random ids and their positions, [1, _PROOF_TOKENS] int64 each."""
     ids = torch.randint(target.vocab_size, (1, _PROOF_TOKENS), generator=torch.Generator().manual_seed(start))
     return ids, torch.arange(start, start + _PROOF_TOKENS)[None]
 
 
-def _record(target: Target, recorder: _FormRecorder, start: int, rotary: _Rotary) -> TargetOutput:
+def _record(target: WrappedModel, start: int, rotary: _Rotary) -> TargetOutput:
     """The model's own forward; notes the calls of the rotary module and which layer reads which tables."""
     outputs: list[tuple[Tensor, Tensor]] = []
     calls: list[tuple[object, ...]] = []
@@ -172,7 +174,7 @@ def _record(target: Target, recorder: _FormRecorder, start: int, rotary: _Rotary
     handles += [layer.register_forward_pre_hook(entered, with_kwargs=True) for layer in target.layers]
     ids, positions = _proof_tokens(target, start)
     try:
-        out = target.forward(ids, range(target.num_layers + 1), positions, recorder)
+        out = target.forward(ids, range(target.num_layers + 1), positions, CausalRows(_PROOF_TOKENS))
     finally:
         for handle in handles:
             handle.remove()
@@ -181,9 +183,10 @@ def _record(target: Target, recorder: _FormRecorder, start: int, rotary: _Rotary
     return out
 
 
-def layer_weights(layer: nn.Module, rotary_dim: int) -> LayerWeights | None:
-    """The layer's weights if it consists of nothing but the modules that `DecoderLayer` computes."""
-    attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+def native_layer(layer: nn.Module, rotary_dim: int) -> DecoderLayer | None:
+    """The packed layer if it consists of nothing but the modules that `DecoderLayer` computes."""
+    attention: Any = getattr(layer, "self_attn", None)
+    mlp: Any = getattr(layer, "mlp", None)
     own, inside, gated = (dict(m.named_children()) if m is not None else {} for m in (layer, attention, mlp))
     if not (own.keys() <= _LAYER_PARTS and inside.keys() <= _ATTENTION_PARTS and gated.keys() <= _MLP_PARTS):
         return None
@@ -202,19 +205,15 @@ def layer_weights(layer: nn.Module, rotary_dim: int) -> LayerWeights | None:
     if not {"input_layernorm", "post_attention_layernorm"} <= factor.keys():
         return None
     sandwich = "pre_feedforward_layernorm" in factor  # Gemma: norms before and after both blocks
-    return LayerWeights.of(
-        attention,
-        mlp,
-        rotary_dim=rotary_dim,
-        eps=eps.pop(),
-        gelu=gelu,
-        input_norm=factor["input_layernorm"],
-        mlp_norm=factor["pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"],
-        attended_norm=factor["post_attention_layernorm"] if sandwich else None,
-        mlp_out_norm=factor.get("post_feedforward_layernorm"),
-        query_norm=factor.get("q_norm"),
-        key_norm=factor.get("k_norm"),
-    )
+    used = {
+        "input_norm": factor["input_layernorm"],
+        "attended_norm": factor["post_attention_layernorm"] if sandwich else None,
+        "mlp_out_norm": factor.get("post_feedforward_layernorm"),
+        "query_norm": factor.get("q_norm"),
+        "key_norm": factor.get("k_norm"),
+    }
+    mlp_norm = factor["pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"]
+    return DecoderLayer(attention, mlp, rotary_dim, eps.pop(), gelu, mlp_norm=mlp_norm, **used)
 
 
 def _is_gelu(activation: nn.Module) -> bool | None:

@@ -29,18 +29,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from drafttrain.batch import TargetOutput
 from drafttrain.errors import UserError, first_line
-from drafttrain.ops.packing import cpu_has_bfloat16, pack
+from drafttrain.ops.packing import PackedLinear, cpu_has_bfloat16, pack
+from drafttrain.ops.tree_attention import AttentionForm
 from drafttrain.target.attention import (
     ATTENTION,
     LAST,
@@ -58,6 +52,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _SERVED = {"full_attention", "sliding_attention"}
 _RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 _packing = threading.Lock()
+Tokenizer = PreTrainedTokenizerBase | None  # None only for models that tests build
 
 
 def resolve_dtype(name: str, device: torch.device | None = None) -> torch.dtype:
@@ -91,9 +86,7 @@ def share_of_gpus() -> dict[int | str, int] | None:
     count = torch.cuda.device_count()
     if count == 0:
         return None
-    processes, mine = (
-        int(os.environ.get(key, default)) for key, default in (("LOCAL_WORLD_SIZE", 1), ("LOCAL_RANK", 0))
-    )
+    processes, mine = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
     # The first of a process's GPUs also holds the drafter, its optimizer and all activations.
     gpus = range(mine, count, processes)
     return {gpu: int(torch.cuda.mem_get_info(gpu)[0] * (0.5 if gpu == mine else 0.9)) for gpu in gpus}
@@ -126,21 +119,15 @@ class Target:
         hidden_size, vocab_size, num_layers: h, rows of the head, number of decoder layers.
         max_positions: the longest sequence that it reads, or None if nothing limits it.
         eos_ids: every token id that ends a response.
+        forms: how each layer attends; empty without weights.
         idle_steps: captured decoding steps (CUDA graphs) between two calls of the decoder, see `take_idle_steps`.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase | None,
-        name: str,
-        path: str,
-        dtype: torch.dtype,
-    ):
+    def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer, name: str, path: str, dtype: torch.dtype):
         self.model: Any = model  # families differ in what they offer beyond PreTrainedModel
-        self.tokenizer: Any = tokenizer  # None only for models that tests build
+        self.tokenizer: Any = tokenizer
         self.name, self.path, self.dtype = name, path, dtype
-        self.config: PretrainedConfig = self.model.config.get_text_config()
+        self.config = self.model.config.get_text_config()
         self.body: Any = self.model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
         self.hidden_size: int = self.config.hidden_size
         self.num_layers: int = self.config.num_hidden_layers
@@ -152,10 +139,11 @@ class Target:
         head = self.model.get_output_embeddings()
         if head is None:
             raise UserError(f"target={name!r} ({type(model).__name__}) has no language-model head")
-        self.lm_head: nn.Module = head
+        self.lm_head: nn.Linear | PackedLinear = head
         self.vocab_size: int = head.weight.shape[0]
         self.layers = self._find_layers()
         self.eos_ids = self._find_eos()
+        self.forms: list[AttentionForm] = []
         self._packed = False
         self._native: NativeBody | None = None
         self._hooked: set[int] = set()
@@ -196,13 +184,15 @@ class Target:
                 f"target={name!r} cannot be loaded ({first_line(error)}); give a folder with config.json, safetensors and "
                 "tokenizer, a reachable Hub id, or fetch one: drafttrain fetch smollm2-135m"
             ) from error
-        return cls.wrap(model if device_map else nn.Module.to(model, place), tokenizer, name, where, wanted)
+        if not device_map:
+            model = model.to(place)  # type: ignore[arg-type]  # transformers decorates it
+        return cls.wrap(model, tokenizer, name, where, wanted)
 
     @classmethod
     def wrap(
         cls,
         model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase | None,
+        tokenizer: Tokenizer,
         name: str = "",
         path: str = "",
         dtype: torch.dtype | None = None,
@@ -249,9 +239,10 @@ class Target:
         with attention_context(rows):
             packed = self.body(input_ids=ids.t().reshape(1, -1), position_ids=positions, use_cache=False)
         fault = None
-        if sorted(rows.layers) != list(range(self.num_layers)):
-            fault = f"calls the transformers attention interface for layers {sorted(rows.layers)}"
-        elif rows.masked - rows.windows:
+        layers, forms = [layer for layer, _ in rows.forms], [form for _, form in rows.forms]
+        if sorted(layers) != list(range(self.num_layers)):
+            fault = f"calls the transformers attention interface for layers {sorted(layers)}"
+        elif rows.masked - {form["window"] for form in forms}:
             fault = f"does not pass its window of {max(rows.masked)} tokens to the attention interface"
         else:
             states = packed.last_hidden_state.float().view(n, 2, -1).transpose(0, 1)  # [2, n, h]
@@ -262,6 +253,7 @@ class Target:
         if fault is not None:
             kind = type(self.model).__name__
             raise UserError(f"target={self.name!r} ({kind}) {fault}; use a target with plain attention")
+        self.forms = [forms[layers.index(i)] for i in range(self.num_layers)]
 
     def pack(self) -> Target:
         """Packs the weights for fast inference on a CPU (no effect elsewhere). Costs a second copy of the weights."""
@@ -277,9 +269,8 @@ class Target:
         for module in self.body.modules():
             if isinstance(module, nn.ModuleList) and len(module) == self.num_layers:
                 return module
-        raise UserError(
-            f"target={self.name!r} ({type(self.model).__name__}): no list of {self.num_layers} decoder layers"
-        )
+        kind = type(self.model).__name__
+        raise UserError(f"target={self.name!r} ({kind}): no list of {self.num_layers} decoder layers")
 
     def _find_max_positions(self) -> int | None:
         # LongRoPE (Phi-3) changes the keys of all positions once a sequence is longer than the original length. Cached keys
@@ -450,9 +441,8 @@ class Target:
         with attention_context(CausalRows(ids.shape[1])):
             theirs = self.model(input_ids=ids, use_cache=False).logits.float()
         if not torch.allclose(ours, theirs, rtol=2e-2, atol=2e-2 * theirs.abs().max().item()):
-            raise UserError(
-                f"target={self.name!r} ({type(self.model).__name__}) transforms its logits in an unknown way"
-            )
+            kind = type(self.model).__name__
+            raise UserError(f"target={self.name!r} ({kind}) transforms its logits in an unknown way")
 
 
 def _unservable(model: PreTrainedModel) -> str | None:
@@ -468,7 +458,7 @@ def _unservable(model: PreTrainedModel) -> str | None:
     return None if model._can_set_attn_implementation() else "does not use the transformers attention interface"
 
 
-def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase | None) -> str:
+def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
     """A short hash of the vocabulary (token text -> id); equal hashes mean that token ids mean the same."""
     if tokenizer is None:
         return ""

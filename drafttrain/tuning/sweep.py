@@ -1,17 +1,16 @@
-"""`drafttrain sweep`: eval over temperatures, trees, batch sizes, context lengths and dtypes, a results file per cell."""
+"""`drafttrain sweep`: eval over temperatures, trees, batch sizes, context lengths and dtypes, one results file per cell."""
 
 from __future__ import annotations
 
 import argparse
-import copy
 import itertools
 import json
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from drafttrain.drafters.base import Drafter
@@ -19,27 +18,32 @@ from drafttrain.drafters.registry import load_drafter
 from drafttrain.errors import UserError
 from drafttrain.evaluation import runner
 from drafttrain.evaluation.records import fingerprint, folder_state
+from drafttrain.evaluation.runner import EvalSettings
 from drafttrain.evaluation.suites import Question, Suite, load_suite, render
-from drafttrain.files import write_json
-from drafttrain.inference import token_limit
+from drafttrain.files import Json, write_json
+from drafttrain.flags import TARGET_HELP
+from drafttrain.inference import SamplingParams, token_limit
 from drafttrain.reports.console import wide_console
 from drafttrain.target import Target
+from drafttrain.tuning.eval_command import find_tree, parse_baselines
 
 HELP = """Measure a drafter over a range of settings; one results.json per cell, and summary.json over all of them.
 
   drafttrain sweep --target smollm2-135m --drafter runs/drafter --output runs/sweep --batch-sizes 1,2,4,8,16 \\
       --lengths 1,2,4,8 --temperatures 0,0.7,1 --contexts 0,512,2048 --limit 16
 
-One axis varies at a time, the others stay at their first value; --grid crosses them all. Interrupted, the same command goes
-on: finished cells are kept, an unfinished one goes on from its finished prompts. The summary says at which batch size
-speculation stops paying."""
+One axis varies at a time, the others keep their first value; --grid crosses them all. After an interruption the same command
+keeps finished cells and continues the unfinished one. The summary says at which batch size speculation stops paying."""
 
 AXES = ("dtype", "tree", "temperature", "batch_size", "context")
+FIGURES = ("accepted_length", "acceptance_rate", "tokens_per_second", "speedup", "speedup_vs_fastest",
+           "draft_fraction", "tpot_ms")  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's flags."""
     add = parser.add_argument
-    add("--target", required=True, help="short name, folder or Hub id")
+    add("--target", required=True, help=TARGET_HELP)
     add("--drafter", required=True, help="as in drafttrain eval")
     add("--suite", default="drafttrain", help="as in drafttrain eval")
     add("--temperatures", default="0", help="a list, such as 0,0.7,1")
@@ -63,65 +67,61 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; returns the exit status.
-
-    Raises:
-        UserError: a value that is none, or anything that cannot be loaded or measured.
-    """
+    """Runs the command. Raises UserError for an invalid value, or anything that cannot be loaded or measured."""
     folder = Path(args.output).expanduser()
     axes = parse_axes(args)
-    base = eval_arguments(args)
-    every = list(cells(axes, args.grid))
-    for cell in every:
-        runner.check(cell_arguments(base, cell, folder))
+    every = [(cell, cell_settings(args, cell, folder)) for cell in cells(axes, args.grid)]
     suite = load_suite(args.suite)
     loaded: tuple[str, Target, Drafter | None] | None = None
-    summary = []
-    for number, cell in enumerate(every, 1):
-        own = cell_arguments(base, cell, folder)
+    summary: list[Json] = []
+    for number, (cell, settings) in enumerate(every, 1):
         print(f"cell {number} of {len(every)}: {describe(cell)}")
-        results = finished(own, cell, suite)
+        key = key_of(args, cell, suite)
+        results = finished(settings.output, key)
         if results is None:
             if loaded is None or loaded[0] != cell["dtype"]:
-                loaded = None  # the last one's memory goes first
+                loaded = None  # frees the memory of the previous models
                 target = Target.load(args.target, cell["dtype"], args.device, args.trust_remote_code)
                 loaded = cell["dtype"], target, load_drafter(args.drafter, target)
-            long_ = lengthen(loaded[1], suite, cell["context"], args.max_new_tokens)
-            results = runner.evaluate(own, loaded[1], loaded[2], long_)
-            results["sweep"] = {"cell": cell, "key": key_of(own, cell, suite)}
-            write_json(Path(own.output), results)
-        summary.append(row(cell, results, Path(own.output).name))
+            _, target, drafter = loaded
+            longer = lengthen(target, suite, cell["context"], args.max_new_tokens)
+            results = runner.evaluate(settings, target, drafter, longer, partial(find_tree, calibrate=None))
+            results["sweep"] = {"cell": cell, "key": key}
+            write_json(settings.output, results)
+        spec, figures = results["decoding"]["tree"]["spec"], results["overall"]
+        row = {"cell": cell, "file": settings.output.name, "spec": spec, **{name: figures[name] for name in FIGURES}}
+        summary.append(row)
         write_json(folder / "summary.json", {"axes": axes, "cells": summary, "crossover": crossovers(summary)})
     print_summary(summary)
     print(f"wrote {folder / 'summary.json'}")
     return 0
 
 
-def parse_axes(args: argparse.Namespace) -> dict[str, list[Any]]:
+def parse_axes(args: argparse.Namespace) -> dict[str, list[object]]:
     """The values of each axis, in the order of AXES.
 
     Raises:
-        UserError: a value that is no number, or out of range; a batch larger than the limit.
+        UserError: a value that is not a number or is out of range; a batch larger than the limit.
     """
-    trees = args.trees.replace(";", " ").split() + [
-        f"chain:{length}" for length in _numbers("lengths", args.lengths, int, 1)
-    ]
+    chains = [f"chain:{length}" for length in _numbers("lengths", args.lengths, int, 1)]
+    trees = args.trees.replace(";", " ").split() + chains
     batches = _numbers("batch-sizes", args.batch_sizes, int, 1)
-    if args.limit is not None and max(batches, default=0) > args.limit:
+    largest = max(batches, default=0)
+    if args.limit is not None and largest > args.limit:
         raise UserError(
-            f"batch-sizes={args.batch_sizes!r}: {max(batches)} prompts at a time take as many questions, but limit={args.limit}; "
+            f"batch-sizes={args.batch_sizes!r}: {largest} prompts at a time take as many questions, but limit={args.limit}; "
             "raise --limit"
         )
     return {
         "dtype": [name.strip() for name in args.dtypes.split(",")],
         "tree": trees or [None],
-        "temperature": _numbers("temperatures", args.temperatures, float, 0),
-        "batch_size": batches,
-        "context": _numbers("contexts", args.contexts, int, 0),
+        "temperature": [*_numbers("temperatures", args.temperatures, float, 0)],
+        "batch_size": [*batches],
+        "context": [*_numbers("contexts", args.contexts, int, 0)],
     }
 
 
-def _numbers(name: str, text: str, kind: type, least: int) -> list[Any]:
+def _numbers(name: str, text: str, kind: type[int] | type[float], least: int) -> list[float]:
     try:
         numbers = [kind(part) for part in text.split(",") if part.strip()]
     except ValueError as error:
@@ -131,57 +131,51 @@ def _numbers(name: str, text: str, kind: type, least: int) -> list[Any]:
     return numbers
 
 
-def cells(axes: dict[str, list[Any]], grid: bool) -> Iterator[dict[str, Any]]:
-    """Each combination, or each single axis with the others at their first value; dtypes outermost, no cell twice."""
+def cells(axes: dict[str, list[object]], grid: bool) -> Iterator[Json]:
+    """Yields all combinations (grid), or each axis with the others at their first value; dtypes outermost, no duplicates."""
     first = {name: values[0] for name, values in axes.items()}
+    found = [{**first, name: value} for name, values in axes.items() for value in values]
     if grid:
         found = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
-    else:
-        found = [{**first, name: value} for name, values in axes.items() for value in values]
-    seen = []
+    seen: list[Json] = []
     for cell in sorted(found, key=lambda cell: axes["dtype"].index(cell["dtype"])):
         if cell not in seen:
             seen.append(cell)
     yield from seen
 
 
-def describe(cell: dict[str, Any]) -> str:
+def describe(cell: Json) -> str:
+    """A cell in words."""
     return ", ".join(f"{name} {value}" for name, value in cell.items() if value is not None)
 
 
-def eval_arguments(args: argparse.Namespace) -> argparse.Namespace:
-    """Arguments of `drafttrain eval` that all cells share."""
-    parser = argparse.ArgumentParser()
-    runner.add_arguments(parser)
-    base = parser.parse_args(["--target", args.target, "--drafter", args.drafter])
-    for name in ("suite", "device", "max_new_tokens", "limit", "seed", "baselines", "trust_remote_code"):
-        setattr(base, name, getattr(args, name))
-    return base
+def cell_settings(args: argparse.Namespace, cell: Json, folder: Path) -> EvalSettings:
+    """The evaluation settings of one cell. Raises UserError for a value out of range."""
+    shared = {
+        name: vars(args)[name] for name in ("target", "drafter", "max_new_tokens", "limit", "seed", "trust_remote_code")
+    }
+    settings = EvalSettings(**shared, baselines=tuple(parse_baselines(args.baselines)))
+    sampling = SamplingParams(temperature=cell["temperature"])
+    output = folder / f"{fingerprint(cell)}.json"
+    return replace(settings, tree=cell["tree"], sampling=sampling, batch_size=cell["batch_size"], output=output)
 
 
-def cell_arguments(base: argparse.Namespace, cell: dict[str, Any], folder: Path) -> argparse.Namespace:
-    own = copy.copy(base)
-    own.dtype, own.tree, own.temperature, own.batch_size = (cell[name] for name in AXES[:4])
-    own.output = str(folder / f"{fingerprint(cell)}.json")
-    return own
-
-
-def key_of(args: argparse.Namespace, cell: dict[str, Any], suite: Suite) -> str:
-    """What a finished cell must have been measured with to be kept."""
+def key_of(args: argparse.Namespace, cell: Json, suite: Suite) -> str:
+    """Hash of everything that a finished cell depends on."""
     names = ("target", "drafter", "device", "max_new_tokens", "limit", "seed", "baselines")
     files = folder_state(args.drafter.partition("+")[0])
-    return fingerprint({**{name: getattr(args, name) for name in names}, **cell, "suite": suite.digest, "files": files})
+    chosen = {name: vars(args)[name] for name in names}
+    return fingerprint({**chosen, **cell, "suite": suite.digest, "files": files})
 
 
-def finished(args: argparse.Namespace, cell: dict[str, Any], suite: Suite) -> dict[str, Any] | None:
-    """The results of a cell that was measured before, with these very settings."""
-    path = Path(args.output)
+def finished(path: Path, key: str) -> Json | None:
+    """The results of a cell that was measured before with the same key."""
     results = json.loads(path.read_text()) if path.is_file() else {}
-    return results if results.get("sweep", {}).get("key") == key_of(args, cell, suite) else None
+    return results if results.get("sweep", {}).get("key") == key else None
 
 
 def lengthen(target: Target, suite: Suite, context: int, max_new_tokens: int) -> Suite:
-    """The suite with other questions' texts before each first turn, so that prompts have `context` tokens or a few more.
+    """Puts other questions' texts before each first turn, so that prompts have at least `context` tokens.
 
     Raises:
         UserError: the target reads fewer tokens.
@@ -200,50 +194,27 @@ def lengthen(target: Target, suite: Suite, context: int, max_new_tokens: int) ->
             notes.append(target.tokenizer.decode(ids))
             missing -= len(ids) + 1
         first = "\n".join(["Some notes, which the question below may ignore:", *notes, "", question.turns[0]])
-        return Question(
-            question.question_id, question.category, (first, *question.turns[1:]) if notes else question.turns
-        )
+        return replace(question, turns=(first, *question.turns[1:])) if notes else question
 
     questions = tuple(longer(i, question) for i, question in enumerate(suite.questions))
     return Suite(f"{suite.name} at {context} tokens", questions, f"{suite.digest}:{context}")
 
 
-def row(cell: dict[str, Any], results: dict[str, Any], file: str) -> dict[str, Any]:
-    """A cell's line in the summary."""
-    overall = results["overall"]
-    names = (
-        "accepted_length",
-        "acceptance_rate",
-        "tokens_per_second",
-        "speedup",
-        "speedup_vs_fastest",
-        "draft_fraction",
-    )
-    tree = results["decoding"]["tree"]["spec"]
-    return {
-        "cell": cell,
-        "file": file,
-        "spec": tree,
-        **{name: overall[name] for name in names},
-        "tpot_ms": overall["tpot_ms"],
-    }
-
-
-def crossovers(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Where speculation stops paying, for each set of cells that differ in batch size only.
+def crossovers(rows: Sequence[Json]) -> list[Json]:
+    """Finds where speculation stops paying, for each set of cells that differ in batch size only.
 
     Returns:
-        cell: what they share; batch_size: where the speed-up falls to 1, read off between two sizes on a logarithmic
-        scale; None if it pays at every size that was measured, 0 if at none.
+        cell: what they share; batch_size: where the speed-up falls to 1, interpolated between two sizes on a logarithmic
+        scale; None if speculation pays at every measured size, 0 if at none.
     """
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for each in rows:
-        shared = {name: value for name, value in each["cell"].items() if name != "batch_size"}
-        if each["speedup_vs_fastest"] is not None:
-            groups.setdefault(json.dumps(shared), []).append(each)
+    groups: dict[str, list[Json]] = {}
+    for row in rows:
+        shared = {name: value for name, value in row["cell"].items() if name != "batch_size"}
+        if row["speedup_vs_fastest"] is not None:
+            groups.setdefault(json.dumps(shared), []).append(row)
     found = []
     for shared_text, group in groups.items():
-        points = sorted((each["cell"]["batch_size"], each["speedup_vs_fastest"]) for each in group)
+        points = sorted((row["cell"]["batch_size"], row["speedup_vs_fastest"]) for row in group)
         if len(points) < 2:
             continue
         at: float | None = 0 if points[0][1] < 1 else None
@@ -256,14 +227,14 @@ def crossovers(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def print_summary(rows: Sequence[dict[str, Any]], console: Console | None = None) -> None:
-    """A table with a row per cell, and the crossovers."""
-    console = console or wide_console()
+def print_summary(rows: Sequence[Json]) -> None:
+    """Prints a table with a row per cell, and the crossovers."""
+    console = wide_console()
     table = Table(*AXES, "accepted\nlength", "tokens/s", "speed-up")
-    for each in rows:
-        cell = {**each["cell"], "tree": each["spec"]}
-        speedup = each["speedup_vs_fastest"]
-        figures = (f"{each['accepted_length']:.2f}", f"{each['tokens_per_second']:.1f}")
+    for row in rows:
+        cell = {**row["cell"], "tree": row["spec"]}
+        speedup = row["speedup_vs_fastest"]
+        figures = (f"{row['accepted_length']:.2f}", f"{row['tokens_per_second']:.1f}")
         table.add_row(*(str(cell[name]) for name in AXES), *figures, f"{speedup:.2f}x" if speedup is not None else "")
     console.print(table)
     for found in crossovers(rows):

@@ -1,10 +1,10 @@
-"""`drafttrain tune`: which tree is fastest for this drafter on this machine, predicted for all and measured for one.
+"""`drafttrain tune`: the fastest tree for a drafter on this machine, predicted for all candidates and measured for one.
 
-Three measurements, none of which depends on the tree that is picked:
+Three measurements, none of which depends on the chosen tree:
 
-    acceptance      one plain run with generous trees (`replay`), in which every candidate's rounds are played back exactly
+    acceptance      one plain run with generous trees, which replays every candidate's rounds exactly (`replay`)
     costs           seconds of verifying by number of nodes and of drafting by depth (`costs`)
-    the check       the picked tree against plain decoding, turn and turn about, beside what was predicted
+    the check       the chosen tree against plain decoding, interleaved, next to the prediction
 
 Timing every candidate instead takes longer and picks by luck: candidates differ by a few per cent, and so does a timing.
 """
@@ -13,44 +13,43 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from drafttrain.data.chat import prompt_ids
 from drafttrain.drafters.base import Drafter
+from drafttrain.drafters.combined import parts_of
 from drafttrain.drafters.common.tree_spec import TreeSpec
-from drafttrain.drafters.registry import decoding_file, decoding_settings, load_drafter, names_help
+from drafttrain.drafters.registry import decoding_file, decoding_settings, load_drafter
 from drafttrain.environment import describe_environment
 from drafttrain.errors import UserError
-from drafttrain.evaluation.suites import render, render_messages
-from drafttrain.files import write_json
+from drafttrain.files import Json, read_jsonl, write_json
+from drafttrain.flags import add_drafter_flag, add_sampling_flags, add_target_flags, load_target, sampling_of
 from drafttrain.inference import Decoder, SamplingParams, token_limit
 from drafttrain.progress import Progress
 from drafttrain.reports.console import wide_console
 from drafttrain.target import Target
 from drafttrain.tuning.costs import CYCLES, CostModel, measure_costs
-from drafttrain.tuning.replay import DEPTH, Track, chances, parts_of, recall, record, replay
+from drafttrain.tuning.replay import DEPTH, Track, chances, recall, record, replay
 
 HELP = """Find the fastest tree for a drafter on this machine, and keep it as the drafter's default.
 
   drafttrain tune --target smollm2-135m --drafter runs/quickstart/drafter+ngram --output tune.json
 
-Takes about a minute for a small model: acceptance is recorded once, costs are measured by nodes and depth, all candidates are
-predicted from both, and the best one is measured against plain decoding. Writes decoding.json into the drafter's folder, which
-`drafttrain eval` and `drafttrain.generate` read. Speed-ups are of decoding, the prompt's pass is not counted."""
+Takes about a minute for a small model: records acceptance once, measures costs by nodes and depth, predicts all candidates
+from both, and measures the best one against plain decoding. Writes decoding.json into the drafter's folder, which
+`drafttrain eval` and `drafttrain.generate` read. Speed-ups are of decoding; the prompt's pass is not counted."""
 
 PROMPTS = (
     "Give three reasons why people keep diaries, with a short example of each.",
     "Write a function that removes duplicates from a list while keeping the order, and explain it.",
     "A train covers 150 km in two and a half hours. What is its mean speed, and how far does it get in four hours?",
-    "Summarise in two sentences: Bees fly from flower to flower to collect nectar. On the way they carry pollen, which "
+    "Summarize in two sentences: Bees fly from flower to flower to collect nectar. On the way they carry pollen, which "
     "lets plants form seeds. Many crops depend on them, so farmers rent hives in spring.",
     "Which planets have rings, and what are the rings made of?",
     "Write a polite message that moves a dentist's appointment from Monday to Thursday.",
@@ -59,60 +58,60 @@ TOKENS = 64
 ROWS = 6
 REPEATS = 2
 NODES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48)
-# Adaptive speculation guards against text that the drafter is bad at, but takes rounds to find out: it becomes the default
-# where it is as fast as the fixed tree on the prompts at hand.
+# Adaptive speculation protects against text that the drafter predicts badly, but needs rounds to detect it. It becomes the
+# default if it is as fast as the fixed tree on the given prompts.
 KEEP_ADAPTIVE = 1.0
+_NONE = TreeSpec.parse("none")
+
+
+@dataclass(frozen=True)
+class TuneSettings:
+    """How to tune. tokens: new tokens per prompt; repeats: of the final measurement; cycles: samples of each cost."""
+
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    tokens: int = TOKENS
+    repeats: int = REPEATS
+    cycles: int = CYCLES
 
 
 def calibration_prompts(
     target: Target, file: str | None, exclude: Collection[str] = (), tokens: int = TOKENS
 ) -> list[list[int]]:
-    """Token ids of prompts for the search.
+    """Token ids of the prompts that a search runs on, at most ROWS.
 
     Args:
-        target: renders them, and limits their length.
-        file: JSON lines with `messages` (an assistant's last message is left out), `turns` or `text`; None takes
-            built-in ones.
-        exclude: texts of the suite that will be measured; prompts that are among them are left out.
-        tokens: that must fit into the target's context behind a prompt.
+        file: JSON lines with `messages` (the assistant's last message is left out), `turns` or `text`; None takes the
+            built-in prompts.
+        exclude: texts of the suite that will be measured; prompts with one of them are left out.
+        tokens: new tokens that must fit into the target's context after a prompt.
 
     Raises:
         UserError: a file that is missing, malformed, or has no usable row.
     """
-    if file is None:
-        built_in = [render(target.tokenizer, [prompt], []) for prompt in PROMPTS if prompt not in exclude]
-        return [ids for ids in built_in if _fits(target, ids, tokens)]
     try:
-        rows = [json.loads(line) for line in Path(file).expanduser().read_text().splitlines() if line.strip()]
-    except (OSError, ValueError) as error:
-        raise UserError(f"calibrate={file!r} cannot be read as JSON lines ({error}); check the path") from error
+        rows = [row for _, row in read_jsonl(Path(file).expanduser())] if file else [{"text": text} for text in PROMPTS]
+    except UserError as error:
+        raise UserError(f"calibrate={file!r} cannot be read: {error}") from error
     prompts: list[list[int]] = []
     for row in rows:
-        ids = _row_ids(target, row, exclude) if isinstance(row, dict) else []
-        if ids and _fits(target, ids, tokens):
-            prompts.append(ids)
-        if len(prompts) == ROWS:
-            break
-    if not prompts:
+        messages = _messages(row)
+        if messages and not any(message["content"] in exclude for message in messages):
+            ids = prompt_ids(target.tokenizer, messages)
+            prompts += [ids] if _fits(target, ids, tokens) else []
+    if file and not prompts:
         raise UserError(
             f"calibrate={file!r} has no usable row: each needs messages, turns or text that the suite lacks"
         )
-    return prompts
+    return prompts[:ROWS]
 
 
-def _row_ids(target: Target, row: dict[str, Any], exclude: Collection[str]) -> list[int]:
-    tokenizer = target.tokenizer
+def _messages(row: Json) -> list[dict[str, str]]:
+    """The conversation of a row up to where the assistant answers."""
     if row.get("messages"):
         messages = [{"role": message["role"], "content": message["content"]} for message in row["messages"]]
-        if messages[-1]["role"] == "assistant":
-            messages.pop()
-        if not messages or any(message["content"] in exclude for message in messages):
-            return []
-        if getattr(tokenizer, "chat_template", None):
-            return render_messages(tokenizer, messages)
-        return tokenizer("\n\n".join(message["content"] for message in messages)).input_ids
+        return messages[:-1] if messages[-1]["role"] == "assistant" else messages
     turns = row.get("turns") or ([row["text"]] if row.get("text") else [])
-    return render(tokenizer, turns[:1], []) if turns and turns[0] not in exclude else []
+    return [{"role": "user", "content": turn} for turn in turns[:1]]
 
 
 def _fits(target: Target, ids: list[int], tokens: int) -> bool:
@@ -123,10 +122,10 @@ def _fits(target: Target, ids: list[int], tokens: int) -> bool:
 
 
 def candidates(drafter: Drafter) -> list[TreeSpec]:
-    """Every tree that can be replayed: chains, dynamic trees, some that stop early, matches left out or alone sooner or later."""
+    """Every tree that can be replayed: chains and dynamic trees, with early stops and with or without matches."""
     main, side = parts_of(drafter)
     stops = ("", "@stop=0.1", "@stop=0.3") if main.trainable else ("",)
-    # A root and 11 nodes are what the CPU's kernel multiplies at a time.
+    # The CPU kernel multiplies 12 rows at a time: a root and 11 nodes.
     sure = ("@alone=0.5", "@alone=0.9", "@match=11", "@alone=0.5@match=11")
     shares = ("", "@nomatch", *sure) if side is not None else ("",)
     chains = [f"chain:{d}{s}{m}" for d, s, m in itertools.product(range(1, DEPTH + 1), stops, shares[:2])]
@@ -140,31 +139,21 @@ def candidates(drafter: Drafter) -> list[TreeSpec]:
 
 @dataclass
 class Prediction:
-    """What a tree is expected to do. tokens_per_second: of decoding, the first token and its pass left out."""
+    """The expected performance of a tree. tokens_per_second: of decoding, prefill and first token left out."""
 
     spec: TreeSpec
     tokens_per_second: float
     accepted_length: float
 
-    def row(self) -> dict[str, Any]:
-        return {
-            "tree": str(self.spec),
-            "tokens_per_second": round(self.tokens_per_second, 3),
-            "accepted_length": round(self.accepted_length, 4),
-        }
-
 
 def predict(spec: TreeSpec, tracks: Sequence[Track], costs: CostModel) -> Prediction:
-    """Plays a tree's rounds back and adds up what they cost."""
+    """Replays a tree's rounds and adds up their costs."""
     rounds = [done for track in tracks for done in replay(track, spec)]
     tokens = sum(done.committed for done in rounds)
     seconds = sum(costs.round(spec if done.nodes or done.depth else _NONE, done.nodes, done.depth) for done in rounds)
     if spec.shape != "none":
         seconds += costs.read_prompt * sum(track.prompt_tokens for track in tracks)
     return Prediction(spec, tokens / seconds if seconds else 0.0, tokens / len(rounds) if rounds else 0.0)
-
-
-_NONE = TreeSpec.parse("none")
 
 
 @dataclass
@@ -183,40 +172,41 @@ class Search:
     def plain(self) -> Prediction:
         return next(each for each in self.ranking if each.spec.shape == "none")
 
-    def table(self, count: int = 12) -> list[dict[str, Any]]:
-        """The fastest candidates and plain decoding."""
+    def table(self, count: int = 12) -> list[Json]:
+        """The fastest candidates and plain decoding, as rows of results.json."""
         plain = self.plain.tokens_per_second or 1.0
         shown = self.ranking[:count] + ([] if self.plain in self.ranking[:count] else [self.plain])
-        return [{**each.row(), "predicted_speedup": round(each.tokens_per_second / plain, 4)} for each in shown]
+        return [
+            {
+                "tree": str(each.spec),
+                "tokens_per_second": round(each.tokens_per_second, 3),
+                "accepted_length": round(each.accepted_length, 4),
+                "predicted_speedup": round(each.tokens_per_second / plain, 4),
+            }
+            for each in shown
+        ]
 
 
-def search_tree(
-    target: Target,
-    drafter: Drafter,
-    prompts: Sequence[list[int]],
-    sampling: SamplingParams,
-    tokens: int = TOKENS,
-    cycles: int = CYCLES,
-) -> Search:
-    """Predicts every candidate's speed.
+def search_tree(target: Target, drafter: Drafter, prompts: Sequence[list[int]], settings: TuneSettings) -> Search:
+    """Predicts the speed of every candidate.
 
     Args:
-        target: packed already, if it is going to be.
-        prompts: token ids; not from the suite that is going to be measured.
-        sampling: as in the measurement. tokens: per prompt.
+        target: packed before the call, if it will be packed later.
+        prompts: token ids; not from the suite that will be measured.
 
     Raises:
-        UserError: a kind with probes, which learns from passes that a replay does not make.
+        UserError: a drafter with probes, which learns from passes that a replay does not make.
     """
     if drafter.probes:
         raise UserError(
             f"drafter={drafter.kind!r} learns from its own rounds, so trees cannot be predicted; name one: --tree fanout:4x1x1"
         )
+    sampling, tokens = settings.sampling, settings.tokens
     with Progress("recording acceptance", tokens - 1, "positions") as meter:
         tracks = record(target, drafter, prompts, sampling, tokens, meter.advance)
     with Progress("measuring costs", None, "rounds") as meter:
-        costs = measure_costs(target, drafter, prompts, sampling, tokens, cycles, meter.advance)
-    # Of trees that are predicted alike the smaller one goes first.
+        costs = measure_costs(target, drafter, prompts, sampling, tokens, settings.cycles, meter.advance)
+    # Of equal predictions the smaller tree comes first.
     ranking = sorted(
         (predict(spec, tracks, costs) for spec in candidates(drafter)),
         key=lambda each: (-each.tokens_per_second, each.spec.budget, each.spec.depth),
@@ -225,75 +215,61 @@ def search_tree(
 
 
 def measure(
-    target: Target,
-    drafter: Drafter,
-    specs: Sequence[TreeSpec],
-    prompts: Sequence[list[int]],
-    sampling: SamplingParams,
-    tokens: int = TOKENS,
-    repeats: int = REPEATS,
+    target: Target, drafter: Drafter, specs: Sequence[TreeSpec], prompts: Sequence[list[int]], settings: TuneSettings
 ) -> list[float]:
-    """Decoding rates of several trees on the same prompts, turn and turn about; prefill left out.
+    """Measures the decoding rates of several trees on the same prompts, interleaved; prefill left out.
 
     Returns:
-        Tokens per second of each: all tokens over the sum of each prompt's median time.
+        Tokens per second of each tree: all tokens over the sum of each prompt's median time.
     """
-    decoders = [Decoder(target, drafter, spec=spec, sampling=sampling) for spec in specs]
-    seconds: dict[tuple[int, int], list[float]] = {}
-    count = [0] * len(specs)
-    with Progress("measuring the pick", len(specs) * len(prompts) * repeats, "answers") as meter:
+    decoders = [Decoder(target, drafter, spec=spec, sampling=settings.sampling) for spec in specs]
+    seconds: dict[tuple[int, int], list[float]] = {}  # by (tree, prompt)
+    tokens = [0] * len(specs)
+    with Progress("measuring the pick", len(specs) * len(prompts) * settings.repeats, "answers") as meter:
         for decoder in decoders:
-            decoder.generate(prompts[:1], max_new_tokens=min(12, tokens))
-        for turn, (repeat, (i, prompt)) in enumerate(itertools.product(range(repeats), enumerate(prompts))):
+            decoder.generate(prompts[:1], max_new_tokens=min(12, settings.tokens))
+        every = itertools.product(range(settings.repeats), enumerate(prompts))
+        for turn, (repeat, (i, prompt)) in enumerate(every):
             for side in (*range(turn % len(specs), len(specs)), *range(turn % len(specs))):
-                stats = decoders[side].generate([prompt], max_new_tokens=tokens)[0].stats
+                stats = decoders[side].generate([prompt], max_new_tokens=settings.tokens)[0].stats
                 seconds.setdefault((side, i), []).append(stats.total_seconds - stats.prefill_seconds)
-                count[side] += (stats.new_tokens - 1) * (repeat == 0)
+                tokens[side] += (stats.new_tokens - 1) * (repeat == 0)
                 meter.advance()
-    whole = [sum(median(times) for (side, _), times in seconds.items() if side == at) for at in range(len(specs))]
-    return [tokens / spent if spent else 0.0 for tokens, spent in zip(count, whole, strict=True)]
+    spent = [sum(median(times) for (at, _), times in seconds.items() if at == side) for side in range(len(specs))]
+    return [count / total if total else 0.0 for count, total in zip(tokens, spent, strict=True)]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's flags."""
     add = parser.add_argument
-    add("--target", required=True, help="short name, folder or Hub id")
-    add("--drafter", required=True, help=names_help())
-    add("--dtype", default="auto", help="float32, bfloat16, float16 or auto (bfloat16 where the device has it)")
-    add("--device", default="auto", help="cpu, cuda or auto")
-    add("--temperature", type=float, default=0.0, help="0 decodes greedily")
-    add("--top-p", type=float, default=1.0, help="1 keeps all tokens")
-    add("--top-k", type=int, default=0, help="0 keeps all tokens")
+    add_target_flags(parser)
+    add_drafter_flag(parser)
+    add_sampling_flags(parser, seed=False)
     add(
         "--calibrate",
         metavar="FILE",
-        help="prompts (JSONL with messages, turns or text) like those to come; default: built-in",
+        help="typical prompts (JSONL with messages, turns or text; default: built-in ones)",
     )
     add("--prompts", type=int, default=ROWS, help="prompts at most (default: %(default)s)")
     add("--max-new-tokens", type=int, default=TOKENS, help="per prompt (default: %(default)s)")
     add("--repeats", type=int, default=REPEATS, help="of the final measurement (default: %(default)s)")
     add("--output", default="tune.json", help="what was measured and predicted")
     add("--dry-run", action="store_true", help="leave the drafter's decoding.json as it is")
-    add("--trust-remote-code", action="store_true", help="run model code that comes with the target")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; returns the exit status.
-
-    Raises:
-        UserError: an argument out of its range, nothing to tune, or anything that cannot be loaded.
-    """
-    for name in ("prompts", "repeats"):
-        if getattr(args, name) < 1:
-            raise UserError(f"{name}={getattr(args, name)} must be at least 1")
+    """Runs the command. Raises UserError for values out of range, nothing to tune, or anything that cannot be loaded."""
+    for name, value in (("prompts", args.prompts), ("repeats", args.repeats)):
+        if value < 1:
+            raise UserError(f"{name}={value} must be at least 1")
     if args.max_new_tokens < 16:
         raise UserError(f"max-new-tokens={args.max_new_tokens} tells too little about a tree; use 16 or more")
-    sampling = SamplingParams(args.temperature, args.top_k, args.top_p)
-    target = Target.load(args.target, args.dtype, args.device, args.trust_remote_code).pack()
+    settings = TuneSettings(sampling_of(args), args.max_new_tokens, args.repeats)
+    target = load_target(args).pack()
     drafter = load_drafter(args.drafter, target)
     if drafter is None:
         raise UserError(f"drafter={args.drafter!r} drafts nothing, so there is no tree to tune; name a drafter")
     prompts = calibration_prompts(target, args.calibrate, tokens=args.max_new_tokens)[: args.prompts]
-    result = tune(target, drafter, prompts, sampling, args.max_new_tokens, args.repeats)
     result = {
         **describe_environment(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
@@ -301,12 +277,12 @@ def run(args: argparse.Namespace) -> int:
         "drafter": args.drafter,
         "sampling": {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p},
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        **result,
+        **tune(target, drafter, prompts, settings),
     }
     write_json(Path(args.output).expanduser(), result)
     print_result(result)
     place = decoding_file(args.drafter)
-    if not args.dry_run and place.parent.is_dir() and place.parent.joinpath("config.json").is_file():
+    if not args.dry_run and place.parent.joinpath("config.json").is_file():
         keys = ("device", "dtype", "drafter", "predicted_speedup", "measured_speedup")
         old = decoding_settings(args.drafter)
         write_json(place, {**old, "tree": result["tree"], "tuned": {key: result[key] for key in keys}})
@@ -315,24 +291,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def tune(
-    target: Target,
-    drafter: Drafter,
-    prompts: Sequence[list[int]],
-    sampling: SamplingParams,
-    tokens: int = TOKENS,
-    repeats: int = REPEATS,
-    cycles: int = CYCLES,
-) -> dict[str, Any]:
-    """Searches, measures the pick, fixed and adaptive, against plain decoding, and says what to use.
+def tune(target: Target, drafter: Drafter, prompts: Sequence[list[int]], settings: TuneSettings) -> Json:
+    """Searches a tree, measures it against plain decoding, fixed and adaptive, and decides what to use.
 
     Returns:
-        tree: the setting to keep; picked: the fixed tree that was predicted fastest.
+        tree: the setting to keep; picked: the fixed tree with the fastest prediction.
         predicted_speedup, measured_speedup: of the picked tree over plain decoding, prefill left out; relative_error:
-            predicted / measured - 1. adaptive_speedup: the same tree with @adapt.
-        costs, acceptance, candidates: what the prediction was made of.
+            predicted / measured - 1. adaptive_speedup: of the same tree with @adapt.
+        costs, acceptance, candidates: the basis of the prediction.
     """
-    search = search_tree(target, drafter, prompts, sampling, tokens, cycles)
+    search = search_tree(target, drafter, prompts, settings)
     best, plain = search.best, search.plain
     predicted = best.tokens_per_second / plain.tokens_per_second
     measured, adaptive, rates = 1.0, None, {}
@@ -340,7 +308,7 @@ def tune(
     if best.spec.shape != "none":
         guarded = replace(best.spec, adaptive=True)
         sides = (_NONE, best.spec, guarded)
-        speeds = measure(target, drafter, sides, prompts, sampling, tokens, repeats)
+        speeds = measure(target, drafter, sides, prompts, settings)
         rates = {str(spec): round(speed, 3) for spec, speed in zip(sides, speeds, strict=True)}
         measured, adaptive = speeds[1] / speeds[0], round(speeds[2] / speeds[0], 4)
         tree = guarded if speeds[2] >= KEEP_ADAPTIVE * speeds[1] else best.spec
@@ -353,7 +321,7 @@ def tune(
         "adaptive_speedup": adaptive,
         "tokens_per_second": rates,
         "prompts": len(prompts),
-        "max_new_tokens": tokens,
+        "max_new_tokens": settings.tokens,
         "costs": search.costs.table(),
         "acceptance": {"chain": chances(search.tracks), "recall": recall(search.tracks)},
         "candidates": search.table(),
@@ -361,18 +329,18 @@ def tune(
     }
 
 
-def print_result(result: dict[str, Any], console: Console | None = None) -> None:
-    """Prints the costs, the acceptance, the best candidates and the comparison of prediction and measurement."""
-    console = console or wide_console()
-    costs = result["costs"]
-    verify = "  ".join(f"{nodes}: {ms:.1f}" for nodes, ms in costs["verification_ms"].items())
-    console.print(f"verification, ms by nodes   {verify}", highlight=False)
-    for k, by_depth in costs["drafting_ms"].items():
-        cells = "  ".join(f"{depth}: {ms:.1f}" for depth, ms in by_depth.items())
-        console.print(f"drafting, ms by depth       {cells}   ({k} per node)", highlight=False)
+def print_result(result: Json) -> None:
+    """Prints the costs, the acceptance, the best candidates, and prediction against measurement."""
+    console = wide_console()
+
+    def line(label: str, values: Sequence[str], note: str = "") -> None:
+        console.print(f"{label:<28}{'  '.join(values)}{note}", highlight=False)
+
+    line("verification, ms by nodes", [f"{n}: {ms:.1f}" for n, ms in result["costs"]["verification_ms"].items()])
+    for k, by_depth in result["costs"]["drafting_ms"].items():
+        line("drafting, ms by depth", [f"{d}: {ms:.1f}" for d, ms in by_depth.items()], f"   ({k} per node)")
     for top, shares in result["acceptance"]["recall"].items():
-        cells = "  ".join(f"{share:.2f}" for share in shares)
-        console.print(f"true token in the top {top}      {cells}   (by depth)", highlight=False)
+        line(f"true token in the top {top}", [f"{share:.2f}" for share in shares], "   (by depth)")
     table = Table("tree", "predicted\nspeed-up", "accepted\nlength", title="fastest candidates", title_justify="left")
     for row in result["candidates"]:
         table.add_row(row["tree"], f"{row['predicted_speedup']:.2f}x", f"{row['accepted_length']:.2f}")

@@ -54,9 +54,9 @@ def shaken(kind, target, **options):
 
 
 def run_step(drafter, target, batch, count=None):
-    output, rows, row_of = TargetSource(target, drafter.feature_layers, drafter.kept_ids)(batch)
+    features, rows, row_of = TargetSource(target, drafter.feature_layers, drafter.kept_ids)(batch)
     count = count or len(anchors_by_depth(batch.response_mask, 1)[0])
-    return drafter(batch, target.embed(batch.input_ids), output, rows, row_of, count)
+    return drafter(batch, target.embed(batch.input_ids), features, rows, row_of, count)
 
 
 def begun(drafter, target, prefix, max_length=64):

@@ -8,10 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from drafttrain.drafters.dflash.format import compare_blocks, write_dflash
+from drafttrain.drafters.dflash.export import write_dflash
 from drafttrain.drafters.dflash.model import DFlash
 from drafttrain.errors import UserError
 from tests.drafters.test_block import shaken
+from tests.engine_arithmetic.dflash import compare_blocks
 
 
 def exported(target, folder, **options):

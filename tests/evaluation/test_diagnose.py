@@ -6,7 +6,7 @@ import pytest
 
 from drafttrain import cli
 from drafttrain.evaluation.diagnose import diagnose
-from drafttrain.evaluation.metrics import by_category, summarise
+from drafttrain.evaluation.metrics import by_category, summarize
 from tests.evaluation.test_metrics import record, side
 
 
@@ -23,7 +23,7 @@ def results_of(records, temperature=0.0, **more):
         "target": "t",
         "drafter": "d",
         "decoding": {"temperature": temperature, "tree": {"spec": "chain:2", "shape": "chain", "sampled": False}},
-        "overall": summarise(records),
+        "overall": summarize(records),
         "categories": by_category(records),
         "prompts": records,
         **more,
@@ -90,7 +90,7 @@ def test_long_context():
         + [prompt(accepted=1, prompt_tokens=900)] * 4
     )
     found = causes(records, {"config": {"max_length": 512}})["long context"]
-    assert "2.00 behind 40 prompt tokens, 1.00 behind 900" in found["figures"]
+    assert "2.00 after 40 prompt tokens, 1.00 after 900" in found["figures"]
     assert "trained on at most 512" in found["figures"]
     assert "long context" not in causes(records[:6])
 

@@ -10,7 +10,7 @@ from drafttrain.evaluation.metrics import (
     by_category,
     intervals,
     percentiles,
-    summarise,
+    summarize,
 )
 
 
@@ -50,7 +50,7 @@ def test_acceptance_by_depth():
 
 def test_histogram_of_rounds():
     assert accepted_length_histogram(Counter({(0, 0): 1, (0, 2): 1, (1, 2): 1, (2, 2): 2})) == [0, 2, 1, 2]
-    assert summarise([record("a", OURS, PLAIN)])["accepted_length_histogram"] == [0, 2, 1, 2]
+    assert summarize([record("a", OURS, PLAIN)])["accepted_length_histogram"] == [0, 2, 1, 2]
     assert sum(accepted_length_histogram(Counter())) == 0
 
 
@@ -59,7 +59,7 @@ def test_a_depth_that_nothing_reached_is_zero():
 
 
 def test_figures_by_hand():
-    got = summarise([record("a", OURS, PLAIN)])
+    got = summarize([record("a", OURS, PLAIN)])
     assert (got["prompts"], got["tokens"], got["target_passes"]) == (1, 11, 5)
     assert got["accepted_length"] == 2.0
     assert got["accepted_length"] == pytest.approx(1 + sum(got["acceptance_by_depth"]["joint"]))
@@ -78,7 +78,7 @@ def test_figures_by_hand():
 
 def test_claims_are_made_against_the_faster_baseline():
     hf = {"tokens": 11, "seconds": 2.5}
-    got = summarise([record("a", OURS, PLAIN, hf)])
+    got = summarize([record("a", OURS, PLAIN, hf)])
     assert got["speedup"] == {"autoregressive": 2.0, "hf_generate": 1.25}
     assert got["speedup_vs_fastest"] == 1.25
     assert got["baselines"]["hf_generate"] == {"tokens_per_second": 4.4}
@@ -86,18 +86,18 @@ def test_claims_are_made_against_the_faster_baseline():
 
 def test_rates_are_of_totals_not_means_of_rates():
     quick, slow = side(10, 1.0, [(0, 0, 9)]), side(10, 9.0, [(0, 0, 9)])
-    assert summarise([record("a", quick, PLAIN), record("a", slow, PLAIN)])["tokens_per_second"] == 2.0
+    assert summarize([record("a", quick, PLAIN), record("a", slow, PLAIN)])["tokens_per_second"] == 2.0
 
 
 def test_without_baselines():
-    got = summarise([{"category": "a", "sides": {"drafter": OURS}, "identical": {}}])
+    got = summarize([{"category": "a", "sides": {"drafter": OURS}, "identical": {}}])
     assert (got["baselines"], got["speedup"], got["speedup_vs_fastest"]) == ({}, {}, None)
     assert got["identical_outputs"] is None
     assert got["mbsu"] == pytest.approx(2.0 / (0.1 / 0.2 + 1), abs=1e-4)
 
 
 def test_an_answer_of_one_token_has_no_rounds():
-    got = summarise([{"category": "a", "sides": {"drafter": side(1, 0.2)}, "identical": {}}])
+    got = summarize([{"category": "a", "sides": {"drafter": side(1, 0.2)}, "identical": {}}])
     assert (got["accepted_length"], got["acceptance_rate"], got["tpot_ms"]["p50"]) == (0.0, 0.0, 0.0)
 
 
@@ -114,7 +114,7 @@ def test_intervals_hold_what_other_prompts_would_give():
     mixed = [record("a", OURS, PLAIN), record("a", good, side(31, 12.0, [(0, 0, 30)]))] * 10
     got = intervals(mixed, ["autoregressive"])
     assert got == intervals(mixed, ["autoregressive"])  # seeded
-    whole = summarise(mixed)
+    whole = summarize(mixed)
     for figure, (low, high) in (
         (whole["accepted_length"], got["accepted_length"]),
         (whole["speedup"]["autoregressive"], got["speedup"]["autoregressive"]),
@@ -129,8 +129,8 @@ def test_intervals_hold_what_other_prompts_would_give():
 
 def test_peak_memory_is_that_of_the_hungriest_prompt():
     records = [{**record("a", OURS, PLAIN), "memory": size * 2**20} for size in (100, 300, 200)]
-    assert summarise(records)["peak_memory_mb"] == 300.0
-    assert summarise([record("a", OURS, PLAIN)])["peak_memory_mb"] is None
+    assert summarize(records)["peak_memory_mb"] == 300.0
+    assert summarize([record("a", OURS, PLAIN)])["peak_memory_mb"] is None
 
 
 def test_percentiles_in_milliseconds():

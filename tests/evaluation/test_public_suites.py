@@ -55,7 +55,7 @@ def write(path, *rows):
 def test_rows_in_the_benchmarks_own_format(tmp_path, name):
     suite = load_suite(f"{name}:{write(tmp_path / 'rows.jsonl', ROWS[name])}")
     (question,) = suite.questions
-    assert suite.licence == PUBLIC[name].licence
+    assert suite.license == PUBLIC[name].license
     if name in EXPECTED:
         assert question == EXPECTED[name]
     elif name == "humaneval":
@@ -138,7 +138,7 @@ def test_offline_says_what_to_do(monkeypatch):
     [
         ([{"text": "a"}], "row 1 has the keys text, which is not gsm8k's format"),
         ([{"question": "a"}, {"question": " "}], "row 2: its turns must be"),
-        ([["a"]], "row 1 has the keys of no object but of a list"),
+        ([["a"]], "row 1 has the keys of a list"),
         ([{"turns": "abc"}], "row 1: its turns must be"),
         ([{"turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM ..."]}, {"turns": ["a"]}], "1 rows hold only a note"),
         ([], "holds no questions"),

@@ -1,19 +1,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from drafttrain import cli
 from drafttrain.drafters.common.tree_spec import TreeSpec
-from drafttrain.drafters.registry import default_tree
+from drafttrain.drafters.registry import default_tree, load_drafter
 from drafttrain.evaluation import runner, sides
-from drafttrain.evaluation.records import Partial
-from drafttrain.evaluation.suites import Question
-from drafttrain.inference import SamplingParams
+from drafttrain.evaluation.records import PartialResults
+from drafttrain.evaluation.suites import Question, load_suite
 from drafttrain.reports.report import identity_line
 from drafttrain.target import Target
+from drafttrain.tuning import eval_command
 from drafttrain.tuning import tune as tuning
 from tests.conftest import make_target
 from tests.drafters.test_eagle3 import make_drafter
@@ -195,19 +196,42 @@ def test_an_interrupted_run_goes_on(command, tmp_path, monkeypatch):
 
 def test_other_settings_do_not_reuse_records(tmp_path):
     output = tmp_path / "r.json"
-    partial = Partial(output, "one")
+    partial = PartialResults(output, "one")
     partial.add_tree("chain:2", [])
     partial.add_question("0:a", [{"turn": 0}])
-    same = Partial(output, "one")
+    same = PartialResults(output, "one")
     assert same.records == {"0:a": [{"turn": 0}]}
     assert same.tree == {"tree": "chain:2", "tree_search": []}
-    other = Partial(output, "two")
+    other = PartialResults(output, "two")
     assert (other.records, other.tree) == ({}, None)
+
+
+def test_a_partial_file_keeps_texts_with_any_line_separator(tmp_path):
+    records = [{"outputs": {"drafter": "one\u2028two\x85three"}}]
+    PartialResults(tmp_path / "r.json", "key").add_question("0:a", records)
+    for _ in range(2):  # opening the file rewrites it
+        assert PartialResults(tmp_path / "r.json", "key").records == {"0:a": records}
+
+
+def test_the_runner_takes_any_search(target, suite, tmp_path):
+    calls = []
+
+    def search(target, drafter, sampling, exclude):
+        calls.append(exclude)
+        return TreeSpec.parse("chain:2"), [{"tree": "chain:2"}]
+
+    settings = runner.EvalSettings("tiny", "ngram", tmp_path / "r.json", tree="auto", max_new_tokens=4, baselines=())
+    results = runner.evaluate(settings, target, load_drafter("ngram", target), load_suite(str(suite)), search)
+    assert calls == [{"hello there", "and again", "print(1)", "hi"}]
+    assert (results["decoding"]["tree"]["spec"], results["tree_search"]) == ("chain:2", [{"tree": "chain:2"}])
+    assert json.loads((tmp_path / "r.json").read_text())["tree_search"] == results["tree_search"]
 
 
 def test_auto_takes_the_tree_that_was_predicted_fastest(command, tmp_path, monkeypatch):
     search = tuning.search_tree
-    monkeypatch.setattr(runner, "search_tree", lambda *args: search(*args, tokens=16, cycles=1))
+    monkeypatch.setattr(
+        eval_command, "search_tree", lambda *args: search(*args[:3], replace(args[3], tokens=16, cycles=1))
+    )
     rows = [{"messages": [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]}]
     rows += [{"text": "hello there"}, {"text": "x y z"}]  # the first is in the suite
     calibration = tmp_path / "prompts.jsonl"
@@ -285,7 +309,7 @@ def test_calibration_needs_a_usable_row(tmp_path, target):
 
 def test_prompts_that_do_not_fit_are_found_first(suite):
     target = make_target(layers=1, max_position_embeddings=30)
-    questions = runner.load_suite(str(suite)).questions
+    questions = load_suite(str(suite)).questions
     with pytest.raises(runner.UserError, match=r"question 'q1': prompt has .* reads at most 30"):
         runner.check_lengths(target, questions, 4)
 
@@ -297,7 +321,7 @@ def test_the_reference_model_is_untouched_and_in_the_dtype_asked_for(target_dir,
     monkeypatch.setattr(
         sides.AutoModelForCausalLM, "from_pretrained", lambda *a, **k: loaded.append(load(*a, **k)) or loaded[0]
     )
-    side = sides.hf_sides(target, target.dtype, runner.SamplingParams(), ["hf_generate"])["hf_generate"]
+    side = sides.hf_sides(target, runner.SamplingParams(), ["hf_generate"])["hf_generate"]
     (model,) = loaded
     assert (model.dtype, model.config._attn_implementation) == (torch.bfloat16, "sdpa")
     assert model is not target.model
@@ -317,7 +341,7 @@ def test_the_line_about_identity_says_what_the_dtype_means():
 
 
 def test_texts_are_kept_where_outputs_differ(target):
-    plan = runner.Plan(target, None, TreeSpec.parse("none"), SamplingParams(), 4, 1, 0)
+    plan = runner.EvalPlan(target, None, TreeSpec.parse("none"), runner.EvalSettings(max_new_tokens=4))
     ids = {text: target.tokenizer(text).input_ids for text in ("same", "other")}
 
     def says(*texts):

@@ -37,11 +37,11 @@ def test_the_digest_follows_the_content(tmp_path):
     ("content", "message"),
     [
         ("", "holds no questions"),
-        ("{broken", "line 1 is not JSON"),
+        ("{broken", "line 1: not JSON"),
         ('{"turns": ["a"]}\n{"turns": []}', "line 2: turns must be a non-empty list"),
         ('{"text": "a"}', "line 1: turns must be a non-empty list"),
         ('{"turns": ["a", ""]}', "line 1: turns must be a non-empty list of non-empty strings"),
-        ("[1]", "line 1: turns must be"),
+        ("[1]", "line 1: list instead of a JSON object"),
     ],
 )
 def test_bad_files_are_named(tmp_path, content, message):

@@ -9,11 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from drafttrain.drafters.registry import META_FILE
-from drafttrain.drafters.shipping import Request, check_expressible, shipping
+from drafttrain.drafters.shipping import ExportRequest, check_expressible, shipping
 from drafttrain.drafters.trained import find_drafter
 from drafttrain.errors import UserError
 from tests.conftest import make_target
 from tests.drafters.layer_kinds import make_kind
+from tests.engine_arithmetic.eagle1 import compare_states
+from tests.engine_arithmetic.peagle import compare_depths
 
 KEPT = torch.arange(40, 240)
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
@@ -33,7 +35,7 @@ def trained(tmp_path, kind, **options):
 def test_eagle1_files_compute_what_the_drafter_does(tmp_path, form, options):
     head = trained(tmp_path, "eagle1", **options)
     kind = check_expressible(head, form)
-    kind.write(head, form, Request(tmp_path / "out", torch.float32))
+    kind.write(head, form, ExportRequest(tmp_path / "out", torch.float32))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["architectures"] == [{"vllm": "EagleLlamaForCausalLM", "sglang": "LlamaForCausalLMEagle"}[form]]
     weights = load_file(tmp_path / "out" / "model.safetensors")
@@ -41,20 +43,23 @@ def test_eagle1_files_compute_what_the_drafter_does(tmp_path, form, options):
     assert "layers.0.input_layernorm.weight" not in weights
     assert ("layers.1.input_layernorm.weight" in weights) == (options.get("num_hidden_layers") == 2)
     assert not [name for name in weights if "embed" in name or "lm_head" in name or name.startswith("norm")]
-    assert kind.check(head, tmp_path / "out")["max_state_difference"] < 1e-3
+    assert compare_states(head.load(), tmp_path / "out")["max_state_difference"] < 1e-3
+    assert kind.check(head, tmp_path / "out")["max_state_difference"] < 1e-5
     weights["layers.0.mlp.up_proj.weight"] *= 1.5
     save_file(weights, tmp_path / "out" / "model.safetensors")
+    with pytest.raises(UserError, match="computes something else"):
+        compare_states(head.load(), tmp_path / "out")
     with pytest.raises(UserError, match="computes something else"):
         kind.check(head, tmp_path / "out")
 
 
 def test_eagle1_says_what_engines_lack(tmp_path):
     head = trained(tmp_path, "eagle1", qk_norm=True, sliding_window=6, hidden_act="gelu_pytorch_tanh", mlp_bias=True)
-    reasons = " ".join(shipping("eagle1").refusals(head, "sglang"))
+    reasons = " ".join(shipping("eagle1").unsupported(head, "sglang"))
     for word in ("hidden_act", "sliding_window", "qk_norm", "mlp_bias"):
         assert word in reasons
-    assert "mlp_bias" not in " ".join(shipping("eagle1").refusals(head, "vllm"))
-    assert shipping("eagle1").refusals(head, "gguf") == ["no gguf format is known for kind 'eagle1'"]
+    assert "mlp_bias" not in " ".join(shipping("eagle1").unsupported(head, "vllm"))
+    assert shipping("eagle1").unsupported(head, "gguf") == ["no gguf format is known for kind 'eagle1'"]
 
 
 @pytest.mark.parametrize(
@@ -63,20 +68,23 @@ def test_eagle1_says_what_engines_lack(tmp_path):
 def test_peagle_files_compute_what_the_drafter_does(tmp_path, options):
     head = trained(tmp_path, "peagle", mask_token_id=7, **options)
     kind = check_expressible(head, "vllm")
-    kind.write(head, "vllm", Request(tmp_path / "out", torch.float32, depth=4))
+    kind.write(head, "vllm", ExportRequest(tmp_path / "out", torch.float32, depth=4))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["architectures"] == ["PEagleSpeculator"] and config["speculators_model_type"] == "peagle"
     assert config["mask_token_id"] == 7 and config["speculators_config"]["algorithm"] == "peagle"
     weights = load_file(tmp_path / "out" / "model.safetensors")
     assert weights["mask_hidden"].shape == (1, 1, 96) and weights["layers.0.self_attn.q_proj.weight"].shape == (32, 64)
-    assert kind.check(head, tmp_path / "out")["max_log_prob_difference"] < 1e-3
+    assert compare_depths(head.load(), tmp_path / "out")["max_log_prob_difference"] < 1e-3
+    assert kind.check(head, tmp_path / "out")["max_log_prob_difference"] < 1e-5
     weights["mask_hidden"] *= -1
     save_file(weights, tmp_path / "out" / "model.safetensors")
+    with pytest.raises(UserError, match="computes something else"):
+        compare_depths(head.load(), tmp_path / "out")
     with pytest.raises(UserError, match="computes something else"):
         kind.check(head, tmp_path / "out")
 
 
 def test_what_no_engine_reads_is_refused(tmp_path):
-    assert "fc_norm" in shipping("peagle").refusals(trained(tmp_path / "p", "peagle", fc_norm=True), "vllm")[0]
+    assert "fc_norm" in shipping("peagle").unsupported(trained(tmp_path / "p", "peagle", fc_norm=True), "vllm")[0]
     with pytest.raises(UserError, match="out of the target's own checkpoint"):
         check_expressible(trained(tmp_path / "m", "mtp"), "vllm")

@@ -12,7 +12,7 @@ from drafttrain.drafters.shipping import ENGINES, FORMATS, format_lines, shipped
 from drafttrain.drafters.trained import find_drafter
 from drafttrain.export.serving_recipes import recipes
 from tests.conftest import make_target
-from tests.formats.test_eagle3_formats import make_head
+from tests.drafters.test_eagle3_formats import make_head
 
 
 @pytest.fixture

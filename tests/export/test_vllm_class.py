@@ -6,6 +6,7 @@ VLLM_PYTHON names the interpreter of an environment with vLLM (scripts/verify_vl
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.drafters.eagle3.eagle3_formats import FLAT, SPECULATORS
 from drafttrain.export.engine_runs import run_side
-from drafttrain.formats.eagle3_formats import FLAT, SPECULATORS, write_eagle3
+from tests import engine_arithmetic
 from tests.conftest import make_target
-from tests.formats.test_eagle3_formats import FLAGS, make_head
+from tests.drafters.test_eagle3_formats import FLAGS, make_head, write_eagle3
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")
+SIDE = Path(engine_arithmetic.__file__).with_name("vllm_class_side.py")
 VARIANTS: list[dict[str, Any]] = [
     {}, {"draft_vocab_size": 0}, {"feature_layers": (1, 6)}, {"feature_layers": (1, 3, 5, 6), "fc_norm": True},
     {"qk_norm": True, "num_hidden_layers": 2, "norm_before_residual": True}, {"mlp_bias": True, "num_hidden_layers": 2}, *FLAGS,
@@ -45,7 +48,7 @@ def test_vllm_loads_and_computes_every_variant(tmp_path):
     job = {"target": str(tmp_path / "target"), "heads": [str(folder) for *_, folder, _ in cases]}
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
     environment.pop("PYTHONPATH", None)
-    answer = run_side(PYTHON, "vllm_class_side.py", job, environment)
+    answer = run_side(PYTHON, SIDE, job, environment)
     wrong = []
     for (options, head, folder, inputs), loaded in zip(cases, answer["heads"], strict=True):
         assert loaded["class"] == ("Eagle3Qwen3ForCausalLM" if options.get("qk_norm") else "Eagle3LlamaForCausalLM")

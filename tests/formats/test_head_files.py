@@ -9,12 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from drafttrain.drafters.shipping import Request, check_expressible, shipping
+from drafttrain.drafters.common.whole_vocabulary import whole_rows
+from drafttrain.drafters.shipping import ExportRequest, check_expressible, shipping
 from drafttrain.drafters.trained import find_drafter
 from drafttrain.errors import UserError
 from drafttrain.export.export_drafter import add_arguments, run
-from drafttrain.formats.head_files import whole_rows
 from tests.drafters.test_path_heads import make_heads
+from tests.engine_arithmetic.heads import ENGINES, compare_heads
 
 KEPT = torch.arange(40, 240)
 FORMS = [
@@ -29,7 +30,7 @@ FORMS = [
 def exported(target, tmp_path, kind, dtype=torch.float32, depth=3, **options):
     make_heads(target, kind, KEPT, **options).save_pretrained(tmp_path / "ours")
     trained = find_drafter(str(tmp_path / "ours"))
-    check_expressible(trained, "vllm").write(trained, "vllm", Request(tmp_path / "theirs", dtype, depth=depth))
+    check_expressible(trained, "vllm").write(trained, "vllm", ExportRequest(tmp_path / "theirs", dtype, depth=depth))
     return trained, tmp_path / "theirs"
 
 
@@ -37,8 +38,11 @@ def exported(target, tmp_path, kind, dtype=torch.float32, depth=3, **options):
 @pytest.mark.parametrize(("kind", "options"), FORMS)
 def test_the_files_alone_compute_what_the_drafter_does(target, tmp_path, kind, options, dtype):
     trained, folder = exported(target, tmp_path, kind, dtype, **options)
-    figures = shipping(kind).check(trained, folder)
+    figures = compare_heads(trained.load(), folder, ENGINES[kind])
     assert figures["same_tokens"] and figures["max_log_prob_difference"] < 1e-3
+    read_back = shipping(kind).check(trained, folder)
+    assert read_back["same_tokens"] and read_back["max_log_prob_difference"] < 1e-5
+    assert read_back["depth"] == figures["depth"]
     weights = load_file(folder / "model.safetensors")
     assert {weight.dtype for weight in weights.values()} == {dtype}
 
@@ -67,9 +71,13 @@ def test_a_changed_or_missing_weight_is_found(target, tmp_path, kind):
     for name in good:
         save_file({**good, name: good[name] * 1.1 + 0.1}, folder / "model.safetensors")
         with pytest.raises(UserError, match="computes something else"):
+            compare_heads(trained.load(), folder, ENGINES[kind])
+        with pytest.raises(UserError, match="computes something else"):
             shipping(kind).check(trained, folder)
     save_file({k: v for k, v in good.items() if k != name}, folder / "model.safetensors")
     with pytest.raises(UserError, match=f"lacks what an engine looks for.*{name}"):
+        compare_heads(trained.load(), folder, ENGINES[kind])
+    with pytest.raises(UserError, match=f"lacks weights: {name}"):
         shipping(kind).check(trained, folder)
 
 

@@ -24,7 +24,7 @@ from transformers import (
 
 from drafttrain.cli import main
 from drafttrain.errors import UserError
-from drafttrain.formats.write_gguf import _CUTS, write_gguf
+from drafttrain.formats.write_gguf import _RULES, write_gguf
 from tests.conftest import CHAT_TEMPLATE
 from tests.conftest import make_tokenizer as without_merges
 
@@ -115,7 +115,7 @@ def split_tokenizer(pattern: str):
 
 
 def test_the_rule_for_cutting_text_is_recognised_or_refused(tmp_path):
-    for parts, name in _CUTS.items():
+    for parts, name in _RULES.items():
         if len(parts) == 1 and parts != ("bytes",):
             make_checkpoint(tmp_path / name, "llama", split_tokenizer(parts[0]))
             path = write_gguf(tmp_path / name, tmp_path / name / "m.gguf", torch.float32)

@@ -14,12 +14,13 @@ import torch
 
 from drafttrain.cli import main
 from drafttrain.data.store import Store
+from drafttrain.drafters.eagle3.eagle3_formats import read_eagle3
 from drafttrain.errors import UserError
-from drafttrain.formats.eagle3_formats import read_eagle3
-from drafttrain.hub.upload import check_private, shorten
+from drafttrain.formats.public_names import shorten
+from drafttrain.hub.upload import check_private
 from drafttrain.target import Target
 from tests.conftest import make_target
-from tests.formats.test_eagle3_formats import make_head
+from tests.drafters.test_eagle3_formats import make_head
 from tests.formats.test_write_gguf import make_checkpoint
 from tests.hub.hub_server import READ_ONLY, TOKEN, HubServer
 
@@ -69,7 +70,7 @@ def push_command(work: Path, *more: str) -> list[str]:
 
 def test_a_dry_run_writes_what_would_go_up_and_no_local_path(work, tmp_path, capsys):
     out = tmp_path / "out"
-    assert main(push_command(work, "--dry-run", "--output", str(out), "--licence", "mit")) == 0
+    assert main(push_command(work, "--dry-run", "--output", str(out), "--license", "mit")) == 0
     printed = capsys.readouterr().out
     names = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
     assert names == {
@@ -129,6 +130,20 @@ def test_no_evaluation_or_a_foreign_one_is_refused(work, tmp_path, capsys):
         assert main([*bare, "--results", str(tmp_path / "r.json")]) == 2
         assert message in capsys.readouterr().err
     assert main(["push", "--drafter", str(work / "drafter"), "--repo", "noslash", "--without-evaluation"]) == 2
+
+
+def test_both_spellings_of_license_are_accepted(work, tmp_path, capsys):
+    data = ["push-data", "--data", str(work / "data"), "--repo", "writer/data", "--dry-run"]
+    for number, spelling in enumerate(("license", "licence")):
+        out = tmp_path / str(number)
+        flags = [f"--{spelling}", "mit", f"--prompt-{spelling}", "our own", "--output", str(out)]
+        assert main([*data, *flags]) == 0
+        card = (out / "README.md").read_text()
+        assert "license: mit" in card and "license of the prompts: our own" in card
+    for command in ("push", "push-data"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert "--license" in capsys.readouterr().out
 
 
 def test_private_things_are_found(tmp_path):
@@ -225,7 +240,7 @@ def test_the_hub_from_login_to_reading_back(work, tmp_path):
         assert "does not accept the token (401)" in errors[1]
         assert "may not write there (403)" in errors[2]
         assert "the upload broke off" in errors[3] and "run the same command again" in errors[3]
-        assert "the Hub does not give it" in errors[10]
+        assert "the Hub does not provide it" in errors[10]
         head = server.repositories["models", "writer/head"]
         # Of three large files one had arrived before the break, and it was not sent again.
         puts = Counter(line.rpartition("/")[2] for line in server.log if line.startswith("PUT /lfs/"))

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from drafttrain.batch import Proposal, TokenTree
 from drafttrain.drafters.base import Drafter
-from drafttrain.drafters.common.tree_growth import expand
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.inference import SamplingParams, generate
 from drafttrain.inference.verify import Verifier, try_drawn, verify_batch
 from drafttrain.ops.sampling import draw_distinct, penalize, pick, probabilities
+from tests.drafters.growing import expand
 from tests.inference.fakes import MarkovTarget
 from tests.ops.test_sampling import transformers_says
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -19,7 +20,6 @@ from drafttrain.ops.tree_attention_triton import (
     PlanShape,
     choose_geometry,
     pack_plan,
-    packed_reference,
     packed_tree_attention,
     static_reference,
 )
@@ -36,29 +36,48 @@ def tree(n, seed=0):
     return [int(torch.randint(-1, i, (1,), generator=g)) for i in range(n - 1)]
 
 
+class Forward(NamedTuple):
+    """A plan with the layouts and cache rows that it was packed from."""
+
+    plan: PackedPlan
+    layouts: list[TreeLayout]
+    rows: list[int]
+
+
+def reference(query, keys, values, layouts, rows, **options):
+    """Each row by plain tree attention, from its layout."""
+    parts, start = [], 0
+    for layout, row in zip(layouts, rows, strict=True):
+        end, total = start + layout.count, layout.prefix_len + layout.count
+        key, value = keys[row, None, :, :total], values[row, None, :, :total]
+        parts.append(tree_attention(query[:, :, start:end], key, value, layout, **options))
+        start = end
+    return torch.cat(parts, dim=2)
+
+
 def batch(layouts, heads=2, kv_heads=1, width=16, value_width=16, dtype=torch.float32, rows=None):
-    """Queries, keys, values and plan; what lies beyond each row's end is nan, and so are spare cache rows."""
+    """Queries, keys, values and the forward; what lies beyond each row's end is nan, and so are spare cache rows."""
     g = torch.Generator().manual_seed(0)
-    plan = PackedPlan.build(layouts, rows, DEVICE)
+    rows = list(range(len(layouts)) if rows is None else rows)
     capacity = max(layout.prefix_len + layout.count for layout in layouts) + 3
     count = sum(layout.count for layout in layouts)
     query = torch.randn(1, count, heads, width, generator=g).to(DEVICE, dtype).transpose(1, 2)
-    shape = (max(plan.cache_rows) + 1, kv_heads, capacity)
+    shape = (max(rows) + 1, kv_heads, capacity)
     keys, values = (torch.full((*shape, w), float("nan"), dtype=dtype, device=DEVICE) for w in (width, value_width))
-    for layout, row in zip(layouts, plan.cache_rows, strict=True):
+    for layout, row in zip(layouts, rows, strict=True):
         end = layout.prefix_len + layout.count
         keys[row, :, :end] = torch.randn(kv_heads, end, width, generator=g).to(DEVICE, dtype)
         values[row, :, :end] = torch.randn(kv_heads, end, value_width, generator=g).to(DEVICE, dtype)
-    return query, keys, values, plan
+    return query, keys, values, Forward(PackedPlan.build(layouts, rows, DEVICE), layouts, rows)
 
 
-def difference(query, keys, values, plan, geometry, **options):
+def difference(query, keys, values, forward, geometry, **options):
     """The largest distance between the kernels and the float32 reference on the same numbers."""
     options = PLAIN | options
-    got = module._launch(query, keys, values, plan, **options, geometry=geometry)
+    got = module._launch(query, keys, values, forward.plan, **options, geometry=geometry)
     assert got.shape == (*query.shape[:3], values.shape[3])
     assert got.dtype == query.dtype
-    want = packed_reference(query.float(), keys.float(), values.float(), plan, **options)
+    want = reference(query.float(), keys.float(), values.float(), *forward[1:], **options)
     assert not want.isnan().any()
     return (got.float() - want).nan_to_num(nan=1e9).abs().max().item()
 
@@ -110,18 +129,19 @@ def test_more_parts_than_blocks_leave_no_trace():
 
 
 def test_queries_of_any_stride():
-    query, keys, values, plan = batch(RAGGED, heads=3)
-    assert difference(query.contiguous(), keys, values, plan, Geometry(32, 32, 1, 4, 1)) < 2e-5
+    query, keys, values, forward = batch(RAGGED, heads=3)
+    assert difference(query.contiguous(), keys, values, forward, Geometry(32, 32, 1, 4, 1)) < 2e-5
 
 
 @pytest.mark.parametrize(("asking", "asked"), [(3, 0), (31, 31), (32, 31), (63, 32), (69, 63), (69, 64)])
 def test_one_wrong_bit_is_noticed(asking, asked):
-    query, keys, values, plan = batch([TreeLayout(10, tree(70))], heads=1)
+    query, keys, values, forward = batch([TreeLayout(10, tree(70))], heads=1)
+    plan = forward.plan
     geometry = Geometry(128, 64, 1, 4, 1)
     bits = plan.ancestors[asking].cpu()
     bits[asked // 32] ^= -(2**31) if asked % 32 == 31 else 1 << asked % 32
     plan.ancestors[asking] = bits.to(DEVICE)
-    assert difference(query, keys, values, plan, geometry) > 1e-3
+    assert difference(query, keys, values, forward, geometry) > 1e-3
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -158,18 +178,11 @@ def test_long_chains_take_no_room_of_their_own():
     assert plan.ancestors.shape == (5008, 1)
 
 
-def test_off_the_gpu_each_row_is_plain_tree_attention():
-    query, keys, values, plan = (
-        x.cpu() if isinstance(x, torch.Tensor) else x for x in batch(RAGGED, rows=[3, 1, 0, 2])
-    )
-    got = packed_tree_attention(query, keys, values, plan, scaling=0.3, window=4)
-    start = 0
-    for layout, row in zip(RAGGED, [3, 1, 0, 2], strict=True):
-        end, total = start + layout.count, layout.prefix_len + layout.count
-        key, value = keys[row : row + 1, :, :total], values[row : row + 1, :, :total]
-        want = tree_attention(query[:, :, start:end], key, value, layout, scaling=0.3, window=4)
-        torch.testing.assert_close(got[:, :, start:end], want)
-        start = end
+def test_off_the_gpu_a_packed_batch_equals_each_row_alone():
+    query, keys, values = (x.cpu() for x in batch(RAGGED, rows=[3, 1, 0, 2])[:3])
+    options = PLAIN | {"window": 4}
+    got = packed_tree_attention(query, keys, values, PackedPlan.build(RAGGED, [3, 1, 0, 2]), **options)
+    torch.testing.assert_close(got, reference(query, keys, values, RAGGED, [3, 1, 0, 2], **options))
     assert got.transpose(1, 2).is_contiguous()
 
 
@@ -207,7 +220,7 @@ def test_one_static_plan_serves_batch_after_batch(window, softcap, sinks, monkey
         monkeypatch.setattr(module, "_device_limits", lambda index: (12, 65536))
     for layouts, rows in CONTENTS:
         query, keys, values, count = static_batch(numbers, layouts, rows)
-        want = packed_reference(query[:, :, :count], keys, values, PackedPlan.build(layouts, rows, DEVICE), **options)
+        want = reference(query[:, :, :count], keys, values, layouts, rows, **options)
         for attend in (static_reference, module._launch):
             got = attend(query, keys, values, plan, **options)
             assert got.shape == query.shape and got.isfinite().all()
@@ -328,17 +341,17 @@ def test_the_kernels_compile_for_gpus_and_fit_their_shared_memory(lines, tmp_pat
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 def test_full_size_on_a_gpu_and_replayed_from_a_graph(dtype):
     layouts = [TreeLayout(8192, tree(64)), TreeLayout(700, tree(33)), TreeLayout(0, count=64)]
-    query, keys, values, plan = batch(layouts, heads=32, kv_heads=8, width=128, value_width=128, dtype=dtype)
+    query, keys, values, forward = batch(layouts, heads=32, kv_heads=8, width=128, value_width=128, dtype=dtype)
     keys, values = keys.nan_to_num(), values.nan_to_num()  # the second plan's rows are longer
     options = PLAIN | {"scaling": 128**-0.5}
-    assert difference(query, keys, values, plan, None, **options) < TOLERANCE[dtype]
+    assert difference(query, keys, values, forward, None, **options) < TOLERANCE[dtype]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = module._launch(query, keys, values, plan, **options)
+        got = module._launch(query, keys, values, forward.plan, **options)
     longer = [TreeLayout(8000, tree(64, seed=5)), TreeLayout(1000, tree(33, seed=6)), TreeLayout(50, count=64)]
     other = PackedPlan.build(longer, device=DEVICE)
     for name in ("prefix_lens", "positions", "ancestors"):
-        getattr(plan, name).copy_(getattr(other, name))
+        getattr(forward.plan, name).copy_(getattr(other, name))
     graph.replay()
-    want = packed_reference(query.float(), keys.float(), values.float(), other, **options)
+    want = reference(query.float(), keys.float(), values.float(), longer, forward.rows, **options)
     torch.testing.assert_close(got.float(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])

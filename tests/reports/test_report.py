@@ -5,7 +5,7 @@ import json
 import pytest
 
 from drafttrain import cli
-from drafttrain.evaluation.metrics import by_category, summarise
+from drafttrain.evaluation.metrics import by_category, summarize
 from tests.evaluation.test_metrics import OURS, PLAIN, record
 
 
@@ -18,7 +18,7 @@ def results(tmp_path):
         "suite": "mine",
         "dtype": "float32",
         "decoding": {"temperature": 0.0, "tree": {"spec": "chain:2"}},
-        "overall": summarise(records),
+        "overall": summarize(records),
         "categories": by_category(records),
     }
     path = tmp_path / "results.json"
@@ -42,6 +42,17 @@ def test_table_and_picture(results, tmp_path, capsys):
         assert part in shown
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert picture.stat().st_size > 10_000
+
+
+def test_a_picture_without_baselines(results, tmp_path):
+    content = json.loads(results.read_text())
+    for figures in (content["overall"], *content["categories"].values()):
+        figures |= {"baselines": {}, "speedup": {}, "speedup_vs_fastest": None}
+    results.write_text(json.dumps(content))
+    assert cli.main(["report", str(results), "--output", str(tmp_path / "bare.svg")]) == 0
+    shown = (tmp_path / "bare.svg").read_text()
+    assert "Acceptance by depth" in shown
+    assert "Speed-up by category" not in shown
 
 
 @pytest.mark.parametrize(

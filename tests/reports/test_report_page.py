@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 from drafttrain import cli
-from drafttrain.evaluation.metrics import by_category, summarise
+from drafttrain.evaluation.metrics import by_category, summarize
 from drafttrain.reports import charts
 from drafttrain.reports.report_page import crossover, make_charts, mark, run_names, verdict
 from tests.evaluation.test_metrics import OURS, PLAIN, record
@@ -37,7 +37,7 @@ def results(drafter="ngram", tree="chain:2", same=False, outputs=True):
         "suite": "mine",
         "dtype": "float32",
         "decoding": {"temperature": 0.0, "batch_size": 1, "tree": {"spec": tree}},
-        "overall": summarise(records),
+        "overall": summarize(records),
         "categories": by_category(records),
         "prompts": records,
     }

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 
 from drafttrain import cli
+from drafttrain.serving import client
 from drafttrain.serving.bench import compare, figures
 from drafttrain.serving.client import Answer, base_url, parse_metrics, speculation
 
@@ -42,6 +45,7 @@ class FakeServer:
 
     def __init__(self, pieces=4, gap=0.0, page="", behave=lambda number: "fine", usage=True):
         self.asked, self.headers, self.going, self.most = [], [], 0, 0
+        self.closing = threading.Event()
         lock, fake = threading.Lock(), self
 
         class Handler(BaseHTTPRequestHandler):
@@ -76,7 +80,7 @@ class FakeServer:
                 if way == "error":
                     return self.event({"error": {"message": "out of memory"}})
                 if way == "hang":
-                    return time.sleep(2)
+                    return fake.closing.wait(60)
                 self.event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
                 for _ in range(0 if way == "empty" else pieces):
                     time.sleep(gap)
@@ -108,6 +112,7 @@ class FakeServer:
         return self
 
     def __exit__(self, *_):
+        self.closing.set()
         self.server.shutdown()
         self.server.server_close()
 
@@ -126,7 +131,10 @@ def bench(tmp_path):
     return run
 
 
-def test_a_concurrency_sweep(bench, capsys):
+def test_a_concurrency_sweep(bench, capsys, monkeypatch):
+    # Each look of the client at its clock is 20 ms later than the one before, however fast the machine is.
+    ticks = itertools.count()
+    monkeypatch.setattr(client, "time", SimpleNamespace(perf_counter=lambda: 0.02 * next(ticks)))
     with FakeServer(gap=0.02, page=lambda asked: vllm_page(100 + 8 * asked)) as server:
         results = bench("--url", server.url + "/v1/", "--concurrency", "1,3", "--warm-up", "1", "--note", "quiet")
         assert server.most == 3
@@ -139,10 +147,9 @@ def test_a_concurrency_sweep(bench, capsys):
     assert (one["concurrency"], one["completed"], one["errors"], one["tokens"]) == (1, 6, {}, 48)
     assert one["tokens_counted"] is True
     assert one["tokens_per_chunk"] == 2.0
-    # Four pieces 20 ms apart: the first after one gap; seven tokens follow it in three gaps.
-    assert 15 < one["ttft_ms"]["p50"] < one["latency_ms"]["p50"]
-    assert one["itl_ms"]["p50"] > 10
-    assert one["tpot_ms"]["p50"] > 3 * 10 / 7
+    # Four pieces 20 ms apart: the first after one gap; seven tokens follow it in three gaps; the end comes a gap later.
+    assert (one["ttft_ms"]["p50"], one["itl_ms"]["p50"], one["latency_ms"]["p50"]) == (20.0, 20.0, 100.0)
+    assert one["tpot_ms"]["p50"] == pytest.approx(3 * 20 / 7, abs=1e-3)
     assert one["tokens_per_second"] == pytest.approx(48 / one["seconds"], rel=0.01)
     for cell in (one, three):
         assert cell["speculation"] == {
@@ -158,9 +165,11 @@ def test_a_concurrency_sweep(bench, capsys):
 
 
 def test_two_servers_take_turns(bench, capsys):
-    with FakeServer(gap=0.005, page=SGLANG) as quick, FakeServer(gap=0.06) as slow:
-        results = bench("--url", quick.url, "--url2", slow.url, "--concurrency", "1,2", "--warm-up", 0)
-    assert [len(server.asked) for server in (quick, slow)] == [12, 12]
+    # The slow server never answers within 100 ms; a busy machine delays the quick one by less.
+    with FakeServer(page=SGLANG) as quick, FakeServer(gap=0.1) as slow:
+        more = ("--concurrency", "1,2", "--warm-up", 0, "--requests", 3)
+        results = bench("--url", quick.url, "--url2", slow.url, *more)
+    assert [len(server.asked) for server in (quick, slow)] == [6, 6]
     cells = results["servers"]["url"]["cells"]
     assert cells[0]["speculation"] == {"source": "sglang gauges", "accepted_length": 2.5, "acceptance_rate": 0.5}
     assert "speculation" not in results["servers"]["url2"]["cells"][0]
@@ -188,7 +197,7 @@ def test_a_step_ends_in_time(bench):
 def test_errors_are_counted_by_kind(bench, capsys):
     ways = ["busy", "garbage", "error", "empty", "cut", "hang"]
     with FakeServer(behave=lambda number: ways[number] if number < 6 else "fine") as server:
-        results = bench("--url", server.url, "--concurrency", 1, "--warm-up", 0, "--requests", 8, "--timeout", 0.5)
+        results = bench("--url", server.url, "--concurrency", 1, "--warm-up", 0, "--requests", 8, "--timeout", 1.5)
     (cell,) = results["servers"]["url"]["cells"]
     assert cell["errors"] == {"http_503": 1, "stream": 2, "server": 1, "empty": 1, "timeout": 1}
     assert (cell["requests"], cell["completed"], cell["tokens"]) == (8, 2, 16)

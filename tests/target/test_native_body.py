@@ -146,19 +146,19 @@ def test_a_node_gets_to_the_bit_what_plain_decoding_gets():
 
 @pytest.mark.parametrize("name", ["qwen3 (head norms)", "mistral (window)", "gemma3 (four norms, two ropes)"])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_all_layers_in_one_call_equal_layer_by_layer_to_the_bit(name, sinks, monkeypatch):
+def test_all_layers_in_one_call_equal_layer_by_layer_to_the_bit(name, sinks):
     """Two sequences of unequal length, one of them a tree that grows; sinks, which no such family has yet, are added."""
     options = [
-        {**form, "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])} for form in NativeBody.of(make(MODELS[name])).attention
+        {**form, "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])} for form in NativeBody.of(make(MODELS[name])).forms
     ]
     outputs = []
     for whole in (True, False):
         native = NativeBody.of(make(MODELS[name]))
-        native.attention = options if sinks else native.attention
-        native.stack = LayerStack(native.layers, native.attention, native.rotary.of_layer)
+        native.forms = options if sinks else native.forms
+        native.stack = LayerStack(native.layers, native.forms, native.rotary.of_layer)
         assert native.stack.served
         if not whole:
-            monkeypatch.setattr(LayerStack, "served", False)
+            native.stack.served = False
         cache = TreeCache(8, rows=2)
         cache.open([(0, 7), (1, 3)])
         told = [native.forward(torch.arange(3, 13)[None], (3, 0), cache.positions(), cache)]

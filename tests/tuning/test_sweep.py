@@ -24,11 +24,11 @@ def test_a_sweep_saves_every_cell_and_goes_on(command, tmp_path, monkeypatch, ca
     arguments = command("--lengths", "1,2", "--batch-sizes", "1,2", "--contexts", "0,64", "--temperatures", "0,1")
     evaluate, calls = runner.evaluate, []
 
-    def stop_at_the_third(args, *rest):
-        calls.append(args.output)
+    def stop_at_the_third(settings, *rest):
+        calls.append(settings.output)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return evaluate(args, *rest)
+        return evaluate(settings, *rest)
 
     monkeypatch.setattr(runner, "evaluate", stop_at_the_third)
     assert cli.main(arguments) == 130

@@ -151,7 +151,7 @@ def test_tune_writes_the_drafters_default(target_dir, target, tmp_path, capsys, 
     own = Target.load(str(target_dir), "float32", "cpu")
     make_drafter(own).save_pretrained(tmp_path / "drafter")
     (tmp_path / "drafter" / "decoding.json").write_text('{"tree": "chain:1", "off": ["poetry"]}')
-    monkeypatch.setattr(tuning, "tune", partial(tuning.tune, cycles=1))
+    monkeypatch.setattr(tuning, "TuneSettings", partial(tuning.TuneSettings, cycles=1))
     # The pick is a tree whatever the machine does.
     monkeypatch.setattr(
         tuning, "candidates", lambda drafter: [TreeSpec.parse(t) for t in ("none", "chain:2", "dynamic:2,4,8")]

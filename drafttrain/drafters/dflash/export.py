@@ -1,47 +1,158 @@
-"""DFlash drafters: see hub/dflash_format.py."""
+"""DFlash drafters as vLLM loads them (`DFlashDraftModel`).
+
+config.json   a Qwen3 config of the layers, block_size, dflash_config {mask_token_id, target_layer_ids: ours - 1}
+weights       fc, hidden_norm, norm, layers.{i}.* as ours; with a pruned vocabulary or a trained head also lm_head and d2t
+mask          a learned one is mask_embedding.pt, the only form that vLLM reads it in; it stands for one token id, for
+              which a token that the drafter does not keep is taken
+
+Sources: vllm/model_executor/models/qwen3_dflash.py and vllm/v1/spec_decode/dflash.py of vLLM 0.32.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from drafttrain.drafters.dflash.format import compare_blocks, obstacles, write_dflash
-from drafttrain.drafters.shipping import Format, Request, Shipping
+import torch
+from torch import Tensor
+
+from drafttrain.drafters.dflash.model import DFlash, DFlashConfig
+from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Shipping
 from drafttrain.drafters.trained import Trained
-from drafttrain.formats.weights import read_config
+from drafttrain.errors import UserError
+from drafttrain.files import Json, writing
+from drafttrain.formats.weights import dtype_name, write_checkpoint
 from drafttrain.target import Target
 
+_MASK_FILE = "mask_embedding.pt"
+_SAME = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "rms_norm_eps", "rope_theta", "rope_parameters", "max_position_embeddings", "vocab_size", "draft_vocab_size", "block_size",
+)  # fmt: skip
 
-class DFlashShipping(Shipping):
-    """vLLM alone; our own format lies beside it on the Hub."""
 
+class DFlashShipping(Shipping[DFlash]):
+    """vLLM alone; our own format goes to the Hub too."""
+
+    description = "a DFlash drafter (arXiv 2602.06036), blocks of {block_size}, {layers}, {parameters} parameters"
     formats = {"vllm": Format("DFlash as DFlashDraftModel", ("vLLM",))}
 
-    def line(self, trained: Trained, parameters: str) -> str:
-        config = trained.config
-        return (
-            f"a DFlash drafter (arXiv 2602.06036), blocks of {config.get('block_size', 0)}, "
-            f"{config.get('num_hidden_layers', 0)} decoder layers, {parameters} parameters"
-        )
+    def unsupported(self, trained: Trained, form: str) -> list[str]:
+        return super().unsupported(trained, form) or unsupported_features(trained.config, trained.target)
 
-    def refusals(self, trained: Trained, form: str) -> list[str]:
-        return super().refusals(trained, form) or obstacles(trained.config, trained.target)
-
-    def write(self, trained: Trained, form: str, request: Request) -> list[Path]:
+    def write(self, trained: Trained, form: str, request: ExportRequest) -> list[Path]:
         target = Target.load(request.target or trained.target_name, "float32", "cpu")
-        drafter: Any = trained.load()
+        drafter = self.load(trained)
         drafter.bind(target)
         return write_dflash(drafter, target, request.output, request.dtype)
 
-    def check(self, trained: Trained, exported: Path) -> dict[str, Any]:
-        target = Target.load(trained.target_name, "float32", "cpu")
-        return compare_blocks(trained.load(), target, exported, read_config(exported))
+    def engine_config(self, drafter: DFlash, form: str, request: ExportRequest) -> Json:
+        config, fields = drafter.config, drafter.config.to_dict()
+        mask_token = config.mask_token_id
+        if mask_token is None:
+            spare = torch.ones(config.vocab_size, dtype=torch.bool)
+            spare[drafter.kept_ids.cpu()] = False
+            mask_token = int(spare.nonzero().max()) if spare.any() else config.vocab_size - 1
+        return {
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            **{name: fields[name] for name in _SAME},
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "tie_word_embeddings": False,
+            "num_target_layers": config.target["num_layers"],
+            "dflash_config": {
+                "mask_token_id": mask_token,
+                "target_layer_ids": [layer - 1 for layer in config.feature_layers],
+            },
+            "torch_dtype": dtype_name(request.dtype),
+        }
 
-    def options(self, trained: Trained) -> Mapping[str, Mapping[str, Any]]:
-        # vLLM lays as many masks as tokens are asked for, and the drafter knows one number of them.
+    def engine_weights(self, drafter: DFlash, config: Json) -> dict[str, Tensor]:
+        weights = super().engine_weights(drafter, config)
+        if config["draft_vocab_size"] != config["vocab_size"]:
+            kept = drafter.kept_ids.cpu()  # [d] int64
+            weights |= {"lm_head.weight": drafter.head.weight, "d2t": kept - torch.arange(len(kept))}
+        return weights
+
+    def drafter_from(self, original: DFlash, export: Exported) -> DFlash:
+        own, learned = export.config["dflash_config"], original.mask is not None
+        return DFlash(
+            DFlashConfig(
+                **{name: export.config[name] for name in _SAME},
+                feature_layers=tuple(layer + 1 for layer in own["target_layer_ids"]),
+                mask_token_id=None if learned else own["mask_token_id"],
+                train_head=export.config["draft_vocab_size"] != export.config["vocab_size"]
+                or original.lm_head is not None,
+                target=original.config.target,
+            )
+        )
+
+    def drafter_weights(self, original: DFlash, back: DFlash, export: Exported) -> dict[str, Tensor]:
+        state = super().drafter_weights(original, back, export)
+        kept = torch.arange(export.config["draft_vocab_size"]) + export.weights.get("d2t", 0)  # [d] int64
+        return {**state, "kept_ids": kept}
+
+    def exported_weights(self, exported: Path) -> dict[str, Tensor]:
+        weights, path = super().exported_weights(exported), exported / _MASK_FILE
+        return {**weights, "mask": torch.load(path, weights_only=True)["embedding"]} if path.is_file() else weights
+
+    def compare(self, original: DFlash, back: DFlash, dtype: torch.dtype, depth: int, where: str) -> Json:
+        """Compares a frozen head's rows with the target's; the drafts then use the same random head."""
+        if back.lm_head is not None and original.lm_head is None:
+            target = Target.load(original.config.target["name"], "float32", "cpu")
+            if not torch.equal(back.lm_head.weight.to(dtype), target.head_weight[back.kept_ids].to(dtype)):
+                raise UserError(f"{where} computes something else: lm_head.weight is not the target's; export again")
+            back.lm_head = None
+        return super().compare(original, back, dtype, depth, where)
+
+    def checked_depth(self, config: Json) -> int:
+        return config["block_size"] - 1
+
+    def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
+        # vLLM drafts one mask per requested token, and the drafter knows one number of them.
         depth = trained.config.get("block_size", 8) - 1
         return {"vLLM": {"method": "dflash", "num_speculative_tokens": depth}}
+
+
+def unsupported_features(config: Json, target: Json) -> list[str]:
+    """The features of a drafter with this config and target that vLLM does not support; empty if none."""
+    layers, last = list(config.get("feature_layers", ())), target.get("num_layers", 0)
+    reasons = []
+    if any(layer in (0, last) for layer in layers):
+        reasons.append(f"feature_layers={layers}: vLLM provides the inputs of layers 1 to {last - 1} only")
+    if layers != sorted(layers):
+        reasons.append(f"feature_layers={layers}: vLLM provides features in ascending order")
+    return reasons
+
+
+def write_dflash(drafter: DFlash, target: Target, output: Path, dtype: torch.dtype = torch.bfloat16) -> list[Path]:
+    """Writes config.json, model.safetensors and, for a learned mask, mask_embedding.pt.
+
+    Args:
+        drafter: bound to `target`, whose head rows are written where an engine cannot pick them itself.
+
+    Raises:
+        UserError: vLLM cannot compute what the drafter does (every reason), or the output cannot be written.
+    """
+    reasons = unsupported_features(drafter.config.to_dict(), target.identity())
+    if target.embed_scale != 1.0:
+        reasons.append(f"the target scales its embeddings by {target.embed_scale:g}, and vLLM's class does not")
+    if reasons:
+        raise UserError(f"this drafter cannot be written for vLLM: {'; '.join(reasons)}")
+    described = SHIPPING.engine_config(drafter, "vllm", ExportRequest(output, dtype))
+    weights = SHIPPING.engine_weights(drafter, described)
+    mask = weights.pop("mask", None)
+    written = write_checkpoint(output, described, weights, dtype)
+    if mask is not None:
+        learned = {
+            "embedding": mask.detach().to("cpu", dtype),
+            "mask_token_id": described["dflash_config"]["mask_token_id"],
+        }
+        with writing(output):
+            torch.save(learned, output / _MASK_FILE)
+        written.append(output / _MASK_FILE)
+    return written
 
 
 SHIPPING = DFlashShipping()

@@ -8,79 +8,93 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from drafttrain.drafters.shipping import GGUF_NAME, Format, Request, Shipping
-from drafttrain.drafters.trained import META_FILE, Trained, load_shell
-from drafttrain.errors import UserError
+from drafttrain.drafters.draft_model.model import DraftModel
+from drafttrain.drafters.registry import META_FILE
+from drafttrain.drafters.shipping import GGUF_NAME, ExportRequest, Format, Shipping
+from drafttrain.drafters.trained import Trained
+from drafttrain.errors import UserError, first_line
+from drafttrain.files import Json
+from drafttrain.formats.public_names import write_clean_json
 from drafttrain.formats.weights import read_config
-from drafttrain.hub.upload import write_clean_json
+from drafttrain.formats.write_gguf import write_gguf
 from drafttrain.target import resolve_target
+from drafttrain.target.shell import load_shell
 
-_TEXT = "a draft model as plain HF checkpoint"
-_ENGINES = ("transformers", "vLLM", "SGLang", "TensorRT-LLM, Triton")
-_LOGITS = 2e-2  # of the largest logit: two loaders of one file agree to rounding
+_PLAIN = Format("a draft model as plain HF checkpoint", ("transformers", "vLLM", "SGLang", "TensorRT-LLM, Triton"))
+_TOLERANCE = 2e-2  # of the largest log-probability: two loaders of one file agree up to rounding
 
 
-class DraftModelShipping(Shipping):
+class DraftModelShipping(Shipping[DraftModel]):
     """One checkpoint for every engine but llama.cpp, written without our own keys."""
 
+    description = (
+        "a small language model of {parameters} parameters with the same tokenizer, trained to predict what it writes"
+    )
     formats = {
-        "vllm": Format(_TEXT, _ENGINES),
-        "sglang": Format(_TEXT, _ENGINES),
-        "transformers": Format(_TEXT, _ENGINES),
+        "vllm": _PLAIN,
+        "sglang": _PLAIN,
+        "transformers": _PLAIN,
         "gguf": Format("a draft model as GGUF file", ("llama.cpp",)),
     }
     verifiable = {"vllm": "vllm", "transformers": "transformers", "llama.cpp": "gguf"}
     in_root = ("vllm", "sglang", "transformers", "gguf")
 
-    def line(self, trained: Trained, parameters: str) -> str:
-        return f"a small language model of {parameters} parameters with the same tokenizer, trained to guess what it writes"
-
-    def refusals(self, trained: Trained, form: str) -> list[str]:
+    def unsupported(self, trained: Trained, form: str) -> list[str]:
         recorded, own = trained.target.get("vocab_size"), trained.config["vocab_size"]
         if form in ("vllm", "sglang") and recorded and recorded != own:
             return [
                 f"vocab_size={own} differs from the target's {recorded}, and the engine verifies drafts by token id"
             ]
-        return super().refusals(trained, form)
+        return super().unsupported(trained, form)
 
-    def write(self, trained: Trained, form: str, request: Request) -> list[Path]:
-        """Loads the model once, to prove that it is whole."""
+    def write(self, trained: Trained, form: str, request: ExportRequest) -> list[Path]:
+        """Loads the model once, to prove that its checkpoint is complete, and writes it."""
         tokenizer = _tokenizer_folder(trained, request.target)
-        try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                trained.folder, dtype=request.dtype, use_safetensors=True, output_loading_info=True
-            )
-        except (OSError, ValueError) as error:
-            first = str(error).strip().splitlines()[0]
-            raise UserError(f"drafter={str(trained.folder)!r} is no causal language model ({first})") from error
-        model, info = loaded
-        wrong = sorted({*info["missing_keys"], *info["unexpected_keys"]})
-        if wrong:
-            raise UserError(
-                f"drafter={str(trained.folder)!r}: weights and config disagree on {', '.join(map(str, wrong[:3]))}"
-            )
-        for key in ("drafter_kind", "target", "loss"):
-            if hasattr(model.config, key):
-                delattr(model.config, key)
+        model = _load_complete(trained.folder, request.dtype)
         if form == "gguf":
-            from drafttrain.formats.write_gguf import write_gguf
-
             if tokenizer is None:
-                raise UserError(
-                    "format='gguf' holds the tokenizer too, and the drafter's folder has none; pass --target"
-                )
+                raise UserError("format='gguf' needs a tokenizer, and the drafter has none; pass --target")
             return [write_gguf(trained.folder, request.output / GGUF_NAME, request.dtype, tokenizer)]
         model.save_pretrained(request.output)
         if tokenizer is not None:
             AutoTokenizer.from_pretrained(tokenizer).save_pretrained(request.output)
         return sorted(path for path in request.output.iterdir() if path.is_file())
 
-    def check(self, trained: Trained, exported: Path) -> dict[str, Any]:
-        return compare_logits(trained.folder, exported)
+    @torch.no_grad()
+    def check(self, trained: Trained, exported: Path) -> Json:
+        """Compares the draft model and its export, a GGUF file or a plain checkpoint, on one row of tokens.
 
-    def options(self, trained: Trained) -> Mapping[str, Mapping[str, Any]]:
+        Returns:
+            max_log_prob_difference, largest_log_prob, same_argmax: share of positions with the same likeliest token.
+
+        Raises:
+            UserError: logits that differ beyond rounding.
+        """
+        ours = AutoModelForCausalLM.from_pretrained(trained.folder, dtype=torch.float32, use_safetensors=True)
+        form: Json = {"gguf_file": GGUF_NAME} if (exported / GGUF_NAME).is_file() else {"use_safetensors": True}
+        try:
+            theirs = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32, **form)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{str(exported)!r} is no language model ({first_line(error)}); export again") from error
+        if theirs.config.vocab_size != ours.config.vocab_size:
+            raise UserError(
+                f"{str(exported)!r} has vocab_size={theirs.config.vocab_size}, the draft model {ours.config.vocab_size}; "
+                "pass its own export"
+            )
+        ids = torch.arange(1, 33)[None] * 97 % ours.config.vocab_size  # [1, 32] int64
+        left, right = (model.eval()(ids).logits.log_softmax(-1) for model in (ours, theirs))  # [1, 32, v]
+        scale, worst = left.abs().max().item(), (left - right).abs().max().item()
+        if not worst <= _TOLERANCE * scale:
+            raise UserError(
+                f"{str(exported)!r} computes other logits than the draft model (log-probabilities differ by {worst:.3g} of "
+                f"{scale:.3g}); export again, and report this if it stays"
+            )
+        agree = (left.argmax(-1) == right.argmax(-1)).float().mean().item()
+        return {"max_log_prob_difference": worst, "largest_log_prob": scale, "same_argmax": agree}
+
+    def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
         return {
             "vLLM": {"method": "draft_model"},
             "SGLang": {"speculative-algorithm": "STANDALONE"},
@@ -89,13 +103,12 @@ class DraftModelShipping(Shipping):
             "transformers": {},
         }
 
-    def publish(self, trained: Trained, request: Request) -> list[tuple[str, str]]:
-        folder = request.output
+    def publish(self, trained: Trained, request: ExportRequest) -> list[tuple[str, str]]:
         local = replace(request, target=trained.target_name)  # where a tokenizer may be
         self.write(trained, "transformers", local)
         own = read_config(trained.folder, META_FILE) if (trained.folder / META_FILE).is_file() else {}
         described = {**own, "drafter_kind": trained.kind, "target": {**trained.target, "name": request.target}}
-        write_clean_json(folder / META_FILE, described)
+        write_clean_json(request.output / META_FILE, described)
         files = [
             (META_FILE, "kind, target and beginning of the draft model, for drafttrain"),
             ("model.safetensors", "the draft model, for transformers, vLLM, SGLang, TensorRT-LLM and drafttrain"),
@@ -108,38 +121,35 @@ class DraftModelShipping(Shipping):
         return files
 
 
+def _load_complete(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """A language model without our own config keys.
+
+    Raises:
+        UserError: no causal language model, or one whose weights and config disagree.
+    """
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, use_safetensors=True, output_loading_info=True
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(f"drafter={str(folder)!r} is no causal language model ({first_line(error)})") from error
+    model, info = loaded
+    wrong = sorted(map(str, {*info["missing_keys"], *info["unexpected_keys"]}))
+    if wrong:
+        raise UserError(f"drafter={str(folder)!r}: weights and config disagree on {', '.join(wrong[:3])}")
+    for key in ("drafter_kind", "target", "loss"):
+        model.config.__dict__.pop(key, None)
+    return model
+
+
 def _tokenizer_folder(trained: Trained, target: str) -> Path | None:
-    """Where a draft model's tokenizer is: with it, or with its target; None if neither is at hand."""
+    """Where a draft model's tokenizer is: in its own folder or its target's; None if neither is at hand."""
     if (trained.folder / "tokenizer_config.json").is_file():
         return trained.folder
     try:
         return Path(resolve_target(target)) if target and load_shell(target) else None
     except UserError:
         return None
-
-
-@torch.no_grad()
-def compare_logits(folder: Path, exported: Path) -> dict[str, Any]:
-    """A draft model and its export, a GGUF file or a plain checkpoint, on one row of tokens.
-
-    Raises:
-        UserError: logits that differ beyond rounding.
-    """
-    gguf = exported / GGUF_NAME
-    form: dict[str, Any] = {"gguf_file": GGUF_NAME} if gguf.is_file() else {"use_safetensors": True}
-    theirs: Any = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32, **form)
-    ours: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
-    ids = torch.arange(1, 33)[None] * 97 % ours.config.vocab_size
-    left, right = ours.eval()(ids).logits.log_softmax(-1), theirs.eval()(ids).logits.log_softmax(-1)
-    scale = left.abs().max().item()
-    worst = (left - right).abs().max().item()
-    agree = (left.argmax(-1) == right.argmax(-1)).float().mean().item()
-    if not worst <= _LOGITS * scale:
-        raise UserError(
-            f"{str(exported)!r} computes other logits than the draft model (log-probabilities differ by {worst:.3g} of "
-            f"{scale:.3g}); export anew, and report this if it stays"
-        )
-    return {"max_log_prob_difference": worst, "largest_log_prob": scale, "same_argmax": agree}
 
 
 SHIPPING = DraftModelShipping()

@@ -5,75 +5,53 @@ vLLM 0.32 has the network's class, but nothing in its runner that drafts with it
 
 from __future__ import annotations
 
-import math
-from pathlib import Path
-from typing import Any
+from torch import nn
 
-import torch.nn.functional as F
-from torch import Tensor
+from drafttrain.drafters.common.whole_vocabulary import WholeVocabularyShipping
+from drafttrain.drafters.mlp_speculator.model import MlpSpeculator, MlpSpeculatorConfig
+from drafttrain.drafters.shipping import Exported, ExportRequest, Format
+from drafttrain.files import Json
+from drafttrain.formats.weights import dtype_name
 
-from drafttrain.drafters.shipping import Format, Request, Shipping
-from drafttrain.drafters.trained import Trained
-from drafttrain.formats.head_files import compare_heads, save_heads, whole_rows
+_MODULES = {"emb": "emb", "proj": "proj", "ln": "ln", "head": "lm_heads"}  # the engines' names -> ours
+_SAME = ("vocab_size", "emb_dim", "inner_dim", "n_predict", "scale_input")
 
 
-class MlpSpeculatorShipping(Shipping):
+class MlpSpeculatorShipping(WholeVocabularyShipping[MlpSpeculator]):
+    """The published form for older versions of vLLM; our own format goes to the Hub too."""
+
+    description = "an MLP speculator (arXiv 2404.19124) of {n_predict} steps, {parameters} parameters, {kept}"
     formats = {"vllm": Format("MLPSpeculatorPreTrainedModel", ("vLLM",))}
 
-    def line(self, trained: Trained, parameters: str) -> str:
-        config = trained.config
-        return (
-            f"an MLP speculator (arXiv 2404.19124) of {config['n_predict']} steps, {parameters} parameters, "
-            f"{config.get('draft_vocab_size', 0):,} of its {config.get('vocab_size', 0):,} tokens"
-        )
-
-    def write(self, trained: Trained, form: str, request: Request) -> list[Path]:
-        drafter = trained.load()
+    def engine_config(self, drafter: MlpSpeculator, form: str, request: ExportRequest) -> Json:
         config = drafter.config
-        heads = [whole_rows(head.weight, drafter.kept_ids, config.vocab_size) for head in drafter.lm_heads]
-        weights: dict[str, Tensor] = {}
-        for i in range(config.n_predict):  # shared ones too are in the file once per step, as in published checkpoints
-            emb, proj, ln = (m[min(i, len(m) - 1)] for m in (drafter.emb, drafter.proj, drafter.ln))
-            weights |= {f"emb.{i}.weight": emb.weight, f"proj.{i}.weight": proj.weight}
-            weights[f"head.{i}.weight"] = heads[min(i, len(heads) - 1)]
-            weights |= {f"ln.{i}.weight": ln.weight, f"ln.{i}.bias": ln.bias}
-        described = {
+        return {
             "architectures": ["MLPSpeculatorPreTrainedModel"],
             "model_type": "mlp_speculator",
-            "vocab_size": config.vocab_size,
-            "emb_dim": config.emb_dim,
-            "inner_dim": config.inner_dim,
-            "n_predict": config.n_predict,
-            "tie_weights": config.tie_weights and config.n_predict > 1,  # of a single step there is nothing to tie
-            "scale_input": config.scale_input,
+            **{name: value for name, value in config.to_dict().items() if name in _SAME},
+            "tie_weights": config.tie_weights and config.n_predict > 1,  # a single step has nothing to tie
             "top_k_tokens_per_head": [max(1, 5 - i) for i in range(config.n_predict)],
             "n_candidates": 5,
+            "dtype": dtype_name(request.dtype),
         }
-        return save_heads(request.output, weights, described, request.dtype)
 
-    def check(self, trained: Trained, exported: Path) -> dict[str, Any]:
-        return compare_heads(trained.load(), exported, steps)
+    def engine_names(self, drafter: MlpSpeculator, config: Json) -> dict[str, str]:
+        """Shared modules are in the file once per step, as in published checkpoints."""
+        names: dict[str, str] = {}
+        for name, own in _MODULES.items():
+            modules = drafter.get_submodule(own)
+            assert isinstance(modules, nn.ModuleList), "one module per step, or one for all"
+            for i in range(config["n_predict"]):
+                j = min(i, len(modules) - 1)
+                names |= {f"{name}.{i}.{key}": f"{own}.{j}.{key}" for key, _ in modules[j].named_parameters()}
+        return names
 
+    def drafter_from(self, original: MlpSpeculator, export: Exported) -> MlpSpeculator:
+        fields, kept = {key: export.config[key] for key in (*_SAME, "tie_weights")}, len(original.kept_ids)
+        return MlpSpeculator(MlpSpeculatorConfig(**fields, draft_vocab_size=kept, target=original.config.target))
 
-def steps(config: dict[str, Any], weights: dict[str, Tensor], hidden: Tensor, tokens: Tensor) -> list[Tensor]:
-    """What engines compute; see `Engine`."""
-    n = config["n_predict"]
-    state_weight = 0.5 ** (0.5 / n)
-    embed_weight = math.sqrt((1 - state_weight**2) * (config["inner_dim"] / 2))
-    state = _scaled(hidden) / math.sqrt(2) if config["scale_input"] else hidden
-    found = []
-    for i in range(n):
-        last = min(i, 1) if config["tie_weights"] else i
-        first = 0 if config["tie_weights"] else i
-        state = F.linear(state, weights[f"proj.{last}.weight"])
-        state = state + weights[f"emb.{first}.weight"][tokens[:, i]] * (embed_weight / state_weight)
-        state = F.gelu(_scaled(state) * weights[f"ln.{first}.weight"] + weights[f"ln.{first}.bias"])
-        found.append(F.linear(state, weights[f"head.{i}.weight"]))
-    return found
-
-
-def _scaled(x: Tensor) -> Tensor:
-    return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    def checked_depth(self, config: Json) -> int:
+        return config["n_predict"]
 
 
 SHIPPING = MlpSpeculatorShipping()

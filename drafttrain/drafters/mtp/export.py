@@ -1,4 +1,4 @@
-"""Multi-token prediction modules: no engine loads one that stands beside the target."""
+"""Multi-token prediction modules: no engine loads one from a checkpoint of its own."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from drafttrain.drafters.trained import Trained
 
 
 class MTPShipping(Shipping):
+    """Our own format only."""
+
     def line(self, trained: Trained, parameters: str) -> str:
         modules = trained.config.get("modules", 1)
         many = "a multi-token prediction module" if modules == 1 else f"{modules} multi-token prediction modules"
         return f"{many} (arXiv 2412.19437), {parameters} parameters"
 
-    def refusals(self, trained: Trained, form: str) -> list[str]:
+    def unsupported(self, trained: Trained, form: str) -> list[str]:
         return [
             "engines read prediction modules out of the target's own checkpoint, for families that come with one; train an "
             "eagle1 or eagle3 drafter for serving there"

@@ -2,8 +2,8 @@
 
     python llama_side.py JOB.json
 
-The job says target and draft (GGUF files; draft may be null), prompts (token ids), tokens, depth, max_model_len, threads and
-answer, the file to write: per prompt its tokens, and how many drafted ones were offered and accepted.
+The job's keys: target and draft (GGUF files; draft may be null), prompts (token ids), tokens, depth, max_model_len, threads and
+answer, the file to write: per prompt its tokens, and the number of offered and of accepted draft tokens.
 """
 
 import json
@@ -27,7 +27,7 @@ def main() -> None:
         params.speculative.types = [llama.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
         draft = params.speculative.draft
         draft.mparams.path = job["draft"]
-        # A plain chain: always of full length, whatever the drafter thinks of it.
+        # A plain chain, always of full length, whatever probability the drafter gives it.
         draft.n_max, draft.n_min, draft.p_min = job["depth"], 0, 0.0
     server = llama.Server(params)
     address = server.listening_address

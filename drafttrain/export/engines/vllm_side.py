@@ -2,8 +2,8 @@
 
     python vllm_side.py JOB.json
 
-The job says target, dtype, prompts (token ids), tokens, repeats, warm_up, max_model_len, ignore_eos, speculative (vLLM's
-speculative_config or null) and answer, the file to write: runs, tokens of the last one, and vLLM's counters of speculative
+The job's keys: target, dtype, prompts (token ids), tokens, repeats, warm_up, max_model_len, ignore_eos, speculative (vLLM's
+speculative_config or null) and answer, the file to write: runs, the last run's tokens, and vLLM's counters of speculative
 decoding.
 """
 

@@ -1,52 +1,25 @@
-"""What exported heads over the target's last state have in common: rows for the whole vocabulary, and the proof of the files."""
+"""Heads over the target's last state as engines compute them, from the exported files alone, compared with our drafters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+import torch.nn.functional as F
 from torch import Tensor
 
 from drafttrain.drafters.common.path_heads import PathHeads
 from drafttrain.errors import UserError
 from drafttrain.formats.weights import read_config, read_weights
-from drafttrain.hub.upload import write_clean_json
 
 TOLERANCE = 1e-3  # of log-probabilities in float32
 _ANCHORS = 6
 
 # config, weights in float32, last states [n, h], tokens [n, depths] that the depths read -> logits, a [n, v] per depth
 Engine = Callable[[dict[str, Any], dict[str, Tensor], Tensor, Tensor], list[Tensor]]
-
-
-def whole_rows(head: Tensor, kept_ids: Tensor, vocab_size: int) -> Tensor:
-    """[d, w] head rows of the kept tokens -> [vocab_size, w].
-
-    Tokens that the drafter cannot say get the mean of the others' rows: their logit is the mean logit, which is never the
-    highest, so engines that take the likeliest token draft what we draft.
-    """
-    rows = head.mean(0).expand(vocab_size, -1).clone()
-    rows[kept_ids] = head
-    return rows
-
-
-def save_heads(folder: Path, weights: Mapping[str, Tensor], config: dict[str, Any], dtype: torch.dtype) -> list[Path]:
-    """Writes config.json and model.safetensors; returns both.
-
-    Raises:
-        UserError: the folder cannot be written.
-    """
-    tensors = {name: tensor.detach().to(dtype).contiguous().clone() for name, tensor in weights.items()}
-    files = [folder / "config.json", folder / "model.safetensors"]
-    try:
-        write_clean_json(files[0], {**config, "dtype": str(dtype).removeprefix("torch.")})
-        save_file(tensors, files[1], metadata={"format": "pt"})
-    except OSError as error:
-        raise UserError(f"output={str(folder)!r} cannot be written ({error.strerror}); choose another place") from error
-    return files
 
 
 @torch.no_grad()
@@ -88,3 +61,38 @@ def compare_heads(drafter: PathHeads, exported: Path, engine: Engine, seed: int 
             f"tokens: {same}); a flag or weight was lost: export anew, and report this if it stays"
         )
     return {"depth": len(theirs), "max_log_prob_difference": worst, "same_tokens": same}
+
+
+def medusa_steps(config: dict[str, Any], weights: dict[str, Tensor], hidden: Tensor, tokens: Tensor) -> list[Tensor]:
+    """What vLLM computes; see `Engine`."""
+    found = []
+    for i in range(config["num_heads"]):
+        x = hidden
+        for j in range(config["num_hidden_layers"]):
+            x = x + F.silu(F.linear(x, weights[f"blocks.{i}.layers.{j}.weight"]))
+        found.append(F.linear(x, weights["lm_head.weight" if config["original_lm_head"] else f"lm_heads.{i}.weight"]))
+    return found
+
+
+def mlp_steps(config: dict[str, Any], weights: dict[str, Tensor], hidden: Tensor, tokens: Tensor) -> list[Tensor]:
+    """What engines compute; see `Engine`."""
+    n = config["n_predict"]
+    state_weight = 0.5 ** (0.5 / n)
+    embed_weight = math.sqrt((1 - state_weight**2) * (config["inner_dim"] / 2))
+    state = _scaled(hidden) / math.sqrt(2) if config["scale_input"] else hidden
+    found = []
+    for i in range(n):
+        last = min(i, 1) if config["tie_weights"] else i
+        first = 0 if config["tie_weights"] else i
+        state = F.linear(state, weights[f"proj.{last}.weight"])
+        state = state + weights[f"emb.{first}.weight"][tokens[:, i]] * (embed_weight / state_weight)
+        state = F.gelu(_scaled(state) * weights[f"ln.{first}.weight"] + weights[f"ln.{first}.bias"])
+        found.append(F.linear(state, weights[f"head.{i}.weight"]))
+    return found
+
+
+def _scaled(x: Tensor) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+ENGINES: dict[str, Engine] = {"medusa": medusa_steps, "mlp_speculator": mlp_steps}

@@ -8,11 +8,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from drafttrain.drafters.eagle3.eagle3_formats import (
+    FLAT,
+    SPECULATORS,
+    engine_config,
+    engine_weights,
+    read_eagle3,
+    unsupported_features,
+)
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
 from drafttrain.errors import UserError
-from drafttrain.formats.eagle3_formats import FLAT, SPECULATORS, obstacles, read_eagle3, write_eagle3
-from drafttrain.formats.verify_eagle3 import compare_steps
+from drafttrain.formats.weights import write_checkpoint
 from tests.conftest import make_target
+from tests.engine_arithmetic.eagle3 import compare_steps
 
 
 def make_head(target, **options) -> Eagle3:
@@ -25,6 +33,11 @@ def make_head(target, **options) -> Eagle3:
     if head.config.draft_vocab_size < target.vocab_size:
         head.kept_ids.copy_(torch.randperm(target.vocab_size)[: len(head.kept_ids)].sort().values)
     return head
+
+
+def write_eagle3(head, folder, form, dtype=torch.bfloat16, speculative_tokens=3, target_name=""):
+    config = engine_config(head, form, dtype, speculative_tokens, target_name)
+    return write_checkpoint(folder, config, engine_weights(head, config), dtype)
 
 
 @pytest.fixture(scope="module")
@@ -106,9 +119,7 @@ def test_names_and_keys_are_the_engines(target, tmp_path):
     assert torch.equal(weights["t2d"].nonzero()[:, 0], head.kept_ids)
     assert not {"embed_tokens.weight", "kept_ids"} & weights.keys()
     assert "layers.0.self_attn.o_proj.weight" in load_file(tmp_path / "s" / "model.safetensors")
-    assert "d2t" not in load_file(
-        write_eagle3(make_head(target, draft_vocab_size=0), tmp_path / "w", FLAT) / "model.safetensors"
-    )
+    assert "d2t" not in load_file(write_eagle3(make_head(target, draft_vocab_size=0), tmp_path / "w", FLAT)[1])
 
 
 def test_what_a_form_cannot_say_is_refused_with_every_reason(target, tmp_path):
@@ -118,8 +129,8 @@ def test_what_a_form_cannot_say_is_refused_with_every_reason(target, tmp_path):
         write_eagle3(head, tmp_path / "x", FLAT)
     assert not (tmp_path / "x").exists()
     two = make_head(target, feature_layers=(3, 6))
-    assert obstacles(two, "vllm") == []
-    assert "fc takes three" in obstacles(two, "sglang")[0]
+    assert unsupported_features(two, "vllm") == []
+    assert "fc takes three" in unsupported_features(two, "sglang")[0]
     write_eagle3(two, tmp_path / "two", FLAT, dtype=torch.float32)
     described = json.loads((tmp_path / "two" / "config.json").read_text())
     assert described["architectures"] == [
@@ -128,7 +139,7 @@ def test_what_a_form_cannot_say_is_refused_with_every_reason(target, tmp_path):
     assert described["num_aux_hidden_states"] == 2
     assert compare_steps(two, tmp_path / "two")["same_tokens"]
     other = make_head(make_target(layers=8), hidden_size=64)
-    assert "needs both of one width" in obstacles(other, "vllm")[0]
+    assert "needs both of one width" in unsupported_features(other, "vllm")[0]
 
 
 def test_imports_of_others_checkpoints(target, tmp_path):
@@ -254,9 +265,9 @@ def test_every_flag_is_written_read_and_computed(target, tmp_path, form, flags):
     assert all(torch.equal(back.state_dict()[name], value) for name, value in head.state_dict().items())
     assert compare_steps(head, tmp_path / "a")["same_tokens"]
     assert compare_steps(back, tmp_path / "a")["same_tokens"]
-    assert obstacles(head, "vllm") == []
+    assert unsupported_features(head, "vllm") == []
     plain = flags.get("rope_parameters", {}).get("rope_type") == "yarn"
-    assert (obstacles(head, "sglang") == []) == plain
+    assert (unsupported_features(head, "sglang") == []) == plain
     if form == FLAT and not plain:
         described = json.loads((tmp_path / "a" / "config.json").read_text())
         assert described["architectures"] == [

@@ -1,12 +1,4 @@
-"""DFlash drafters as vLLM loads them (`DFlashDraftModel`), and what that class computes from the files alone.
-
-config.json   a Qwen3 config of the layers, block_size, dflash_config {mask_token_id, target_layer_ids: ours - 1}
-weights       fc, hidden_norm, norm, layers.{i}.* as ours; with a pruned vocabulary or a trained head also lm_head and d2t
-mask          a learned one is mask_embedding.pt, the only form that vLLM reads it in; it stands for one token id, for
-              which a token that the drafter cannot say is taken
-
-Sources: vllm/model_executor/models/qwen3_dflash.py and vllm/v1/spec_decode/dflash.py of vLLM 0.32.
-"""
+"""DFlash as vLLM's DFlashDraftModel computes it, from the exported files alone, and two blocks compared with our drafter's."""
 
 from __future__ import annotations
 
@@ -15,94 +7,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from drafttrain.drafters.common.block import BlockDrafter
 from drafttrain.drafters.common.layers import Rotary, rotate
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
-from drafttrain.files import write_json
 from drafttrain.target import Target
 
 _MASK_FILE = "mask_embedding.pt"
 _PROMPT, _KEPT = 24, 3
 TOLERANCE = 1e-3  # of log-probabilities in float32
-
-
-def obstacles(config: dict[str, Any], target: dict[str, Any]) -> list[str]:
-    """Why vLLM cannot draft with a drafter of this config and target, empty if it can."""
-    layers, last = list(config.get("feature_layers", ())), target.get("num_layers", 0)
-    reasons = []
-    if any(layer in (0, last) for layer in layers):
-        reasons.append(f"feature_layers={layers}: vLLM hands out the inputs of layers 1 to {last - 1} only")
-    if layers != sorted(layers):
-        reasons.append(f"feature_layers={layers}: vLLM hands features out in ascending order")
-    return reasons
-
-
-def write_dflash(
-    drafter: BlockDrafter, target: Target, output: Path, dtype: torch.dtype = torch.bfloat16
-) -> list[Path]:
-    """Writes config.json, model.safetensors and, for a learned mask, mask_embedding.pt.
-
-    Args:
-        drafter: bound to `target`, whose head rows are written where an engine cannot pick them itself.
-
-    Raises:
-        UserError: vLLM cannot compute what the drafter does (every reason), or the output cannot be written.
-    """
-    config, reasons = drafter.config, obstacles(drafter.config.to_dict(), target.identity())
-    if target.embed_scale != 1.0:
-        reasons.append(f"the target scales its embeddings by {target.embed_scale:g}, and vLLM's class does not")
-    if reasons:
-        raise UserError(f"this drafter cannot be written for vLLM: {'; '.join(reasons)}")
-    pruned = config.draft_vocab_size != config.vocab_size
-    mask_token = config.mask_token_id
-    if mask_token is None:
-        unsaid = torch.ones(config.vocab_size, dtype=torch.bool)
-        unsaid[drafter.kept_ids.cpu()] = False
-        mask_token = int(unsaid.nonzero().max()) if unsaid.any() else config.vocab_size - 1
-    same = (
-        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-        "rms_norm_eps", "rope_theta", "rope_parameters", "max_position_embeddings", "vocab_size", "draft_vocab_size",
-        "block_size",
-    )  # fmt: skip
-    described = {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        **{name: getattr(config, name) for name in same},
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-        "num_target_layers": target.num_layers,
-        "dflash_config": {
-            "mask_token_id": mask_token,
-            "target_layer_ids": [layer - 1 for layer in config.feature_layers],
-        },
-        "torch_dtype": str(dtype).removeprefix("torch."),
-    }
-    weights = {
-        name: value.detach().to("cpu", dtype).contiguous()
-        for name, value in drafter.state_dict().items()
-        if name not in ("kept_ids", "mask")
-    }
-    if pruned:
-        weights["lm_head.weight"] = drafter.head.weight.detach().to("cpu", dtype).contiguous()
-        kept = drafter.kept_ids.cpu()
-        weights["d2t"] = kept - torch.arange(len(kept))
-    written = [output / "config.json", output / "model.safetensors"]
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        save_file(weights, written[1], metadata={"format": "pt"})
-        if drafter.mask is not None:
-            learned = {"embedding": drafter.mask.detach().to("cpu", dtype), "mask_token_id": mask_token}
-            torch.save(learned, output / _MASK_FILE)
-            written.append(output / _MASK_FILE)
-    except OSError as error:
-        raise UserError(f"output={str(output)!r} cannot be written ({error.strerror}); choose another place") from error
-    write_json(written[0], described)
-    return written
 
 
 class EngineBlock:

@@ -1,0 +1,70 @@
+"""Decoder layers of the Llama family in engines' checkpoints: config keys and rotary embedding."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from drafttrain.files import Json
+
+# Keys that a layer has in every engine's config and in ours, and the default where a checkpoint lacks one (None: required).
+LAYER_KEYS: Json = {
+    "hidden_size": None,
+    "intermediate_size": None,
+    "num_attention_heads": None,
+    "num_key_value_heads": 0,
+    "head_dim": 0,
+    "num_hidden_layers": 1,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "max_position_embeddings": 131072,
+    "vocab_size": None,
+}
+
+
+class LayerFields(Protocol):
+    """A drafter's config, with the keys of LAYER_KEYS."""
+
+    hidden_act: str
+    sliding_window: int
+    rope_theta: float
+
+    @property
+    def rope_parameters(self) -> Json | None: ...
+
+    def to_dict(self) -> Json: ...
+
+
+def rope_parameters(config: LayerFields) -> Json:
+    """The rotary embedding in transformers 5's form: rope_type, rope_theta, and what the type needs."""
+    return {"rope_type": "default", "rope_theta": config.rope_theta, **(config.rope_parameters or {})}
+
+
+def layer_keys(config: LayerFields) -> Json:
+    """A drafter's layers as keys of a Llama config."""
+    rope, own = rope_parameters(config), config.to_dict()
+    keys = {
+        **{name: own[name] for name in LAYER_KEYS},
+        "rope_parameters": rope,
+        "rope_theta": rope["rope_theta"],
+        "tie_word_embeddings": False,
+    }
+    if rope["rope_type"] != "default":  # vLLM reads this key last, and null there erases rope_parameters
+        keys["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
+    return keys
+
+
+def unsupported_by_llama(config: LayerFields, plain: bool = True) -> list[str]:
+    """The features of a drafter's layers that an engine's Llama layer does not support; empty if none.
+
+    Args:
+        plain: the engine's layer has neither windows nor partly rotated heads.
+    """
+    window, partial = config.sliding_window, rope_parameters(config).get("partial_rotary_factor", 1.0) != 1.0
+    checks = {
+        f"hidden_act={config.hidden_act!r}: the engine's MLP raises on anything but silu": config.hidden_act != "silu",
+        f"sliding_window={window}: the engine's layer attends to everything": plain and window,
+        "partial_rotary_factor: the engine's layer rotates whole heads": plain and partial,
+    }
+    return [reason for reason, found in checks.items() if found]
