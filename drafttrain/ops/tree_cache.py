@@ -217,8 +217,8 @@ class TreeCache:
             ):  # else the new tokens see nothing but each other: no copy, no other dtype
                 first = row * self.capacity
                 seen = slice(first, first + layout.prefix_len + layout.held + layout.count)
-                part = (part[0].to(keys.dtype), keys[None, :, seen], values[None, :, seen])
-            outs.append(tree_attention(*part, layout, **form).to(dtype))
+                queries, key, value = queries.to(keys.dtype), keys[None, :, seen], values[None, :, seen]
+            outs.append(tree_attention(queries, key, value, layout, **form).to(dtype))
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
 
     def _new_slots(self, device: torch.device) -> Tensor:
