@@ -211,10 +211,9 @@ class TreeCache:
         outs = []
         sizes = [layout.count for _, layout in self._open]
         parts = zip(*(tensor.split(sizes, dim=2) for tensor in new), strict=True)
-        for part, (row, layout) in zip(parts, self._open, strict=True):
-            if (
-                layout.prefix_len + layout.held > 0
-            ):  # else the new tokens see nothing but each other: no copy, no other dtype
+        for (queries, key, value), (row, layout) in zip(parts, self._open, strict=True):
+            # Without a prefix the new tokens see only each other: no copy, no other dtype.
+            if layout.prefix_len + layout.held > 0:
                 first = row * self.capacity
                 seen = slice(first, first + layout.prefix_len + layout.held + layout.count)
                 queries, key, value = queries.to(keys.dtype), keys[None, :, seen], values[None, :, seen]
