@@ -127,22 +127,16 @@ def check_pretraining(config: TrainConfig) -> None:
 
 @dataclass
 class Prepared:
-    """What a run trains, on what.
-
-    Attributes:
-        train_rows, held_out: rows {tokens, spans, length, index}; train_rows packed if the recipe says so.
-        source: gives batches their target features and distributions. on_policy: mixes in the drafter's responses, or None.
-        checkpoint: to resume from, or None. facts: what training.json records about the drafter.
-    """
+    """What a run trains, on what."""
 
     target: Target
     drafter: TrainableDrafter
-    train_rows: Dataset
-    held_out: Dataset | None
-    source: BatchSource
-    on_policy: OnPolicy | None
-    checkpoint: str | None
-    facts: Json
+    train_rows: Dataset  # rows {tokens, spans, length, index}; packed if the recipe says so
+    held_out: Dataset | None  # never packed
+    source: BatchSource  # gives batches their target features and distributions
+    on_policy: OnPolicy | None  # mixes in the drafter's responses
+    checkpoint: str | None  # to resume from
+    facts: Json  # what training.json records about the drafter
 
 
 def prepare(config: TrainConfig, args: TrainingArguments) -> Prepared:

@@ -64,15 +64,12 @@ def tempered(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
 
 
 class Targets:
-    """The target's next-token distributions at r positions. Subclasses differ in the form that they are stored in.
+    """The target's next-token distributions at r positions. Subclasses differ in the form that they are stored in."""
 
-    Attributes:
-        argmax: [r] int64 drafter id of the target's likeliest token, -1 where the drafter's vocabulary lacks it.
-        sampled: [r] int64 drafter id of the token that follows in the data, -1 likewise; None where `ce` is not used.
-    """
-
-    argmax: Tensor
-    sampled: Tensor | None
+    argmax: Tensor  # [r] int64 drafter id of the target's likeliest token, -1 where the drafter's vocabulary lacks it
+    sampled: (
+        Tensor | None
+    )  # [r] int64 drafter id of the token that follows in the data, -1 likewise; only `ce` needs it
 
     @cached_property
     def _shared(self) -> dict[float, Kept]:
@@ -139,24 +136,15 @@ class FullTargets(Targets):
 
 @dataclass
 class TargetRows(FullTargets):
-    """Target distributions as hidden states times the target's head.
+    """Target distributions as hidden states times the target's head."""
 
-    Attributes:
-        hidden: [r, h] states that the target's head reads.
-        weight: [d, h] the head's rows for the kept (drafter) vocabulary.
-        log_z: [r] float32 log of the softmax denominator over the *full* vocabulary; acceptance reads the full distribution.
-        argmax, sampled: see `Targets`.
-        shape: what the target applies to the products (bias, scale, soft cap); None if nothing.
-        log_z_at: temperature -> [r], log_z of logits / temperature.
-    """
-
-    hidden: Tensor
-    weight: Tensor
-    log_z: Tensor
-    argmax: Tensor
-    shape: Callable[[Tensor], Tensor] | None = None
-    sampled: Tensor | None = None
-    log_z_at: dict[float, Tensor] = field(default_factory=dict)
+    hidden: Tensor  # [r, h] states that the target's head reads
+    weight: Tensor  # [d, h] the head's rows for the kept (drafter) vocabulary
+    log_z: Tensor  # [r] float32 log of the softmax denominator over the *full* vocabulary, which acceptance reads
+    argmax: Tensor  # [r], see `Targets`
+    shape: Callable[[Tensor], Tensor] | None = None  # what the target applies to the products: bias, scale, soft cap
+    sampled: Tensor | None = None  # [r], see `Targets`
+    log_z_at: dict[float, Tensor] = field(default_factory=dict)  # temperature -> [r], log_z of logits / temperature
 
     def products(self, index: Tensor | slice) -> Tensor:
         """[c, d] hidden times head in the head's dtype, before `shape`."""
@@ -332,19 +320,15 @@ DIVERGENCES: dict[str, Divergence] = {
 
 @dataclass
 class DivergenceOutput:
-    """Per-token results, all [t] and detached except the loss; alpha and agree are None unless `measure` was set.
+    """Per-token results, detached except the loss; alpha and agree are None unless `measure` was set."""
 
-    Attributes:
-        loss: scalar, sum of row_weight * divergence.
-        values: the divergence of each token.
-        alpha: sum_v min(p, q) with the target's full p, the probability that a sampled draft token is accepted.
-        agree: bool, the drafter's likeliest token is the target's likeliest of the full vocabulary.
-    """
-
-    loss: Tensor
-    values: Tensor
+    loss: Tensor  # scalar, sum of row_weight * divergence
+    values: Tensor  # [t] divergence of each token
+    # [t] sum_v min(p, q) with the target's full p, the probability that a sampled draft token is accepted
     alpha: Tensor | None = None
-    agree: Tensor | None = None
+    agree: Tensor | None = (
+        None  # [t] bool, the drafter's likeliest token is the target's likeliest of the full vocabulary
+    )
 
 
 def has_kernel(hidden: Tensor) -> bool:

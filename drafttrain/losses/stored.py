@@ -16,14 +16,9 @@ LOWEST = -1e4
 
 @dataclass
 class StoredLogits(FullTargets):
-    """Target distributions as stored logits.
+    """Target distributions as stored logits; the other fields are those of `TargetRows`."""
 
-    Attributes:
-        stored: [r, d] logits over the kept vocabulary, any float dtype.
-        log_z, argmax, sampled, log_z_at: as for `TargetRows`.
-    """
-
-    stored: Tensor
+    stored: Tensor  # [r, d] logits over the kept vocabulary, any float dtype
     log_z: Tensor
     argmax: Tensor
     sampled: Tensor | None = None
@@ -43,16 +38,11 @@ class StoredTopK(Targets):
     The rest is one outcome: divergences are those over the k tokens and "another one", for p and for q. That is a lower bound,
     tight where the drafter spreads the rest as the target does. (The code gives the rest to the other kept tokens in proportion
     to q, which yields the same values and gradients for all losses here.) With a pruned vocabulary the rest counts as kept.
-
-    Attributes:
-        ids: [r, k] int64 drafter ids, -1 for tokens that the drafter lacks. log_p: [r, k] their log-probabilities.
-        rest: [r] mass of all other tokens, 0 to 1.
-        argmax, sampled: see `Targets`.
     """
 
-    ids: Tensor
-    log_p: Tensor
-    rest: Tensor
+    ids: Tensor  # [r, k] int64 drafter ids, -1 for tokens that the drafter lacks
+    log_p: Tensor  # [r, k] their log-probabilities
+    rest: Tensor  # [r] mass of all other tokens, 0 to 1
     argmax: Tensor
     sampled: Tensor | None = None
 

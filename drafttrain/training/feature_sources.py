@@ -66,13 +66,6 @@ class CachedTopK(NamedTuple):
 Cached = CachedStates | CachedTopK
 
 
-def needed_rows(response_mask: Tensor) -> Tensor:
-    """[b, s] bool: positions whose target distribution some depth is trained on (both x_j and x_{j+1} in a response)."""
-    needed = torch.zeros_like(response_mask)
-    needed[:, :-1] = response_mask[:, :-1] & response_mask[:, 1:]
-    return needed
-
-
 class BatchSource(Protocol):
     """Where a batch's features and target distributions come from; the latter are None if the loss reads none.
 
@@ -138,7 +131,9 @@ class TargetSource:
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> TargetPart:
-        needed = needed_rows(batch.response_mask)  # [b, s] bool
+        mask = batch.response_mask  # [b, s] bool
+        # [b, s] bool, positions whose target distribution some depth is trained on: both x_j and x_{j+1} are in a response
+        needed = F.pad(mask[:, :-1] & mask[:, 1:], (0, 1))
         places = [(row, slice(start, start + length)) for row, start, length in batch.conversations().tolist()]
         rows = [needed[place].nonzero().squeeze(1) for place in places]  # [r] each, positions in the conversation
         indices, found = batch.index.tolist(), dict[int, Cached]()  # by number in the batch

@@ -33,20 +33,13 @@ from drafttrain.training.callbacks import gather_drafter
 
 @dataclass(frozen=True)
 class OnPolicyOptions:
-    """The recipe's `on_policy:`.
+    """The recipe's `on_policy:`."""
 
-    Attributes:
-        share: of the rows that responses of the drafter replace, on average.
-        refresh_steps: optimizer steps between refreshes.
-        responses: number of responses per refresh, over all processes.
-        temperature: of the drafter's sampling. max_new_tokens: per response.
-    """
-
-    share: float = 0.5
-    refresh_steps: int = 50
-    responses: int = 64
-    temperature: float = 1.0
-    max_new_tokens: int = 128
+    share: float = 0.5  # of the rows that responses of the drafter replace, on average
+    refresh_steps: int = 50  # optimizer steps between refreshes
+    responses: int = 64  # per refresh, over all processes
+    temperature: float = 1.0  # of the drafter's sampling
+    max_new_tokens: int = 128  # per response
 
     @classmethod
     def parse(cls, given: Json) -> OnPolicyOptions:
