@@ -254,10 +254,10 @@ def first_batches(rows: Dataset, device: torch.device) -> tuple[list[Batch], int
 def begin_from_least_squares(drafter: TrainableDrafter, rows: Dataset, source: BatchSource) -> None:
     """Solves the drafter's closed-form start on some of the data, before the first step; some kinds have none."""
     batches, tokens = first_batches(rows, drafter.device)
-    explained = drafter.solve_start(batches, source)  # type: ignore[arg-type]  # has_states: rows are TargetRows
-    if explained is not None:
-        share = f"{100 * explained:.0f} %"
-        print(f"least-squares start on {tokens} tokens explains {share} of the target's last state", flush=True)
+    share = drafter.solve_start(batches, source)  # type: ignore[arg-type]  # has_states: rows are TargetRows
+    if share is not None:
+        text = f"least-squares start on {tokens} tokens explains {100 * share:.0f} % of the target's last state"
+        print(text, flush=True)
 
 
 # -- fit: the loop ----------------------------------------------------------------------------------------------------
