@@ -20,6 +20,7 @@ from itertools import islice
 
 import httpx
 
+from drafttrain.data.chat import text_ids
 from drafttrain.data.conversation import ChatRenderer, Conversation
 from drafttrain.errors import UserError
 from drafttrain.files import Json
@@ -35,11 +36,7 @@ _FIRST_PAUSE = 0.5  # seconds before the first retry; doubles with each
 
 @dataclass(frozen=True)
 class ResponseSettings:
-    """How responses are generated.
-
-    Attributes:
-        max_new_tokens: limit of a response. max_length: limit of a conversation. seed: of the run.
-    """
+    """How responses are generated: at most max_new_tokens each, in conversations of at most max_length tokens."""
 
     renderer: ChatRenderer
     sampling: SamplingParams
@@ -174,9 +171,8 @@ class OpenAIBackend(Backend):
         renderer = self.settings.renderer
         while True:
             text, finish = self._query(it, url)
-            tokens = renderer.ids(text)  # servers strip the stop token
-            if finish == "stop":
-                tokens.append(renderer.closing_id)
+            # Servers strip the stop token.
+            tokens = text_ids(renderer.tokenizer, text) + ([renderer.closing_id] if finish == "stop" else [])
             if not tokens:  # an empty reply; nothing to train on
                 return it
             it.replies.append(text)
@@ -267,16 +263,13 @@ class VllmBackend(Backend):
         source = iter(conversations)
         while not stop() and (wave := list(islice(source, _WAVE))):
             while wave:
-                going = []
-                for it, tokens, finish in self._respond(wave):
-                    it.accept(tokens, finish)
-                    if self.settings.next_turn(it) is None:
-                        yield it, None
-                    else:
-                        going.append(it)
-                wave = going
+                self._respond(wave)
+                going = [self.settings.next_turn(it) is not None for it in wave]
+                yield from ((it, None) for it, goes in zip(wave, going, strict=True) if not goes)
+                wave = [it for it, goes in zip(wave, going, strict=True) if goes]
 
-    def _respond(self, wave: list[Conversation]) -> Iterator[tuple[Conversation, list[int], str]]:
+    def _respond(self, wave: list[Conversation]) -> None:
+        """Appends the next response to each conversation."""
         sampling, renderer = self.settings.sampling, self.settings.renderer
         params = [
             self._params(
@@ -297,4 +290,4 @@ class VllmBackend(Backend):
                 reason = completion.stop_reason
                 tokens.append(reason if isinstance(reason, int) else renderer.closing_id)
             self._new_tokens += len(tokens)
-            yield it, tokens, "stop" if stopped else "length"
+            it.accept(tokens, "stop" if stopped else "length")

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from drafttrain.data.chat import closing_token, has_template, prompt_ids, text_ids, turn_glue
+from drafttrain.data.chat import closing_token, has_template, prompt_ids, turn_glue
 from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.target import Target
@@ -21,7 +21,7 @@ Turn = list[dict[str, str]]  # messages {"role", "content"} before a response
 
 
 class ChatRenderer:
-    """Renders openings and glue of a target's conversations as token ids.
+    """What a target's conversations need of its tokenizer.
 
     Attributes:
         stop_ids: tokens that end a response: the target's own, and the special token that closes the template's turns.
@@ -39,10 +39,6 @@ class ChatRenderer:
             raise UserError(f"target={target.name!r} has no end-of-sequence token: set eos_token_id in its config.json")
         self.closing_id = min(closing or {self.tokenizer.eos_token_id} & self.stop_ids or self.stop_ids)
 
-    def ids(self, text: str) -> list[int]:
-        """Token ids of text that contains its own special tokens."""
-        return text_ids(self.tokenizer, text)
-
     def open(self, prompt: str | Turn) -> list[int]:
         """Token ids before the first response. prompt: messages, or plain text (a pretrained-only model's prompt)."""
         if not isinstance(prompt, str) and not has_template(self.tokenizer):
@@ -51,10 +47,6 @@ class ChatRenderer:
                 "with `text`, or a target with a chat template"
             )
         return prompt_ids(self.tokenizer, prompt)
-
-    def glue(self, turns: Sequence[Turn], stop_id: int) -> list[int] | None:
-        """Token ids between a response and the next one; None if the template allows none. See `chat.turn_glue`."""
-        return turn_glue(self.tokenizer, turns, stop_id)
 
 
 @dataclass
@@ -129,7 +121,7 @@ class Conversation:
         done = len(self.spans)
         if done >= self.total_turns or self.finish[-1] != "stop":
             return None
-        glue = renderer.glue(self.turns[: done + 1], self.tokens[-1])
+        glue = turn_glue(renderer.tokenizer, self.turns[: done + 1], self.tokens[-1])
         if glue is None or len(self.tokens) + len(glue) + 1 > max_length:
             return None
         self.tokens.extend(glue)

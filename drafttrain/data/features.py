@@ -91,18 +91,15 @@ def run(args: argparse.Namespace) -> int:
             flush=True,
         )
     check_space(root, needed, "features", "choose another disk for the data, --top-k 64, fewer --layers, --max-length")
-    writer, kept = ShardWriter(root / "features", share.rank), "the shards written so far are"
+    writer = ShardWriter(root / "features", share.rank)
     mine = [it for it in todo if share.owns(it[0])]
     with Progress("features", len(mine), "conversations") as progress:
         for keys, rows in batches(mine, 1 if target.device.type == "cpu" else _BATCH_TOKENS):
             found = states(target, rows, layers, args.top_k, DTYPES[args.store_dtype])
             for key, tensors in zip(keys, found, strict=True):
                 writer.add(key, **tensors)
-            if writer.full:
-                writer.write(kept)
             progress.advance(len(keys))
-        if writer.pending:
-            writer.write(kept)
+        writer.flush()
     return 0
 
 

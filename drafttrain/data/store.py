@@ -295,15 +295,11 @@ def _flatten(tree: Json, prefix: str = "") -> Json:
 
 
 class ShardWriter:
-    """Writes tensors of conversations into shards. A shard file appears complete or not at all.
+    """Writes tensors of conversations into shards of `shard_bytes`. A shard file appears complete or not at all.
 
     Args:
         folder: created when missing.
         rank: number of this process; it writes its own shards.
-        shard_bytes: size at which a shard is written.
-
-    Attributes:
-        pending: conversations added since the last shard.
     """
 
     def __init__(self, folder: Path, rank: int, shard_bytes: int = _SHARD_BYTES):
@@ -313,41 +309,45 @@ class ShardWriter:
         self.next_shard = max(written, default=-1) + 1
         for leftover in folder.glob(f".part-{rank:04d}-*"):
             leftover.unlink()
-        self.pending = 0
         self._tensors: dict[str, Tensor] = {}
         self._bytes = 0
 
     def add(self, key: str, **tensors: Tensor) -> None:
-        for name, tensor in tensors.items():
-            self._tensors[f"{key}/{name}"] = tensor.contiguous()
-            self._bytes += tensor.numel() * tensor.element_size()
-        self.pending += 1
+        """Adds a conversation's tensors, and writes the shard if it is full."""
+        self._tensors |= {f"{key}/{name}": tensor.contiguous() for name, tensor in tensors.items()}
+        self._bytes += sum(tensor.nbytes for tensor in tensors.values())
+        if self.full:
+            self.flush()
 
     @property
     def full(self) -> bool:
         return self._bytes >= self.shard_bytes
 
-    def write(self, kept: str) -> None:
-        """Writes the pending tensors as a shard.
+    @property
+    def kept(self) -> str:
+        """The work that a full disk does not destroy, for the error."""
+        return "the shards written so far are"
 
-        Args:
-            kept: names the work that is not lost, for the error.
+    def flush(self) -> None:
+        """Writes the pending tensors as a shard.
 
         Raises:
             UserError: the disk is full.
         """
+        if not self._tensors:
+            return
         try:
             with replacing(self.folder / f"part-{self.rank:04d}-{self.next_shard:05d}.safetensors") as part:
                 save_file(self._tensors, part)
         except Exception as error:
             if not is_disk_full(error):
                 raise
-            raise _disk_full(self.folder, kept) from error
+            raise _disk_full(self.folder, self.kept) from error
         self.next_shard += 1
-        self.pending, self._tensors, self._bytes = 0, {}, 0
+        self._tensors, self._bytes = {}, 0
 
 
-class FeatureWriter:
+class FeatureWriter(ShardWriter):
     """Writes a store's conversations together with the target's states, shard by shard.
 
     The shard is written first and its conversations are appended second. So every stored conversation has its states, and a
@@ -355,26 +355,21 @@ class FeatureWriter:
     """
 
     def __init__(self, store: Store, shard_bytes: int = _SHARD_BYTES):
+        super().__init__(store.directory / "features", store.rank, shard_bytes)
         self.store = store
-        self.shards = ShardWriter(store.directory / "features", store.rank, shard_bytes)
         self._records: list[Json] = []
+
+    @property
+    def kept(self) -> str:
+        return f"{self.store.appended} conversations of this run are"
 
     def append(self, record: Json, features: Tensor, last_hidden: Tensor) -> None:
         """Adds a conversation with its states: features [n, f*h] and last_hidden [n, h], n = tokens - 1."""
-        self.shards.add(record["id"], features=features, last_hidden=last_hidden)
         self._records.append(record)
-        if self.shards.full:
-            self.flush()
+        self.add(record["id"], features=features, last_hidden=last_hidden)
 
     def flush(self) -> None:
-        """Writes the pending conversations.
-
-        Raises:
-            UserError: the disk is full.
-        """
-        if not self._records:
-            return
-        self.shards.write(f"{self.store.appended} conversations of this run are")
+        super().flush()
         for record in self._records:
             self.store.append(record)
         self._records = []
