@@ -14,6 +14,7 @@ from types import ModuleType
 MOVED = {
     "decode": "inference",
     "decode.ngram_corpus": "data.ngram_corpus",
+    "target.shell": "target.target",
     "target_attention": "target.attention",
     "hub.export": "export.export_drafter",
     "hub.import_drafter": "export.import_drafter",

@@ -104,11 +104,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe(root: Path, target: Target, layers: tuple[int, ...], args: argparse.Namespace) -> None:
-    """Writes features.json, or checks that stored states were made with the same settings.
-
-    Raises:
-        UserError: they were not.
-    """
+    """Writes features.json, or checks that stored states were made with the same settings. Raises UserError: they were not."""
     wanted = {"layers": list(layers), "dtype": args.store_dtype, "top_k": args.top_k, "max_length": args.max_length}
     held = stored_features(root)
     if held is not None and any((root / "features").glob("part-*.safetensors")):

@@ -22,8 +22,7 @@ from drafttrain.errors import UserError
 from drafttrain.files import Json, read_jsonl, write_json
 from drafttrain.flags import add_sampling_flags, add_target_flags, load_target, sampling_of
 from drafttrain.progress import Progress
-from drafttrain.target import Target
-from drafttrain.target.shell import load_shell
+from drafttrain.target import Target, load_shell
 
 HELP = """let the target answer the prompts: the distillation data
 
@@ -128,11 +127,7 @@ def read_prompts(path: Path) -> list[Conversation]:
 
 
 def parse_layers(text: str, target: Target) -> tuple[int, ...]:
-    """Reads --features.
-
-    Raises:
-        UserError: not 'none', 'default' or distinct layer numbers of the target.
-    """
+    """Reads --features. Raises UserError: not 'none', 'default' or distinct layer numbers of the target."""
     if text == "none":
         return ()
     if text == "default":

@@ -68,11 +68,7 @@ def responses(directory: str, max_n: int) -> Iterator[list[int]]:
 
 
 def texts(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
-    """Token ids of the documents in a file.
-
-    Raises:
-        UserError: it cannot be read, or a row without text or messages.
-    """
+    """Token ids of the documents in a file. Raises UserError: it cannot be read, or a row without text or messages."""
     if path.suffix == ".jsonl":
         for number, row in read_jsonl(path):
             if row.get("messages"):

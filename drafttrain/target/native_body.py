@@ -46,12 +46,6 @@ class WrappedModel(Protocol):
     vocab_size: int
     max_positions: int | None
 
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def compute_dtype(self) -> torch.dtype: ...
-
     def forward(self, ids: Tensor, layers: Sequence[int], at: Tensor, context: AttentionContext, /) -> TargetOutput: ...
 
 
@@ -66,20 +60,15 @@ class NativeBody:
     @staticmethod
     def of(target: WrappedModel) -> NativeBody | None:
         """For an unpacked target; None if its layers are of another kind or the proof fails."""
-        if target.device.type != "cpu" or target.compute_dtype != torch.float32 or cpu_kernels() is None:
+        weight, parts = next(target.model.parameters()), dict(target.body.named_children())
+        if weight.device.type != "cpu" or weight.dtype != torch.float32 or cpu_kernels() is None:
             return None
-        rotary_embedding = getattr(target.body, "rotary_emb", None)
-        if rotary_embedding is None or not hasattr(target.body, "norm"):
+        if not {"rotary_emb", "norm"} <= parts.keys():
             return None
-        rotary = _Rotary(rotary_embedding)
+        rotary = _Rotary(parts["rotary_emb"])
         expected = [_record(target, start, rotary) for start in _starts(target)]
-        layers = []
-        for module in target.layers:
-            layer = native_layer(module, rotary.width)
-            if layer is None:
-                return None
-            layers.append(layer)
-        if len(layers) != len(rotary.of_layer):
+        layers = [layer for module in target.layers if (layer := native_layer(module, rotary.width)) is not None]
+        if not len(layers) == len(rotary.of_layer) == target.num_layers:
             return None
         native = NativeBody(target, layers, rotary)
         for start, want in zip(_starts(target), expected, strict=True):
@@ -101,8 +90,7 @@ class NativeBody:
         x = embedded[0].contiguous().clone()  # [n, h], the residual stream
         tables = self.rotary.tables(embedded, position_ids)
         wanted = sorted({layer for layer in feature_layers if layer != LAST})
-        plan = context.cpu_plan() if isinstance(context, TreeCache) and self.stack.served else None
-        if plan is not None and isinstance(context, TreeCache):
+        if isinstance(context, TreeCache) and self.stack.served and (plan := context.cpu_plan()) is not None:
             caught = self.stack.forward(x, tables, plan, context.addresses(self.stack.shapes), wanted)
         else:
             caught = self._layer_by_layer(x, tables, context, wanted)
