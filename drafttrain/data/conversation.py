@@ -51,22 +51,18 @@ class ChatRenderer:
 
 @dataclass
 class Conversation:
-    """One row of the prompts file, and what has been generated for it.
-
-    Attributes:
-        turns: messages before each response (user, perhaps system ones); [] for plain `text`.
-        tokens, spans, finish: as in a stored record.
-        replies: the responses as text, from backends that return text.
-    """
+    """One row of the prompts file, and what has been generated for it."""
 
     id: str
     source: str
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[Turn] = field(
+        default_factory=list
+    )  # messages before each response (user, perhaps system); [] for `text`
     text: str = ""
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # tokens, spans, finish: as in a stored record
     spans: list[list[int]] = field(default_factory=list)
     finish: list[str] = field(default_factory=list)
-    replies: list[str] = field(default_factory=list)
+    replies: list[str] = field(default_factory=list)  # the responses as text, from backends that return text
 
     @staticmethod
     def from_row(row: Json, where: str) -> Conversation:
@@ -113,11 +109,8 @@ class Conversation:
         self.finish.append(finish)
 
     def next_turn(self, renderer: ChatRenderer, max_length: int) -> list[int] | None:
-        """Appends and returns the glue to the next response; None when the conversation ends.
-
-        It ends after its last turn, after a truncated response, where the template allows no glue, and where max_length
-        leaves no token for a response.
-        """
+        """Appends and returns the glue to the next response; None when the conversation ends: after its last turn, after a
+        truncated response, where the template allows no glue, and where max_length leaves no token for a response."""
         done = len(self.spans)
         if done >= self.total_turns or self.finish[-1] != "stop":
             return None

@@ -106,13 +106,10 @@ def run(args: argparse.Namespace) -> int:
 def describe(root: Path, target: Target, layers: tuple[int, ...], args: argparse.Namespace) -> None:
     """Writes features.json, or checks that stored states were made with the same settings. Raises UserError: they were not."""
     wanted = {"layers": list(layers), "dtype": args.store_dtype, "top_k": args.top_k, "max_length": args.max_length}
-    held = stored_features(root)
-    if held is not None and any((root / "features").glob("part-*.safetensors")):
-        changed = first_change({**wanted, **{key: held[key] for key in wanted if key in held}}, wanted)
-        if changed:
-            raise UserError(
-                f"data={args.data!r} holds features with {changed}; use the same, or replace them: --overwrite"
-            )
+    held = stored_features(root) or {}
+    changed = first_change({**wanted, **{key: held[key] for key in wanted if key in held}}, wanted)
+    if changed and any((root / "features").glob("part-*.safetensors")):
+        raise UserError(f"data={args.data!r} holds features with {changed}; use the same, or replace them: --overwrite")
     write_json(root / "features" / "features.json", {"target": target.identity(), **wanted})
 
 

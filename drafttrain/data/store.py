@@ -113,9 +113,6 @@ def check_space(
         )
 
 
-# -- reading ------------------------------------------------------------------------------------------------------
-
-
 def _parts(directory: Path) -> list[Path]:
     return sorted(directory.glob("part-*.jsonl"))
 
@@ -150,9 +147,6 @@ def load_records(directory: str | Path) -> Dataset:
         )
     cache = str(root / "arrow")
     return Dataset.from_generator(_records, gen_kwargs={"parts": stamps}, features=_COLUMNS, cache_dir=cache)
-
-
-# -- writing ------------------------------------------------------------------------------------------------------
 
 
 class Store:
@@ -281,9 +275,6 @@ def _flatten(tree: Json, prefix: str = "") -> Json:
     for key, value in tree.items():
         flat.update(_flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
     return flat
-
-
-# -- features -----------------------------------------------------------------------------------------------------
 
 
 class ShardWriter:

