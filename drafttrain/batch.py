@@ -43,9 +43,7 @@ class Batch:
     response_mask: Tensor
     # [c] int64, each conversation's row number in the data set, a key of the feature cache; -1 if it is in no data set.
     index: Tensor  # c = b if not packed
-    documents: Tensor | None = (
-        None  # [c, 3] int64 row, start and length of each conversation, in order; None: each a row
-    )
+    documents: Tensor | None = None  # [c, 3] int64 row, start and length of each conversation; None: each is a row
 
     @classmethod
     def of(cls, inputs: dict[str, Tensor]) -> Batch:
@@ -189,10 +187,8 @@ class TokenTree:
 
     def prune(self, depth: int) -> TokenTree:
         """The part down to `depth`. All children of a node stay or go together, so drawn siblings stay draws from q."""
-        depths = self.depths
-        if max(depths, default=0) <= depth:
-            return self
-        return self.part([node for node, at in enumerate(depths) if at <= depth])
+        kept = [node for node, at in enumerate(self.depths) if at <= depth]
+        return self if len(kept) == len(self) else self.part(kept)
 
     @staticmethod
     def best_nodes(scores: Sequence[float], count: int) -> list[int]:

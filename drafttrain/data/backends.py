@@ -32,6 +32,7 @@ _IN_FLIGHT = 32  # requests per server
 _WAVE = 512  # conversations passed to vLLM together
 _RETRIES = 6
 _FIRST_PAUSE = 0.5  # seconds before the first retry; doubles with each
+Ended = tuple[Conversation, Finished | None]  # a conversation, and the engine's result if that captures hidden states
 
 
 @dataclass(frozen=True)
@@ -64,14 +65,10 @@ class Backend(ABC):
         return self._new_tokens
 
     @abstractmethod
-    def run(
-        self, conversations: Iterable[Conversation], stop: Callable[[], bool]
-    ) -> Iterator[tuple[Conversation, Finished | None]]:
-        """Yields conversations as they end, each with the engine's result if that captures hidden states.
+    def run(self, conversations: Iterable[Conversation], stop: Callable[[], bool]) -> Iterator[Ended]:
+        """Yields conversations as they end. They are open already: their tokens hold the first prompt.
 
-        Args:
-            conversations: already open (their tokens hold the first prompt).
-            stop: once it returns True, no new conversation starts.
+        Once `stop` returns True, no new conversation starts.
         """
 
 
@@ -86,9 +83,7 @@ class LocalBackend(Backend):
     def new_tokens(self) -> int:
         return self.engine.new_tokens
 
-    def run(
-        self, conversations: Iterable[Conversation], stop: Callable[[], bool]
-    ) -> Iterator[tuple[Conversation, Finished]]:
+    def run(self, conversations: Iterable[Conversation], stop: Callable[[], bool]) -> Iterator[Ended]:
         settings, running = self.settings, dict[str, Conversation]()
 
         def requests() -> Iterator[ResponseRequest]:
@@ -144,9 +139,7 @@ class OpenAIBackend(Backend):
         except (ValueError, LookupError, TypeError) as error:
             raise UserError(f"url={url!r} lists no models; name one with --model") from error
 
-    def run(
-        self, conversations: Iterable[Conversation], stop: Callable[[], bool]
-    ) -> Iterator[tuple[Conversation, None]]:
+    def run(self, conversations: Iterable[Conversation], stop: Callable[[], bool]) -> Iterator[Ended]:
         source = enumerate(iter(conversations))
         pending: set[Future[Conversation]] = set()
         with ThreadPoolExecutor(self.concurrency) as pool:
@@ -217,18 +210,16 @@ class OpenAIBackend(Backend):
                 time.sleep(_FIRST_PAUSE * 2 ** (attempt - 1) * random.uniform(0.75, 1.25))
             try:
                 answer = self.client.post(url, json=body)
+                status, text = answer.status_code, answer.text[:200]
+                if answer.is_success:
+                    return answer.json()
+                if status != 429 and status < 500:
+                    raise UserError(f"url={url!r} refuses the request (HTTP {status}): {text}")
+                problem = f"HTTP {status}: {text}"
             except httpx.TransportError as error:
                 problem = f"{type(error).__name__}: {error}"
-                continue
-            if answer.status_code == 429 or answer.status_code >= 500:
-                problem = f"HTTP {answer.status_code}: {answer.text[:200]}"
-                continue
-            if answer.is_error:
-                raise UserError(f"url={url!r} refuses the request (HTTP {answer.status_code}): {answer.text[:200]}")
-            try:
-                return answer.json()
             except ValueError as error:
-                raise UserError(f"url={url!r} did not answer with JSON: {answer.text[:200]}") from error
+                raise UserError(f"url={url!r} did not answer with JSON: {text}") from error
         raise UserError(
             f"url={url!r} gave no answer in {_RETRIES} tries ({problem}); finished conversations are kept: check the "
             "server and run the same command again to continue"
@@ -257,9 +248,7 @@ class VllmBackend(Backend):
             trust_remote_code=trust_remote_code,
         )
 
-    def run(
-        self, conversations: Iterable[Conversation], stop: Callable[[], bool]
-    ) -> Iterator[tuple[Conversation, None]]:
+    def run(self, conversations: Iterable[Conversation], stop: Callable[[], bool]) -> Iterator[Ended]:
         source = iter(conversations)
         while not stop() and (wave := list(islice(source, _WAVE))):
             while wave:

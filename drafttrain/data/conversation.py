@@ -55,9 +55,7 @@ class Conversation:
 
     id: str
     source: str
-    turns: list[Turn] = field(
-        default_factory=list
-    )  # messages before each response (user, perhaps system); [] for `text`
+    turns: list[Turn] = field(default_factory=list)  # messages before each response (user, system); [] for `text`
     text: str = ""
     tokens: list[int] = field(default_factory=list)  # tokens, spans, finish: as in a stored record
     spans: list[list[int]] = field(default_factory=list)

@@ -63,9 +63,10 @@ def run(args: argparse.Namespace) -> int:
         UserError: bad prompts, settings that contradict the data set, no disk space, an unreachable server.
     """
     share, sampling = Share.of_process(), sampling_of(args)
+    limits = {key: getattr(args, key) for key in ("max_new_tokens", "max_length", "seed")}
     for key in ("max_new_tokens", "max_length"):
-        if getattr(args, key) < 1:
-            raise UserError(f"{key}={getattr(args, key)} must be at least 1")
+        if limits[key] < 1:
+            raise UserError(f"{key}={limits[key]} must be at least 1")
     if args.overwrite and share.world > 1:
         raise UserError("overwrite=True with several processes deletes the others' work; delete the folder yourself")
     if args.features != "none" and args.backend != "local":
@@ -76,9 +77,7 @@ def run(args: argparse.Namespace) -> int:
     if args.backend == "local":
         target.check_head()
     layers = parse_layers(args.features, target)
-    renderer = ChatRenderer(target)
-    settings = ResponseSettings(renderer, sampling, args.max_new_tokens, args.max_length, args.seed)
-    limits = {key: getattr(args, key) for key in ("max_new_tokens", "max_length", "seed")}
+    settings = ResponseSettings(ChatRenderer(target), sampling, **limits)
     meta = {
         "target": target.identity(),
         "sampling": {"max_length": args.max_length} if existing else {**vars(sampling), **limits},
@@ -86,21 +85,18 @@ def run(args: argparse.Namespace) -> int:
         "features": {"layers": list(layers), "dtype": "bfloat16"} if layers else None,
     }
     with Store(args.output, meta, share.rank, args.overwrite) as store:
-        if existing:
-            this_run = store_existing(args, target.tokenizer, store, share)
-            prompts = len(store.done_ids()) + this_run["dropped"]["answer_beyond_max_length"]
-            report(args, store, this_run, prompts, share)
-            return 0
-        done = store.done_ids()
+        done, this_run = store.done_ids(), run_counts(0, 0, 0.0, {})
         mine = [it for it in conversations if it.id not in done and share.owns(it.id)]
         if layers:
             needed = feature_bytes(mine, args, settings, (len(layers) + 1) * target.hidden_size * 2)
             check_space(store.directory, needed, "features")
-        this_run = run_counts(0, 0, 0.0, {})
-        if mine:
+        if existing:
+            this_run = store_existing(args, target.tokenizer, store, share)
+        elif mine:
             backend = make_backend(args, target, settings, layers, len(mine))
             this_run = generate_missing(args, settings, store, backend, mine)
-        report(args, store, this_run, len(conversations), share)
+        dropped = this_run["dropped"].get("answer_beyond_max_length", 0)
+        report(args, store, this_run, len(store.done_ids()) + dropped if existing else len(conversations), share)
     return 0
 
 

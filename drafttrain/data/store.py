@@ -21,7 +21,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,11 +79,9 @@ def read_meta(directory: str | Path) -> Json:
             f"data={str(directory)!r} is not a data set ({path.name} cannot be read: {type(error).__name__}); "
             "make one: drafttrain generate --target T --prompts P.jsonl --output DIR"
         ) from error
-    if meta.get("format") != FORMAT:
-        held = meta.get("format")
-        raise UserError(
-            f"data={str(directory)!r} has format {held!r}, this drafttrain reads {FORMAT}; generate it again"
-        )
+    if (held := meta.get("format")) != FORMAT:
+        name = str(directory)
+        raise UserError(f"data={name!r} has format {held!r}, this drafttrain reads {FORMAT}; generate it again")
     return meta
 
 
@@ -98,14 +96,7 @@ def _disk_full(directory: Path, kept: str) -> UserError:
 def check_space(
     directory: Path, needed: float, what: str, remedy: str = "choose another disk, fewer prompts or --features none"
 ) -> None:
-    """Checks the free disk space before any work.
-
-    Args:
-        needed: bytes. what, remedy: for the error.
-
-    Raises:
-        UserError: less is free.
-    """
+    """Checks before any work that `needed` bytes are free; raises UserError, with what needs them and a remedy, if not."""
     free = shutil.disk_usage(directory).free
     if needed > free:
         raise UserError(
@@ -117,18 +108,18 @@ def _parts(directory: Path) -> list[Path]:
     return sorted(directory.glob("part-*.jsonl"))
 
 
-def _lines(part: Path) -> Iterator[Json]:
-    """Complete lines of a part."""
-    return (row for _, row in read_jsonl(part, growing=True, fix="delete that line to redo its conversation"))
+def _lines(parts: Iterable[Path]) -> Iterator[Json]:
+    """Complete lines of the parts."""
+    for part in parts:
+        yield from (row for _, row in read_jsonl(part, growing=True, fix="delete that line to redo its conversation"))
 
 
 def _records(parts: list[tuple[str, int, int]]) -> Iterator[Json]:
     seen: set[str] = set()
-    for path, _, _ in parts:
-        for record in _lines(Path(path)):
-            if record["id"] not in seen:
-                seen.add(record["id"])
-                yield {name: record[name] for name in _COLUMNS}
+    for record in _lines(Path(path) for path, _, _ in parts):
+        if record["id"] not in seen:
+            seen.add(record["id"])
+            yield {name: record[name] for name in _COLUMNS}
 
 
 def load_records(directory: str | Path) -> Dataset:
@@ -142,9 +133,8 @@ def load_records(directory: str | Path) -> Dataset:
     # datasets caches by these arguments, so parts with another size or time are read again.
     stamps = [(str(part), part.stat().st_size, part.stat().st_mtime_ns) for part in _parts(root)]
     if not any(size for _, size, _ in stamps) or next(_records(stamps), None) is None:
-        raise UserError(
-            f"data={str(directory)!r} is empty: no conversation in its part-*.jsonl; run drafttrain generate"
-        )
+        name = str(directory)
+        raise UserError(f"data={name!r} is empty: no conversation in its part-*.jsonl; run drafttrain generate")
     cache = str(root / "arrow")
     return Dataset.from_generator(_records, gen_kwargs={"parts": stamps}, features=_COLUMNS, cache_dir=cache)
 
@@ -153,11 +143,10 @@ class Store:
     """Writes one process's part of a data set.
 
     Args:
-        directory: created when missing.
+        directory: created when missing. overwrite: delete an existing data set first.
         meta: settings that all runs into one data set share: {"target": identity, "sampling": {...}, "features": {...} or
             None, ...}.
         rank: number of this process; it writes its own part.
-        overwrite: delete an existing data set first.
 
     Attributes:
         appended: conversations this process has written.
@@ -190,20 +179,17 @@ class Store:
         return self.directory / f"part-{self.rank:04d}.jsonl"
 
     def _claim(self, meta: Json) -> None:
-        path = self.directory / "meta.json"
+        path, where = self.directory / "meta.json", f"output={str(self.directory)!r}"
         if not path.exists():
             others = [name for name in os.listdir(self.directory) if not name.startswith(".meta")]
             if others and not _parts(self.directory):
-                where = str(self.directory)
-                raise UserError(
-                    f"output={where!r} holds other files ({others[0]}) and no data set; choose an empty folder"
-                )
+                raise UserError(f"{where} holds other files ({others[0]}) and no data set; choose an empty folder")
             write_json(path, {"format": FORMAT, "drafttrain": __version__, **meta, "counts": {}})
         recorded = {key: value for key, value in read_meta(self.directory).items() if key not in _BOOKKEEPING}
         changed = first_change(_flatten(recorded), _flatten(json.loads(json.dumps(meta))))
         if changed:
             raise UserError(
-                f"output={str(self.directory)!r} was begun with {changed}; one data set has one setting: choose another "
+                f"{where} was begun with {changed}; one data set has one setting: choose another "
                 "--output, or delete it with --overwrite"
             )
 
@@ -222,7 +208,7 @@ class Store:
 
     def done_ids(self) -> set[str]:
         """Ids of the conversations in all parts."""
-        return {record["id"] for part in _parts(self.directory) for record in _lines(part)}
+        return {record["id"] for record in _lines(_parts(self.directory))}
 
     def append(self, record: Json) -> None:
         """Appends one conversation, completely or not at all. Raises UserError: the disk is full."""
@@ -245,12 +231,11 @@ class Store:
         """Flushes, updates the counts in meta.json, and returns them."""
         os.fsync(self._file)
         counts = {"conversations": 0, "responses": 0, "response_tokens": 0, "truncated": 0}
-        for part in _parts(self.directory):
-            for record in _lines(part):
-                counts["conversations"] += 1
-                counts["responses"] += len(record["spans"])
-                counts["response_tokens"] += sum(end - start for start, end in record["spans"])
-                counts["truncated"] += record["finish"].count("length")
+        for record in _lines(_parts(self.directory)):
+            counts["conversations"] += 1
+            counts["responses"] += len(record["spans"])
+            counts["response_tokens"] += sum(end - start for start, end in record["spans"])
+            counts["truncated"] += record["finish"].count("length")
         write_json(self.directory / "meta.json", {**read_meta(self.directory), "counts": counts})
         return counts
 

@@ -64,14 +64,9 @@ Tokenizer = PreTrainedTokenizerBase | None  # None only for models that tests bu
 
 
 def resolve_dtype(name: str, device: torch.device | None = None) -> torch.dtype:
-    """The dtype of a name.
+    """The dtype of a name. 'auto' is bfloat16 where `device` multiplies it natively, else float32.
 
-    Args:
-        device: resolves 'auto': bfloat16 where this device multiplies it natively, else float32. Without a device 'auto'
-            is an error, as for files, which have a dtype and no device.
-
-    Raises:
-        UserError: an unknown name.
+    Raises UserError for an unknown name; without a device also for 'auto', as for files, which have a dtype and no device.
     """
     if name == "auto" and device is not None:
         fast = device.type == "cuda" or (device.type == "cpu" and cpu_has_bfloat16())
@@ -205,10 +200,9 @@ class Target:
         dtype: torch.dtype | None = None,
         freeze: bool = True,
     ) -> Target:
-        """Makes a Target of a loaded model, which is frozen and attends through our interface from now on.
+        """Makes a Target of a loaded model, which attends through our interface from now on, and freezes it.
 
-        Args:
-            freeze: False for a draft model, which runs the same way but is trained.
+        A draft model, which runs the same way but is trained, is wrapped with freeze=False.
 
         Raises:
             UserError: a model that an attention context cannot run, with its class name and the reason.
