@@ -119,8 +119,7 @@ class OpenAIBackend(Backend):
         self.urls = [url.rstrip("/") if url.rstrip("/").endswith("/v1") else url.rstrip("/") + "/v1" for url in urls]
         if not self.urls:
             raise UserError("backend=openai needs --url, for example --url http://localhost:8000/v1")
-        key = os.environ.get("OPENAI_API_KEY")
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        headers = {"Authorization": f"Bearer {key}"} if (key := os.environ.get("OPENAI_API_KEY")) else {}
         self.concurrency = _IN_FLIGHT * len(self.urls)
         pool = httpx.Limits(max_connections=self.concurrency)
         self.client = httpx.Client(timeout=httpx.Timeout(600.0, connect=10.0), headers=headers, limits=pool)
@@ -130,8 +129,7 @@ class OpenAIBackend(Backend):
     def _first_model(self, url: str) -> str:
         """The first model that a server lists; an error if the server cannot be reached."""
         try:
-            answer = self.client.get(f"{url}/models")
-            return answer.raise_for_status().json()["data"][0]["id"]
+            return self.client.get(f"{url}/models").raise_for_status().json()["data"][0]["id"]
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise UserError(
                 f"url={url!r} cannot be reached ({type(error).__name__}: {error}); start it, or check the address"

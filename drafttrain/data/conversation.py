@@ -66,8 +66,7 @@ class Conversation:
     def from_row(row: Json, where: str) -> Conversation:
         """Reads {"id", "messages"} or {"id", "text"}; drops assistant messages, because the target answers again.
 
-        Raises:
-            UserError: neither, or messages without a user turn or of an unknown form.
+        Raises UserError: neither, or messages without a user turn or of an unknown form.
         """
         conversation = Conversation(str(row["id"]), str(row.get("source") or ""))
         if isinstance(row.get("text"), str) and row["text"] and "messages" not in row:

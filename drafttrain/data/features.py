@@ -54,8 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Extracts the missing states.
 
-    Raises:
-        UserError: no data set there, one of another tokenizer, stored states of other settings, or too little disk.
+    Raises UserError: no data set there, one of another tokenizer, stored states of other settings, or too little disk.
     """
     share, root = Share.of_process(), Path(args.data).expanduser()
     meta, records = read_meta(root), load_records(root)

@@ -59,8 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Generates the missing conversations and prints a summary.
 
-    Raises:
-        UserError: bad prompts, settings that contradict the data set, no disk space, an unreachable server.
+    Raises UserError: bad prompts, settings that contradict the data set, no disk space, an unreachable server.
     """
     share, sampling = Share.of_process(), sampling_of(args)
     limits = {key: getattr(args, key) for key in ("max_new_tokens", "max_length", "seed")}
@@ -103,8 +102,7 @@ def run(args: argparse.Namespace) -> int:
 def read_prompts(path: Path) -> list[Conversation]:
     """The prompts file as conversations.
 
-    Raises:
-        UserError: no file, a line that is no prompt, a repeated id, or no prompts at all.
+    Raises UserError: no file, a line that is no prompt, a repeated id, or no prompts at all.
     """
     if not path.is_file():
         raise UserError(f"prompts={str(path)!r}: no such file; make one: drafttrain prompts --help")
@@ -170,8 +168,7 @@ def make_backend(
 def choose_slots(text: str, target: Target, max_length: int, features: int = 0) -> int:
     """Reads --slots. 'auto' takes 128 (256 on a GPU), or fewer if they would fill more than half of the free memory.
 
-    Raises:
-        UserError: neither 'auto' nor a positive number.
+    Raises UserError: neither 'auto' nor a positive number.
     """
     if text != "auto":
         if not text.isdigit() or int(text) < 1:
@@ -183,12 +180,11 @@ def choose_slots(text: str, target: Target, max_length: int, features: int = 0) 
     itemsize = 4 if target.device.type == "cpu" else target.compute_dtype.itemsize  # a CPU's cache is float32
     token = 2 * target.num_layers * heads * width * itemsize  # bytes per token: keys and values
     token += (features + 1) * target.hidden_size * 2 if features else 0  # captured states in bfloat16
-    on_gpu = target.device.type == "cuda"
-    if on_gpu:
-        free = torch.cuda.mem_get_info(target.device)[0]
+    if target.device.type == "cuda":
+        most, free = 256, torch.cuda.mem_get_info(target.device)[0]
     else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(1, min(256 if on_gpu else 128, int(free / 2 / (token * max_length))))
+        most, free = 128, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, min(most, int(free / 2 / (token * max_length))))
 
 
 def generate_missing(

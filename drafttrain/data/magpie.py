@@ -61,8 +61,7 @@ class PromptWriter:
 
     Args:
         target: writes the prompts.
-        openings: beginnings of turns; [] for none.
-        share: part of the prompts, 0 to 1, that get an opening.
+        openings: beginnings of turns; [] for none. share: part of the prompts, 0 to 1, that get one.
         max_tokens: longest prompt; longer ones are dropped as unfinished.
         seed: chooses the openings; the same number always gives the same request.
 
@@ -133,8 +132,7 @@ class PromptWriter:
 def load_openings(name: str) -> list[str]:
     """`builtin`, `none`, or a file with one opening per line (\\n in a line stands for a line break).
 
-    Raises:
-        UserError: no such file, or an empty one.
+    Raises UserError: no such file, or an empty one.
     """
     if name in ("builtin", "none"):
         return list(BUILTIN_OPENINGS) if name == "builtin" else []

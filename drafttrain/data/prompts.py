@@ -46,8 +46,7 @@ _READ_AHEAD = 10_000  # rows of a streamed data set that are shuffled together
 def dataset_rows(name: str, subset: str | None, split: str, columns: dict[str, str], seed: int) -> Iterator[Json]:
     """Streams rows of a data set in seeded random order, with the mapped columns under our names.
 
-    Raises:
-        UserError: no such data set, subset or split, or a mapped column that it does not have.
+    Raises UserError: no such data set, subset or split, or a mapped column that it does not have.
     """
     from datasets import load_dataset
 
@@ -76,8 +75,7 @@ def parse_columns(text: str) -> dict[str, str]:
 def evaluation_texts(files: Iterable[Path], own_suites: bool) -> Iterator[str]:
     """The prompts of evaluation files, and of drafttrain's own suites if `own_suites`.
 
-    Raises:
-        UserError: a file that cannot be read, or holds no prompt in a known format.
+    Raises UserError: a file that cannot be read, or holds no prompt in a known format.
     """
     for path in [*files, *(sorted(suites_folder().glob("*.jsonl")) if own_suites else ())]:
         prompts = [prompt for _, row in read_jsonl(path) if (prompt := parse_row(row))]
@@ -117,8 +115,7 @@ def write_prompts(
     Args:
         writer: turns an answer into a prompt.
         answers: the target's answers to the writer's requests from the given number on.
-        log: gets every result, and holds those of an earlier run.
-        keep: counts dropped prompts, earlier results included.
+        log: gets every result, and holds those of an earlier run, which `keep` counts too.
 
     Returns:
         The kept prompts in seeded random order: in order of completion, short ones would come first.

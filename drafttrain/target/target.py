@@ -86,20 +86,18 @@ def resolve_device(name: str = "auto") -> torch.device:
 
 def share_of_gpus() -> dict[int | str, int] | None:
     """Bytes that a spread target may use of each GPU, of n processes on a machine every n-th; None without GPUs."""
-    count = torch.cuda.device_count()
-    if count == 0:
+    if not torch.cuda.is_available():
         return None
     processes, mine = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
     # The first of a process's GPUs also holds the drafter, its optimizer and all activations.
-    gpus = range(mine, count, processes)
+    gpus = range(mine, torch.cuda.device_count(), processes)
     return {gpu: int(torch.cuda.mem_get_info(gpu)[0] * (0.5 if gpu == mine else 0.9)) for gpu in gpus}
 
 
 def resolve_target(name: str) -> str:
     """A folder or Hub id that transformers can load, from a name that `drafttrain fetch` cached, a folder, or a Hub id.
 
-    Raises:
-        UserError: a local path that does not exist or holds no config.json.
+    Raises UserError: a local path that does not exist or holds no config.json.
     """
     cached = cached_model(name)
     if cached is not None:
@@ -425,8 +423,7 @@ class Target:
     def check_head(self) -> None:
         """Proves on one token that head(last_hidden) is what the model itself returns.
 
-        Raises:
-            UserError: the model does something to its logits that `head` does not know.
+        Raises UserError: the model does something to its logits that `head` does not know.
         """
         ids = torch.full((1, 2), min(3, self.vocab_size - 1), device=self.device)
         ours = self.head(self.forward(ids, ()).last_hidden)
@@ -467,8 +464,7 @@ def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
 def load_shell(name: str, trust_remote_code: bool = False) -> Target:
     """A target on the meta device: shapes, tokenizer and identity, no weights.
 
-    Raises:
-        UserError: no config or tokenizer can be loaded by that name.
+    Raises UserError: no config or tokenizer can be loaded by that name.
     """
     path = resolve_target(name)
     try:
