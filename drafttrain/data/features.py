@@ -93,11 +93,11 @@ def run(args: argparse.Namespace) -> int:
     writer = ShardWriter(root / "features", share.rank)
     mine = [it for it in todo if share.owns(it[0])]
     with Progress("features", len(mine), "conversations") as progress:
-        for keys, rows in batches(mine, 1 if target.device.type == "cpu" else _BATCH_TOKENS):
-            found = states(target, rows, layers, args.top_k, DTYPES[args.store_dtype])
-            for key, tensors in zip(keys, found, strict=True):
+        for group in batches(mine, 1 if target.device.type == "cpu" else _BATCH_TOKENS):
+            found = states(target, [tokens for _, tokens in group], layers, args.top_k, DTYPES[args.store_dtype])
+            for (key, _), tensors in zip(group, found, strict=True):
                 writer.add(key, **tensors)
-            progress.advance(len(keys))
+            progress.advance(len(group))
         writer.flush()
     return 0
 
@@ -112,18 +112,16 @@ def describe(root: Path, target: Target, layers: tuple[int, ...], args: argparse
     write_json(root / "features" / "features.json", {"target": target.identity(), **wanted})
 
 
-def batches(todo: list[tuple[str, list[int]]], limit: int) -> Iterator[tuple[list[str], list[list[int]]]]:
+def batches(todo: list[tuple[str, list[int]]], limit: int) -> Iterator[list[tuple[str, list[int]]]]:
     """Groups conversations of similar length, at most `limit` padded tokens or a single conversation per group."""
-    keys: list[str] = []
-    rows: list[list[int]] = []
+    group: list[tuple[str, list[int]]] = []
     for key, tokens in sorted(todo, key=lambda it: len(it[1])) if limit > 1 else todo:
-        if rows and (len(rows) + 1) * len(tokens) > limit:
-            yield keys, rows
-            keys, rows = [], []
-        keys.append(key)
-        rows.append(tokens)
-    if rows:
-        yield keys, rows
+        if group and (len(group) + 1) * len(tokens) > limit:
+            yield group
+            group = []
+        group.append((key, tokens))
+    if group:
+        yield group
 
 
 @torch.no_grad()
