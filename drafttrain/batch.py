@@ -34,22 +34,16 @@ class Batch:
 
     A row holds one conversation or, packed, several in sequence. Packed conversations do not attend to each other, and
     each counts its positions from 0.
-
-    Attributes:
-        input_ids: [b, s] int64, padded with any valid id.
-        lengths: [b] int64, real tokens per row.
-        response_mask: [b, s] bool, True where the target (or the conversation's assistant) produced the token. The first
-            token of a packed conversation is False, so responses of neighbors do not touch.
-        index: [c] int64, each conversation's row number in the data set, a key of the feature cache; -1 if it is in no
-            data set. c = b if not packed.
-        documents: [c, 3] int64 row, start and length of each conversation, in order; None if each row is one.
     """
 
-    input_ids: Tensor
-    lengths: Tensor
+    input_ids: Tensor  # [b, s] int64, padded with any valid id
+    lengths: Tensor  # [b] int64, real tokens per row
+    # [b, s] bool, True where the target (or the conversation's assistant) produced the token. The first token of a packed
+    # conversation is False, so responses of neighbors do not touch.
     response_mask: Tensor
-    index: Tensor
-    documents: Tensor | None = None
+    # [c] int64, each conversation's row number in the data set, a key of the feature cache; -1 if it is in no data set.
+    index: Tensor  # c = b if not packed
+    documents: Tensor | None = None  # [c, 3] int64 row, start and length of each conversation; None: each is a row
 
     @classmethod
     def of(cls, inputs: dict[str, Tensor]) -> Batch:
@@ -117,27 +111,18 @@ def anchors_by_depth(response_mask: Tensor, depths: int, share: float = 1.0) -> 
 
 @dataclass
 class TargetOutput:
-    """Hidden states of the frozen target for a batch.
+    """Hidden states of the frozen target for a batch."""
 
-    Attributes:
-        features: [b, s, f*h], the inputs of the layers that the drafter reads, concatenated.
-        last_hidden: [b, s, h], the input of the target's head (after the final norm).
-    """
-
-    features: Tensor
-    last_hidden: Tensor
+    features: Tensor  # [b, s, f*h], the inputs of the layers that the drafter reads, concatenated
+    last_hidden: Tensor  # [b, s, h], the input of the target's head (after the final norm)
 
 
 class StepOutput(NamedTuple):
-    """A training step's result; a tuple, because DDP and ZeRO-3 look for tensors in the outputs of a forward.
+    """A training step's result; a tuple, because DDP and ZeRO-3 look for tensors in the outputs of a forward."""
 
-    Attributes:
-        loss: scalar, already divided by the global number of anchors.
-        metrics: sums over this batch's anchors by name, each [k] (a value per depth); `count` is the number of anchors,
-            so metrics of several batches and ranks are added first and divided last.
-    """
-
-    loss: Tensor
+    loss: Tensor  # scalar, already divided by the global number of anchors
+    # Sums over this batch's anchors by name, each [k] (a value per depth); `count` is the number of anchors, so metrics of
+    # several batches and ranks are added first and divided last.
     metrics: dict[str, Tensor]
 
 
@@ -163,38 +148,26 @@ def sums_by_depth(outs: Sequence[Measured]) -> dict[str, Tensor]:
 
 @dataclass
 class Proposal:
-    """Proposal distributions q of a sampled tree. Siblings are drawn without replacement, in the order of their indices.
+    """Proposal distributions q of a sampled tree. Siblings are drawn without replacement, in the order of their indices."""
 
-    Attributes:
-        probs: [r, d] float32, the drafter's distributions q, a row per node whose children were drawn.
-        rows: n ints, the row of `probs` that each node was drawn from; -1 for a node that was not drawn.
-        kept_ids: [d] target id of each drafter id; None if the vocabularies are the same.
-    """
-
-    probs: Tensor
-    rows: list[int]
-    kept_ids: Tensor | None = None
+    probs: Tensor  # [r, d] float32, the drafter's distributions q, a row per node whose children were drawn
+    rows: list[int]  # n ints, the row of `probs` that each node was drawn from; -1 for a node that was not drawn
+    kept_ids: Tensor | None = None  # [d] target id of each drafter id; None if the vocabularies are the same
 
 
 @dataclass
 class TokenTree:
     """A tree of drafted tokens in topological order. The root, the last committed token, is not a node.
 
-    Attributes:
-        tokens: [n] int64, target vocabulary.
-        parents: n ints, index of each node's parent, -1 for children of the root; smaller than the node's own index.
-            Siblings carry distinct tokens.
-        log_probs: [n] float32 or None, the drafter's log-probability of each token's path; nan for a merged match.
-        proposal: None if no node was drawn (top-k tokens, matches); verification then needs no q.
-        probes: number of nodes at the end that are probes, not drafts. The session reads the target's choice after them;
-            verification never accepts them.
+    Siblings carry distinct tokens. Probes are nodes at the end that are no drafts: the session reads the target's choice
+    after them; verification never accepts them.
     """
 
-    tokens: Tensor
-    parents: list[int]
-    log_probs: Tensor | None = None
-    proposal: Proposal | None = None
-    probes: int = 0
+    tokens: Tensor  # [n] int64, target vocabulary
+    parents: list[int]  # n ints, each node's parent, -1 for children of the root; smaller than the node's own index
+    log_probs: Tensor | None = None  # [n] float32, the drafter's of each token's path; nan for a merged match
+    proposal: Proposal | None = None  # None if no node was drawn (top-k tokens, matches); verification then needs no q
+    probes: int = 0  # number of probes at the end
 
     def __len__(self) -> int:
         return len(self.parents)
@@ -214,10 +187,8 @@ class TokenTree:
 
     def prune(self, depth: int) -> TokenTree:
         """The part down to `depth`. All children of a node stay or go together, so drawn siblings stay draws from q."""
-        depths = self.depths
-        if max(depths, default=0) <= depth:
-            return self
-        return self.part([node for node, at in enumerate(depths) if at <= depth])
+        kept = [node for node, at in enumerate(self.depths) if at <= depth]
+        return self if len(kept) == len(self) else self.part(kept)
 
     @staticmethod
     def best_nodes(scores: Sequence[float], count: int) -> list[int]:

@@ -18,8 +18,7 @@ Json = dict[str, Any]  # a JSON object
 
 def cache_folder() -> Path:
     """The folder of fetched models and built kernels: $DRAFTTRAIN_CACHE, else drafttrain/ in the user's cache folder."""
-    own = os.environ.get("DRAFTTRAIN_CACHE")
-    if own:
+    if own := os.environ.get("DRAFTTRAIN_CACHE"):
         return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "drafttrain"
 
@@ -49,17 +48,22 @@ def replacing(path: Path) -> Iterator[Path]:
         part.unlink(missing_ok=True)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replaces a file in one step, so that readers see the old or the new content.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Reports a failure to write `path` as a UserError, also a full disk in safetensors' or torch's own errors."""
     try:
-        with replacing(path) as part:
-            part.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"output={str(path)!r} cannot be written ({error.strerror}); choose another place") from error
+        yield
+    except Exception as error:
+        if not isinstance(error, OSError) and not is_disk_full(error):
+            raise
+        reason = (error.strerror if isinstance(error, OSError) else None) or first_line(error)
+        raise UserError(f"output={str(path)!r} cannot be written ({reason}); choose another place") from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces a file in one step, so that readers see the old or the new content. Raises UserError as `writing` does."""
+    with writing(path), replacing(path) as part:
+        part.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
@@ -181,15 +185,3 @@ def hub_snapshot(repo: str, patterns: Sequence[str], key: str, ignore: Sequence[
             f"{key}={repo!r}: no such folder, and the Hub does not provide it ({first_line(error)}); check the name, and log "
             "in for a private one: hf auth login"
         ) from error
-
-
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Reports a failure to write `path` as a UserError, also a full disk in safetensors' or torch's own errors."""
-    try:
-        yield
-    except Exception as error:
-        if not isinstance(error, OSError) and not is_disk_full(error):
-            raise
-        reason = (error.strerror if isinstance(error, OSError) else None) or first_line(error)
-        raise UserError(f"output={str(path)!r} cannot be written ({reason}); choose another place") from error

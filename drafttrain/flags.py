@@ -48,11 +48,7 @@ def load_target(args: argparse.Namespace, name: str = "", device_map: str = "") 
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """A target's tokenizer, for commands that need no weights.
-
-    Raises:
-        UserError: none loads by that name.
-    """
+    """A target's tokenizer, for commands that need no weights. Raises UserError: none loads by that name."""
     from transformers import AutoTokenizer
 
     from drafttrain.target import resolve_target
@@ -92,11 +88,7 @@ def add_sampling_flags(
 
 
 def sampling_of(args: argparse.Namespace) -> SamplingParams:
-    """The sampling parameters that the flags of `add_sampling_flags` describe.
-
-    Raises:
-        UserError: a value out of range.
-    """
+    """The sampling parameters that the flags of `add_sampling_flags` describe. Raises UserError: a value out of range."""
     from drafttrain.ops.sampling import SamplingParams
 
     more = {name: vars(args)[name] for name in ("min_p", "repetition_penalty") if name in vars(args)}

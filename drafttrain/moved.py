@@ -14,6 +14,7 @@ from types import ModuleType
 MOVED = {
     "decode": "inference",
     "decode.ngram_corpus": "data.ngram_corpus",
+    "target.shell": "target.target",
     "decode.rows": "inference.sequence",
     "decode.stats": "inference.sequence",
     "decode.text": "inference.sequence",

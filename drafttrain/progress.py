@@ -13,13 +13,7 @@ _LINE_SECONDS = 15.0  # between plain lines
 
 
 class Progress:
-    """Counts towards a total; a context manager.
-
-    Args:
-        label: names the work.
-        total: the goal; None if it is not known.
-        unit: what is counted, plural.
-    """
+    """Counts `unit`s (plural) of the work `label` towards a total, None if that is not known; a context manager."""
 
     def __init__(self, label: str, total: int | None, unit: str):
         self.label, self.total, self.unit = label, total, unit
@@ -50,11 +44,9 @@ class Progress:
         self._show()
 
     def advance(self, count: int = 1, note: str = "", share: float = 0.0) -> None:
-        """Counts `count` more.
+        """Counts `count` more. note: shown behind the counts. share: spent part, 0 to 1, of another budget (time, tokens).
 
-        Args:
-            note: shown behind the counts.
-            share: part of another budget (time, tokens) that is spent, 0 to 1; the time left is the least of both.
+        The time left is the least of both.
         """
         self.done += count
         self.note, self.share = note, share

@@ -20,6 +20,7 @@ from itertools import islice
 
 import httpx
 
+from drafttrain.data.chat import text_ids
 from drafttrain.data.conversation import ChatRenderer, Conversation
 from drafttrain.errors import UserError
 from drafttrain.files import Json
@@ -31,15 +32,12 @@ _IN_FLIGHT = 32  # requests per server
 _WAVE = 512  # conversations passed to vLLM together
 _RETRIES = 6
 _FIRST_PAUSE = 0.5  # seconds before the first retry; doubles with each
+Ended = tuple[Conversation, Finished | None]  # a conversation, and the engine's result if that captures hidden states
 
 
 @dataclass(frozen=True)
 class ResponseSettings:
-    """How responses are generated.
-
-    Attributes:
-        max_new_tokens: limit of a response. max_length: limit of a conversation. seed: of the run.
-    """
+    """How responses are generated: at most max_new_tokens each, in conversations of at most max_length tokens."""
 
     renderer: ChatRenderer
     sampling: SamplingParams
@@ -67,14 +65,10 @@ class Backend(ABC):
         return self._new_tokens
 
     @abstractmethod
-    def run(
-        self, conversations: Iterable[Conversation], stop: Callable[[], bool]
-    ) -> Iterator[tuple[Conversation, Finished | None]]:
-        """Yields conversations as they end, each with the engine's result if that captures hidden states.
+    def run(self, conversations: Iterable[Conversation], stop: Callable[[], bool]) -> Iterator[Ended]:
+        """Yields conversations as they end. They are open already: their tokens hold the first prompt.
 
-        Args:
-            conversations: already open (their tokens hold the first prompt).
-            stop: once it returns True, no new conversation starts.
+        Once `stop` returns True, no new conversation starts.
         """
 
 
@@ -89,9 +83,7 @@ class LocalBackend(Backend):
     def new_tokens(self) -> int:
         return self.engine.new_tokens
 
-    def run(
-        self, conversations: Iterable[Conversation], stop: Callable[[], bool]
-    ) -> Iterator[tuple[Conversation, Finished]]:
+    def run(self, conversations: Iterable[Conversation], stop: Callable[[], bool]) -> Iterator[Ended]:
         settings, running = self.settings, dict[str, Conversation]()
 
         def requests() -> Iterator[ResponseRequest]:
@@ -127,8 +119,7 @@ class OpenAIBackend(Backend):
         self.urls = [url.rstrip("/") if url.rstrip("/").endswith("/v1") else url.rstrip("/") + "/v1" for url in urls]
         if not self.urls:
             raise UserError("backend=openai needs --url, for example --url http://localhost:8000/v1")
-        key = os.environ.get("OPENAI_API_KEY")
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        headers = {"Authorization": f"Bearer {key}"} if (key := os.environ.get("OPENAI_API_KEY")) else {}
         self.concurrency = _IN_FLIGHT * len(self.urls)
         pool = httpx.Limits(max_connections=self.concurrency)
         self.client = httpx.Client(timeout=httpx.Timeout(600.0, connect=10.0), headers=headers, limits=pool)
@@ -138,8 +129,7 @@ class OpenAIBackend(Backend):
     def _first_model(self, url: str) -> str:
         """The first model that a server lists; an error if the server cannot be reached."""
         try:
-            answer = self.client.get(f"{url}/models")
-            return answer.raise_for_status().json()["data"][0]["id"]
+            return self.client.get(f"{url}/models").raise_for_status().json()["data"][0]["id"]
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise UserError(
                 f"url={url!r} cannot be reached ({type(error).__name__}: {error}); start it, or check the address"
@@ -147,9 +137,7 @@ class OpenAIBackend(Backend):
         except (ValueError, LookupError, TypeError) as error:
             raise UserError(f"url={url!r} lists no models; name one with --model") from error
 
-    def run(
-        self, conversations: Iterable[Conversation], stop: Callable[[], bool]
-    ) -> Iterator[tuple[Conversation, None]]:
+    def run(self, conversations: Iterable[Conversation], stop: Callable[[], bool]) -> Iterator[Ended]:
         source = enumerate(iter(conversations))
         pending: set[Future[Conversation]] = set()
         with ThreadPoolExecutor(self.concurrency) as pool:
@@ -174,9 +162,8 @@ class OpenAIBackend(Backend):
         renderer = self.settings.renderer
         while True:
             text, finish = self._query(it, url)
-            tokens = renderer.ids(text)  # servers strip the stop token
-            if finish == "stop":
-                tokens.append(renderer.closing_id)
+            # Servers strip the stop token.
+            tokens = text_ids(renderer.tokenizer, text) + ([renderer.closing_id] if finish == "stop" else [])
             if not tokens:  # an empty reply; nothing to train on
                 return it
             it.replies.append(text)
@@ -221,18 +208,16 @@ class OpenAIBackend(Backend):
                 time.sleep(_FIRST_PAUSE * 2 ** (attempt - 1) * random.uniform(0.75, 1.25))
             try:
                 answer = self.client.post(url, json=body)
+                status, text = answer.status_code, answer.text[:200]
+                if answer.is_success:
+                    return answer.json()
+                if status != 429 and status < 500:
+                    raise UserError(f"url={url!r} refuses the request (HTTP {status}): {text}")
+                problem = f"HTTP {status}: {text}"
             except httpx.TransportError as error:
                 problem = f"{type(error).__name__}: {error}"
-                continue
-            if answer.status_code == 429 or answer.status_code >= 500:
-                problem = f"HTTP {answer.status_code}: {answer.text[:200]}"
-                continue
-            if answer.is_error:
-                raise UserError(f"url={url!r} refuses the request (HTTP {answer.status_code}): {answer.text[:200]}")
-            try:
-                return answer.json()
             except ValueError as error:
-                raise UserError(f"url={url!r} did not answer with JSON: {answer.text[:200]}") from error
+                raise UserError(f"url={url!r} did not answer with JSON: {text}") from error
         raise UserError(
             f"url={url!r} gave no answer in {_RETRIES} tries ({problem}); finished conversations are kept: check the "
             "server and run the same command again to continue"
@@ -261,22 +246,17 @@ class VllmBackend(Backend):
             trust_remote_code=trust_remote_code,
         )
 
-    def run(
-        self, conversations: Iterable[Conversation], stop: Callable[[], bool]
-    ) -> Iterator[tuple[Conversation, None]]:
+    def run(self, conversations: Iterable[Conversation], stop: Callable[[], bool]) -> Iterator[Ended]:
         source = iter(conversations)
         while not stop() and (wave := list(islice(source, _WAVE))):
             while wave:
-                going = []
-                for it, tokens, finish in self._respond(wave):
-                    it.accept(tokens, finish)
-                    if self.settings.next_turn(it) is None:
-                        yield it, None
-                    else:
-                        going.append(it)
-                wave = going
+                self._respond(wave)
+                going = [self.settings.next_turn(it) is not None for it in wave]
+                yield from ((it, None) for it, goes in zip(wave, going, strict=True) if not goes)
+                wave = [it for it, goes in zip(wave, going, strict=True) if goes]
 
-    def _respond(self, wave: list[Conversation]) -> Iterator[tuple[Conversation, list[int], str]]:
+    def _respond(self, wave: list[Conversation]) -> None:
+        """Appends the next response to each conversation."""
         sampling, renderer = self.settings.sampling, self.settings.renderer
         params = [
             self._params(
@@ -297,4 +277,4 @@ class VllmBackend(Backend):
                 reason = completion.stop_reason
                 tokens.append(reason if isinstance(reason, int) else renderer.closing_id)
             self._new_tokens += len(tokens)
-            yield it, tokens, "stop" if stopped else "length"
+            it.accept(tokens, "stop" if stopped else "length")

@@ -24,12 +24,10 @@ def has_template(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def render_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], generation: bool = False) -> str:
-    """The conversation as text, markers included.
+    """The conversation as text, markers included; without a chat template, blank lines join the turns.
 
     Args:
-        tokenizer: without a chat template, blank lines join the turns.
-        messages: role and content of each turn.
-        generation: end where the assistant's next turn begins.
+        messages: role and content of each turn. generation: end where the assistant's next turn begins.
 
     Raises:
         UserError: the template rejects these messages (roles that do not alternate, no system role, ...).
@@ -46,23 +44,15 @@ def render_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message],
 
 
 def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
-    """Token ids of a conversation up to where the assistant begins to answer; BOS exactly once, as in serving.
-
-    Raises:
-        UserError: as in `render_text`.
-    """
+    """Token ids of a conversation up to where the assistant begins to answer; BOS exactly once. Raises as `render_text`."""
     return encode(tokenizer, render_text(tokenizer, messages, generation=True))
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[Message]) -> list[int]:
-    """Token ids of a prompt that the target continues.
+    """Token ids of a prompt that the target continues. Raises as `render_text`.
 
-    Args:
-        prompt: text, which gets the special tokens that the tokenizer adds; or messages, rendered up to where the
-            assistant answers (without a template: joined by blank lines, as text).
-
-    Raises:
-        UserError: as in `render_text`.
+    Text gets the special tokens that the tokenizer adds. Messages are rendered up to where the assistant answers (without
+    a template: joined by blank lines, as text).
     """
     if not isinstance(prompt, str) and has_template(tokenizer):
         return render_prompt(tokenizer, prompt)
@@ -97,17 +87,11 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class TurnFrame:
-    """The tokens around a user's first turn.
+    """The tokens around a user's first turn."""
 
-    Attributes:
-        prefix_ids: before the content.
-        stop_ids: special tokens that end the turn.
-        ending: text after the content, for templates that end a turn with plain text; '' for others.
-    """
-
-    prefix_ids: list[int]
-    stop_ids: frozenset[int]
-    ending: str
+    prefix_ids: list[int]  # before the content
+    stop_ids: frozenset[int]  # special tokens that end the turn
+    ending: str  # text after the content, for templates that end a turn with plain text; '' for others
 
 
 def user_frame(tokenizer: PreTrainedTokenizerBase) -> TurnFrame | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from drafttrain.data.chat import closing_token, has_template, prompt_ids, text_ids, turn_glue
+from drafttrain.data.chat import closing_token, has_template, prompt_ids, turn_glue
 from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.target import Target
@@ -21,7 +21,7 @@ Turn = list[dict[str, str]]  # messages {"role", "content"} before a response
 
 
 class ChatRenderer:
-    """Renders openings and glue of a target's conversations as token ids.
+    """What a target's conversations need of its tokenizer.
 
     Attributes:
         stop_ids: tokens that end a response: the target's own, and the special token that closes the template's turns.
@@ -39,10 +39,6 @@ class ChatRenderer:
             raise UserError(f"target={target.name!r} has no end-of-sequence token: set eos_token_id in its config.json")
         self.closing_id = min(closing or {self.tokenizer.eos_token_id} & self.stop_ids or self.stop_ids)
 
-    def ids(self, text: str) -> list[int]:
-        """Token ids of text that contains its own special tokens."""
-        return text_ids(self.tokenizer, text)
-
     def open(self, prompt: str | Turn) -> list[int]:
         """Token ids before the first response. prompt: messages, or plain text (a pretrained-only model's prompt)."""
         if not isinstance(prompt, str) and not has_template(self.tokenizer):
@@ -52,36 +48,25 @@ class ChatRenderer:
             )
         return prompt_ids(self.tokenizer, prompt)
 
-    def glue(self, turns: Sequence[Turn], stop_id: int) -> list[int] | None:
-        """Token ids between a response and the next one; None if the template allows none. See `chat.turn_glue`."""
-        return turn_glue(self.tokenizer, turns, stop_id)
-
 
 @dataclass
 class Conversation:
-    """One row of the prompts file, and what has been generated for it.
-
-    Attributes:
-        turns: messages before each response (user, perhaps system ones); [] for plain `text`.
-        tokens, spans, finish: as in a stored record.
-        replies: the responses as text, from backends that return text.
-    """
+    """One row of the prompts file, and what has been generated for it."""
 
     id: str
     source: str
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)  # messages before each response (user, system); [] for `text`
     text: str = ""
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # tokens, spans, finish: as in a stored record
     spans: list[list[int]] = field(default_factory=list)
     finish: list[str] = field(default_factory=list)
-    replies: list[str] = field(default_factory=list)
+    replies: list[str] = field(default_factory=list)  # the responses as text, from backends that return text
 
     @staticmethod
     def from_row(row: Json, where: str) -> Conversation:
         """Reads {"id", "messages"} or {"id", "text"}; drops assistant messages, because the target answers again.
 
-        Raises:
-            UserError: neither, or messages without a user turn or of an unknown form.
+        Raises UserError: neither, or messages without a user turn or of an unknown form.
         """
         conversation = Conversation(str(row["id"]), str(row.get("source") or ""))
         if isinstance(row.get("text"), str) and row["text"] and "messages" not in row:
@@ -121,15 +106,12 @@ class Conversation:
         self.finish.append(finish)
 
     def next_turn(self, renderer: ChatRenderer, max_length: int) -> list[int] | None:
-        """Appends and returns the glue to the next response; None when the conversation ends.
-
-        It ends after its last turn, after a truncated response, where the template allows no glue, and where max_length
-        leaves no token for a response.
-        """
+        """Appends and returns the glue to the next response; None when the conversation ends: after its last turn, after a
+        truncated response, where the template allows no glue, and where max_length leaves no token for a response."""
         done = len(self.spans)
         if done >= self.total_turns or self.finish[-1] != "stop":
             return None
-        glue = renderer.glue(self.turns[: done + 1], self.tokens[-1])
+        glue = turn_glue(renderer.tokenizer, self.turns[: done + 1], self.tokens[-1])
         if glue is None or len(self.tokens) + len(glue) + 1 > max_length:
             return None
         self.tokens.extend(glue)

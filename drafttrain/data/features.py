@@ -54,8 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Extracts the missing states.
 
-    Raises:
-        UserError: no data set there, one of another tokenizer, stored states of other settings, or too little disk.
+    Raises UserError: no data set there, one of another tokenizer, stored states of other settings, or too little disk.
     """
     share, root = Share.of_process(), Path(args.data).expanduser()
     meta, records = read_meta(root), load_records(root)
@@ -91,50 +90,38 @@ def run(args: argparse.Namespace) -> int:
             flush=True,
         )
     check_space(root, needed, "features", "choose another disk for the data, --top-k 64, fewer --layers, --max-length")
-    writer, kept = ShardWriter(root / "features", share.rank), "the shards written so far are"
+    writer = ShardWriter(root / "features", share.rank)
     mine = [it for it in todo if share.owns(it[0])]
     with Progress("features", len(mine), "conversations") as progress:
-        for keys, rows in batches(mine, 1 if target.device.type == "cpu" else _BATCH_TOKENS):
-            found = states(target, rows, layers, args.top_k, DTYPES[args.store_dtype])
-            for key, tensors in zip(keys, found, strict=True):
+        for group in batches(mine, 1 if target.device.type == "cpu" else _BATCH_TOKENS):
+            found = states(target, [tokens for _, tokens in group], layers, args.top_k, DTYPES[args.store_dtype])
+            for (key, _), tensors in zip(group, found, strict=True):
                 writer.add(key, **tensors)
-            if writer.full:
-                writer.write(kept)
-            progress.advance(len(keys))
-        if writer.pending:
-            writer.write(kept)
+            progress.advance(len(group))
+        writer.flush()
     return 0
 
 
 def describe(root: Path, target: Target, layers: tuple[int, ...], args: argparse.Namespace) -> None:
-    """Writes features.json, or checks that stored states were made with the same settings.
-
-    Raises:
-        UserError: they were not.
-    """
+    """Writes features.json, or checks that stored states were made with the same settings. Raises UserError: they were not."""
     wanted = {"layers": list(layers), "dtype": args.store_dtype, "top_k": args.top_k, "max_length": args.max_length}
-    held = stored_features(root)
-    if held is not None and any((root / "features").glob("part-*.safetensors")):
-        changed = first_change({**wanted, **{key: held[key] for key in wanted if key in held}}, wanted)
-        if changed:
-            raise UserError(
-                f"data={args.data!r} holds features with {changed}; use the same, or replace them: --overwrite"
-            )
+    held = stored_features(root) or {}
+    changed = first_change({**wanted, **{key: held[key] for key in wanted if key in held}}, wanted)
+    if changed and any((root / "features").glob("part-*.safetensors")):
+        raise UserError(f"data={args.data!r} holds features with {changed}; use the same, or replace them: --overwrite")
     write_json(root / "features" / "features.json", {"target": target.identity(), **wanted})
 
 
-def batches(todo: list[tuple[str, list[int]]], limit: int) -> Iterator[tuple[list[str], list[list[int]]]]:
+def batches(todo: list[tuple[str, list[int]]], limit: int) -> Iterator[list[tuple[str, list[int]]]]:
     """Groups conversations of similar length, at most `limit` padded tokens or a single conversation per group."""
-    keys: list[str] = []
-    rows: list[list[int]] = []
+    group: list[tuple[str, list[int]]] = []
     for key, tokens in sorted(todo, key=lambda it: len(it[1])) if limit > 1 else todo:
-        if rows and (len(rows) + 1) * len(tokens) > limit:
-            yield keys, rows
-            keys, rows = [], []
-        keys.append(key)
-        rows.append(tokens)
-    if rows:
-        yield keys, rows
+        if group and (len(group) + 1) * len(tokens) > limit:
+            yield group
+            group = []
+        group.append((key, tokens))
+    if group:
+        yield group
 
 
 @torch.no_grad()

@@ -118,9 +118,8 @@ class Filter:
     ):
         self.limits, self.ngram, self.tokenizer = limits, ngram, tokenizer
         self.forbidden = {run for text in evaluation for run in ngrams(text, ngram)}
-        self.special = (
-            [token for token in tokenizer.all_special_tokens if token.strip()] if tokenizer is not None else []
-        )
+        special = tokenizer.all_special_tokens if tokenizer is not None else []
+        self.special = [token for token in special if token.strip()]
         self.exact: set[bytes] = set()
         self.near = NearDuplicates()
         self.dropped: Counter[str] = Counter()
@@ -145,16 +144,13 @@ class Filter:
             return "unreadable characters"
         if any(token in text for token in self.special for text in everything):
             return "contains a special token"
-        if any(self._contaminated(text) for text in everything):
+        if self.forbidden and any(self.forbidden & ngrams(text, self.ngram) for text in everything):
             return "overlaps with an evaluation prompt"
         key = hashlib.sha256(" ".join(asked.casefold().split()).encode()).digest()
         if key in self.exact:
             return "duplicate"
         self.exact.add(key)
         return "near duplicate" if self.near.seen(asked) else None
-
-    def _contaminated(self, text: str) -> bool:
-        return bool(self.forbidden) and not self.forbidden.isdisjoint(ngrams(text, self.ngram))
 
 
 def _wrong_length(count: int, least: int, most: int, unit: str) -> str | None:

@@ -11,19 +11,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from drafttrain.data.backends import Backend, LocalBackend, OpenAIBackend, ResponseSettings, VllmBackend
 from drafttrain.data.conversation import ChatRenderer, Conversation
-from drafttrain.data.existing import run_counts, store_existing
+from drafttrain.data.masks import conversation_records
 from drafttrain.data.store import FeatureWriter, Share, Store, check_space
 from drafttrain.environment import __version__
 from drafttrain.errors import UserError
 from drafttrain.files import Json, read_jsonl, write_json
 from drafttrain.flags import add_sampling_flags, add_target_flags, load_target, sampling_of
-from drafttrain.inference.responses import Finished
 from drafttrain.progress import Progress
-from drafttrain.target import Target
-from drafttrain.target.shell import load_shell
+from drafttrain.target import Target, load_shell
 
 HELP = """let the target answer the prompts: the distillation data
 
@@ -60,13 +59,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Generates the missing conversations and prints a summary.
 
-    Raises:
-        UserError: bad prompts, settings that contradict the data set, no disk space, an unreachable server.
+    Raises UserError: bad prompts, settings that contradict the data set, no disk space, an unreachable server.
     """
     share, sampling = Share.of_process(), sampling_of(args)
+    limits = {key: getattr(args, key) for key in ("max_new_tokens", "max_length", "seed")}
     for key in ("max_new_tokens", "max_length"):
-        if getattr(args, key) < 1:
-            raise UserError(f"{key}={getattr(args, key)} must be at least 1")
+        if limits[key] < 1:
+            raise UserError(f"{key}={limits[key]} must be at least 1")
     if args.overwrite and share.world > 1:
         raise UserError("overwrite=True with several processes deletes the others' work; delete the folder yourself")
     if args.features != "none" and args.backend != "local":
@@ -77,9 +76,7 @@ def run(args: argparse.Namespace) -> int:
     if args.backend == "local":
         target.check_head()
     layers = parse_layers(args.features, target)
-    renderer = ChatRenderer(target)
-    settings = ResponseSettings(renderer, sampling, args.max_new_tokens, args.max_length, args.seed)
-    limits = {key: getattr(args, key) for key in ("max_new_tokens", "max_length", "seed")}
+    settings = ResponseSettings(ChatRenderer(target), sampling, **limits)
     meta = {
         "target": target.identity(),
         "sampling": {"max_length": args.max_length} if existing else {**vars(sampling), **limits},
@@ -87,29 +84,25 @@ def run(args: argparse.Namespace) -> int:
         "features": {"layers": list(layers), "dtype": "bfloat16"} if layers else None,
     }
     with Store(args.output, meta, share.rank, args.overwrite) as store:
-        if existing:
-            this_run = store_existing(args, target.tokenizer, store, share)
-            prompts = len(store.done_ids()) + this_run["dropped"]["answer_beyond_max_length"]
-            report(args, store, this_run, prompts, share)
-            return 0
-        done = store.done_ids()
+        done, this_run = store.done_ids(), run_counts(0, 0, 0.0, {})
         mine = [it for it in conversations if it.id not in done and share.owns(it.id)]
         if layers:
             needed = feature_bytes(mine, args, settings, (len(layers) + 1) * target.hidden_size * 2)
             check_space(store.directory, needed, "features")
-        this_run = run_counts(0, 0, 0.0, {})
-        if mine:
+        if existing:
+            this_run = store_existing(args, target.tokenizer, store, share)
+        elif mine:
             backend = make_backend(args, target, settings, layers, len(mine))
-            this_run = _GenerationRun(args, settings, store, backend, mine).run()
-        report(args, store, this_run, len(conversations), share)
+            this_run = generate_missing(args, settings, store, backend, mine)
+        dropped = this_run["dropped"].get("answer_beyond_max_length", 0)
+        report(args, store, this_run, len(store.done_ids()) + dropped if existing else len(conversations), share)
     return 0
 
 
 def read_prompts(path: Path) -> list[Conversation]:
     """The prompts file as conversations.
 
-    Raises:
-        UserError: no file, a line that is no prompt, a repeated id, or no prompts at all.
+    Raises UserError: no file, a line that is no prompt, a repeated id, or no prompts at all.
     """
     if not path.is_file():
         raise UserError(f"prompts={str(path)!r}: no such file; make one: drafttrain prompts --help")
@@ -128,11 +121,7 @@ def read_prompts(path: Path) -> list[Conversation]:
 
 
 def parse_layers(text: str, target: Target) -> tuple[int, ...]:
-    """Reads --features.
-
-    Raises:
-        UserError: not 'none', 'default' or distinct layer numbers of the target.
-    """
+    """Reads --features. Raises UserError: not 'none', 'default' or distinct layer numbers of the target."""
     if text == "none":
         return ()
     if text == "default":
@@ -179,8 +168,7 @@ def make_backend(
 def choose_slots(text: str, target: Target, max_length: int, features: int = 0) -> int:
     """Reads --slots. 'auto' takes 128 (256 on a GPU), or fewer if they would fill more than half of the free memory.
 
-    Raises:
-        UserError: neither 'auto' nor a positive number.
+    Raises UserError: neither 'auto' nor a positive number.
     """
     if text != "auto":
         if not text.isdigit() or int(text) < 1:
@@ -192,79 +180,112 @@ def choose_slots(text: str, target: Target, max_length: int, features: int = 0) 
     itemsize = 4 if target.device.type == "cpu" else target.compute_dtype.itemsize  # a CPU's cache is float32
     token = 2 * target.num_layers * heads * width * itemsize  # bytes per token: keys and values
     token += (features + 1) * target.hidden_size * 2 if features else 0  # captured states in bfloat16
-    on_gpu = target.device.type == "cuda"
-    if on_gpu:
-        free = torch.cuda.mem_get_info(target.device)[0]
+    if target.device.type == "cuda":
+        most, free = 256, torch.cuda.mem_get_info(target.device)[0]
     else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(1, min(256 if on_gpu else 128, int(free / 2 / (token * max_length))))
+        most, free = 128, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, min(most, int(free / 2 / (token * max_length))))
 
 
-class _GenerationRun:
-    """One process's share of the work: feeds the backend, stores finished conversations, stops at the budget."""
+def generate_missing(
+    args: argparse.Namespace, settings: ResponseSettings, store: Store, backend: Backend, todo: list[Conversation]
+) -> Json:
+    """Answers the conversations and stores each when it ends, until the budget is spent; returns the run's counts."""
+    writer = FeatureWriter(store) if args.features != "none" else None
+    dropped = {"prompt_too_long": 0, "turns_not_reached": 0}
+    least = min(_LEAST_RESPONSE, settings.max_new_tokens)
+    stored = tokens = 0
+    began = time.perf_counter()
 
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        settings: ResponseSettings,
-        store: Store,
-        backend: Backend,
-        conversations: list[Conversation],
-    ):
-        self.args, self.settings, self.store, self.backend = args, settings, store, backend
-        self.conversations = conversations
-        self.writer = FeatureWriter(store) if args.features != "none" else None
-        self.dropped = {"prompt_too_long": 0, "turns_not_reached": 0}
-        self.finished = self.tokens = 0
-        self.start = time.perf_counter()
-        self.progress = Progress("generate", len(conversations), "conversations")
+    def show(count: int) -> float:
+        """Counts finished conversations; returns the spent share of the token or time budget, whichever is larger."""
+        seconds, made = time.perf_counter() - began, backend.new_tokens
+        by_tokens = made / args.max_tokens if args.max_tokens > 0 else 0.0
+        by_time = seconds / (60 * args.max_minutes) if args.max_minutes > 0 else 0.0
+        note = f"{made} response tokens, {made / max(seconds, 1e-9):.0f} tokens/s"
+        progress.advance(count, note, max(by_tokens, by_time))
+        return max(by_tokens, by_time)
 
-    def run(self) -> Json:
-        with self.progress:
-            for conversation, finished in self.backend.run(self._opened(), self._stop):
-                self._keep(conversation, finished)
-            if self.writer is not None:
-                self.writer.flush()
-        return run_counts(self.finished, self.tokens, time.perf_counter() - self.start, self.dropped)
+    def opened() -> Iterator[Conversation]:
+        for it in todo:
+            length = len(it.open(settings.renderer))
+            if 0 < length <= settings.max_length - least:
+                yield it
+            else:
+                dropped["prompt_too_long"] += 1
+                show(1)
 
-    def _opened(self) -> Iterator[Conversation]:
-        least = min(_LEAST_RESPONSE, self.settings.max_new_tokens)
-        for it in self.conversations:
-            length = len(it.open(self.settings.renderer))
-            if length == 0 or length + least > self.settings.max_length:
-                self.dropped["prompt_too_long"] += 1
-                self._show(1)
+    with Progress("generate", len(todo), "conversations") as progress:
+        for it, finished in backend.run(opened(), lambda: show(0) >= 1):
+            record = it.record()
+            if writer is None:
+                store.append(record)
+            else:
+                assert finished is not None and finished.features is not None and finished.last_hidden is not None
+                fed = len(record["tokens"]) - 1  # the last token was never an input
+                writer.append(record, finished.features[:fed], finished.last_hidden[:fed])
+            stored += 1
+            tokens += sum(end - start for start, end in it.spans)
+            dropped["turns_not_reached"] += it.total_turns - len(it.spans)
+            show(1)
+        if writer is not None:
+            writer.flush()
+    return run_counts(stored, tokens, time.perf_counter() - began, dropped)
+
+
+def store_existing(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, store: Store, share: Share) -> Json:
+    """Stores this process's conversations with the answers in the file; returns the run's counts.
+
+    Another model's answers teach the drafter that model's habits, so the target's own answers work better. Rows longer than
+    --max-length are cut; a cut answer ends in "length", as a truncated one does.
+
+    Raises:
+        UserError: a row that is no conversation, an empty mask, or an id that occurs twice.
+    """
+    done, seen = store.done_ids(), set()
+    conversations = tokens = beyond = 0
+    began = time.perf_counter()
+    with Progress("conversations", None, "conversations") as progress:
+        for record in conversation_records(tokenizer, Path(args.prompts).expanduser()):
+            key = record["id"]
+            if key in seen:
+                raise UserError(f"{args.prompts}: id={key!r} occurs twice; ids must be unique")
+            seen.add(key)
+            if key in done or not share.owns(key):
                 continue
-            yield it
+            kept = cut(record, args.max_length)
+            if kept is None:
+                beyond += 1
+                continue
+            store.append(kept)
+            conversations += 1
+            tokens += sum(end - start for start, end in kept["spans"])
+            progress.advance()
+            if 0 < args.max_tokens <= tokens:
+                break
+    if not seen:
+        raise UserError(f"prompts={args.prompts!r} is empty: it must hold one conversation a line")
+    return run_counts(conversations, tokens, time.perf_counter() - began, {"answer_beyond_max_length": beyond})
 
-    def _keep(self, it: Conversation, finished: Finished | None) -> None:
-        record = it.record()
-        if self.writer is not None:
-            assert finished is not None and finished.features is not None and finished.last_hidden is not None
-            fed = len(record["tokens"]) - 1  # the last token was never an input
-            self.writer.append(record, finished.features[:fed], finished.last_hidden[:fed])
-        else:
-            self.store.append(record)
-        self.finished += 1
-        self.tokens += sum(end - start for start, end in it.spans)
-        self.dropped["turns_not_reached"] += it.total_turns - len(it.spans)
-        self._show(1)
 
-    def _stop(self) -> bool:
-        """Shows progress; True when the budget of tokens or time is spent."""
-        self._show(0)
-        return self._spent() >= 1
+def cut(record: Json, limit: int) -> Json | None:
+    """The record's first `limit` tokens; None if no answer begins there."""
+    if len(record["tokens"]) <= limit:
+        return record
+    spans = [[start, min(end, limit)] for start, end in record["spans"] if start < limit]
+    if not spans:
+        return None
+    finish = list(record["finish"][: len(spans)])
+    if spans[-1][1] < record["spans"][len(spans) - 1][1]:
+        finish[-1] = "length"
+    return {**record, "tokens": record["tokens"][: spans[-1][1]], "spans": spans, "finish": finish}
 
-    def _spent(self) -> float:
-        """Share of the token or time budget that is spent, whichever is larger; 0 without a budget."""
-        seconds, budget = time.perf_counter() - self.start, 60 * self.args.max_minutes
-        shares = [self.backend.new_tokens / self.args.max_tokens] if self.args.max_tokens > 0 else []
-        return max([*shares, seconds / budget if budget > 0 else 0.0])
 
-    def _show(self, count: int) -> None:
-        tokens = self.backend.new_tokens
-        rate = tokens / max(time.perf_counter() - self.start, 1e-9)
-        self.progress.advance(count, f"{tokens} response tokens, {rate:.0f} tokens/s", self._spent())
+def run_counts(conversations: int, tokens: int, seconds: float, dropped: dict[str, int]) -> Json:
+    """The part of summary.json about one run."""
+    rate = round(tokens / max(seconds, 1e-9), 1)
+    counts = {"conversations": conversations, "response_tokens": tokens}
+    return {**counts, "seconds": round(seconds, 1), "tokens_per_second": rate, "dropped": dropped}
 
 
 def report(args: argparse.Namespace, store: Store, this_run: Json, prompts: int, share: Share) -> None:

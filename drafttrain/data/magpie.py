@@ -12,6 +12,7 @@ Source: Xu et al., Magpie: Alignment Data Synthesis from Scratch by Prompting Al
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 
@@ -60,8 +61,7 @@ class PromptWriter:
 
     Args:
         target: writes the prompts.
-        openings: beginnings of turns; [] for none.
-        share: part of the prompts, 0 to 1, that get an opening.
+        openings: beginnings of turns; [] for none. share: part of the prompts, 0 to 1, that get one.
         max_tokens: longest prompt; longer ones are dropped as unfinished.
         seed: chooses the openings; the same number always gives the same request.
 
@@ -92,12 +92,10 @@ class PromptWriter:
 
     def requests(self, start: int) -> Iterator[ResponseRequest]:
         """Endless requests from number `start` on; their keys are the numbers."""
-        number = start
-        while True:
+        for number in itertools.count(start):
             opening, limit = self._plan(number)
             prompt = self.prefix_ids + text_ids(self.tokenizer, opening)
             yield ResponseRequest(str(number), prompt, limit, self.stop_ids)
-            number += 1
 
     def prompt(self, finished: Finished) -> Prompt | str:
         """The prompt that an answer makes, or the reason why it makes none."""
@@ -106,26 +104,21 @@ class PromptWriter:
         if tokens and tokens[-1] in self.stop_ids:
             tokens.pop()
         text = opening + decode(self.tokenizer, tokens)
-        if not self.is_chat:
-            return self._document(text)
-        ended = finished.finish_reason == "stop"
-        if self.ending:
-            text, found, _ = text.partition(self.ending)
-            ended = ended or bool(found)
-        text = text.strip()
-        if not ended:
-            return "unfinished"
-        if not text or text == opening.strip():
-            return "empty"
-        return "repetitive" if is_repetitive(text) else {"messages": [{"role": "user", "content": text}]}
-
-    def _document(self, text: str) -> Prompt | str:
-        """The beginning of a document, without its last word, which may be cut."""
-        text = text.rstrip("\ufffd").lstrip()
-        kept = text.rsplit(None, 1)[0] if len(text.split()) > 4 else text.strip()
-        if not kept:
-            return "empty"
-        return "repetitive" if is_repetitive(kept) else {"text": kept}
+        prompt: Prompt
+        if self.is_chat:
+            ended = finished.finish_reason == "stop"
+            if self.ending:
+                text, found, _ = text.partition(self.ending)
+                ended = ended or bool(found)
+            if not ended:
+                return "unfinished"
+            text = "" if text.strip() == opening.strip() else text.strip()
+            prompt = {"messages": [{"role": "user", "content": text}]}
+        else:  # the beginning of a document, without its last word, which may be cut
+            text = text.rstrip("\ufffd").lstrip()
+            text = text.rsplit(None, 1)[0] if len(text.split()) > 4 else text.strip()
+            prompt = {"text": text}
+        return "empty" if not text else "repetitive" if is_repetitive(text) else prompt
 
     def _plan(self, number: int) -> tuple[str, int]:
         """Opening and token limit of a request. They depend on its number only, so a resumed run needs no other state."""
@@ -133,15 +126,13 @@ class PromptWriter:
         opening = chance.choice(self.openings) if self.openings and chance.random() < self.share else ""
         if self.is_chat:
             return opening, self.max_tokens
-        low, high = _TEXT_TOKENS
-        return opening, chance.randint(min(low, self.max_tokens), min(high, self.max_tokens))
+        return opening, chance.randint(*(min(length, self.max_tokens) for length in _TEXT_TOKENS))
 
 
 def load_openings(name: str) -> list[str]:
     """`builtin`, `none`, or a file with one opening per line (\\n in a line stands for a line break).
 
-    Raises:
-        UserError: no such file, or an empty one.
+    Raises UserError: no such file, or an empty one.
     """
     if name in ("builtin", "none"):
         return list(BUILTIN_OPENINGS) if name == "builtin" else []

@@ -34,19 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; returns the exit status.
-
-    Raises:
-        UserError: not exactly one corpus, text without a target, or a corpus that cannot be read or is empty.
-    """
+    """Runs the command. Raises UserError: not exactly one corpus, text without a target, or an unreadable or empty corpus."""
     if (args.data is None) == (args.text is None):
         raise UserError("give either --data DIR or --text FILE")
     if args.data is not None:
-        tokenizer = read_meta(args.data)["target"]["tokenizer"]
-        documents = responses(args.data, args.max_n)
+        tokenizer, documents = read_meta(args.data)["target"]["tokenizer"], responses(args.data, args.max_n)
+    elif args.target is None:
+        raise UserError(f"text={args.text!r} needs --target, whose tokenizer splits it")
     else:
-        if args.target is None:
-            raise UserError(f"text={args.text!r} needs --target, whose tokenizer splits it")
         reader = load_tokenizer(args.target)
         tokenizer, documents = tokenizer_fingerprint(reader), texts(Path(args.text).expanduser(), reader)
     table = NgramTable.build(documents, args.max_n, args.max_entries)
@@ -68,11 +63,7 @@ def responses(directory: str, max_n: int) -> Iterator[list[int]]:
 
 
 def texts(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
-    """Token ids of the documents in a file.
-
-    Raises:
-        UserError: it cannot be read, or a row without text or messages.
-    """
+    """Token ids of the documents in a file. Raises UserError: it cannot be read, or a row without text or messages."""
     if path.suffix == ".jsonl":
         for number, row in read_jsonl(path):
             if row.get("messages"):

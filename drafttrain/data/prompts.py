@@ -7,7 +7,6 @@ import json
 import random
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,14 +43,10 @@ continues when run again; a finished file is not changed."""
 _READ_AHEAD = 10_000  # rows of a streamed data set that are shuffled together
 
 
-# -- sources --------------------------------------------------------------------------------------------------------
-
-
 def dataset_rows(name: str, subset: str | None, split: str, columns: dict[str, str], seed: int) -> Iterator[Json]:
     """Streams rows of a data set in seeded random order, with the mapped columns under our names.
 
-    Raises:
-        UserError: no such data set, subset or split, or a mapped column that it does not have.
+    Raises UserError: no such data set, subset or split, or a mapped column that it does not have.
     """
     from datasets import load_dataset
 
@@ -70,11 +65,7 @@ def dataset_rows(name: str, subset: str | None, split: str, columns: dict[str, s
 
 
 def parse_columns(text: str) -> dict[str, str]:
-    """Reads `messages=conversations,system=system_prompt`: our name = the data set's.
-
-    Raises:
-        UserError: another form.
-    """
+    """Reads `messages=conversations,system=system_prompt`: our name = the data set's. Raises UserError: another form."""
     pairs = [part.partition("=") for part in text.split(",") if part.strip()]
     if any(not (ours.strip() and theirs.strip()) for ours, _, theirs in pairs):
         raise UserError(f"columns={text!r} must read OURS=THEIRS,..., for example messages=conversations")
@@ -84,19 +75,14 @@ def parse_columns(text: str) -> dict[str, str]:
 def evaluation_texts(files: Iterable[Path], own_suites: bool) -> Iterator[str]:
     """The prompts of evaluation files, and of drafttrain's own suites if `own_suites`.
 
-    Raises:
-        UserError: a file that cannot be read, or holds no prompt in a known format.
+    Raises UserError: a file that cannot be read, or holds no prompt in a known format.
     """
-    paths = list(files) + (sorted(suites_folder().glob("*.jsonl")) if own_suites else [])
-    for path in paths:
+    for path in [*files, *(sorted(suites_folder().glob("*.jsonl")) if own_suites else ())]:
         prompts = [prompt for _, row in read_jsonl(path) if (prompt := parse_row(row))]
         if not prompts:
             raise UserError(f"exclude={path}: no row in a known format (see drafttrain prompts --help)")
         for prompt in prompts:
             yield from prompt_texts(prompt)
-
-
-# -- collecting -----------------------------------------------------------------------------------------------------
 
 
 def collect(rows: Iterable[Json], keep: Filter, count: int | None, source: str) -> list[Json]:
@@ -129,14 +115,12 @@ def write_prompts(
     Args:
         writer: turns an answer into a prompt.
         answers: the target's answers to the writer's requests from the given number on.
-        log: gets every result, and holds those of an earlier run.
-        keep: counts dropped prompts, earlier results included.
+        log: gets every result, and holds those of an earlier run, which `keep` counts too.
 
     Returns:
         The kept prompts in seeded random order: in order of completion, short ones would come first.
     """
     kept: list[Json] = []
-    start = 0
 
     def take(result: Prompt | str) -> None:
         if isinstance(result, str):  # the reason to drop it
@@ -146,15 +130,14 @@ def write_prompts(
 
     for row in log.rows:
         take(row["result"])
-        start = max(start, row["number"] + 1)
+    start = max((row["number"] + 1 for row in log.rows), default=0)
     until = time.monotonic() + 60 * minutes if minutes else float("inf")
     with Progress("prompts written by the target", count, "prompts") as progress:
         progress.start_at(len(kept))
         if len(kept) < count:
             for finished in answers(start):
-                result = writer.prompt(finished)
+                result, before = writer.prompt(finished), len(kept)
                 log.add({"number": int(finished.key), "result": result})
-                before = len(kept)
                 take(result)
                 progress.advance(len(kept) - before)
                 if len(kept) >= count or time.monotonic() > until:
@@ -164,24 +147,20 @@ def write_prompts(
     return kept[:count]
 
 
-def magpie_prompts(args: argparse.Namespace, keep: Filter, target: Target, settings: Json) -> list[Json]:
-    """Runs the target in the inference engine as the writer of prompts."""
+def magpie_prompts(args: argparse.Namespace, keep: Filter, target: Target, log: Path, settings: Json) -> list[Json]:
+    """Runs the target in the inference engine as the writer of prompts; `log` holds the results until all are written."""
     from drafttrain.data.magpie import PromptWriter, load_openings
     from drafttrain.inference.responses import ResponseEngine
     from drafttrain.ops.sampling import SamplingParams
 
     sampling = SamplingParams(args.temperature, 0, args.top_p)
     writer = PromptWriter(target, load_openings(args.openings), args.opening_share, args.max_prompt_tokens, args.seed)
-    log = JsonlLog(_partial_path(args.output), settings)
     engine = ResponseEngine(target, slots=args.slots, max_length=writer.max_length)
 
     def answers(start: int) -> Iterator[Finished]:
         return engine.run(writer.requests(start), sampling, args.seed)
 
-    return write_prompts(writer, answers, log, keep, args.count, args.max_minutes, args.seed)
-
-
-# -- command --------------------------------------------------------------------------------------------------------
+    return write_prompts(writer, answers, JsonlLog(log, settings), keep, args.count, args.max_minutes, args.seed)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -218,7 +197,7 @@ def run(args: argparse.Namespace) -> int:
     args.count = 1000 if args.count is None and args.source == "magpie" else args.count
     _check(args)
     settings = _settings(args)
-    partial, summary = _partial_path(args.output), args.output.with_name(args.output.name + ".summary.json")
+    partial, summary = (args.output.with_name(args.output.name + end) for end in (".partial", ".summary.json"))
     if args.overwrite:
         for path in (args.output, summary, partial):
             path.unlink(missing_ok=True)
@@ -231,7 +210,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     keep, target = _filter(args)
     if target is not None:
-        rows = magpie_prompts(args, keep, target, {key: value for key, value in settings.items() if key != "count"})
+        lasting = {key: value for key, value in settings.items() if key != "count"}
+        rows = magpie_prompts(args, keep, target, partial, lasting)
     elif args.source == "file":
         found = [row for _, row in read_jsonl(args.input)]
         random.Random(args.seed).shuffle(found)
@@ -248,7 +228,14 @@ def run(args: argparse.Namespace) -> int:
     write_json(summary, {"settings": settings, **counts})
     write_jsonl(args.output, rows)
     partial.unlink(missing_ok=True)
-    _print_summary(args.output, len(rows), keep.dropped)
+    table = Table("", "prompts")
+    table.columns[1].justify = "right"
+    table.add_row("read", str(counts["read"]))
+    for reason, count in keep.dropped.most_common():
+        table.add_row(f"dropped: {reason}", str(count), style="dim")
+    table.add_row("kept", str(len(rows)), style="bold")
+    Console(file=sys.stdout).print(table)
+    print(args.output)
     return 0
 
 
@@ -284,24 +271,8 @@ def _filter(args: argparse.Namespace) -> tuple[Filter, Target | None]:
     """The filter; and the target for magpie. Other sources need its tokenizer only."""
     limits = PromptLimits(args.min_chars, args.max_chars, args.min_tokens, args.max_tokens)
     texts = list(evaluation_texts(args.exclude, args.exclude_suites))
-    target = load_target(args) if args.source == "magpie" else None
-    if target is not None:
-        tokenizer = target.tokenizer
-    else:
-        tokenizer = load_tokenizer(args.target, args.trust_remote_code) if args.target else None
-    return Filter(limits, texts, args.ngram, tokenizer), target
-
-
-def _partial_path(output: Path) -> Path:
-    return output.with_name(output.name + ".partial")
-
-
-def _print_summary(output: Path, kept: int, dropped: Counter[str]) -> None:
-    table = Table("", "prompts")
-    table.columns[1].justify = "right"
-    table.add_row("read", str(kept + sum(dropped.values())))
-    for reason, count in dropped.most_common():
-        table.add_row(f"dropped: {reason}", str(count), style="dim")
-    table.add_row("kept", str(kept), style="bold")
-    Console(file=sys.stdout).print(table)
-    print(output)
+    if args.source == "magpie":
+        target = load_target(args)
+        return Filter(limits, texts, args.ngram, target.tokenizer), target
+    tokenizer = load_tokenizer(args.target, args.trust_remote_code) if args.target else None
+    return Filter(limits, texts, args.ngram, tokenizer), None

@@ -21,7 +21,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,11 +70,7 @@ class Share:
 
 
 def read_meta(directory: str | Path) -> Json:
-    """The meta.json of a data set.
-
-    Raises:
-        UserError: no data set there, or one of another format.
-    """
+    """The meta.json of a data set. Raises UserError: no data set there, or one of another format."""
     path = Path(directory).expanduser() / "meta.json"
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
@@ -83,11 +79,9 @@ def read_meta(directory: str | Path) -> Json:
             f"data={str(directory)!r} is not a data set ({path.name} cannot be read: {type(error).__name__}); "
             "make one: drafttrain generate --target T --prompts P.jsonl --output DIR"
         ) from error
-    if meta.get("format") != FORMAT:
-        held = meta.get("format")
-        raise UserError(
-            f"data={str(directory)!r} has format {held!r}, this drafttrain reads {FORMAT}; generate it again"
-        )
+    if (held := meta.get("format")) != FORMAT:
+        name = str(directory)
+        raise UserError(f"data={name!r} has format {held!r}, this drafttrain reads {FORMAT}; generate it again")
     return meta
 
 
@@ -102,14 +96,7 @@ def _disk_full(directory: Path, kept: str) -> UserError:
 def check_space(
     directory: Path, needed: float, what: str, remedy: str = "choose another disk, fewer prompts or --features none"
 ) -> None:
-    """Checks the free disk space before any work.
-
-    Args:
-        needed: bytes. what, remedy: for the error.
-
-    Raises:
-        UserError: less is free.
-    """
+    """Checks before any work that `needed` bytes are free; raises UserError, with what needs them and a remedy, if not."""
     free = shutil.disk_usage(directory).free
     if needed > free:
         raise UserError(
@@ -117,57 +104,48 @@ def check_space(
         )
 
 
-# -- reading ------------------------------------------------------------------------------------------------------
-
-
 def _parts(directory: Path) -> list[Path]:
     return sorted(directory.glob("part-*.jsonl"))
 
 
-def _lines(part: Path) -> Iterator[Json]:
-    """Complete lines of a part."""
-    return (row for _, row in read_jsonl(part, growing=True, fix="delete that line to redo its conversation"))
+def _lines(parts: Iterable[Path]) -> Iterator[Json]:
+    """Complete lines of the parts."""
+    for part in parts:
+        yield from (row for _, row in read_jsonl(part, growing=True, fix="delete that line to redo its conversation"))
 
 
 def _records(parts: list[tuple[str, int, int]]) -> Iterator[Json]:
     seen: set[str] = set()
-    for path, _, _ in parts:
-        for record in _lines(Path(path)):
-            if record["id"] not in seen:
-                seen.add(record["id"])
-                yield {name: record[name] for name in _COLUMNS}
+    for record in _lines(Path(path) for path, _, _ in parts):
+        if record["id"] not in seen:
+            seen.add(record["id"])
+            yield {name: record[name] for name in _COLUMNS}
 
 
 def load_records(directory: str | Path) -> Dataset:
     """All conversations as a memory-mapped `datasets.Dataset` with the columns of a line.
 
-    Raises:
-        UserError: no data set there, or an empty one.
+    Raises UserError: no data set there, or an empty one.
     """
     root = Path(directory).expanduser()
     read_meta(root)
     # datasets caches by these arguments, so parts with another size or time are read again.
     stamps = [(str(part), part.stat().st_size, part.stat().st_mtime_ns) for part in _parts(root)]
     if not any(size for _, size, _ in stamps) or next(_records(stamps), None) is None:
-        raise UserError(
-            f"data={str(directory)!r} is empty: no conversation in its part-*.jsonl; run drafttrain generate"
-        )
+        name = str(directory)
+        raise UserError(f"data={name!r} is empty: no conversation in its part-*.jsonl; run drafttrain generate")
     cache = str(root / "arrow")
     return Dataset.from_generator(_records, gen_kwargs={"parts": stamps}, features=_COLUMNS, cache_dir=cache)
-
-
-# -- writing ------------------------------------------------------------------------------------------------------
 
 
 class Store:
     """Writes one process's part of a data set.
 
     Args:
-        directory: created when missing.
+        directory: created when missing. overwrite: delete an existing data set first.
         meta: settings that all runs into one data set share: {"target": identity, "sampling": {...}, "features": {...} or
             None, ...}.
         rank: number of this process; it writes its own part.
-        overwrite: delete an existing data set first.
 
     Attributes:
         appended: conversations this process has written.
@@ -200,20 +178,17 @@ class Store:
         return self.directory / f"part-{self.rank:04d}.jsonl"
 
     def _claim(self, meta: Json) -> None:
-        path = self.directory / "meta.json"
+        path, where = self.directory / "meta.json", f"output={str(self.directory)!r}"
         if not path.exists():
             others = [name for name in os.listdir(self.directory) if not name.startswith(".meta")]
             if others and not _parts(self.directory):
-                where = str(self.directory)
-                raise UserError(
-                    f"output={where!r} holds other files ({others[0]}) and no data set; choose an empty folder"
-                )
+                raise UserError(f"{where} holds other files ({others[0]}) and no data set; choose an empty folder")
             write_json(path, {"format": FORMAT, "drafttrain": __version__, **meta, "counts": {}})
         recorded = {key: value for key, value in read_meta(self.directory).items() if key not in _BOOKKEEPING}
         changed = first_change(_flatten(recorded), _flatten(json.loads(json.dumps(meta))))
         if changed:
             raise UserError(
-                f"output={str(self.directory)!r} was begun with {changed}; one data set has one setting: choose another "
+                f"{where} was begun with {changed}; one data set has one setting: choose another "
                 "--output, or delete it with --overwrite"
             )
 
@@ -232,14 +207,10 @@ class Store:
 
     def done_ids(self) -> set[str]:
         """Ids of the conversations in all parts."""
-        return {record["id"] for part in _parts(self.directory) for record in _lines(part)}
+        return {record["id"] for record in _lines(_parts(self.directory))}
 
     def append(self, record: Json) -> None:
-        """Appends one conversation, completely or not at all.
-
-        Raises:
-            UserError: the disk is full.
-        """
+        """Appends one conversation, completely or not at all. Raises UserError: the disk is full."""
         line = json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
         begin = os.fstat(self._file).st_size
         try:
@@ -259,12 +230,11 @@ class Store:
         """Flushes, updates the counts in meta.json, and returns them."""
         os.fsync(self._file)
         counts = {"conversations": 0, "responses": 0, "response_tokens": 0, "truncated": 0}
-        for part in _parts(self.directory):
-            for record in _lines(part):
-                counts["conversations"] += 1
-                counts["responses"] += len(record["spans"])
-                counts["response_tokens"] += sum(end - start for start, end in record["spans"])
-                counts["truncated"] += record["finish"].count("length")
+        for record in _lines(_parts(self.directory)):
+            counts["conversations"] += 1
+            counts["responses"] += len(record["spans"])
+            counts["response_tokens"] += sum(end - start for start, end in record["spans"])
+            counts["truncated"] += record["finish"].count("length")
         write_json(self.directory / "meta.json", {**read_meta(self.directory), "counts": counts})
         return counts
 
@@ -291,19 +261,12 @@ def _flatten(tree: Json, prefix: str = "") -> Json:
     return flat
 
 
-# -- features -----------------------------------------------------------------------------------------------------
-
-
 class ShardWriter:
-    """Writes tensors of conversations into shards. A shard file appears complete or not at all.
+    """Writes tensors of conversations into shards of `shard_bytes`. A shard file appears complete or not at all.
 
     Args:
         folder: created when missing.
         rank: number of this process; it writes its own shards.
-        shard_bytes: size at which a shard is written.
-
-    Attributes:
-        pending: conversations added since the last shard.
     """
 
     def __init__(self, folder: Path, rank: int, shard_bytes: int = _SHARD_BYTES):
@@ -313,41 +276,41 @@ class ShardWriter:
         self.next_shard = max(written, default=-1) + 1
         for leftover in folder.glob(f".part-{rank:04d}-*"):
             leftover.unlink()
-        self.pending = 0
         self._tensors: dict[str, Tensor] = {}
         self._bytes = 0
 
     def add(self, key: str, **tensors: Tensor) -> None:
-        for name, tensor in tensors.items():
-            self._tensors[f"{key}/{name}"] = tensor.contiguous()
-            self._bytes += tensor.numel() * tensor.element_size()
-        self.pending += 1
+        """Adds a conversation's tensors, and writes the shard if it is full."""
+        self._tensors |= {f"{key}/{name}": tensor.contiguous() for name, tensor in tensors.items()}
+        self._bytes += sum(tensor.nbytes for tensor in tensors.values())
+        if self.full:
+            self.flush()
 
     @property
     def full(self) -> bool:
         return self._bytes >= self.shard_bytes
 
-    def write(self, kept: str) -> None:
-        """Writes the pending tensors as a shard.
+    @property
+    def kept(self) -> str:
+        """The work that a full disk does not destroy, for the error."""
+        return "the shards written so far are"
 
-        Args:
-            kept: names the work that is not lost, for the error.
-
-        Raises:
-            UserError: the disk is full.
-        """
+    def flush(self) -> None:
+        """Writes the pending tensors as a shard. Raises UserError: the disk is full."""
+        if not self._tensors:
+            return
         try:
             with replacing(self.folder / f"part-{self.rank:04d}-{self.next_shard:05d}.safetensors") as part:
                 save_file(self._tensors, part)
         except Exception as error:
             if not is_disk_full(error):
                 raise
-            raise _disk_full(self.folder, kept) from error
+            raise _disk_full(self.folder, self.kept) from error
         self.next_shard += 1
-        self.pending, self._tensors, self._bytes = 0, {}, 0
+        self._tensors, self._bytes = {}, 0
 
 
-class FeatureWriter:
+class FeatureWriter(ShardWriter):
     """Writes a store's conversations together with the target's states, shard by shard.
 
     The shard is written first and its conversations are appended second. So every stored conversation has its states, and a
@@ -355,26 +318,21 @@ class FeatureWriter:
     """
 
     def __init__(self, store: Store, shard_bytes: int = _SHARD_BYTES):
+        super().__init__(store.directory / "features", store.rank, shard_bytes)
         self.store = store
-        self.shards = ShardWriter(store.directory / "features", store.rank, shard_bytes)
         self._records: list[Json] = []
+
+    @property
+    def kept(self) -> str:
+        return f"{self.store.appended} conversations of this run are"
 
     def append(self, record: Json, features: Tensor, last_hidden: Tensor) -> None:
         """Adds a conversation with its states: features [n, f*h] and last_hidden [n, h], n = tokens - 1."""
-        self.shards.add(record["id"], features=features, last_hidden=last_hidden)
         self._records.append(record)
-        if self.shards.full:
-            self.flush()
+        self.add(record["id"], features=features, last_hidden=last_hidden)
 
     def flush(self) -> None:
-        """Writes the pending conversations.
-
-        Raises:
-            UserError: the disk is full.
-        """
-        if not self._records:
-            return
-        self.shards.write(f"{self.store.appended} conversations of this run are")
+        super().flush()
         for record in self._records:
             self.store.append(record)
         self._records = []

@@ -12,7 +12,7 @@ from drafttrain.errors import UserError
 from drafttrain.files import hub_snapshot, writing
 from drafttrain.flags import TARGET_HELP
 from drafttrain.formats.weights import read_config
-from drafttrain.target.shell import load_shell
+from drafttrain.target import load_shell
 
 _READS = "; ".join(filter(None, (shipping(kind).reads for kind in shipped_kinds())))
 

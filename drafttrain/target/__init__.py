@@ -1,34 +1,16 @@
-"""The frozen target: loading, attention interface, native CPU body, shells without weights, fetching.
+"""The frozen target: loading, attention interface, native CPU body, fetching.
 
-Names load on first use, so that `drafttrain fetch` does not import torch.
+Names of target.py load on first use, so that `drafttrain fetch` does not import torch.
 """
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from drafttrain.target.target import (
-        DTYPES,
-        Target,
-        resolve_device,
-        resolve_dtype,
-        resolve_target,
-        share_of_gpus,
-        tokenizer_fingerprint,
-    )
-
-__all__ = [
-    "DTYPES",
-    "Target",
-    "resolve_device",
-    "resolve_dtype",
-    "resolve_target",
-    "share_of_gpus",
-    "tokenizer_fingerprint",
-]
+    from drafttrain.target.target import *  # noqa: F403
 
 
 def __getattr__(name: str) -> object:
-    if name not in __all__:
+    if name.startswith("_"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import drafttrain.target.target as module
 

@@ -171,22 +171,19 @@ def catch_input(layer: int, _module, args, kwargs):
         _active.caught[layer] = args[0] if args else kwargs["hidden_states"]
 
 
-def catch_output(layer: int, _module, _args, output):
+def catch_output(layer: int, _module, _args, _kwargs, output):
     if _active.caught is not None:
         _active.caught[layer] = output[0] if isinstance(output, tuple) else output
 
 
 def hook_features(module: nn.Module, layer: int, output: bool = False) -> None:
-    """Has a module's input (or output) caught as the feature of a layer.
+    """Has a module's input (or output) caught as the feature of a layer; a module keeps one hook of each sort.
 
-    A module keeps one hook of each sort: another Target of the same model, or the original of a copied model, may have
-    registered it already.
+    Another Target of the same model, or the original of a copied model, may have registered it already.
     """
     catch, present = (catch_output, module._forward_hooks) if output else (catch_input, module._forward_pre_hooks)
     with _hooking:
         if any(getattr(hook, "func", None) is catch for hook in present.values()):
             return
-        if output:
-            module.register_forward_hook(functools.partial(catch_output, layer))
-        else:
-            module.register_forward_pre_hook(functools.partial(catch_input, layer), with_kwargs=True)
+        register = module.register_forward_hook if output else module.register_forward_pre_hook
+        register(functools.partial(catch, layer), with_kwargs=True)

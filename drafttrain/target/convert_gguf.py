@@ -22,15 +22,9 @@ _DIGITS_APART = {"smollm", "starcoder", "refact"}
 def convert_gguf(gguf: Path, folder: Path) -> None:
     """Writes the model in `gguf` to `folder`.
 
-    transformers dequantizes the weights. This function corrects what its loader gets wrong: a config that still claims
-    to be quantized (and so cannot be saved), tokenizer details, and the token ids that end a response.
-
-    Args:
-        gguf: the file; its architecture must be one that transformers reads.
-        folder: created; must not exist.
-
-    Raises:
-        UserError: the file lacks weights that the model needs.
+    transformers dequantizes the weights; it must read the file's architecture. This function corrects what its loader gets
+    wrong: a config that still claims to be quantized (and so cannot be saved), tokenizer details, and the token ids that
+    end a response. The folder must not exist. Raises UserError if the file lacks weights that the model needs.
     """
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     kind = GGUFReader(gguf).get_field("tokenizer.ggml.pre")
@@ -38,9 +32,8 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.float32, output_loading_info=True
-    )
+    options: Json = {"gguf_file": gguf.name, "dtype": torch.float32, "output_loading_info": True}
+    loaded: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, **options)
     model, loading = loaded
     if loading["missing_keys"]:
         missing = ", ".join(sorted(loading["missing_keys"])[:3])

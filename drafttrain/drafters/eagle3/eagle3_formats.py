@@ -27,7 +27,7 @@ from drafttrain.files import Json
 from drafttrain.formats.llama_layers import LAYER_KEYS, layer_keys, unsupported_by_llama
 from drafttrain.formats.public_names import public_name
 from drafttrain.formats.weights import check_names, dtype_name, read_config, read_weights
-from drafttrain.target.shell import architectures_of
+from drafttrain.target import architectures_of
 
 SPECULATORS, FLAT = "speculators", "LlamaForCausalLMEagle3"
 # Keys beyond a decoder layer's, and the default where a checkpoint lacks one. Fields without a key of one value: qk_norm (a
