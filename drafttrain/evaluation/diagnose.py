@@ -210,8 +210,7 @@ def print_findings(findings: Sequence[Json]) -> None:
     """Prints two lines per finding: the figures and the advice."""
     console = Console(highlight=False, soft_wrap=True)
     for finding in findings:
-        console.print(f"[bold]{finding['cause']}[/bold]: {finding['figures']}")
-        console.print(f"  -> {finding['advice']}")
+        console.print(f"[bold]{finding['cause']}[/bold]: {finding['figures']}\n  -> {finding['advice']}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

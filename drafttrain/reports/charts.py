@@ -6,6 +6,7 @@ Every chart is also a table, for readers who cannot see it or want the figures.
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,20 +19,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import FigureBase
 
-# Colors of a picture. In a page they are CSS variables of these names, with values for light and dark.
-_LIGHT = {
-    "ink": "#191c20",
-    "muted": "#5b6470",
-    "grid": "#e9eae6",
-    "card": "#ffffff",
-    "s0": "#8a929c",
-    "s1": "#2563c9",
-    "s2": "#c2570c",
-    "s3": "#0b7a6b",
-    "s4": "#7c3fc4",
-    "s5": "#b3326b",
-    "s6": "#6b6a10",
-}
+# The colors of a page are CSS variables with values for light and dark; a picture has the light ones.
+_STYLE = (Path(__file__).parent / "templates" / "style.css").read_text(encoding="utf-8").partition("@media")[0]
+_COLORS = dict(re.findall(r"--(\w+): (#\w+);", _STYLE))
+_LIGHT = {name: _COLORS[name] for name in ("ink", "muted", "grid", "card", *(f"s{tone}" for tone in range(7)))}
 # matplotlib accepts colors only, so each variable is drawn in an unused color and replaced in the SVG text.
 _STAND_INS = {name: f"#fe01{index:02x}" for index, name in enumerate(_LIGHT)}
 _MARKERS = "osD^vPX"
@@ -61,7 +52,7 @@ class Series:
         """Name of the CSS variable."""
         return f"s{(self.tone - 1) % _TONES + 1 if self.tone else 0}"
 
-    def with_spans(self) -> list[tuple[float | None, Span | None]]:
+    def points(self) -> list[tuple[float | None, Span | None]]:
         """Each value with its interval."""
         return list(zip(self.values, self.spans or [None] * len(self.values), strict=True))
 
@@ -97,26 +88,25 @@ class Chart:
             text = "\u2013" if value is None else self.show(value)
             return text + (f" ({self.show(span[0])} to {self.show(span[1])})" if span else "")
 
-        columns = [[cell(*pair) for pair in one.with_spans()] for one in self.series]
-        return [(label, [column[index] for column in columns]) for index, label in enumerate(self.labels)]
+        rows = zip(*(one.points() for one in self.series), strict=True)
+        return [(label, [cell(*point) for point in row]) for label, row in zip(self.labels, rows, strict=True)]
 
     def longest(self) -> float:
         """The largest value, interval end or reference."""
-        values = [value for one in self.series for value in one.values if value is not None]
-        spans = [span[1] for one in self.series for span in one.spans if span is not None]
-        return max([*values, *spans, self.reference or 0.0], default=1.0) or 1.0
+        points = [point for one in self.series for point in one.points()]
+        return (
+            max([self.reference or 0.0, *(max(value or 0.0, span[1] if span else 0.0) for value, span in points)])
+            or 1.0
+        )
 
     def height(self, titled: bool) -> float:
         """Inches that the drawing takes."""
         drawing = 0.5 + len(self.labels) * max(0.2 * len(self.series) + 0.1, 0.3) if self.form == "bars" else 2.7
-        return drawing + (0.4 + 0.2 * -(-len(self.legend()) // self.legend_columns())) * titled
-
-    def legend(self) -> list[str]:
-        """Names of the series, if there are several."""
-        return [one.name for one in self.series] if len(self.series) > 1 else []
+        legend = len(self.series) if len(self.series) > 1 else 0
+        return drawing + (0.4 + 0.2 * math.ceil(legend / self.legend_columns())) * titled
 
     def legend_columns(self) -> int:
-        return 1 if max(map(len, self.legend()), default=0) > 24 else 2
+        return 1 if max((len(one.name) for one in self.series), default=0) > 24 else 2
 
 
 def svg(chart: Chart, prefix: str) -> str:
@@ -170,16 +160,9 @@ def _save(
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    style: Any = {
-        "svg.fonttype": "none",
-        "text.parse_math": False,
-        "svg.hashsalt": rows[0][0].key,
-        "font.size": 10.5,
-        "text.color": colors["ink"],
-        "axes.labelcolor": colors["muted"],
-        "xtick.color": colors["muted"],
-        "ytick.color": colors["muted"],
-    }
+    style: Any = {"svg.fonttype": "none", "text.parse_math": False, "svg.hashsalt": rows[0][0].key, "font.size": 10.5}
+    style |= dict.fromkeys(("axes.labelcolor", "xtick.color", "ytick.color"), colors["muted"])
+    style["text.color"] = colors["ink"]
     heights = [max(chart.height(titled) for chart in row) + 0.3 * bool(headings) for row in rows]
     with plt.rc_context(style):
         figure = plt.figure(figsize=(_WIDTH * max(map(len, rows)), sum(heights)), layout="constrained")
@@ -202,7 +185,7 @@ def _draw(chart: Chart, figure: FigureBase, colors: dict[str, str], titled: bool
     axes.tick_params(length=0)
     if titled:
         axes.set_title(chart.title, loc="left", fontweight="bold", color=colors["ink"], fontsize=11)
-        if chart.legend():
+        if len(chart.series) > 1:
             figure.legend(loc="outside lower left", frameon=False, fontsize=8, ncols=chart.legend_columns())
 
 
@@ -214,12 +197,10 @@ def _offsets(chart: Chart, number: int, thickness: float) -> list[float]:
 def _bars(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
     thickness, longest = 0.78 / len(chart.series), chart.longest()
     for number, one in enumerate(chart.series):
-        places = _offsets(chart, number, thickness)
-        axes.barh(
-            places, [value or 0.0 for value in one.values], thickness * 0.86, color=colors[one.color], label=one.name
-        )
+        places, values = _offsets(chart, number, thickness), [value or 0.0 for value in one.values]
+        axes.barh(places, values, thickness * 0.86, color=colors[one.color], label=one.name)
         _whiskers(axes, chart, one, places, colors)
-        for place, (value, span) in zip(places, one.with_spans(), strict=True):
+        for place, (value, span) in zip(places, one.points(), strict=True):
             if value is not None:
                 end = max(value, span[1] if span else 0.0)
                 if chart.reference is not None and 0 <= chart.reference - end < 0.18 * longest:
@@ -248,15 +229,19 @@ def _columns(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
 def _lines(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
     for one in chart.series:
         points = [(place, value) for place, value in enumerate(one.values) if value is not None]
+        width, style, size = (1.6, (0, (4, 2)), 4) if one.dashed else (2.2, "-", 6)
+        line = {
+            "linewidth": width,
+            "linestyle": style,
+            "marker": _MARKERS[one.tone % len(_MARKERS)],
+            "markersize": size,
+        }
         axes.plot(
             *zip(*points, strict=True) if points else ([], []),
             color=colors[one.color],
             label=one.name,
-            linewidth=1.6 if one.dashed else 2.2,
-            linestyle=(0, (4, 2)) if one.dashed else "-",
-            marker=_MARKERS[one.tone % len(_MARKERS)],
-            markersize=4 if one.dashed else 6,
             zorder=3,
+            **line,
         )
         _whiskers(axes, chart, one, range(len(chart.labels)), colors)
     axes.set_xlim(-0.3, len(chart.labels) - 0.7)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from drafttrain.evaluation.metrics import BASELINES, accepted_length_histogram, rounds_of
 from drafttrain.files import Json
 from drafttrain.reports.charts import Chart, Series, Span, svg
-from drafttrain.reports.page import render_page
+from drafttrain.reports.output import render_page
 
 # The settings that name a result, if the files differ in them.
 _FIELDS: dict[str, Callable[[Json], str]] = {

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import httpx
 import torch
-from rich.table import Table
 
 from drafttrain.environment import describe_environment
 from drafttrain.errors import UserError
@@ -23,7 +22,7 @@ from drafttrain.evaluation.metrics import percentiles
 from drafttrain.evaluation.suites import load_suite
 from drafttrain.files import Json, write_json
 from drafttrain.progress import Progress
-from drafttrain.reports.console import wide_console
+from drafttrain.reports.output import table_of, wide_console
 from drafttrain.serving.client import Answer, Server, ask, connect, read_metrics, speculation
 
 HELP = """Measure an OpenAI-compatible server under load, or two of them side by side.
@@ -275,28 +274,26 @@ def compare(first: Json, second: Json) -> list[Json]:
 def print_results(results: Json) -> None:
     """Prints a table per server, and the comparison."""
     console = wide_console()
+    latencies = [f"{label} ms\np50 / p95 / p99" for label in LATENCIES.values()]
+    headings = ["load", "done", "errors", "tokens/s", *latencies, "accepted\nlength"]
     for name, server in results["servers"].items():
-        title = f"{name}: {server['url']}, {server['model']}"
-        table = Table(title=title, title_justify="left", title_style="bold")
-        latencies = [f"{label} ms\np50 / p95 / p99" for label in LATENCIES.values()]
-        for heading in ("load", "done", "errors", "tokens/s", *latencies, "accepted\nlength"):
-            table.add_column(heading, justify="right", no_wrap=True)
+        rows = []
         for cell in server["cells"]:
             errors = ", ".join(f"{count} {kind}" for kind, count in cell["errors"].items()) or "0"
             length = cell.get("speculation", {}).get("accepted_length")
             times = [" / ".join(f"{v:.0f}" for v in cell[key].values()) for key in LATENCIES]
             cells = [_step(cell), str(cell["completed"]), errors, f"{cell['tokens_per_second']:.1f}", *times]
-            table.add_row(*cells, f"{length:.2f}" if length else "\u2013")
-        console.print(table)
+            rows.append([*cells, f"{length:.2f}" if length else "\u2013"])
+        console.print(table_of(headings, rows, f"{name}: {server['url']}, {server['model']}", right=True))
         if not all(cell["tokens_counted"] for cell in server["cells"] if cell["completed"]):
-            console.print("this server does not count tokens: each piece of text counts as one", highlight=False)
+            console.print("this server does not count tokens: each piece of text counts as one")
     if results["comparison"]:
-        title = "url over url2 (above 1, url is better)"
-        table = Table("load", "tokens/s", "TTFT", "TPOT", "whole", title=title, title_style="bold")
+        rows = []
         for row in results["comparison"]:
-            ratios = [ratio for key, ratio in row.items() if key not in ("concurrency", "request_rate")]
-            table.add_row(_step(row), *("\u2013" if ratio is None else f"{ratio:.2f}x" for ratio in ratios))
-        console.print(table)
+            ratios = (ratio for key, ratio in row.items() if key not in ("concurrency", "request_rate"))
+            rows.append([_step(row), *("\u2013" if ratio is None else f"{ratio:.2f}x" for ratio in ratios)])
+        title = "url over url2 (above 1, url is better)"
+        console.print(table_of(("load", "tokens/s", "TTFT", "TPOT", "whole"), rows, title, right=True))
 
 
 def _step(cell: Json) -> str:

@@ -23,13 +23,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.table import Table
-
 from drafttrain.drafters.registry import is_untrained
 from drafttrain.errors import UserError
 from drafttrain.evaluation.records import load_results
 from drafttrain.files import Json, write_json
-from drafttrain.reports.console import wide_console
+from drafttrain.reports.output import table_of, wide_console
 from drafttrain.target import resolve_target
 
 HELP = """Expected speed-up, cost and break-even on other hardware, from sizes and a measured acceptance profile.
@@ -337,11 +335,10 @@ def advice(rows: Sequence[Json]) -> str:
 
 def print_rows(rows: Sequence[Json], device: Device, profile: Profile) -> None:
     """Prints a table with a line per batch size, and when to disable speculation."""
-    console = wide_console()
     headings = ["batch", "length", "speed-up", "tokens/s", "plain", "bound", "break-even\nacceptance"]
     priced = "cost_per_million_tokens" in rows[0]
     headings += ["cost of 1M\ntokens (plain)"] if priced else []
-    table = Table(*headings, title=f"{device.name}: estimate, not measured", title_justify="left")
+    shown = []
     for row in rows:
         cells = [str(row["batch_size"]), str(row["length"]), f"{row['speedup']:.2f}x"]
         cells += [f"{row['tokens_per_second']:,.0f}", f"{row['plain_tokens_per_second']:,.0f}"]
@@ -349,8 +346,9 @@ def print_rows(rows: Sequence[Json], device: Device, profile: Profile) -> None:
         cells += ["never" if row["break_even"] is None else f"{row['break_even']:.0%}"]
         if priced:
             cells.append(f"{row['cost_per_million_tokens']:.3g} ({row['plain_cost_per_million_tokens']:.3g})")
-        table.add_row(*cells)
-    console.print(table)
+        shown.append(cells)
+    console = wide_console()
+    console.print(table_of(headings, shown, f"{device.name}: estimate, not measured"))
     length = max(1, len(profile.joint))
-    console.print(f"break-even: acceptance rate per token from which a chain of {length} pays", highlight=False)
-    console.print(advice(rows), highlight=False)
+    console.print(f"break-even: acceptance rate per token from which a chain of {length} pays")
+    console.print(advice(rows))

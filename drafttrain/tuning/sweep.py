@@ -11,8 +11,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from rich.table import Table
-
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.registry import load_drafter
 from drafttrain.errors import UserError
@@ -23,7 +21,7 @@ from drafttrain.evaluation.suites import Question, Suite, load_suite, render
 from drafttrain.files import Json, write_json
 from drafttrain.flags import TARGET_HELP
 from drafttrain.inference import SamplingParams, token_limit
-from drafttrain.reports.console import wide_console
+from drafttrain.reports.output import table_of, wide_console
 from drafttrain.target import Target
 from drafttrain.tuning.eval_command import find_tree, parse_baselines
 
@@ -230,15 +228,14 @@ def crossovers(rows: Sequence[Json]) -> list[Json]:
 def print_summary(rows: Sequence[Json]) -> None:
     """Prints a table with a row per cell, and the crossovers."""
     console = wide_console()
-    table = Table(*AXES, "accepted\nlength", "tokens/s", "speed-up")
+    shown = []
     for row in rows:
-        cell = {**row["cell"], "tree": row["spec"]}
-        speedup = row["speedup_vs_fastest"]
-        figures = (f"{row['accepted_length']:.2f}", f"{row['tokens_per_second']:.1f}")
-        table.add_row(*(str(cell[name]) for name in AXES), *figures, f"{speedup:.2f}x" if speedup is not None else "")
-    console.print(table)
+        cell, speedup = {**row["cell"], "tree": row["spec"]}, row["speedup_vs_fastest"]
+        figures = [f"{row['accepted_length']:.2f}", f"{row['tokens_per_second']:.1f}"]
+        shown.append([*(str(cell[name]) for name in AXES), *figures, "" if speedup is None else f"{speedup:.2f}x"])
+    console.print(table_of((*AXES, "accepted\nlength", "tokens/s", "speed-up"), shown))
     for found in crossovers(rows):
         at = found["batch_size"]
         where = "pays at every batch size measured" if at is None else f"stops paying at batch size {at:g}"
         where = "pays at no batch size measured" if at == 0 else where
-        console.print(f"{describe(found['cell'])}: speculation {where}", highlight=False, soft_wrap=True)
+        console.print(f"{describe(found['cell'])}: speculation {where}", soft_wrap=True)

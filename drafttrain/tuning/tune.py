@@ -14,12 +14,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-
-from rich.table import Table
 
 from drafttrain.data.chat import prompt_ids
 from drafttrain.drafters.base import Drafter
@@ -32,7 +30,7 @@ from drafttrain.files import Json, read_jsonl, write_json
 from drafttrain.flags import add_drafter_flag, add_sampling_flags, add_target_flags, load_target, sampling_of
 from drafttrain.inference import Decoder, SamplingParams, token_limit
 from drafttrain.progress import Progress
-from drafttrain.reports.console import wide_console
+from drafttrain.reports.output import table_of, wide_console
 from drafttrain.target import Target
 from drafttrain.tuning.costs import CYCLES, CostModel, measure_costs
 from drafttrain.tuning.replay import DEPTH, Track, chances, recall, record, replay
@@ -333,24 +331,20 @@ def print_result(result: Json) -> None:
     """Prints the costs, the acceptance, the best candidates, and prediction against measurement."""
     console = wide_console()
 
-    def line(label: str, values: Sequence[str], note: str = "") -> None:
-        console.print(f"{label:<28}{'  '.join(values)}{note}", highlight=False)
+    def line(label: str, values: Iterable[str], note: str = "") -> None:
+        console.print(f"{label:<28}{'  '.join(values)}{note}")
 
-    line("verification, ms by nodes", [f"{n}: {ms:.1f}" for n, ms in result["costs"]["verification_ms"].items()])
+    line("verification, ms by nodes", (f"{n}: {ms:.1f}" for n, ms in result["costs"]["verification_ms"].items()))
     for k, by_depth in result["costs"]["drafting_ms"].items():
-        line("drafting, ms by depth", [f"{d}: {ms:.1f}" for d, ms in by_depth.items()], f"   ({k} per node)")
+        line("drafting, ms by depth", (f"{d}: {ms:.1f}" for d, ms in by_depth.items()), f"   ({k} per node)")
     for top, shares in result["acceptance"]["recall"].items():
-        line(f"true token in the top {top}", [f"{share:.2f}" for share in shares], "   (by depth)")
-    table = Table("tree", "predicted\nspeed-up", "accepted\nlength", title="fastest candidates", title_justify="left")
-    for row in result["candidates"]:
-        table.add_row(row["tree"], f"{row['predicted_speedup']:.2f}x", f"{row['accepted_length']:.2f}")
-    console.print(table)
-    if result["picked"] == "none":
-        console.print("no tree is faster than plain decoding here: do not use this drafter on this machine")
-        return
-    console.print(
-        f"{result['picked']}: predicted {result['predicted_speedup']:.2f}x, measured {result['measured_speedup']:.2f}x "
-        f"({result['relative_error']:+.1%}); adaptive {result['adaptive_speedup']:.2f}x; keeping {result['tree']}",
-        highlight=False,
-        soft_wrap=True,
-    )
+        line(f"true token in the top {top}", (f"{share:.2f}" for share in shares), "   (by depth)")
+    rows = ([c["tree"], f"{c['predicted_speedup']:.2f}x", f"{c['accepted_length']:.2f}"] for c in result["candidates"])
+    console.print(table_of(("tree", "predicted\nspeed-up", "accepted\nlength"), rows, "fastest candidates"))
+    text = "no tree is faster than plain decoding here: do not use this drafter on this machine"
+    if result["picked"] != "none":
+        text = (
+            f"{result['picked']}: predicted {result['predicted_speedup']:.2f}x, measured {result['measured_speedup']:.2f}x "
+            f"({result['relative_error']:+.1%}); adaptive {result['adaptive_speedup']:.2f}x; keeping {result['tree']}"
+        )
+    console.print(text, soft_wrap=True)
