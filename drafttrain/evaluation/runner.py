@@ -27,8 +27,18 @@ from drafttrain.drafters.registry import decoding_settings, default_tree, kind_o
 from drafttrain.environment import describe_environment, peak_memory, reset_peak
 from drafttrain.errors import UserError
 from drafttrain.evaluation.diagnose import diagnose
-from drafttrain.evaluation.metrics import BASELINES, HF_SPECULATIVE, Record, by_category, side_record, summarize
-from drafttrain.evaluation.records import PartialResults, fingerprint, folder_state, training_record
+from drafttrain.evaluation.metrics import (
+    BASELINES,
+    HF_SPECULATIVE,
+    PartialResults,
+    Record,
+    by_category,
+    fingerprint,
+    folder_state,
+    side_record,
+    summarize,
+    training_record,
+)
 from drafttrain.evaluation.suites import Question, Suite, render, take_evenly
 from drafttrain.files import Json, write_json
 from drafttrain.inference import Decoder, SamplingParams, token_limit

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from drafttrain.errors import UserError
-from drafttrain.evaluation.records import is_sweep, load_results
+from drafttrain.evaluation.metrics import is_sweep, load_results
 from drafttrain.files import Json, write_text
 from drafttrain.reports import report_page
 from drafttrain.reports.charts import picture

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from drafttrain.drafters.registry import is_untrained
 from drafttrain.errors import UserError
-from drafttrain.evaluation.records import load_results
+from drafttrain.evaluation.metrics import load_results
 from drafttrain.files import Json, write_json
 from drafttrain.reports.output import table_of, wide_console
 from drafttrain.target import resolve_target

@@ -15,7 +15,7 @@ from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.registry import load_drafter
 from drafttrain.errors import UserError
 from drafttrain.evaluation import runner
-from drafttrain.evaluation.records import fingerprint, folder_state
+from drafttrain.evaluation.metrics import fingerprint, folder_state
 from drafttrain.evaluation.runner import EvalSettings
 from drafttrain.evaluation.suites import Question, Suite, load_suite, render
 from drafttrain.files import Json, write_json

@@ -10,7 +10,7 @@ from drafttrain import cli
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import default_tree, load_drafter
 from drafttrain.evaluation import runner
-from drafttrain.evaluation.records import PartialResults
+from drafttrain.evaluation.metrics import PartialResults
 from drafttrain.evaluation.suites import Question, load_suite
 from drafttrain.reports.report import identity_line
 from drafttrain.target import Target
