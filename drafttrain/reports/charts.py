@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drafttrain.errors import UserError
+from drafttrain.files import writing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -140,11 +140,9 @@ def picture(rows: Sequence[Sequence[Chart]], path: Path, headings: Sequence[str]
     Raises:
         UserError: the file cannot be written.
     """
-    try:
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         _save(rows, path, _LIGHT, True, headings, dpi=150, facecolor=_LIGHT["card"])
-    except OSError as error:
-        raise UserError(f"output={str(path)!r} cannot be written ({error.strerror}); choose another place") from error
 
 
 def _save(

@@ -144,7 +144,7 @@ async def measure(args: argparse.Namespace, loads: Sequence[Load], prompts: Sequ
         cells: dict[str, list[Json]] = {name: [] for name in servers}
         for server in servers.values():
             for number in range(args.warm_up):
-                answer = await _bounded(ask(client, server, bodies[number % len(bodies)]), args.timeout)
+                answer = await ask(client, server, bodies[number % len(bodies)], args.timeout)
                 if answer.error == "connect":
                     raise UserError(f"url={server.url!r} does not answer ({answer.detail}); start the server first")
         with Progress("asking", len(loads) * len(servers), "steps") as meter:
@@ -170,7 +170,7 @@ async def run_load(
     """Runs one step on one server; returns its setting, `figures`, and `speculation` if the Prometheus page has it."""
 
     async def send(number: int) -> Answer:
-        return await _bounded(ask(client, server, bodies[(load.first + number) % len(bodies)]), timeout)
+        return await ask(client, server, bodies[(load.first + number) % len(bodies)], timeout)
 
     before = await read_metrics(client, server)
     start = time.perf_counter()
@@ -178,14 +178,6 @@ async def run_load(
     seconds = time.perf_counter() - start
     found = speculation(before, await read_metrics(client, server))
     return {**load.step, **figures(answers, seconds), **({"speculation": found} if found else {})}
-
-
-async def _bounded(request: Awaitable[Answer], timeout: float) -> Answer:
-    """Limits the time of an answer; httpx limits each read only."""
-    try:
-        return await asyncio.wait_for(request, timeout)
-    except asyncio.TimeoutError:
-        return Answer(error="timeout", detail=f"no end after {timeout:g} s", end=timeout)
 
 
 Send = Callable[[int], Awaitable[Answer]]

@@ -23,6 +23,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from safetensors import safe_open
+
 from drafttrain.drafters.registry import is_untrained
 from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import load_results
@@ -131,12 +133,11 @@ def drafter_params(folder: Path) -> float:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise UserError(f"drafter={str(folder)!r} holds no safetensors file; give --drafter-params")
-    count = 0
+    count = 0.0
     for file in files:
-        with file.open("rb") as weights:  # 8 bytes: length of the JSON header
-            header = json.loads(weights.read(int.from_bytes(weights.read(8), "little")))
-        count += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
-    return float(count)
+        with safe_open(file, "pt") as weights:
+            count += sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
+    return count
 
 
 @dataclass(frozen=True)
@@ -296,9 +297,8 @@ def device_of(args: argparse.Namespace) -> Device:
     known = DEVICES.get(args.device.lower(), (None, None, None))
     bandwidth, tflops, memory = (own if own is not None else table for own, table in zip(given, known, strict=True))
     if not bandwidth or not tflops:
-        raise UserError(
-            f"device={args.device!r} is not one of {', '.join(DEVICES)}; choose one, or give --bandwidth and --tflops"
-        )
+        names = ", ".join(DEVICES)
+        raise UserError(f"device={args.device!r} is not one of {names}; choose one, or give --bandwidth and --tflops")
     return Device(
         args.device,
         1e9 * bandwidth * args.memory_efficiency * args.devices,
@@ -336,17 +336,15 @@ def advice(rows: Sequence[Json]) -> str:
 def print_rows(rows: Sequence[Json], device: Device, profile: Profile) -> None:
     """Prints a table with a line per batch size, and when to disable speculation."""
     headings = ["batch", "length", "speed-up", "tokens/s", "plain", "bound", "break-even\nacceptance"]
-    priced = "cost_per_million_tokens" in rows[0]
-    headings += ["cost of 1M\ntokens (plain)"] if priced else []
+    form = "{batch_size}|{length}|{speedup:.2f}x|{tokens_per_second:,.0f}|{plain_tokens_per_second:,.0f}|{bound}"
     shown = []
     for row in rows:
-        cells = [str(row["batch_size"]), str(row["length"]), f"{row['speedup']:.2f}x"]
-        cells += [f"{row['tokens_per_second']:,.0f}", f"{row['plain_tokens_per_second']:,.0f}"]
-        cells += [row["bound"] + ("" if row["fits"] else ", too large")]
-        cells += ["never" if row["break_even"] is None else f"{row['break_even']:.0%}"]
-        if priced:
-            cells.append(f"{row['cost_per_million_tokens']:.3g} ({row['plain_cost_per_million_tokens']:.3g})")
-        shown.append(cells)
+        cells = (form.format(**row) + ("" if row["fits"] else ", too large")).split("|")
+        shown.append([*cells, "never" if row["break_even"] is None else f"{row['break_even']:.0%}"])
+    if "cost_per_million_tokens" in rows[0]:
+        headings.append("cost of 1M\ntokens (plain)")
+        for row, cells in zip(rows, shown, strict=True):
+            cells.append("{cost_per_million_tokens:.3g} ({plain_cost_per_million_tokens:.3g})".format(**row))
     console = wide_console()
     console.print(table_of(headings, shown, f"{device.name}: estimate, not measured"))
     length = max(1, len(profile.joint))

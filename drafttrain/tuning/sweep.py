@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -46,9 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--suite", default="drafttrain", help="as in drafttrain eval")
     add("--temperatures", default="0", help="a list, such as 0,0.7,1")
     add(
-        "--trees",
-        default="",
-        help="a list separated by ; or spaces, such as 'chain:3 dynamic:3,4,8' (default: as in eval)",
+        "--trees", default="", help="a list split by ; or spaces, such as 'chain:3 dynamic:3,4,8' (default: as in eval)"
     )
     add("--lengths", default="", help="speculation lengths, such as 1,2,4,8: chains, added to --trees")
     add("--batch-sizes", default="1", help="prompts at a time, such as 1,2,4,8,16")
@@ -106,10 +103,8 @@ def parse_axes(args: argparse.Namespace) -> dict[str, list[object]]:
     batches = _numbers("batch-sizes", args.batch_sizes, int, 1)
     largest = max(batches, default=0)
     if args.limit is not None and largest > args.limit:
-        raise UserError(
-            f"batch-sizes={args.batch_sizes!r}: {largest} prompts at a time take as many questions, but limit={args.limit}; "
-            "raise --limit"
-        )
+        reason = f"{largest} prompts at a time take as many questions, but limit={args.limit}"
+        raise UserError(f"batch-sizes={args.batch_sizes!r}: {reason}; raise --limit")
     return {
         "dtype": [name.strip() for name in args.dtypes.split(",")],
         "tree": trees or [None],
@@ -129,17 +124,14 @@ def _numbers(name: str, text: str, kind: type[int] | type[float], least: int) ->
     return numbers
 
 
-def cells(axes: dict[str, list[object]], grid: bool) -> Iterator[Json]:
-    """Yields all combinations (grid), or each axis with the others at their first value; dtypes outermost, no duplicates."""
+def cells(axes: dict[str, list[object]], grid: bool) -> list[Json]:
+    """All combinations (grid), or each axis with the others at their first value; dtypes outermost, no duplicates."""
     first = {name: values[0] for name, values in axes.items()}
     found = [{**first, name: value} for name, values in axes.items() for value in values]
     if grid:
         found = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
-    seen: list[Json] = []
-    for cell in sorted(found, key=lambda cell: axes["dtype"].index(cell["dtype"])):
-        if cell not in seen:
-            seen.append(cell)
-    yield from seen
+    unique = [cell for number, cell in enumerate(found) if cell not in found[:number]]
+    return sorted(unique, key=lambda cell: axes["dtype"].index(cell["dtype"]))
 
 
 def describe(cell: Json) -> str:
@@ -149,21 +141,21 @@ def describe(cell: Json) -> str:
 
 def cell_settings(args: argparse.Namespace, cell: Json, folder: Path) -> EvalSettings:
     """The evaluation settings of one cell. Raises UserError for a value out of range."""
-    shared = {
-        name: vars(args)[name] for name in ("target", "drafter", "max_new_tokens", "limit", "seed", "trust_remote_code")
-    }
-    settings = EvalSettings(**shared, baselines=tuple(parse_baselines(args.baselines)))
-    sampling = SamplingParams(temperature=cell["temperature"])
-    output = folder / f"{fingerprint(cell)}.json"
-    return replace(settings, tree=cell["tree"], sampling=sampling, batch_size=cell["batch_size"], output=output)
+    names = ("target", "drafter", "max_new_tokens", "limit", "seed", "trust_remote_code")
+    return EvalSettings(
+        **{name: vars(args)[name] for name in names},
+        **{name: cell[name] for name in ("tree", "batch_size")},
+        baselines=tuple(parse_baselines(args.baselines)),
+        sampling=SamplingParams(temperature=cell["temperature"]),
+        output=folder / f"{fingerprint(cell)}.json",
+    )
 
 
 def key_of(args: argparse.Namespace, cell: Json, suite: Suite) -> str:
     """Hash of everything that a finished cell depends on."""
     names = ("target", "drafter", "device", "max_new_tokens", "limit", "seed", "baselines")
-    files = folder_state(args.drafter.partition("+")[0])
-    chosen = {name: vars(args)[name] for name in names}
-    return fingerprint({**chosen, **cell, "suite": suite.digest, "files": files})
+    more = {"suite": suite.digest, "files": folder_state(args.drafter.partition("+")[0])}
+    return fingerprint({**{name: vars(args)[name] for name in names}, **cell, **more})
 
 
 def finished(path: Path, key: str) -> Json | None:
@@ -216,11 +208,9 @@ def crossovers(rows: Sequence[Json]) -> list[Json]:
         if len(points) < 2:
             continue
         at: float | None = 0 if points[0][1] < 1 else None
-        for (left, high), (right, low) in itertools.pairwise(points):
-            if high >= 1 > low:
-                share = (high - 1) / (high - low)
-                at = round(math.exp(math.log(left) + share * math.log(right / left)), 2)
-                break
+        falling = (pair for pair in itertools.pairwise(points) if pair[0][1] >= 1 > pair[1][1])
+        for (left, high), (right, low) in itertools.islice(falling, 1):
+            at = round(left * (right / left) ** ((high - 1) / (high - low)), 2)
         found.append({"cell": json.loads(shared_text), "batch_size": at, "speedups": dict(points)})
     return found
 
