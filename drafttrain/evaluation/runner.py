@@ -245,7 +245,9 @@ def answer(plan: EvalPlan, batch: dict[int, Question], sides: dict[str, Side]) -
         Records by question index.
     """
     target, settings = plan.target, plan.settings
-    kept = pruned_vocabulary(plan.drafter, target.vocab_size)
+    kept = parts_of(plan.drafter)[0].vocabulary if plan.drafter is not None else None  # [d] int64, None if all
+    if kept is not None and len(kept) == target.vocab_size:
+        kept = None
     records: dict[int, list[Record]] = {index: [] for index in batch}
     answers: dict[int, list[str]] = {index: [] for index in batch}
     names, first = list(sides), min(batch)
@@ -277,33 +279,22 @@ def answer(plan: EvalPlan, batch: dict[int, Question], sides: dict[str, Side]) -
             differing = [name for name, equal in same.items() if not equal]
             decode = target.tokenizer.decode
             texts = {name: decode(tokens[name], skip_special_tokens=True) for name in ("drafter", *differing)}
-            records[index].append(
-                {
-                    "question_id": batch[index].question_id,
-                    "turn": turn,
-                    "category": batch[index].category,
-                    "prompt_tokens": len(prompts[index]),
-                    "sides": {name: results[name][row][1] for name in names},
-                    "identical": same,
-                    **({"outputs": texts} if differing else {}),
-                    "memory": memory,
-                    **({"covered": covered(kept, tokens["drafter"])} if kept is not None else {}),
-                    **({} if wanted[row] else {"speculation": False}),
-                }
-            )
+            record = {
+                "question_id": batch[index].question_id,
+                "turn": turn,
+                "category": batch[index].category,
+                "prompt_tokens": len(prompts[index]),
+                "sides": {name: results[name][row][1] for name in names},
+                "identical": same,
+                **({"outputs": texts} if differing else {}),
+                "memory": memory,
+            }
+            if kept is not None:
+                known = torch.isin(torch.tensor(tokens["drafter"], dtype=torch.long), kept.cpu())  # [new]
+                record["covered"] = round(float(known.float().mean()), 4) if len(known) else 1.0
+            records[index].append(record if wanted[row] else {**record, "speculation": False})
             answers[index].append(texts["drafter"])
     return records
-
-
-def pruned_vocabulary(drafter: Drafter | None, vocab_size: int) -> Tensor | None:
-    """[d] int64 target ids of a pruned drafter vocabulary; None if every token can be drafted."""
-    kept = parts_of(drafter)[0].vocabulary if drafter is not None else None
-    return None if kept is None or len(kept) == vocab_size else kept
-
-
-def covered(kept: Tensor, tokens: list[int]) -> float:
-    """Share of tokens that a vocabulary contains."""
-    return round(float(torch.isin(torch.tensor(tokens, device=kept.device), kept).float().mean()), 4) if tokens else 1.0
 
 
 # -- sides ------------------------------------------------------------------------------------------------------------

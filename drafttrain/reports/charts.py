@@ -178,7 +178,7 @@ def _save(
 
 def _draw(chart: Chart, figure: FigureBase, colors: dict[str, str], titled: bool) -> None:
     axes = figure.subplots()
-    {"bars": _bars, "columns": _columns, "lines": _lines}[chart.form](axes, chart, colors)
+    (_lines if chart.form == "lines" else _bars)(axes, chart, colors)
     axes.set_frame_on(False)
     axes.tick_params(length=0)
     if titled:
@@ -187,41 +187,31 @@ def _draw(chart: Chart, figure: FigureBase, colors: dict[str, str], titled: bool
             figure.legend(loc="outside lower left", frameon=False, fontsize=8, ncols=chart.legend_columns())
 
 
-def _offsets(chart: Chart, number: int, thickness: float) -> list[float]:
-    """Positions of a series' bars: the bars of a group stand side by side around the group's integer position."""
-    return [group + (number - (len(chart.series) - 1) / 2) * thickness for group in range(len(chart.labels))]
-
-
 def _bars(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
-    thickness, longest = 0.78 / len(chart.series), chart.longest()
+    """Horizontal bars or columns; those of a group stand side by side around the group's integer position."""
+    flat, longest, count = chart.form == "bars", chart.longest(), len(chart.series)
+    draw, share, filled = (axes.barh, 0.78, 0.86) if flat else (axes.bar, 0.8, 0.9)
     for number, one in enumerate(chart.series):
-        places, values = _offsets(chart, number, thickness), [value or 0.0 for value in one.values]
-        axes.barh(places, values, thickness * 0.86, color=colors[one.color], label=one.name)
+        places = [group + (number - (count - 1) / 2) * share / count for group in range(len(chart.labels))]
+        values = [value or 0.0 for value in one.values]
+        draw(places, values, share / count * filled, color=colors[one.color], label=one.name, zorder=1 if flat else 2)
         _whiskers(axes, chart, one, places, colors)
         for place, (value, span) in zip(places, one.points(), strict=True):
-            if value is not None:
+            if value is not None and flat:
                 end = max(value, span[1] if span else 0.0)
                 if chart.reference is not None and 0 <= chart.reference - end < 0.18 * longest:
                     end = chart.reference  # next to the dashed line, not under it
                 axes.text(end + 0.012 * longest, place, chart.show(value), va="center", fontsize=9.5)
+            elif value is not None and count * len(chart.labels) <= 12:
+                axes.text(place, value + 0.015 * longest, chart.show(value), ha="center", fontsize=9)
+    if not flat:
+        return _scale(axes, chart, colors)
     axes.set_yticks(range(len(chart.labels)), chart.labels, color=colors["ink"])
     axes.set_ylim(len(chart.labels) - 0.5, -0.5)
     axes.set_xlim(0, longest * 1.17)
     axes.set_xticks([])
     if chart.reference is not None:
         axes.axvline(chart.reference, color=colors["ink"], linewidth=1, linestyle=(0, (3, 2)))
-
-
-def _columns(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
-    thickness, longest = 0.8 / len(chart.series), chart.longest()
-    for number, one in enumerate(chart.series):
-        places, values = _offsets(chart, number, thickness), [value or 0.0 for value in one.values]
-        axes.bar(places, values, thickness * 0.9, color=colors[one.color], label=one.name, zorder=2)
-        if len(chart.series) * len(chart.labels) <= 12:
-            for place, value in zip(places, one.values, strict=True):
-                if value is not None:
-                    axes.text(place, value + 0.015 * longest, chart.show(value), ha="center", fontsize=9)
-    _scale(axes, chart, colors)
 
 
 def _lines(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:

@@ -10,7 +10,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -36,6 +35,7 @@ example the same model without speculation) the servers alternate at every step 
 read from the Prometheus page of a server that has vLLM's or SGLang's speculation metrics."""
 
 LATENCIES = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "itl_ms": "ITL", "latency_ms": "whole"}
+Send = Callable[[int], Awaitable[Answer]]  # sends the request of this number
 WORKLOAD = ("suite", "requests", "seconds", "timeout", "max_tokens", "temperature", "ignore_eos", "warm_up", "seed")
 
 
@@ -63,34 +63,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", default="server.json", help="results file")
 
 
-@dataclass(frozen=True)
-class Load:
-    """How a step loads a server.
-
-    Attributes:
-        concurrency: requests in flight; 0 if a rate is given. rate: requests per second on average.
-        requests: at most. seconds: no request begins later. seed: of the request times.
-        first: number of its first prompt; steps use different prompts because servers cache prefixes.
-    """
-
-    concurrency: int
-    rate: float
-    requests: int
-    seconds: float
-    seed: int = 0
-    first: int = 0
-
-    @property
-    def step(self) -> dict[str, float]:
-        """The step's setting in the results."""
-        return {"request_rate": self.rate} if self.rate else {"concurrency": self.concurrency}
-
-
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns 1 if every request of a server failed. Raises UserError for a server that does not answer."""
-    loads = parse_loads(args)
+    steps = parse_steps(args)
     suite = load_suite(args.suite)
-    servers = asyncio.run(measure(args, loads, [question.turns[0] for question in suite.questions]))
+    servers = asyncio.run(measure(args, steps, [question.turns[0] for question in suite.questions]))
     results = {
         **describe_environment(torch.device("cpu")),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
@@ -106,33 +83,30 @@ def run(args: argparse.Namespace) -> int:
     return int(any(all(cell["completed"] == 0 for cell in server["cells"]) for server in servers.values()))
 
 
-def parse_loads(args: argparse.Namespace) -> list[Load]:
-    """The steps of the load test. Raises UserError for a number out of its range."""
+def parse_steps(args: argparse.Namespace) -> list[dict[str, float]]:
+    """The steps of the load test as in the results, {concurrency} or {request_rate}. Raises UserError for a wrong number."""
     for name, least in (("requests", 1), ("max_tokens", 1), ("warm_up", 0)):
         if vars(args)[name] < least:
             raise UserError(f"{name.replace('_', '-')}={vars(args)[name]} must be at least {least}")
     for name in ("seconds", "timeout"):
         if vars(args)[name] <= 0:
             raise UserError(f"{name}={vars(args)[name]} must be positive")
-    by_rate = bool(args.request_rate)
+    key, kind = ("request_rate", float) if args.request_rate else ("concurrency", int)
     text = args.request_rate or args.concurrency or "1,2,4,8"
     try:
-        steps = [float(part) if by_rate else int(part) for part in text.split(",")]
+        values = [kind(part) for part in text.split(",")]
     except ValueError:
-        steps = []
-    if not steps or min(steps) <= 0:
-        key = "request-rate" if by_rate else "concurrency"
-        raise UserError(f"{key}={text!r} must be positive numbers separated by commas, such as 1,2,4")
-    loads = []
-    for number, step in enumerate(steps):
-        concurrency, rate = (0, step) if by_rate else (int(step), 0.0)
-        loads.append(Load(concurrency, rate, args.requests, args.seconds, args.seed, number * args.requests))
-    return loads
+        values = []
+    if not values or min(values) <= 0:
+        raise UserError(f"{key.replace('_', '-')}={text!r} must be positive numbers separated by commas, such as 1,2,4")
+    return [{key: value} for value in values]
 
 
-async def measure(args: argparse.Namespace, loads: Sequence[Load], prompts: Sequence[str]) -> dict[str, Json]:
+async def measure(
+    args: argparse.Namespace, steps: Sequence[dict[str, float]], prompts: Sequence[str]
+) -> dict[str, Json]:
     """Runs every step on every server, alternating. Returns the `servers` of the results, by name (url, url2)."""
-    body: Json = {"max_tokens": args.max_tokens, "temperature": args.temperature}
+    body = {"max_tokens": args.max_tokens, "temperature": args.temperature}
     body |= {"ignore_eos": True} if args.ignore_eos else {}
     bodies = [{"messages": [{"role": "user", "content": prompt}], **body} for prompt in prompts]
     timeout = httpx.Timeout(args.timeout, connect=min(10.0, args.timeout))
@@ -147,11 +121,13 @@ async def measure(args: argparse.Namespace, loads: Sequence[Load], prompts: Sequ
                 answer = await ask(client, server, bodies[number % len(bodies)], args.timeout)
                 if answer.error == "connect":
                     raise UserError(f"url={server.url!r} does not answer ({answer.detail}); start the server first")
-        with Progress("asking", len(loads) * len(servers), "steps") as meter:
-            for number, load in enumerate(loads):
+        with Progress("asking", len(steps) * len(servers), "steps") as meter:
+            for number, step in enumerate(steps):
+                # Steps use different prompts because servers cache prefixes.
+                shifted = [bodies[(number * args.requests + i) % len(bodies)] for i in range(args.requests)]
                 order = list(servers.items())
                 for name, server in order[::-1] if number % 2 else order:
-                    cells[name].append(await run_load(client, server, load, bodies, args.timeout))
+                    cells[name].append(await run_step(args, client, server, step, shifted))
                     meter.advance(note=f"{cells[name][-1]['tokens_per_second']:.1f} tokens/s")
     return {name: {"url": server.url, "model": server.model, "cells": cells[name]} for name, server in servers.items()}
 
@@ -164,28 +140,25 @@ def _headers(args: argparse.Namespace) -> dict[str, str]:
     return {"Authorization": f"Bearer {os.environ[args.api_key_env]}"}
 
 
-async def run_load(
-    client: httpx.AsyncClient, server: Server, load: Load, bodies: Sequence[Json], timeout: float
+async def run_step(
+    args: argparse.Namespace, client: httpx.AsyncClient, server: Server, step: dict[str, float], bodies: Sequence[Json]
 ) -> Json:
     """Runs one step on one server; returns its setting, `figures`, and `speculation` if the Prometheus page has it."""
 
     async def send(number: int) -> Answer:
-        return await ask(client, server, bodies[(load.first + number) % len(bodies)], timeout)
+        return await ask(client, server, bodies[number], args.timeout)
 
     before = await read_metrics(client, server)
     start = time.perf_counter()
-    answers = await (_open_loop if load.rate else _closed_loop)(load, send)
+    answers = await (_open_loop if "request_rate" in step else _closed_loop)(args, *step.values(), send)
     seconds = time.perf_counter() - start
     found = speculation(before, await read_metrics(client, server))
-    return {**load.step, **figures(answers, seconds), **({"speculation": found} if found else {})}
+    return {**step, **figures(answers, seconds), **({"speculation": found} if found else {})}
 
 
-Send = Callable[[int], Awaitable[Answer]]
-
-
-async def _closed_loop(load: Load, send: Send) -> list[Answer]:
+async def _closed_loop(args: argparse.Namespace, concurrency: float, send: Send) -> list[Answer]:
     """Keeps a constant number of requests in flight."""
-    numbers, deadline = iter(range(load.requests)), time.perf_counter() + load.seconds
+    numbers, deadline = iter(range(args.requests)), time.perf_counter() + args.seconds
     answers: list[Answer] = []
 
     async def worker() -> None:
@@ -194,18 +167,18 @@ async def _closed_loop(load: Load, send: Send) -> list[Answer]:
                 return
             answers.append(await send(number))
 
-    await asyncio.gather(*(worker() for _ in range(min(load.concurrency, load.requests))))
+    await asyncio.gather(*(worker() for _ in range(min(int(concurrency), args.requests))))
     return answers
 
 
-async def _open_loop(load: Load, send: Send) -> list[Answer]:
+async def _open_loop(args: argparse.Namespace, rate: float, send: Send) -> list[Answer]:
     """Sends requests at the times of a Poisson process, whether or not earlier ones have ended."""
-    gaps, start, due, tasks = random.Random(load.seed), time.perf_counter(), 0.0, []
-    for number in range(load.requests):
+    gaps, start, due, tasks = random.Random(args.seed), time.perf_counter(), 0.0, []
+    for number in range(args.requests):
         await asyncio.sleep(max(0.0, start + due - time.perf_counter()))
         tasks.append(asyncio.ensure_future(send(number)))
-        due += gaps.expovariate(load.rate)
-        if due >= load.seconds:
+        due += gaps.expovariate(rate)
+        if due >= args.seconds:
             break
     return list(await asyncio.gather(*tasks))
 

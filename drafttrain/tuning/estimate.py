@@ -336,15 +336,16 @@ def advice(rows: Sequence[Json]) -> str:
 def print_rows(rows: Sequence[Json], device: Device, profile: Profile) -> None:
     """Prints a table with a line per batch size, and when to disable speculation."""
     headings = ["batch", "length", "speed-up", "tokens/s", "plain", "bound", "break-even\nacceptance"]
-    form = "{batch_size}|{length}|{speedup:.2f}x|{tokens_per_second:,.0f}|{plain_tokens_per_second:,.0f}|{bound}"
-    shown = []
-    for row in rows:
-        cells = (form.format(**row) + ("" if row["fits"] else ", too large")).split("|")
-        shown.append([*cells, "never" if row["break_even"] is None else f"{row['break_even']:.0%}"])
+    forms = ["{batch_size}", "{length}", "{speedup:.2f}x", "{tokens_per_second:,.0f}", "{plain_tokens_per_second:,.0f}"]
+    forms += ["{bound}{large}", "{never}"]
     if "cost_per_million_tokens" in rows[0]:
         headings.append("cost of 1M\ntokens (plain)")
-        for row, cells in zip(rows, shown, strict=True):
-            cells.append("{cost_per_million_tokens:.3g} ({plain_cost_per_million_tokens:.3g})".format(**row))
+        forms.append("{cost_per_million_tokens:.3g} ({plain_cost_per_million_tokens:.3g})")
+    shown = []
+    for row in rows:
+        never = "never" if row["break_even"] is None else f"{row['break_even']:.0%}"
+        large = "" if row["fits"] else ", too large"
+        shown.append([form.format(**row, never=never, large=large) for form in forms])
     console = wide_console()
     console.print(table_of(headings, shown, f"{device.name}: estimate, not measured"))
     length = max(1, len(profile.joint))

@@ -85,8 +85,9 @@ def settings_of(args: argparse.Namespace) -> EvalSettings:
 def parse_baselines(text: str) -> list[str]:
     """Reads a comma-separated list of baselines, or `none`. Raises UserError for an unknown name."""
     names = [] if text == "none" else [name.strip() for name in text.split(",")]
-    for name in set(names) - set(ALL_BASELINES):
-        raise UserError(f"baselines={text!r}: {name!r} is not one of {', '.join(ALL_BASELINES)}; or write none")
+    unknown = [name for name in names if name not in ALL_BASELINES]
+    if unknown:
+        raise UserError(f"baselines={text!r}: {unknown[0]!r} is not one of {', '.join(ALL_BASELINES)}; or write none")
     return names
 
 
