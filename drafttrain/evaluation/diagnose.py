@@ -228,11 +228,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def apply(drafter: str, results: Json) -> None:
-    """Writes slow categories into decoding.json. Categories that the results do not measure with drafts keep their entry.
-
-    Raises:
-        UserError: no such folder.
-    """
+    """Writes slow categories into decoding.json; unmeasured ones keep their entry. Raises UserError for a missing folder."""
     place = decoding_file(drafter)
     if not place.parent.joinpath("config.json").is_file():
         message = f"drafter={drafter!r} is no drafter's folder, so there is no decoding.json; give --drafter FOLDER"

@@ -13,11 +13,7 @@ from drafttrain.target import Target
 
 
 def first_prompts(rows: Any, count: int, context: int | None) -> list[list[int]]:
-    """What stands before the first response of the first held-out conversations.
-
-    Args:
-        rows: with `tokens` and `spans`. context: the target's longest sequence; half of it is left for the answer.
-    """
+    """Tokens before the first response of the first rows. context: the target's longest sequence; half is for the answer."""
     prompts: list[list[int]] = []
     for row in rows:
         prompt = list(row["tokens"][: row["spans"][0][0]])

@@ -40,11 +40,7 @@ Rounds = Counter[tuple[int, int]]  # counts by (accepted tokens, offered depth)
 
 
 def side_record(generation: Generation, share: float | None = None) -> Record:
-    """The record of one generation by our engine, times in seconds.
-
-    Args:
-        share: the prompt's share of a batch's time; None for a single prompt.
-    """
+    """The record of a generation by our engine, in seconds. share: the prompt's share of a batch's time, None if it is alone."""
     stats = generation.stats
     return {
         "tokens": stats.new_tokens,
@@ -248,11 +244,7 @@ def is_sweep(content: object) -> bool:
 
 
 def load_results(name: str) -> Json:
-    """Reads a results file, or the summary of a sweep.
-
-    Raises:
-        UserError: a file that is missing, is not JSON, or was not written by drafttrain eval.
-    """
+    """Reads a results file or a sweep's summary. Raises UserError for a missing file, or one with other content."""
     try:
         results = json.loads(Path(name).expanduser().read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

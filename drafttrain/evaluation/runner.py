@@ -151,11 +151,7 @@ def evaluate(settings: EvalSettings, target: Target, drafter: Drafter | None, su
 
 
 def check_lengths(target: Target, questions: Sequence[Question], max_new_tokens: int) -> None:
-    """Checks that every first turn fits into the target's context, before any time is spent.
-
-    Raises:
-        UserError: names the first question that does not fit.
-    """
+    """Raises UserError for the first question whose first turn does not fit into the target's context."""
     for question in questions:
         try:
             token_limit(target, len(render(target.tokenizer, question.turns[:1], [])), max_new_tokens)

@@ -154,11 +154,7 @@ def _checked(turns: object, where: str, note: str = "") -> tuple[str, ...]:
 
 
 def take_evenly(questions: Sequence[Question], limit: int | None) -> list[Question]:
-    """Takes `limit` questions in the suite's order, as many of each category as possible. None takes all.
-
-    Raises:
-        UserError: a limit below 1.
-    """
+    """Takes `limit` questions in order, evenly from all categories; None takes all. Raises UserError for a limit below 1."""
     if limit is None:
         return list(questions)
     if limit < 1:
@@ -172,11 +168,7 @@ def take_evenly(questions: Sequence[Question], limit: int | None) -> list[Questi
 
 
 def render(tokenizer: PreTrainedTokenizerBase, turns: Sequence[str], answers: Sequence[str]) -> list[int]:
-    """Token ids of a conversation up to where the answer to the last turn begins.
-
-    Args:
-        turns: the user's turns. answers: replies to all but the last of them.
-    """
+    """Token ids of a conversation up to the answer to its last turn. answers: the replies to all turns but the last."""
     messages: list[Message] = []
     for index, turn in enumerate(turns):
         messages.append({"role": "user", "content": turn})
@@ -188,11 +180,7 @@ def render(tokenizer: PreTrainedTokenizerBase, turns: Sequence[str], answers: Se
 
 
 def _read_public(name: str, path: str) -> Iterator[Question]:
-    """Reads a benchmark of PUBLIC from a file or folder in its own format or in FastChat's; an empty path is the Hub.
-
-    Raises:
-        UserError: the benchmark cannot be loaded (offline, no such file), a row in another format, or masked rows.
-    """
+    """Reads a benchmark from a file or folder in its own format or FastChat's; an empty path is the Hub. Raises UserError."""
     suite, where = PUBLIC[name], f"suite={name}:{path}" if path else f"suite={name}"
     rows = _local_rows(where, suite, Path(path).expanduser()) if path else _hub_rows(name, suite)
     masked = 0

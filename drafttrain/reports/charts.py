@@ -110,11 +110,7 @@ class Chart:
 
 
 def svg(chart: Chart, prefix: str) -> str:
-    """The drawing as an SVG element for a page whose style defines the colors.
-
-    Args:
-        prefix: makes its ids unique in the page.
-    """
+    """The drawing as an SVG element for a page whose style defines the colors. prefix: makes its ids unique in the page."""
     buffer = io.StringIO()
     _save([[chart]], buffer, _STAND_INS, False, format="svg", transparent=True)
     text = buffer.getvalue()

@@ -100,11 +100,7 @@ class Sizes:
 
 
 def sizes_of(config: Json) -> Sizes:
-    """Sizes of a decoder-only model with gated MLPs, from its config.json. In a mixture model all layers count as experts'.
-
-    Raises:
-        UserError: a config without the usual keys.
-    """
+    """Sizes by a decoder's config.json: gated MLPs, in all layers experts if in any. Raises UserError for missing keys."""
     config = {**config, **config.get("text_config", {})}
     try:
         h, layers, heads = (config[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
@@ -125,11 +121,7 @@ def sizes_of(config: Json) -> Sizes:
 
 
 def drafter_params(folder: Path) -> float:
-    """Number of weights of a saved drafter, from its files' headers; the target's embedding is not among them.
-
-    Raises:
-        UserError: no safetensors file.
-    """
+    """Weights of a saved drafter, without the target's embedding. Raises UserError for a folder without safetensors files."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise UserError(f"drafter={str(folder)!r} holds no safetensors file; give --drafter-params")

@@ -70,11 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def settings_of(args: argparse.Namespace) -> EvalSettings:
-    """Reads the command's flags.
-
-    Raises:
-        UserError: a value out of range.
-    """
+    """Reads the command's flags. Raises UserError for a value out of range."""
     names = ("target", "drafter", "max_new_tokens", "batch_size", "tree", "calibrate", "limit", "seed", "assistant")
     chosen = {name: vars(args)[name] for name in (*names, "trust_remote_code")}
     baselines = tuple(parse_baselines(args.baselines))

@@ -75,11 +75,7 @@ class _Recorded:
         return nodes
 
     def merged(self, match: _Recorded, depth: int, floor: float, matches: bool) -> tuple[_Recorded, int]:
-        """Returns the complete union of the tree down to `depth` with a match, and the drafted depth.
-
-        Args:
-            floor: log-probability below which nodes are not expanded. matches: False leaves the match out.
-        """
+        """The union of the tree down to `depth`, without children of nodes below `floor`, with a match; and the drafted depth."""
         key = depth, floor, matches
         if key not in self._merged:
             above = [self.scores[parent] if parent >= 0 else 0.0 for parent in self.parents]
@@ -189,11 +185,7 @@ def record(
 
 
 def replay(track: Track, spec: TreeSpec) -> list[Replayed]:
-    """The rounds that decoding with a tree would have taken.
-
-    Args:
-        spec: `none`, a chain of at most DEPTH, or a dynamic tree of a recorded width and at most DEPTH and MOST_NODES.
-    """
+    """The rounds of decoding with `none`, a chain to DEPTH, or a dynamic tree of a recorded width within DEPTH and MOST_NODES."""
     rounds: list[Replayed] = []
     position = 0
     while position + 1 < len(track.tokens):

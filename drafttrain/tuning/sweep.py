@@ -93,11 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def parse_axes(args: argparse.Namespace) -> dict[str, list[object]]:
-    """The values of each axis, in the order of AXES.
-
-    Raises:
-        UserError: a value that is not a number or is out of range; a batch larger than the limit.
-    """
+    """The values of each axis, in the order of AXES. Raises UserError for a wrong number, or a batch larger than the limit."""
     chains = [f"chain:{length}" for length in _numbers("lengths", args.lengths, int, 1)]
     trees = args.trees.replace(";", " ").split() + chains
     batches = _numbers("batch-sizes", args.batch_sizes, int, 1)
@@ -165,11 +161,7 @@ def finished(path: Path, key: str) -> Json | None:
 
 
 def lengthen(target: Target, suite: Suite, context: int, max_new_tokens: int) -> Suite:
-    """Puts other questions' texts before each first turn, so that prompts have at least `context` tokens.
-
-    Raises:
-        UserError: the target reads fewer tokens.
-    """
+    """Puts other questions before each first turn, up to `context` tokens. Raises UserError if the target reads fewer."""
     if not context:
         return suite
     token_limit(target, context, max_new_tokens)
