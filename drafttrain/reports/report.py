@@ -51,14 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def write_report(files: list[str], runs: list[Json], sweeps: list[Json], output: Path) -> None:
-    """Writes the page, and a PNG of each chart into a folder next to it.
-
-    Args:
-        files: names of the runs' files. sweeps: summaries of sweeps.
-
-    Raises:
-        UserError: the files cannot be written.
-    """
+    """Writes the page, and a PNG of each chart into a folder next to it. files: of the runs. Raises UserError if it cannot."""
     names = report_page.run_names(runs, files)
     drawn = report_page.make_charts(runs, names, sweeps)
     write_text(output, report_page.page(runs, names, drawn, [identity_line(run) for run in runs]))
@@ -67,11 +60,7 @@ def write_report(files: list[str], runs: list[Json], sweeps: list[Json], output:
 
 
 def draw(runs: list[Json], output: Path) -> None:
-    """Writes a picture with three charts per run: speed-up by category, acceptance by depth, tokens per second.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Writes a picture: per run, speed-up by category, acceptance by depth and tokens per second. Raises UserError."""
     rows = [report_page.main_charts(run) for run in runs]
     headings = []
     for run, row in zip(runs, rows, strict=True):

@@ -69,11 +69,7 @@ def base_url(url: str) -> str:
 
 
 async def connect(client: httpx.AsyncClient, url: str, model: str, headers: dict[str, str]) -> Server:
-    """Finds the server and, if `model` is empty, the first model that it lists.
-
-    Raises:
-        UserError: no server there, or it does not list its models.
-    """
+    """Finds the server and, if `model` is empty, the first one it lists. Raises UserError for no server, or no list of models."""
     url = base_url(url)
     if model:
         return Server(url, model, headers)
