@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drafttrain.files import writing
+from drafttrain.files import Json, writing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -29,6 +29,7 @@ from drafttrain.drafters.registry import is_untrained
 from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import load_results
 from drafttrain.files import Json, write_json
+from drafttrain.flags import number_list
 from drafttrain.reports.output import table_of, wide_console
 from drafttrain.target import resolve_target
 
@@ -190,8 +191,7 @@ def estimate(
 
     costs = {depth: round_seconds(depth, profile.nodes_at(depth)) for depth in range(len(profile.joint) + 1)}
     best = max(costs, key=lambda depth: profile.accepted_length(depth) / costs[depth])
-    tau, seconds = profile.accepted_length(best), costs[best]
-    chain = max(1, len(profile.joint))
+    tau, seconds, chain = profile.accepted_length(best), costs[best], max(1, len(profile.joint))
     tokens = batch * (1 + profile.nodes_at(best))
     moved = width * (target.read(tokens) + batch * context * target.kv) / device.bandwidth
     by_memory = moved + device.overhead >= target.seconds(device, tokens, batch, context, width)
@@ -209,8 +209,9 @@ def estimate(
         "fits": width * (target.total + drafter + batch * context * target.kv) <= device.memory,
     }
     if price is not None:
-        costs_of = {side: round(price / 3600 / rate * 1e6, 4) for side, rate in rates.items()}
-        result |= {f"{side}cost_per_million_tokens": cost for side, cost in costs_of.items()}
+        result |= {
+            f"{side}cost_per_million_tokens": round(price / 3600 / rate * 1e6, 4) for side, rate in rates.items()
+        }
     return result
 
 
@@ -268,10 +269,7 @@ def run(args: argparse.Namespace) -> int:
         if not folder.is_dir() and not is_untrained(name):
             raise UserError(f"drafter={str(folder)!r}: no such folder; give --drafter FOLDER or --drafter-params")
         drafter = drafter_params(folder) if folder.is_dir() else 0.0
-    try:
-        batches = [int(part) for part in args.batches.split(",")]
-    except ValueError as error:
-        raise UserError(f"batches={args.batches!r} is no list of numbers; write for example 1,8,64") from error
+    batches = [int(batch) for batch in number_list("batches", args.batches, int, 1)]
     profile, width = profile_of(results), args.bits / 8
     rows = [estimate(target, drafter, profile, device, batch, args.context, width, args.price) for batch in batches]
     print_rows(rows, device, profile)

@@ -58,10 +58,8 @@ class _Recorded:
         self.tokens, self.parents, self.depths = tree.tokens.tolist(), tree.parents, tree.depths
         self.scores = [0.0] * len(tree) if tree.log_probs is None else tree.log_probs.tolist()
         self._child = {key: node for node, key in enumerate(zip(tree.parents, self.tokens, strict=True))}
-        order = sorted(range(len(tree)), key=lambda i: -self.scores[i])
-        self.ranks = [0] * len(tree)
-        for rank, node in enumerate(order):
-            self.ranks[node] = rank
+        order = np.argsort(-np.array(self.scores), kind="stable")
+        self.ranks: list[int] = np.argsort(order).tolist()
         self._merged: dict[tuple[int, float, bool], tuple[_Recorded, int]] = {}
 
     def path(self, tokens: Sequence[int]) -> list[int]:
@@ -171,8 +169,7 @@ def record(
     """Decodes all prompts plainly, as one batch, and records the drafter's trees at every position.
 
     Args:
-        prompts: token ids, at least one prompt; equal prompts count once.
-        advance: called after every round.
+        prompts: token ids, at least one prompt; equal prompts count once. advance: called after every round.
     """
     tracks = {tuple(prompt): Track(len(prompt), max_new_tokens) for prompt in prompts}
     prompts = list(map(list, tracks))
@@ -193,22 +190,17 @@ def replay(track: Track, spec: TreeSpec) -> list[Replayed]:
         accepted = nodes = depth = 0
         deepest = track.limit - position - 2  # decoding cuts trees at the token limit
         if spec.shape != "none" and position < len(track.trees) and deepest > 0:
-            trees, matches = track.trees[position], track.matches[position]
-            accepted, nodes, depth = _accepted(trees, matches, continuation, spec, deepest)
+            tree, match = track.trees[position][spec.top_k], track.matches[position][spec.top_k]
+            accepted, nodes, depth = _accepted(tree, match, continuation, spec, deepest)
         rounds.append(Replayed(min(accepted + 1, len(continuation)), nodes, depth))
         position += rounds[-1].committed
     return rounds
 
 
 def _accepted(
-    trees: dict[int, _Recorded],
-    matches: dict[int, _Recorded],
-    continuation: Sequence[int],
-    spec: TreeSpec,
-    deepest: int,
+    recorded: _Recorded, match: _Recorded, continuation: Sequence[int], spec: TreeSpec, deepest: int
 ) -> tuple[int, int, int]:
     """Returns accepted tokens, verified nodes and drafted depth. deepest: depth of the last nodes that are verified."""
-    match = matches[spec.top_k]
     if spec.matches and drafts_alone(match.tree, spec):
         # A match for a chain is a chain itself, as deep as was recorded.
         tree, drafted = match, 0
@@ -217,11 +209,18 @@ def _accepted(
     else:
         floor = math.log(spec.stop) if spec.stop else -math.inf
         shared = spec.matches and spec.shape == "dynamic"
-        tree, drafted = trees[spec.top_k].merged(match, spec.depth, floor, shared)
+        tree, drafted = recorded.merged(match, spec.depth, floor, shared)
         budget = spec.budget
     nodes = sum(rank < budget and depth <= deepest for rank, depth in zip(tree.ranks, tree.depths, strict=True))
     path = tree.path(continuation[:deepest])
     return next((i for i, node in enumerate(path) if tree.ranks[node] >= budget), len(path)), nodes, drafted
+
+
+def _positions(tracks: Sequence[Track]) -> Iterator[tuple[dict[int, _Recorded], list[int]]]:
+    """The trees of every position, and the tokens that follow."""
+    for track in tracks:
+        for position, trees in enumerate(track.trees, 1):
+            yield trees, track.tokens[position : position + DEPTH]
 
 
 def recall(tracks: Sequence[Track], tops: Sequence[int] = (1, 2, 4, 8)) -> dict[str, list[float]]:
@@ -233,30 +232,26 @@ def recall(tracks: Sequence[Track], tops: Sequence[int] = (1, 2, 4, 8)) -> dict[
     width = max(WIDTHS)
     tried = np.zeros(DEPTH)
     found = {top: np.zeros(DEPTH) for top in tops}
-    for track in tracks:
-        for position, trees in enumerate(track.trees):
-            tree, continuation = trees[width], track.tokens[position + 1 : position + 1 + DEPTH]
-            path = tree.path(continuation)
-            expanded = {-1, *tree.parents}
-            for depth in range(len(continuation)):
-                if depth > len(path) or (path[depth - 1] if depth else -1) not in expanded:
-                    break
-                tried[depth] += 1
-                rank = tree.sibling_rank(path[depth]) if depth < len(path) else width
-                for top in tops:
-                    found[top][depth] += rank < top
+    for trees, continuation in _positions(tracks):
+        tree, path = trees[width], trees[width].path(continuation)
+        expanded = {-1, *tree.parents}
+        for depth in range(len(continuation)):
+            if depth > len(path) or (path[depth - 1] if depth else -1) not in expanded:
+                break
+            tried[depth] += 1
+            rank = tree.sibling_rank(path[depth]) if depth < len(path) else width
+            for top in tops:
+                found[top][depth] += rank < top
     return {str(top): [round(float(x), 4) for x in found[top] / np.maximum(tried, 1)] for top in tops}
 
 
 def chances(tracks: Sequence[Track]) -> list[float]:
     """Conditional acceptance of the greedy chain by depth: share of positions correct at a depth, given all before were."""
     right, tried = np.zeros(DEPTH), np.zeros(DEPTH)
-    for track in tracks:
-        for position, trees in enumerate(track.trees):
-            continuation = track.tokens[position + 1 : position + 1 + DEPTH]
-            reached = len(trees[1].path(continuation))
-            right[:reached] += 1
-            tried[: min(reached + 1, len(continuation))] += 1
+    for trees, continuation in _positions(tracks):
+        reached = len(trees[1].path(continuation))
+        right[:reached] += 1
+        tried[: min(reached + 1, len(continuation))] += 1
     return [round(float(x), 4) for x in right / np.maximum(tried, 1)]
 
 

@@ -18,7 +18,7 @@ from drafttrain.evaluation.metrics import fingerprint, folder_state
 from drafttrain.evaluation.runner import EvalSettings
 from drafttrain.evaluation.suites import Question, Suite, load_suite, render
 from drafttrain.files import Json, write_json
-from drafttrain.flags import TARGET_HELP
+from drafttrain.flags import TARGET_HELP, number_list
 from drafttrain.inference import SamplingParams, token_limit
 from drafttrain.reports.output import table_of, wide_console
 from drafttrain.target import Target
@@ -94,9 +94,9 @@ def run(args: argparse.Namespace) -> int:
 
 def parse_axes(args: argparse.Namespace) -> dict[str, list[object]]:
     """The values of each axis, in the order of AXES. Raises UserError for a wrong number, or a batch larger than the limit."""
-    chains = [f"chain:{length}" for length in _numbers("lengths", args.lengths, int, 1)]
+    chains = [f"chain:{length}" for length in number_list("lengths", args.lengths, int, 1)]
     trees = args.trees.replace(";", " ").split() + chains
-    batches = _numbers("batch-sizes", args.batch_sizes, int, 1)
+    batches = number_list("batch-sizes", args.batch_sizes, int, 1)
     largest = max(batches, default=0)
     if args.limit is not None and largest > args.limit:
         reason = f"{largest} prompts at a time take as many questions, but limit={args.limit}"
@@ -104,20 +104,10 @@ def parse_axes(args: argparse.Namespace) -> dict[str, list[object]]:
     return {
         "dtype": [name.strip() for name in args.dtypes.split(",")],
         "tree": trees or [None],
-        "temperature": [*_numbers("temperatures", args.temperatures, float, 0)],
+        "temperature": [*number_list("temperatures", args.temperatures, float, 0)],
         "batch_size": [*batches],
-        "context": [*_numbers("contexts", args.contexts, int, 0)],
+        "context": [*number_list("contexts", args.contexts, int, 0)],
     }
-
-
-def _numbers(name: str, text: str, kind: type[int] | type[float], least: int) -> list[float]:
-    try:
-        numbers = [kind(part) for part in text.split(",") if part.strip()]
-    except ValueError as error:
-        raise UserError(f"{name}={text!r} is no list of numbers; write for example 1,2,4") from error
-    if any(number < least for number in numbers):
-        raise UserError(f"{name}={text!r}: every value must be at least {least}")
-    return numbers
 
 
 def cells(axes: dict[str, list[object]], grid: bool) -> list[Json]:
