@@ -13,17 +13,8 @@ from drafttrain.inference import Decoder
 from drafttrain.target import Target
 
 
-<<<<<<< HEAD
-def first_prompts(rows: Any, count: int, context: int | None) -> list[list[int]]:
-    """Tokens before the first response of the first rows. context: the target's longest sequence; half is for the answer."""
-=======
 def first_prompts(rows: Iterable[Mapping[str, Any]], count: int, context: int | None) -> list[list[int]]:
-    """The tokens before the first response of the first `count` conversations.
-
-    Args:
-        rows: with `tokens` and `spans`. context: the target's longest sequence; half of it stays free for the answer.
-    """
->>>>>>> main
+    """The tokens before the first response of the first `count` rows. context: the target's longest sequence; half is kept free."""
     prompts: list[list[int]] = []
     for row in rows:
         prompt = list(row["tokens"][: row["spans"][0][0]])

@@ -161,9 +161,36 @@ def _save(
     with plt.rc_context(style):
         figure = plt.figure(figsize=(_WIDTH * max(map(len, rows)), sum(heights)), layout="constrained")
         try:
-            line: Json = {"linewidth": width, "linestyle": style, "markersize": size, "color": colors[one.color]}
-        marker = _MARKERS[one.tone % len(_MARKERS)]
-        axes.plot(*zip(*points, strict=True) if points else ([], []), label=one.name, marker=marker, zorder=3, **line)
+            lines = figure.subfigures(len(rows), 1, height_ratios=heights, squeeze=False)[:, 0]
+            for number, (line, row) in enumerate(zip(lines, rows, strict=True)):
+                for place, chart in zip(line.subfigures(1, len(row), squeeze=False)[0], row, strict=True):
+                    _draw(chart, place, colors, titled)
+                if headings:
+                    line.suptitle(headings[number], x=0.01, ha="left", fontsize=11)
+            figure.savefig(output, **options)
+        finally:
+            plt.close(figure)
+
+
+def _draw(chart: Chart, figure: FigureBase, colors: dict[str, str], titled: bool) -> None:
+    axes = figure.subplots()
+    (_lines if chart.form == "lines" else _bars)(axes, chart, colors)
+    axes.set_frame_on(False)
+    axes.tick_params(length=0)
+    if titled:
+        axes.set_title(chart.title, loc="left", fontweight="bold", color=colors["ink"], fontsize=11)
+        if len(chart.series) > 1:
+            figure.legend(loc="outside lower left", frameon=False, fontsize=8, ncols=chart.legend_columns())
+
+
+def _bars(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
+    """Horizontal bars or columns; those of a group stand side by side around the group's integer position."""
+    flat, longest, count = chart.form == "bars", chart.longest(), len(chart.series)
+    draw, share, filled = (axes.barh, 0.78, 0.86) if flat else (axes.bar, 0.8, 0.9)
+    for number, one in enumerate(chart.series):
+        places = [group + (number - (count - 1) / 2) * share / count for group in range(len(chart.labels))]
+        values = [value or 0.0 for value in one.values]
+        draw(places, values, share / count * filled, color=colors[one.color], label=one.name, zorder=1 if flat else 2)
         _whiskers(axes, chart, one, places, colors)
         for place, (value, span) in zip(places, one.points(), strict=True):
             if value is not None and flat:
@@ -187,19 +214,9 @@ def _lines(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
     for one in chart.series:
         points = [(place, value) for place, value in enumerate(one.values) if value is not None]
         width, style, size = (1.6, (0, (4, 2)), 4) if one.dashed else (2.2, "-", 6)
-        line = {
-            "linewidth": width,
-            "linestyle": style,
-            "marker": _MARKERS[one.tone % len(_MARKERS)],
-            "markersize": size,
-        }
-        axes.plot(
-            *zip(*points, strict=True) if points else ([], []),
-            color=colors[one.color],
-            label=one.name,
-            zorder=3,
-            **line,
-        )
+        line: Json = {"linewidth": width, "linestyle": style, "markersize": size, "color": colors[one.color]}
+        marker = _MARKERS[one.tone % len(_MARKERS)]
+        axes.plot(*zip(*points, strict=True) if points else ([], []), label=one.name, marker=marker, zorder=3, **line)
         _whiskers(axes, chart, one, range(len(chart.labels)), colors)
     axes.set_xlim(-0.3, len(chart.labels) - 0.7)
     _scale(axes, chart, colors)
