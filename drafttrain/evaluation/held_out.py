@@ -14,7 +14,7 @@ from drafttrain.target import Target
 
 
 def first_prompts(rows: Iterable[Mapping[str, Any]], count: int, context: int | None) -> list[list[int]]:
-    """The tokens before the first response of the first `count` rows. context: the target's longest sequence; half is kept free."""
+    """The tokens before the first response of the first `count` rows. context: the target's longest sequence, half kept free."""
     prompts: list[list[int]] = []
     for row in rows:
         prompt = list(row["tokens"][: row["spans"][0][0]])
