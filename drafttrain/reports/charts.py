@@ -88,16 +88,14 @@ class Chart:
             text = "\u2013" if value is None else self.show(value)
             return text + (f" ({self.show(span[0])} to {self.show(span[1])})" if span else "")
 
-        rows = zip(*(one.points() for one in self.series), strict=True)
-        return [(label, [cell(*point) for point in row]) for label, row in zip(self.labels, rows, strict=True)]
+        columns = [[cell(*point) for point in one.points()] for one in self.series]
+        return [(label, [column[index] for column in columns]) for index, label in enumerate(self.labels)]
 
     def longest(self) -> float:
         """The largest value, interval end or reference."""
         points = [point for one in self.series for point in one.points()]
-        return (
-            max([self.reference or 0.0, *(max(value or 0.0, span[1] if span else 0.0) for value, span in points)])
-            or 1.0
-        )
+        ends = [max(value or 0.0, span[1] if span else 0.0) for value, span in points]
+        return max([self.reference or 0.0, *ends]) or 1.0
 
     def height(self, titled: bool) -> float:
         """Inches that the drawing takes."""

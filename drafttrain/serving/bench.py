@@ -150,7 +150,8 @@ async def run_step(
 
     before = await read_metrics(client, server)
     start = time.perf_counter()
-    answers = await (_open_loop if "request_rate" in step else _closed_loop)(args, *step.values(), send)
+    (value,) = step.values()
+    answers = await (_open_loop if "request_rate" in step else _closed_loop)(args, value, send)
     seconds = time.perf_counter() - start
     found = speculation(before, await read_metrics(client, server))
     return {**step, **figures(answers, seconds), **({"speculation": found} if found else {})}
