@@ -257,14 +257,11 @@ def load_results(name: str) -> Json:
 class PartialResults:
     """`<output>.partial.jsonl`: a first line with the hash of the settings, then one line per finished question.
 
-    A file of other settings is replaced.
+    It replaces a file of other settings. Raises UserError if it cannot be written.
 
     Attributes:
         tree: the result of the tree search, {"tree", "tree_search"}; None before the search.
         records: the records of finished questions, by question key.
-
-    Raises:
-        UserError: the file cannot be written.
     """
 
     def __init__(self, output: Path, key: str):

@@ -234,11 +234,7 @@ def answer(plan: EvalPlan, batch: dict[int, Question], sides: dict[str, Side]) -
     context ends its question.
 
     Args:
-        batch: questions by their index in the suite.
-        sides: `drafter`, ours, and the baselines.
-
-    Returns:
-        Records by question index.
+        batch: questions by their index in the suite, as the returned records. sides: `drafter`, ours, and the baselines.
     """
     target, settings = plan.target, plan.settings
     kept = parts_of(plan.drafter)[0].vocabulary if plan.drafter is not None else None  # [d] int64, None if all

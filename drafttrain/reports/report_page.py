@@ -90,8 +90,7 @@ def page(runs: Sequence[Json], names: Sequence[str], charts: Sequence[Chart], id
     """Renders the page.
 
     Args:
-        runs, names: results and their names. charts: of `make_charts`.
-        identity: per run, the sentence about identical outputs.
+        runs, names: results and their names. charts: of `make_charts`. identity: per run, `identity_line`.
     """
     named = list(zip(names, runs, strict=True))
     return render_page(

@@ -160,8 +160,7 @@ def record(decoder: Decoder, prompt: list[int], *, max_new_tokens: int, seed: in
     """Decodes one prompt and keeps every round.
 
     Args:
-        decoder: without stop strings; the call uses its observer.
-        prompt: token ids.
+        decoder: without stop strings; the call uses its observer. prompt: token ids.
     """
     seen: list[tuple[TokenTree, Verdict, list[float], float]] = []
     sampling = decoder.sampling
@@ -270,12 +269,7 @@ _COLUMN, _ROW, _WIDTH, _HEIGHT = 164, 50, 132, 38  # of the drawn tree, in pixel
 
 
 def page(trace: Trace, prompt: str, facts: dict[str, str], chosen: int) -> str:
-    """Renders the trace as a self-contained page.
-
-    Args:
-        facts: settings of the run by name.
-        chosen: number of the round whose tree is open at first.
-    """
+    """Renders a self-contained page. facts: settings of the run by name; chosen: the round whose tree is open at first."""
     drawings = {one.number: drawing(one) for one in trace.rounds if one.nodes}
     content = {"trace": trace, "prompt": prompt, "facts": facts, "chosen": chosen, "drawings": drawings}
     return render_page("trace.html", shown=_shown, **content)

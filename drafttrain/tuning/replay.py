@@ -371,8 +371,7 @@ def measure_costs(
     """Decodes the prompts one by one until every tree was measured `cycles` times.
 
     Args:
-        target: packed before the call, if it will be packed later.
-        prompts: token ids, at least one prompt.
+        target: packed before the call, if it will be packed later. prompts: token ids, at least one prompt.
         advance: called after every round.
     """
     sizes = [TreeSpec.parse("paths:" + ",".join(map(str, range(nodes)))) for nodes in NODES]
