@@ -17,7 +17,7 @@ from drafttrain.data.store import read_meta
 from drafttrain.drafters.shipping import ExportRequest, shipping
 from drafttrain.drafters.trained import Trained, find_drafter
 from drafttrain.errors import UserError
-from drafttrain.evaluation.records import load_results
+from drafttrain.evaluation.metrics import load_results
 from drafttrain.export.serving_recipes import engine_depth, recipes, tuned_tree
 from drafttrain.files import Json
 from drafttrain.flags import WEIGHTS_HELP
