@@ -7,8 +7,15 @@ from pathlib import Path
 
 import torch
 
-from drafttrain.drafters.shipping import FORMATS, ExportRequest, check_expressible, format_lines, shipping
-from drafttrain.drafters.trained import Trained, find_drafter
+from drafttrain.drafters.shipping import (
+    FORMATS,
+    ExportRequest,
+    Trained,
+    check_expressible,
+    find_drafter,
+    format_lines,
+    shipping,
+)
 from drafttrain.errors import UserError
 from drafttrain.export.serving_recipes import as_text, engine_depth, recipes, tuned_tree
 from drafttrain.flags import WEIGHTS_HELP, add_drafter_flag

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import default_tree
-from drafttrain.drafters.shipping import ENGINES, FORMATS, GGUF_NAME, shipping
-from drafttrain.drafters.trained import Trained
+from drafttrain.drafters.shipping import ENGINES, FORMATS, GGUF_NAME, Trained, shipping
 from drafttrain.files import Json
 
 Options = Mapping[str, object]  # an engine's settings, see `Shipping.options`

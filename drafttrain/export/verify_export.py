@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 
 from drafttrain.drafters.registry import load_drafter
-from drafttrain.drafters.shipping import FORMATS, GGUF_NAME, Shipping, shipping
-from drafttrain.drafters.trained import Trained, find_drafter
+from drafttrain.drafters.shipping import FORMATS, GGUF_NAME, Shipping, Trained, find_drafter, shipping
 from drafttrain.environment import describe_environment
 from drafttrain.errors import UserError
 from drafttrain.evaluation.suites import load_suite, render, take_evenly

@@ -9,8 +9,7 @@ from pathlib import Path
 import yaml
 from jinja2 import Environment, StrictUndefined
 
-from drafttrain.drafters.shipping import shipping
-from drafttrain.drafters.trained import Trained
+from drafttrain.drafters.shipping import Trained, shipping
 from drafttrain.environment import __version__
 from drafttrain.errors import UserError
 from drafttrain.files import Json

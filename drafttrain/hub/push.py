@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from drafttrain.data.store import read_meta
-from drafttrain.drafters.shipping import ExportRequest, shipping
-from drafttrain.drafters.trained import Trained, find_drafter
+from drafttrain.drafters.shipping import ExportRequest, Trained, find_drafter, shipping
 from drafttrain.errors import UserError
 from drafttrain.evaluation.records import load_results
 from drafttrain.export.serving_recipes import engine_depth, recipes, tuned_tree

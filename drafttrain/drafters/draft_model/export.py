@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from drafttrain.drafters.draft_model.model import DraftModel
 from drafttrain.drafters.registry import META_FILE
-from drafttrain.drafters.shipping import GGUF_NAME, ExportRequest, Format, Shipping
-from drafttrain.drafters.trained import Trained
+from drafttrain.drafters.shipping import GGUF_NAME, ExportRequest, Format, Shipping, Trained
 from drafttrain.errors import UserError, first_line
 from drafttrain.files import Json
 from drafttrain.formats.public_names import write_clean_json

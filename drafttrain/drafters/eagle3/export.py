@@ -10,8 +10,7 @@ from torch import Tensor
 from drafttrain.drafters.eagle3 import eagle3_formats as forms
 from drafttrain.drafters.eagle3.eagle3_formats import FLAT, SPECULATORS, Head, unsupported_features
 from drafttrain.drafters.eagle3.model import Eagle3
-from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Shipping
-from drafttrain.drafters.trained import Trained
+from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Shipping, Trained
 from drafttrain.files import Json
 from drafttrain.formats.public_names import write_clean_json
 from drafttrain.formats.weights import write_checkpoint

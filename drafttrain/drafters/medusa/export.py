@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from drafttrain.drafters.common.whole_vocabulary import WholeVocabularyShipping
 from drafttrain.drafters.medusa.model import Medusa, MedusaConfig
-from drafttrain.drafters.shipping import Exported, ExportRequest, Format
-from drafttrain.drafters.trained import Trained
+from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Shipping, Trained
 from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.formats.weights import dtype_name
 
 
-class MedusaShipping(WholeVocabularyShipping[Medusa]):
+class MedusaShipping(Shipping[Medusa]):
     """vLLM alone; our own format goes to the Hub too."""
 
     description = "{num_heads} Medusa heads (arXiv 2401.10774), {parameters} parameters, {kept}"
     formats = {"vllm": Format("MedusaModel", ("vLLM",))}
+    full_rows = ("lm_heads.",)
     verifiable = {"vllm": "vllm"}
 
     def engine_config(self, drafter: Medusa, form: str, request: ExportRequest) -> Json:
