@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from drafttrain.drafters.eagle3.eagle3_formats import make_head, unsupported_features
-from drafttrain.drafters.eagle3.export import Eagle3Files
+from drafttrain.drafters.eagle3.export import Eagle3Files, make_head, unsupported_features
 from drafttrain.drafters.peagle.model import PEagle
 from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Trained
 from drafttrain.files import Json
