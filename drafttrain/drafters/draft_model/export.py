@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -122,9 +123,10 @@ def _load_complete(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """
     try:
         options = {"dtype": dtype, "use_safetensors": True, "output_loading_info": True}
-        model, info = AutoModelForCausalLM.from_pretrained(folder, **options)
+        loaded: object = AutoModelForCausalLM.from_pretrained(folder, **options)
     except (OSError, ValueError) as error:
         raise UserError(f"drafter={str(folder)!r} is no causal language model ({first_line(error)})") from error
+    model, info = cast(tuple[PreTrainedModel, dict[str, set[str]]], loaded)
     wrong = sorted(map(str, {*info["missing_keys"], *info["unexpected_keys"]}))
     if wrong:
         raise UserError(f"drafter={str(folder)!r}: weights and config disagree on {', '.join(wrong[:3])}")

@@ -21,11 +21,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from drafttrain.drafters.common.llama_layers import LAYER_KEYS, layer_keys, unsupported_by_llama
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
 from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Shipping, Trained
 from drafttrain.errors import UserError
 from drafttrain.files import Json
-from drafttrain.formats.llama_layers import LAYER_KEYS, layer_keys, unsupported_by_llama
 from drafttrain.formats.public_names import public_name, write_clean_json
 from drafttrain.formats.weights import check_names, dtype_name, read_config, read_weights, write_checkpoint
 from drafttrain.target.shell import architectures_of
