@@ -17,17 +17,9 @@ from typing import Generic, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
+from drafttrain.drafters import registry
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.read_back import compare_drafters
-from drafttrain.drafters.registry import (
-    META_FILE,
-    drafter_folder,
-    kind_class,
-    kind_folders,
-    kind_of,
-    kinds,
-    load_trained,
-)
 from drafttrain.errors import UserError, first_line
 from drafttrain.files import Json
 from drafttrain.formats.weights import check_weights, read_config, read_weights, write_checkpoint
@@ -72,7 +64,7 @@ class Trained:
             UserError: its weights do not fit its config.
         """
         try:
-            return load_trained(str(self.folder))
+            return registry.load_trained(str(self.folder))
         except (OSError, ValueError, RuntimeError) as error:
             reason = first_line(error)
             raise UserError(f"drafter={str(self.folder)!r} cannot be loaded ({reason}); train it again") from error
@@ -84,12 +76,12 @@ def find_drafter(name: str) -> Trained:
     Raises:
         UserError: nothing there, not a drafter of ours, or a kind without weights.
     """
-    kind = kind_of(name)
-    if kind not in kinds() or not kind_class(kind).trainable:
+    kind = registry.kind_of(name)
+    if kind not in registry.kinds() or not registry.kind_class(kind).trainable:
         raise UserError(f"drafter={name!r} has no weights to ship; give a trained drafter's folder or Hub id")
-    folder = drafter_folder(name)
+    folder = registry.drafter_folder(name)
     config = read_config(folder)
-    return Trained(folder, kind, config, read_config(folder, META_FILE, missing=config).get("target") or {})
+    return Trained(folder, kind, config, read_config(folder, registry.META_FILE, missing=config).get("target") or {})
 
 
 class Format(NamedTuple):
@@ -169,8 +161,7 @@ class Shipping(Generic[D]):
         return self.description.format(**{**config, **words})
 
     def load(self, trained: Trained) -> D:
-        """The drafter, which is of this kind."""
-        return cast(D, trained.load())
+        return cast(D, trained.load())  # which is of this kind
 
     # -- writing ------------------------------------------------------------------------------------------------
 
@@ -325,7 +316,7 @@ class Shipping(Generic[D]):
 
 def shipped_kinds() -> list[str]:
     """The kinds that have an export module."""
-    return list(kind_folders("export.py"))
+    return list(registry.kind_folders("export.py"))
 
 
 def shipping(kind: str) -> Shipping:
@@ -355,8 +346,6 @@ def check_expressible(trained: Trained, form: str) -> Shipping:
     kind = shipping(trained.kind)
     if reasons := kind.unsupported(trained, form):
         others = [other for other in kind.formats if other != form and not kind.unsupported(trained, other)]
-        fix = (
-            f"--format {' or '.join(others)} can" if others else "drafttrain eval, generate and push still work with it"
-        )
+        fix = f"--format {' or '.join(others)} can" if others else "drafttrain eval, generate and push work with it"
         raise UserError(f"format={form!r} cannot express this drafter: {'; '.join(reasons)}; {fix}")
     return kind

@@ -40,9 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", required=True, help="folder to write")
     add("--dtype", default="bfloat16", help=WEIGHTS_HELP)
     add(
-        "--target",
-        default="",
-        help="name in the recipes, and source of a missing tokenizer (default: the recorded target)",
+        "--target", default="", help="name in recipes, and source of a missing tokenizer (default: the recorded target)"
     )
     add("--speculative-tokens", type=int, help="drafted per round (default: the depth in decoding.json, else 3)")
 

@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import sys
 import tempfile
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -19,9 +20,9 @@ from drafttrain.export import engine_runs
 from drafttrain.export.engine_runs import EngineJob
 from drafttrain.export.export_drafter import export
 from drafttrain.export.serving_recipes import engine_depth, tuned_tree
-from drafttrain.files import Json, write_json
+from drafttrain.files import Json
 from drafttrain.flags import TARGET_HELP, add_drafter_flag
-from drafttrain.formats.public_names import shorten
+from drafttrain.formats.public_names import write_clean_json
 from drafttrain.formats.write_gguf import write_gguf
 from drafttrain.target import Target, resolve_dtype
 
@@ -46,13 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--exported", help="folder written by drafttrain export (default: export it now, for the engine)")
     add("--format", choices=FORMATS, help="of what is exported now (default: the engine's, else the kind's first)")
     add("--dtype", default="bfloat16", help="of what is exported now, and of the target: bfloat16, float16, float32")
-    choices = ("auto", "none", *engine_runs.ENGINES)
-    add(
-        "--engine",
-        choices=choices,
-        default="auto",
-        help="also run it there (default: vllm or llama.cpp if installed here)",
-    )
+    engines = ("auto", "none", *engine_runs.ENGINES)
+    add("--engine", choices=engines, default="auto", help="also run it there (default: vllm or llama.cpp if installed)")
     add("--engine-python", default=sys.executable, help="interpreter that has vllm, or xllamacpp for llama.cpp")
     add("--target", default="", help=f"{TARGET_HELP} (default: the recorded one)")
     add("--suite", default="drafttrain", help="where prompts come from: a suite's name or JSONL file")
@@ -75,9 +71,8 @@ def run(args: argparse.Namespace) -> int:
     if args.engine == "auto":
         args.engine = installed_engine(kind)
     if args.engine not in ("none", *kind.verifiable):
-        raise UserError(
-            f"engine={args.engine!r} runs no {trained.kind!r} drafter; choose {', '.join(kind.verifiable)} or none"
-        )
+        known = ", ".join(kind.verifiable)
+        raise UserError(f"engine={args.engine!r} runs no {trained.kind!r} drafter; choose {known} or none")
     form = args.format or kind.verifiable.get(args.engine) or next(iter(kind.formats))
     with tempfile.TemporaryDirectory() as scratch:
         exported = Path(args.exported).expanduser() if args.exported else Path(scratch) / "export"
@@ -88,13 +83,12 @@ def run(args: argparse.Namespace) -> int:
         print(f"files: as an engine loads them, they compute what the drafter does ({figures})")
         agree = True
         if args.engine != "none":
-            more = _compare_engine(args, trained, exported, depth, Path(scratch))
-            found |= more
-            agree = abs(more["accepted_length_ratio"] - 1) <= TOLERANCE
+            found |= _compare_engine(args, trained, exported, depth, Path(scratch))
+            agree = abs(found["accepted_length_ratio"] - 1) <= TOLERANCE
     if args.output:
         command = [Path(sys.argv[0]).name, *sys.argv[1:]]
-        described = {**describe_environment(torch.device("cpu")), "command": command, **found}
-        write_json(Path(args.output).expanduser(), shorten(described))
+        found = {**describe_environment(torch.device("cpu")), "command": command, **found}
+        write_clean_json(Path(args.output).expanduser(), found)
         print(f"wrote {args.output}")
     if not agree:
         print(f"the accepted lengths differ by more than {TOLERANCE:.0%}", file=sys.stderr)
@@ -103,11 +97,10 @@ def run(args: argparse.Namespace) -> int:
 
 def installed_engine(kind: Shipping) -> str:
     """The first engine in this environment that runs drafters of a kind, or none."""
-    packages = {"vllm": "vllm", "llama.cpp": "xllamacpp"}
-    found = (
-        name for name, package in packages.items() if name in kind.verifiable and importlib.util.find_spec(package)
-    )
-    return next(found, "none")
+    for name, package in (("vllm", "vllm"), ("llama.cpp", "xllamacpp")):
+        if name in kind.verifiable and importlib.util.find_spec(package):
+            return name
+    return "none"
 
 
 def check_files(trained: Trained, exported: Path) -> Json:
@@ -156,11 +149,6 @@ def _compare_engine(args: argparse.Namespace, trained: Trained, exported: Path, 
         "ours": mine,
         args.engine.replace(".", "_"): theirs,
         "identical_texts": same,
-        "common_prefix": [_common(a, b) for a, b in pairs],
+        "common_prefix": [len(list(takewhile(lambda both: both[0] == both[1], zip(*pair)))) for pair in pairs],
         "accepted_length_ratio": round(ratio, 4),
     }
-
-
-def _common(left: list[int], right: list[int]) -> int:
-    """Tokens until the first difference."""
-    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))

@@ -32,7 +32,9 @@ def read_config(folder: Path, name: str = "config.json", missing: Json | None = 
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"{str(folder)!r}: {name} cannot be read ({error}); give a checkpoint's folder") from error
+        raise UserError(
+            f"{str(folder)!r}: {name} cannot be read ({error}); repair it, or give a checkpoint's folder"
+        ) from error
     if not isinstance(config, dict):
         raise UserError(f"{str(folder)!r}: {name} must hold an object, not {type(config).__name__}")
     return config
@@ -72,7 +74,7 @@ def read_weights(folder: Path, allow_pickle: bool = False) -> dict[str, Tensor]:
         raise UserError(f"{pickles[0].name} holds more than tensors, or is damaged ({first_line(error)})") from error
 
 
-def check_names(found: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], where: str) -> None:
+def check_names(found: Mapping[str, Tensor], expected: Shapes, where: str) -> None:
     """Checks that names and shapes are exactly the expected ones.
 
     Raises:

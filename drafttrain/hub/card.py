@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,9 +29,7 @@ def render(template: str, **values: object) -> str:
     """Fills in a template of this package. A value that the template needs and does not get is an error."""
     source = (Path(__file__).with_name("templates") / template).read_text(encoding="utf-8")
     # No HTML escapes: they would show in Markdown.
-    environment = Environment(
-        undefined=StrictUndefined, trim_blocks=False, autoescape=False, keep_trailing_newline=True
-    )
+    environment = Environment(undefined=StrictUndefined, autoescape=False, keep_trailing_newline=True)
     return environment.from_string(source).render(version=__version__, **values)
 
 
@@ -84,19 +81,6 @@ def model_card(
         trainer_keys=_TRAINER_KEYS,
         **facts,
     )
-
-
-def read_training(folder: Path) -> Json:
-    """The training.json that drafttrain train wrote with the weights; empty for a drafter from elsewhere.
-
-    Raises:
-        UserError: a training.json that is no JSON.
-    """
-    path = folder / "training.json"
-    try:
-        return json.loads(path.read_text()) if path.is_file() else {}
-    except ValueError as error:
-        raise UserError(f"{path.name} of the drafter is not JSON ({error}); repair or remove it") from error
 
 
 def base_model_name(trained: Trained, given: str) -> str:

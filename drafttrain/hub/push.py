@@ -22,8 +22,8 @@ from drafttrain.files import Json
 from drafttrain.flags import WEIGHTS_HELP
 from drafttrain.formats.public_names import public_name, shorten, write_clean_json
 from drafttrain.formats.weights import read_config
-from drafttrain.hub.card import base_model_name, model_card, read_training
-from drafttrain.hub.upload import add_publishing_flags, check_repo, make_empty, publish
+from drafttrain.hub.card import base_model_name, model_card
+from drafttrain.hub.upload import add_publishing_flags, make_empty, publish
 from drafttrain.reports.report import draw
 from drafttrain.target import resolve_dtype, resolve_target
 
@@ -47,18 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--results", nargs="+", default=[], help="files that drafttrain eval wrote for this drafter")
     add("--without-evaluation", action="store_true", help="publish although nothing was measured; the card says so")
     add("--base-model", default="", help="the target's Hub id (default: the recorded name)")
-    add(
-        "--data",
-        default="",
-        help="the training data's folder, for the card (default: the recorded one, if it still exists)",
-    )
+    add("--data", default="", help="the training data's folder, for the card (default: the recorded one, if it exists)")
     add("--dataset", default="", help="Hub id of the training data, if published (drafttrain push-data)")
     add("--dtype", default="bfloat16", help=WEIGHTS_HELP)
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns the exit status."""
-    check_repo(args.repo)
     trained = find_drafter(args.drafter)
     results = [load_results(name) for name in args.results]
     if not results and not args.without_evaluation:
@@ -97,10 +92,12 @@ def prepare(args: argparse.Namespace, trained: Trained, results: Sequence[Json],
     files = shipping(trained.kind).publish(trained, request)
     write_clean_json(folder / "decoding.json", {"tree": str(tree)})
     files.append(("decoding.json", "the tree to draft, as measured to be fastest" if results else "the tree to draft"))
-    training = read_training(trained.folder)
+    training = read_config(trained.folder, "training.json", missing={})  # none for a drafter from elsewhere
     if training:
         write_clean_json(folder / "training.json", _public_training(training))
         files.append(("training.json", "recipe, steps, time and held-out figures of the training"))
+    recorded = (training.get("config") or {}).get("data", "")
+    has_data = recorded and (Path(recorded).expanduser() / "meta.json").is_file()
     public = [{**run, "drafter": args.repo, "target": base_model} for run in results]
     named = []
     for number, run_results in enumerate(public, 1):
@@ -121,7 +118,7 @@ def prepare(args: argparse.Namespace, trained: Trained, results: Sequence[Json],
         plots=["plots/results.png"] if public else [],
         recipes=recipes(trained, args.repo, base_model, results=results, published=True),
         files=files,
-        data=_data_meta(args.data, training),
+        data=read_meta(args.data or recorded) if args.data or has_data else None,
         dataset=args.dataset,
     )
     (folder / "README.md").write_text(card, encoding="utf-8")
@@ -130,27 +127,12 @@ def prepare(args: argparse.Namespace, trained: Trained, results: Sequence[Json],
 def _public_training(training: Json) -> Json:
     """training.json with names for paths."""
     config = dict(training.get("config") or {})
-    public: dict[str, Callable[[str], str]] = {
-        "data": _last_part,
-        "output_dir": _last_part,
-        "target": public_name,
-        "init": shorten,
-    }
+    public: dict[str, Callable[[str], str]] = {"target": public_name, "init": shorten}
+    public |= dict.fromkeys(("data", "output_dir"), lambda path: Path(path).name)
     return {
         **training,
         "config": config | {key: change(config[key]) for key, change in public.items() if key in config},
     }
-
-
-def _last_part(path: str) -> str:
-    return Path(path).name
-
-
-def _data_meta(given: str, training: Json) -> Json | None:
-    if given:
-        return read_meta(given)
-    recorded = (training.get("config") or {}).get("data", "")
-    return read_meta(recorded) if recorded and (Path(recorded).expanduser() / "meta.json").is_file() else None
 
 
 def _target_license(trained: Trained) -> str:
@@ -158,11 +140,10 @@ def _target_license(trained: Trained) -> str:
     if not trained.target_name:
         return ""
     try:
-        noted = read_config(Path(resolve_target(trained.target_name)), "fetched.json")
+        noted = read_config(Path(resolve_target(trained.target_name)), "fetched.json", missing={})
     except UserError:
         return ""
-    known = {"Apache-2.0": "apache-2.0", "MIT": "mit"}
-    return known.get(noted.get("license") or noted.get("licence", ""), "")
+    return {"Apache-2.0": "apache-2.0", "MIT": "mit"}.get(noted.get("license") or noted.get("licence", ""), "")
 
 
 def _slug(text: str) -> str:

@@ -11,7 +11,7 @@ from drafttrain.data.store import load_records, read_meta
 from drafttrain.files import writing
 from drafttrain.formats.public_names import public_name, shorten, write_clean_json
 from drafttrain.hub.card import front_matter, link, render
-from drafttrain.hub.upload import add_publishing_flags, check_repo, make_empty, publish
+from drafttrain.hub.upload import add_publishing_flags, make_empty, publish
 
 HELP = """Publish a distillation data set on the Hugging Face Hub with a data card.
 
@@ -32,7 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns the exit status."""
-    check_repo(args.repo)
     return publish(args, "dataset", "Update the data and its card", lambda folder: prepare(args, folder))
 
 

@@ -49,8 +49,9 @@ class Eagle1Shipping(Shipping[Eagle1]):
         return found
 
     def engine_config(self, drafter: Eagle1, form: str, request: ExportRequest) -> Json:
+        config: Eagle1Config = drafter.config  # type: ignore[assignment]
         own = {"architectures": [_ARCHITECTURES[form]], "model_type": "llama"}
-        return {**own, **layer_keys(drafter.config), "torch_dtype": dtype_name(request.dtype)}
+        return {**own, **layer_keys(config), "torch_dtype": dtype_name(request.dtype)}
 
     def engine_weights(self, drafter: Eagle1, config: Json) -> dict[str, Tensor]:
         weights = super().engine_weights(drafter, config)
