@@ -21,15 +21,16 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
-from drafttrain.batch import Batch, StepOutput, TargetOutput, TokenTree
+from drafttrain.batch import Batch, StepOutput, TokenTree
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
+from drafttrain.files import Json
 from drafttrain.losses import TargetRows
 from drafttrain.ops.sampling import Sampler
 from drafttrain.target import Target
 
-# Runs the target on a batch: its features, its distributions, and the row of each position [b, s] (-1 where none is needed).
-Source = Callable[[Batch], tuple[TargetOutput, TargetRows, Tensor]]
+# Runs the target on a batch: features [b, s, f*h], distributions, row of each position [b, s] (-1 where none is needed).
+Source = Callable[[Batch], tuple[Tensor, TargetRows, Tensor]]
 # The kept target ids [d] for a vocabulary of at most `size` tokens; 0 keeps all.
 KeepTokens = Callable[[int], Tensor]
 # Values of a recipe's `init` that make a new drafter; any other value names a drafter to continue.
@@ -119,9 +120,7 @@ class Drafter:
     # -- training half ------------------------------------------------------------------------------------------
 
     @classmethod
-    def begin(
-        cls, target: Target, init: str, options: dict[str, Any], loss: str, keep: KeepTokens | None = None
-    ) -> Self:
+    def begin(cls, target: Target, init: str, options: Json, loss: str, keep: KeepTokens | None = None) -> Self:
         """Returns a drafter to train, bound to the target unless `init` is one of NEW.
 
         Args:
@@ -136,7 +135,7 @@ class Drafter:
         )
 
     @classmethod
-    def native(cls, target: Target, kept_ids: Tensor, options: dict[str, Any]) -> Self:
+    def native(cls, target: Target, kept_ids: Tensor, options: Json) -> Self:
         """Returns a drafter with the weights of the module that the target's own checkpoint holds (init=native).
 
         Raises:
@@ -167,7 +166,7 @@ class Drafter:
         self,
         batch: Batch,
         embeds: Tensor,
-        output: TargetOutput,
+        features: Tensor,
         rows: TargetRows,
         row_of: Tensor,
         count: Tensor | float,
@@ -178,7 +177,7 @@ class Drafter:
         Args:
             batch: tokens and masks [b, s].
             embeds: [b, s, h], the target's embeddings of the batch's tokens.
-            output: the target's features [b, s, f*h] for `feature_layers`.
+            features: [b, s, f*h], the target's for `feature_layers`.
             rows: the target's distributions; with `pretrains` None: the loss is the batch's own next tokens'.
             row_of: [b, s] int64, the row of each position in `rows`; -1 where none is needed.
             count: anchors in the whole optimizer step, over all ranks and accumulation steps; the loss is divided by it.

@@ -17,7 +17,7 @@ from drafttrain import drafters
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.combined import CombinedDrafter
 from drafttrain.errors import UserError
-from drafttrain.files import hub_snapshot, is_hub_id
+from drafttrain.files import Json, hub_snapshot, is_hub_id
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import round_to_int8
 from drafttrain.target import Target, resolve_target
@@ -134,7 +134,7 @@ def untrained(name: str, beside: bool = False) -> Drafter:
     kind, _, text = name.partition(":")
     cls = kind_class(kind)
     known = {key: parameter.default for key, parameter in inspect.signature(cls).parameters.items()}
-    given: dict[str, Any] = {}
+    given: Json = {}
     for part in filter(None, text.split(",")):
         key, equals, value = part.partition("=")
         if not equals:
@@ -166,7 +166,7 @@ def default_tree(name: str) -> str | None:
     return str(settings["tree"]) if settings else None
 
 
-def decoding_settings(name: str) -> dict[str, Any]:
+def decoding_settings(name: str) -> Json:
     """Content of a drafter folder's decoding.json, empty without the file: `tree`, and possibly `off`, the categories of
     requests that are decoded without the drafter.
 

@@ -77,10 +77,10 @@ def build(kind: str, loss: str = "kl") -> Any:
 
 def inputs_of(drafter: Any, batch: Batch) -> dict[str, Any]:
     """What the trainer gives a drafter besides."""
-    output, rows, row_of = TargetSource(the_target(), drafter.feature_layers, drafter.kept_ids)(batch)
+    features, rows, row_of = TargetSource(the_target(), drafter.feature_layers, drafter.kept_ids)(batch)
     count = len(anchors_by_depth(batch.response_mask, 1)[0])
     embeds = the_target().embed(batch.input_ids)
-    return {"batch": batch, "embeds": embeds, "output": output, "rows": rows, "row_of": row_of, "count": count}
+    return {"batch": batch, "embeds": embeds, "features": features, "rows": rows, "row_of": row_of, "count": count}
 
 
 @torch.no_grad()

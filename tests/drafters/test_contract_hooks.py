@@ -92,8 +92,10 @@ def test_what_others_use_on_a_drafter_is_declared():
 
 def test_what_others_use_on_a_session_is_declared():
     outside = [path for path in FILES if path.parent.name in ("inference", "tuning", "evaluation")]
-    found = {attr for path in outside for name, attr in used(path) if name == "session"}
-    assert found - public(Session) == set()
+    found = {(attr, path) for path in outside for name, attr in used(path) if name == "session"}
+    own = {"replay.py": {"main", "side", "track"}}  # attributes of the session class that the file defines itself
+    unknown = {(attr, path.name) for attr, path in found if attr not in public(Session) | own.get(path.name, set())}
+    assert unknown == set()
 
 
 @pytest.mark.parametrize("cls", [Session, Drafter])

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from drafttrain.batch import TokenTree
-from drafttrain.drafters.common.tree_growth import expand
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.ops.sampling import Sampler, SamplingParams, probabilities
+from tests.drafters.growing import expand
 from tests.drafters.test_eagle3 import make_batch, make_drafter
 
 VOCAB = 6

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafttrain.batch import Batch, StepOutput, TargetOutput, TokenTree, anchors_by_depth
+from drafttrain.batch import Batch, StepOutput, TokenTree, anchors_by_depth
 from drafttrain.drafters.base import Source
 from drafttrain.drafters.common.block_start import block_start
 from drafttrain.drafters.common.configs import BlockConfig
@@ -219,7 +219,7 @@ class BlockDrafter(TrainableDrafter):
         self,
         batch: Batch,
         embeds: Tensor,
-        output: TargetOutput,
+        features: Tensor,
         rows: TargetRows,
         row_of: Tensor,
         count: Tensor | float,
@@ -230,7 +230,7 @@ class BlockDrafter(TrainableDrafter):
         valid, place = batch.anchors()  # [t] flat positions, and positions in their conversations
         own = torch.searchsorted(valid, drawn.anchors)  # [m] indices into `valid`
         begin = own - place[own]  # [m] index of each conversation's first token
-        context = self.fuse(output.features.flatten(0, 1)[valid])  # [t, h]
+        context = self.fuse(features.flatten(0, 1)[valid])  # [t, h]
         tables = self.rotary.tables(place, context.dtype)
         attends = [_over_context(layer, context, tables, Spans(begin, own, begin)) for layer in self.block_layers]
         roots = embeds.flatten(0, 1)[drawn.anchors + 1]

@@ -14,6 +14,7 @@ from transformers.activations import ACT2FN
 
 from drafttrain.drafters.common.layers import ROPE_TYPES, rope_parameters_of
 from drafttrain.errors import UserError
+from drafttrain.files import Json
 from drafttrain.target import Target
 from drafttrain.target.attention import LAST
 
@@ -38,7 +39,7 @@ class TargetedConfig(PreTrainedConfig):
     vocab_size: int = 0
     draft_vocab_size: int = 0
     loss: str = "kl"
-    target: dict[str, Any] = field(default_factory=dict)
+    target: Json = field(default_factory=dict)
 
     def __post_init__(self, **kwargs: Any) -> None:
         self.drafter_kind = self.kind()
@@ -64,7 +65,7 @@ class TargetedConfig(PreTrainedConfig):
         return cls(**{**cls.shapes(target, options), **options, **fixed})
 
     @classmethod
-    def shapes(cls, target: Target, options: dict[str, Any]) -> dict[str, Any]:
+    def shapes(cls, target: Target, options: Json) -> Json:
         """Fields that follow the target unless a recipe's `options` set them."""
         return {}
 
@@ -101,7 +102,7 @@ class DecoderConfig(TargetedConfig):
     num_hidden_layers: int = 1
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
-    rope_parameters: dict[str, Any] | None = None
+    rope_parameters: Json | None = None
     max_position_embeddings: int = 131072
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -124,7 +125,7 @@ class DecoderConfig(TargetedConfig):
             )
 
     @classmethod
-    def shapes(cls, target: Target, options: dict[str, Any]) -> dict[str, Any]:
+    def shapes(cls, target: Target, options: Json) -> Json:
         config, width = target.config, options.get("hidden_size", target.hidden_size)
         if cls.target_width and width != target.hidden_size:
             raise UserError(
@@ -183,7 +184,7 @@ class LayerConfig(DecoderConfig):
             )
 
     @classmethod
-    def shapes(cls, target: Target, options: dict[str, Any]) -> dict[str, Any]:
+    def shapes(cls, target: Target, options: Json) -> Json:
         return {**super().shapes(target, options), "qk_norm": has_head_norms(target.layers[-1])}
 
 
@@ -248,7 +249,7 @@ class BlockConfig(DecoderConfig):
             )
 
     @classmethod
-    def shapes(cls, target: Target, options: dict[str, Any]) -> dict[str, Any]:
+    def shapes(cls, target: Target, options: Json) -> Json:
         return {**super().shapes(target, options), "feature_layers": target.default_feature_layers}
 
 

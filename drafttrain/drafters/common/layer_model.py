@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from drafttrain.batch import Batch, StepOutput, TargetOutput, anchors_by_depth, sums_by_depth
+from drafttrain.batch import Batch, StepOutput, anchors_by_depth, sums_by_depth
 from drafttrain.drafters.common.layer_session import CacheShape, LayerDrafting
 from drafttrain.drafters.common.layers import Attend, DraftLayer, Rotary
 from drafttrain.drafters.common.trainable import TrainableDrafter
@@ -149,7 +149,7 @@ class LayerDrafter(LayerDrafting, TrainableDrafter):
         self,
         batch: Batch,
         embeds: Tensor,
-        output: TargetOutput,
+        features: Tensor,
         rows: TargetRows,
         row_of: Tensor,
         count: Tensor | float,
@@ -164,7 +164,7 @@ class LayerDrafter(LayerDrafting, TrainableDrafter):
         valid, place = batch.anchors()  # [t] flat positions, and positions in their conversations
         own = [torch.searchsorted(valid, each) for each in anchors]  # per depth: indices into `valid` [t_k]
         embeds = embeds.flatten(0, 1)  # [b*s, target h]
-        state = self.first_state(output.features.flatten(0, 1)[valid], batch)  # [t, h]
+        state = self.first_state(features.flatten(0, 1)[valid], batch)  # [t, h]
         decay = config.depth_decay ** torch.arange(config.ttt_steps, dtype=torch.float32, device=embeds.device)
         decay = decay / decay.sum()
 

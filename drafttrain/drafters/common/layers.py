@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from drafttrain.files import Json
 from drafttrain.ops.cpu_layers import DecoderLayer
 from drafttrain.ops.packing import SKINNY_ROWS
 
@@ -50,7 +51,7 @@ class Rotary:
         width: r, entries of a head that are rotated.
     """
 
-    def __init__(self, head_dim: int, parameters: dict[str, Any]):
+    def __init__(self, head_dim: int, parameters: Json):
         self.head_dim, self.parameters = head_dim, dict(parameters)
         self.width = int(head_dim * (self.parameters.get("partial_rotary_factor") or 1.0))
         self._known: dict[torch.device, tuple[Tensor, float]] = {}
@@ -97,7 +98,7 @@ class Rotary:
         return ROPE_INIT_FUNCTIONS[kind](config, device)
 
 
-def rope_parameters_of(config: PreTrainedConfig) -> dict[str, Any]:
+def rope_parameters_of(config: PreTrainedConfig) -> Json:
     """The target's rope_parameters for layers without a window; only rope_theta if their scaling is unsupported."""
     rope = getattr(config, "rope_parameters", None) or {}
     rope = dict(rope.get("full_attention", rope))
@@ -114,45 +115,49 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-right, left), dim=-1) * sin
 
 
+class LayerShape(Protocol):
+    """The fields of a config that a `DraftLayer` reads."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    qk_norm: bool
+    attention_bias: bool
+    mlp_bias: bool
+    hidden_act: str
+
+
 class MLP(nn.Module):
     """A gated MLP; SwiGLU with the activation "silu"."""
 
-    def __init__(self, hidden: int, intermediate: int, bias: bool = False, act: str = "silu"):
+    def __init__(self, config: LayerShape):
         super().__init__()
-        self.gate_proj = nn.Linear(hidden, intermediate, bias=bias)
-        self.up_proj = nn.Linear(hidden, intermediate, bias=bias)
-        self.down_proj = nn.Linear(intermediate, hidden, bias=bias)
-        self.act = ACT2FN[act]
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(hidden, inner, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(hidden, inner, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(inner, hidden, bias=config.mlp_bias)
+        self.act = ACT2FN[config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Attention(nn.Module):
-    """Grouped-query attention whose input may be wider than its output (EAGLE-3 reads embedding ++ feature).
+    """Grouped-query attention. width: of the input, which may be wider than the output (EAGLE-3 reads embedding ++ state)."""
 
-    Args:
-        bias: of all four projections. norm_eps: eps of the norms per query and key head (Qwen3); None for no norms.
-    """
-
-    def __init__(
-        self,
-        width: int,
-        hidden: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        bias: bool = False,
-        norm_eps: float | None = None,
-    ):
+    def __init__(self, config: LayerShape, width: int):
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.q_proj = nn.Linear(width, heads * head_dim, bias=bias)
-        self.k_proj = nn.Linear(width, kv_heads * head_dim, bias=bias)
-        self.v_proj = nn.Linear(width, kv_heads * head_dim, bias=bias)
-        self.o_proj = nn.Linear(heads * head_dim, hidden, bias=bias)
-        self.q_norm = nn.Identity() if norm_eps is None else RMSNorm(head_dim, norm_eps)
-        self.k_norm = nn.Identity() if norm_eps is None else RMSNorm(head_dim, norm_eps)
+        bias, eps, e = config.attention_bias, config.rms_norm_eps, config.head_dim
+        self.heads, self.kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, e
+        self.q_proj = nn.Linear(width, self.heads * e, bias=bias)
+        self.k_proj = nn.Linear(width, self.kv_heads * e, bias=bias)
+        self.v_proj = nn.Linear(width, self.kv_heads * e, bias=bias)
+        self.o_proj = nn.Linear(self.heads * e, config.hidden_size, bias=bias)
+        self.q_norm = RMSNorm(e, eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(e, eps) if config.qk_norm else nn.Identity()
 
     def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """x [t, width]; cos, sin [t, 1, r] -> rotated keys and values [t, kv_heads, e]."""
@@ -176,21 +181,6 @@ class Attention(nn.Module):
         return self.o_proj(attend(query, key, value))
 
 
-class LayerShape(Protocol):
-    """The fields of a config that a `DraftLayer` reads."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    qk_norm: bool
-    attention_bias: bool
-    mlp_bias: bool
-    hidden_act: str
-
-
 class DraftLayer(nn.Module):
     """A pre-norm decoder layer; names follow published checkpoints.
 
@@ -208,16 +198,12 @@ class DraftLayer(nn.Module):
     ):
         super().__init__()
         h, eps = config.hidden_size, config.rms_norm_eps
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.norm_before_residual = norm_before_residual
         self.input_layernorm = RMSNorm(embed_width or h, eps) if normed else nn.Identity()
         self.hidden_norm = RMSNorm(h, eps) if embed_width else None
-        self.self_attn = Attention(
-            *(embed_width + h, h, heads, kv_heads, config.head_dim, config.attention_bias),
-            norm_eps=eps if config.qk_norm else None,
-        )
+        self.self_attn = Attention(config, embed_width + h)
         self.post_attention_layernorm = RMSNorm(h, eps)
-        self.mlp = MLP(h, config.intermediate_size, config.mlp_bias, config.hidden_act)
+        self.mlp = MLP(config)
         kernels = not config.attention_bias and not config.mlp_bias and config.hidden_act in _NATIVE_ACTS
         self.native_gelu = (
             _NATIVE_ACTS[config.hidden_act] if kernels else None

@@ -76,12 +76,12 @@ def linear_start(drafter: Any, batches: Iterable[Batch], source: Source) -> floa
     first, second = LeastSquares(), LeastSquares()
     squares, power = 0.0, 0.0
     for batch in batches:
-        output, rows, row_of = source(batch)
+        features, rows, row_of = source(batch)
         hidden = rows.hidden.float()
         y = unit(hidden) @ project
         squares += float((hidden @ project).square().mean(-1).sum())
         power += float(y.square().mean(-1).sum())
-        first.add(drafter.norm_features(output.features[row_of >= 0]).float(), y)
+        first.add(drafter.norm_features(features[row_of >= 0]).float(), y)
     fc = first.solve()  # [h, f * target h]
     states = 0.0
     for batch in batches:
@@ -180,11 +180,11 @@ def store_map(attention: Attention, wanted: Tensor, covariance: Tensor, heads: r
 
 def anchor_rows(drafter: TrainableDrafter, batch: Batch, source: Source) -> tuple[Tensor, Tensor, Tensor]:
     """Regression data at every anchor t, float32: embedding of x_{t+1} [n, h], features_t [n, f*h], last state at t+1 [n, h]."""
-    output, rows, row_of = source(batch)
+    features, rows, row_of = source(batch)
     anchors = anchors_by_depth(batch.response_mask, 1)[0]
     embeds = drafter.embed(batch.input_ids.flatten()[anchors + 1])
     hidden = rows.hidden[row_of.flatten()[anchors + 1]]
-    return embeds.float(), output.features.flatten(0, 1)[anchors].float(), hidden.float()
+    return embeds.float(), features.flatten(0, 1)[anchors].float(), hidden.float()
 
 
 @torch.no_grad()
@@ -233,10 +233,10 @@ def set_temperature(drafter: TrainableDrafter, batch: Batch, source: Source, sca
         scaled: the weight that scales the logits.
     """
     part = batch.first_rows(2)
-    output, targets, row_of = source(part)
+    features, targets, row_of = source(part)
     weight, best = scaled.clone(), (float("inf"), 1.0)
     for factor in (0.25, 0.35, 0.5, 0.65, 0.8, 1.0):
         scaled.copy_(weight * factor)
-        loss = float(drafter(part, drafter.embed(part.input_ids), output, targets, row_of, 1.0, measure=False).loss)
+        loss = float(drafter(part, drafter.embed(part.input_ids), features, targets, row_of, 1.0, measure=False).loss)
         best = min(best, (loss, factor))
     scaled.copy_(weight * best[1])

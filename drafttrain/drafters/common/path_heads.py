@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from drafttrain.batch import Batch, StepOutput, TargetOutput, TokenTree, anchors_by_depth, sums_by_depth
+from drafttrain.batch import Batch, StepOutput, TokenTree, anchors_by_depth, sums_by_depth
 from drafttrain.drafters.base import JointSession, Source
 from drafttrain.drafters.common.linear_start import LeastSquares
 from drafttrain.drafters.common.target_weights import head_rows
@@ -96,7 +96,7 @@ class PathHeads(TrainableDrafter):
         self,
         batch: Batch,
         embeds: Tensor,
-        output: TargetOutput,
+        features: Tensor,
         rows: TargetRows,
         row_of: Tensor,
         count: Tensor | float,
@@ -110,7 +110,7 @@ class PathHeads(TrainableDrafter):
         decay = decay / decay.sum()
         losses: list[Tensor] = []
         outs = []
-        for k, (at, state) in enumerate(self.walk(batch, output.features)):
+        for k, (at, state) in enumerate(self.walk(batch, features)):
             weight = (decay[k] / count).expand(len(at))  # [t] float32
             read, index = self.read(state, k), row_of.flatten()[at]
             out = linear_divergence(read, self.head(k).weight, rows, index, weight, self.config.loss, measure=measure)
@@ -145,8 +145,8 @@ class PathHeads(TrainableDrafter):
         fits: dict[int, LeastSquares] = {}
         power = 0.0
         for batch in batches:
-            output, rows, row_of = source(batch)
-            for k, (at, state) in enumerate(self.walk(batch, output.features)):
+            features, rows, row_of = source(batch)
+            for k, (at, state) in enumerate(self.walk(batch, features)):
                 index, x = self.fitted(state, k)
                 y = rows.hidden[row_of.flatten()[at]].float()  # [t, h]
                 fits.setdefault(index, LeastSquares()).add(x.float(), y)
@@ -207,8 +207,8 @@ class PathHeads(TrainableDrafter):
         hits = torch.zeros(self.depths, min(_RANKS, self.config.draft_vocab_size))
         anchors = torch.zeros(self.depths, 1)
         for batch in batches:
-            output, rows, row_of = source(batch)
-            for k, (at, state) in enumerate(self.walk(batch, output.features)):
+            features, rows, row_of = source(batch)
+            for k, (at, state) in enumerate(self.walk(batch, features)):
                 wanted = rows.argmax[row_of.flatten()[at]][:, None]
                 for part, right in zip(state.split(_CHUNK), wanted.split(_CHUNK), strict=True):
                     found = self.logits(part, k).topk(hits.shape[1], dim=-1).indices

@@ -14,6 +14,7 @@ from drafttrain.config import neighbours
 from drafttrain.drafters.base import NEW, Drafter, KeepTokens
 from drafttrain.drafters.registry import drafter_folder, kind_of
 from drafttrain.errors import UserError
+from drafttrain.files import Json
 from drafttrain.ops.packing import pack
 from drafttrain.target import Target
 
@@ -48,9 +49,7 @@ class TrainableDrafter(Drafter, PreTrainedModel):
         return self.kept_ids
 
     @classmethod
-    def begin(
-        cls, target: Target, init: str, options: dict[str, Any], loss: str, keep: KeepTokens | None = None
-    ) -> Self:
+    def begin(cls, target: Target, init: str, options: Json, loss: str, keep: KeepTokens | None = None) -> Self:
         options = dict(options)
         known = [name for name in vars(cls.config_class()) if not name.startswith("_")]
         for name in options:
@@ -71,7 +70,7 @@ class TrainableDrafter(Drafter, PreTrainedModel):
         return drafter
 
     @classmethod
-    def _continue(cls, target: Target, init: str, options: dict[str, Any], loss: str) -> Self:
+    def _continue(cls, target: Target, init: str, options: Json, loss: str) -> Self:
         """Loads a drafter to train it further: on data of another domain, or for a target that was fine-tuned since.
 
         Everything that its weights depend on (sizes, kept vocabulary, feature layers, norms) stays as saved. How it is

@@ -177,18 +177,6 @@ def grow_trees(
     return [tree.finish() for tree in trees]
 
 
-def expand(
-    spec: TreeSpec,
-    root: Logits,
-    advance: Callable[[Tensor, list[int]], Logits],
-    kept_ids: Tensor | None = None,
-    sampler: Sampler | None = None,
-) -> TokenTree:
-    """Grows one tree. advance: (tokens, parents) of the nodes to open -> logits of their children."""
-    tree = GrowingTree(spec, root, kept_ids, sampler)
-    return grow_trees([tree], lambda growing, depth: [advance(tree.tokens, tree.parents)])[0]
-
-
 def match_tree(
     spec: TreeSpec, guesses: Iterable[tuple[Iterable[int], Callable[[int], float]]], device: torch.device
 ) -> TokenTree:

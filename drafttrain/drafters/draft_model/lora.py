@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from drafttrain.errors import UserError
+from drafttrain.files import Json
 
 _OPTIONS = {"r": 8, "alpha": 16, "targets": "all-linear", "dropout": 0.0}
 _NAME = "default"
@@ -19,7 +20,7 @@ _WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 
 
-def add_lora(lm: nn.Module, options: dict[str, Any]) -> None:
+def add_lora(lm: nn.Module, options: Json) -> None:
     """Adds adapters to a language model, in place, and freezes all other weights.
 
     Args:

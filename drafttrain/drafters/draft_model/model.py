@@ -8,7 +8,7 @@ It reads tokens only, no target features, and predicts as any language model doe
 
 In the notation of batch.py, depth k of anchor t is position t + 1 + k. Every depth is the same function of the tokens before
 it, so training has one depth: white-box distillation at each response position (DistillSpec, arXiv 2310.08461),
-teacher-forced on the target's responses or on the drafter's own (training/on_policy.py).
+on the target's responses or on the drafter's own (training/on_policy.py).
 
 The model runs as the target does: `Target` with its attention contexts, a `TreeCache`, the CPU kernels for few tokens. It is
 saved as a plain checkpoint of its own architecture, which vLLM, transformers and llama.cpp load.
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from drafttrain.batch import Batch, StepOutput, TargetOutput, TokenTree, anchors_by_depth
+from drafttrain.batch import Batch, StepOutput, TokenTree, anchors_by_depth
 from drafttrain.drafters.base import JointSession, KeepTokens
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.common.tree_growth import GrowingTree, grow_trees
@@ -43,7 +43,7 @@ from drafttrain.drafters.draft_model.start import (
 from drafttrain.drafters.registry import META_FILE
 from drafttrain.environment import __version__
 from drafttrain.errors import UserError
-from drafttrain.files import write_json
+from drafttrain.files import Json, write_json
 from drafttrain.losses import TargetRows, linear_divergence
 from drafttrain.losses.next_token import next_token_loss
 from drafttrain.ops.sampling import Sampler
@@ -73,17 +73,17 @@ class DraftModelConfig(PreTrainedConfig):
     recipe_keys: ClassVar[tuple[str, ...]] = ()
     layers: Sequence[int] = ()
     embedding: str = "copied"
-    config: str | dict[str, Any] = ""
-    lora: dict[str, Any] = field(default_factory=dict)
+    config: str | Json = ""
+    lora: Json = field(default_factory=dict)
     loss: str = "kl"
-    target: dict[str, Any] = field(default_factory=dict)
+    target: Json = field(default_factory=dict)
 
     def __post_init__(self, **kwargs: Any) -> None:
         self.drafter_kind, self.layers = "draft_model", list(self.layers)
         self.lora, self.target = self.lora or {}, self.target or {}
         super().__post_init__(**kwargs)
 
-    def described(self) -> dict[str, Any]:
+    def described(self) -> Json:
         """Content of drafttrain.json."""
         names = ("drafter_kind", "layers", "embedding", "config", "lora", "loss", "target")
         return {"drafttrain": __version__, **{name: getattr(self, name) for name in names}}
@@ -123,7 +123,7 @@ class DraftModel(TrainableDrafter):
 
     @classmethod
     def begin(  # type: ignore[override]
-        cls, target: Target, init: str, options: dict[str, Any], loss: str, keep: KeepTokens | None = None
+        cls, target: Target, init: str, options: Json, loss: str, keep: KeepTokens | None = None
     ) -> DraftModel:
         """Returns a draft model to train; its vocabulary is the language model's, so `keep` is unused.
 
@@ -254,13 +254,13 @@ class DraftModel(TrainableDrafter):
         self,
         batch: Batch,
         embeds: Tensor,
-        output: TargetOutput,
+        features: Tensor,
         rows: TargetRows | None,
         row_of: Tensor | None,
         count: Tensor | float,
         measure: bool = True,
     ) -> StepOutput:
-        """One teacher-forced pass over the rows; see `Drafter.forward`. `embeds` and `output` are not read.
+        """One pass over the rows; see `Drafter.forward`. `embeds` and `output` are not read.
 
         Without `rows` the loss is the cross-entropy of the batch's own tokens (pretraining), and alpha is not measured.
         """

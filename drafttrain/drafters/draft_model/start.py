@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from drafttrain.errors import UserError, first_line
+from drafttrain.files import Json
 from drafttrain.target import Target, resolve_target
 
 
@@ -66,11 +67,11 @@ def own_layers(target: Target, layers: Sequence[int], share: bool) -> Any:
         tied = head.weight is lm.get_input_embeddings().weight
         embedding = nn.Parameter(target.embed_weight.detach().float(), requires_grad=False)
         lm.get_input_embeddings().weight = embedding
-        head.weight = embedding if tied else nn.Parameter(target.lm_head.weight.detach().float(), requires_grad=False)
+        head.weight = embedding if tied else nn.Parameter(target.lm_head.weight.detach().float(), requires_grad=False)  # type: ignore[operator]
     return lm
 
 
-def from_config(target: Target, config: str | dict[str, Any]) -> Any:
+def from_config(target: Target, config: str | Json) -> Any:
     """A model with random weights and the target's vocabulary.
 
     Args:
@@ -81,7 +82,7 @@ def from_config(target: Target, config: str | dict[str, Any]) -> Any:
         UserError: no config there, or fields that do not fit together.
     """
     own = target.config
-    fixed: dict[str, Any] = {"vocab_size": target.vocab_size}
+    fixed: Json = {"vocab_size": target.vocab_size}
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         fixed[key] = getattr(own, key, None)
     try:

@@ -71,9 +71,6 @@ class MlpSpeculator(PathHeads):
 
     config_class = MlpSpeculatorConfig
     kind = "mlp_speculator"
-    emb: Any
-    proj: Any
-    ln: Any
 
     def __init__(self, config: MlpSpeculatorConfig):
         super().__init__(config)
@@ -107,7 +104,7 @@ class MlpSpeculator(PathHeads):
         rows = rows @ directions @ basis
         rows *= inner**-0.5 / rows.square().mean().sqrt()
         for emb in self.emb:
-            emb.weight.copy_(rows)
+            emb.weight.copy_(rows)  # type: ignore[operator]
         return ["emb"]
 
     def enter(self, hidden: Tensor, tokens: Tensor) -> Tensor:

@@ -13,8 +13,6 @@ depths see the keys that the first module computes from true states: a cache as 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -27,6 +25,7 @@ from drafttrain.drafters.common.linear_start import projection_start, set_temper
 from drafttrain.drafters.common.target_weights import copy_layer, copy_norm, final_norm, head_rows, identity_on_last
 from drafttrain.drafters.mtp.native_module import read_native
 from drafttrain.errors import UserError
+from drafttrain.files import Json
 from drafttrain.ops.cpu_layers import DraftWeights
 from drafttrain.target import Target
 
@@ -116,7 +115,7 @@ class MTP(LayerDrafter):
         return self.norm(state)
 
     @classmethod
-    def native(cls, target: Target, kept_ids: Tensor, options: dict[str, Any]) -> MTP:
+    def native(cls, target: Target, kept_ids: Tensor, options: Json) -> MTP:
         """A drafter with the weights of the MTP module in the target's checkpoint; of several, the first, for all depths.
 
         Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from drafttrain.drafters.common.target_weights import final_norm, norm_weight
 from drafttrain.errors import UserError
-from drafttrain.files import hub_snapshot
+from drafttrain.files import Json, hub_snapshot
 from drafttrain.target import Target
 
 
@@ -59,7 +59,7 @@ _PLAIN = {
 } | {"input_layernorm", "post_attention_layernorm"}
 
 
-def read_native(target: Target) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_native(target: Target) -> tuple[Json, dict[str, Tensor]]:
     """Reads the first MTP module of the target's checkpoint.
 
     Returns:
@@ -94,7 +94,7 @@ def read_native(target: Target) -> tuple[dict[str, Any], dict[str, Tensor]]:
             state[name] = state[name] + offset
     if form.swapped:
         state["eh_proj.weight"] = torch.cat(state["eh_proj.weight"].chunk(2, dim=1)[::-1], dim=1)
-    shapes: dict[str, Any] = {
+    shapes: Json = {
         "intermediate_size": len(state["layer.mlp.gate_proj.weight"]),
         "qk_norm": "layer.self_attn.q_norm.weight" in state,
     }
