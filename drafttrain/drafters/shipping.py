@@ -41,17 +41,12 @@ D = TypeVar("D", bound=TrainableDrafter)  # the kind's class
 
 @dataclass(frozen=True)
 class Trained:
-    """A drafter on disk.
-
-    Attributes:
-        folder: where it is. kind: its kind's name. config: its config.json.
-        target: the recorded identity of its target; empty if none is recorded.
-    """
+    """A drafter on disk."""
 
     folder: Path
-    kind: str
-    config: Json
-    target: Json
+    kind: str  # its kind's name
+    config: Json  # its config.json
+    target: Json  # the recorded identity of its target; empty if none is recorded
 
     @property
     def target_name(self) -> str:
@@ -85,32 +80,26 @@ def find_drafter(name: str) -> Trained:
 
 
 class Format(NamedTuple):
-    """A kind in one of FORMATS. text: what is written, for help texts and cards. engines: those of ENGINES that load it."""
+    """A kind in one of FORMATS."""
 
-    text: str
-    engines: tuple[str, ...]
+    text: str  # what is written, for help texts and cards
+    engines: tuple[str, ...]  # those of ENGINES that load it
 
 
 class ExportRequest(NamedTuple):
-    """Settings of an export.
+    """Settings of an export."""
 
-    Attributes:
-        output: folder to write. dtype: of the weights.
-        target: the target's name, empty if unknown; for keys that name it, and for a tokenizer.
-        depth: speculative tokens per round, where a format records them.
-    """
-
-    output: Path
-    dtype: torch.dtype = torch.bfloat16
-    target: str = ""
-    depth: int = 3
+    output: Path  # folder to write
+    dtype: torch.dtype = torch.bfloat16  # of the weights
+    target: str = ""  # the target's name, empty if unknown; for keys that name it, and for a tokenizer
+    depth: int = 3  # speculative tokens per round, where a format records them
 
 
 class Exported(NamedTuple):
-    """An exported checkpoint. where: names it in errors. config: its config.json. weights: its tensors."""
+    """An exported checkpoint."""
 
-    where: str
-    config: Json
+    where: str  # names it in errors
+    config: Json  # its config.json
     weights: dict[str, Tensor]
 
 
@@ -137,6 +126,8 @@ class Shipping(Generic[D]):
         description: half a sentence for the card, with places for the config's keys and the words of `line`.
         no_format: why the kind cannot be written in a format that `formats` lacks.
         full_rows: prefixes of our tensors that engines expect with a row per token of the target's vocabulary.
+        depth_key: the config's key for the tokens that the kind drafts per round at most; empty for any number.
+        serving: what `options` returns, for kinds whose settings are the same for every drafter.
     """
 
     formats: Mapping[str, Format] = {}
@@ -146,6 +137,8 @@ class Shipping(Generic[D]):
     description = "of kind {kind}, {parameters} parameters"
     no_format = "no {form} format is known for kind {kind!r}"
     full_rows: tuple[str, ...] = ()
+    depth_key = ""
+    serving: Mapping[str, Mapping[str, object]] = {}
 
     def line(self, trained: Trained, parameters: str) -> str:
         """Describes the drafter in half a sentence, for the card. parameters: their number, as text."""
@@ -252,7 +245,7 @@ class Shipping(Generic[D]):
 
     def checked_depth(self, config: Json) -> int:
         """Tokens that an export drafts per round, for the chains of `check`."""
-        return _DEPTH
+        return config[self.depth_key] if self.depth_key else _DEPTH
 
     def check(self, trained: Trained, exported: Path) -> Json:
         """Proves an export: tensors as an engine's loader expects them, and read back it drafts what the drafter does.
@@ -290,11 +283,11 @@ class Shipping(Generic[D]):
         keys of speculative_config (decoding_type). llama.cpp, transformers: none. Model and number of tokens are added;
         a value here wins, and None drops the key.
         """
-        return {}
+        return self.serving
 
     def most_tokens(self, trained: Trained) -> int | None:
         """Speculative tokens that an engine may draft at most; None for any number."""
-        return None
+        return trained.config[self.depth_key] if self.depth_key else None
 
     # -- importing ----------------------------------------------------------------------------------------------
 

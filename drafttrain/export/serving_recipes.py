@@ -42,15 +42,11 @@ print(out.text, out.stats.accepted_length)""",
 
 
 class Recipe(NamedTuple):
-    """How one engine serves a drafter.
-
-    Attributes:
-        engine: its name. commands: what to type; empty where `reasons` say why the engine cannot serve it.
-    """
+    """How one engine serves a drafter."""
 
     engine: str
-    commands: str = ""
-    reasons: Sequence[str] = ()
+    commands: str = ""  # what to type
+    reasons: Sequence[str] = ()  # why the engine cannot serve it; empty if it can
 
 
 def recipes(

@@ -6,7 +6,6 @@ import argparse
 import importlib.util
 import sys
 import tempfile
-from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -149,6 +148,11 @@ def _compare_engine(args: argparse.Namespace, trained: Trained, exported: Path, 
         "ours": mine,
         args.engine.replace(".", "_"): theirs,
         "identical_texts": same,
-        "common_prefix": [len(list(takewhile(lambda both: both[0] == both[1], zip(*pair)))) for pair in pairs],
+        "common_prefix": [_common(a, b) for a, b in pairs],
         "accepted_length_ratio": round(ratio, 4),
     }
+
+
+def _common(left: list[int], right: list[int]) -> int:
+    """Tokens until the first difference."""
+    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
@@ -33,6 +32,13 @@ class DraftModelShipping(Shipping[DraftModel]):
     formats = dict.fromkeys(FORMATS, _PLAIN) | {"gguf": Format("a draft model as GGUF file", ("llama.cpp",))}
     verifiable = {"vllm": "vllm", "transformers": "transformers", "llama.cpp": "gguf"}
     in_root = FORMATS
+    serving = {
+        "vLLM": {"method": "draft_model"},
+        "SGLang": {"speculative-algorithm": "STANDALONE"},
+        "TensorRT-LLM, Triton": {"decoding_type": "DraftTarget"},
+        "llama.cpp": {},
+        "transformers": {},
+    }
 
     def unsupported(self, trained: Trained, form: str) -> list[str]:
         recorded, own = trained.target.get("vocab_size"), trained.config["vocab_size"]
@@ -84,15 +90,6 @@ class DraftModelShipping(Shipping[DraftModel]):
             )
         agree = (left.argmax(-1) == right.argmax(-1)).float().mean().item()
         return {"max_log_prob_difference": worst, "largest_log_prob": scale, "same_argmax": agree}
-
-    def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
-        return {
-            "vLLM": {"method": "draft_model"},
-            "SGLang": {"speculative-algorithm": "STANDALONE"},
-            "TensorRT-LLM, Triton": {"decoding_type": "DraftTarget"},
-            "llama.cpp": {},
-            "transformers": {},
-        }
 
     def publish(self, trained: Trained, request: ExportRequest) -> list[tuple[str, str]]:
         local = request._replace(target=trained.target_name)  # where a tokenizer may be

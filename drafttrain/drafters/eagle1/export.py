@@ -10,8 +10,6 @@ transformers_utils/configs/eagle.py; SGLang srt/models/llama_eagle.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
@@ -36,6 +34,7 @@ class Eagle1Shipping(Shipping[Eagle1]):
         "sglang": Format("EAGLE as LlamaForCausalLMEagle", ("SGLang",)),
     }
     verifiable = {"vllm": "vllm"}
+    serving = {"vLLM": {"method": "eagle"}, "SGLang": {"speculative-algorithm": "EAGLE"}}
 
     def unsupported(self, trained: Trained, form: str) -> list[str]:
         if found := super().unsupported(trained, form):
@@ -78,9 +77,6 @@ class Eagle1Shipping(Shipping[Eagle1]):
             states.append(session.root)  # [1, h]
         ours, theirs = states
         return {**found, "max_state_difference": float((ours - theirs).abs().max() / ours.abs().max())}
-
-    def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
-        return {"vLLM": {"method": "eagle"}, "SGLang": {"speculative-algorithm": "EAGLE"}}
 
 
 SHIPPING = Eagle1Shipping()

@@ -22,6 +22,7 @@ class MlpSpeculatorShipping(Shipping[MlpSpeculator]):
     description = "an MLP speculator (arXiv 2404.19124) of {n_predict} steps, {parameters} parameters, {kept}"
     formats = {"vllm": Format("MLPSpeculatorPreTrainedModel", ("vLLM",))}
     full_rows = ("lm_heads.",)
+    depth_key = "n_predict"
 
     def engine_config(self, drafter: MlpSpeculator, form: str, request: ExportRequest) -> Json:
         config = drafter.config
@@ -49,9 +50,6 @@ class MlpSpeculatorShipping(Shipping[MlpSpeculator]):
     def drafter_from(self, original: MlpSpeculator, export: Exported) -> MlpSpeculator:
         fields, kept = {key: export.config[key] for key in (*_SAME, "tie_weights")}, len(original.kept_ids)
         return MlpSpeculator(MlpSpeculatorConfig(**fields, draft_vocab_size=kept, target=original.config.target))
-
-    def checked_depth(self, config: Json) -> int:
-        return config["n_predict"]
 
 
 SHIPPING = MlpSpeculatorShipping()
