@@ -1,4 +1,7 @@
-"""Publishing a folder on the Hub: prepare, search for private text, upload, tag; never delete, never print a token."""
+"""Publishing a folder on the Hub: cards, search for private text, upload, tag; never delete, never print a token.
+
+A card's text is in templates/, its facts are in files.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,13 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import yaml
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+from jinja2 import Environment, StrictUndefined
 
+from drafttrain.environment import __version__
 from drafttrain.errors import UserError, first_line
-from drafttrain.files import writing
+from drafttrain.files import Json, writing
 
 _TEXT = (".json", ".md", ".jsonl", ".yaml", ".jinja", ".txt")
 _TOKEN = re.compile(r"hf_[A-Za-z0-9]{20,}")
@@ -71,6 +77,22 @@ def make_empty(folder: Path, *signs: str) -> None:
         shutil.rmtree(folder)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
+
+
+def write_card(folder: Path, template: str, metadata: Json, **values: object) -> None:
+    """Writes README.md from a template of this package. A value that the template needs and does not get is an error.
+
+    Args:
+        metadata: for the Hub's index, in front of the text; empty values are left out.
+    """
+    source = (Path(__file__).with_name("templates") / template).read_text(encoding="utf-8")
+    # No HTML escapes: they would show in Markdown.
+    environment = Environment(undefined=StrictUndefined, autoescape=False, keep_trailing_newline=True)
+    environment.filters["link"] = lambda model: f"[{model}](https://huggingface.co/{model})" if "/" in model else model
+    kept = {key: value for key, value in metadata.items() if value}
+    front = yaml.safe_dump(kept, sort_keys=False, allow_unicode=True).strip()
+    card = environment.from_string(source).render(version=__version__, metadata=front, **values)
+    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def check_private(folder: Path, names: list[Path]) -> None:
