@@ -285,10 +285,6 @@ class Shipping(Generic[D]):
         """
         return self.serving
 
-    def most_tokens(self, trained: Trained) -> int | None:
-        """Speculative tokens that an engine may draft at most; None for any number."""
-        return trained.config[self.depth_key] if self.depth_key else None
-
     # -- importing ----------------------------------------------------------------------------------------------
 
     def recognizes(self, config: Mapping[str, object]) -> bool:

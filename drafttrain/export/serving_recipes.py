@@ -127,8 +127,8 @@ def fastest(results: Sequence[Json]) -> Json | None:
 
 def engine_depth(trained: Trained, tree: TreeSpec) -> int:
     """Speculative tokens for an engine: the tree's depth, at most the depth that the drafter reaches."""
-    most = shipping(trained.kind).most_tokens(trained)
-    return tree.depth if most is None else min(tree.depth, most)
+    key = shipping(trained.kind).depth_key
+    return min(tree.depth, trained.config[key]) if key else tree.depth
 
 
 def tuned_tree(folder: Path, results: Sequence[Json] = (), default_depth: int = 3) -> TreeSpec:

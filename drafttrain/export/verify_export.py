@@ -77,7 +77,9 @@ def run(args: argparse.Namespace) -> int:
         exported = Path(args.exported).expanduser() if args.exported else Path(scratch) / "export"
         if not args.exported:
             export(trained, form, exported, resolve_dtype(args.dtype), args.target or trained.target_name, depth)
-        found: Json = {"files": check_files(trained, exported)}
+        if not exported.is_dir():
+            raise UserError(f"exported={str(exported)!r} is no folder; write one: drafttrain export --help")
+        found: Json = {"files": kind.check(trained, exported)}
         figures = ", ".join(f"{key.replace('_', ' ')} {value:.3g}" for key, value in found["files"].items())
         print(f"files: as an engine loads them, they compute what the drafter does ({figures})")
         agree = True
@@ -100,17 +102,6 @@ def installed_engine(kind: Shipping) -> str:
         if name in kind.verifiable and importlib.util.find_spec(package):
             return name
     return "none"
-
-
-def check_files(trained: Trained, exported: Path) -> Json:
-    """Checks exported files; see `Shipping.check`.
-
-    Raises:
-        UserError: they lack what an engine expects, or compute something else.
-    """
-    if not exported.is_dir():
-        raise UserError(f"exported={str(exported)!r} is no folder; write one: drafttrain export --help")
-    return shipping(trained.kind).check(trained, exported)
 
 
 def _compare_engine(args: argparse.Namespace, trained: Trained, exported: Path, depth: int, scratch: Path) -> Json:
