@@ -63,6 +63,13 @@ def cpu_kernels() -> ctypes.CDLL | None:
     return library
 
 
+def built_kernels() -> ctypes.CDLL:
+    """`cpu_kernels`, for callers that run only where the library was built."""
+    kernels = cpu_kernels()
+    assert kernels is not None, "check cpu_kernels() first"
+    return kernels
+
+
 def _build(compiler: str, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
@@ -74,8 +81,6 @@ def _build(compiler: str, path: Path) -> None:
 
 def _processor() -> str:
     """The CPU's instruction set, as the system names it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
+    facts = Path("/proc/cpuinfo")
+    lines = facts.read_text().splitlines() if facts.is_file() else []
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())

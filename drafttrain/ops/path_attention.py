@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -30,17 +29,12 @@ cpu_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_
 Flex = Callable[..., tuple[Tensor, Tensor]]  # FlexAttention, compiled or not: outputs and log-sum-exps
 
 
-@dataclass
-class Spans:
-    """The base tokens that each query sees: an interval that ends at its own anchor.
+class Spans(NamedTuple):
+    """The base tokens that each query sees: an interval that ends at its own anchor. Ascending within a document."""
 
-    Attributes:
-        first, last: [t] int64, both ends included, ascending within a document; begin: [t] where the query's document begins.
-    """
-
-    first: Tensor
-    last: Tensor
-    begin: Tensor
+    first: Tensor  # [t] int64
+    last: Tensor  # [t] int64, included
+    begin: Tensor  # [t] int64, where the query's document begins
 
     def blocks(self) -> list[tuple[slice, slice]]:
         """Up to BLOCK queries of one document each, and the keys that any of them sees."""
@@ -294,7 +288,7 @@ def block_attention(
     if not blocks:  # ranks that have blocks share these weights, so they need a gradient here too: zero
         return query.flatten(1) + 0 * sum(x.sum() for x in (key, value, base_key, base_value))
     per = len(query) // blocks
-    each = Spans(*(ends.repeat_interleave(per) for ends in (spans.first, spans.last, spans.begin)))  # of queries
+    each = Spans(*(ends.repeat_interleave(per) for ends in spans))  # of queries
     return _attend(_Blocks(blocks), each, query, base_key, base_value, (key, value), flex).flatten(1)
 
 
