@@ -14,6 +14,10 @@ from types import ModuleType
 MOVED = {
     "decode": "inference",
     "decode.ngram_corpus": "data.ngram_corpus",
+    "decode.rows": "inference.sequence",
+    "decode.stats": "inference.sequence",
+    "decode.text": "inference.sequence",
+    "data.slots": "inference.responses",
     "target_attention": "target.attention",
     "hub.export": "export.export_drafter",
     "hub.import_drafter": "export.import_drafter",

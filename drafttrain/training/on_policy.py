@@ -25,7 +25,7 @@ from drafttrain.data.loader import collate, fill_rows, join_rows
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.errors import UserError
 from drafttrain.files import Json
-from drafttrain.inference.slots import Request, SlotEngine
+from drafttrain.inference.responses import ResponseEngine, ResponseRequest
 from drafttrain.ops.sampling import SamplingParams
 from drafttrain.target import Target
 from drafttrain.training.callbacks import gather_drafter
@@ -121,7 +121,7 @@ class OnPolicy(TrainerCallback, ExportableState):
             begin = choose.choice(row["spans"])[0]
             if number % self.world == self.rank and 0 < begin < self.max_length - 1:
                 limit = min(self.options.max_new_tokens, self.max_length - begin)
-                requests.append(Request(str(number), row["tokens"][:begin], limit, self.target.eos_ids))
+                requests.append(ResponseRequest(str(number), row["tokens"][:begin], limit, self.target.eos_ids))
         # Copying and sampling draw random numbers. A resumed run restores torch's after its first refresh, so draws here
         # must not move them.
         with torch.random.fork_rng([self.target.device] if self.target.device.type == "cuda" else []):
@@ -135,12 +135,12 @@ class OnPolicy(TrainerCallback, ExportableState):
             rows = fill_rows([row["length"] for row in pool], self.max_length, self.seed + self.round)
             self.ready = [join_rows([pool[number] for number in row]) for row in rows]
 
-    def _answer(self, requests: list[Request]) -> list[tuple[int, Json]]:
+    def _answer(self, requests: list[ResponseRequest]) -> list[tuple[int, Json]]:
         """(number, row) of each response of at least two tokens; a shorter one has no anchor."""
         drafter = gather_drafter(self.drafter, self.target, bool(requests))
         if not requests or drafter is None:
             return []
-        engine = SlotEngine(drafter.as_target(), len(requests), self.max_length)
+        engine = ResponseEngine(drafter.as_target(), len(requests), self.max_length)
         made = []
         for done in engine.run(requests, SamplingParams(self.options.temperature), self.seed + self.round):
             length = len(done.sequence)

@@ -11,7 +11,7 @@ from drafttrain.drafters.dflash.model import DFlash
 from drafttrain.drafters.dspark.model import DSpark
 from drafttrain.drafters.registry import load_drafter
 from drafttrain.errors import UserError
-from drafttrain.inference.engine import generate, generate_batch
+from drafttrain.inference import generate, generate_batch
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.sampling import Sampler, SamplingParams, probabilities
 from drafttrain.training.feature_sources import TargetSource

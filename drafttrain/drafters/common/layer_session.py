@@ -123,8 +123,11 @@ class LayerDrafting(Drafter):
         end = layout.prefix_len + layout.held + layout.count
         session.buffers(0, end, states)
         inputs = embeds.to(states.dtype).contiguous(), states.contiguous()
-        tables, window = self.rotary.up_to(end), self.cache_shape.window
-        return self.draft_step.run(*inputs, tables, session.layers, layout.plan, window, outputs)
+        if session.tables is None or end > len(session.tables[0]):
+            session.tables = self.rotary.up_to(max(end, session.capacity))
+        return self.draft_step.run(
+            *inputs, session.tables, session.layers, layout.plan, self.cache_shape.window, outputs
+        )
 
 
 def cat(parts: Sequence[Tensor]) -> Tensor:
@@ -168,6 +171,9 @@ class LayerSession(JointSession):
         self.length = 0
         self.last: Tensor | None = None
         self.logits: Tensor | None = None
+        self.tables: tuple[Tensor, Tensor] | None = (
+            None  # cos, sin [positions, 1, r]; read by the kernel of a draft step
+        )
 
     @property
     def root(self) -> Tensor:
