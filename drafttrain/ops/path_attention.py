@@ -178,7 +178,7 @@ class _Paths(NamedTuple):
         weights = (scores - lse.unsqueeze(-1)).exp()  # [t, heads, k]
         delta = (grad * out).sum(-1)  # [t, heads]
         grad_groups, query_groups, into = (x.view(*groups, e) for x in (grad, query, into))
-        grads = []
+        grads: list[Tensor] = []
         for i, rows in enumerate(self.rows):
             key, value = tensors[2 * i : 2 * i + 2]
             weight = weights[..., i].to(grad.dtype)
@@ -193,11 +193,11 @@ class _Paths(NamedTuple):
 class _Blocks(NamedTuple):
     """Own keys of drafted blocks. tensors: key and value [m * B, kv_heads, e], block after block."""
 
-    count: int  # m
+    blocks: int  # m
 
     def split(self, x: Tensor) -> Tensor:
         """[m * B, heads, ...] -> [m, heads, B, ...]."""
-        return x.view(self.count, -1, *x.shape[1:]).transpose(1, 2)
+        return x.view(self.blocks, -1, *x.shape[1:]).transpose(1, 2)
 
     def merge(
         self, query: Tensor, base: Tensor, base_lse: Tensor, tensors: Sequence[Tensor], flash: bool
@@ -225,11 +225,14 @@ class _Blocks(NamedTuple):
         return more
 
 
+Own = _Paths | _Blocks
+
+
 class _OnCpu(torch.autograd.Function):
     """Both parts under one softmax. Each backward takes the merged output and log-sum-exp, see `span_attention_backward`."""
 
     @staticmethod
-    def forward(ctx, own: _Paths | _Blocks, spans: Spans, query, base_key, base_value, *tensors: Tensor):
+    def forward(ctx, own: Own, spans: Spans, query, base_key, base_value, *tensors: Tensor):
         base, base_lse = span_attention(query, base_key, base_value, spans)
         out, lse, scores = own.merge(query, base, base_lse, tensors, flash=True)
         ctx.own, ctx.spans = own, spans
@@ -247,19 +250,13 @@ class _OnCpu(torch.autograd.Function):
 
 
 def _attend(
-    own: _Paths | _Blocks,
-    spans: Spans,
-    query: Tensor,
-    base_key: Tensor,
-    base_value: Tensor,
-    tensors: Sequence[Tensor],
-    flex: Flex | None = None,
+    own: Own, spans: Spans, query: Tensor, base: tuple[Tensor, Tensor], tensors: Sequence[Tensor], flex: Flex | None
 ) -> Tensor:
     """[t, heads, e]. On a CPU by flash attention; elsewhere, or by a given `flex`, with torch's own gradients."""
     if flex is None and (query.device.type == "cpu" or not len(query)):
-        return _OnCpu.apply(own, spans, query, base_key, base_value, *tensors)
-    base, base_lse = span_attention_gpu(query, base_key, base_value, spans, flex)
-    return own.merge(query, base, base_lse, tensors, flash=False)[0]
+        return _OnCpu.apply(own, spans, query, *base, *tensors)
+    out, lse = span_attention_gpu(query, *base, spans, flex)
+    return own.merge(query, out, lse, tensors, flash=False)[0]
 
 
 # -- drafted blocks ---------------------------------------------------------------------------------------------------
@@ -289,7 +286,7 @@ def block_attention(
         return query.flatten(1) + 0 * sum(x.sum() for x in (key, value, base_key, base_value))
     per = len(query) // blocks
     each = Spans(*(ends.repeat_interleave(per) for ends in spans))  # of queries
-    return _attend(_Blocks(blocks), each, query, base_key, base_value, (key, value), flex).flatten(1)
+    return _attend(_Blocks(blocks), each, query, (base_key, base_value), (key, value), flex).flatten(1)
 
 
 # -- paths of training-time test --------------------------------------------------------------------------------------
@@ -313,8 +310,7 @@ class PathAttention:
 
     def __init__(self, begin: Tensor, window: int = 0):
         self.begin, self.window = begin, window
-        self.base: tuple[Tensor, Tensor] | None = None
-        self.paths: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.depths: list[tuple[Tensor, Tensor, Tensor]] = []  # anchors [t] int64, key and value [t, kv_heads, e]
 
     def attend(self, own: Tensor, fresh: list[Tensor]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         """The attention of the next depth.
@@ -325,15 +321,14 @@ class PathAttention:
         Args:
             own: [t] int64, the queries' anchors among the first-depth tokens, ascending.
         """
-        base, begin = self.base, self.begin[own]
-        first = begin
+        begin = first = self.begin[own]  # [t]
         if self.window:
-            depth = len(self.paths) + (base is not None)
-            first = torch.maximum(begin, own + depth - self.window + 1)
+            first = torch.maximum(begin, own + len(self.depths) - self.window + 1)
         spans = Spans(first, own, begin)
+        base = self.depths[0][1:] if self.depths else None
         paths = [
             Path(key, value, None if len(anchors) == len(own) else torch.searchsorted(anchors, own))
-            for anchors, key, value in self.paths
+            for anchors, key, value in self.depths[1:]
         ]
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -346,19 +341,11 @@ class PathAttention:
 
     def remember(self, own: Tensor, key: Tensor, value: Tensor) -> None:
         """Keeps a depth's keys and values; queries of later depths must be anchors among `own`."""
-        if self.base is None:
-            self.base = key, value
-        else:
-            self.paths.append((own, key, value))
+        self.depths.append((own, key, value))
 
 
 def path_attention(
-    query: Tensor,
-    base_key: Tensor,
-    base_value: Tensor,
-    spans: Spans,
-    paths: Sequence[Path],
-    flex: Flex | None = None,
+    query: Tensor, base_key: Tensor, base_value: Tensor, spans: Spans, paths: Sequence[Path], flex: Flex | None = None
 ) -> Tensor:
     """Each query sees an interval of base keys, and its own key of each later depth.
 
@@ -372,4 +359,5 @@ def path_attention(
         [t, heads * e].
     """
     tensors = [tensor for path in paths for tensor in path[:2]]
-    return _attend(_Paths([path.rows for path in paths]), spans, query, base_key, base_value, tensors, flex).flatten(1)
+    own = _Paths([path.rows for path in paths])
+    return _attend(own, spans, query, (base_key, base_value), tensors, flex).flatten(1)
