@@ -68,6 +68,7 @@ def cpu_kernels() -> ctypes.CDLL | None:
     return library
 
 
+@cache
 def built_kernels() -> ctypes.CDLL:
     """`cpu_kernels`, for callers that run only where the library was built."""
     kernels = cpu_kernels()

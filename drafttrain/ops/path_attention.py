@@ -96,21 +96,24 @@ def span_attention(query: Tensor, key: Tensor, value: Tensor, spans: Spans) -> t
 
 
 def span_attention_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, spans: Spans, into: list[Tensor]
-) -> None:
-    """Adds the intervals' part to the gradients `into` of query, key and value.
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, spans: Spans
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The intervals' part of the gradients of query, key and value.
 
     Args:
         grad, out: [t, heads, e] of the *merged* output; lse: [t, heads] of the whole softmax. The flash kernel's formulas hold
             as they are: a key's weight is exp(score - lse), and the term subtracted from a score's gradient is that of out.
     """
+    of_query, of_key, of_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
     for queries, keys in spans.blocks():
         parts = (grad[queries], query[queries], key[keys], value[keys], out[queries])
         rows = (x.transpose(0, 1)[None] for x in parts)  # [1, heads, n, e]
         bias = spans.bias(queries, keys, query.dtype)
         grads = cpu_flash_backward(*rows, lse[queries].t()[None].contiguous(), 0.0, False, attn_mask=bias)
-        for total, at, part in zip(into, (queries, keys, keys), grads, strict=True):
-            total[at] += part[0].transpose(0, 1)
+        of_query[queries], key_grad, value_grad = (x[0].transpose(0, 1) for x in grads)
+        of_key[keys] += key_grad
+        of_value[keys] += value_grad
+    return of_query, of_key, of_value
 
 
 @functools.cache
@@ -132,6 +135,9 @@ def span_attention_gpu(
 # -- own keys, and both parts under one softmax -----------------------------------------------------------------------
 
 
+Tensors = Sequence[Tensor]
+
+
 def _own_rows(tensor: Tensor, rows: Tensor | None) -> Tensor:
     """[m, kv_heads, e] -> [t, kv_heads, 1, e], each query's own row."""
     return (tensor if rows is None else tensor[rows]).unsqueeze(2)
@@ -143,7 +149,7 @@ class _Paths(NamedTuple):
     rows: list[Tensor | None]  # per depth, see `Path`
 
     def merge(
-        self, query: Tensor, base: Tensor, base_lse: Tensor, tensors: Sequence[Tensor], flash: bool
+        self, query: Tensor, base: Tensor, base_lse: Tensor, tensors: Tensors, flash: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         if not tensors:
             return base, base_lse, base_lse.new_empty(0)
@@ -162,15 +168,9 @@ class _Paths(NamedTuple):
         return out.view_as(query), lse, scores
 
     def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        scores: Tensor,
-        tensors: Sequence[Tensor],
-        into: Tensor,
+        self, grad: Tensor, into: Tensor, query: Tensor, out: Tensor, lse: Tensor, scores: Tensor, tensors: Tensors
     ) -> list[Tensor]:
+        """Adds to the query's gradient `into` [t, heads, e]; returns the gradients of `tensors`."""
         if not tensors:
             return []
         (t, heads, e), kv = query.shape, tensors[0].shape[1]
@@ -200,7 +200,7 @@ class _Blocks(NamedTuple):
         return x.view(self.blocks, -1, *x.shape[1:]).transpose(1, 2)
 
     def merge(
-        self, query: Tensor, base: Tensor, base_lse: Tensor, tensors: Sequence[Tensor], flash: bool
+        self, query: Tensor, base: Tensor, base_lse: Tensor, tensors: Tensors, flash: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         queries, key, value = map(self.split, (query, *tensors))
         if flash:
@@ -216,13 +216,12 @@ class _Blocks(NamedTuple):
         return base * base_share + own * own_share, lse, lse.new_empty(0)
 
     def backward(
-        self, grad: Tensor, query: Tensor, out: Tensor, lse: Tensor, _: Tensor, tensors: Sequence[Tensor], into: Tensor
+        self, grad: Tensor, into: Tensor, query: Tensor, out: Tensor, lse: Tensor, _: Tensor, tensors: Tensors
     ) -> list[Tensor]:
         parts = map(self.split, (grad, query, *tensors, out))  # [m, heads, n, e]
         grads = cpu_flash_backward(*parts, self.split(lse).contiguous(), 0.0, False)
-        of_query, *more = (x.transpose(1, 2).flatten(0, 1) for x in grads)
-        into += of_query
-        return more
+        self.split(into).add_(grads[0])
+        return [x.transpose(1, 2).flatten(0, 1) for x in grads[1:]]
 
 
 Own = _Paths | _Blocks
@@ -244,13 +243,12 @@ class _OnCpu(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         query, base_key, base_value, out, lse, scores, *tensors = ctx.saved_tensors
         grad = grad.contiguous()
-        grads = [torch.zeros_like(x) for x in (query, base_key, base_value)]
-        span_attention_backward(grad, query, base_key, base_value, out, lse, ctx.spans, grads)
-        return None, None, *grads, *ctx.own.backward(grad, query, out, lse, scores, tensors, grads[0])
+        grads = span_attention_backward(grad, query, base_key, base_value, out, lse, ctx.spans)
+        return None, None, *grads, *ctx.own.backward(grad, grads[0], query, out, lse, scores, tensors)
 
 
 def _attend(
-    own: Own, spans: Spans, query: Tensor, base: tuple[Tensor, Tensor], tensors: Sequence[Tensor], flex: Flex | None
+    own: Own, spans: Spans, query: Tensor, base: tuple[Tensor, Tensor], tensors: Tensors, flex: Flex | None
 ) -> Tensor:
     """[t, heads, e]. On a CPU by flash attention; elsewhere, or by a given `flex`, with torch's own gradients."""
     if flex is None and (query.device.type == "cpu" or not len(query)):
