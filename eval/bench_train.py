@@ -31,6 +31,7 @@ from drafttrain.batch import anchors_by_depth
 from drafttrain.data.loader import collate, pack_rows, to_batch, training_rows
 from drafttrain.data.store import load_records
 from drafttrain.data.vocab import count_tokens, keep_frequent
+from drafttrain.drafters.base import StepInputs
 from drafttrain.drafters.common.layers import rotate
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
 from drafttrain.target import Target, resolve_device
@@ -115,10 +116,9 @@ def our_step(job: dict[str, Any], target: Target, drafter: Eagle3) -> Step:
         rows = job["rows"][number * job["rows_per_batch"] : (number + 1) * job["rows_per_batch"]]
         inputs = collate(rows)
         batch = to_batch(inputs).to(target.device)
-        output, states, row_of = source(batch)
         count = float((inputs["shift_labels"] != -100).sum())
-        embeds = target.embed(batch.input_ids)
-        return drafter(batch, embeds, output, states, row_of, count, measure=False).loss
+        read = StepInputs(batch, target.embed(batch.input_ids), *source(batch), count=count, measure=False)
+        return drafter(read).loss
 
     return step
 

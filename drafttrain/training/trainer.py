@@ -14,6 +14,7 @@ from transformers import Trainer
 from transformers.trainer_utils import rotate_checkpoints
 
 from drafttrain.data.loader import to_batch
+from drafttrain.drafters.base import StepInputs
 from drafttrain.drafters.registry import decoding_file
 from drafttrain.environment import peak_memory
 from drafttrain.errors import UserError
@@ -97,15 +98,9 @@ class DrafterTrainer(Trainer):
                 f"step {self.state.global_step}: the loss mask of all rows is empty (no two response tokens in a row); give "
                 "data whose conversations have responses, or raise max_length"
             )
-        step = model(
-            batch=batch,
-            embeds=self.target.embed(batch.input_ids),
-            output=output,
-            rows=rows,
-            row_of=row_of,
-            count=torch.as_tensor(count, device=batch.input_ids.device).clamp(min=1),
-            measure=not model.training or self.state.global_step % MEASURE_EVERY == 0,
-        )
+        divisor = torch.as_tensor(count, device=batch.input_ids.device).clamp(min=1)
+        measure = not model.training or self.state.global_step % MEASURE_EVERY == 0
+        step = model(inputs=StepInputs(batch, self.target.embed(batch.input_ids), output, rows, row_of, divisor, measure))
         self._check_finite("loss", step.loss.detach())
         self.anchors += anchors if model.training else 0
         where = self.sums["train" if model.training else "eval"]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from drafttrain.batch import Batch, anchors_by_depth
+from drafttrain.drafters.base import StepInputs
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.dflash.model import DFlash
 from drafttrain.drafters.dspark.model import DSpark
@@ -56,7 +57,7 @@ def shaken(kind, target, **options):
 def run_step(drafter, target, batch, count=None):
     output, rows, row_of = TargetSource(target, drafter.feature_layers, drafter.kept_ids)(batch)
     count = count or len(anchors_by_depth(batch.response_mask, 1)[0])
-    return drafter(batch, target.embed(batch.input_ids), output, rows, row_of, count)
+    return drafter(StepInputs(batch, target.embed(batch.input_ids), output, rows, row_of, count))
 
 
 def begun(drafter, target, prefix, max_length=64):

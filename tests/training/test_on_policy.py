@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from drafttrain.data.loader import collate, join_rows, to_batch
-from drafttrain.drafters.base import Drafter
+from drafttrain.drafters.base import Drafter, StepInputs
 from drafttrain.drafters.draft_model.model import DraftModel
 from drafttrain.errors import UserError
 from drafttrain.training.feature_sources import TargetSource
@@ -102,7 +102,7 @@ def test_the_loss_is_on_sampled_tokens_and_the_targets_say(target):
     output, rows, row_of = source(batch)
     assert source.kept == {} and source.hits["online"] == 3, "such rows are neither looked up nor kept"
     count = int((mixed["shift_labels"] != -100).sum())
-    step = drafter(batch, target.embed(batch.input_ids), output, rows, row_of, count)
+    step = drafter(StepInputs(batch, target.embed(batch.input_ids), output, rows, row_of, count))
     want, at = 0.0, 0
     for place, length in enumerate(batch.lengths.tolist()):
         ids = batch.input_ids[place : place + 1, :length]

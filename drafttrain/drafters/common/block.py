@@ -23,13 +23,14 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import RMSNorm
 
-from drafttrain.batch import Batch, StepOutput, TargetOutput, TokenTree, anchors_by_depth
-from drafttrain.drafters.base import Source
+from drafttrain.batch import Batch, StepOutput, TokenTree, anchors_by_depth
+from drafttrain.drafters.base import Source, StepInputs
 from drafttrain.drafters.common.block_start import block_start
 from drafttrain.drafters.common.configs import BlockConfig
 from drafttrain.drafters.common.layer_session import CacheShape, LayerSession
-from drafttrain.drafters.common.layers import Attend, DraftLayer, RMSNorm, Rotary
+from drafttrain.drafters.common.layers import Attend, DraftLayer, Rotary
 from drafttrain.drafters.common.target_weights import copy_layer, copy_norm, final_norm, head_rows, identity_on_last
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.common.tree_growth import GrowingTree, Logits, grow_trees
@@ -79,9 +80,8 @@ class BlockDrafter(TrainableDrafter):
         self.norm = RMSNorm(h, eps)
         self.mask = nn.Parameter(torch.randn(h) * h**-0.5) if config.mask_token_id is None else None
         self.lm_head = nn.Linear(h, config.draft_vocab_size, bias=False) if config.train_head else None
-        self.frozen: list[
-            nn.Linear | PackedLinear
-        ] = []  # the target's head; a list, so that it is neither trained nor saved
+        # The target's head; in a list, so that it is neither trained nor saved.
+        self.frozen: list[nn.Linear | PackedLinear] = []
         self.feature_layers = tuple(config.feature_layers)
         self.register_buffer("kept_ids", torch.arange(config.draft_vocab_size))
         self.rotary = Rotary(config.head_dim, config.rope_parameters or {})
@@ -215,17 +215,9 @@ class BlockDrafter(TrainableDrafter):
 
     # -- training half ------------------------------------------------------------------------------------------
 
-    def forward(
-        self,
-        batch: Batch,
-        embeds: Tensor,
-        output: TargetOutput,
-        rows: TargetRows,
-        row_of: Tensor,
-        count: Tensor | float,
-        measure: bool = True,
-    ) -> StepOutput:
+    def forward(self, inputs: StepInputs) -> StepOutput:
         """One pass over a block behind each drawn anchor; see `Drafter.forward`."""
+        batch, embeds, output, rows, row_of, count, measure = inputs
         drawn = self.draw(batch.response_mask, count)
         valid, place = batch.anchors()  # [t] flat positions, and positions in their conversations
         own = torch.searchsorted(valid, drawn.anchors)  # [m] indices into `valid`
@@ -325,9 +317,7 @@ class BlockDrafter(TrainableDrafter):
 
         def step(growing: list[GrowingTree], depth: int) -> list[Logits]:
             sizes = [len(tree.parents) for tree in growing]
-            rows = torch.tensor(
-                [tree.row for tree in growing for _ in tree.parents], device=roots.device
-            )  # [n] sessions
+            rows = torch.tensor([tree.row for tree in growing for _ in tree.parents], device=roots.device)  # [n]
             tokens = self.kept_ids[torch.cat([tree.tokens for tree in growing])]  # [n] target ids
             logits = self.conditional(block[rows, depth], reads[rows, depth], tokens)
             ends = [0, *accumulate(sizes)]

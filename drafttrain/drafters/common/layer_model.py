@@ -15,7 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from drafttrain.batch import Batch, StepOutput, TargetOutput, anchors_by_depth, sums_by_depth
+from drafttrain.batch import Batch, StepOutput, anchors_by_depth, sums_by_depth
+from drafttrain.drafters.base import StepInputs
 from drafttrain.drafters.common.layer_session import CacheShape, LayerDrafting
 from drafttrain.drafters.common.layers import Attend, DraftLayer, Rotary
 from drafttrain.drafters.common.trainable import TrainableDrafter
@@ -145,22 +146,12 @@ class LayerDrafter(LayerDrafting, TrainableDrafter):
         """A kind's second loss term, from outputs [t, h], rows `at` [t] of the target and weights [t]."""
         return 0.0
 
-    def forward(
-        self,
-        batch: Batch,
-        embeds: Tensor,
-        output: TargetOutput,
-        rows: TargetRows,
-        row_of: Tensor,
-        count: Tensor | float,
-        measure: bool = True,
-    ) -> StepOutput:
+    def forward(self, inputs: StepInputs) -> StepOutput:
         """`ttt_steps` depths in one graph; see `Drafter.forward`. The loss weighs depth k by depth_decay ** k."""
+        batch, embeds, output, rows, row_of, count, measure = inputs
         config = self.config
         share = config.depth_share if self.training else 1.0
-        anchors = anchors_by_depth(
-            batch.response_mask, config.ttt_steps, share
-        )  # per depth: flat positions [t_k], nested
+        anchors = anchors_by_depth(batch.response_mask, config.ttt_steps, share)  # per depth: flat [t_k], nested
         valid, place = batch.anchors()  # [t] flat positions, and positions in their conversations
         own = [torch.searchsorted(valid, each) for each in anchors]  # per depth: indices into `valid` [t_k]
         embeds = embeds.flatten(0, 1)  # [b*s, target h]
@@ -182,10 +173,8 @@ class LayerDrafter(LayerDrafting, TrainableDrafter):
                 state = self._depth(state, read, place[own[k]] + k, attentions, own[k], k)  # [t_k, h]
             weight = (decay[k] / (count * (share if k else 1.0))).expand(len(flat))  # [t_k] float32
             at = row_of.flatten()[flat + 1 + k]  # [t_k] rows of the target's distributions
-            out = linear_divergence(
-                *(self.read_out(state), self.head_weight, rows, at, weight * self.token_weight, config.loss),
-                measure=measure,
-            )
+            read, scaled = self.read_out(state), weight * self.token_weight
+            out = linear_divergence(read, self.head_weight, rows, at, scaled, config.loss, measure=measure)
             losses.append(out.loss + self.other_loss(state, rows, at, weight))
             outs.append(out)
         return StepOutput(torch.stack(losses).sum(), sums_by_depth(outs))

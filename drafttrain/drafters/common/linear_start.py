@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from drafttrain.batch import Batch, anchors_by_depth
-from drafttrain.drafters.base import Source
+from drafttrain.drafters.base import Source, StepInputs
 from drafttrain.drafters.common.layer_model import LayerDrafter
 from drafttrain.drafters.common.layers import Attention
 from drafttrain.drafters.common.trainable import TrainableDrafter
@@ -101,9 +101,7 @@ def linear_start(drafter: Any, batches: Iterable[Batch], source: Source) -> floa
             _zero(layer.self_attn.o_proj)
     _set_attention(middle.self_attn, maps, covariance, 1.0 if config.norm_before_residual else rho)
     scale = (squares / first.count) ** 0.5
-    if (
-        config.norm_output
-    ):  # the next depth's input must keep the size that the map expects, so the head takes the scale
+    if config.norm_output:  # the next depth's input keeps the size that the map expects, so the head takes the scale
         drafter.norm.weight.fill_(rho)
         drafter.lm_head.weight.mul_(scale / rho)
     else:
@@ -233,10 +231,9 @@ def set_temperature(drafter: TrainableDrafter, batch: Batch, source: Source, sca
         scaled: the weight that scales the logits.
     """
     part = batch.first_rows(2)
-    output, targets, row_of = source(part)
+    inputs = StepInputs(part, drafter.embed(part.input_ids), *source(part), count=1.0, measure=False)
     weight, best = scaled.clone(), (float("inf"), 1.0)
     for factor in (0.25, 0.35, 0.5, 0.65, 0.8, 1.0):
         scaled.copy_(weight * factor)
-        loss = float(drafter(part, drafter.embed(part.input_ids), output, targets, row_of, 1.0, measure=False).loss)
-        best = min(best, (loss, factor))
+        best = min(best, (float(drafter(inputs).loss), factor))
     scaled.copy_(weight * best[1])

@@ -19,14 +19,14 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from drafttrain.batch import Batch, StepOutput, TargetOutput, TokenTree, anchors_by_depth, sums_by_depth
-from drafttrain.drafters.base import JointSession, Source
+from drafttrain.batch import Batch, StepOutput, TokenTree, anchors_by_depth, sums_by_depth
+from drafttrain.drafters.base import JointSession, Source, StepInputs
 from drafttrain.drafters.common.linear_start import LeastSquares
 from drafttrain.drafters.common.target_weights import head_rows
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.common.tree_growth import GrowingTree, grow_trees
 from drafttrain.drafters.common.tree_spec import TreeSpec
-from drafttrain.losses import TargetRows, linear_divergence
+from drafttrain.losses import linear_divergence
 from drafttrain.ops.sampling import Sampler
 from drafttrain.target import Target
 from drafttrain.target.attention import LAST
@@ -92,20 +92,9 @@ class PathHeads(TrainableDrafter):
             state = self.advance(state, ids[flat + 1 + k], k)
             yield flat + 1 + k, state
 
-    def forward(
-        self,
-        batch: Batch,
-        embeds: Tensor,
-        output: TargetOutput,
-        rows: TargetRows,
-        row_of: Tensor,
-        count: Tensor | float,
-        measure: bool = True,
-    ) -> StepOutput:
-        """All depths of all anchors along the data's tokens; see `Drafter.forward`. `embeds` are not read.
-
-        The loss weighs depth k by depth_decay ** k, weights summing to 1.
-        """
+    def forward(self, inputs: StepInputs) -> StepOutput:
+        """All depths of all anchors along the data's tokens. The loss weighs depth k by depth_decay ** k, summing to 1."""
+        batch, _, output, rows, row_of, count, measure = inputs
         decay = self.config.depth_decay ** torch.arange(self.depths, dtype=torch.float32, device=row_of.device)
         decay = decay / decay.sum()
         losses: list[Tensor] = []

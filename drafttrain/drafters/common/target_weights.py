@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import RMSNorm
 
-from drafttrain.drafters.common.layers import DraftLayer, RMSNorm
+from drafttrain.drafters.common.layers import DraftLayer
 from drafttrain.target import Target
 
 

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from drafttrain.batch import Batch, StepOutput, TargetOutput, TokenTree, anchors_by_depth
-from drafttrain.drafters.base import JointSession, KeepTokens
+from drafttrain.batch import StepOutput, TokenTree, anchors_by_depth
+from drafttrain.drafters.base import JointSession, KeepTokens, StepInputs
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.common.tree_growth import GrowingTree, grow_trees
 from drafttrain.drafters.common.tree_spec import TreeSpec
@@ -44,7 +44,7 @@ from drafttrain.drafters.registry import META_FILE
 from drafttrain.environment import __version__
 from drafttrain.errors import UserError
 from drafttrain.files import Json, write_json
-from drafttrain.losses import TargetRows, linear_divergence
+from drafttrain.losses import linear_divergence
 from drafttrain.losses.next_token import next_token_loss
 from drafttrain.ops.sampling import Sampler
 from drafttrain.ops.tree_attention import TreeLayout
@@ -250,20 +250,12 @@ class DraftModel(TrainableDrafter):
 
     # -- training half ------------------------------------------------------------------------------------------
 
-    def forward(
-        self,
-        batch: Batch,
-        embeds: Tensor,
-        output: TargetOutput,
-        rows: TargetRows | None,
-        row_of: Tensor | None,
-        count: Tensor | float,
-        measure: bool = True,
-    ) -> StepOutput:
-        """One pass over the rows; see `Drafter.forward`. `embeds` and `output` are not read.
+    def forward(self, inputs: StepInputs) -> StepOutput:
+        """One pass over the rows.
 
         Without `rows` the loss is the cross-entropy of the batch's own tokens (pretraining), and alpha is not measured.
         """
+        batch, _, _, rows, row_of, count, measure = inputs
         ids = batch.input_ids
         at = anchors_by_depth(batch.response_mask, 1)[0] + 1  # [t] flat positions
         states = self._states(ids, None if batch.documents is None else batch.begins()).flatten(0, 1)[at]
@@ -281,9 +273,8 @@ class DraftModel(TrainableDrafter):
             sums |= {"loss": values.detach(), "agree": agree}
         else:
             share = (1.0 / torch.as_tensor(count, device=ids.device)).float().expand(len(at))
-            out = linear_divergence(
-                states, weight, rows, row_of.flatten()[at], share, self.config.loss, measure=measure
-            )
+            index = row_of.flatten()[at]  # [t]
+            out = linear_divergence(states, weight, rows, index, share, self.config.loss, measure=measure)
             loss = out.loss
             sums |= {"loss": out.values, "alpha": out.alpha, "agree": out.agree}
         metrics = {name: value.float().sum()[None] for name, value in sums.items() if value is not None}

@@ -17,14 +17,16 @@ from typing import Any, Self
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.nn import RMSNorm
 
 from drafttrain.batch import Batch
 from drafttrain.drafters.base import Source
 from drafttrain.drafters.common.configs import LayerConfig
 from drafttrain.drafters.common.layer_model import LayerDrafter
-from drafttrain.drafters.common.layers import DraftLayer, RMSNorm
+from drafttrain.drafters.common.layers import DraftLayer
 from drafttrain.drafters.common.linear_start import linear_start
 from drafttrain.drafters.common.target_weights import copy_layer, copy_norm, final_norm, head_rows, identity_on_last
+from drafttrain.files import Json
 from drafttrain.ops.cpu_layers import DraftWeights
 from drafttrain.target import Target
 
@@ -39,6 +41,7 @@ class Eagle3Config(LayerConfig):
     """
 
     model_type = "drafttrain_eagle3"
+    width_field = "target_hidden_size"
     feature_layers: tuple[int, ...] = ()
     target_hidden_size: int = 0
     fc_norm: bool = False
@@ -51,9 +54,8 @@ class Eagle3Config(LayerConfig):
         self.target_hidden_size = self.target_hidden_size or self.hidden_size
 
     @classmethod
-    def for_target(cls, target: Target, **options: Any) -> Self:
-        options = {"feature_layers": target.default_feature_layers, **options}
-        return super().for_target(target, **{**options, "target_hidden_size": target.hidden_size})
+    def shapes(cls, target: Target, options: Json) -> Json:
+        return {**super().shapes(target, options), "feature_layers": target.default_feature_layers}
 
 
 class Eagle3(LayerDrafter):

@@ -15,7 +15,7 @@ with the best linear prediction of its state at t+1+k where training data is ava
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,14 +36,11 @@ class MedusaConfig(HeadsConfig):
 
     model_type = "drafttrain_medusa"
     at_least_one = ("num_heads", "blocks", "tree_nodes")
+    width_field = "hidden_size"
     hidden_size: int = 64
     num_heads: int = 4
     blocks: int = 1
     shared_head: bool = False
-
-    @classmethod
-    def for_target(cls, target: Target, **options: Any) -> Self:
-        return super().for_target(target, **{**options, "hidden_size": target.hidden_size})
 
 
 class ResidualBlock(nn.Module):

@@ -14,7 +14,7 @@ networks, in which ln takes the common factor away. Embeddings are the drafter's
 from __future__ import annotations
 
 import math
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +40,7 @@ class MlpSpeculatorConfig(HeadsConfig):
     model_type = "drafttrain_mlp_speculator"
     attribute_map = {"hidden_size": "emb_dim"}
     at_least_one = ("inner_dim", "n_predict", "tree_nodes")
+    width_field = "emb_dim"
     emb_dim: int = 64
     inner_dim: int = 0
     n_predict: int = 3
@@ -49,10 +50,6 @@ class MlpSpeculatorConfig(HeadsConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         self.inner_dim = self.inner_dim or self.emb_dim
         super().__post_init__(**kwargs)
-
-    @classmethod
-    def for_target(cls, target: Target, **options: Any) -> Self:
-        return super().for_target(target, **{**options, "emb_dim": target.hidden_size})
 
 
 class ShiftedNorm(nn.Module):

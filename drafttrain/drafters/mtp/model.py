@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import RMSNorm
 
 from drafttrain.batch import Batch
 from drafttrain.drafters.base import Source
 from drafttrain.drafters.common.configs import LastStateConfig
 from drafttrain.drafters.common.layer_model import LayerDrafter
-from drafttrain.drafters.common.layers import DraftLayer, RMSNorm
+from drafttrain.drafters.common.layers import DraftLayer
 from drafttrain.drafters.common.linear_start import projection_start, set_temperature
 from drafttrain.drafters.common.target_weights import copy_layer, copy_norm, final_norm, head_rows, identity_on_last
 from drafttrain.drafters.mtp.native_module import read_native
