@@ -33,6 +33,8 @@ from drafttrain.target import Target
 Source = Callable[[Batch], tuple[TargetOutput, TargetRows, Tensor]]
 # The kept target ids [d] for a vocabulary of at most `size` tokens; 0 keeps all.
 KeepTokens = Callable[[int], Tensor]
+# Entry i belongs to session i: its tokens or features; the shape of its tree; what draws the tree's tokens.
+Tensors, Specs, Samplers = Sequence[Tensor], Sequence[TreeSpec], Sequence[Sampler | None]
 # Values of a recipe's `init` that make a new drafter; any other value names a drafter to continue.
 NEW = ("target", "random", "native")
 
@@ -233,13 +235,11 @@ class Drafter:
         """
         raise NotImplementedError(f"{type(self).__name__}.start")
 
-    def extend_all(self, sessions: Sequence[Any], tokens: Sequence[Tensor], features: Sequence[Tensor]) -> None:
-        """`Session.extend` of several of this drafter's sessions; entry i belongs to session i."""
+    def extend_all(self, sessions: Sequence[Any], tokens: Tensors, features: Tensors) -> None:
+        """`Session.extend` of several of this drafter's sessions."""
         for session, new, states in zip(sessions, tokens, features, strict=True):
             session.extend(new, states)
 
-    def propose_all(
-        self, sessions: Sequence[Any], specs: Sequence[TreeSpec], samplers: Sequence[Sampler | None]
-    ) -> list[TokenTree]:
-        """`Session.propose` of several of this drafter's sessions; entry i belongs to session i."""
+    def propose_all(self, sessions: Sequence[Any], specs: Specs, samplers: Samplers) -> list[TokenTree]:
+        """`Session.propose` of several of this drafter's sessions."""
         return [session.propose(*each) for session, *each in zip(sessions, specs, samplers, strict=True)]

@@ -100,7 +100,9 @@ class DrafterTrainer(Trainer):
             )
         divisor = torch.as_tensor(count, device=batch.input_ids.device).clamp(min=1)
         measure = not model.training or self.state.global_step % MEASURE_EVERY == 0
-        step = model(inputs=StepInputs(batch, self.target.embed(batch.input_ids), output, rows, row_of, divisor, measure))
+        step = model(
+            inputs=StepInputs(batch, self.target.embed(batch.input_ids), output, rows, row_of, divisor, measure)
+        )
         self._check_finite("loss", step.loss.detach())
         self.anchors += anchors if model.training else 0
         where = self.sums["train" if model.training else "eval"]

@@ -25,22 +25,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import RMSNorm
 
-from drafttrain.batch import Batch, StepOutput, TokenTree, anchors_by_depth
-from drafttrain.drafters.base import Source, StepInputs
+from drafttrain.batch import StepOutput, TokenTree, anchors_by_depth
+from drafttrain.drafters.base import Samplers, Specs, StepInputs, Tensors
 from drafttrain.drafters.common.block_start import block_start
 from drafttrain.drafters.common.configs import BlockConfig
-from drafttrain.drafters.common.layer_session import CacheShape, LayerSession
-from drafttrain.drafters.common.layers import Attend, DraftLayer, Rotary
-from drafttrain.drafters.common.target_weights import copy_layer, copy_norm, final_norm, head_rows, identity_on_last
-from drafttrain.drafters.common.trainable import TrainableDrafter
+from drafttrain.drafters.common.layer_session import LayerSession
+from drafttrain.drafters.common.layers import Attend, DraftLayer
+from drafttrain.drafters.common.target_weights import (
+    copy_last_layers,
+    copy_norm,
+    final_norm,
+    frozen_head,
+    head_rows,
+    identity_on_last,
+)
+from drafttrain.drafters.common.trainable import DecoderDrafter
 from drafttrain.drafters.common.tree_growth import GrowingTree, Logits, grow_trees
-from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.losses import TargetRows, linear_divergence
 from drafttrain.ops.block_attention import block_attention
-from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import PackedLinear
 from drafttrain.ops.path_attention import Spans
-from drafttrain.ops.sampling import Sampler
 from drafttrain.target import Target
 
 
@@ -61,7 +65,7 @@ class TrainedBlocks(NamedTuple):
     scale: Tensor
 
 
-class BlockDrafter(TrainableDrafter):
+class BlockDrafter(DecoderDrafter):
     """Both halves of the contract for kinds that draft blocks; `bind` attaches the target's embedding and head.
 
     A kind may let a prediction depend on the token before it (`readout` in training, `conditional` in decoding, which compute
@@ -70,6 +74,7 @@ class BlockDrafter(TrainableDrafter):
 
     measures: tuple[str, ...] = ()
     config: BlockConfig
+    solve_start = block_start
 
     def __init__(self, config: BlockConfig):
         super().__init__(config)
@@ -82,18 +87,8 @@ class BlockDrafter(TrainableDrafter):
         self.lm_head = nn.Linear(h, config.draft_vocab_size, bias=False) if config.train_head else None
         # The target's head; in a list, so that it is neither trained nor saved.
         self.frozen: list[nn.Linear | PackedLinear] = []
-        self.feature_layers = tuple(config.feature_layers)
-        self.register_buffer("kept_ids", torch.arange(config.draft_vocab_size))
-        self.rotary = Rotary(config.head_dim, config.rope_parameters or {})
-        self.cache_shape = CacheShape(config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
         self.logit_scale = 1.0  # the target's; its bare head rows lack it, the final norm applies it
-        self.gradient_checkpointing = False
-        self.packed = False
-        self.post_init()
-
-    @property
-    def block_layers(self) -> list[DraftLayer]:
-        return list(self.layers)  # type: ignore[arg-type]
+        self.finish(config.num_hidden_layers)
 
     @property
     def head(self) -> nn.Linear | PackedLinear:
@@ -105,48 +100,29 @@ class BlockDrafter(TrainableDrafter):
         super().bind(target)
         self.logit_scale = target.logit_scale
         if self.lm_head is None:
-            rows = target.head_weight
-            rows = rows if len(self.kept_ids) == len(rows) else rows[self.kept_ids.to(rows.device)]
-            head = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
-            head.weight = nn.Parameter(rows.detach().to(target.device), requires_grad=False)
-            self.frozen = [PackedLinear(head) if self.packed else head]
+            self.frozen = [frozen_head(target, self.kept_ids, self.packed)]
 
-    def pack(self) -> None:
-        """Packs layers, linear layers and norms for the CPU kernels (float32)."""
-        if cpu_kernels() is not None and self.fc.weight.dtype == torch.float32 and self.fc.weight.device.type == "cpu":
-            for layer in self.block_layers:
-                layer.pack(self.rotary.width)
-        super().pack()
-        self.packed = True
-
-    @torch.no_grad()
-    def initialize(self, target: Target, kept_ids: Tensor) -> list[str]:
+    def copy_from(self, target: Target) -> list[str]:
         """Copies the target's last layers and final norm, and its head rows if the head is trained.
 
         `fc` starts as the identity on the highest feature, under the input norm of the target's last layer, so that the
         context's keys and values are near that layer's own. A learned mask starts as the mean embedding.
         """
-        self.kept_ids.copy_(kept_ids)
         identity_on_last(self.fc)
         names = ["fc"]
         if self.lm_head is not None:
-            self.lm_head.weight.copy_(head_rows(target, kept_ids))
+            self.lm_head.weight.copy_(head_rows(target, self.kept_ids))
             names.append("lm_head")
         if self.mask is not None:
-            self.mask.copy_(target.embed(kept_ids.to(target.device)).float().mean(0))
+            self.mask.copy_(target.embed(self.kept_ids.to(target.device)).float().mean(0))
             names.append("mask")
         if copy_norm(self.norm, final_norm(target)):
             self.norm.weight.mul_(target.logit_scale)
             names.append("norm")
         if copy_norm(self.hidden_norm, getattr(target.layers[-1], "input_layernorm", None)):
             names.append("hidden_norm")
-        ours = self.block_layers[-target.num_layers :]
-        for i, (layer, theirs) in enumerate(zip(ours, target.layers[-len(ours) :], strict=True)):
-            names += [f"layers.{i}.{name}" for name in copy_layer(layer, theirs)]
-        return names
-
-    def solve_start(self, batches: list[Batch], source: Source) -> float | None:
-        return block_start(self, batches, source)
+        copied = copy_last_layers(self.decoder_layers, target)
+        return names + [f"layers.{i}.{name}" for i, parts in enumerate(copied) for name in parts]
 
     # -- forward pass, shared by training and decoding ----------------------------------------------------------
 
@@ -224,7 +200,7 @@ class BlockDrafter(TrainableDrafter):
         begin = own - place[own]  # [m] index of each conversation's first token
         context = self.fuse(output.features.flatten(0, 1)[valid])  # [t, h]
         tables = self.rotary.tables(place, context.dtype)
-        attends = [_over_context(layer, context, tables, Spans(begin, own, begin)) for layer in self.block_layers]
+        attends = [_over_context(layer, context, tables, Spans(begin, own, begin)) for layer in self.decoder_layers]
         roots = embeds.flatten(0, 1)[drawn.anchors + 1]
         reads = self.run(roots, place[own] + 1, attends)[drawn.live]  # [t, h] of the predictions that count
 
@@ -281,16 +257,14 @@ class BlockDrafter(TrainableDrafter):
         return BlockSession(self, self.cache_shape, max_length + self.config.block_size)
 
     @torch.no_grad()
-    def extend_all(
-        self, sessions: Sequence[BlockSession], tokens: Sequence[Tensor], features: Sequence[Tensor]
-    ) -> None:
+    def extend_all(self, sessions: Sequence[BlockSession], tokens: Tensors, features: Tensors) -> None:
         """Keys and values of the new context, of all sessions at once."""
         sizes = [len(new) for new in tokens]
         starts = [session.length for session in sessions]
         context = self.fuse(torch.cat(list(features)))
         positions = torch.cat([torch.arange(begin, begin + size) for begin, size in zip(starts, sizes, strict=True)])
         cos, sin = self.rotary.tables(positions.to(context.device), context.dtype)
-        for i, layer in enumerate(self.block_layers):
+        for i, layer in enumerate(self.decoder_layers):
             parts = (new.split(sizes) for new in layer.self_attn.keys_values(context, cos, sin))
             for session, key, value in zip(sessions, *parts, strict=True):
                 session.store(i, session.length, key, value)
@@ -299,9 +273,7 @@ class BlockDrafter(TrainableDrafter):
             session.last = new[-1:]
 
     @torch.no_grad()
-    def propose_all(
-        self, sessions: Sequence[BlockSession], specs: Sequence[TreeSpec], samplers: Sequence[Sampler | None]
-    ) -> list[TokenTree]:
+    def propose_all(self, sessions: Sequence[BlockSession], specs: Specs, samplers: Samplers) -> list[TokenTree]:
         """One pass drafts the blocks of all sessions; their trees then grow without the layers."""
         deepest = max(1, min(self.config.depth, max(spec.depth for spec in specs)))
         roots = torch.cat([session.root for session in sessions])

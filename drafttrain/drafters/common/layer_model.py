@@ -17,41 +17,25 @@ from torch import Tensor, nn
 
 from drafttrain.batch import Batch, StepOutput, anchors_by_depth, sums_by_depth
 from drafttrain.drafters.base import StepInputs
-from drafttrain.drafters.common.layer_session import CacheShape, LayerDrafting
-from drafttrain.drafters.common.layers import Attend, DraftLayer, Rotary
-from drafttrain.drafters.common.trainable import TrainableDrafter
+from drafttrain.drafters.common.layer_session import LayerDrafting
+from drafttrain.drafters.common.layers import Attend, DraftLayer
 from drafttrain.losses import TargetRows, linear_divergence
 from drafttrain.ops.cpu_layers import DraftStep, DraftWeights
-from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.path_attention import PathAttention
 
 
-class LayerDrafter(LayerDrafting, TrainableDrafter):
+class LayerDrafter(LayerDrafting):
     """A drafter of decoder layers. The embedding is the target's, frozen and never saved.
 
     A kind creates its layers and projections, calls `finish` at the end of `__init__`, and implements:
 
-        decoder_layers, head_weight      all layers; layers_at: those of a depth, if depths differ
+        decoder_layers, head_weight      all layers (default: `layers`); layers_at: those of a depth, if depths differ
         fuse(features)                   the state that depth 0 reads
         enter(state, embeds, depth)      input of the first layer: a state, and token embeddings if it reads them
         leave(state), read_out(state)    input of the next depth, and of the head, from the last layer's output
     """
 
     lm_head: nn.Linear
-
-    def finish(self, layers: int) -> None:
-        """Ends a kind's `__init__`. layers: layers with a key-value cache of their own."""
-        config = self.config
-        self.feature_layers = tuple(config.feature_layers)
-        self.register_buffer("kept_ids", torch.arange(config.draft_vocab_size))
-        self.rotary = Rotary(config.head_dim, config.rope_parameters)
-        self.cache_shape = CacheShape(layers, config.num_key_value_heads, config.head_dim, config.sliding_window)
-        self.gradient_checkpointing = False
-        self.post_init()
-
-    @property
-    def decoder_layers(self) -> list[DraftLayer]:
-        raise NotImplementedError
 
     @property
     def head_weight(self) -> Tensor:
@@ -61,17 +45,12 @@ class LayerDrafter(LayerDrafting, TrainableDrafter):
     def layers_at(self, depth: int) -> list[DraftLayer]:
         return self.decoder_layers
 
-    def pack(self) -> None:
-        """Packs the layers for the CPU kernels (float32), and all depths into one `DraftStep` where the kind supports it."""
-        weight = next(self.parameters())
-        if cpu_kernels() is not None and weight.dtype == torch.float32 and weight.device.type == "cpu":
-            for layer in self.decoder_layers:
-                layer.pack(self.rotary.width)
-            natives = [layer.native for layer in self.decoder_layers if layer.native is not None]
-            weights, complete = self.draft_weights(), len(natives) == len(self.decoder_layers)
-            if weights is not None and complete and self.config.head_dim % 16 == 0:
-                self.draft_step = DraftStep(natives, weights)
-        super().pack()
+    def pack_depths(self) -> None:
+        """Makes one kernel of the layers and what surrounds them, where the kind and all layers support it."""
+        natives = [layer.native for layer in self.decoder_layers if layer.native is not None]
+        weights, complete = self.draft_weights(), len(natives) == len(self.decoder_layers)
+        if weights is not None and complete and self.config.head_dim % 16 == 0:
+            self.draft_step = DraftStep(natives, weights)
 
     def draft_weights(self) -> DraftWeights | None:
         """Weights around the layers, for kinds whose depths are all one `DraftStep`; None for other kinds."""

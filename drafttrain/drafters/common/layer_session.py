@@ -8,80 +8,49 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from drafttrain.batch import TokenTree
-from drafttrain.drafters.base import Drafter, JointSession
-from drafttrain.drafters.common.layers import Attend, Rotary
+from drafttrain.drafters.base import Drafter, JointSession, Samplers, Specs, Tensors
+from drafttrain.drafters.common.layers import Attend, CacheShape
+from drafttrain.drafters.common.trainable import DecoderDrafter
 from drafttrain.drafters.common.tree_growth import GrowingTree, grow_trees
-from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.ops.cpu_layers import DraftStep
 from drafttrain.ops.packing import SKINNY_ROWS
-from drafttrain.ops.sampling import Sampler
 from drafttrain.ops.tree_attention import TreeLayout, tree_attention
 
 
-class CacheShape(NamedTuple):
-    """Shape of a session's keys and values: [layers, kv_heads, capacity, head_dim]. window: visible positions, 0 for all."""
-
-    layers: int
-    kv_heads: int
-    head_dim: int
-    window: int = 0
-
-
-class LayerDrafting(Drafter):
+class LayerDrafting(DecoderDrafter):
     """`start`, `extend_all` and `propose_all` from a `LayerDrafter`'s forward pass.
 
     Attributes:
         draft_step: the CPU kernel that is `step` and `logits` in one; None without one.
     """
 
-    cache_shape: CacheShape
-    kept_ids: Tensor
-    embed: Callable[[Tensor], Tensor]
     fuse: Callable[[Tensor], Tensor]
     step: Callable[..., Tensor]
     logits: Callable[[Tensor], Tensor]
-    rotary: Rotary
     draft_step: DraftStep | None = None
 
     def start(self, prompt_ids: Tensor, max_length: int) -> LayerSession:
         return LayerSession(self, self.cache_shape, max_length)
 
     @torch.no_grad()
-    def extend_all(
-        self, sessions: Sequence[LayerSession], tokens: Sequence[Tensor], features: Sequence[Tensor]
-    ) -> None:
+    def extend_all(self, sessions: Sequence[LayerSession], tokens: Tensors, features: Tensors) -> None:
         """One step over the new tokens of all sessions; only each last token needs an output, the root of the next tree."""
-        sizes = [new.shape[0] for new in tokens]
-        new = [TreeLayout(session.length, count=size) for session, size in zip(sessions, sizes, strict=True)]
-        states, embeds = self.fuse(cat(features)), self.embed(cat(tokens))  # [t, h], [t, target h]
-        single = self._step_one(sessions[0], new[0], states, embeds, 1) if len(sessions) == 1 else None
-        if single is not None:
-            out, logits = single
-            sessions[0].last, sessions[0].logits = out[-1:], logits
-        else:
-            top = self.cache_shape.layers - 1  # lower layers compute every token, the top layer the last ones
-            attends = [attend_sessions(sessions, layer, new, sizes) for layer in range(top)]
-            last = [TreeLayout(layout.prefix_len + layout.count - 1, count=1) for layout in new]
-            attends.append(attend_sessions(sessions, top, last, sizes))
-            positions = cat([layout.positions()[0] for layout in new]).to(states.device)
-            queries = torch.tensor([end - 1 for end in accumulate(sizes)]).to(states.device)  # [sessions]
-            out = self.step(states, embeds, positions, attends, queries)
-            for session, state in zip(sessions, split(out, [1] * len(sizes)), strict=True):
-                session.last, session.logits = state, None
-        for session, size in zip(sessions, sizes, strict=True):
-            session.length += size
+        new = [TreeLayout(session.length, count=len(own)) for session, own in zip(sessions, tokens, strict=True)]
+        inputs = self.fuse(cat(features)), self.embed(cat(tokens))  # [t, h], [t, target h]
+        single = self._kernel_step(sessions, new, *inputs, outputs=1)
+        out, logits = single or (self.packed_step(sessions, new, *inputs, ends=True), None)
+        for session, layout, state in zip(sessions, new, split(out, [1] * len(new)), strict=True):
+            session.last, session.logits = state[-1:], logits
+            session.length += layout.count
 
     @torch.no_grad()
-    def propose_all(
-        self, sessions: Sequence[LayerSession], specs: Sequence[TreeSpec], samplers: Sequence[Sampler | None]
-    ) -> list[TokenTree]:
+    def propose_all(self, sessions: Sequence[LayerSession], specs: Specs, samplers: Samplers) -> list[TokenTree]:
         """One step per depth over the nodes that any of the trees opens."""
         known = [session.logits for session in sessions if session.logits is not None]
         complete = len(known) == len(sessions)
@@ -100,25 +69,46 @@ class LayerDrafting(Drafter):
             ]
             states = cat([tree.parent_states() for tree in growing])  # [n, h]
             embeds = self.embed(self.kept_ids[cat([tree.tokens for tree in growing])])  # [n, target h]
-            single = self._step_one(own[0], layouts[0], states, embeds, sizes[0]) if len(own) == 1 else None
-            if single is not None:
-                out, logits = single
-            else:
-                positions = cat([layout.positions()[0] for layout in layouts]).to(states.device)
-                attends = [attend_sessions(own, layer, layouts, sizes) for layer in range(self.cache_shape.layers)]
-                out = self.step(states, embeds, positions, attends, None, depth)
-                logits = self.logits(out)  # [n, d]
+            single = self._kernel_step(own, layouts, states, embeds, sizes[0])
+            out = single[0] if single else self.packed_step(own, layouts, states, embeds, depth)
+            logits = single[1] if single else self.logits(out)  # [n, d]
             for tree, state in zip(growing, split(out, sizes), strict=True):
                 tree.states = state
             return split(logits, sizes)
 
         return grow_trees(trees, step)
 
-    def _step_one(
-        self, session: LayerSession, layout: TreeLayout, states: Tensor, embeds: Tensor, outputs: int
+    def packed_step(
+        self,
+        sessions: Sequence[LayerSession],
+        layouts: Sequence[TreeLayout],
+        states: Tensor,
+        embeds: Tensor,
+        depth: int = 0,
+        ends: bool = False,
+    ) -> Tensor:
+        """`step` over the new tokens of all sessions, [n, h]; ends: only each last token needs an output, [sessions, h]."""
+        sizes = [layout.count for layout in layouts]
+        positions = cat([layout.positions()[0] for layout in layouts]).to(states.device)
+        top, queries = layouts, None  # lower layers compute every token
+        if ends:
+            top = [TreeLayout(layout.prefix_len + layout.count - 1, count=1) for layout in layouts]
+            queries = torch.tensor([end - 1 for end in accumulate(sizes)]).to(states.device)  # [sessions]
+        attends = [attend_sessions(sessions, i, layouts, sizes) for i in range(self.cache_shape.layers - 1)]
+        attends.append(attend_sessions(sessions, self.cache_shape.layers - 1, top, sizes))
+        return self.step(states, embeds, positions, attends, queries, depth)
+
+    def _kernel_step(
+        self,
+        sessions: Sequence[LayerSession],
+        layouts: Sequence[TreeLayout],
+        states: Tensor,
+        embeds: Tensor,
+        outputs: int,
     ) -> tuple[Tensor, Tensor] | None:
         """`step` and `logits` of one session's last `outputs` tokens by the CPU kernel; None where it does not apply."""
-        if self.draft_step is None or layout.count > SKINNY_ROWS or layout.plan is None:
+        session, layout = sessions[0], layouts[0]
+        if self.draft_step is None or len(sessions) > 1 or layout.count > SKINNY_ROWS or layout.plan is None:
             return None
         end = layout.prefix_len + layout.held + layout.count
         session.buffers(0, end, states)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,18 +12,25 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from drafttrain.drafters.common.configs import BlockConfig, LayerConfig
 from drafttrain.files import Json
 from drafttrain.ops.cpu_layers import DecoderLayer
 from drafttrain.ops.packing import SKINNY_ROWS
-
-if TYPE_CHECKING:
-    from drafttrain.drafters.common.configs import BlockConfig, LayerConfig
 
 # (query [tq, heads, e], key [t, kv_heads, e], value [t, kv_heads, e]) -> [tq, heads * e], e = head size
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 # Activations of the CPU kernels, and whether each is the tanh form of GELU.
 _NATIVE_ACTS = {"silu": False, "gelu_pytorch_tanh": True}
+
+
+class CacheShape(NamedTuple):
+    """Shape of a session's keys and values: [layers, kv_heads, capacity, head_dim]. window: visible positions, 0 for all."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    window: int = 0
 
 
 class Rotary:

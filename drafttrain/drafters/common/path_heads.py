@@ -20,14 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from drafttrain.batch import Batch, StepOutput, TokenTree, anchors_by_depth, sums_by_depth
-from drafttrain.drafters.base import JointSession, Source, StepInputs
+from drafttrain.drafters.base import JointSession, Samplers, Source, Specs, StepInputs, Tensors
 from drafttrain.drafters.common.linear_start import LeastSquares
 from drafttrain.drafters.common.target_weights import head_rows
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.common.tree_growth import GrowingTree, grow_trees
-from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.drafters.common.tree_spec import paths_text
 from drafttrain.losses import linear_divergence
-from drafttrain.ops.sampling import Sampler
 from drafttrain.target import Target
 from drafttrain.target.attention import LAST
 
@@ -109,11 +108,9 @@ class PathHeads(TrainableDrafter):
 
     # -- start from the target ----------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def initialize(self, target: Target, kept_ids: Tensor) -> list[str]:
+    def copy_from(self, target: Target) -> list[str]:
         """Copies the target's head rows of the kept tokens, into heads of the target's width."""
-        self.kept_ids.copy_(kept_ids)
-        rows = head_rows(target, kept_ids)
+        rows = head_rows(target, self.kept_ids)
         if self.head(0).weight.shape != rows.shape:
             return []
         for depth in range(len(self.lm_heads)):
@@ -155,16 +152,14 @@ class PathHeads(TrainableDrafter):
         return PathSession(self)
 
     @torch.no_grad()
-    def extend_all(self, sessions: Sequence[PathSession], tokens: Sequence[Tensor], features: Sequence[Tensor]) -> None:
+    def extend_all(self, sessions: Sequence[PathSession], tokens: Tensors, features: Tensors) -> None:
         """Computes the state of each session's last committed token; the others leave nothing behind."""
         last = torch.cat([states[-1:] for states in features]), torch.cat([new[-1:] for new in tokens])
         for session, state in zip(sessions, self.enter(*last).split(1), strict=True):
             session.root = state
 
     @torch.no_grad()
-    def propose_all(
-        self, sessions: Sequence[PathSession], specs: Sequence[TreeSpec], samplers: Sequence[Sampler | None]
-    ) -> list[TokenTree]:
+    def propose_all(self, sessions: Sequence[PathSession], specs: Specs, samplers: Samplers) -> list[TokenTree]:
         """One step per depth over the nodes that any of the trees opens, down to the last head."""
         first = self.logits(torch.cat([session.state for session in sessions]), 0)  # [sessions, d]
         trees = [
@@ -204,7 +199,7 @@ class PathHeads(TrainableDrafter):
                     hits[k] += (found == right).sum(0).cpu()
                 anchors[k] += len(at)
         paths = likeliest_paths(hits / anchors.clamp(min=1), self.config.tree_nodes)
-        return "paths:" + ",".join("-".join(map(str, path)) for path in paths) if paths else None
+        return paths_text(paths) if paths else None
 
 
 def likeliest_paths(shares: Tensor, nodes: int) -> list[tuple[int, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +10,11 @@ from torch import Tensor, nn
 from torch.nn import RMSNorm
 
 from drafttrain.drafters.common.layers import DraftLayer
+from drafttrain.ops.packing import PackedLinear
 from drafttrain.target import Target
+
+# Linear layers of a decoder layer, by block.
+PROJECTIONS = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
 
 
 def norm_weight(module: nn.Module) -> Tensor | None:
@@ -70,15 +75,18 @@ def copy_layer(ours: DraftLayer, theirs: nn.Module) -> list[str]:
         "self_attn.k_norm": (attention.k_norm, getattr(their_attention, "k_norm", None)),
     }
     done = {name: copy_norm(own, other) for name, (own, other) in norms.items() if isinstance(own, RMSNorm)}
-    for block, names in (
-        ("self_attn", ("q_proj", "k_proj", "v_proj", "o_proj")),
-        ("mlp", ("gate_proj", "up_proj", "down_proj")),
-    ):
+    for block, names in PROJECTIONS.items():
         for name in names:
             repeated = attention.head_dim if name in ("k_proj", "v_proj") else 0
             other = getattr(getattr(theirs, block, None), name, None)
             done[f"{block}.{name}"] = copy_linear(getattr(getattr(ours, block), name), other, repeated)
     return [name for name, copied in done.items() if copied]
+
+
+def copy_last_layers(ours: Sequence[DraftLayer], target: Target) -> list[list[str]]:
+    """Copies the target's last layers into our last ones; returns the names of the copied parts per layer."""
+    ours = ours[-target.num_layers :]
+    return [copy_layer(layer, theirs) for layer, theirs in zip(ours, target.layers[-len(ours) :], strict=True)]
 
 
 def final_norm(target: Target) -> nn.Module | None:
@@ -95,3 +103,12 @@ def identity_on_last(linear: nn.Linear) -> None:
 def head_rows(target: Target, kept_ids: Tensor) -> Tensor:
     """[d, h] the target's head rows of the kept tokens."""
     return target.head_weight[kept_ids.to(target.head_weight.device)]
+
+
+def frozen_head(target: Target, kept_ids: Tensor, packed: bool, scale: float = 1.0) -> nn.Linear | PackedLinear:
+    """The target's head rows of the kept tokens times `scale`, as a frozen layer; without a copy where it can."""
+    rows = target.head_weight if len(kept_ids) == len(target.head_weight) else head_rows(target, kept_ids)
+    head = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
+    rows = rows.detach().to(target.device)
+    head.weight = nn.Parameter(rows if scale == 1.0 else rows * scale, requires_grad=False)
+    return PackedLinear(head) if packed else head

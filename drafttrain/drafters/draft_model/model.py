@@ -28,10 +28,9 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from drafttrain.batch import StepOutput, TokenTree, anchors_by_depth
-from drafttrain.drafters.base import JointSession, KeepTokens, StepInputs
+from drafttrain.drafters.base import JointSession, KeepTokens, Samplers, Specs, StepInputs, Tensors
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.common.tree_growth import GrowingTree, grow_trees
-from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.draft_model.lora import add_lora, load_adapter, merged, save_adapter
 from drafttrain.drafters.draft_model.start import (
     check_vocabulary,
@@ -46,7 +45,6 @@ from drafttrain.errors import UserError
 from drafttrain.files import Json, write_json
 from drafttrain.losses import linear_divergence
 from drafttrain.losses.next_token import next_token_loss
-from drafttrain.ops.sampling import Sampler
 from drafttrain.ops.tree_attention import TreeLayout
 from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target import Target
@@ -127,12 +125,7 @@ class DraftModel(TrainableDrafter):
     ) -> DraftModel:
         """Returns a draft model to train; its vocabulary is the language model's, so `keep` is unused.
 
-        Args:
-            init: `target` for some of the target's own layers, `random` for a config, else a checkpoint.
-            options: fields of DraftModelConfig that this `init` allows.
-
-        Raises:
-            UserError: an unknown or misplaced option, or no model that can be built from it.
+        init: `target` for some of the target's own layers, `random` for a config, else a checkpoint.
         """
         known = _OPTIONS.get(init, _OPTIONS["checkpoint"])
         for key in options:
@@ -204,12 +197,6 @@ class DraftModel(TrainableDrafter):
     def _lm_state(self, state: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         state = self.state_dict() if state is None else state
         return {name.removeprefix("lm."): value for name, value in state.items()}
-
-    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
-        self.lm.gradient_checkpointing_enable(*args, **kwargs)
-
-    def gradient_checkpointing_disable(self) -> None:
-        self.lm.gradient_checkpointing_disable()
 
     # -- vocabulary, packing, copies ----------------------------------------------------------------------------
 
@@ -299,9 +286,7 @@ class DraftModel(TrainableDrafter):
         return DraftModelSession(self, prompt_ids, max_length)
 
     @torch.no_grad()
-    def extend_all(
-        self, sessions: Sequence[DraftModelSession], tokens: Sequence[Tensor], features: Sequence[Tensor]
-    ) -> None:
+    def extend_all(self, sessions: Sequence[DraftModelSession], tokens: Tensors, features: Tensors) -> None:
         """One pass over the tokens that the sessions have not read yet; each session's last token becomes its root."""
         parts = [
             (session, rest) for session, new in zip(sessions, tokens, strict=True) if len(rest := session.take(new))
@@ -317,9 +302,7 @@ class DraftModel(TrainableDrafter):
             session.root = row
 
     @torch.no_grad()
-    def propose_all(
-        self, sessions: Sequence[DraftModelSession], specs: Sequence[TreeSpec], samplers: Sequence[Sampler | None]
-    ) -> list[TokenTree]:
+    def propose_all(self, sessions: Sequence[DraftModelSession], specs: Specs, samplers: Samplers) -> list[TokenTree]:
         """One pass per depth over the nodes that any of the trees opens."""
         kept = None if len(self.kept_ids) == self.target_vocab_size else self.kept_ids
         trees = []

@@ -19,13 +19,17 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn import RMSNorm
 
-from drafttrain.batch import Batch
-from drafttrain.drafters.base import Source
 from drafttrain.drafters.common.configs import LayerConfig
 from drafttrain.drafters.common.layer_model import LayerDrafter
 from drafttrain.drafters.common.layers import DraftLayer
 from drafttrain.drafters.common.linear_start import linear_start
-from drafttrain.drafters.common.target_weights import copy_layer, copy_norm, final_norm, head_rows, identity_on_last
+from drafttrain.drafters.common.target_weights import (
+    copy_last_layers,
+    copy_norm,
+    final_norm,
+    head_rows,
+    identity_on_last,
+)
 from drafttrain.files import Json
 from drafttrain.ops.cpu_layers import DraftWeights
 from drafttrain.target import Target
@@ -64,6 +68,7 @@ class Eagle3(LayerDrafter):
     config_class: Any = Eagle3Config
     _keys_to_ignore_on_load_unexpected = ["d2t", "t2d"]
     kind = "eagle3"
+    solve_start = linear_start
 
     def __init__(self, config: Eagle3Config):
         super().__init__(config)
@@ -93,29 +98,20 @@ class Eagle3(LayerDrafter):
     def decoder_layers(self) -> list[DraftLayer]:
         return [self.midlayer, *self.layers.values()]  # type: ignore[list-item]
 
-    @torch.no_grad()
-    def initialize(self, target: Target, kept_ids: Tensor) -> list[str]:
+    def copy_from(self, target: Target) -> list[str]:
         """Copies the target's head rows, final norm and last layers (the first one on the state half of its input).
 
         `fc` starts as the identity on the highest feature, so the untrained drafter is the target's last layers on a late
         state. Nothing fits a drafter of another hidden size.
         """
-        self.kept_ids.copy_(kept_ids)
         if self.config.hidden_size != self.config.target_hidden_size:
             return []
-        self.lm_head.weight.copy_(head_rows(target, kept_ids))
+        self.lm_head.weight.copy_(head_rows(target, self.kept_ids))
         identity_on_last(self.fc)
         names = ["lm_head", "fc"]
         if copy_norm(self.norm, final_norm(target)):
             names.append("norm")
-        ours = self.decoder_layers[-target.num_layers :]
-        for layer, theirs in zip(ours, target.layers[-len(ours) :], strict=True):
-            copied = copy_layer(layer, theirs)
-            names += copied if layer is self.midlayer else []
-        return names
-
-    def solve_start(self, batches: list[Batch], source: Source) -> float | None:
-        return linear_start(self, batches, source)
+        return names + copy_last_layers(self.decoder_layers, target)[0]
 
     def draft_weights(self) -> DraftWeights | None:
         config, first = self.config, self.midlayer

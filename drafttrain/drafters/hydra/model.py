@@ -50,12 +50,11 @@ class Hydra(Medusa):
     def first_block(hidden: int, depth: int) -> ResidualBlock:
         return MixBlock((2 + depth) * hidden, hidden)
 
-    @torch.no_grad()
-    def initialize(self, target: Target, kept_ids: Tensor) -> list[str]:
+    def copy_from(self, target: Target) -> list[str]:
         h = self.config.hidden_size
         for block in self.blocks:
             block[0].residual.weight.zero_()[:, :h].fill_diagonal_(1.0)
-        return [*super().initialize(target, kept_ids), "residual"]
+        return [*super().copy_from(target), "residual"]
 
     def fitted(self, state: Tensor, depth: int) -> tuple[int, Tensor]:
         return depth, state

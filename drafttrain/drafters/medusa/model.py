@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -77,13 +76,12 @@ class Medusa(PathHeads):
         """The block that reads the states of a depth."""
         return ResidualBlock(hidden, hidden)
 
-    @torch.no_grad()
-    def initialize(self, target: Target, kept_ids: Tensor) -> list[str]:
+    def copy_from(self, target: Target) -> list[str]:
         """Copies the target's head rows; blocks start as the identity."""
         for block in self.blocks.modules():
             if isinstance(block, ResidualBlock):
                 block.linear.weight.zero_()
-        return super().initialize(target, kept_ids)
+        return super().copy_from(target)
 
     def enter(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         return hidden.to(self.head(0).weight.dtype)

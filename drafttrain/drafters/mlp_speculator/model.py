@@ -87,13 +87,11 @@ class MlpSpeculator(PathHeads):
         if isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=self.config.inner_dim**-0.5)
 
-    @torch.no_grad()
-    def initialize(self, target: Target, kept_ids: Tensor) -> list[str]:
+    def copy_from(self, target: Target) -> list[str]:
         """Copies the target's embedding: its directions of most power, in a random basis, at the size of a random start.
 
         `solve_start` fits the heads; the target's rows do not fit states of another network.
         """
-        self.kept_ids.copy_(kept_ids)
         inner = self.config.inner_dim
         rows = target.embed(torch.arange(self.config.vocab_size, device=target.device)).float()
         directions = torch.linalg.eigh(rows.T @ rows).eigenvectors.flip(1)[:, :inner]  # eigenvalues ascend

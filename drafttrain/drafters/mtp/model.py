@@ -13,6 +13,8 @@ depths see the keys that the first module computes from true states: a cache as 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import RMSNorm
@@ -71,21 +73,17 @@ class MTP(LayerDrafter):
 
     def __init__(self, config: MTPConfig):
         super().__init__(config)
-        self.blocks = nn.ModuleList(MTPModule(config) for _ in range(config.modules))
+        self.blocks: Any = nn.ModuleList(MTPModule(config) for _ in range(config.modules))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.finish(layers=1)
 
     @property
-    def modules_list(self) -> list[MTPModule]:
-        return list(self.blocks)  # type: ignore[arg-type]
-
-    @property
     def decoder_layers(self) -> list[DraftLayer]:
-        return [block.layer for block in self.modules_list]
+        return [block.layer for block in self.blocks]
 
     def block_at(self, depth: int) -> MTPModule:
-        return self.modules_list[min(depth, len(self.blocks) - 1)]
+        return self.blocks[min(depth, len(self.blocks) - 1)]
 
     def layers_at(self, depth: int) -> list[DraftLayer]:
         return [self.block_at(depth).layer]
@@ -93,7 +91,7 @@ class MTP(LayerDrafter):
     def draft_weights(self) -> DraftWeights | None:
         if len(self.blocks) > 1:
             return None
-        block = self.modules_list[0]
+        block = self.blocks[0]
         return DraftWeights(
             head=self.lm_head.weight,
             embed_width=self.config.hidden_size,
@@ -137,15 +135,13 @@ class MTP(LayerDrafter):
             block.load_state_dict(drafter.blocks[0].state_dict())
         return drafter
 
-    @torch.no_grad()
-    def initialize(self, target: Target, kept_ids: Tensor) -> list[str]:
+    def copy_from(self, target: Target) -> list[str]:
         """Copies head rows, final norm and, into each module, the last layer; projections start as the identity on the state."""
-        self.kept_ids.copy_(kept_ids)
-        self.lm_head.weight.copy_(head_rows(target, kept_ids))
+        self.lm_head.weight.copy_(head_rows(target, self.kept_ids))
         names = ["lm_head", "eh_proj"]
         if copy_norm(self.norm, final_norm(target)):
             names.append("norm")
-        for block in self.modules_list:
+        for block in self.blocks:
             identity_on_last(block.eh_proj)
             copied = copy_layer(block.layer, target.layers[-1])
         return names + copied
@@ -153,10 +149,10 @@ class MTP(LayerDrafter):
     @torch.no_grad()
     def solve_start(self, batches: list[Batch], source: Source) -> float | None:
         """Fits the projections."""
-        for block in self.modules_list:
+        for block in self.blocks:
             for norm in (block.enorm, block.hnorm):
                 norm.weight.fill_(1.0)
-        projections = [block.eh_proj for block in self.modules_list]
+        projections = [block.eh_proj for block in self.blocks]
         explained, size = projection_start(self, projections, batches, source, normed=True)
         self.norm.weight.fill_(size)
         set_temperature(self, batches[0], source, self.norm.weight)

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from drafttrain.drafters.common.target_weights import final_norm, norm_weight
+from drafttrain.drafters.common.target_weights import PROJECTIONS, final_norm, norm_weight
 from drafttrain.errors import UserError
 from drafttrain.files import Json, hub_snapshot
 from drafttrain.target import Target
@@ -49,14 +49,8 @@ _MIMO = _Form(
 _SHARED = ("embed_tokens.weight", "shared_head.head.weight", "rotary_emb.inv_freq")
 # Parts of tensor names that show an unsupported layer, and its description.
 _FOREIGN = {"experts": "a mixture of experts", "kv_a_proj": "multi-head latent attention", "scale": "quantized"}
-_PLAIN = {
-    f"{block}.{name}"
-    for block, names in (
-        ("self_attn", ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
-        ("mlp", ("gate_proj", "up_proj", "down_proj")),
-    )
-    for name in names
-} | {"input_layernorm", "post_attention_layernorm"}
+_PLAIN = {f"{block}.{name}" for block, names in PROJECTIONS.items() for name in names}
+_PLAIN |= {"self_attn.q_norm", "self_attn.k_norm", "input_layernorm", "post_attention_layernorm"}
 
 
 def read_native(target: Target) -> tuple[Json, dict[str, Tensor]]:
