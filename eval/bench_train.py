@@ -117,7 +117,7 @@ def our_step(job: dict[str, Any], target: Target, drafter: Eagle3) -> Step:
         inputs = collate(rows)
         batch = to_batch(inputs).to(target.device)
         count = float((inputs["shift_labels"] != -100).sum())
-        read = StepInputs(batch, target.embed(batch.input_ids), *source(batch), count=count, measure=False)
+        read = StepInputs(batch, target.embed(batch.input_ids), *source(batch), total=count, measure=False)
         return drafter(read).loss
 
     return step

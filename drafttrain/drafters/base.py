@@ -33,8 +33,10 @@ from drafttrain.target import Target
 Source = Callable[[Batch], tuple[TargetOutput, TargetRows, Tensor]]
 # The kept target ids [d] for a vocabulary of at most `size` tokens; 0 keeps all.
 KeepTokens = Callable[[int], Tensor]
-# Entry i belongs to session i: its tokens or features; the shape of its tree; what draws the tree's tokens.
-Tensors, Specs, Samplers = Sequence[Tensor], Sequence[TreeSpec], Sequence[Sampler | None]
+# Of several sessions, entry i belongs to session i: tokens or features, shapes of trees, what draws the trees' tokens.
+Tensors = Sequence[Tensor]
+Specs = Sequence[TreeSpec]
+Samplers = Sequence[Sampler | None]
 # Values of a recipe's `init` that make a new drafter; any other value names a drafter to continue.
 NEW = ("target", "random", "native")
 
@@ -48,7 +50,7 @@ class StepInputs(NamedTuple):
         output: the target's features [b, s, f*h] for `feature_layers`.
         rows: the target's distributions; with `pretrains` None: the loss is the batch's own next tokens'.
         row_of: [b, s] int64, the row of each position in `rows`; -1 where none is needed.
-        count: anchors in the whole optimizer step, over all ranks and accumulation steps; the loss is divided by it.
+        total: anchors in the whole optimizer step, over all ranks and accumulation steps; the loss is divided by it.
         measure: also return metrics.
     """
 
@@ -57,7 +59,7 @@ class StepInputs(NamedTuple):
     output: TargetOutput
     rows: TargetRows
     row_of: Tensor
-    count: Tensor | float
+    total: Tensor | float
     measure: bool = True
 
 

@@ -80,7 +80,7 @@ def inputs_of(drafter: Any, batch: Batch) -> StepInputs:
     """What the trainer gives a drafter."""
     source = TargetSource(the_target(), drafter.feature_layers, drafter.kept_ids)
     count = len(anchors_by_depth(batch.response_mask, 1)[0])
-    return StepInputs(batch, the_target().embed(batch.input_ids), *source(batch), count=count)
+    return StepInputs(batch, the_target().embed(batch.input_ids), *source(batch), total=count)
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ Source: DFlash, arXiv 2602.06036.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -27,10 +28,10 @@ from torch.nn import RMSNorm
 
 from drafttrain.batch import StepOutput, TokenTree, anchors_by_depth
 from drafttrain.drafters.base import Samplers, Specs, StepInputs, Tensors
-from drafttrain.drafters.common.block_start import block_start
 from drafttrain.drafters.common.configs import BlockConfig
-from drafttrain.drafters.common.layer_session import LayerSession
+from drafttrain.drafters.common.layer_model import LayerSession, attend_packed
 from drafttrain.drafters.common.layers import Attend, DraftLayer
+from drafttrain.drafters.common.linear_start import block_start
 from drafttrain.drafters.common.target_weights import (
     copy_last_layers,
     copy_norm,
@@ -278,7 +279,11 @@ class BlockDrafter(DecoderDrafter):
         deepest = max(1, min(self.config.depth, max(spec.depth for spec in specs)))
         roots = torch.cat([session.root for session in sessions])
         begins = torch.tensor([session.length for session in sessions], device=roots.device)
-        attends = [_over_sessions(sessions, i) for i in range(len(self.layers))]
+        attends = []
+        for layer in range(len(self.layers)):
+            queries = self.config.depth if layer == len(self.layers) - 1 else self.config.block_size
+            own = [partial(session.attend_all, layer) for session in sessions]
+            attends.append(attend_packed(own, [queries] * len(own), [self.config.block_size] * len(own)))
         reads = self.run(self.embed(roots), begins, attends)[:, :deepest]
         block = self.logits(reads)  # [sessions, deepest, d]
         first = self.conditional(block[:, 0], reads[:, 0], roots)
@@ -327,17 +332,5 @@ def _over_context(layer: DraftLayer, context: Tensor, tables: tuple[Tensor, Tens
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         base_key, base_value = layer.self_attn.keys_values(context, *tables)
         return block_attention(query, key, value, base_key, base_value, spans)
-
-    return attend
-
-
-def _over_sessions(sessions: Sequence[BlockSession], layer: int) -> Attend:
-    """Attention of decoding's blocks, each over its session's keys and its own."""
-    count = len(sessions)
-
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        parts = zip(sessions, query.chunk(count), key.chunk(count), value.chunk(count), strict=True)
-        outs = [session.attend_all(layer, *own) for session, *own in parts]
-        return torch.cat(outs)
 
     return attend

@@ -97,7 +97,7 @@ class DecoderConfig(TargetedConfig):
         max_position_embeddings: read by serving engines; unused here.
     """
 
-    at_least_one = ("num_hidden_layers",)
+    at_least_one: ClassVar[tuple[str, ...]] = ("num_hidden_layers",)
     target_width: ClassVar[bool] = False
     hidden_size: int = 64
     intermediate_size: int = 0

@@ -176,8 +176,8 @@ class DraftLayer(nn.Module):
         if self.hidden_norm is None:
             norms["input_norm"] = self.input_layernorm
         factors = {name: norm.weight for name, norm in norms.items() if isinstance(norm, RMSNorm)}
-        form = (rotary_dim, self.eps, self.native_gelu)
-        self.native = DecoderLayer(attention, self.mlp, *form, mlp_norm=after.weight, **factors)
+        gelu = self.native_gelu
+        self.native = DecoderLayer(attention, self.mlp, rotary_dim, self.eps, gelu, mlp_norm=after.weight, **factors)
 
     def forward(
         self, state: Tensor, embeds: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend, queries: Tensor | None

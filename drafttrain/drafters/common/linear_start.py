@@ -1,4 +1,4 @@
-"""Closed-form start of drafters with attention layers: the best linear drafter, before the first gradient step.
+"""Closed-form starts of drafters with attention layers: the best linear drafter, before the first gradient step.
 
 A drafter whose layer reads (state, token embedding) and adds to the state must first learn to predict the next token instead
 of the token it reads. That takes hundreds of steps from a random start, because the embedding reaches the output through
@@ -10,10 +10,26 @@ attention alone. Least squares finds it in one pass over some data:
 `fc` is the first map. The second goes through attention in which each token sees itself: queries and keys are one random
 projection of the input, so that a token's score is highest with its own key; values and the output projection hold
 [E, A - rho I], where rho I is the residual's share. The MLP starts at zero.
+
+Block-parallel drafters (`block_start`) start with a linear prediction in their first layer's attention. A mask carries no
+information on what to predict, so attention must first find the two places that do: the last token, at the start of the block,
+and the newest feature, at the end of the context. Least squares over some data gives the map
+
+    y_{t+1}  ~  E embed(x_{t+1}) + A unit(fc features_t)        y: the target's last hidden state, scaled to RMS 1
+
+which the layer's attention then computes. All masks have one constant query, given by their embedding. Keys are plus or minus
+one constant vector, by the sign of a linear probe (heads are normed): `token` heads match the block's token, `context` heads
+match features. Rotary positions do the rest: token heads use the slowest rotation only, so distance does not matter; context
+heads use all rotations at once, whose mean cosine falls like the logarithm of the distance, so their weights fall like a power
+of it and the newest feature dominates. MLPs and upper layers start at zero. All depths start with the prediction of the first.
+
+Every start reads some of the training data, on the drafter's device and perhaps twice, for a drafter that is bound to its
+target; it returns the share of variance of y that the map explains, 0 to 1.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -23,13 +39,19 @@ from torch import Tensor, nn
 from drafttrain.batch import Batch, anchors_by_depth
 from drafttrain.drafters.base import Source, StepInputs
 from drafttrain.drafters.common.layer_model import LayerDrafter
-from drafttrain.drafters.common.layers import Attention
+from drafttrain.drafters.common.layers import Attention, rotate
 from drafttrain.drafters.common.trainable import TrainableDrafter
 
 # Self scores of about 64 * SHARPNESS^2 / 8 at head size 64: high enough to select the own key among a few hundred, low
 # enough for gradients to move attention elsewhere.
 SHARPNESS = 1.3
 RIDGE = 1e-2
+# Context weights fall with the distance to this power.
+POWER = 8.0
+# Scores of token heads: plus this on the block's token, minus this elsewhere.
+SCORE = 8.0
+# RMS of a learned mask, small against the prediction that attention adds to it.
+MASK = 0.1
 
 
 def unit(x: Tensor) -> Tensor:
@@ -59,19 +81,8 @@ class LeastSquares:
 
 
 @torch.no_grad()
-def linear_start(drafter: Any, batches: Iterable[Batch], source: Source) -> float:
-    """Overwrites fc, attention, MLP output and the scale of the final norm.
-
-    Layers above the middle one start with zero output projections.
-
-    Args:
-        drafter: an `Eagle3` or a subclass, bound to its target, its head already set.
-        batches: some of the training data, on the drafter's device; read twice. source: as in training.
-
-    Returns:
-        Share of variance of y that the map explains, 0 to 1.
-    """
-    batches = list(batches)
+def linear_start(drafter: Any, batches: list[Batch], source: Source) -> float:
+    """The start of an `Eagle3` whose head is set: overwrites fc, attention, MLP output, the scale of the final norm."""
     project = _projection(drafter, batches, source)  # [target h, h]
     first, second = LeastSquares(), LeastSquares()
     squares, power = 0.0, 0.0
@@ -95,10 +106,7 @@ def linear_start(drafter: Any, batches: Iterable[Batch], source: Source) -> floa
     drafter.fc.weight.copy_(fc * rho / (states / second.count) ** 0.5)
     assert middle.hidden_norm is not None
     middle.hidden_norm.weight.fill_(1.0)
-    for layer in drafter.decoder_layers:
-        _zero(layer.mlp.down_proj)
-        if layer is not middle:
-            _zero(layer.self_attn.o_proj)
+    _zero_outputs(drafter.decoder_layers)
     _set_attention(middle.self_attn, maps, covariance, 1.0 if config.norm_before_residual else rho)
     scale = (squares / first.count) ** 0.5
     if config.norm_output:  # the next depth's input keeps the size that the map expects, so the head takes the scale
@@ -130,25 +138,26 @@ def _projection(drafter: Any, batches: list[Batch], source: Source) -> Tensor:
     return project
 
 
-def _zero(linear: nn.Linear) -> None:
-    for parameter in linear.parameters():
-        parameter.zero_()
+def _zero_outputs(layers: Iterable[Any]) -> None:
+    """Makes decoder layers pass on their input: attention and MLP add nothing."""
+    for layer in layers:
+        for parameter in (*layer.self_attn.o_proj.parameters(), *layer.mlp.down_proj.parameters()):
+            parameter.zero_()
 
 
 def _set_attention(attention: Attention, maps: Tensor, covariance: Tensor, residual: float) -> None:
-    """Stores x -> maps x, less the residual's share of x, in heads that attend to their own token; other heads give zero."""
+    """Stores x -> maps x, less the residual's share of x, in heads that attend to their own token; the others' outputs are 0."""
     h, width = maps.shape
     e, heads, kv = attention.head_dim, attention.heads, attention.kv_heads
     wanted = maps.clone()
     wanted[:, width - h :] -= residual * torch.eye(h, device=maps.device)
     used = range(min(kv, -(-h // e)))  # key/value heads that carry the map
-    for linear in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
+    for linear in (attention.q_proj, attention.k_proj, attention.v_proj):
         if linear.bias is not None:
             linear.bias.zero_()
     for norm in (attention.q_norm, attention.k_norm):
         for weight in norm.parameters():  # head norms remove the probe's length, so their weights carry the sharpness
             weight.fill_(SHARPNESS * (64 / e) ** 0.25)
-    attention.o_proj.weight.zero_()
     store_map(attention, wanted, covariance, used)
     generator = torch.Generator().manual_seed(0)
     for head in used:
@@ -189,16 +198,11 @@ def anchor_rows(drafter: TrainableDrafter, batch: Batch, source: Source) -> tupl
 def projection_start(
     drafter: LayerDrafter, projections: Sequence[nn.Linear], batches: Iterable[Batch], source: Source, normed: bool
 ) -> tuple[float, float]:
-    """The start of kinds whose projection reads (token embedding, state) before the layers: it takes the whole map.
+    """The start of kinds whose projections read (token embedding, state) before the layers: each takes the whole map.
 
         projection [embed(x_{t+1}), f_t]  ~  f_{t+1}
 
-    The layers start with zero output projections.
-
-    Args:
-        drafter: bound to its target; reads the target's last state. projections: linear layers that all take the map.
-        batches: some of the training data, on the drafter's device. source: as in training.
-        normed: embedding, state and prediction are scaled to RMS 1.
+    The layers start with zero output projections. normed: embedding, state and prediction are scaled to RMS 1.
 
     Returns:
         Share of variance of f that the map explains, 0 to 1, and the RMS of f.
@@ -218,9 +222,7 @@ def projection_start(
     left, right = maps.chunk(2, dim=1)
     for projection in projections:
         projection.weight.copy_(torch.cat((left / sizes[0], right / sizes[1]), dim=1))
-    for layer in drafter.decoder_layers:
-        _zero(layer.mlp.down_proj)
-        _zero(layer.self_attn.o_proj)
+    _zero_outputs(drafter.decoder_layers)
     return explained, (squares / fit.count) ** 0.5
 
 
@@ -231,9 +233,84 @@ def set_temperature(drafter: TrainableDrafter, batch: Batch, source: Source, sca
         scaled: the weight that scales the logits.
     """
     part = batch.first_rows(2)
-    inputs = StepInputs(part, drafter.embed(part.input_ids), *source(part), count=1.0, measure=False)
+    inputs = StepInputs(part, drafter.embed(part.input_ids), *source(part), total=1.0, measure=False)
     weight, best = scaled.clone(), (float("inf"), 1.0)
     for factor in (0.25, 0.35, 0.5, 0.65, 0.8, 1.0):
         scaled.copy_(weight * factor)
         best = min(best, (float(drafter(inputs).loss), factor))
     scaled.copy_(weight * best[1])
+
+
+@torch.no_grad()
+def block_start(drafter: Any, batches: list[Batch], source: Source) -> float:
+    """The start of a `BlockDrafter`: overwrites fc, the first layer's attention, the outputs of all other modules, a learned
+    mask, the final norm's scale."""
+    h = drafter.config.hidden_size
+    joint, fitted, squares = LeastSquares(), LeastSquares(), 0.0
+    for batch in batches:
+        embeds, features, hidden = anchor_rows(drafter, batch, source)
+        joint.add(torch.cat((unit(embeds), features), dim=-1), unit(hidden))
+        squares += float(hidden.square().mean(-1).sum())
+    drafter.fc.weight.copy_(_solve_scaled(joint)[:, h:])
+    drafter.hidden_norm.weight.fill_(1.0)
+    mean = torch.zeros(2 * h, device=drafter.device)
+    for batch in batches:
+        embeds, features, hidden = anchor_rows(drafter, batch, source)
+        both = torch.cat((unit(embeds), drafter.fuse(features).float()), dim=-1)
+        fitted.add(both, unit(hidden))
+        mean += both.sum(0)
+    maps, covariance = _solve_scaled(fitted), fitted.xx / fitted.count
+    explained = float(((maps @ covariance) * maps).sum() / h)
+
+    if drafter.mask is not None:
+        drafter.mask.copy_(MASK * torch.randn(h, generator=torch.Generator().manual_seed(0)))
+    _zero_outputs(drafter.layers)
+    drafter.layers[0].input_layernorm.weight.fill_(1.0)
+    _set_block_attention(drafter, maps, covariance, mean / fitted.count)
+    drafter.norm.weight.fill_((squares / joint.count) ** 0.5 * drafter.logit_scale)
+    training = drafter.training
+    drafter.eval()  # the same blocks, all of them, at every temperature
+    set_temperature(drafter, batches[0], source, drafter.norm.weight)
+    drafter.train(training)
+    return explained
+
+
+def _solve_scaled(fit: LeastSquares) -> Tensor:
+    """[o, i]; the ridge is a share of each input's own power: features differ by orders of magnitude."""
+    return torch.linalg.solve(fit.xx + RIDGE * torch.diag(fit.xx.diagonal() + 1e-6), fit.xy).T
+
+
+def _set_block_attention(drafter: Any, maps: Tensor, covariance: Tensor, mean: Tensor) -> None:
+    """Half the key/value heads (rounded up) read the block's token, the others the newest context.
+
+    Args:
+        maps: [h, 2h] E and A; covariance: [2h, 2h] second moments of what they read; mean: [2h] of it.
+    """
+    attention, rotary, h = drafter.layers[0].self_attn, drafter.rotary, drafter.config.hidden_size
+    e, kv, group = attention.head_dim, attention.kv_heads, attention.heads // attention.kv_heads
+    mask = unit(drafter.mask_embedding().float())
+    token, context = slice(0, h), slice(h, 2 * h)
+    gram = covariance[token, token] + covariance[context, context] + torch.outer(mask, mask)
+    gram += RIDGE * gram.diagonal().mean() * torch.eye(h, device=gram.device)
+    tokens = -(-kv // 2)
+    half = rotary.width // 2
+    slow, every = torch.zeros(e, device=gram.device), torch.zeros(e, device=gram.device)
+    slow[half - 1], every[:half] = e**0.5, (e / half) ** 0.5
+    strength = POWER * math.log(rotary.parameters["rope_theta"])
+    for norm in (attention.q_norm, attention.k_norm):
+        norm.weight.fill_((strength / e**0.5) ** 0.5)
+    # Queries of token heads are rotated away from their keys, into a plane where the keys are zero, until the score fits.
+    aside = torch.zeros_like(slow)
+    aside[0] = e**0.5
+    share = min(1.0, SCORE / strength) if half > 1 else 1.0
+    newest = rotate(every[None, None], *rotary.compute(torch.tensor([-1], device=gram.device), torch.float32))[0, 0]
+    for part, heads, key, query, sign in (
+        (token, range(tokens), slow, share * slow + (1 - share**2) ** 0.5 * aside, 1.0),
+        (context, range(tokens, kv), every, newest, -1.0),
+    ):
+        probe = torch.linalg.solve(gram, sign * (mean[token] - mean[context]) - mask)
+        for head in heads:
+            rows = slice(head * e, (head + 1) * e)
+            attention.k_proj.weight[rows] = torch.outer(key, probe)
+            attention.q_proj.weight.view(kv, group, e, h)[head, 0] = torch.outer(query, mask / h)
+        store_map(attention, maps[:, part], covariance[part, part], heads)

@@ -31,13 +31,16 @@ from drafttrain.batch import StepOutput, TokenTree, anchors_by_depth
 from drafttrain.drafters.base import JointSession, KeepTokens, Samplers, Specs, StepInputs, Tensors
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.common.tree_growth import GrowingTree, grow_trees
-from drafttrain.drafters.draft_model.lora import add_lora, load_adapter, merged, save_adapter
 from drafttrain.drafters.draft_model.start import (
+    add_lora,
     check_vocabulary,
     from_checkpoint,
     from_config,
+    load_adapter,
     load_weights,
+    merged,
     own_layers,
+    save_adapter,
 )
 from drafttrain.drafters.registry import META_FILE
 from drafttrain.environment import __version__

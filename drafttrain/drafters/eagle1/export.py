@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from drafttrain.drafters.common.layer_session import LayerSession
+from drafttrain.drafters.common.layer_model import LayerSession
 from drafttrain.drafters.eagle1.model import Eagle1, Eagle1Config
 from drafttrain.drafters.read_back import RandomTarget, draft_chains
 from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Shipping

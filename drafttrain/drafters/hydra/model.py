@@ -1,15 +1,12 @@
 """Hydra: Medusa's heads, which also read the tokens drafted so far (arXiv 2402.05109).
 
-    position t          0    1    2    3    4
-    token               x0   x1   x2   x3   x4
-    last state          h0   h1   h2   h3   h4      the target's head reads h_t and chooses x_{t+1}
-
     head k at anchor t reads h_t ++ e(x_{t+1}) ++ .. ++ e(x_{t+1+k}) and predicts x_{t+2+k}
 
     out_k = block(M x + SiLU(W x)), x what is read         logits = lm_head_k(out_k)
 
-e is the target's embedding, frozen and scaled to RMS 1. M replaces the residual of Medusa, whose input is as wide as its
-output. With init=target W starts at 0, and M as the identity on h_t or the best linear prediction of the state at t+1+k.
+h_t is the target's last state, as in Medusa; e is its embedding, frozen and scaled to RMS 1. M replaces the residual of
+Medusa, whose input is as wide as its output. With init=target W starts at 0, and M as the identity on h_t or the best linear
+prediction of the state at t+1+k.
 """
 
 from __future__ import annotations

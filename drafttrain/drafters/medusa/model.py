@@ -1,8 +1,6 @@
 """Medusa: heads that each predict a further token from the target's last state alone (arXiv 2401.10774, Medusa-1).
 
-    position t          0    1    2    3    4
-    token               x0   x1   x2   x3   x4
-    last state          h0   h1   h2   h3   h4      the target's head reads h_t and chooses x_{t+1}
+h_t is the last state from which the target's head chooses x_{t+1}; see common/path_heads.py.
 
     head k at anchor t reads h_t and predicts x_{t+2+k}; head 0 predicts the token after the one the target has just chosen
 

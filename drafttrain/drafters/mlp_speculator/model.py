@@ -1,14 +1,11 @@
 """MLP speculator: a small recurrent network over the target's last state and the drafted tokens (arXiv 2404.19124).
 
-    position t          0    1    2    3    4
-    token               x0   x1   x2   x3   x4
-    last state          h0   h1   h2   h3   h4      the target's head reads h_t and chooses x_{t+1}
-
     state_0 = gelu(ln_0(proj_0(h_t)         + r emb_0(x_{t+1})))        head 0 predicts x_{t+2}
     state_k = gelu(ln_k(proj_k(state_{k-1}) + r emb_k(x_{t+1+k})))      head k predicts x_{t+2+k}
 
-r = w_e / w_s with w_s = 0.5 ** (0.5 / n) and w_e = sqrt((1 - w_s ** 2) inner / 2) for n steps: the ratio of the published
-networks, in which ln takes the common factor away. Embeddings are the drafter's own. ln is an RMS norm with a shift.
+h_t is the last state from which the target's head chooses x_{t+1}; see common/path_heads.py. r = w_e / w_s with
+w_s = 0.5 ** (0.5 / n) and w_e = sqrt((1 - w_s ** 2) inner / 2) for n steps: the ratio of the published networks, in which ln
+takes the common factor away. Embeddings are the drafter's own. ln is an RMS norm with a shift.
 """
 
 from __future__ import annotations

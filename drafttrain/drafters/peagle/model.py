@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from drafttrain.batch import Batch, TokenTree, anchors_by_depth
 from drafttrain.drafters.base import Samplers, Source, Specs
-from drafttrain.drafters.common.layer_session import LayerSession
+from drafttrain.drafters.common.layer_model import LayerSession
 from drafttrain.drafters.common.tree_growth import GrowingTree, grow_trees
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
 from drafttrain.errors import UserError
@@ -69,7 +69,7 @@ class PEagle(Eagle3):
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features))
 
     @torch.no_grad()
-    def solve_start(self, batches: list[Batch], source: Source) -> float | None:
+    def solve_start(self, batches: list[Batch], source: Source) -> float:
         """As EAGLE-3's; `mask_hidden` starts as the mean of the features that it replaces."""
         total, count = torch.zeros(self.mask_hidden.shape[-1], device=self.mask_hidden.device), 0
         for batch in batches:
