@@ -30,6 +30,9 @@ from drafttrain.ops.packing import SKINNY_ROWS
 from drafttrain.ops.path_attention import PathAttention
 from drafttrain.ops.tree_attention import TreeLayout, tree_attention
 
+Layouts = Sequence[TreeLayout]
+Sessions = Sequence["LayerSession"]
+
 
 class LayerDrafter(DecoderDrafter):
     """A drafter of decoder layers. The embedding is the target's, frozen and never saved.
@@ -167,13 +170,7 @@ class LayerDrafter(DecoderDrafter):
         return StepOutput(torch.stack(losses).sum(), sums_by_depth(outs))
 
     def _depth(
-        self,
-        state: Tensor,
-        embeds: Tensor,
-        positions: Tensor,
-        attentions: Sequence[PathAttention],
-        own: Tensor,
-        depth: int,
+        self, state: Tensor, embeds: Tensor, positions: Tensor, attentions: list[PathAttention], own: Tensor, depth: int
     ) -> Tensor:
         """One depth of training-time test; stores its keys in `attentions`. Recomputed in backward with checkpointing.
 
@@ -207,7 +204,7 @@ class LayerDrafter(DecoderDrafter):
         return LayerSession(self, self.cache_shape, max_length)
 
     @torch.no_grad()
-    def extend_all(self, sessions: Sequence[LayerSession], tokens: Tensors, features: Tensors) -> None:
+    def extend_all(self, sessions: Sessions, tokens: Tensors, features: Tensors) -> None:
         """One step over the new tokens of all sessions; only each last token needs an output, the root of the next tree."""
         new = [TreeLayout(session.length, count=len(own)) for session, own in zip(sessions, tokens, strict=True)]
         inputs = self.fuse(cat(features)), self.embed(cat(tokens))  # [t, h], [t, target h]
@@ -218,7 +215,7 @@ class LayerDrafter(DecoderDrafter):
             session.length += layout.count
 
     @torch.no_grad()
-    def propose_all(self, sessions: Sequence[LayerSession], specs: Specs, samplers: Samplers) -> list[TokenTree]:
+    def propose_all(self, sessions: Sessions, specs: Specs, samplers: Samplers) -> list[TokenTree]:
         """One step per depth over the nodes that any of the trees opens."""
         known = [session.logits for session in sessions if session.logits is not None]
         complete = len(known) == len(sessions)
@@ -247,13 +244,7 @@ class LayerDrafter(DecoderDrafter):
         return grow_trees(trees, step)
 
     def packed_step(
-        self,
-        sessions: Sequence[LayerSession],
-        layouts: Sequence[TreeLayout],
-        states: Tensor,
-        embeds: Tensor,
-        depth: int = 0,
-        ends: bool = False,
+        self, sessions: Sessions, layouts: Layouts, states: Tensor, embeds: Tensor, depth: int = 0, ends: bool = False
     ) -> Tensor:
         """`step` over the new tokens of all sessions, [n, h]; ends: only each last token needs an output, [sessions, h]."""
         sizes = [layout.count for layout in layouts]
@@ -270,12 +261,7 @@ class LayerDrafter(DecoderDrafter):
         return self.step(states, embeds, positions, attends, queries, depth)
 
     def _kernel_step(
-        self,
-        sessions: Sequence[LayerSession],
-        layouts: Sequence[TreeLayout],
-        states: Tensor,
-        embeds: Tensor,
-        outputs: int,
+        self, sessions: Sessions, layouts: Layouts, states: Tensor, embeds: Tensor, outputs: int
     ) -> tuple[Tensor, Tensor] | None:
         """`step` and `logits` of one session's last `outputs` tokens by the CPU kernel; None where it does not apply."""
         session, layout = sessions[0], layouts[0]

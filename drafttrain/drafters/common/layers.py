@@ -17,6 +17,7 @@ from drafttrain.files import Json
 from drafttrain.ops.cpu_layers import DecoderLayer
 from drafttrain.ops.packing import SKINNY_ROWS
 
+LayerShape = LayerConfig | BlockConfig
 # (query [tq, heads, e], key [t, kv_heads, e], value [t, kv_heads, e]) -> [tq, heads * e], e = head size
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -103,7 +104,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Grouped-query attention. width: of the input, which may be wider than the output (EAGLE-3 reads embedding ++ state)."""
 
-    def __init__(self, config: LayerConfig | BlockConfig, width: int):
+    def __init__(self, config: LayerShape, width: int):
         super().__init__()
         bias, eps, e = config.attention_bias, config.rms_norm_eps, config.head_dim
         self.heads, self.kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, e
@@ -149,11 +150,7 @@ class DraftLayer(nn.Module):
     native: DecoderLayer | None
 
     def __init__(
-        self,
-        config: LayerConfig | BlockConfig,
-        embed_width: int = 0,
-        normed: bool = True,
-        norm_before_residual: bool = False,
+        self, config: LayerShape, embed_width: int = 0, normed: bool = True, norm_before_residual: bool = False
     ):
         super().__init__()
         h, eps = config.hidden_size, config.rms_norm_eps

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
@@ -212,19 +213,13 @@ def likeliest_paths(shares: Tensor, nodes: int) -> list[tuple[int, ...]]:
     Returns:
         Each node's ranks from the root, the likeliest first, so parents come before children.
     """
-    falling = shares.cummin(dim=1).values.tolist()  # no rank before a better one
-    found: list[tuple[int, ...]] = []
-    frontier: list[tuple[float, tuple[int, ...]]] = [(-falling[0][0], (0,))]
-    while frontier and len(found) < nodes and frontier[0][0] < 0:
-        score, path = heapq.heappop(frontier)
-        found.append(path)
-        own = falling[len(path) - 1]
-        if path[-1] + 1 < len(own):
-            sibling = score / own[path[-1]] * own[path[-1] + 1]
-            heapq.heappush(frontier, (sibling, (*path[:-1], path[-1] + 1)))
-        if len(path) < len(falling):
-            heapq.heappush(frontier, (score * falling[len(path)][0], (*path, 0)))
-    return found
+    found: list[tuple[float, tuple[int, ...]]] = []
+    level: list[tuple[float, tuple[int, ...]]] = [(1.0, ())]
+    for own in shares.cummin(dim=1).values.tolist():  # no rank before a better one
+        below = [(score * share, (*path, rank)) for score, path in level for rank, share in enumerate(own) if share]
+        level = heapq.nlargest(nodes, below, key=itemgetter(0))
+        found += level
+    return [path for _, path in heapq.nlargest(nodes, found, key=itemgetter(0))]
 
 
 class PathSession(JointSession):
