@@ -1,6 +1,6 @@
-"""Generation in three lines: what `from drafttrain import generate` gives.
+"""The Python API: `from drafttrain import generate, stream, load_drafter, evaluate`.
 
-A thin layer over `drafttrain.inference`: it turns names into models, and prompts of any form into token ids.
+A thin layer over `drafttrain.inference` that turns names into models and prompts of any form into token ids.
 """
 
 from __future__ import annotations
@@ -11,28 +11,33 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from drafttrain.data.chat import has_template, prompt_ids
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import decoding_settings, default_tree
 from drafttrain.drafters.registry import load_drafter as load_for_target
 from drafttrain.errors import UserError
 from drafttrain.inference import Decoder, SamplingParams, strip_padding
-from drafttrain.inference.text import TextStream
+from drafttrain.inference.decode import DecoderOptions
+from drafttrain.inference.sequence import TextStream
 from drafttrain.target import Target
 
-# text, token ids, or chat messages [{"role": ..., "content": ...}, ...]
+# Text, token ids, or chat messages [{"role": ..., "content": ...}, ...].
 Prompt = str | Sequence[int] | Tensor | Sequence[Mapping[str, str]]
+# Several prompts: a list of them, or a tokenizer's output (input_ids, attention_mask), which may also hold one.
+Prompts = Prompt | Sequence[Prompt] | Mapping[str, Any]
 Model = str | PreTrainedModel | Target
+Tokenizer = PreTrainedTokenizerBase | None
 
 
 def generate(
     model: Model,
-    prompt: Any,
+    prompt: Prompts,
     drafter: str | Drafter | None = None,
     *,
-    tokenizer: Any = None,
+    tokenizer: Tokenizer = None,
     tree: str | None = None,
     max_new_tokens: int = 256,
     temperature: float = 0.0,
@@ -45,36 +50,38 @@ def generate(
     batch_size: int = 8,
     category: str | Sequence[str] = "",
 ) -> Any:
-    """Continues a prompt, or a list of prompts, exactly as the model would by itself; a drafter only makes it faster.
+    """Continues a prompt or a list of prompts; the output is the model's own, a drafter only makes it faster.
 
     Args:
         model: a name, folder or Hub id; a loaded transformers model; or a `Target`. A name is loaded on every call, so
-            make a Target to call again: `Target.load(name).pack()`. A loaded model is frozen and gets our attention,
+            create a Target for several calls: `Target.load(name).pack()`. A loaded model is frozen and gets our attention,
             which is sdpa outside of our decoder: its own `generate` works as before.
-        prompt: text; token ids; chat messages, to which the chat template is applied; what a tokenizer returned
+        prompt: text; token ids; chat messages, to which the chat template is applied; a tokenizer's output
             (input_ids with attention_mask, padded on either side); or a list of texts, ids or chats.
         drafter: a name as in `load_drafter`, a bound drafter, or None.
         tokenizer: of a loaded transformers model; without one, prompts are token ids and there is no text.
-        tree: what a round drafts, such as chain:3, fanout:4x2x1 or dynamic:5,8,24. Unless given, what the drafter's
-            decoding.json says, else chain:3.
+        tree: the tree of a round, such as chain:3, fanout:4x2x1 or dynamic:5,8,24. Defaults to the drafter's
+            decoding.json, else chain:3.
         max_new_tokens: upper limit per prompt.
         temperature, top_k, top_p, min_p, repetition_penalty: as in transformers; temperature 0 decodes greedily.
         seed: prompt i samples with seed + i.
         stop: strings that end an answer; the text ends before them.
         batch_size: prompts at a time.
-        category: the kind of request, or a list of one per prompt. Kinds that the drafter's decoding.json lists as `off`
-            are decoded plainly; needs the drafter's name.
+        category: the category of the request, or a list with one per prompt. Categories that the drafter's decoding.json
+            lists as `off` are decoded plainly; needs the drafter's name.
 
     Returns:
         A `Generation` (text, tokens, stats), or a list of them for a list of prompts or a padded batch.
 
     Raises:
-        UserError: bad values, a prompt without tokens or too long, or text without a tokenizer.
+        UserError: bad values, an empty or too long prompt, or text without a tokenizer.
     """
     sampling = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty)
-    decoder = _decoder(model, drafter, tokenizer, tree, sampling, stop, batch_size)
+    decoder = _decoder(
+        model, drafter, tokenizer, tree, DecoderOptions(sampling=sampling, stop=stop, max_rows=batch_size)
+    )
     several = _is_several(prompt)
-    ids = [_ids(decoder.target, each) for each in (_rows(prompt) if several else [prompt])]
+    ids = [_ids(decoder.target, each) for each in (_split(prompt) if several else [prompt])]
     off = decoding_settings(drafter).get("off", []) if isinstance(drafter, str) else []
     categories = [category] * len(ids) if isinstance(category, str) else category
     if len(categories) != len(ids):
@@ -94,7 +101,7 @@ def stream(
     prompt: Prompt,
     drafter: str | Drafter | None = None,
     *,
-    tokenizer: Any = None,
+    tokenizer: Tokenizer = None,
     tree: str | None = None,
     max_new_tokens: int = 256,
     temperature: float = 0.0,
@@ -105,20 +112,20 @@ def stream(
     seed: int = 0,
     stop: str | Sequence[str] = (),
 ) -> Iterator[str]:
-    """The text of `generate` for one prompt, piece by piece as it becomes known. See there for the arguments."""
+    """Yields the text of `generate` for one prompt in pieces. See `generate` for the arguments."""
     sampling = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty)
-    decoder = _decoder(model, drafter, tokenizer, tree, sampling, stop, 1)
+    decoder = _decoder(model, drafter, tokenizer, tree, DecoderOptions(sampling=sampling, stop=stop))
     if decoder.target.tokenizer is None:
         raise UserError("stream gives text, but the model has no tokenizer; pass tokenizer=")
     rounds = decoder.stream([_ids(decoder.target, prompt)], max_new_tokens=max_new_tokens, seed=seed)
     return _pieces(TextStream(decoder.target.tokenizer, decoder.stop), rounds)
 
 
-def load_drafter(name: str, model: Model, tokenizer: Any = None) -> Drafter | None:
+def load_drafter(name: str, model: Model, tokenizer: Tokenizer = None) -> Drafter | None:
     """A drafter bound to its target: a folder, a Hub id, `ngram`, `ngram_store:FILE`, FIRST+ngram, or `none`.
 
     Raises:
-        UserError: nothing there, not a drafter of ours, or made for another target.
+        UserError: nothing there, not one of our drafters, or trained for another target.
     """
     return load_for_target(name, _target(model, tokenizer))
 
@@ -127,11 +134,11 @@ def evaluate(target: str, drafter: str, output: str | Path, **options: Any) -> d
     """`drafttrain eval` from Python: measures a drafter against plain decoding and writes the results file.
 
     Args:
-        target, drafter: as in `generate`, by name. output: the results file; an interrupted run goes on by it.
+        target, drafter: names, as in `generate`. output: the results file; an interrupted run continues from it.
         options: the command's, with underscores: suite="mt_bench.jsonl", limit=10, temperature=1.0, dtype="bfloat16", ...
 
     Returns:
-        What the file holds: overall figures, figures by category, and a record for each prompt.
+        The file's content: overall figures, figures by category, and a record for each prompt.
 
     Raises:
         UserError: an unknown option, a value out of range, or anything that cannot be loaded.
@@ -166,32 +173,26 @@ def _pieces(text: TextStream, rounds: Iterator[tuple[int, list[int]]]) -> Iterat
 
 
 def _decoder(
-    model: Model,
-    drafter: str | Drafter | None,
-    tokenizer: Any,
-    tree: str | None,
-    sampling: SamplingParams,
-    stop: str | Sequence[str],
-    batch_size: int,
+    model: Model, drafter: str | Drafter | None, tokenizer: Tokenizer, tree: str | None, options: DecoderOptions
 ) -> Decoder:
     target = _target(model, tokenizer)
     if isinstance(drafter, str):
         tree = tree or default_tree(drafter)
         drafter = load_for_target(drafter, target)
-    spec = TreeSpec.parse(tree) if tree else None
-    return Decoder(target, drafter, spec=spec, sampling=sampling, stop=stop, max_rows=batch_size)
+    options["spec"] = TreeSpec.parse(tree) if tree else None
+    return Decoder(target, drafter, **options)
 
 
-def _target(model: Model, tokenizer: Any) -> Target:
+def _target(model: Model, tokenizer: Tokenizer) -> Target:
     if isinstance(model, Target):
         return model
     if isinstance(model, str):
         return Target.load(model).pack()
-    return Target.wrap(model, tokenizer, getattr(model, "name_or_path", "") or type(model).__name__)
+    return Target.wrap(model, tokenizer, model.name_or_path or type(model).__name__)
 
 
 def _is_several(prompt: Any) -> bool:
-    """A list of prompts, or a padded batch? One prompt is text, ids in one dimension, or a list of messages."""
+    """Whether this is a list of prompts or a padded batch. One prompt is text, ids in one dimension, or a list of messages."""
     if isinstance(prompt, Mapping):
         return _is_several(prompt["input_ids"])
     if isinstance(prompt, Tensor):
@@ -199,15 +200,15 @@ def _is_several(prompt: Any) -> bool:
     return not isinstance(prompt, str) and len(prompt) > 0 and not isinstance(prompt[0], (int, Mapping))
 
 
-def _rows(prompts: Any) -> Sequence[Any]:
-    if isinstance(prompts, Mapping) and isinstance(prompts["input_ids"], Tensor):
-        mask = prompts.get("attention_mask")
-        ids = prompts["input_ids"]
-        return list(ids) if mask is None else strip_padding(ids, mask)
-    return prompts["input_ids"] if isinstance(prompts, Mapping) else list(prompts)
+def _split(prompts: Any) -> Sequence[Any]:
+    """The prompts of a list or a padded batch."""
+    if not isinstance(prompts, Mapping):
+        return list(prompts)
+    ids, mask = prompts["input_ids"], prompts.get("attention_mask")
+    return strip_padding(ids, mask) if isinstance(ids, Tensor) and mask is not None else list(ids)
 
 
-def _ids(target: Target, prompt: Any) -> Any:
+def _ids(target: Target, prompt: Any) -> Tensor | Sequence[int]:
     """Token ids of one prompt."""
     if isinstance(prompt, Mapping):
         return prompt["input_ids"]
@@ -216,10 +217,8 @@ def _ids(target: Target, prompt: Any) -> Any:
         return prompt
     if target.tokenizer is None:
         raise UserError(f"prompt={prompt!r} is text, but the model has no tokenizer; pass tokenizer= or token ids")
-    if not chat:
-        return target.tokenizer(prompt).input_ids
-    if not getattr(target.tokenizer, "chat_template", None):
+    if chat and not has_template(target.tokenizer):
         raise UserError(
             f"prompt is a chat, but the tokenizer of {target.name!r} has no chat template; give text instead"
         )
-    return target.tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=False)
+    return prompt_ids(target.tokenizer, prompt)

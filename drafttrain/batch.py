@@ -51,6 +51,12 @@ class Batch:
     index: Tensor
     documents: Tensor | None = None
 
+    @classmethod
+    def of(cls, inputs: dict[str, Tensor]) -> Batch:
+        """A collated batch (`data.loader.collate`) as a Batch; other entries are ignored."""
+        ids, lengths, mask, index = (inputs[name] for name in ("input_ids", "lengths", "response_mask", "index"))
+        return cls(ids, lengths, mask, index, inputs.get("documents"))
+
     def to(self, device: torch.device) -> Batch:
         return replace(self, **{name: value.to(device) for name, value in vars(self).items() if value is not None})
 

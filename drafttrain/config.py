@@ -1,4 +1,4 @@
-"""A training run's configuration: one YAML file, dotted overrides, and errors that name the neighbours of a typo."""
+"""A training run's configuration: a YAML file, dotted overrides, and errors that suggest the key that was meant."""
 
 from __future__ import annotations
 
@@ -11,31 +11,33 @@ import yaml
 
 from drafttrain.errors import UserError
 
+Options = dict[str, Any]  # keys of a recipe
+
 
 @dataclass
 class TrainConfig:
-    """What to train, on what, from where. Keys that are not listed here are transformers TrainingArguments.
+    """The recipe's keys of ours. All other keys of a recipe are fields of transformers TrainingArguments.
 
     Attributes:
-        kind: drafter kind, a module of drafttrain/drafters.
+        kind: drafter kind, a folder of drafttrain/drafters.
         target: short name, folder or Hub id. data: folder written by `drafttrain generate`.
-        output_dir: the drafter, its checkpoints and training.json go here.
-        init: 'target' starts from the target's weights, 'random' does not, 'native' takes the drafter that the target's
-            checkpoint holds; anything else is a drafter to continue.
+        output_dir: receives the drafter, its checkpoints and training.json.
+        init: 'target' copies the target's weights, 'random' does not, 'native' takes the drafter that the target's
+            checkpoint holds; any other value names a drafter to continue.
         drafter: options of the kind's config (draft_vocab_size, ttt_steps, feature_layers, ...).
         loss: between target and drafter, see docs/training.md: kl, js:0.5, lk_lambda, 0.9*kl+0.1*ce, kl@2, ...
             next_token pretrains a draft model without the target.
-        on_policy: a share of the responses is sampled by the drafter itself, see training/on_policy.py; empty for none.
+        on_policy: options of training/on_policy.py, which lets the drafter write a share of the responses; empty for none.
         dtype: the frozen target's: auto, float32, bfloat16.
         target_device_map: 'auto' spreads a target that is too large for one GPU over several; empty keeps it on one.
-        max_length: tokens of a conversation that are used.
-        packing: fill rows of max_length tokens with several conversations, which do not see each other.
+        max_length: tokens used of a conversation.
+        packing: fill rows of max_length tokens with several conversations, which do not attend to each other.
         validation: share of conversations held out.
-        max_minutes: stop after so much training time, the learning rate decaying by time; 0 means by steps.
+        max_minutes: training time, by which the learning rate then decays too; 0 ends by steps instead.
         cache_gb: memory for target features kept across epochs; -1 means 4 on a CPU and none on a GPU.
-        decode_prompts: held-out prompts that the real decoder continues during training; 0 for none. decode_steps: how
-            often; 0 means with every checkpoint. decode_tokens: of each answer. decode_tree: greedy, see `drafttrain eval`.
-        resume: go on from the newest checkpoint in output_dir, if there is one; false deletes them and begins anew.
+        decode_prompts: held-out prompts that the decoder continues during training; 0 for none. decode_steps: steps
+            between measurements; 0 means with every checkpoint. decode_tokens: per answer. decode_tree: see `drafttrain eval`.
+        resume: continue from the newest checkpoint in output_dir, if there is one; false deletes them and starts over.
         trainer: the remaining keys, for TrainingArguments.
     """
 
@@ -44,9 +46,9 @@ class TrainConfig:
     data: str = ""
     output_dir: str = ""
     init: str = "target"
-    drafter: dict[str, Any] = field(default_factory=dict)
+    drafter: Options = field(default_factory=dict)
     loss: str = "kl"
-    on_policy: dict[str, Any] = field(default_factory=dict)
+    on_policy: Options = field(default_factory=dict)
     dtype: str = "auto"
     target_device_map: str = ""
     max_length: int = 2048
@@ -60,21 +62,22 @@ class TrainConfig:
     decode_tree: str = "chain:4"
     resume: bool = True
     trust_remote_code: bool = False
-    trainer: dict[str, Any] = field(default_factory=dict)
+    trainer: Options = field(default_factory=dict)
 
 
 def neighbours(key: str, known: list[str]) -> str:
+    """The end of an error about an unknown key: the closest known ones, else all."""
     close = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
     return f"; did you mean {' or '.join(close)}?" if close else f"; known keys: {', '.join(sorted(known)[:40])}"
 
 
-def parse_overrides(words: list[str]) -> dict[str, Any]:
+def parse_overrides(words: list[str]) -> Options:
     """['a.b=1', 'c=x'] -> {'a': {'b': 1}, 'c': 'x'}; values are YAML.
 
     Raises:
         UserError: a word without '='.
     """
-    result: dict[str, Any] = {}
+    result: Options = {}
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or not key:
@@ -87,8 +90,8 @@ def parse_overrides(words: list[str]) -> dict[str, Any]:
     return result
 
 
-def _scalar(value: Any) -> Any:
-    """YAML 1.1 reads 3e-3 as text; people mean the number."""
+def _scalar(value: object) -> object:
+    """Text that is a number as that number: YAML 1.1 reads 3e-3 as text."""
     if isinstance(value, str):
         try:
             return float(value)
@@ -98,13 +101,13 @@ def _scalar(value: Any) -> Any:
 
 
 def load_config(path: str, overrides: list[str], trainer_keys: list[str]) -> TrainConfig:
-    """Reads a YAML recipe and lays overrides on top.
+    """Reads a YAML recipe and applies the overrides.
 
     Args:
-        trainer_keys: names of TrainingArguments, which may stand beside our own keys.
+        trainer_keys: names of TrainingArguments, which recipes may hold next to our own keys.
 
     Raises:
-        UserError: missing file, broken YAML, an unknown key (with its neighbours), a wrong type, a missing needed key.
+        UserError: missing file, broken YAML, an unknown key (with close matches), a wrong type, a missing required key.
     """
     file = Path(path)
     if not file.is_file():
@@ -116,28 +119,28 @@ def load_config(path: str, overrides: list[str], trainer_keys: list[str]) -> Tra
     if not isinstance(raw, dict):
         raise UserError(f"config={path!r} must hold key: value lines, not {type(raw).__name__}")
     for key, value in parse_overrides(overrides).items():
-        if isinstance(value, dict) and value and isinstance(raw.get(key), dict):  # {} empties
+        if isinstance(value, dict) and value and isinstance(raw.get(key), dict):  # an empty {} replaces
             raw[key] = {**raw[key], **value}
         else:
             raw[key] = value
 
-    own = {f.name: f for f in fields(TrainConfig) if f.name != "trainer"}
-    values: dict[str, Any] = {"trainer": {}}
+    defaults = vars(TrainConfig())
+    own = [f.name for f in fields(TrainConfig) if f.name != "trainer"]
+    values: Options = {"trainer": {}}
     for key, value in raw.items():
         if key in own:
-            values[key] = _typed(key, _scalar(value), type(getattr(TrainConfig(), key)))
+            values[key] = _typed(key, _scalar(value), type(defaults[key]))
         elif key in trainer_keys:
             values["trainer"][key] = _scalar(value)
         else:
             raise UserError(f"unknown config key {key!r} in {path}{neighbours(key, [*own, *trainer_keys])}")
-    config = TrainConfig(**values)
     for key in ("target", "data", "output_dir"):
-        if not getattr(config, key):
+        if not values.get(key):
             raise UserError(f"config key {key!r} is missing in {path}; set it there or on the command line: {key}=...")
-    return config
+    return TrainConfig(**values)
 
 
-def _typed(key: str, value: Any, wanted: type) -> Any:
+def _typed(key: str, value: object, wanted: type) -> object:
     if wanted is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if wanted is int and isinstance(value, float) and value.is_integer():

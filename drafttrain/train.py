@@ -1,4 +1,7 @@
-"""Entry of `accelerate launch drafttrain/train.py CONFIG [key=value ...]`, and of `drafttrain train`: reads top to bottom."""
+"""Entry of `accelerate launch drafttrain/train.py CONFIG [key=value ...]` and of `drafttrain train`.
+
+setup -> prepare -> fit -> finish       reads top to bottom; the step itself is training/step.py
+"""
 
 from __future__ import annotations
 
@@ -10,43 +13,63 @@ if __name__ == "__main__" and __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import argparse
-import dataclasses
 import json
 import os
 import time
-from typing import Any
+from dataclasses import asdict, dataclass
+from dataclasses import fields as fields_of
+from typing import TYPE_CHECKING
 
 from drafttrain.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from datasets import Dataset
+    from transformers import TrainingArguments
+
+    from drafttrain.batch import Batch
+    from drafttrain.config import TrainConfig
+    from drafttrain.drafters.common.trainable import TrainableDrafter
+    from drafttrain.files import Json
+    from drafttrain.target import Target
+    from drafttrain.training.feature_sources import BatchSource
+    from drafttrain.training.on_policy import OnPolicy
+    from drafttrain.training.trainer import DrafterTrainer
 
 HELP = """Train a drafter from a YAML recipe.
 
   accelerate launch drafttrain/train.py configs/smollm2-135m/eagle3.yaml data=runs/data max_steps=500
-  drafttrain train configs/smollm2-135m/eagle3.yaml drafter.ttt_steps=3     (one process, the same thing)
+  drafttrain train configs/smollm2-135m/eagle3.yaml drafter.ttt_steps=3     (one process, same result)
 
 Keys are those of TrainConfig (kind, target, data, output_dir, init, drafter.*, loss, dtype, target_device_map, max_length,
 packing, on_policy, validation, max_minutes, cache_gb, decode_prompts, decode_steps, decode_tokens, decode_tree, resume)
-and every field of transformers TrainingArguments. A run that was interrupted goes on from its newest checkpoint when started
-again; a finished one is left alone. SIGTERM saves a checkpoint first and exits with status 143."""
+and every field of transformers TrainingArguments. Start an interrupted run again to continue it from its newest checkpoint;
+a finished run is left unchanged. SIGTERM saves a checkpoint first and exits with status 143."""
 
-# What a shell reports for a process that SIGTERM ended.
-TERMINATED = 143
+TERMINATED = 143  # what a shell reports for a process that SIGTERM ended
+MIN_COVERAGE = 0.95  # a continued drafter whose vocabulary covers less of the new data gets a note
+# Enough for a regression over a few thousand inputs and for accuracies; more changes little.
+START_TOKENS = 60_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help="YAML recipe, see configs/")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="replace a value of the recipe; a.b=c reaches inside"
+        "overrides", nargs="*", metavar="key=value", help="replace a value of the recipe; a.b=c sets b in a"
     )
 
 
-def setup(config_path: str, overrides: list[str]) -> tuple[Any, Any]:
-    """Reads the recipe; returns (TrainConfig, TrainingArguments)."""
+# -- setup: the recipe ------------------------------------------------------------------------------------------------
+
+
+def setup(config_path: str, overrides: list[str]) -> tuple[TrainConfig, TrainingArguments]:
+    """Reads the recipe."""
     from transformers import TrainingArguments
 
     from drafttrain.config import load_config
 
-    config = load_config(config_path, overrides, [f.name for f in dataclasses.fields(TrainingArguments)])
-    options: dict[str, Any] = {
+    config = load_config(config_path, overrides, [f.name for f in fields_of(TrainingArguments)])
+    options: Json = {
         "logging_steps": 10,
         "save_strategy": "steps",
         "save_steps": 200,
@@ -65,8 +88,7 @@ def setup(config_path: str, overrides: list[str]) -> tuple[Any, Any]:
     if "wandb" in str(options["report_to"]):
         os.environ.setdefault("WANDB_PROJECT", "drafttrain")
     if config.max_minutes > 0:
-        # TimeBudget ends the run; the number of epochs only has to be out of its way.
-        options["num_train_epochs"] = 10_000
+        options["num_train_epochs"] = 10_000  # TimeBudget ends the run, so epochs must not
     if isinstance(options["report_to"], str):
         options["report_to"] = [options["report_to"]]
     try:
@@ -75,39 +97,8 @@ def setup(config_path: str, overrides: list[str]) -> tuple[Any, Any]:
         raise UserError(f"config={config_path!r}: {' '.join(str(error).split())}") from error
 
 
-# A continued drafter whose vocabulary covers less of the new data gets a note.
-MIN_COVERAGE = 0.95
-
-
-def build_drafter(config: Any, target: Any, records: Any) -> tuple[Any, dict[str, Any]]:
-    """Returns the drafter to train, bound to the target and on its device, and the report on its vocabulary."""
-    from drafttrain.data.vocab import count_tokens, keep_frequent
-    from drafttrain.drafters.base import NEW
-    from drafttrain.drafters.registry import kind_class
-
-    kind = kind_class(config.kind)
-    if config.packing and kind.trainable and not kind.takes_packed_rows:
-        raise UserError(f"packing=true, but kind={config.kind!r} does not train on packed rows; set packing=false")
-    counts = count_tokens(records, target.vocab_size)
-    _, report = keep_frequent(counts, 0)
-    keep = lambda size: keep_frequent(counts, size, target.eos_ids)[0]  # noqa: E731
-    drafter: Any = kind.begin(target, config.init, config.drafter, config.loss, keep)
-    drafter.bind(target)
-    if config.packing:
-        drafter.check_packing()
-    covered = float(counts[drafter.kept_ids.to(counts.device)].sum() / counts.sum().clamp(min=1))
-    report.update(size=len(drafter.kept_ids), coverage=round(covered, 6))
-    if config.init not in NEW and covered < MIN_COVERAGE:
-        print(
-            f"note: the vocabulary of init={config.init!r} covers {100 * covered:.1f} % of this data's response tokens, and "
-            "other tokens are never drafted; init=target chooses a new vocabulary from this data",
-            flush=True,
-        )
-    return drafter.to(target.device), report
-
-
-def check_pretraining(config: Any) -> None:
-    """Raises UserError where the target's distributions are needed but not asked for, or the other way round."""
+def check_pretraining(config: TrainConfig) -> None:
+    """Raises UserError for data or options that contradict the loss: next_token reads text, every other loss reads the target."""
     from drafttrain.data.plain_text import is_text
     from drafttrain.drafters.registry import kind_class
 
@@ -125,93 +116,77 @@ def check_pretraining(config: Any) -> None:
         )
 
 
-# Enough for a well-determined regression over a few thousand inputs, and for shares; more changes little.
-START_TOKENS = 60_000
+# -- prepare: target, data, drafter -----------------------------------------------------------------------------------
 
 
-def first_batches(rows: Any, device: Any) -> tuple[list[Any], int]:
-    """The first rows, about START_TOKENS of them, as batches; and how many tokens that is."""
-    from drafttrain.data.loader import collate, to_batch
+@dataclass
+class Prepared:
+    """What a run trains, on what.
 
-    batches, tokens = [], 0
-    for begin in range(0, len(rows), 8):
-        part = [rows[i] for i in range(begin, min(begin + 8, len(rows)))]
-        batches.append(to_batch(collate(part)).to(device))
-        tokens += sum(row["length"] for row in part)
-        if tokens >= START_TOKENS:
-            break
-    return batches, tokens
+    Attributes:
+        train_rows, held_out: rows {tokens, spans, length, index}; train_rows packed if the recipe says so.
+        source: gives batches their target features and distributions. on_policy: mixes in the drafter's responses, or None.
+        checkpoint: to resume from, or None. facts: what training.json records about the drafter.
+    """
 
-
-def begin_from_least_squares(drafter: Any, rows: Any, source: Any) -> None:
-    """Solves the drafter's closed-form start on some of the data, before the first step; some kinds have none."""
-    batches, tokens = first_batches(rows, drafter.device)
-    explained = drafter.solve_start(batches, source)
-    if explained is not None:
-        share = f"{100 * explained:.0f} % of the target's last state"
-        print(f"least-squares start on {tokens} tokens explains {share}", flush=True)
+    target: Target
+    drafter: TrainableDrafter
+    train_rows: Dataset
+    held_out: Dataset | None
+    source: BatchSource
+    on_policy: OnPolicy | None
+    checkpoint: str | None
+    facts: Json
 
 
-def choose_tree(trainer: Any, held_out: Any) -> None:
-    """Writes the tree that the drafter suggests from held-out data to decoding.json; `drafttrain tune` finds better ones."""
-    from drafttrain.drafters.registry import decoding_file
-    from drafttrain.files import write_json
-    from drafttrain.training.callbacks import whole
+def prepare(config: TrainConfig, args: TrainingArguments) -> Prepared:
+    """Loads target and data, builds the drafter, and finds the checkpoint to resume from."""
+    from transformers import set_seed
 
-    model, first = trainer.accelerator.unwrap_model(trainer.model), trainer.is_world_process_zero()
-    drafter = whole(model, trainer.target, first)
-    if first:
-        tree = drafter.eval().suggest_tree(first_batches(held_out, drafter.device)[0], trainer.source)
-        if tree is not None:
-            write_json(decoding_file(trainer.args.output_dir), {"tree": tree})
-            print(f"default tree, by held-out accuracy: {tree}", flush=True)
+    from drafttrain.data.loader import pack_rows, training_rows
+    from drafttrain.losses import parse_loss
+    from drafttrain.training.on_policy import OnPolicy, OnPolicyOptions
 
-
-def check_data(meta: dict[str, Any], features: dict[str, Any] | None, target: Any, where: str) -> None:
-    """Raises UserError if the data was written by a target whose token ids or states mean something else."""
-    recorded, actual = meta.get("target") or {}, target.identity()
-    if recorded.get("tokenizer") not in (None, actual["tokenizer"]):
-        raise UserError(
-            f"data={where!r} was tokenized for target {recorded.get('name')!r} (tokenizer {recorded['tokenizer']}), not for "
-            f"{actual['name']!r} (tokenizer {actual['tokenizer']}); generate data with this target"
+    if config.loss != "next_token":
+        parse_loss(config.loss)  # reports a mistake before a model loads
+    check_pretraining(config)
+    set_seed(args.seed)
+    target, records = load_target_and_records(config, args)
+    train_rows, held_out = training_rows(records, config.max_length, config.validation, args.seed)
+    drafter, vocab = build_drafter(config, target, records)
+    parameters = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
+    if args.process_index == 0:
+        print(
+            f"{len(train_rows)} conversations to train on, {len(held_out) if held_out else 0} held out; drafter "
+            f"{parameters / 1e6:.1f}M parameters; vocabulary {vocab['size']} of {vocab['vocab_size']} tokens covers "
+            f"{100 * vocab['coverage']:.2f} % of response tokens",
+            flush=True,
         )
-    for key, mine in actual.items():
-        theirs = ((features or {}).get("target") or recorded).get(key, mine)
-        if features and key in ("hidden_size", "num_layers") and theirs != mine:
-            raise UserError(
-                f"data={where!r} holds features of a target with {key}={theirs}, {actual['name']!r} has {mine}; store this "
-                "target's: drafttrain features --overwrite"
-            )
+    source = build_source(config, target, drafter, records)
+    on_policy = None
+    if config.on_policy:
+        options = OnPolicyOptions.parse(config.on_policy)
+        on_policy = OnPolicy(options, drafter, train_rows, target, config.max_length, args, config.packing)
+    if config.packing:
+        train_rows = pack_rows(train_rows, config.max_length, args.seed)
+    checkpoint = find_checkpoint(config, args)
+    if config.init == "target" and checkpoint is None and source.has_states:
+        begin_from_least_squares(drafter, train_rows, source)
+    facts = {"parameters": parameters, "vocabulary": vocab}
+    return Prepared(target, drafter, train_rows, held_out, source, on_policy, checkpoint, facts)
 
 
-def watch_acceptance(config: Any, trainer: Any, held_out: Any) -> None:
-    """Lets the trainer run the real decoder on held-out prompts."""
-    from drafttrain.drafters.common.tree_spec import TreeSpec
-    from drafttrain.evaluation.held_out import acceptance, first_prompts
-    from drafttrain.training.callbacks import DecodeHeldOut
-
-    target, spec = trainer.target, TreeSpec.parse(config.decode_tree)
-    prompts = first_prompts(held_out, config.decode_prompts, target.max_positions)
-    if prompts:
-
-        def decode(drafter: Any) -> dict[str, float]:
-            return acceptance(target, drafter, prompts, spec, config.decode_tokens)
-
-        trainer.add_callback(DecodeHeldOut(trainer, config.decode_steps, decode))
-
-
-def prepare(config: Any, args: Any) -> tuple[Any, Any]:
-    """The frozen target, and the records to learn from."""
+def load_target_and_records(config: TrainConfig, args: TrainingArguments) -> tuple[Target, Dataset]:
+    """The frozen target, and the conversations or texts to train on."""
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     from drafttrain.data.plain_text import is_text, load_text
     from drafttrain.data.store import load_records, read_meta, stored_features
     from drafttrain.target import Target
 
-    # ZeRO-3 would scatter whatever is loaded from now on; it gets the drafter only, and that later.
+    # ZeRO-3 would shard every model loaded from now on; it is to shard the drafter only.
     unset_hf_deepspeed_config()
-    text = is_text(config.data)
-    records = None if text else load_records(config.data)
+    records = None if is_text(config.data) else load_records(config.data)
     target = Target.load(
         config.target, config.dtype, str(args.device), config.trust_remote_code, config.target_device_map
     )
@@ -224,151 +199,239 @@ def prepare(config: Any, args: Any) -> tuple[Any, Any]:
     return target, records
 
 
-def build_source(config: Any, target: Any, drafter: Any, records: Any) -> tuple[Any, bool]:
-    """Where a batch's target features and distributions come from, and whether it knows the target's states."""
+def check_data(meta: Json, features: Json | None, target: Target, data: str) -> None:
+    """Raises UserError if the data was written by a target with other token ids or states."""
+    recorded, actual = meta.get("target") or {}, target.identity()
+    if recorded.get("tokenizer") not in (None, actual["tokenizer"]):
+        raise UserError(
+            f"data={data!r} was tokenized for target {recorded.get('name')!r} (tokenizer {recorded['tokenizer']}), not for "
+            f"{actual['name']!r} (tokenizer {actual['tokenizer']}); generate data with this target"
+        )
+    stored = (features or {}).get("target") or recorded
+    for key in ("hidden_size", "num_layers"):
+        if features and stored.get(key, actual[key]) != actual[key]:
+            raise UserError(
+                f"data={data!r} holds features of a target with {key}={stored[key]}, {actual['name']!r} has {actual[key]}; "
+                "store this target's: drafttrain features --overwrite"
+            )
+
+
+def build_drafter(config: TrainConfig, target: Target, records: Dataset) -> tuple[TrainableDrafter, Json]:
+    """Returns the drafter to train, bound to the target and on its device, and the report on its vocabulary."""
+    from drafttrain.data.vocab import count_tokens, keep_frequent
+    from drafttrain.drafters.base import NEW
+    from drafttrain.drafters.common.trainable import TrainableDrafter
+    from drafttrain.drafters.registry import kind_class
+
+    kind = kind_class(config.kind)
+    if config.packing and kind.trainable and not kind.takes_packed_rows:
+        raise UserError(f"packing=true, but kind={config.kind!r} does not train on packed rows; set packing=false")
+    counts = count_tokens(records, target.vocab_size)
+    _, report = keep_frequent(counts, 0)
+
+    def keep(size: int) -> torch.Tensor:
+        return keep_frequent(counts, size, target.eos_ids)[0]
+
+    drafter = kind.begin(target, config.init, config.drafter, config.loss, keep)
+    assert isinstance(drafter, TrainableDrafter), "begin raises for kinds without weights"
+    drafter.bind(target)
+    if config.packing:
+        drafter.check_packing()
+    covered = float(counts[drafter.kept_ids.to(counts.device)].sum() / counts.sum().clamp(min=1))
+    report.update(size=len(drafter.kept_ids), coverage=round(covered, 6))
+    if config.init not in NEW and covered < MIN_COVERAGE:
+        print(
+            f"note: the vocabulary of init={config.init!r} covers {100 * covered:.1f} % of this data's response tokens, and "
+            "other tokens are never drafted; init=target chooses a new vocabulary from this data",
+            flush=True,
+        )
+    drafter.to(target.device)  # type: ignore[arg-type]
+    return drafter, report
+
+
+def build_source(config: TrainConfig, target: Target, drafter: TrainableDrafter, records: Dataset) -> BatchSource:
+    """The source of target features and distributions: memory, stored features, the target; none for next_token."""
     from drafttrain.data.store import FeatureStore
     from drafttrain.losses import parse_loss
     from drafttrain.training.feature_sources import NoTarget, TargetSource
 
     if config.loss == "next_token":
-        return NoTarget(), False
+        return NoTarget()
     cache_gb = config.cache_gb if config.cache_gb >= 0 else (4.0 if target.device.type == "cpu" else 0.0)
     stored = FeatureStore.open(config.data, drafter.feature_layers)
-    source = TargetSource(
-        target,
-        drafter.feature_layers,
-        drafter.kept_ids,
-        stored,
-        list(records["id"]) if stored else None,
-        cache_gb * 1e9,
-        parse_loss(config.loss).temperatures,
-    )
-    return source, stored is None or not stored.top_k
+    ids = list(records["id"]) if stored else None
+    at = parse_loss(config.loss).temperatures
+    return TargetSource(target, drafter.feature_layers, drafter.kept_ids, stored, ids, cache_gb * 1e9, at)
 
 
-def fit(config: Any, args: Any) -> dict[str, Any]:
-    """Trains and saves; returns what training.json holds."""
-    from transformers import PrinterCallback, ProgressCallback, set_seed
+def find_checkpoint(config: TrainConfig, args: TrainingArguments) -> str | None:
+    """The newest checkpoint in output_dir; with resume=false or without one, what an earlier run left there is deleted."""
     from transformers.trainer_utils import get_last_checkpoint
 
-    from drafttrain.data.loader import collate, pack_rows, training_rows
-    from drafttrain.losses import parse_loss
-    from drafttrain.training.callbacks import Progress, SaveOnTerm, TimeBudget
-    from drafttrain.training.on_policy import OnPolicy
-    from drafttrain.training.trainer import DrafterTrainer, forget_checkpoints, forget_drafter
+    from drafttrain.training.trainer import forget_checkpoints, forget_drafter
 
-    if config.loss != "next_token":
-        parse_loss(config.loss)  # a mistake here should not wait for a model to load
-    check_pretraining(config)
-    set_seed(args.seed)
-    target, records = prepare(config, args)
-    train_rows, held_out = training_rows(records, config.max_length, config.validation, args.seed)
-    drafter, vocab = build_drafter(config, target, records)
-    parameters = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
-    if args.process_index == 0:
-        print(
-            f"{len(train_rows)} conversations to train on, {len(held_out) if held_out else 0} held out; drafter "
-            f"{parameters / 1e6:.1f}M parameters; vocabulary {vocab['size']} of {vocab['vocab_size']} tokens covers "
-            f"{100 * vocab['coverage']:.2f} % of response tokens",
-            flush=True,
-        )
-    source, states = build_source(config, target, drafter, records)
-    on_policy = OnPolicy.of(config.on_policy, drafter, train_rows, target, config.max_length, args, config.packing)
-    if config.packing:
-        train_rows = pack_rows(train_rows, config.max_length, args.seed)
     if not config.resume:
         forget_checkpoints(args)
-    checkpoint = get_last_checkpoint(args.output_dir) if os.path.isdir(args.output_dir) else None
+    checkpoint = get_last_checkpoint(config.output_dir) if os.path.isdir(config.output_dir) else None
     if checkpoint is None:
         forget_drafter(args)
-    if config.init == "target" and checkpoint is None and states:
-        begin_from_least_squares(drafter, train_rows, source)
-    budget = [TimeBudget.after(config.max_minutes, checkpoint)] if config.max_minutes > 0 else []
+    return checkpoint
+
+
+def first_batches(rows: Dataset, device: torch.device) -> tuple[list[Batch], int]:
+    """The first rows, about START_TOKENS of them, as batches; and their number of tokens."""
+    from drafttrain.batch import Batch
+    from drafttrain.data.loader import collate
+
+    batches, tokens = [], 0
+    for begin in range(0, len(rows), 8):
+        part = [rows[i] for i in range(begin, min(begin + 8, len(rows)))]
+        batches.append(Batch.of(collate(part)).to(device))
+        tokens += sum(row["length"] for row in part)
+        if tokens >= START_TOKENS:
+            break
+    return batches, tokens
+
+
+def begin_from_least_squares(drafter: TrainableDrafter, rows: Dataset, source: BatchSource) -> None:
+    """Solves the drafter's closed-form start on some of the data, before the first step; some kinds have none."""
+    batches, tokens = first_batches(rows, drafter.device)
+    explained = drafter.solve_start(batches, source)  # type: ignore[arg-type]  # has_states: rows are TargetRows
+    if explained is not None:
+        share = f"{100 * explained:.0f} % of the target's last state"
+        print(f"least-squares start on {tokens} tokens explains {share}", flush=True)
+
+
+# -- fit: the loop ----------------------------------------------------------------------------------------------------
+
+
+def fit(config: TrainConfig, args: TrainingArguments, run: Prepared) -> tuple[DrafterTrainer, float]:
+    """Trains from the checkpoint or from the start; returns the trainer and the seconds it took. SIGTERM exits here."""
+    from transformers import PrinterCallback, ProgressCallback
+    from transformers.trainer_utils import get_last_checkpoint
+
+    from drafttrain.data.loader import collate
+    from drafttrain.training.callbacks import ProgressLines, SaveOnTerm, TimeBudget
+    from drafttrain.training.trainer import DrafterTrainer
+
+    budget = [TimeBudget.after(config.max_minutes, run.checkpoint)] if config.max_minutes > 0 else []
     trainer = DrafterTrainer(
-        model=drafter,
+        model=run.drafter,
         args=args,
-        train_dataset=train_rows,
-        eval_dataset=held_out,
+        train_dataset=run.train_rows,
+        eval_dataset=run.held_out,
         data_collator=collate,
-        target=target,
-        source=source,
-        on_policy=on_policy,
-        callbacks=[Progress(), *budget],
+        target=run.target,
+        source=run.source,
+        on_policy=run.on_policy,
+        callbacks=[ProgressLines(), *budget],
     )
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
-    if held_out is not None and config.decode_prompts > 0:
-        watch_acceptance(config, trainer, held_out)
+    if run.held_out is not None and config.decode_prompts > 0:
+        watch_acceptance(config, trainer, run.held_out)
     trainer.add_callback(term := SaveOnTerm())
-    if checkpoint and args.process_index == 0:
-        print(f"going on from {checkpoint}", flush=True)
+    if run.checkpoint and args.process_index == 0:
+        print(f"going on from {run.checkpoint}", flush=True)
     start = time.perf_counter()
     with term:
-        trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.train(resume_from_checkpoint=run.checkpoint)
         if term.received:
             if args.process_index == 0:
-                where = get_last_checkpoint(args.output_dir)
-                print(f"SIGTERM: saved {where}; the same command goes on from there", file=sys.stderr, flush=True)
+                where = get_last_checkpoint(config.output_dir)
+                print(f"SIGTERM: saved {where}; the same command continues from there", file=sys.stderr, flush=True)
             sys.exit(TERMINATED)
-        seconds = time.perf_counter() - start
-        trainer.take_best()
-        metrics = trainer.evaluate() if held_out is not None else {}
-        trainer.save_model()
-        if held_out is not None:
-            choose_tree(trainer, held_out)
-    used = on_policy.used if on_policy else 0
-    return summarise(config, trainer, seconds, metrics, {"parameters": parameters, "vocabulary": vocab}, used)
+    return trainer, time.perf_counter() - start
 
 
-def summarise(
-    config: Any, trainer: Any, seconds: float, metrics: dict[str, Any], drafter: dict[str, Any], on_policy_rows: int
-) -> dict[str, Any]:
-    """Writes training.json and returns what it holds."""
+def watch_acceptance(config: TrainConfig, trainer: DrafterTrainer, held_out: Dataset) -> None:
+    """Adds the callback that decodes held-out prompts during training."""
+    from drafttrain.drafters.common.tree_spec import TreeSpec
+    from drafttrain.evaluation.held_out import acceptance, first_prompts
+    from drafttrain.training.callbacks import DecodeHeldOut
+
+    target, spec = trainer.target, TreeSpec.parse(config.decode_tree)
+    prompts = first_prompts(held_out, config.decode_prompts, target.max_positions)
+    if prompts:
+
+        def decode(drafter: TrainableDrafter) -> dict[str, float]:
+            return acceptance(target, drafter, prompts, spec, config.decode_tokens)
+
+        trainer.add_callback(DecodeHeldOut(trainer, config.decode_steps, decode))
+
+
+# -- finish: the best weights, held-out figures, training.json --------------------------------------------------------
+
+
+def finish(config: TrainConfig, run: Prepared, trainer: DrafterTrainer, seconds: float) -> Json:
+    """Saves the best weights and training.json; returns what training.json holds."""
     from drafttrain.environment import __version__
     from drafttrain.files import write_json
+    from drafttrain.training.callbacks import SaveOnTerm
 
+    with SaveOnTerm():  # a signal must not end the process while it saves
+        trainer.take_best()
+        metrics = trainer.evaluate() if run.held_out is not None else {}
+        trainer.save_model()
+        if run.held_out is not None:
+            choose_tree(trainer, run.held_out)
     state, args = trainer.state, trainer.args
     losses = [entry["train_loss"] for entry in state.log_history if "train_loss" in entry]
     summary = {
         "drafttrain": __version__,
-        "config": dataclasses.asdict(config),
+        "config": asdict(config),
         "steps": state.global_step,
         "best": {"step": state.best_global_step, "accepted_length": state.best_metric},
         "seconds": round(seconds, 1),
         "train_loss": losses[-1] if losses else None,
         "held_out": metrics,
-        **drafter,
-        "target_features": trainer.source.hits,
-        "on_policy_rows": on_policy_rows,
+        **run.facts,
+        "target_features": run.source.hits,
+        "on_policy_rows": run.on_policy.used if run.on_policy else 0,
         "engine": type(trainer.model_wrapped).__name__,
         "device": str(args.device),
         "processes": args.world_size,
     }
     if args.process_index == 0:
-        write_json(Path(args.output_dir) / "training.json", summary)
+        write_json(Path(config.output_dir) / "training.json", summary)
     return summary
 
 
+def choose_tree(trainer: DrafterTrainer, held_out: Dataset) -> None:
+    """Writes the tree that the drafter suggests from held-out data to decoding.json; `drafttrain tune` finds better ones."""
+    from drafttrain.drafters.registry import decoding_file
+    from drafttrain.files import write_json
+    from drafttrain.training.callbacks import gather_drafter
+
+    first = trainer.is_world_process_zero()
+    drafter = gather_drafter(trainer.drafter, trainer.target, first)
+    if first and drafter is not None:
+        tree = drafter.eval().suggest_tree(first_batches(held_out, drafter.device)[0], trainer.source)
+        if tree is not None:
+            write_json(decoding_file(str(trainer.args.output_dir)), {"tree": tree})
+            print(f"default tree, by held-out accuracy: {tree}", flush=True)
+
+
 def run(args: argparse.Namespace) -> int:
+    """The command: setup, prepare, fit, finish, and a line about the result."""
     from drafttrain.training.failures import explained
 
     config, training_args = setup(args.config, args.overrides)
-    done = Path(config.output_dir) / "training.json"
-    if (
-        config.resume
-        and done.is_file()
-        and json.loads(done.read_text())["config"] == json.loads(json.dumps(dataclasses.asdict(config)))
-    ):
+    summary_file = Path(config.output_dir) / "training.json"
+    as_saved = json.loads(json.dumps(asdict(config)))
+    if config.resume and summary_file.is_file() and json.loads(summary_file.read_text())["config"] == as_saved:
         print(f"{config.output_dir} is already trained with this configuration (resume=false trains it again)")
         return 0
     with explained(training_args):
-        summary = fit(config, training_args)
+        prepared = prepare(config, training_args)
+        trainer, seconds = fit(config, training_args, prepared)
+        summary = finish(config, prepared, trainer, seconds)
     if training_args.process_index == 0:
         held, best = summary["held_out"], summary["best"]
         decoded = f"{best['accepted_length']:.2f} decoded at step {best['step']}, " if best["step"] else ""
         print(
             f"trained {summary['steps']} steps in {summary['seconds']:.0f} s on {summary['engine']}; held out: accepted length "
-            f"{decoded}{held.get('eval_accepted_length', float('nan')):.2f} teacher-forced\ndrafter: {config.output_dir}"
+            f"{decoded}{held.get('eval_accepted_length', float('nan')):.2f} estimated\ndrafter: {config.output_dir}"
         )
     return 0
 

@@ -1,8 +1,8 @@
 """What adaptive speculation costs where the drafter is useless, and what it keeps where the drafter is good.
 
-Four sides answer the same prompts in turn: plain decoding, the given tree, the same tree with @adapt, and the tree with @adapt
-on a drafter of random weights (the drafter's own shape). Decoders live on between prompts, as a server's do; the random
-drafter's begins anew with every repeat, so that what it costs to find out is part of the figure.
+Four sides answer the same prompts, interleaved: plain decoding, the given tree, the same tree with @adapt, and the tree with
+@adapt on a drafter of random weights (the drafter's own shape). Decoders persist between prompts, as a server's do; the random
+drafter's decoder is new in every repeat, so that the cost of adapting is part of the figure.
 
     python eval/bench_adaptive.py --target smollm2-135m --drafter runs/quickstart/drafter --tree dynamic:3,4,8 \
         --dtype bfloat16 --output eval/results/adaptive_smollm2-135m_cpu.json
@@ -31,7 +31,7 @@ GOAL = 0.97
 
 
 def randomised(name: str, target: Target) -> Any:
-    """The drafter with noise for weights, loaded as it is: it drafts as long as that and hits as good as never."""
+    """The drafter with noise for weights, loaded as it is: its drafting takes as long, and almost no token is accepted."""
     useless = load_trained(name)
     generator = torch.Generator().manual_seed(0)
     for parameter in useless.parameters():

@@ -4,6 +4,7 @@ Both sides continue the same prompts greedily, one at a time, for the same numbe
 as many threads. A tree round is a target pass over a root and n nodes with the head at each of them, at the prompts' end,
 against a pass over one token; drafting is not part of it. On a GPU, where rounds are replayed from CUDA graphs, another side
 runs them launch by launch. `--random` takes a Llama of random weights in place of a target, for machines without a network.
+`--against PATH` compares with another checkout instead: both run this benchmark, alternating, `--repeats` times each.
 
     python eval/bench_decode.py --target smollm2-135m --dtype bfloat16 \\
         --output eval/results/decode_smollm2-135m_cpu.json
@@ -16,23 +17,24 @@ import argparse
 import copy
 import statistics
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
-from benchmark import alternate, median, write_result
+from benchmark import against, alternate, median, write_result
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from drafttrain.evaluation.suites import load_suite, render, take_evenly
-from drafttrain.inference import Decoder
-from drafttrain.inference.static import TargetSteps
+from drafttrain.inference import Decoder, SamplingParams
+from drafttrain.inference.engine import Engine
 from drafttrain.target import DTYPES, Target, resolve_device, resolve_dtype
 
 GOAL = 1.5  # times transformers' generate; also the most that a tree round may cost, in plain steps
 NODES = (1, 4, 8, 16, 31, 63)
 
 
-def synchronise(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -42,7 +44,7 @@ def ours(target: Target, prompts: list[list[int]], count: int, graphs: bool) -> 
     began = time.perf_counter()
     for prompt in prompts:
         decoder.generate([prompt], max_new_tokens=count)
-    synchronise(target.device)
+    synchronize(target.device)
     seconds = time.perf_counter() - began
     return {"seconds": round(seconds, 3), "tokens_per_second": round(len(prompts) * count / seconds, 2)}
 
@@ -60,38 +62,33 @@ def theirs(model: Any, prompts: list[list[int]], count: int) -> dict[str, Any]:
             pad_token_id=0,
         )
         assert out.shape[1] == len(prompt) + count
-    synchronise(model.device)
+    synchronize(model.device)
     seconds = time.perf_counter() - began
     return {"seconds": round(seconds, 3), "tokens_per_second": round(len(prompts) * count / seconds, 2)}
 
 
 @torch.no_grad()
 def tree_rounds(target: Target, prompts: list[list[int]], repeats: int, graphs: bool) -> dict[str, float]:
-    """Milliseconds of a pass over a root and a random tree of n nodes, by n, in turn; 0 is a plain step."""
+    """Milliseconds of a pass over a root and a random tree of n nodes, by n, interleaved; 0 is a plain step."""
     generator = torch.Generator().manual_seed(0)
     times: dict[int, list[float]] = {n: [] for n in (0, *NODES)}
     for prompt in prompts:
-        steps = TargetSteps.lease(target, graphs)
-        cache = steps.open(len(prompt) + max(NODES) + 1, 1, (), choose=True)
-        cache.clear(0)
-        ids = torch.tensor([prompt], device=target.device)
-        cache.open([(0, len(prompt))])
-        target.forward(ids, (), cache.positions(target.device), cache)
-        cache.commit([range(len(prompt))])
-        for repeat in range(repeats + 1):
-            for n, seconds in times.items():
-                parents = [int(torch.randint(-1, node, (1,), generator=generator)) for node in range(n)]
-                tokens = torch.randint(target.vocab_size, (n + 1,), generator=generator).to(target.device)
-                synchronise(target.device)
-                began = time.perf_counter()
-                cache.open([(0, parents)])
-                out = steps.run(tokens)
-                (out.logits.argmax(-1) if out.choices is None else out.choices).tolist()
-                if repeat:  # the first round warms up
-                    seconds.append(time.perf_counter() - began)
-        steps.release()
-        if graphs and steps.failure:
-            raise SystemExit(f"static steps were not timed: {steps.failure}")
+        engine = Engine(target, len(prompt) + max(NODES) + 1, 1, SamplingParams(), graphs=graphs)
+        with closing(engine):
+            engine.read(0, torch.tensor(prompt, device=target.device))
+            for repeat in range(repeats + 1):
+                for n, seconds in times.items():
+                    parents = [int(torch.randint(-1, node, (1,), generator=generator)) for node in range(n)]
+                    tokens = torch.randint(target.vocab_size, (n + 1,), generator=generator).to(target.device)
+                    synchronize(target.device)
+                    began = time.perf_counter()
+                    engine.cache.open([(0, parents)])
+                    out = engine.run_target(tokens)
+                    (out.logits.argmax(-1) if out.choices is None else out.choices).tolist()
+                    if repeat:  # the first round warms up
+                        seconds.append(time.perf_counter() - began)
+            if graphs and engine.graph_failure:
+                raise SystemExit(f"static steps were not timed: {engine.graph_failure}")
     return {str(n): round(1000 * statistics.median(seconds), 2) for n, seconds in times.items()}
 
 
@@ -141,8 +138,11 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--against", type=Path, help="root of another checkout to compare with")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
+    if args.against:
+        return against(args.against, "tokens_per_second", ["autoregressive", "hf_generate"], args.repeats, args.output)
     target, model, prompts = load(args)
     gpu = target.device.type == "cuda"
     sides = {

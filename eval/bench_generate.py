@@ -1,10 +1,12 @@
-"""Response tokens per second: the slot engine against transformers' generate with batches of 64, in one run.
+"""Response tokens per second: our engine against transformers' generate with batches of 64, interleaved in one process.
 
 Both sides answer the same prompts with the same sampling, limit and dtype; a response ends at its stop token.
-transformers takes the prompts in the order they come, padded on the left. The sides take turns.
+transformers reads the prompts in their order, padded on the left. `--against PATH` compares with another checkout instead:
+both run this benchmark, alternating, `--repeats` times each.
 
     python eval/bench_generate.py --target smollm2-135m --count 256 --max-new-tokens 256 \\
         --output eval/results/generate_smollm2-135m_cpu.json
+    python eval/bench_generate.py --count 64 --max-new-tokens 64 --against ../before --output ratio.json
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ from typing import Any
 
 import torch
 import transformers
-from benchmark import alternate, median, write_result
+from benchmark import against, alternate, median, write_result
 
 from drafttrain.data.conversation import ChatRenderer
-from drafttrain.inference.slots import Request, SlotEngine
+from drafttrain.inference.responses import ResponseEngine, ResponseRequest
 from drafttrain.ops.sampling import SamplingParams
 from drafttrain.target import DTYPES, Target
 
@@ -56,8 +58,8 @@ def make_prompts(count: int, seed: int) -> list[str]:
 
 def run_slots(target: Target, prompts: list[list[int]], stop_ids: set[int], args: argparse.Namespace) -> dict[str, Any]:
     """One timed pass of our engine."""
-    engine = SlotEngine(target, slots=args.slots, max_length=max(map(len, prompts)) + args.max_new_tokens)
-    requests = [Request(str(i), ids, args.max_new_tokens, stop_ids) for i, ids in enumerate(prompts)]
+    engine = ResponseEngine(target, slots=args.slots, max_length=max(map(len, prompts)) + args.max_new_tokens)
+    requests = [ResponseRequest(str(i), ids, args.max_new_tokens, stop_ids) for i, ids in enumerate(prompts)]
     sampling = SamplingParams(args.temperature, args.top_k, args.top_p)
     start = time.perf_counter()
     lengths = [len(finished.tokens) for finished in engine.run(requests, sampling, seed=args.seed)]
@@ -115,12 +117,16 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--against", type=Path, help="root of another checkout to compare with")
     parser.add_argument("--output", type=Path)
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse_arguments()
+    if args.against:
+        sides = ["slots", f"hf_generate_batch_{args.batch_size}"]
+        return against(args.against, "tokens_per_second", sides, args.repeats, args.output)
     target = Target.load(args.target, args.dtype, args.device)
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         target.path, dtype=DTYPES.get(args.dtype, target.dtype), use_safetensors=True

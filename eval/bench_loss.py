@@ -1,7 +1,7 @@
 """The fused linear divergence against full logits with autograd, and on a GPU against Liger-Kernel's fused linear JSD.
 
 Each side turns drafter states [t, h] and head [v, h], and the target's states and head, into the loss and both gradients.
-Time: the sides in turn in one process. Memory: the most that a call adds to what its inputs take, on a GPU as torch's
+Time: the sides interleaved in one process. Memory: the most that a call adds to what its inputs take, on a GPU as torch's
 allocator counts it, on a CPU as the growth of resident memory in a process of the side's own (Linux).
 
 Sizes without flags: on a GPU 8192 tokens, 151,936 words, 1024 columns, bfloat16; on a CPU 4096, 49,152, 576, float32 (about
@@ -26,10 +26,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from benchmark import alternate, median, write_result
+from plain_divergence import plain_divergence
 from torch import Tensor
 
 from drafttrain.losses import TargetRows, linear_divergence, parse_loss
-from drafttrain.losses.reference import plain_divergence
 from drafttrain.target import DTYPES, resolve_device
 
 TIME_GOAL = 1 / 1.15

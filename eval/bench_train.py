@@ -1,9 +1,9 @@
 """Training throughput and peak memory of eagle3: our path, the same with plain logits and dense masks, and speculators.
 
 Every side trains the same drafter (same sizes, TTT depths, vocabulary, precision, AdamW, clipping) on the same packed rows of
-stored target states, in a process of its own, so that peaks are its own; one process works at a time, turn and turn about.
+stored target states, in a process of its own, so that peaks are its own; the processes run interleaved, one at a time.
 
-    ours          training/targets.py and drafters/eagle3.py as `drafttrain train` runs them offline
+    ours          training/feature_sources.py and drafters/eagle3 as `drafttrain train` runs them offline
     plain         the textbook: logits [rows, s, d] of every position and depth, attention under a dense [s, k*s] mask, the
                   target's logits over its whole vocabulary; fed with our weights, and checked to give our loss
     speculators   its model, loss and masks (eval/speculators_side.py), if --peer-python has them
@@ -27,8 +27,8 @@ from benchmark import alternate, median, write_result
 from side import Side, serve
 from torch import Tensor
 
-from drafttrain.batch import anchors_by_depth
-from drafttrain.data.loader import collate, pack_rows, to_batch, training_rows
+from drafttrain.batch import Batch, anchors_by_depth
+from drafttrain.data.loader import collate, pack_rows, training_rows
 from drafttrain.data.store import load_records
 from drafttrain.data.vocab import count_tokens, keep_frequent
 from drafttrain.drafters.base import StepInputs
@@ -57,7 +57,7 @@ def make_job(args: argparse.Namespace, device: torch.device, path: Path) -> dict
     for number, row in enumerate(wanted):
         if number % args.rows == 0:
             batches.append([])
-        packed = to_batch(collate([row]))
+        packed = Batch.of(collate([row]))
         documents = []
         for index, (_, start, length) in zip(row["index"], packed.conversations().tolist(), strict=True):
             part = slice(start, start + length)
@@ -115,7 +115,7 @@ def our_step(job: dict[str, Any], target: Target, drafter: Eagle3) -> Step:
     def step(number: int) -> Tensor:
         rows = job["rows"][number * job["rows_per_batch"] : (number + 1) * job["rows_per_batch"]]
         inputs = collate(rows)
-        batch = to_batch(inputs).to(target.device)
+        batch = Batch.of(inputs).to(target.device)
         count = float((inputs["shift_labels"] != -100).sum())
         read = StepInputs(batch, target.embed(batch.input_ids), *source(batch), total=count, measure=False)
         return drafter(read).loss
@@ -131,7 +131,7 @@ def plain_step(job: dict[str, Any], target: Target, drafter: Eagle3) -> Step:
 
     def step(number: int) -> Tensor:
         rows = job["rows"][number * job["rows_per_batch"] : (number + 1) * job["rows_per_batch"]]
-        batch = to_batch(collate(rows)).to(target.device)
+        batch = Batch.of(collate(rows)).to(target.device)
         b, s = batch.input_ids.shape
         features, last, document, place = _lay_out(job["batches"][number], b, s, target.device)
         with torch.no_grad():

@@ -55,28 +55,29 @@ class Parts:
 
 def profile(target: Target, drafter: Any, spec: str, sampling: SamplingParams, prompts: list[list[int]], count: int):
     parts = Parts()
-    saved = {name: getattr(engine.Decoder, name) for name in ("_round", "_draft", "_extend")}
+    saved = {name: getattr(engine.Engine, name) for name in ("round", "_draft", "_read_pending")}
     verify, commit = engine.verify_batch, TreeCache.commit
     owned = [(target, "forward", "target"), (target, "head", "head")]
     stepping = getattr(drafter, "main", drafter)  # of a combined drafter, the one that has a forward
     owned += [(stepping, name, "draft steps") for name in ("step", "step_alone") if hasattr(stepping, name)]
-    parts.wrap(engine.Decoder, "_draft", "tree building")
-    parts.wrap(engine.Decoder, "_extend", "extend")
+    parts.wrap(engine.Engine, "_draft", "tree building")
+    parts.wrap(engine.Engine, "_read_pending", "extend")
     parts.wrap(engine, "verify_batch", "verify")
     parts.wrap(TreeCache, "commit", "commit")
     for owner, attribute, part in owned:
         parts.wrap(owner, attribute, part)
-    inner = engine.Decoder._round
+    inner = engine.Engine.round
 
-    def timed_round(self: Any, rows: Any) -> Any:
+    def timed_round(self: Any) -> Any:
         parts.on = True
         began = time.perf_counter()
-        told = list(inner(self, rows))
-        parts.seconds["round"] += time.perf_counter() - began
+        news = list(inner(self))
+        if news:
+            parts.seconds["round"] += time.perf_counter() - began
         parts.on = False
-        return iter(told)
+        return iter(news)
 
-    engine.Decoder._round = timed_round  # type: ignore[method-assign]
+    engine.Engine.round = timed_round  # type: ignore[method-assign]
     tokens = rounds = 0
     try:
         for prompt in prompts:
@@ -86,7 +87,7 @@ def profile(target: Target, drafter: Any, spec: str, sampling: SamplingParams, p
             tokens, rounds = tokens + stats.new_tokens - 1, rounds + stats.target_passes
     finally:
         for name, method in saved.items():
-            setattr(engine.Decoder, name, method)
+            setattr(engine.Engine, name, method)
         engine.verify_batch, TreeCache.commit = verify, commit  # type: ignore[method-assign]
         for owner, attribute, _ in owned:
             delattr(owner, attribute)

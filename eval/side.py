@@ -45,7 +45,7 @@ def _memory(device: torch.device, reset: bool = False) -> tuple[float, float]:
         return torch.cuda.memory_allocated() / 1e6, torch.cuda.max_memory_allocated() / 1e6
     if reset:
         with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")  # lets VmHWM begin anew
+            file.write("5")  # lets VmHWM start again
     with open("/proc/self/status") as file:
         lines = dict(line.split(":", 1) for line in file if line.startswith("Vm"))
     now, most = (int(lines[name].split()[0]) * 1024 / 1e6 for name in ("VmRSS", "VmHWM"))

@@ -12,7 +12,7 @@ import torch
 import drafttrain
 from drafttrain import Target, evaluate, generate, load_drafter, stream
 from drafttrain.errors import UserError
-from drafttrain.inference.text import TextStream
+from drafttrain.inference.sequence import TextStream
 from tests.conftest import make_target, make_tokenizer
 from tests.drafters.test_eagle3 import make_drafter
 from tests.inference.fakes import hf_greedy

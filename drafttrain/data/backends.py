@@ -23,7 +23,7 @@ import httpx
 from drafttrain.data.conversation import ChatRenderer, Conversation
 from drafttrain.errors import UserError
 from drafttrain.files import Json
-from drafttrain.inference.slots import Finished, Request, SlotEngine
+from drafttrain.inference.responses import Finished, ResponseEngine, ResponseRequest
 from drafttrain.ops.sampling import SamplingParams
 from drafttrain.target import Target
 
@@ -83,7 +83,7 @@ class LocalBackend(Backend):
 
     def __init__(self, target: Target, settings: ResponseSettings, slots: int, feature_layers: Sequence[int]):
         self.settings = settings
-        self.engine = SlotEngine(target, slots, settings.max_length, feature_layers)
+        self.engine = ResponseEngine(target, slots, settings.max_length, feature_layers)
 
     @property
     def new_tokens(self) -> int:
@@ -94,10 +94,10 @@ class LocalBackend(Backend):
     ) -> Iterator[tuple[Conversation, Finished]]:
         settings, running = self.settings, dict[str, Conversation]()
 
-        def requests() -> Iterator[Request]:
+        def requests() -> Iterator[ResponseRequest]:
             for it in conversations:
                 running[it.id] = it
-                yield Request(it.id, list(it.tokens), settings.max_new_tokens, settings.renderer.stop_ids)
+                yield ResponseRequest(it.id, list(it.tokens), settings.max_new_tokens, settings.renderer.stop_ids)
 
         def follow_up(finished: Finished) -> list[int] | None:
             it = running[finished.key]

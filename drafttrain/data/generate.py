@@ -20,7 +20,7 @@ from drafttrain.environment import __version__
 from drafttrain.errors import UserError
 from drafttrain.files import Json, read_jsonl, write_json
 from drafttrain.flags import add_sampling_flags, add_target_flags, load_target, sampling_of
-from drafttrain.inference.slots import Finished
+from drafttrain.inference.responses import Finished
 from drafttrain.progress import Progress
 from drafttrain.target import Target
 from drafttrain.target.shell import load_shell
@@ -189,7 +189,8 @@ def choose_slots(text: str, target: Target, max_length: int, features: int = 0) 
     config = target.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    token = 2 * target.num_layers * heads * width * target.compute_dtype.itemsize  # bytes per token: keys and values
+    itemsize = 4 if target.device.type == "cpu" else target.compute_dtype.itemsize  # a CPU's cache is float32
+    token = 2 * target.num_layers * heads * width * itemsize  # bytes per token: keys and values
     token += (features + 1) * target.hidden_size * 2 if features else 0  # captured states in bfloat16
     on_gpu = target.device.type == "cuda"
     if on_gpu:

@@ -1,15 +1,16 @@
-"""From stored conversations to training batches."""
+"""Stored conversations as training rows, packed rows and collated batches.
+
+A row is {tokens, spans, length, index}; a packed row has a list of indices and `documents`, the length of each conversation.
+"""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from datasets import Dataset
 from torch import Tensor
 
-from drafttrain.batch import Batch
 from drafttrain.errors import UserError
+from drafttrain.files import Json
 
 
 def training_rows(records: Dataset, max_length: int, validation: float, seed: int) -> tuple[Dataset, Dataset | None]:
@@ -26,8 +27,8 @@ def training_rows(records: Dataset, max_length: int, validation: float, seed: in
         UserError: nothing is left to train on.
     """
 
-    def cut(row: dict[str, Any], index: int) -> dict[str, Any]:
-        # Nothing can stand before token 0, so a response that begins there has one anchor less.
+    def cut(row: Json, index: int) -> Json:
+        # No token precedes token 0, so a response that begins there has one anchor less.
         spans = [[a, min(b, max_length)] for a, b in row["spans"] if min(b, max_length) - max(a, 1) >= 2]
         tokens = row["tokens"][:max_length]
         return {"tokens": tokens, "spans": spans, "length": len(tokens), "index": index}
@@ -47,15 +48,14 @@ def training_rows(records: Dataset, max_length: int, validation: float, seed: in
     return split["train"], split["test"]
 
 
-# Rows that are still being filled. More waste less room and cost more looking.
+# Number of open bins: more pack tighter but search slower.
 _OPEN_ROWS = 64
 
 
 def fill_rows(lengths: list[int], max_length: int, seed: int) -> list[list[int]]:
-    """Which conversations share a row of at most max_length tokens: each goes into the first open row with room for it.
+    """Assigns conversations to rows of at most max_length tokens: first fit, in an order that the seed shuffles.
 
-    They come in an order drawn by the seed, so the same lengths and seed give the same rows, and neighbours are no more
-    alike than chance has it.
+    The same lengths and seed give the same rows.
 
     Args:
         lengths: of the conversations, none above max_length.
@@ -80,9 +80,9 @@ def fill_rows(lengths: list[int], max_length: int, seed: int) -> list[list[int]]
     return packed
 
 
-def join_rows(members: list[dict[str, Any]]) -> dict[str, Any]:
-    """One row of several {tokens, spans, length, index}; its index and documents hold the number and length of each."""
-    result: dict[str, Any] = {"tokens": [], "spans": [], "index": [], "documents": []}
+def join_rows(members: list[Json]) -> Json:
+    """One packed row from several rows; its index and documents hold the index and length of each."""
+    result: Json = {"tokens": [], "spans": [], "index": [], "documents": []}
     for member in members:
         begin = len(result["tokens"])
         result["spans"] += [[begin + start, begin + end] for start, end in member["spans"]]
@@ -93,25 +93,24 @@ def join_rows(members: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def pack_rows(rows: Dataset, max_length: int, seed: int) -> Dataset:
-    """Packs rows {tokens, spans, length, index} into such of at most max_length tokens, with `documents` each."""
+    """Packs rows into rows of at most max_length tokens."""
 
-    def joined(row: dict[str, Any]) -> dict[str, Any]:
+    def joined(row: Json) -> Json:
         return join_rows([rows[number] for number in row["members"]])
 
     members = Dataset.from_dict({"members": fill_rows(list(rows["length"]), max_length, seed)})
     return members.map(joined, remove_columns="members", desc="packing")
 
 
-def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+def collate(rows: list[Json]) -> dict[str, Tensor]:
     """Right-pads rows, packed or not.
 
     Returns:
         input_ids [b, s], lengths [b], response_mask [b, s], index [c], for packed rows documents [c, 3], all as in `Batch`;
-        and shift_labels [b, s], which hold 0 at every depth-0 anchor and -100 elsewhere: the loop counts them to know the
-        anchors of a whole optimizer step.
+        and shift_labels [b, s], 0 at every depth-0 anchor and -100 elsewhere, which the trainer counts per optimizer step.
     """
     b, s = len(rows), max(row["length"] for row in rows)
-    input_ids = torch.zeros(b, s, dtype=torch.long)
+    input_ids = torch.zeros(b, s, dtype=torch.long)  # [b, s]
     response_mask = torch.zeros(b, s, dtype=torch.bool)
     for i, row in enumerate(rows):
         input_ids[i, : row["length"]] = torch.as_tensor(row["tokens"])
@@ -124,7 +123,9 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         start = 0
         for length in row.get("documents", ()):
             documents.append([i, start, length])
-            response_mask[i, start] = False  # no anchor precedes it, and a neighbour's response must not go on here
+            response_mask[i, start] = (
+                False  # no anchor precedes it, and the previous conversation's response ends before it
+            )
             start += length
     labels = torch.full((b, s), -100)
     labels[:, :-2][response_mask[:, 1:-1] & response_mask[:, 2:]] = 0
@@ -136,8 +137,3 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         "shift_labels": labels,
         **({"documents": torch.tensor(documents)} if documents else {}),
     }
-
-
-def to_batch(inputs: dict[str, Tensor]) -> Batch:
-    ids, lengths, mask, index = (inputs[name] for name in ("input_ids", "lengths", "response_mask", "index"))
-    return Batch(ids, lengths, mask, index, inputs.get("documents"))

@@ -19,7 +19,7 @@ from drafttrain.data.chat import decode, has_template, text_ids, text_prompt, us
 from drafttrain.data.filters import is_repetitive
 from drafttrain.data.row_formats import Prompt
 from drafttrain.errors import UserError
-from drafttrain.inference.slots import Finished, Request
+from drafttrain.inference.responses import Finished, ResponseRequest
 from drafttrain.target import Target
 
 # First words of user turns, ten per group, so that each group gets its share.
@@ -90,13 +90,13 @@ class PromptWriter:
         longest = max((len(text_ids(self.tokenizer, opening)) for opening in self.openings), default=0)
         return len(self.prefix_ids) + longest + self.max_tokens + 1  # 1: the stop token
 
-    def requests(self, start: int) -> Iterator[Request]:
+    def requests(self, start: int) -> Iterator[ResponseRequest]:
         """Endless requests from number `start` on; their keys are the numbers."""
         number = start
         while True:
             opening, limit = self._plan(number)
             prompt = self.prefix_ids + text_ids(self.tokenizer, opening)
-            yield Request(str(number), prompt, limit, self.stop_ids)
+            yield ResponseRequest(str(number), prompt, limit, self.stop_ids)
             number += 1
 
     def prompt(self, finished: Finished) -> Prompt | str:

@@ -1,6 +1,6 @@
-"""Conversations as token rows: where the prompt ends and the assistant speaks, from the chat template itself.
+"""Conversations as token rows with the spans that the assistant wrote, found by rendering the chat template.
 
-Spans come from rendering the conversation turn by turn, never from searching for markers in text:
+The conversation is rendered turn by turn; the code never searches for a template's markers in text:
 
     render(messages[:i], add_generation_prompt=True)     p p p p p p
     render(messages[:i + 1])                             p p p p p p r r r r e n
@@ -13,19 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from drafttrain.data.chat import Message, decode, encode, render_text
 from drafttrain.data.row_formats import parse_row
 from drafttrain.errors import UserError
-from drafttrain.files import read_jsonl
+from drafttrain.files import Json, read_jsonl
 
 
 class TemplateRewrites(UserError):
-    """The chat template renders an earlier turn differently once a later one follows (it drops old reasoning, say)."""
+    """The chat template renders an earlier turn differently once a later one follows, for example without its reasoning."""
 
 
-def conversation_record(tokenizer: Any, messages: Sequence[Message], id: str) -> dict[str, Any]:
+def conversation_record(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], id: str) -> Json:
     """A conversation as tokens with the spans that the assistant wrote.
 
     Args:
@@ -50,14 +51,14 @@ def conversation_record(tokenizer: Any, messages: Sequence[Message], id: str) ->
     return {"id": id, "tokens": tokens[: spans[-1][1]], "spans": spans, "finish": finish}
 
 
-def conversation_records(tokenizer: Any, path: Path) -> Iterator[dict[str, Any]]:
+def conversation_records(tokenizer: PreTrainedTokenizerBase, path: Path) -> Iterator[Json]:
     """Records of a JSONL file of conversations: OpenAI, ShareGPT, or instruction and answer.
 
-    A conversation whose template rewrites earlier turns becomes one record per assistant turn (id "row/2" for message
-    2), each rendered as the target would have seen it at that point.
+    If the template rewrites earlier turns, a conversation becomes one record per assistant turn (id "row/2" for message 2),
+    each rendered as the target sees it at that point.
 
     Raises:
-        UserError: as in `conversation_record`, or a row that is no conversation.
+        UserError: as in `conversation_record`, or a row that is not a conversation.
     """
     for number, row in read_jsonl(path):
         messages = (parse_row(row) or {}).get("messages")
@@ -85,9 +86,9 @@ def _assistant_turns(messages: Sequence[Message], id: str) -> list[int]:
 
 
 def _add_turn(
-    tokenizer: Any, messages: Sequence[Message], i: int, id: str, tokens: list[int], text: str
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], i: int, id: str, tokens: list[int], text: str
 ) -> tuple[list[int], str, list[int], str]:
-    """Appends the prompt before message i and the message itself to a row that holds the turns before.
+    """Appends the prompt before message i and message i to a row that holds the earlier turns.
 
     Returns:
         The row's tokens and text, the span of message i in it, and how it ends.
@@ -100,7 +101,7 @@ def _add_turn(
     if not before or not after.startswith(before):
         raise UserError(
             f"{where}: the assistant's turn does not begin where the chat template's generation prompt ends, so its "
-            "span cannot be told; start with a user turn, or let the target answer anew: drafttrain generate"
+            "span is unknown; start with a user turn, or let the target answer again: drafttrain generate"
         )
     prompt = _extend(tokenizer, tokens, text, before)
     row = _extend(tokenizer, prompt, before, after)
@@ -108,11 +109,11 @@ def _add_turn(
     return row, after, [len(prompt), len(prompt) + length], "stop" if stopped else "length"
 
 
-def _extend(tokenizer: Any, tokens: list[int], text: str, longer: str) -> list[int]:
-    """Token ids of `longer`, which begins with `text`, such that they begin with `tokens`, the ids of `text`.
+def _extend(tokenizer: PreTrainedTokenizerBase, tokens: list[int], text: str, longer: str) -> list[int]:
+    """Token ids of `longer` that begin with `tokens`, the ids of its prefix `text`.
 
-    Where a token would reach across the border (a line break that ends the prompt and one that begins the answer), the
-    rest is encoded on its own: the target, too, writes its answer after a finished prompt.
+    If a token would span the border (a line break that ends the prompt and one that begins the answer), the rest is encoded
+    separately, as the target generates its answer after a complete prompt.
     """
     ids = encode(tokenizer, longer)
     if ids[: len(tokens)] == tokens:
@@ -120,18 +121,18 @@ def _extend(tokenizer: Any, tokens: list[int], text: str, longer: str) -> list[i
     return tokens + tokenizer(longer[len(text) :], add_special_tokens=False)["input_ids"]
 
 
-def _response_length(tokenizer: Any, tail: list[int], content: str, where: str) -> tuple[int, bool]:
-    """How many tokens of `tail` the target would write: the answer and, where there is one (True), the stop token."""
-    wanted = content.strip()  # many templates strip what they are given
+def _response_length(tokenizer: PreTrainedTokenizerBase, tail: list[int], content: str, where: str) -> tuple[int, bool]:
+    """Number of tokens in `tail` that the target generates: the answer and the stop token, if there is one (True)."""
+    wanted = content.strip()  # many templates strip the content
     if not wanted:
         raise UserError(f"{where}: empty mask: the assistant's content is empty; drop such rows")
     text = decode(tokenizer, tail)
-    # What a template puts before the content (an empty reasoning block) may happen to contain it, so look behind that.
+    # Text that the template puts before the content (an empty reasoning block) may contain it, so search from the end.
     begin = text.find(wanted) if text.lstrip().startswith(wanted) else text.rfind(wanted)
     if begin < 0:
         raise UserError(
             f"{where}: the chat template's rendering does not contain the assistant's content as given "
-            f"({wanted[:40]!r}...), so its mask cannot be verified; let the target answer anew: drafttrain generate"
+            f"({wanted[:40]!r}...), so its mask cannot be verified; let the target answer again: drafttrain generate"
         )
     end = len(tail)
     while len(decode(tokenizer, tail[: end - 1])) >= begin + len(wanted):

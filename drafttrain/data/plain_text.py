@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from datasets import Dataset
 
 from drafttrain.errors import UserError
+from drafttrain.files import Json, read_jsonl
 from drafttrain.target import Target
 
 _SUFFIXES = (".txt", ".jsonl")
 
 
 def is_text(data: str) -> bool:
-    """True if `data` names a text file, not the folder of a data set."""
+    """Whether `data` names a text file instead of the folder of a data set."""
     return data.endswith(_SUFFIXES)
 
 
@@ -25,25 +24,21 @@ def _documents(path: Path) -> Iterator[str]:
     if path.suffix == ".txt":
         yield path.read_text(encoding="utf-8")
         return
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                if line.strip():
-                    yield str(json.loads(line)["text"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise UserError(
-                    f'{path}:{number} is no {{"text": "..."}} ({error!r}); mend or delete that line'
-                ) from error
+    wanted = 'write {"text": "..."} or delete the line'
+    for number, row in read_jsonl(path, fix=wanted):
+        if "text" not in row:
+            raise UserError(f"{path} line {number}: no key 'text'; {wanted}")
+        yield str(row["text"])
 
 
 def load_text(data: str, target: Target, max_length: int) -> Dataset:
-    """Documents one after the other, an end-of-sequence token behind each, cut into rows of max_length tokens.
+    """Reads documents, puts an end-of-sequence token after each, and cuts the sequence into rows of max_length tokens.
 
     Returns:
-        Rows {id, tokens, spans}; all of a row is to be learned.
+        Rows {id, tokens, spans}; the span covers the row.
 
     Raises:
-        UserError: no such file, a line that is not understood, or no text in it.
+        UserError: no such file, a line without text, or an empty file.
     """
     path = Path(data).expanduser()
     if not path.is_file():
@@ -51,7 +46,7 @@ def load_text(data: str, target: Target, max_length: int) -> Dataset:
             f"data={data!r}: no such text file; give a .txt, a .jsonl of {{'text': ...}}, or a data set folder"
         )
 
-    def rows() -> Iterator[dict[str, Any]]:
+    def rows() -> Iterator[Json]:
         end = [target.tokenizer.eos_token_id] if target.tokenizer.eos_token_id is not None else []
         held: list[int] = []
         count = 0

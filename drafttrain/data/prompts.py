@@ -24,7 +24,7 @@ from drafttrain.progress import Progress
 
 if TYPE_CHECKING:
     from drafttrain.data.magpie import PromptWriter
-    from drafttrain.inference.slots import Finished
+    from drafttrain.inference.responses import Finished
     from drafttrain.target import Target
 
 HELP = """Collect prompts for the target to answer, one JSON object per line: {"id", "messages" or "text", "source"}.
@@ -167,13 +167,13 @@ def write_prompts(
 def magpie_prompts(args: argparse.Namespace, keep: Filter, target: Target, settings: Json) -> list[Json]:
     """Runs the target in the inference engine as the writer of prompts."""
     from drafttrain.data.magpie import PromptWriter, load_openings
-    from drafttrain.inference.slots import SlotEngine
+    from drafttrain.inference.responses import ResponseEngine
     from drafttrain.ops.sampling import SamplingParams
 
     sampling = SamplingParams(args.temperature, 0, args.top_p)
     writer = PromptWriter(target, load_openings(args.openings), args.opening_share, args.max_prompt_tokens, args.seed)
     log = JsonlLog(_partial_path(args.output), settings)
-    engine = SlotEngine(target, slots=args.slots, max_length=writer.max_length)
+    engine = ResponseEngine(target, slots=args.slots, max_length=writer.max_length)
 
     def answers(start: int) -> Iterator[Finished]:
         return engine.run(writer.requests(start), sampling, args.seed)

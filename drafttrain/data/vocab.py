@@ -1,16 +1,17 @@
-"""The drafter's pruned vocabulary: which target tokens it can say, and how much of the text they cover."""
+"""The drafter's kept vocabulary: which target tokens it can propose, and the share of the text that they cover."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from drafttrain.files import Json
 
-def count_tokens(records: Iterable[dict[str, Any]], vocab_size: int) -> Tensor:
-    """How often each id occurs in responses.
+
+def count_tokens(records: Iterable[Json], vocab_size: int) -> Tensor:
+    """Occurrences of each id in responses.
 
     Args:
         records: with `tokens` and response `spans`, as the store yields them.
@@ -26,11 +27,11 @@ def count_tokens(records: Iterable[dict[str, Any]], vocab_size: int) -> Tensor:
     return counts
 
 
-def keep_frequent(counts: Tensor, size: int, always: Sequence[int] = ()) -> tuple[Tensor, dict[str, Any]]:
+def keep_frequent(counts: Tensor, size: int, always: Sequence[int] = ()) -> tuple[Tensor, Json]:
     """The `size` most frequent ids, in ascending order, and a report.
 
     Args:
-        counts: [v] int64. size: d; 0 or >= v keeps everything. always: ids kept whatever their count (end of sequence).
+        counts: [v] int64. size: d; 0 or >= v keeps everything. always: ids kept regardless of their count (end of sequence).
 
     Returns:
         kept ids [d] int64, and {size, vocab_size, coverage (share of response tokens that are kept), seen (distinct ids)}.

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from torch import Tensor
 
-from drafttrain.batch import Batch, StepOutput, TargetOutput, TokenTree
+from drafttrain.batch import Batch, StepOutput, TokenTree
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.files import Json
@@ -29,8 +29,8 @@ from drafttrain.losses import TargetRows
 from drafttrain.ops.sampling import Sampler
 from drafttrain.target import Target
 
-# Runs the target on a batch: its features, its distributions, and the row of each position [b, s] (-1 where none is needed).
-Source = Callable[[Batch], tuple[TargetOutput, TargetRows, Tensor]]
+# Runs the target on a batch: features [b, s, f*h], distributions, row of each position [b, s] (-1 where none is needed).
+Source = Callable[[Batch], tuple[Tensor, TargetRows, Tensor]]
 # The kept target ids [d] for a vocabulary of at most `size` tokens; 0 keeps all.
 KeepTokens = Callable[[int], Tensor]
 # Of several sessions, entry i belongs to session i: tokens or features, shapes of trees, what draws the trees' tokens.
@@ -47,7 +47,7 @@ class StepInputs(NamedTuple):
     Attributes:
         batch: tokens and masks [b, s].
         embeds: [b, s, h], the target's embeddings of the batch's tokens.
-        output: the target's features [b, s, f*h] for `feature_layers`.
+        features: [b, s, f*h], the target's for `feature_layers`.
         rows: the target's distributions; with `pretrains` None: the loss is the batch's own next tokens'.
         row_of: [b, s] int64, the row of each position in `rows`; -1 where none is needed.
         total: anchors in the whole optimizer step, over all ranks and accumulation steps; the loss is divided by it.
@@ -56,7 +56,7 @@ class StepInputs(NamedTuple):
 
     batch: Batch
     embeds: Tensor
-    output: TargetOutput
+    features: Tensor
     rows: TargetRows
     row_of: Tensor
     total: Tensor | float

@@ -1,8 +1,9 @@
-"""What the real decoder accepts on a few held-out prompts: the figure that training's best checkpoint is chosen by."""
+"""Accepted length of real decoding on a few held-out prompts, by which training selects its best checkpoint."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from drafttrain.drafters.base import Drafter
@@ -12,11 +13,11 @@ from drafttrain.inference import Decoder
 from drafttrain.target import Target
 
 
-def first_prompts(rows: Any, count: int, context: int | None) -> list[list[int]]:
-    """What stands before the first response of the first held-out conversations.
+def first_prompts(rows: Iterable[Mapping[str, Any]], count: int, context: int | None) -> list[list[int]]:
+    """The tokens before the first response of the first `count` conversations.
 
     Args:
-        rows: with `tokens` and `spans`. context: the target's longest sequence; half of it is left for the answer.
+        rows: with `tokens` and `spans`. context: the target's longest sequence; half of it stays free for the answer.
     """
     prompts: list[list[int]] = []
     for row in rows:
@@ -31,11 +32,11 @@ def first_prompts(rows: Any, count: int, context: int | None) -> list[list[int]]
 def acceptance(
     target: Target, drafter: Drafter, prompts: list[list[int]], spec: TreeSpec, max_new_tokens: int
 ) -> dict[str, float]:
-    """Decodes the prompts greedily, all of them together.
+    """Decodes the prompts greedily in one batch.
 
     Returns:
-        accepted_length: tokens committed per target pass, the bonus token included; acceptance@k: of the rounds that
-        accepted k-1 tokens, the share that accepted another one.
+        accepted_length: tokens committed per target pass, bonus token included. acceptance@k: the share that accepted
+        another token of the rounds that accepted k-1.
     """
     decoder = Decoder(target, drafter, spec=spec, max_rows=len(prompts))
     every = [made.stats for made in decoder.generate(prompts, max_new_tokens=max_new_tokens)]

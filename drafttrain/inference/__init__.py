@@ -1,15 +1,8 @@
-"""Lossless speculative decoding: draft -> verify -> commit."""
+"""The inference engine: continuous batching with lossless speculative decoding."""
 
-from drafttrain.inference.engine import (
-    Decoder,
-    Generation,
-    Stats,
-    generate,
-    generate_batch,
-    stream,
-    strip_padding,
-    token_limit,
-)
+from drafttrain.inference.decode import generate, generate_batch, stream, strip_padding
+from drafttrain.inference.engine import Decoder
+from drafttrain.inference.sequence import Generation, Stats, token_limit
 from drafttrain.ops.sampling import SamplingParams
 
 __all__ = [

@@ -1,120 +1,339 @@
-"""Draft, verify, commit: one loop for every kind of drafter, every shape of tree, every batch, and for no drafter at all.
+"""The inference engine: draft, verify, commit; one continuous batch for every drafter, every tree, and no drafter at all.
 
-    join       target over the prompts of new rows         -> first tokens (uncommitted roots), features for the drafter
-    round      drafter.propose_all                         -> a tree below each row's root (and probes, if the kind has any)
+    prefill    target over the prompts of new sequences    -> first tokens (uncommitted roots), features for the drafter
+    round      drafter.propose_all                         -> a tree below each sequence's root (and probes)
                target over all [root + nodes], packed      -> logits at each of them
-               verify, row by row                          -> accepted path + bonus token, which is the row's next root
+               verify                                      -> accepted path + bonus token, which is the next root
                cache.commit, drafter.extend_all            -> both hold committed tokens only
 
-Rows are packed, not padded: a forward is [1, N] over the new tokens of all rows, and only attention knows about rows. So
-each row accepts what it accepts, finished rows retire and waiting prompts take their place, at no cost to the others.
-Without a drafter the trees are empty and a round is a plain decoding step, by the very same code.
+Sequences are packed, not padded: a forward is [1, N] over the new tokens of all sequences, and only attention separates the
+rows. So each sequence accepts its own number of tokens, finished ones leave, and waiting prompts take their rows at no cost to
+the others. Without a drafter the trees are empty and a round is a plain decoding step of the same code.
+
+An `Engine` is the state of one call: its cache, its sequences, its captured passes. `Decoder` (prompts to tokens, with or
+without a drafter) and `responses.ResponseEngine` (any number of requests, for data) make one per call, so they may serve
+several threads and interleaved streams.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
+from collections.abc import Sequence as Items
+from contextlib import closing
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from drafttrain.batch import TargetOutput, TokenTree
+from drafttrain.batch import TokenTree
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
-from drafttrain.inference.adaptive import Adaptive, Pace, Round
-from drafttrain.inference.rows import Row, chunks
-from drafttrain.inference.static import TargetSteps
-from drafttrain.inference.stats import Generation, Stats
-from drafttrain.inference.text import TextStream, check_stop
+from drafttrain.inference.adaptive import Adaptive, Pace, RoundReport
+from drafttrain.inference.sequence import Generation, Sequence, Stats, TextStream, check_stop, chunks, token_limit
+from drafttrain.inference.static import Pass, TargetSteps
 from drafttrain.inference.verify import Verdict, Verifier, verify_batch
 from drafttrain.ops.sampling import SamplingParams, argmax
 from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target import Target
 
-# Most tokens of one prefill forward: it bounds activations and features, whatever the length of a prompt.
+# Most tokens of one prefill forward: bounds activations and features for prompts of any length.
 _CHUNK = 2048
+Prompt = Tensor | Items[int]
+NewTokens = tuple[Sequence, list[int]]
+Observer = Callable[[int, TokenTree, Verdict, Tensor], None]
 
 
-def token_limit(target: Target, prompt_tokens: int, max_new_tokens: int) -> int:
-    """How many tokens may follow the prompt: max_new_tokens, or less where the target's context ends first.
+class Engine:
+    """A continuous batch. Callers add sequences with `prefill`, advance all with `round`, and `release` finished ones.
 
-    Raises:
-        UserError: nothing to continue from, no room, or no token asked for.
+    Args:
+        target: the target.
+        capacity: positions per row; `reserve` grows it. rows: most sequences at a time.
+        sampling: of all sequences.
+        drafter, spec, pace: as in `Decoder`; nothing is drafted without a drafter.
+        graphs: see `TargetSteps.lease`.
+        capture: without a drafter, target states that `Sequence.states` collects; see `Target.forward`.
+        observer: see `Decoder`.
+
+    Attributes:
+        active: running sequences. free: unused rows.
+        cache: keys and values of all rows.
     """
-    if max_new_tokens < 1:
-        raise UserError(f"max_new_tokens={max_new_tokens} must be at least 1")
-    if prompt_tokens < 1:
-        raise UserError("prompt is empty: decoding needs at least one token; add a BOS token or some text")
-    context = target.max_positions
-    if context is None:
-        return max_new_tokens
-    if prompt_tokens >= context:
-        raise UserError(
-            f"prompt has {prompt_tokens} tokens, but target {target.name!r} reads at most {context}; shorten the prompt"
-        )
-    return min(max_new_tokens, context - prompt_tokens)
 
+    def __init__(
+        self,
+        target: Target,
+        capacity: int,
+        rows: int,
+        sampling: SamplingParams,
+        *,
+        drafter: Drafter | None = None,
+        spec: TreeSpec | None = None,
+        pace: Pace | None = None,
+        graphs: bool | None = None,
+        capture: Items[int] = (),
+        observer: Observer | None = None,
+    ):
+        self.target, self.drafter, self.pace, self.observer = target, drafter, pace, observer
+        self.spec = spec or TreeSpec.parse("none")
+        self.active: list[Sequence] = []
+        self.free = list(range(rows))
+        self._capture = tuple(capture)
+        self._layers = drafter.feature_layers if drafter is not None else self._capture
+        self._probes = drafter.probes if drafter is not None else 0
+        self._now, self._no_tree = _clock(target.device), TokenTree.empty(target.device)
+        self._steps = TargetSteps.lease(target, graphs)
+        if self._steps is None:
+            self.cache = TreeCache(capacity, rows)
+        else:
+            self.cache = self._steps.open(capacity, rows, self._layers, choose=sampling.plain)
 
-def generate(
-    target: Target,
-    drafter: Drafter | None,
-    prompt_ids: Tensor | Sequence[int],
-    *,
-    max_new_tokens: int,
-    spec: TreeSpec | None = None,
-    sampling: SamplingParams | None = None,
-    seed: int = 0,
-    eos_ids: Collection[int] | None = None,
-    stop: str | Sequence[str] = (),
-) -> Generation:
-    """Continues one prompt; the output is the target's own, whatever the drafter. See `Decoder` for the arguments."""
-    decoder = Decoder(target, drafter, spec=spec, sampling=sampling, eos_ids=eos_ids, stop=stop)
-    return decoder.generate([prompt_ids], max_new_tokens=max_new_tokens, seed=seed)[0]
+    @property
+    def memory(self) -> tuple[int, str]:
+        """Bytes of cache and CUDA graphs, and their description."""
+        return (self.cache.nbytes, str(self.cache)) if self._steps is None else self._steps.memory
 
+    @property
+    def graph_failure(self) -> str:
+        """Why the target's passes are not captured; empty unless a capture failed."""
+        return "" if self._steps is None else self._steps.failure
 
-def generate_batch(
-    target: Target,
-    drafter: Drafter | None,
-    prompts: Sequence[Tensor | Sequence[int]],
-    *,
-    max_new_tokens: int,
-    spec: TreeSpec | None = None,
-    sampling: SamplingParams | None = None,
-    seed: int = 0,
-    eos_ids: Collection[int] | None = None,
-    stop: str | Sequence[str] = (),
-    max_rows: int = 8,
-) -> list[Generation]:
-    """Continues many prompts, `max_rows` at a time; each gets the output that it would get alone. See `Decoder`."""
-    decoder = Decoder(target, drafter, spec=spec, sampling=sampling, eos_ids=eos_ids, stop=stop, max_rows=max_rows)
-    return decoder.generate(prompts, max_new_tokens=max_new_tokens, seed=seed)
+    def close(self) -> None:
+        """Returns the captured passes to the target."""
+        if self._steps is not None:
+            self._steps.release()
 
+    def reserve(self, capacity: int) -> None:
+        """Grows the cache to `capacity` positions per row."""
+        if self._steps is None:
+            self.cache.reserve(capacity)
+        else:
+            self._steps.reserve(capacity)
 
-def stream(
-    target: Target,
-    drafter: Drafter | None,
-    prompt_ids: Tensor | Sequence[int],
-    *,
-    max_new_tokens: int,
-    spec: TreeSpec | None = None,
-    sampling: SamplingParams | None = None,
-    seed: int = 0,
-    eos_ids: Collection[int] | None = None,
-    stop: str | Sequence[str] = (),
-    stats: Stats | None = None,
-) -> Iterator[list[int]]:
-    """Like `generate`, but yields each round's tokens as they come; `stats` is filled on the way."""
-    decoder = Decoder(target, drafter, spec=spec, sampling=sampling, eos_ids=eos_ids, stop=stop)
-    rounds = decoder.stream([prompt_ids], max_new_tokens=max_new_tokens, seed=seed, stats=[stats or Stats()])
-    return (tokens for _, tokens in rounds)
+    def join(self, sequence: Sequence) -> None:
+        """Gives a sequence an empty row; `prefill` must follow."""
+        sequence.row = self.free.pop(0)
+        self.cache.clear(sequence.row)
+
+    def release(self, sequence: Sequence) -> None:
+        """Frees the row of a finished sequence."""
+        self.free.append(sequence.row)
+
+    def read(self, row: int, tokens: Tensor) -> list[Tensor]:
+        """Appends tokens [n] to a row without predicting the next one; returns captured states per chunk."""
+        states = []
+        for part in tokens.split(_CHUNK):
+            self.cache.open([(row, len(part))])
+            out = self.target.forward(part[None], self._layers, self.cache.positions(part.device), self.cache)
+            self.cache.commit([range(len(part))])
+            states.append(out.features[0].bfloat16())
+        return states
+
+    def prefill(self, sequences: list[Sequence]) -> Iterator[NewTokens]:
+        """Reads the sequences' prompts, `_CHUNK` tokens per forward, and yields each one's first token."""
+        begun = self._now()
+        for sequence in sequences:
+            sequence.joined = begun
+        self.active += sequences
+        for pieces in chunks([len(sequence.prompt) for sequence in sequences], _CHUNK):
+            parts = [(sequences[i], begin, end) for i, begin, end in pieces]
+            sizes = [end - begin for _, begin, end in parts]
+            self.cache.open([(sequence.row, size) for (sequence, _, _), size in zip(parts, sizes, strict=True)])
+            ids = _join([sequence.prompt[begin:end] for sequence, begin, end in parts])  # [N]
+            out = self.target.forward(ids[None], self._layers, self.cache.positions(ids.device), self.cache)
+            self.cache.commit([range(size) for size in sizes])
+            news = self._first_tokens(parts, out.last_hidden[0])
+            extended = []
+            for (sequence, begin, end), features in zip(parts, out.features[0].split(sizes), strict=True):
+                follow = torch.cat((sequence.prompt[begin + 1 : end + 1], sequence.root))
+                # One more token leaves nothing to draft.
+                wanted = sequence.speculate and sequence.limit > 2 and not sequence.stats.finish
+                if self.drafter is not None and begin == 0 and wanted:
+                    sequence.session = self.drafter.start(sequence.prompt, len(sequence.prompt) + sequence.limit)
+                if sequence.session is not None and not sequence.stats.finish:
+                    extended.append((sequence, follow, features))
+                if self._capture:
+                    sequence.states.append(features.bfloat16())
+            self._extend(extended)
+            yield from news
+        self._drop_finished()
+
+    def _first_tokens(self, parts: list[tuple[Sequence, int, int]], hidden: Tensor) -> list[NewTokens]:
+        """First tokens of the sequences whose prompt is complete. parts: (sequence, begin, end); hidden [N, h] of all."""
+        lasts = [end - 1 for end in accumulate(end - begin for _, begin, end in parts)]
+        done = [i for i, (sequence, _, end) in enumerate(parts) if end == len(sequence.prompt)]
+        sequences = [parts[i][0] for i in done]
+        if not sequences:
+            return []
+        logits = self.target.head(hidden[[lasts[i] for i in done]])  # [len(done), v]
+        verdicts = self._verify(sequences, [self._no_tree] * len(sequences), logits)
+        moment = self._now()
+        news = []
+        for sequence, verdict in zip(sequences, verdicts, strict=True):
+            tokens = sequence.record(verdict, moment)
+            sequence.stats.prefill_seconds = sequence.stats.total_seconds
+            sequence.root = torch.tensor(tokens, device=hidden.device)
+            news.append((sequence, tokens))
+        return news
+
+    def round(self) -> Iterator[NewTokens]:
+        """One draft, one packed target pass and one verdict per active sequence; yields what each committed."""
+        sequences, started = self.active, self._now()
+        if not sequences:
+            return
+        behind = sum(sequence.behind for sequence in sequences) if self.pace is not None else 0
+        spec = self.spec if self.pace is None else self.pace.choose(len(sequences), behind)
+        trees, read_seconds = self._draft(sequences, spec)
+        begun = self._now()
+        layouts = self.cache.open([(s.row, tree.parents) for s, tree in zip(sequences, trees, strict=True)])
+        ids: list[Tensor] = []
+        for sequence, tree in zip(sequences, trees, strict=True):
+            ids += (sequence.root, tree.tokens) if len(tree) else (sequence.root,)
+        features, logits, choices = self.run_target(_join(ids))
+        share = (self._now() - begun) / len(sequences)
+        sizes = [layout.count for layout in layouts]
+        verdicts = self._verify(sequences, trees, logits, choices)
+        if self.observer is not None:
+            for sequence, *seen in zip(sequences, trees, verdicts, logits.split(sizes), strict=True):
+                self.observer(sequence.index, *seen)
+        if self._probes:
+            self._answer_probes(sequences, (argmax(logits) if choices is None else choices).split(sizes))
+        kept = [[0, *(node + 1 for node in verdict.path)] for verdict in verdicts]
+        self.cache.commit(kept)
+        moment = self._now()
+        news = []
+        for sequence, tree, verdict in zip(sequences, trees, verdicts, strict=True):
+            tokens = sequence.record(verdict, moment)
+            sequence.count(len(verdict.path), len(tokens), tree.drafted_depth, share)
+            news.append((sequence, tokens))
+        self._advance(news, kept, sizes, features)
+        if self.pace is not None:
+            judged = zip(sequences, trees, verdicts, strict=True)
+            drafted = [(tree, verdict.path) for s, tree, verdict in judged if s.session is not None and len(tree)]
+            seconds, read = self._now() - started, behind if read_seconds else 0
+            draft_seconds = begun - started - read_seconds
+            self.pace.observe(
+                RoundReport(spec, len(sequences), sum(sizes), seconds, draft_seconds, read, read_seconds, drafted)
+            )
+        yield from news
+        self._drop_finished()
+
+    def run_target(self, ids: Tensor) -> Pass:
+        """The target over the roots and nodes [N] that `cache.open` has announced, captured or dynamic."""
+        out = None if self._steps is None else self._steps.run(ids)
+        if out is not None:
+            return out
+        made = self.target.forward(ids[None], self._layers, self.cache.positions(ids.device), self.cache)
+        return Pass(made.features[0], self.target.head(made.last_hidden[0]), None)
+
+    def _verify(
+        self, sequences: list[Sequence], trees: list[TokenTree], logits: Tensor, choices: Tensor | None = None
+    ) -> list[Verdict]:
+        """A verdict per sequence; logits [N, v] at every root and its nodes, one sequence after the other."""
+        return verify_batch([sequence.verifier for sequence in sequences], trees, logits, choices)
+
+    def _advance(self, news: list[NewTokens], kept: list[list[int]], sizes: list[int], features: Tensor) -> None:
+        """Sets the next root of sequences that continue, and keeps committed tokens and features for their sessions.
+
+        Args:
+            news: sequences with their committed tokens. kept: new tokens of the pass whose features those follow.
+            sizes: new tokens of each sequence in the pass. features: [N, f*h] of all.
+        """
+        if self._capture:  # no drafter, so every sequence has one new token
+            for (sequence, _), state in zip(news, features.bfloat16().split(1), strict=True):
+                sequence.states.append(state)
+        going = [i for i, (sequence, _) in enumerate(news) if not sequence.stats.finish]
+        numbers = [token for i in going for token in news[i][1]]
+        count, alone = len(numbers), len(going) == 1
+        drafting = any(news[i][0].session is not None for i in going)
+        if drafting:
+            starts = [0, *accumulate(sizes)]
+            numbers += [starts[i] + node for i in going for node in kept[i]]
+        uploaded = torch.tensor(numbers, device=features.device)  # one transfer
+        tokens = uploaded[:count]
+        if drafting:
+            features = features.index_select(0, uploaded[count:])  # [count, f*h]
+        extended, begin = [], 0
+        for i in going:
+            sequence, end = news[i][0], begin + len(news[i][1])
+            sequence.root = tokens if count == 1 else tokens[end - 1 : end]
+            if sequence.session is not None:
+                extended.append(
+                    (sequence, tokens, features) if alone else (sequence, tokens[begin:end], features[begin:end])
+                )
+            begin = end
+        self._extend(extended)
+
+    def _drop_finished(self) -> None:
+        self.active = [sequence for sequence in self.active if not sequence.stats.finish]
+
+    # -- drafter ------------------------------------------------------------------------------------------------
+
+    def _draft(self, sequences: list[Sequence], spec: TreeSpec) -> tuple[list[TokenTree], float]:
+        """A tree per sequence, an empty one where nothing is drafted; and seconds of the sessions' reading before."""
+        drafting = [s for s in sequences if s.session is not None and s.left > 1]
+        if self.drafter is None or spec.shape == "none" or not drafting:
+            return [self._no_tree] * len(sequences), 0.0
+        read_seconds = self._read_pending(drafting)
+        begun = self._now()
+        sessions = [sequence.session for sequence in drafting]
+        samplers = [sequence.verifier.sampler for sequence in drafting]
+        drafted = self.drafter.propose_all(sessions, [spec] * len(drafting), samplers)
+        trees = {}
+        for sequence, tree in zip(drafting, drafted, strict=True):
+            tree = tree.prune(sequence.left - 1)
+            if self._probes and sequence.session is not None:
+                tree, sequence.probed = tree.with_probes(*sequence.session.probe(), sequence.left - 1)
+            trees[sequence.row] = tree
+        self._charge(drafting, begun)
+        return [trees.get(sequence.row, self._no_tree) for sequence in sequences], read_seconds
+
+    def _answer_probes(self, sequences: list[Sequence], chosen: Items[Tensor]) -> None:
+        """Passes the target's choices after root and probes to the sessions; chosen: [n+1] per sequence, root and nodes."""
+        for sequence, tokens in zip(sequences, chosen, strict=True):
+            if sequence.probed and sequence.session is not None:
+                root, *nodes = tokens.tolist()
+                sequence.session.observe([root, *(nodes[node] if node >= 0 else -1 for node in sequence.probed)])
+                sequence.probed = []
+
+    def _extend(self, news: list[tuple[Sequence, Tensor, Tensor]]) -> None:
+        """Keeps committed tokens [m] and features [m, f*h] for the sessions.
+
+        A session reads them before its next proposal, so that rounds without drafting cost nothing; or once they fill a chunk.
+        """
+        for sequence, tokens, features in news:
+            sequence.pending.append((tokens, features))
+        full = [sequence for sequence, _, _ in news if sequence.behind >= _CHUNK]
+        if full:
+            self._read_pending(full)
+
+    def _read_pending(self, sequences: list[Sequence]) -> float:
+        """Lets the sessions read what was committed since their last proposal; returns seconds."""
+        sequences = [sequence for sequence in sequences if sequence.pending]
+        if self.drafter is None or not sequences:
+            return 0.0
+        begun = self._now()
+        news = [[_join(parts) for parts in zip(*sequence.pending, strict=True)] for sequence in sequences]
+        tokens, features = zip(*news, strict=True)
+        self.drafter.extend_all([sequence.session for sequence in sequences], tokens, features)
+        for sequence in sequences:
+            sequence.pending = []
+        return self._charge(sequences, begun)
+
+    def _charge(self, sequences: Items[Sequence], begun: float) -> float:
+        seconds = self._now() - begun
+        for sequence in sequences:
+            sequence.stats.draft_seconds += seconds / len(sequences)
+        return seconds
 
 
 class Decoder:
     """Continues prompts with a target and a drafter; several at a time share every forward.
+
+    Holds no state of a call: one decoder may serve several threads and interleaved streams.
 
     Args:
         target: any Target; `target.pack()` it first for speed on a CPU.
@@ -122,17 +341,17 @@ class Decoder:
         spec: the tree that a round drafts; chain:3 unless given, `none` decodes plainly.
         sampling: greedy unless given.
         eos_ids: tokens that end a sequence; the target's own unless given.
-        stop: strings that end a sequence; its tokens then end with the one that completed the string.
-        max_rows: most sequences at a time; the others wait for a row to finish.
-        pace: chooses each round's tree, none larger than `spec`; an `Adaptive` one if the spec is.
+        stop: strings that end a sequence; its tokens then end with the one that completes the string.
+        max_rows: most sequences at a time; the others wait for a free row.
+        pace: chooses each round's tree, none larger than `spec`; an `Adaptive` one for an adaptive spec.
         graphs: False runs rounds on a GPU without CUDA graphs; see `TargetSteps.lease`.
 
     Attributes:
-        cache: of the last call. memory: bytes and description of the largest one so far, its CUDA graphs included.
+        cache: of the latest call. memory: bytes and description of the largest one so far, its CUDA graphs included.
         observer: called with each round's (index of the prompt, tree, verdict, logits [n+1, v]); None by default.
 
     Raises:
-        UserError: no row, stop strings that cannot be looked for, or a spec that draws tokens while decoding is greedy.
+        UserError: max_rows below 1, stop strings without a tokenizer, or a spec that samples tokens with greedy decoding.
     """
 
     def __init__(
@@ -143,7 +362,7 @@ class Decoder:
         spec: TreeSpec | None = None,
         sampling: SamplingParams | None = None,
         eos_ids: Collection[int] | None = None,
-        stop: str | Sequence[str] = (),
+        stop: str | Items[str] = (),
         max_rows: int = 1,
         pace: Pace | None = None,
         graphs: bool | None = None,
@@ -159,18 +378,10 @@ class Decoder:
         self.stop, self.max_rows = check_stop(stop, target), max_rows
         self.cache, self.graphs = TreeCache(0), graphs
         self.memory = (0, str(self.cache))
-        self.observer: Callable[[int, TokenTree, Verdict, Tensor], None] | None = None
-        self._layers = self.drafter.feature_layers if self.drafter is not None else ()
-        self._probes = self.drafter.probes if self.drafter is not None else 0
-        self._now, self._nothing = _clock(target.device), TokenTree.empty(target.device)
+        self.observer: Observer | None = None
 
     def generate(
-        self,
-        prompts: Sequence[Tensor | Sequence[int]],
-        *,
-        max_new_tokens: int,
-        seed: int = 0,
-        speculate: Sequence[bool] | None = None,
+        self, prompts: Items[Prompt], *, max_new_tokens: int, seed: int = 0, speculate: Items[bool] | None = None
     ) -> list[Generation]:
         """The continuation of each prompt, in the prompts' order. See `stream`."""
         made = [Generation([], Stats()) for _ in prompts]
@@ -182,272 +393,78 @@ class Decoder:
 
     def stream(
         self,
-        prompts: Sequence[Tensor | Sequence[int]],
+        prompts: Items[Prompt],
         *,
         max_new_tokens: int,
         seed: int = 0,
-        stats: Sequence[Stats] | None = None,
-        speculate: Sequence[bool] | None = None,
+        stats: Items[Stats] | None = None,
+        speculate: Items[bool] | None = None,
     ) -> Iterator[tuple[int, list[int]]]:
-        """Yields (index of the prompt, new tokens) as they come.
+        """Yields (index of the prompt, new tokens) as they are committed.
 
         Args:
             prompts: token ids, [L] each, without padding (see `strip_padding`).
             max_new_tokens: upper limit, never exceeded; the target's context length limits it further.
             seed: prompt i samples with seed + i, so its tokens do not depend on the batch. In exact arithmetic the same
-                seed gives the same tokens with any drafter and spec that draws nothing itself (no `@sample`).
-            stats: one per prompt, filled on the way.
+                seed gives the same tokens with any drafter and any spec that does not sample (`@sample`).
+            stats: one per prompt, filled during the call.
             speculate: per prompt, False decodes it plainly; all True unless given.
 
         Raises:
             UserError: an empty prompt, one that fills the target's context, or max_new_tokens below 1.
         """
-        device = self.target.device
-        rows = []
+        sequences = []
         for index, ids in enumerate(prompts):
-            prompt = torch.as_tensor(ids, dtype=torch.long, device=device).flatten()
+            prompt = torch.as_tensor(ids, dtype=torch.long, device=self.target.device).flatten()
             try:
-                limit = token_limit(self.target, prompt.numel(), max_new_tokens)
+                limit = token_limit(self.target, len(prompt), max_new_tokens)
             except UserError as error:
                 raise UserError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from error
-            record = stats[index] if stats is not None else Stats()
-            record.prompt_tokens = prompt.numel()
-            text = TextStream(self.target.tokenizer, self.stop) if self.stop else None
             numbers = torch.Generator().manual_seed(seed + index)
             verifier = Verifier(self.sampling, self.eos_ids, numbers, prompt)
+            text = TextStream(self.target.tokenizer, self.stop) if self.stop else None
+            record = stats[index] if stats is not None else Stats()
             drafting = speculate is None or speculate[index]
-            rows.append(Row(index, prompt, limit, verifier, text, record, prompt[:0], drafting))
-        room = self.spec.most + self._probes if self.drafter is not None else 0
-        need = max((row.prompt.numel() + row.limit for row in rows), default=0) + room
-        plain = self.sampling.greedy and self.sampling.repetition_penalty == 1
-        self._steps = TargetSteps.lease(self.target, self.graphs)
-        self.cache = self._steps.open(need, min(self.max_rows, len(rows)), self._layers, choose=plain)
-        return self._run(deque(rows))
+            sequences.append(Sequence(index, prompt, limit, verifier, text, record, drafting))
+        return self._run(sequences)
 
     @torch.no_grad()
-    def _run(self, waiting: deque[Row]) -> Iterator[tuple[int, list[int]]]:
-        free = list(range(min(self.max_rows, self.cache.rows)))
-        active: list[Row] = []
-        while waiting or active:
-            joining = [waiting.popleft() for _ in range(min(len(free), len(waiting)))]
-            for row in joining:
-                row.slot = free.pop(0)
-                self.cache.clear(row.slot)
-            if joining:
-                yield from self._prefill(joining)
-            active += joining
-            going = [row for row in active if not row.stats.finish]
-            if going:
-                yield from self._round(going)
-            free += [row.slot for row in active if row.stats.finish]
-            active = [row for row in active if not row.stats.finish]
-        self.memory = max(self.memory, self._steps.memory)
-        self._steps.release()
-
-    def _prefill(self, rows: list[Row]) -> Iterator[tuple[int, list[int]]]:
-        """Runs the rows' prompts, as many tokens at a time as a chunk holds, and yields each one's first token."""
-        begun = self._now()
-        for row in rows:
-            row.joined = begun
-        for pieces in chunks([row.prompt.numel() for row in rows], _CHUNK):
-            parts = [(rows[i], begin, end) for i, begin, end in pieces]
-            self.cache.open([(row.slot, end - begin) for row, begin, end in parts])
-            out = self._forward([row.prompt[begin:end] for row, begin, end in parts])
-            sizes = [end - begin for _, begin, end in parts]
-            self.cache.commit([range(size) for size in sizes])
-            told = self._first_tokens(parts, out.last_hidden[0])
-            extended = []
-            for (row, begin, end), features in zip(parts, out.features[0].split(sizes), strict=True):
-                follow = torch.cat((row.prompt[begin + 1 : end + 1], row.root))
-                # With one more token to come there is nothing to draft.
-                wanted = row.speculate and row.limit > 2 and not row.stats.finish
-                if self.drafter is not None and begin == 0 and wanted:
-                    row.session = self.drafter.start(row.prompt, row.prompt.numel() + row.limit)
-                if row.session is not None and not row.stats.finish:
-                    extended.append((row, follow, features))
-            self._extend(extended)
-            yield from told
-
-    def _first_tokens(self, parts: list[tuple[Row, int, int]], hidden: Tensor) -> list[tuple[int, list[int]]]:
-        """The first tokens of rows whose prompt is complete. parts: (row, begin, end); hidden [N, h] over all of them."""
-        lasts = [end - 1 for end in accumulate(end - begin for _, begin, end in parts)]
-        done = [i for i, (row, _, end) in enumerate(parts) if end == row.prompt.numel()]
-        rows = [parts[i][0] for i in done]
-        if not rows:
-            return []
-        logits = self.target.head(hidden[[lasts[i] for i in done]])
-        verdicts = self._verify(rows, [self._nothing] * len(rows), logits)
-        moment = self._now()
-        told = []
-        for row, verdict in zip(rows, verdicts, strict=True):
-            told.append((row.index, row.record(verdict, moment)))
-            row.stats.prefill_seconds = row.stats.total_seconds
-            row.root = torch.tensor(told[-1][1], device=hidden.device)
-        return told
-
-    def _round(self, rows: list[Row]) -> Iterator[tuple[int, list[int]]]:
-        """One draft, one packed target pass and one verdict for each row; yields what each committed."""
-        asked = self._now()
-        behind = sum(row.behind for row in rows) if self.pace is not None else 0
-        spec = self.spec if self.pace is None else self.pace.choose(len(rows), behind)
-        trees, read_seconds = self._draft(rows, spec)
-        begun = self._now()
-        layouts = self.cache.open([(row.slot, tree.parents) for row, tree in zip(rows, trees, strict=True)])
-        ids: list[Tensor] = []
-        for row, tree in zip(rows, trees, strict=True):
-            ids += (row.root, tree.tokens) if len(tree) else (row.root,)
-        out = self._steps.run(_join(ids))
-        share = (self._now() - begun) / len(rows)
-        sizes = [layout.count for layout in layouts]
-        verdicts = self._verify(rows, trees, out.logits, out.choices)
-        if self.observer is not None:
-            for row, *seen in zip(rows, trees, verdicts, out.logits.split(sizes), strict=True):
-                self.observer(row.index, *seen)
-        if self._probes:
-            chosen = argmax(out.logits) if out.choices is None else out.choices
-            self._answer_probes(rows, chosen.split(sizes))
-        kept = [[0, *(node + 1 for node in verdict.path)] for verdict in verdicts]
-        self.cache.commit(kept)
-        moment = self._now()
-        told = []
-        for row, tree, verdict in zip(rows, trees, verdicts, strict=True):
-            tokens = row.record(verdict, moment)
-            row.count(len(verdict.path), len(tokens), tree.drafted_depth)
-            row.stats.target_seconds += share
-            told.append((row.index, tokens))
-        self._hand_on(rows, [tokens for _, tokens in told], kept, sizes, out.features)
-        if self.pace is not None:
-            asking = zip(rows, trees, verdicts, strict=True)
-            drafted = [(tree, verdict.path) for row, tree, verdict in asking if row.session is not None and len(tree)]
-            self.pace.observe(
-                Round(
-                    spec, len(rows), sum(sizes), self._now() - asked, begun - asked - read_seconds,
-                    behind if read_seconds else 0, read_seconds, drafted,
-                )
-            )  # fmt: skip
-        yield from told
-
-    def _hand_on(
-        self, rows: list[Row], tokens: list[list[int]], kept: list[list[int]], sizes: list[int], features: Tensor
-    ) -> None:
-        """Gives rows that go on their new root, and their drafters what was committed.
-
-        Args:
-            tokens: per row what it committed; kept: the new tokens of its pass whose features those follow.
-            sizes: per row new tokens in the pass; features [N, f*h] of all.
-        """
-        going = [i for i, row in enumerate(rows) if not row.stats.finish]
-        numbers = [token for i in going for token in tokens[i]]
-        count, alone = len(numbers), len(going) == 1
-        drafting = any(rows[i].session is not None for i in going)
-        if drafting:
-            starts = [0, *accumulate(sizes)]
-            numbers += [starts[i] + node for i in going for node in kept[i]]
-        news = torch.tensor(numbers, device=rows[0].root.device)  # one transfer
-        if drafting:
-            news, nodes = news[:count], news[count:]
-            features = features.index_select(0, nodes)
-        extended, begin = [], 0
-        for i in going:
-            row, end = rows[i], begin + len(tokens[i])
-            row.root = news if count == 1 else news[end - 1 : end]
-            if row.session is not None:
-                extended.append((row, news, features) if alone else (row, news[begin:end], features[begin:end]))
-            begin = end
-        if extended:
-            self._extend(extended)
-
-    def _verify(
-        self, rows: list[Row], trees: list[TokenTree], logits: Tensor, choices: Tensor | None = None
-    ) -> list[Verdict]:
-        """A verdict per row; logits [N, v] at every row's root and nodes, one row after the other."""
-        return verify_batch([row.verifier for row in rows], trees, logits, choices)
-
-    def _forward(self, parts: list[Tensor]) -> TargetOutput:
-        """The target over the announced new tokens of all rows, one after the other."""
-        ids = _join(parts)
-        return self.target.forward(ids[None], self._layers, self.cache.positions(ids.device), self.cache)
-
-    def _draft(self, rows: list[Row], spec: TreeSpec) -> tuple[list[TokenTree], float]:
-        """A tree per row, an empty one where nothing is drafted; and the seconds that the drafter read before."""
-        asking = [row for row in rows if row.session is not None and row.left > 1]
-        trees = {row.index: self._nothing for row in rows}
-        if self.drafter is None or spec.shape == "none" or not asking:
-            return list(trees.values()), 0.0
-        read_seconds = self._read(asking)
-        begun = self._now()
-        sessions = [row.session for row in asking]
-        samplers = [row.verifier.sampler for row in asking]
-        drafted = self.drafter.propose_all(sessions, [spec] * len(asking), samplers)
-        for row, tree in zip(asking, drafted, strict=True):
-            trees[row.index] = tree = tree.prune(row.left - 1)
-            if self._probes:
-                assert row.session is not None
-                wanted = row.session.probe()
-                trees[row.index], row.probed = tree.with_probes(*wanted, row.left - 1)
-        self._charge(asking, begun)
-        return list(trees.values()), read_seconds
-
-    def _answer_probes(self, rows: list[Row], chosen: Sequence[Tensor]) -> None:
-        """Tells the sessions what the target chooses behind root and probes; chosen: per row [n+1] at root and nodes."""
-        asked = [(row, tokens) for row, tokens in zip(rows, chosen, strict=True) if row.probed]
-        for row, tokens in asked:
-            root, *nodes = tokens.tolist()
-            found = [nodes[node] if node >= 0 else -1 for node in row.probed]
-            assert row.session is not None
-            row.session.observe([root, *found])
-            row.probed = []
-
-    def _extend(self, news: list[tuple[Row, Tensor, Tensor]]) -> None:
-        """Keeps what was committed for the drafter: rows with a session, their tokens [m] and features [m, f*h].
-
-        The drafter takes it in when it is next asked, so that rounds without drafting cost nothing; a whole chunk at once.
-        """
-        for row, tokens, features in news:
-            row.pending.append((tokens, features))
-        full = [row for row, _, _ in news if row.behind >= _CHUNK]
-        if full:
-            self._read(full)
-
-    def _read(self, rows: list[Row]) -> float:
-        """Gives the drafter what was committed since it was last asked; returns the seconds that took."""
-        rows = [row for row in rows if row.pending]
-        if self.drafter is None or not rows:
-            return 0.0
-        begun = self._now()
-        news = [[_join(parts) for parts in zip(*row.pending, strict=True)] for row in rows]
-        tokens, features = zip(*news, strict=True)
-        self.drafter.extend_all([row.session for row in rows], tokens, features)
-        for row in rows:
-            row.pending = []
-        return self._charge(rows, begun)
-
-    def _charge(self, rows: Sequence[Row], begun: float) -> float:
-        seconds = self._now() - begun
-        for row in rows:
-            row.stats.draft_seconds += seconds / len(rows)
-        return seconds
+    def _run(self, sequences: list[Sequence]) -> Iterator[tuple[int, list[int]]]:
+        # Leased here, not in `stream`: a generator that never starts is never closed.
+        margin = self.spec.most + self.drafter.probes if self.drafter is not None else 0
+        capacity = max((len(s.prompt) + s.limit for s in sequences), default=0) + margin
+        engine = Engine(
+            self.target,
+            capacity,
+            min(self.max_rows, len(sequences)),
+            self.sampling,
+            drafter=self.drafter,
+            spec=self.spec,
+            pace=self.pace,
+            graphs=self.graphs,
+            observer=self.observer,
+        )
+        self.cache, waiting = engine.cache, deque(sequences)
+        with closing(engine):
+            while waiting or engine.active:
+                joining = [waiting.popleft() for _ in range(min(len(engine.free), len(waiting)))]
+                for sequence in joining:
+                    engine.join(sequence)
+                for step in (engine.prefill(joining) if joining else (), engine.round()):
+                    for sequence, tokens in step:
+                        yield sequence.index, tokens
+                        if sequence.stats.finish:
+                            engine.release(sequence)
+            self.memory = max(self.memory, engine.memory)
 
 
-def _join(parts: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
-    """Parts one after the other; one alone is spared the call."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def strip_padding(input_ids: Tensor, attention_mask: Tensor) -> list[Tensor]:
-    """The prompts in a padded batch, as transformers' tokenizers make it.
-
-    Args:
-        input_ids: [b, s]; attention_mask: [b, s], 0 at padding, left or right.
-
-    Returns:
-        One [L] tensor per row.
-    """
-    return [ids[mask.bool()] for ids, mask in zip(input_ids, attention_mask, strict=True)]
+def _join(parts: Items[Tensor]) -> Tensor:
+    """Concatenates parts; a single part needs no copy."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _clock(device: torch.device) -> Callable[[], float]:
-    """Wall-clock seconds once the device has finished what was asked of it."""
+    """A wall clock in seconds that waits for the device's queued work."""
     if device.type != "cuda":
         return time.perf_counter
 

@@ -1,50 +1,53 @@
-"""A round's target pass as one function of buffers that stay where they are, so that a GPU can replay it as a CUDA graph.
+"""Static target passes: a round's pass as a function of fixed buffers, which a GPU replays as a CUDA graph.
 
 A pass over a root and a few nodes takes a GPU less time than Python takes to launch its thousand kernels. A `StaticStep`
 therefore fixes everything that the host decides: shapes, addresses, grids. What changes from round to round (token ids,
-positions, slots of the cache, who sees whom) is copied into its buffers, and the launches are replayed as they were captured.
+positions, cache slots, ancestors) is copied into its buffers, and the captured launches are replayed.
 
     round      [root + nodes] of all rows, N tokens     ->   padded to the next bucket: 1 2 4 8 16 24 32 48 64 ...
     buffers    ids, slots, plan (offsets, prefix lengths, positions, ancestor bits)
-    function   embedding .. last norm, features, head, argmax; keys and values go into the cache at `slots`
+    function   embedding .. last norm, features, head, argmax; writes keys and values to the cache at `slots`
 
-`TargetSteps` keeps the steps of a target with the cache that they write to, captures each shape when it first comes, and
-runs everything else (prompts, more tokens than the largest bucket, models that cannot be captured, CPUs) as before.
+`TargetSteps` keeps the steps of a target together with the cache that they write to, and captures each shape at its first
+use. Prompts, passes larger than the last bucket, models that cannot be captured, and CPUs use dynamic passes instead.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 import warnings
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from drafttrain.errors import first_line
 from drafttrain.ops.sampling import argmax
-from drafttrain.ops.tree_attention import TreeLayout
+from drafttrain.ops.tree_attention import AttentionForm, TreeLayout
 from drafttrain.ops.tree_attention_triton import PackedPlan, PlanShape, pack_plan, packed_tree_attention
 from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target import Target
 
 _BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, *range(64, 128, 16), *range(128, 513, 32))
 _WORD = 32
-# Slots that padding tokens may take behind a row's own.
+# Most slots that padding tokens take behind a row's own.
 _SPARE = max(after - before - 1 for before, after in pairwise(_BUCKETS))
-# Capacities are multiples of this, so that few sequences outgrow a cache whose graphs were captured.
-_ROOM = 1024
+# Capacities are multiples of this, so that few sequences outgrow a cache whose graphs are captured.
+_CAPACITY_STEP = 1024
+_capturing = threading.Lock()  # the synchronization debug mode is global
 
 
 class Pass(NamedTuple):
-    """What the target says about N packed tokens; valid until the next pass.
+    """The target's output at N packed tokens; valid until the next pass.
 
     Attributes:
-        features: [N, f*h]; logits: [N, v] float32; choices: [N] int64, their argmax, or None where it was not asked for.
+        features: [N, f*h]; logits: [N, v] float32; choices: [N] int64, their argmax, or None where it was not computed.
     """
 
     features: Tensor
@@ -53,10 +56,10 @@ class Pass(NamedTuple):
 
 
 def step_shape(counts: Sequence[int]) -> PlanShape | None:
-    """The static shape for rows with so many new tokens each; None beyond the largest bucket.
+    """The static shape for rows with these counts of new tokens; None beyond the largest bucket.
 
-    Padding tokens go to the last row. The number of rows is a power of two, and the bound of a row's tokens is a bucket of
-    its own, because the attention kernel's grid follows from it.
+    Padding tokens go to the last row. The number of rows is a power of two. The bound of a row's tokens is a bucket of its
+    own, because it determines the attention kernel's grid.
     """
     total = sum(counts)
     if total > _BUCKETS[-1]:
@@ -71,17 +74,17 @@ def _bucket(count: int) -> int:
 
 
 class StaticStep:
-    """The pass for one shape; an `AttentionContext` that reads nothing but its buffers.
+    """The pass for one shape; an `AttentionContext` that reads only its buffers.
 
     Args:
-        target: whose forward can be captured.
+        target: a target whose forward can be captured.
         feature_layers: as in `Target.forward`.
         cache: with the buffers of all layers, which a first forward has allocated.
         shape: upper bounds of the passes that it serves.
-        choose: whether `choices` are wanted.
+        choose: whether to compute `choices`.
 
     Attributes:
-        ids: [1, N]; slots: [N] int64, on the cache's common axis; plan: who sees whom.
+        ids: [1, N] int64; slots: [N] int64, on the cache's common axis; plan: ancestors and prefixes of the tokens.
     """
 
     def __init__(self, target: Target, feature_layers: Sequence[int], cache: TreeCache, shape: PlanShape, choose: bool):
@@ -98,7 +101,7 @@ class StaticStep:
         self._out: Pass | None = None
 
     def fill(self, ids: Tensor, opened: Sequence[tuple[int, TreeLayout]]) -> None:
-        """Sets the next pass: ids [n] on the device, and row of the cache and layout of each part."""
+        """Writes the next pass to the buffers: ids [n] on the device; cache row and layout of each part."""
         rows, layouts = [row for row, _ in opened], [layout for _, layout in opened]
         self.ids[0, : len(ids)].copy_(ids)
         counts = [layout.count for layout in layouts]
@@ -111,22 +114,22 @@ class StaticStep:
 
     @torch.no_grad()
     def forward(self) -> Pass:
-        """The function itself, which reads the buffers and never waits for the device."""
-        positions = self.plan.positions.long()[None]
+        """The function itself. It reads the buffers and never waits for the device."""
+        positions = self.plan.positions.long()[None]  # [1, N]
         out = self.target.forward(self.ids, self.feature_layers, positions, self)
-        logits = self.target.head(out.last_hidden[0])
+        logits = self.target.head(out.last_hidden[0])  # [N, v]
         return Pass(out.features[0], logits, argmax(logits) if self.choose else None)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Any) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]) -> Tensor:
         """See `AttentionContext.attend`."""
         self.cache.store(layer, self.slots, key, value)
         return packed_tree_attention(query, *self.cache.by_row(layer), self.plan, **form).transpose(1, 2)
 
     def capture(self, pool: Any) -> None:
-        """Captures the function on the GPU, after a warm-up with what the buffers hold.
+        """Captures the function on the GPU, after a warm-up with the present contents of the buffers.
 
         Args:
-            pool: memory that the graphs share: they run one after the other, and what one returns stays its own.
+            pool: memory that all graphs share. They run one after the other, and the outputs of each stay its own.
 
         Raises:
             RuntimeError: the model's forward waits for the device, for control flow that depends on data.
@@ -143,7 +146,7 @@ class StaticStep:
         try:
             with warnings.catch_warnings(), torch.cuda.graph(graph, pool, side, capture_error_mode="thread_local"):
                 warnings.filterwarnings("ignore", "Synchronization debug mode")
-                # Waiting is then refused before CUDA sees it, which would spoil the capture, and with a clear reason.
+                # A wait then fails before CUDA sees it, which would spoil the capture, and with a clear reason.
                 torch.cuda.set_sync_debug_mode("error")
                 try:
                     self._out = self.forward()
@@ -154,7 +157,7 @@ class StaticStep:
         self._graph = graph
 
     def run(self) -> Pass:
-        """The pass over what the buffers hold, all N tokens: replayed if captured, else computed."""
+        """The pass over the contents of the buffers, all N tokens: replayed if captured, else computed."""
         if self._graph is None:
             return self.forward()
         self._graph.replay()
@@ -163,66 +166,65 @@ class StaticStep:
 
 
 class TargetSteps:
-    """How a decoder's rounds run the target, and the cache that they share with the prompts' forwards.
+    """The captured passes of a target, with the cache that they share with the prompts' forwards.
 
-    Args:
-        target: the target.
-        static: whether rounds run as static steps.
+    One call uses them at a time: `lease` takes them from the target, `release` returns them.
 
     Attributes:
-        cache: of the sequences at hand; `open` sets it.
+        cache: set by `open`.
         failure: why the target's passes stay dynamic; empty unless a capture failed.
-        graph_bytes: memory that the captured graphs took.
+        graph_bytes: memory of the captured graphs.
     """
 
-    def __init__(self, target: Target, static: bool):
-        self.target, self.static = target, static
-        self.cache = TreeCache(0)
+    def __init__(self, target: Target):
+        self.target = target
         self.failure = ""
-        self._weights = _addresses(target) if static else ()
-        self._forget()
+        self._weights = _addresses(target)
         self.choose, self.feature_layers = False, tuple[int, ...]()
+        self._reset(TreeCache(0))
 
     @staticmethod
-    def lease(target: Target, graphs: bool | None) -> TargetSteps:
-        """Those that an earlier call has left with the target, or new ones.
+    def lease(target: Target, graphs: bool | None) -> TargetSteps | None:
+        """The steps that an earlier call released, or new ones; None where passes are dynamic.
 
         Args:
-            graphs: False for dynamic passes; None leaves it to $DRAFTTRAIN_GRAPHS (0 turns them off). CPUs have none.
+            graphs: False for dynamic passes; None reads $DRAFTTRAIN_GRAPHS (0 turns graphs off). CPUs have no graphs.
         """
         if graphs is None:
             graphs = os.environ.get("DRAFTTRAIN_GRAPHS", "1") != "0"
         if not (graphs and _serves(target.device)):
-            return TargetSteps(target, static=False)
-        while (steps := target.take_idle_steps()) is not None:
-            if steps._weights == _addresses(
-                target
-            ):  # graphs hold addresses; moved weights would be read from freed memory
-                return steps
-        return TargetSteps(target, static=True)
+            return None
+        steps: TargetSteps | None = target.take_idle_steps()
+        # Graphs hold addresses: weights that moved would be read from freed memory.
+        while steps is not None and steps._weights != _addresses(target):
+            steps = target.take_idle_steps()
+        return steps or TargetSteps(target)
 
     def release(self) -> None:
         """Leaves cache and graphs to the next call."""
-        if self.static and not self.target.idle_steps:
+        if not self.target.idle_steps:
             self.target.idle_steps.append(self)
 
     def open(self, capacity: int, rows: int, feature_layers: Sequence[int], choose: bool) -> TreeCache:
-        """The cache for new sequences: the last one, if it is large enough, because graphs know its address.
+        """The cache for new sequences. Reuses the last one if it is large enough, because graphs hold its address.
 
         Args:
-            capacity: slots per row, at least; rows: sequences at a time, at least.
-            feature_layers, choose: what the passes return; see `StaticStep`.
+            capacity: least number of slots per row; rows: least number of sequences at a time.
+            feature_layers, choose: outputs of the passes; see `StaticStep`.
         """
         self.feature_layers, self.choose = tuple(feature_layers), choose
-        if not self.static:
-            self.cache = TreeCache(capacity, rows)
-        elif capacity + _SPARE > self.cache.capacity or rows > self.cache.rows:
-            self._forget()
-            self.cache = TreeCache(-(-(capacity + _SPARE) // _ROOM) * _ROOM, rows)
+        if capacity + _SPARE > self.cache.capacity or rows > self.cache.rows:
+            self._reset(TreeCache(_rounded(capacity), rows))
         return self.cache
 
-    def _forget(self) -> None:
-        self.cache = TreeCache(0)
+    def reserve(self, capacity: int) -> None:
+        """Grows the cache, which moves its buffers, so all graphs are dropped."""
+        if capacity > self.cache.capacity:
+            self.cache.reserve(_rounded(capacity))
+            self._reset(self.cache)
+
+    def _reset(self, cache: TreeCache) -> None:
+        self.cache = cache
         self._steps: dict[tuple[tuple[int, ...], bool, PlanShape], StaticStep] = {}
         self._pool: Any = None
         self.graph_bytes = 0
@@ -235,16 +237,14 @@ class TargetSteps:
             text += f", {len(self._steps)} captured CUDA graphs {self.graph_bytes / 2**20:,.1f} MiB"
         return self.cache.nbytes + self.graph_bytes, text
 
-    def run(self, ids: Tensor) -> Pass:
-        """The pass over the new tokens [n] that `cache.open` has announced; called without gradients."""
-        step = self._static_step(ids) if self.static and not self.failure else None
-        if step is not None:
-            out = step.run()
-            choices = None if out.choices is None else out.choices[: len(ids)]
-            return Pass(out.features[: len(ids)], out.logits[: len(ids)], choices)
-        made = self.target.forward(ids[None], self.feature_layers, self.cache.positions(ids.device), self.cache)
-        features, last = made.features[0], made.last_hidden[0]
-        return Pass(features, self.target.head(last), None)
+    def run(self, ids: Tensor) -> Pass | None:
+        """The pass over the new tokens [n] that `cache.open` has announced; None if it must be dynamic."""
+        step = None if self.failure else self._static_step(ids)
+        if step is None:
+            return None
+        features, logits, choices = step.run()
+        n = len(ids)
+        return Pass(features[:n], logits[:n], None if choices is None else choices[:n])
 
     def _static_step(self, ids: Tensor) -> StaticStep | None:
         """The step that serves the announced pass, its buffers filled; None if none does."""
@@ -262,9 +262,9 @@ class TargetSteps:
         step.fill(ids, opened)
         try:
             self._capture(step)
-        except Exception as error:  # whatever a model does that a graph cannot hold, it can be decoded without one
-            self.failure = (str(error).strip() or type(error).__name__).splitlines()[0]
-            self._steps, self._pool, self.graph_bytes = {}, None, 0
+        except Exception as error:  # whatever prevents a capture, the model decodes without graphs
+            self.failure = first_line(error)
+            self._reset(self.cache)
             kind = type(self.target.model).__name__
             note = f"target {self.target.name!r} ({kind}) decodes without CUDA graphs: {self.failure}"
             print(note, file=sys.stderr, flush=True)
@@ -277,15 +277,19 @@ class TargetSteps:
         if device.type != "cuda":
             return
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        torch.cuda.empty_cache()  # a capture does so too, and would hide what it takes
+        torch.cuda.empty_cache()  # a capture does so too, and would hide its own memory
         before = torch.cuda.memory_reserved(device)
-        with torch.cuda.device(device):
+        with _capturing, torch.cuda.device(device):
             step.capture(self._pool)
         self.graph_bytes += max(0, torch.cuda.memory_reserved(device) - before)
 
 
+def _rounded(capacity: int) -> int:
+    return -(-(capacity + _SPARE) // _CAPACITY_STEP) * _CAPACITY_STEP
+
+
 def _serves(device: torch.device) -> bool:
-    """Static steps pay where launches cost more than work."""
+    """Whether launches cost more than the work."""
     return device.type == "cuda"
 
 

@@ -1,25 +1,25 @@
-"""Which drafted tokens the target would have produced itself.
+"""Verification: which draft tokens the target accepts.
 
-The walk starts at the root. At each node the target chooses the next token; if a child carries it the walk goes on from
-that child, else the token is the bonus that ends the round. Greedy: the choice is the argmax. Sampled: the choice is
-distributed as the target's p, by one of two rules, whichever fits how the children came about.
+The walk starts at the root. At each node the target chooses the next token. If a child carries that token, the walk moves
+to the child; otherwise the token is the bonus token and ends the round. Greedy: the choice is the argmax. Sampled: the
+choice is distributed as the target's p. Two rules apply, depending on how the children were proposed.
 
-Children chosen by a rule (the drafter's likeliest, a match): the choice is a draw from p. This is speculative sampling
-with one-hot proposals (Leviathan et al. 2023, arXiv 2211.17192): accept x1 with probability p(x1), else remove x1 and
-renormalise, accept x2 with probability p(x2) / (1 - p(x1)), ..., and if none is accepted sample the residual. Child x_i is
-thus accepted with probability p(x_i), and a token outside the children comes out with its own p(x): exactly what one draw
-from p gives. It spends the generator's numbers as plain decoding does, so a seed gives the same text with any such tree.
+Children chosen by a rule (the drafter's top tokens, an n-gram match): the choice is one draw from p. This is speculative
+sampling with one-hot proposals (Leviathan et al. 2023, arXiv 2211.17192): child x_i is accepted with probability p(x_i), and
+a token outside the children appears with its own p(x). The rule consumes the same random numbers as plain decoding, so a
+seed gives the same text with any such tree.
 
-Children drawn from the drafter's q (`TokenTree.proposal`): multi-round rejection, see `try_drawn`. With one child it
-accepts with probability sum_x min(p(x), q(x)), where one draw from p would hit the child with sum_x p(x) q(x) only.
+Children drawn from the drafter's q (`TokenTree.proposal`): multi-round rejection, see `try_drawn`. With one child it accepts
+with probability sum_x min(p(x), q(x)); one draw from p would hit the child only with sum_x p(x) q(x).
 
-A node may have both (a match merged into a drawn tree): the drawn ones are tried first, and where all are rejected the
-token is drawn from what is left of p, and compared with the others.
+A node may have both (a match merged into a sampled tree). The drawn children are tried first. If all are rejected, the token
+is drawn from the residual of p and compared with the other children.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import ctypes
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from drafttrain.batch import TokenTree
-from drafttrain.ops.sampling import Sampler, SamplingParams, argmax, argmax_at, penalise, pick, probabilities
+from drafttrain.ops.native import cpu_kernels
+from drafttrain.ops.sampling import Sampler, SamplingParams, argmax, penalize, pick, probabilities, sample
 
 
 @dataclass
@@ -36,8 +37,8 @@ class Verdict:
 
     Attributes:
         path: accepted node indices, from the root down.
-        tokens: what the round commits: the path's tokens and, unless the path ends in EOS, the bonus token.
-        ended: the last token is EOS.
+        tokens: committed tokens: those of the path and, unless the path ends in EOS, the bonus token.
+        ended: whether the last token is EOS.
     """
 
     path: list[int]
@@ -46,38 +47,42 @@ class Verdict:
 
 
 class Verifier:
-    """Judges the rounds of one sequence, the prefill's first token (an empty tree) included.
+    """Verifies the rounds of one sequence, including the prefill's first token (an empty tree).
 
     Args:
         sampling: how the target chooses.
         eos_ids: tokens that end the sequence, also inside a path.
-        generator: the sequence's own, on the CPU; its output then does not depend on what shares a batch with it.
-        prompt: [L] int64, what the repetition penalty knows at the start. What the rounds commit it learns by itself.
+        generator: the sequence's own, on the CPU, so that its tokens do not depend on the rest of the batch.
+        prompt: [L] int64, where the repetition penalty starts; committed tokens are added by the verifier.
+        uniforms: one number per token, for sequences without a drafter. Replaces the generator.
 
     Attributes:
-        sampler: what a drafter that draws its tokens needs; it shares the generator.
+        sampler: for a drafter that samples its tokens; shares the generator.
+        plain: greedy without a penalty, so the argmax of the logits decides.
     """
 
-    def __init__(self, sampling: SamplingParams, eos_ids: Collection[int], generator: torch.Generator, prompt: Tensor):
+    def __init__(
+        self,
+        sampling: SamplingParams,
+        eos_ids: Collection[int],
+        generator: torch.Generator,
+        prompt: Tensor,
+        uniforms: Iterator[float] | None = None,
+    ):
         self.sampler = Sampler(sampling, generator)
-        self.eos_ids = eos_ids
-        self.prompt = prompt
+        self.plain = sampling.plain
+        self.eos_ids, self.prompt, self.uniforms = eos_ids, prompt, uniforms
         self._seen: Tensor | None = None
 
     def seen(self, vocab_size: int) -> Tensor:
-        """[v] bool, the tokens that stand in the text so far."""
+        """[v] bool, tokens that occur in the text so far."""
         if self._seen is None:
             self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=self.prompt.device)
             self._seen[self.prompt[self.prompt < vocab_size]] = True
         return self._seen
 
     def verify(self, tree: TokenTree, logits: Tensor) -> Verdict:
-        """Accepts a path of the tree.
-
-        Args:
-            tree: n nodes.
-            logits: [n+1, v], the target's at the root and at each node.
-        """
+        """Accepts a path of a tree of n nodes; logits [n+1, v] of the target at the root and at each node."""
         return verify_batch([self], [tree], logits)[0]
 
 
@@ -90,14 +95,15 @@ def verify_batch(
         verifiers: one per sequence, all with the same sampling.
         trees: one per sequence.
         logits: [N, v], each sequence's root and nodes in turn: N is the sum of len(tree) + 1.
-        choices: [N] int64, the logits' `argmax` where it is known already.
+        choices: [N] int64, argmax of the logits where it is already known.
     """
-    sampling = verifiers[0].sampler.params
+    sampling, plain = verifiers[0].sampler.params, verifiers[0].plain
     assert all(verifier.sampler.params == sampling for verifier in verifiers)
+    if verifiers[0].uniforms is not None and not plain:
+        return _sample_roots(verifiers, logits)
     starts = [0, *accumulate(len(tree) + 1 for tree in trees)]
-    plain = sampling.greedy and sampling.repetition_penalty == 1
-    # From a device all nodes' choices come over in one transfer, with the tokens. On a CPU they are looked for where a walk
-    # comes by: most of a tree's nodes are on no path.
+    # From a GPU, the choices at all nodes arrive in one transfer, with the tokens. On a CPU, take the argmax of visited
+    # nodes only: most nodes of a tree are on no path.
     if plain and choices is None and not logits.is_cpu:
         choices = argmax(logits)
     known = [choices] if plain and choices is not None else []
@@ -120,8 +126,30 @@ def verify_batch(
     return [Verdict(walk.path, walk.tokens, walk.ended) for walk in walks]
 
 
+def argmax_at(logits: Tensor, rows: Sequence[int]) -> list[int]:
+    """Argmax of the given rows of logits [N, v]; on a CPU the other rows are not read."""
+    readable = logits.is_cpu and logits.dtype == torch.float32 and logits.is_contiguous()
+    kernels = cpu_kernels() if readable else None
+    if kernels is None:
+        return argmax(logits[rows]).tolist()
+    begin, v, tokens = logits.data_ptr(), logits.shape[1], []
+    token, value = ctypes.c_int64(), ctypes.c_float()
+    for row in rows:
+        kernels.likeliest(begin + row * v * 4, 1, v, 1, ctypes.byref(token), ctypes.byref(value), None)
+        tokens.append(token.value)
+    return tokens
+
+
+def _sample_roots(verifiers: Sequence[Verifier], logits: Tensor) -> list[Verdict]:
+    """The next token of sequences without trees, each by its next number of `uniforms`; logits [b, v]."""
+    numbers = [next(verifier.uniforms) for verifier in verifiers if verifier.uniforms is not None]
+    uniforms = torch.tensor(numbers, dtype=torch.float64, device=logits.device)
+    tokens = sample(logits, verifiers[0].sampler.params, uniforms).tolist()
+    return [Verdict([], [token], token in verifier.eos_ids) for verifier, token in zip(verifiers, tokens, strict=True)]
+
+
 class _Walk:
-    """One sequence's way down its tree."""
+    """The path of one sequence down its tree."""
 
     def __init__(self, verifier: Verifier, tree: TokenTree, drafted: list[int], start: int):
         self.verifier, self.tree, self.drafted, self.start = verifier, tree, drafted, start
@@ -137,7 +165,7 @@ class _Walk:
         self.node, self.going, self.ended = -1, True, False
 
     def take(self, token: int) -> None:
-        """The target has chosen: to the child with this token, or the end."""
+        """Moves to the child with the target's token, or ends."""
         self.tokens.append(token)
         self.ended = token in self.verifier.eos_ids
         node = self.children.get((self.node, token))
@@ -148,21 +176,21 @@ class _Walk:
 
 
 def _choose(walks: list[_Walk], logits: Tensor, sampling: SamplingParams) -> list[int]:
-    """The next token of each walk; logits [m, v], those at the nodes they have reached."""
+    """The next token of each walk; logits [m, v] at the nodes that the walks have reached."""
     seen: list[Tensor] = []
     if sampling.repetition_penalty != 1:
         seen = [walk.verifier.seen(logits.shape[-1]) for walk in walks]
-        logits = penalise(logits, torch.stack(seen), sampling.repetition_penalty)
+        logits = penalize(logits, torch.stack(seen), sampling.repetition_penalty)
     tokens = argmax(logits) if sampling.greedy else _sample(walks, probabilities(logits, sampling).double())
     for mask, token in zip(seen, tokens, strict=False):
-        mask[token] = True  # what a walk has chosen is exactly the path that its next node adds to the text
+        mask[token] = True  # the tokens of a walk so far are the path that its next node adds to the text
     return tokens.tolist()
 
 
 def _sample(walks: list[_Walk], p: Tensor) -> Tensor:
-    """Tokens [m] distributed as p [m, v] float64, so that drawn children are likely among them.
+    """Tokens [m] distributed as p [m, v] float64, chosen so that drawn children are likely.
 
-    Each walk spends as many random numbers as its own children need, whatever its neighbours need.
+    Each walk consumes as many random numbers as its own children need, independent of its neighbors.
     """
     drawn = [walk.drawn.get(walk.node, []) for walk in walks]
     numbers = [
@@ -176,15 +204,13 @@ def _sample(walks: list[_Walk], p: Tensor) -> Tensor:
         for row, i in zip(q, tried, strict=True):
             proposal = walks[i].tree.proposal
             assert proposal is not None
-            probs = proposal.probs[proposal.rows[drawn[i][0]]]
+            probs = proposal.probs[proposal.rows[drawn[i][0]]]  # [d]
             row[slice(len(probs)) if proposal.kept_ids is None else proposal.kept_ids] = probs
         tokens = [[walks[i].drafted[node] for node in drawn[i]] + [-1] * (width - len(drawn[i])) for i in tried]
         uniforms = [numbers[i][1:] + [0.0] * (width - len(drawn[i])) for i in tried]
+        children = torch.tensor(tokens, device=p.device)  # [m, w]
         p[tried] = try_drawn(
-            p[tried],
-            q.double(),
-            torch.tensor(tokens, device=p.device),
-            torch.tensor(uniforms, dtype=torch.float64, device=p.device),
+            p[tried], q.double(), children, torch.tensor(uniforms, dtype=torch.float64, device=p.device)
         )
     return pick(p, torch.tensor([row[0] for row in numbers], dtype=torch.float64, device=p.device))
 
@@ -192,31 +218,31 @@ def _sample(walks: list[_Walk], p: Tensor) -> Tensor:
 def try_drawn(p: Tensor, q: Tensor, drawn: Tensor, uniforms: Tensor) -> Tensor:
     """Multi-round rejection of children that were drawn without replacement.
 
-    Child x is accepted with probability min(1, p(x) / q(x)). Rejected, it leaves p <- norm(max(p - q, 0)), which is what
-    the accepted share min(p, q) lacks of p, and q <- q without x, renormalised, which is what the next child was drawn
-    from. So every round is the same problem again, and by induction the outcome is distributed as p.
+    Child x is accepted with probability min(1, p(x) / q(x)). A rejection leaves p <- norm(max(p - q, 0)), the residual
+    that the accepted share min(p, q) leaves of p, and q <- q without x, renormalized, from which the next child was drawn.
+    Every round is the same problem again, so by induction the outcome is distributed as p.
 
     Args:
         p: [m, v] float64, the target's distributions.
-        q: [m, v] float64, what each row's first child was drawn from.
+        q: [m, v] float64, proposal distribution of each row's first child.
         drawn: [m, w] int64, children's tokens in the order they were drawn, then -1.
         uniforms: [m, w] float64.
 
     Returns:
-        [m, v] float64: all mass on the accepted child, or else what the bonus token is to be drawn from.
+        [m, v] float64: all mass on the accepted child, or the residual from which the bonus token is drawn.
 
     Source: SpecInfer, arXiv 2305.09781; without replacement: arXiv 2402.14160 and Sequoia, arXiv 2402.12374.
     """
     p = p / p.sum(-1, keepdim=True)
-    open_ = torch.ones_like(drawn[:, :1], dtype=torch.bool)
+    open_ = torch.ones_like(drawn[:, :1], dtype=torch.bool)  # [m, 1], rows where every child so far was rejected
     for i in range(drawn.shape[1]):
         open_ = open_ & (drawn[:, i : i + 1] >= 0)
         child = drawn[:, i : i + 1].clamp_min(0)
         mass = q.sum(-1, keepdim=True)
         accepted = open_ & (uniforms[:, i : i + 1] * q.gather(-1, child) < p.gather(-1, child) * mass)
-        left = (p - q / mass).clamp_min(0)
+        left = (p - q / mass).clamp_min(0)  # [m, v]
         total = left.sum(-1, keepdim=True)
-        # Nothing left means p = q: then only rounding can reject, and p itself is the answer.
+        # An empty residual means p = q. Then only rounding can reject, and p itself is the answer.
         p = torch.where(open_ & ~accepted & (total > 0), left / total, p)
         p = torch.where(accepted, torch.zeros_like(p).scatter_(-1, child, 1.0), p)
         q = q.scatter(-1, child, 0.0)

@@ -1,9 +1,8 @@
 """Divergences between target and drafter, applied over the vocabulary in chunks."""
 
-from drafttrain.losses.divergence import DIVERGENCES
-from drafttrain.losses.linear import DivergenceOutput, linear_divergence
+from drafttrain.losses.divergence import DIVERGENCES, DivergenceOutput, TargetRows, Targets, linear_divergence, tempered
 from drafttrain.losses.spec import Loss, parse_loss
-from drafttrain.losses.targets import StoredLogits, StoredTopK, TargetRows, Targets
+from drafttrain.losses.stored import StoredLogits, StoredTopK
 
 __all__ = [
     "DIVERGENCES",
@@ -15,4 +14,5 @@ __all__ = [
     "Targets",
     "linear_divergence",
     "parse_loss",
+    "tempered",
 ]

@@ -1,50 +1,214 @@
-"""Divergences between a target row p and a drafter row q = softmax(z / T), each with its gradient in z / T.
+"""The loss between target and drafter: target distributions, divergences, and their fused linear form.
 
-Every function maps a chunk of row pairs to (value [c], gradient [c, d]). With q a softmax, the gradient of any value D is
-q * (D' - sum(q * D')) where D' is dD/dq; each function states its own short form.
+    target:   states [r, h] @ head [h, d]  -> p                    TargetRows here; StoredLogits, StoredTopK in stored.py
+    drafter:  hidden [t, h] @ weight [h, d] -> z, q = softmax(z)   aligned with target row index[t]
+    loss:     sum_t row_weight[t] * D(p, q)                        linear_divergence
 
-A drafter may know only some of the target's tokens. Divergences proper (kl, reverse_kl, js) compare q with p renormalised
-on them, the nearest thing that the drafter can say. Losses of acceptance (tv, tvd++, lk_alpha, lk_lambda) read the full p:
-verification accepts with min(1, p / q) of the full p, so sum min(p, q) is then the very rate that decoding will see. Both
-have their optimum at the renormalised p.
+Logits of all t tokens never exist. `linear_divergence` takes the rows in chunks; one pass per chunk forms both sides'
+logits, the divergence and its gradient, and drops them, so backward only scales what forward has summed. On a GPU with Triton
+a kernel does everything between the matrix products (`fused.py`); elsewhere the code here does, and it is the definition.
+
+Every divergence maps a chunk of row pairs to (value [c], gradient [c, d] in z / T). With q a softmax, the gradient of any
+value D is q * (D' - sum(q * D')) where D' is dD/dq; each function states its short form.
+
+A drafter may know only some of the target's tokens. The divergences proper (kl, reverse_kl, js) compare q with p renormalized
+on the kept tokens, the nearest distribution that the drafter can express. The acceptance losses (tv, tvd++, lk_alpha,
+lk_lambda) read the full p: verification accepts with min(1, p / q) of the full p, so sum min(p, q) is the acceptance rate of
+decoding. Both families have their optimum at the renormalized p.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from drafttrain.losses.targets import Targets
+from drafttrain.errors import UserError
+from drafttrain.losses.fused import fused_step
+from drafttrain.losses.spec import Loss, parse_loss
+from drafttrain.ops.tree_attention_triton import has_triton
 
-# Floor of what is divided by: an acceptance this small no longer scales the gradient up.
+# Target distributions up to this size are computed once per batch and shared by all depths; larger ones once per use.
+_SHARED_BYTES = 256e6
+# Lower bound of divisors: a smaller acceptance does not scale the gradient up further.
 _TINY = 1e-12
+# Rows per chunk on the torch path; more gain nothing on a CPU.
+_CHUNK = 256
+# Bytes of logits per chunk on the kernel path: large products are faster, and few of these are held at once.
+_KERNEL_BYTES = 2**28
+
+Kept = tuple[Tensor, Tensor, Tensor]  # p [c, d], its entropy [c], log of its softmax denominator [c]
+StepResult = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # values [c], grad [c, d], alpha [c], agree [c]
 
 
-class Rows:
-    """A chunk of aligned distributions over the kept vocabulary, float32 or wider; the target's part is formed when asked for.
+def wide(x: Tensor) -> Tensor:
+    """The tensor in at least float32; float64 stays."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """Row-wise dot products [c] of two [c, d] matrices, without a [c, d] temporary."""
+    return torch.bmm(a.unsqueeze(1), b.unsqueeze(2)).flatten()
+
+
+def tempered(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """logits / temperature [c, d] (the tensor itself at 1), and their log-sum-exp [c]."""
+    scaled = logits if temperature == 1 else logits / temperature
+    return scaled, scaled.logsumexp(-1)
+
+
+# -- target distributions ---------------------------------------------------------------------------------------------
+
+
+class Targets:
+    """The target's next-token distributions at r positions. Subclasses differ in the form that they are stored in.
 
     Attributes:
-        z: [c, d] drafter logits, divided by the temperature; q: [c, d] their softmax; log_z: [c] their logsumexp.
-        p: [c, d] target, renormalised on the kept tokens; entropy: [c] of it.
-        full: [c, d] the target's probabilities as they are, so that rows add up to at most 1.
-        alpha: [c] sum min(full, q), the chance that a sampled draft token is accepted.
-        sampled: [c] int64, drafter id of the data's own next token, -1 where the drafter cannot say it.
+        argmax: [r] int64 drafter id of the target's likeliest token, -1 where the drafter's vocabulary lacks it.
+        sampled: [r] int64 drafter id of the token that follows in the data, -1 likewise; None where `ce` is not used.
+    """
+
+    argmax: Tensor
+    sampled: Tensor | None
+
+    @cached_property
+    def _shared(self) -> dict[float, Kept]:
+        """Distributions of all r rows by temperature."""
+        return {}
+
+    @property
+    def rows(self) -> int:
+        return len(self.argmax)
+
+    @property
+    def shareable(self) -> int:
+        """Columns d if p does not depend on the drafter's row, else 0."""
+        return 0
+
+    def logits(self, index: Tensor | slice, aligned: AlignedRows | None = None) -> Tensor:
+        """[c, d] logits over the kept vocabulary, before any temperature; float32 or wider.
+
+        Args:
+            aligned: the drafter's rows; only `StoredTopK` needs them.
+        """
+        raise NotImplementedError
+
+    def kernel_logits(self, index: Tensor, z: Tensor) -> Tensor:
+        """`logits` in the float dtype that costs least; z: [c, d] raw products of the aligned drafter rows."""
+        return self.logits(index, AlignedRows(wide(z), self, index, 1.0))
+
+    def full_log_z(self, index: Tensor, temperature: float) -> Tensor:
+        """[c] log of the softmax denominator of `logits` / temperature over the full vocabulary."""
+        raise NotImplementedError
+
+    def sampled_at(self, index: Tensor) -> Tensor:
+        """[c] int64, `sampled` of these rows.
+
+        Raises:
+            UserError: the next tokens of the data were not given.
+        """
+        if self.sampled is None:
+            raise UserError(
+                "loss 'ce' needs the ids of the data's next tokens (TargetRows.sampled); use kl or give them"
+            )
+        return self.sampled[index]
+
+    def kept(self, index: Tensor, temperature: float = 1.0, aligned: AlignedRows | None = None) -> Kept:
+        """The distribution renormalized on the kept tokens, of rows index [c]."""
+        width = self.shareable
+        if not 0 < 4 * self.rows * width <= _SHARED_BYTES:
+            return self._distribution(index, temperature, aligned)
+        if temperature not in self._shared:
+            starts = range(0, self.rows, _CHUNK)
+            parts = [self._distribution(slice(start, start + _CHUNK), temperature, None) for start in starts]
+            p, entropy, log_z = (torch.cat(column) for column in zip(*parts, strict=True))
+            self._shared[temperature] = p, entropy, log_z
+        p, entropy, log_z = self._shared[temperature]
+        return p[index], entropy[index], log_z[index]
+
+    def _distribution(self, index: Tensor | slice, temperature: float, aligned: AlignedRows | None) -> Kept:
+        logits, log_z = tempered(self.logits(index, aligned), temperature)  # [c, d], [c]
+        p = (logits - log_z.unsqueeze(1)).exp_()
+        return p, log_z - dot(p, logits), log_z
+
+
+class FullTargets(Targets):
+    """Targets whose full softmax denominators were computed: at temperature 1, and at others that the loss reads."""
+
+    log_z: Tensor
+    log_z_at: dict[float, Tensor]
+
+    def full_log_z(self, index: Tensor, temperature: float) -> Tensor:
+        if temperature != 1 and temperature not in self.log_z_at:
+            raise UserError(
+                f"temperature @{temperature:g}: the loss reads the target's full distribution there, but log_z_at has "
+                f"{sorted(self.log_z_at) or 'none'}; compute it for {temperature:g}"
+            )
+        return (self.log_z if temperature == 1 else self.log_z_at[temperature])[index]
+
+
+@dataclass
+class TargetRows(FullTargets):
+    """Target distributions as hidden states times the target's head.
+
+    Attributes:
+        hidden: [r, h] states that the target's head reads.
+        weight: [d, h] the head's rows for the kept (drafter) vocabulary.
+        log_z: [r] float32 log of the softmax denominator over the *full* vocabulary; acceptance reads the full distribution.
+        argmax, sampled: see `Targets`.
+        shape: what the target applies to the products (bias, scale, soft cap); None if nothing.
+        log_z_at: temperature -> [r], log_z of logits / temperature.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    log_z: Tensor
+    argmax: Tensor
+    shape: Callable[[Tensor], Tensor] | None = None
+    sampled: Tensor | None = None
+    log_z_at: dict[float, Tensor] = field(default_factory=dict)
+
+    @property
+    def shareable(self) -> int:
+        return len(self.weight)
+
+    def products(self, index: Tensor | slice) -> Tensor:
+        """[c, d] hidden times head in the head's dtype, before `shape`."""
+        return F.linear(self.hidden[index].to(self.weight.dtype), self.weight)
+
+    def logits(self, index: Tensor | slice, aligned: AlignedRows | None = None) -> Tensor:
+        logits = wide(self.products(index))
+        return logits if self.shape is None else self.shape(logits)
+
+    def kernel_logits(self, index: Tensor, z: Tensor) -> Tensor:
+        return self.products(index) if self.shape is None else self.logits(index)
+
+
+class AlignedRows:
+    """A chunk of drafter rows with the target rows they are aligned with, at one temperature; float32 or wider.
+
+    The target's part is computed on first use, so a loss that does not read it costs nothing.
+
+    Attributes:
+        z: [c, d] drafter logits / temperature; q: [c, d] their softmax; log_z: [c] their log-sum-exp.
+        p: [c, d] target, renormalized on the kept tokens; entropy: [c] of p.
+        full: [c, d] the target's full probabilities of the kept tokens, so that rows sum to at most 1.
+        alpha: [c] sum min(full, q), the probability that a sampled draft token is accepted.
+        sampled: [c] int64, drafter id of the data's next token, -1 where the drafter lacks it.
     """
 
     def __init__(self, z: Tensor, targets: Targets, index: Tensor, temperature: float):
-        self.z = z if temperature == 1 else z / temperature
-        self.log_z = self.z.logsumexp(-1)
-        self.q = (self.z - self.log_z.unsqueeze(1)).exp_()
+        self.z, self.log_z = tempered(z, temperature)
+        self.q = self.log_q().exp_()
         self._targets, self._index, self._temperature = targets, index, temperature
 
     @cached_property
-    def _kept(self) -> tuple[Tensor, Tensor, Tensor]:
+    def _kept(self) -> Kept:
         return self._targets.kept(self._index, self._temperature, self)
 
     @property
@@ -56,7 +220,7 @@ class Rows:
         return self._kept[1]
 
     def log_p(self) -> Tensor:
-        """[c, d] log p, for the divergences that need it."""
+        """[c, d] log p. Not kept: only reverse_kl and js read it."""
         logits = self._targets.logits(self._index, self)
         return (logits if self._temperature == 1 else logits / self._temperature) - self._kept[2].unsqueeze(1)
 
@@ -77,7 +241,7 @@ class Rows:
         return torch.minimum(self.full, self.q).sum(-1)
 
     def final_alpha(self) -> Tensor:
-        """alpha, when p is needed no more: without another [c, d] matrix."""
+        """`alpha` as the last read of p, which it overwrites instead of forming another [c, d] matrix."""
         if "full" not in self.__dict__:
             self.full = self.p.mul_(self._share)
         return self.alpha
@@ -87,65 +251,62 @@ class Rows:
         return self._targets.sampled_at(self._index)
 
 
-Divergence = Callable[[Rows, float], tuple[Tensor, Tensor]]
+# -- divergences ------------------------------------------------------------------------------------------------------
+
+Divergence = Callable[[AlignedRows, float], tuple[Tensor, Tensor]]
 
 
-def dot(a: Tensor, b: Tensor) -> Tensor:
-    """Row-wise product sums [c] without a [c, d] temporary."""
-    return torch.bmm(a.unsqueeze(1), b.unsqueeze(2)).flatten()
-
-
-def forward_kl(rows: Rows, _: float = 0) -> tuple[Tensor, Tensor]:
-    """sum p (log p - log q): cover everything the target might say. Gradient q - p."""
+def forward_kl(rows: AlignedRows, _: float = 0) -> tuple[Tensor, Tensor]:
+    """sum p (log p - log q): covers every token that the target may choose. Gradient q - p."""
     return rows.log_z - dot(rows.p, rows.z) - rows.entropy, rows.q - rows.p
 
 
-def reverse_kl(rows: Rows, _: float = 0) -> tuple[Tensor, Tensor]:
-    """sum q (log q - log p): stay where the target is sure. Gradient q * (log q/p - value)."""
+def reverse_kl(rows: AlignedRows, _: float = 0) -> tuple[Tensor, Tensor]:
+    """sum q (log q - log p): puts mass only where the target has it. Gradient q * (log q/p - value)."""
     ratio = rows.log_q().sub_(rows.log_p())
     value = dot(rows.q, ratio)
     return value, ratio.sub_(value.unsqueeze(1)).mul_(rows.q)
 
 
-def jensen_shannon(rows: Rows, beta: float) -> tuple[Tensor, Tensor]:
+def jensen_shannon(rows: AlignedRows, beta: float) -> tuple[Tensor, Tensor]:
     """beta KL(p | m) + (1 - beta) KL(q | m) with m = beta p + (1 - beta) q: between the two KLs, bounded.
 
-    Gradient (1 - beta) q * (log q/m - KL(q | m)). Source: generalised JSD of Agarwal et al. 2024, arXiv 2306.13649.
+    Gradient (1 - beta) q * (log q/m - KL(q | m)). Source: generalized JSD of Agarwal et al. 2024, arXiv 2306.13649.
     """
     log_p, log_q = rows.log_p(), rows.log_q()
-    # In logs: where p and q both round to zero, so would m.
+    # In log space: where p and q both round to zero, m would too.
     log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log(1 - beta))
-    from_p = dot(rows.p, log_p.sub_(log_m))
+    from_p = dot(rows.p, log_p.sub_(log_m))  # [c] KL(p | m)
     ratio = log_q.sub_(log_m)
-    from_q = dot(rows.q, ratio)
+    from_q = dot(rows.q, ratio)  # [c] KL(q | m)
     return beta * from_p + (1 - beta) * from_q, ratio.sub_(from_q.unsqueeze(1)).mul_(rows.q).mul_(1 - beta)
 
 
-def total_variation(rows: Rows, _: float = 0) -> tuple[Tensor, Tensor]:
-    """1 - sum min(p, q): the chance that a sampled draft token is rejected. Gradient q * (mu - r), r = 1[q < p], mu = sum q r."""
+def total_variation(rows: AlignedRows, _: float = 0) -> tuple[Tensor, Tensor]:
+    """1 - sum min(p, q), the rejection rate of sampled draft tokens. Gradient q * (mu - r), r = 1[q < p], mu = sum q r."""
     return 1 - rows.alpha, _rewarded(rows)[0]
 
 
-def _rewarded(rows: Rows) -> tuple[Tensor, Tensor]:
+def _rewarded(rows: AlignedRows) -> tuple[Tensor, Tensor]:
     """The gradient of total variation [c, d], and mu [c], the mean of the reward r under q."""
     reward = (rows.q < rows.full).to(rows.q.dtype)
     mean = dot(rows.q, reward)
     return reward.neg_().add_(mean.unsqueeze(1)).mul_(rows.q), mean
 
 
-def total_variation_normalised(rows: Rows, _: float = 0) -> tuple[Tensor, Tensor]:
-    """Total variation whose gradient is a policy gradient with normalised rewards: q * (mu - r) / sigma.
+def total_variation_normalized(rows: AlignedRows, _: float = 0) -> tuple[Tensor, Tensor]:
+    """Total variation whose gradient is a policy gradient with normalized rewards: q * (mu - r) / sigma.
 
-    Seen from q as a policy, r is the reward of saying a token; mu and sigma are its mean and deviation under q. They are
-    taken exactly, over the row's whole vocabulary, so no token's gradient depends on its batch. The value is total variation's.
+    With q as a policy, r is the reward of a token; mu and sigma are its mean and standard deviation under q. They are exact,
+    over the row's whole vocabulary, so a token's gradient does not depend on its batch. The value is total variation's.
     Source: TVD++ of Goel et al. 2024, arXiv 2403.00858.
     """
     grad, mean = _rewarded(rows)
     return 1 - rows.alpha, grad.mul_((mean * (1 - mean)).clamp(min=_TINY).rsqrt().unsqueeze(1))
 
 
-def negative_log_acceptance(rows: Rows, _: float = 0) -> tuple[Tensor, Tensor]:
-    """-log alpha. Gradient: total variation's, divided by alpha, so it does not vanish where little is accepted yet.
+def negative_log_acceptance(rows: AlignedRows, _: float = 0) -> tuple[Tensor, Tensor]:
+    """-log alpha. Gradient: total variation's divided by alpha, so it does not vanish at a low acceptance.
 
     Source: LK-alpha of Samarin et al. 2026, arXiv 2602.23881.
     """
@@ -153,10 +314,10 @@ def negative_log_acceptance(rows: Rows, _: float = 0) -> tuple[Tensor, Tensor]:
     return -alpha.log(), _rewarded(rows)[0].div_(alpha.unsqueeze(1))
 
 
-def kl_then_acceptance(rows: Rows, eta: float) -> tuple[Tensor, Tensor]:
-    """lam KL + (1 - lam) TV with lam = exp(-eta alpha), held constant in the gradient: KL first, acceptance once it is fair.
+def kl_then_acceptance(rows: AlignedRows, eta: float) -> tuple[Tensor, Tensor]:
+    """lam KL + (1 - lam) TV with lam = exp(-eta alpha) per token, constant in the gradient: KL first, acceptance later.
 
-    lam is each token's own. Source: LK-lambda of Samarin et al. 2026, arXiv 2602.23881, where eta is 3.
+    Source: LK-lambda of Samarin et al. 2026, arXiv 2602.23881, where eta is 3.
     """
     lam = (-eta * rows.alpha).exp()
     (kl, kl_grad), (tv, tv_grad) = forward_kl(rows), total_variation(rows)
@@ -164,13 +325,13 @@ def kl_then_acceptance(rows: Rows, eta: float) -> tuple[Tensor, Tensor]:
     return lam * kl + (1 - lam) * tv, grad
 
 
-def cross_entropy(rows: Rows, _: float = 0) -> tuple[Tensor, Tensor]:
-    """-log q of the data's own next token. Gradient q - onehot. Nothing where the drafter cannot say that token."""
-    sayable = rows.sampled >= 0
+def cross_entropy(rows: AlignedRows, _: float = 0) -> tuple[Tensor, Tensor]:
+    """-log q of the data's next token. Gradient q - onehot. Zero where the drafter lacks that token."""
+    known = rows.sampled >= 0
     chosen = rows.sampled.clamp(min=0).unsqueeze(1)
     grad = rows.q.scatter_add(1, chosen, rows.q.new_full(chosen.shape, -1.0))
     value = rows.log_z - rows.z.gather(1, chosen).squeeze(1)
-    return value * sayable, grad.mul_(sayable.unsqueeze(1))
+    return value * known, grad.mul_(known.unsqueeze(1))
 
 
 DIVERGENCES: dict[str, Divergence] = {
@@ -178,8 +339,129 @@ DIVERGENCES: dict[str, Divergence] = {
     "reverse_kl": reverse_kl,
     "js": jensen_shannon,
     "tv": total_variation,
-    "tvd++": total_variation_normalised,
+    "tvd++": total_variation_normalized,
     "lk_alpha": negative_log_acceptance,
     "lk_lambda": kl_then_acceptance,
     "ce": cross_entropy,
 }
+
+
+# -- the fused linear form --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class DivergenceOutput:
+    """Per-token results, all [t] and detached except the loss; alpha and agree are None unless `measure` was set.
+
+    Attributes:
+        loss: scalar, sum of row_weight * divergence.
+        values: the divergence of each token.
+        alpha: sum_v min(p, q) with the target's full p, the probability that a sampled draft token is accepted.
+        agree: bool, the drafter's likeliest token is the target's likeliest of the full vocabulary.
+    """
+
+    loss: Tensor
+    values: Tensor
+    alpha: Tensor | None = None
+    agree: Tensor | None = None
+
+
+def has_kernel(hidden: Tensor) -> bool:
+    """Whether the Triton kernel serves this tensor: on a GPU, not float64, Triton installed."""
+    return hidden.is_cuda and hidden.dtype != torch.float64 and has_triton()
+
+
+def _torch_step(
+    hidden: Tensor, weight: Tensor, targets: Targets, index: Tensor, row_weight: Tensor, loss: Loss, measure: bool
+) -> StepResult:
+    """One chunk, as `fused_step`; float32, or float64 if hidden is."""
+    z = wide(F.linear(hidden, weight))  # [c, d]
+    rows: dict[float, AlignedRows] = {}
+    for term in loss.terms:
+        if term.temperature not in rows:
+            rows[term.temperature] = AlignedRows(z, targets, index, term.temperature)
+        value, slope = DIVERGENCES[term.name](rows[term.temperature], term.parameter)  # [c], [c, d]
+        scale = term.weight / term.temperature
+        if term is loss.terms[0]:
+            values, grad = value * term.weight, slope if scale == 1 else slope.mul_(scale)
+        else:
+            values, grad = values.add_(value, alpha=term.weight), grad.add_(slope, alpha=scale)
+    alpha = agree = None
+    if measure:
+        alpha = (rows[1.0] if 1.0 in rows else AlignedRows(z, targets, index, 1.0)).final_alpha()
+        agree = z.argmax(-1) == targets.argmax[index]
+    return values, grad.mul_(row_weight.unsqueeze(1)).to(hidden.dtype), alpha, agree
+
+
+class _LinearDivergence(torch.autograd.Function):
+    """Sums value and gradients chunk by chunk in forward; backward scales the gradients."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets: Targets, index, row_weight, loss: Loss, chunk: int, measure: bool):
+        total = hidden.shape[0]
+        master, weight = weight, weight.to(hidden.dtype)
+        step = fused_step if has_kernel(hidden) else _torch_step
+        values = wide(hidden.new_empty(0)).new_empty(total)
+        measured = total if measure else 0
+        alpha, agree = values.new_empty(measured), values.new_empty(measured, dtype=torch.bool)
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None  # [t, h]
+        grad_weight = torch.zeros_like(master) if ctx.needs_input_grad[1] else None  # [d, h]
+        for start in range(0, total, chunk):
+            part = slice(start, min(start + chunk, total))
+            values[part], grad, chunk_alpha, chunk_agree = step(
+                hidden[part], weight, targets, index[part], row_weight[part], loss, measure
+            )
+            if chunk_alpha is not None and chunk_agree is not None:
+                alpha[part], agree[part] = chunk_alpha, chunk_agree
+            if grad_hidden is not None:
+                grad_hidden[part] = grad @ weight
+            if grad_weight is not None:
+                if grad_weight.dtype == grad.dtype:
+                    grad_weight.addmm_(grad.t(), hidden[part])
+                else:
+                    grad_weight += grad.t() @ hidden[part]
+            del grad  # free it before the next chunk's logits
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.mark_non_differentiable(values, alpha, agree)
+        return (values * row_weight).sum(), values, alpha, agree
+
+    @staticmethod
+    def backward(ctx, grad_loss, *_):
+        grads = [None if grad is None else grad * grad_loss.to(grad.dtype) for grad in ctx.saved_tensors]
+        return (*grads, None, None, None, None, None, None)
+
+
+def linear_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Targets,
+    index: Tensor,
+    row_weight: Tensor,
+    loss: str = "kl",
+    chunk: int | None = None,
+    measure: bool = True,
+) -> DivergenceOutput:
+    """Divergence between drafter rows softmax(hidden weight^T) and the target rows they are aligned with.
+
+    Args:
+        hidden: [t, h] drafter states, `weight`: [d, h] drafter head; gradients flow into both.
+        targets: the target's distributions; `index`: [t] int64, the target row of each drafter row.
+        row_weight: [t] float32 factor of each token in the loss (mask, depth decay, 1 / global count).
+        loss: as `parse_loss` reads it: kl, js:0.5, 0.9*kl+0.1*ce.
+        chunk: rows per chunk; chosen by the device unless given. Memory is a few [chunk, d] matrices.
+        measure: also compute alpha and agree, at about a tenth of the cost.
+
+    Returns:
+        The weighted sum and per-token values.
+
+    Raises:
+        UserError: a loss that cannot be parsed, or that reads what the targets do not hold.
+    """
+    if chunk is None:
+        chunk = _CHUNK
+        if has_kernel(hidden):
+            chunk = max(_CHUNK, _KERNEL_BYTES // (weight.shape[0] * hidden.element_size()) // 128 * 128)
+    total, values, alpha, agree = _LinearDivergence.apply(
+        hidden, weight, targets, index, row_weight, parse_loss(loss), chunk, measure
+    )
+    return DivergenceOutput(total, values, alpha, agree) if measure else DivergenceOutput(total, values)

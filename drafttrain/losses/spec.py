@@ -1,10 +1,10 @@
-"""How a loss is written: `kl`, `js:0.5`, `kl@2`, `0.9*kl+0.1*ce`.
+"""The notation of a loss: `kl`, `js:0.5`, `kl@2`, `0.9*kl+0.1*ce`.
 
     LOSS   TERM+TERM+...
     TERM   [WEIGHT*]NAME[:PARAMETER][@TEMPERATURE]
 
 The parameter is beta of `js` and eta of `lk_lambda`. The temperature divides both sides' logits, so `tv@0.6` is the rejection
-rate of decoding at temperature 0.6. Nothing is multiplied by its square: write `4*kl@2` for that.
+rate of decoding at temperature 0.6. The loss is not multiplied by the squared temperature: write `4*kl@2` for that.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import re
 from dataclasses import dataclass
 
 from drafttrain.errors import UserError
-from drafttrain.losses.divergence import DIVERGENCES
 
-_DEFAULTS = {"js": 0.5, "lk_lambda": 3.0}
+# The losses by name; `divergence.DIVERGENCES` maps each to its function.
+NAMES = ("kl", "reverse_kl", "js", "tv", "tvd++", "lk_alpha", "lk_lambda", "ce")
+_DEFAULTS = {"js": 0.5, "lk_lambda": 3.0}  # parameters, of the losses that take one
 # Losses that read the target's full distribution.
 ACCEPTANCE = ("tv", "tvd++", "lk_alpha", "lk_lambda")
 _TERM = re.compile(r"(?:([^*+:@]*)\*)?(tvd\+\+|[^*+:@]*)(?::([^*+:@]*))?(?:@([^*+:@]*))?(?:\+|$)")
@@ -26,7 +27,7 @@ _TERM = re.compile(r"(?:([^*+:@]*)\*)?(tvd\+\+|[^*+:@]*)(?::([^*+:@]*))?(?:@([^*
 
 @dataclass(frozen=True)
 class Term:
-    """weight * name, with its parameter (0 where it has none) and temperature."""
+    """One term: weight * name, its parameter (0 if it takes none) and temperature."""
 
     name: str
     weight: float = 1.0
@@ -41,7 +42,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Loss:
-    """A sum of terms."""
+    """A weighted sum of divergences."""
 
     terms: tuple[Term, ...]
 
@@ -50,17 +51,17 @@ class Loss:
 
     @property
     def temperatures(self) -> tuple[float, ...]:
-        """Other than 1, at which the target's full distribution is read."""
+        """Temperatures other than 1 at which the loss reads the target's full distribution."""
         found = {term.temperature for term in self.terms if term.name in ACCEPTANCE}
         return tuple(sorted(found - {1.0}))
 
 
 @functools.cache
 def parse_loss(text: str) -> Loss:
-    """Reads a loss as written in a recipe.
+    """Parses a loss as recipes write it.
 
     Raises:
-        UserError: not of the form, an unknown name (with its neighbours), a number out of range.
+        UserError: malformed, an unknown name (with close matches), or a number out of range.
     """
     clean, place = text.replace(" ", ""), 0
     terms: list[Term] = []
@@ -78,9 +79,9 @@ def parse_loss(text: str) -> Loss:
 
 
 def _term(text: str, weight: str | None, name: str, parameter: str | None, temperature: str | None) -> Term:
-    if name not in DIVERGENCES:
-        close = difflib.get_close_matches(name, DIVERGENCES, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(DIVERGENCES)}"
+    if name not in NAMES:
+        close = difflib.get_close_matches(name, NAMES, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(NAMES)}"
         raise UserError(f"loss={text!r}: {name!r} is no loss; {hint}")
     if parameter is not None and name not in _DEFAULTS:
         raise UserError(f"loss={text!r}: {name} takes no parameter; {' and '.join(_DEFAULTS)} do (js:0.5)")

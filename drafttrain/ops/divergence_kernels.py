@@ -1,11 +1,11 @@
 """The Triton kernel of the fused linear divergence: from logits of both sides to values, acceptance and the gradient.
 
-    program = a row      pass 1   log-sum-exps, the drafter's likeliest token, both KLs      reads z, y
-                         pass 2   acceptance and JS sums, which need the log-sum-exps        reads z, y (only if asked for)
+    a program a row      pass 1   log-sum-exps, the drafter's likeliest token, both KLs      reads z, y
+                         pass 2   acceptance and JS sums, which need the log-sum-exps        reads z, y (only if needed)
                          pass 3   the gradient, over z itself                                reads z, y, writes
 
-z are the drafter's logits, y the target's, in any float dtype; sums run in float32. Which losses take part is known when
-compiling, their weights when running. The formulas are those of `losses/divergence.py`. Only `losses/fused.py` calls this.
+z are the drafter's logits, y the target's, in any float dtype; sums run in float32. The set of losses is known at compile
+time, their weights at run time. The formulas are those of `losses/divergence.py`. Only `losses/fused.py` calls this.
 
 Source: online softmax (Milakov and Gimelshein 2018, arXiv 1805.02867); logits chunk by chunk with the gradient written in
 place as in Liger-Kernel (Hsu et al. 2024, arXiv 2410.10989).
@@ -16,13 +16,13 @@ import triton.language as tl
 
 TINY = tl.constexpr(1e-12)
 LOWEST = tl.constexpr(-1e4)
-BEYOND = tl.constexpr(-1e20)  # of columns past the end: a probability of zero whose products stay finite
+BEYOND = tl.constexpr(-1e20)  # logit of columns past the end: probability zero, and products stay finite
 
 
 @triton.jit
 def _read(base, cols, width, factor):
     numbers = tl.load(base + cols, mask=cols < width, other=0.0).to(tl.float32)
-    return tl.where(cols < width, numbers * factor, BEYOND)  # which float16 could not hold
+    return tl.where(cols < width, numbers * factor, BEYOND)  # selected in float32: float16 cannot hold BEYOND
 
 
 @triton.jit
@@ -40,25 +40,11 @@ def _log_mixture(log_p, log_q, beta):
 
 
 @triton.jit
-def divergence_rows(
-    z, y, grad, values, alphas, agrees, full_log_z, likeliest, sampled, row_weight, z_stride, y_stride, grad_stride,
-    width, per_temperature, kl_weight, reverse_weight, js_weight, tv_weight, tvn_weight, lka_weight, lkl_weight, ce_weight,
-    beta, eta,
-    KL: tl.constexpr, REVERSE: tl.constexpr, JS: tl.constexpr, ACCEPT: tl.constexpr, CE: tl.constexpr,
-    MEASURE: tl.constexpr, GRAD: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
+def _online_sums(
+    z, y, width, per_temperature, TARGET: tl.constexpr, KL: tl.constexpr, REVERSE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One row. KL, REVERSE, JS, ACCEPT (tv, tvd++, both lk) and CE say which terms have a weight; lk_lambda needs KL too.
-
-    Writes values and grad if GRAD (adds to them if ADD), alphas and agrees if MEASURE.
-    """
-    TARGET: tl.constexpr = KL or REVERSE or JS or ACCEPT or MEASURE
-    SECOND: tl.constexpr = JS or ACCEPT or MEASURE
-    row = tl.program_id(0).to(tl.int64)
-    z += row * z_stride
-    y += row * y_stride
-    grad += row * grad_stride
+    """Pass 1: both log-sum-exps, both KLs without them, and the drafter's likeliest token."""
     lanes = tl.arange(0, BLOCK)
-
     z_top, y_top = float("-inf"), float("-inf")
     z_sum, y_sum = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     kl_sum, reverse_sum = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
@@ -81,33 +67,67 @@ def divergence_rows(
             if KL:
                 kl_sum = kl_sum * fade + ys_exp * (ys - zs)
     z_total, y_total = tl.sum(z_sum, 0), tl.sum(y_sum, 0)
-    log_z = z_top + tl.log(z_total)
-    log_y, full = 0.0, 0.0
+    log_z, log_y, kl = z_top + tl.log(z_total), 0.0, 0.0
     if TARGET:
-        log_y = y_top + tl.log(y_total)
+        log_y, kl = y_top + tl.log(y_total), tl.sum(kl_sum, 0) / y_total
+    return log_z, log_y, kl, tl.sum(reverse_sum, 0) / z_total, choice
+
+
+@triton.jit
+def _acceptance_sums(
+    z, y, width, per_temperature, log_z, log_y, full, beta, FULL: tl.constexpr, JS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Pass 2: alpha, the mean reward of total variation, and both KLs of the Jensen-Shannon divergence."""
+    lanes = tl.arange(0, BLOCK)
+    alpha_sum, mean_sum = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    p_sum, q_sum = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for start in range(0, width, BLOCK):
+        cols = start + lanes
+        log_q = _read(z, cols, width, per_temperature) - log_z
+        ys = _read_target(y, cols, width, per_temperature)
+        q = tl.exp(log_q)
+        if FULL:
+            p_full = tl.exp(ys - full)
+            alpha_sum += tl.minimum(p_full, q)
+            mean_sum += tl.where(q < p_full, q, 0.0)
+        if JS:
+            log_p = ys - log_y
+            log_m = _log_mixture(log_p, log_q, beta)
+            p_sum += tl.exp(log_p) * (log_p - log_m)
+            q_sum += q * (log_q - log_m)
+    return tl.sum(alpha_sum, 0), tl.sum(mean_sum, 0), tl.sum(p_sum, 0), tl.sum(q_sum, 0)
+
+
+@triton.jit
+def divergence_rows(
+    z, y, grad, values, alphas, agrees, full_log_z, likeliest, sampled, row_weight, z_stride, y_stride, grad_stride,
+    width, per_temperature, kl_weight, reverse_weight, js_weight, tv_weight, tvn_weight, lka_weight, lkl_weight, ce_weight,
+    beta, eta,
+    KL: tl.constexpr, REVERSE: tl.constexpr, JS: tl.constexpr, ACCEPT: tl.constexpr, CE: tl.constexpr,
+    MEASURE: tl.constexpr, GRAD: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row. KL, REVERSE, JS, ACCEPT (tv, tvd++, both lk) and CE say which terms have a weight; lk_lambda needs KL too.
+
+    Writes values and grad if GRAD (adds to them if ADD), alphas and agrees if MEASURE.
+    """
+    TARGET: tl.constexpr = KL or REVERSE or JS or ACCEPT or MEASURE
+    SECOND: tl.constexpr = JS or ACCEPT or MEASURE
+    row = tl.program_id(0).to(tl.int64)
+    z += row * z_stride
+    y += row * y_stride
+    grad += row * grad_stride
+    lanes = tl.arange(0, BLOCK)
+
+    log_z, log_y, kl, reverse_kl, choice = _online_sums(z, y, width, per_temperature, TARGET, KL, REVERSE, BLOCK)
+    full = 0.0
     if ACCEPT or MEASURE:
         full = tl.load(full_log_z + row)
 
     alpha, mean, from_p, from_q = 0.0, 0.0, 0.0, 0.0
     if SECOND:
-        alpha_sum, mean_sum = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-        p_sum, q_sum = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-        for start in range(0, width, BLOCK):
-            cols = start + lanes
-            log_q = _read(z, cols, width, per_temperature) - log_z
-            ys = _read_target(y, cols, width, per_temperature)
-            q = tl.exp(log_q)
-            if ACCEPT or MEASURE:
-                p_full = tl.exp(ys - full)
-                alpha_sum += tl.minimum(p_full, q)
-                mean_sum += tl.where(q < p_full, q, 0.0)
-            if JS:
-                log_p = ys - log_y
-                log_m = _log_mixture(log_p, log_q, beta)
-                p_sum += tl.exp(log_p) * (log_p - log_m)
-                q_sum += q * (log_q - log_m)
-        alpha, mean = tl.sum(alpha_sum, 0), tl.sum(mean_sum, 0)
-        from_p, from_q = tl.sum(p_sum, 0), tl.sum(q_sum, 0)
+        alpha, mean, from_p, from_q = _acceptance_sums(
+            z, y, width, per_temperature, log_z, log_y, full, beta, ACCEPT or MEASURE, JS, BLOCK
+        )
     if MEASURE:
         tl.store(alphas + row, alpha)
         tl.store(agrees + row, choice == tl.load(likeliest + row))
@@ -122,9 +142,9 @@ def divergence_rows(
             tv_factor += tvn_weight * tl.rsqrt(tl.maximum(mean * (1 - mean), TINY))
             tv_factor += lka_weight / bounded + lkl_weight * (1 - lam)
         if KL:
-            value += kl_factor * (tl.sum(kl_sum, 0) / y_total - log_y + log_z)
+            value += kl_factor * (kl - log_y + log_z)
         if REVERSE:
-            reverse = tl.sum(reverse_sum, 0) / z_total - log_z + log_y
+            reverse = reverse_kl - log_z + log_y
             value += reverse_weight * reverse
         if JS:
             value += js_weight * (beta * from_p + (1 - beta) * from_q)

@@ -1,10 +1,12 @@
-"""Attention of training-time test: a causal prefix shared by all depths, plus each anchor's own path of later depths.
+"""Attention of training-time test: a causal prefix that all depths share, plus each anchor's own path of later depths.
 
     query at (anchor t, depth k) sees      first-depth keys from `first` to t       an interval: document, causality, window
-                                           its own keys at depths 1 .. k            a row each
+                                           its own keys at depths 1 .. k            one row per depth
 
-Textbooks write this as one softmax under an [s, k*s] mask. Here it is two, merged by their log-sum-exp: flash attention
-over the intervals, block by block, and row-wise products over the paths. Neither part ever holds a score per head and pair.
+The textbook form is one softmax under an [s, k*s] mask. Here it is two, merged by their log-sum-exp: flash attention over the
+intervals, block by block, and row-wise products over the paths. Neither part holds a score per head and pair.
+
+Shapes: t queries, T first-depth tokens, k later depths, e head size.
 """
 
 from __future__ import annotations
@@ -12,22 +14,22 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-# Queries per call of a CPU's flash attention, and per block of FlexAttention's mask.
+# Queries per call of the CPU's flash attention, and per block of FlexAttention's mask.
 BLOCK = 128
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+cpu_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+cpu_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+Flex = Callable[..., tuple[Tensor, Tensor]]  # FlexAttention, compiled or not: outputs and log-sum-exps
 
 
 @dataclass
 class Spans:
-    """Which first-depth tokens each query sees: an interval that ends at its own anchor.
+    """The first-depth tokens that each query sees: an interval that ends at its own anchor.
 
     Attributes:
         first, last: [t] int64, both ends included, ascending within a document; begin: [t] where the query's document begins.
@@ -49,20 +51,20 @@ class Spans:
         return result
 
     def bias(self, queries: slice, keys: slice, dtype: torch.dtype) -> Tensor:
-        """[1, 1, queries, keys] of 0 and -inf."""
+        """[1, 1, queries, keys] additive mask of 0 and -inf."""
         seen = torch.arange(keys.start, keys.stop, device=self.first.device)
-        hidden = (seen < self.first[queries, None]) | (seen > self.last[queries, None])
-        bias = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-        return bias.masked_fill_(hidden, float("-inf"))[None, None]
+        masked = (seen < self.first[queries, None]) | (seen > self.last[queries, None])  # [queries, keys]
+        bias = torch.zeros(masked.shape, dtype=dtype, device=masked.device)
+        return bias.masked_fill_(masked, float("-inf"))[None, None]
 
     def block_mask(self, keys: int) -> BlockMask:
-        """The same for FlexAttention over that many keys, from the intervals' ends alone: no [t, keys] is formed."""
+        """The mask for FlexAttention over `keys` keys, from the ends of the intervals: no [t, keys] matrix is formed."""
         t = len(self.first)
         padded = torch.arange(-(-t // BLOCK) * BLOCK, device=self.first.device).clamp(max=t - 1)
-        first, last = (ends[padded].view(-1, BLOCK) for ends in (self.first, self.last))
-        begin = torch.arange(0, keys, BLOCK, device=first.device)
+        first, last = (ends[padded].view(-1, BLOCK) for ends in (self.first, self.last))  # [query blocks, BLOCK]
+        begin = torch.arange(0, keys, BLOCK, device=first.device)  # [key blocks]
         end = (begin + BLOCK).clamp(max=keys) - 1
-        touched = (begin <= last.amax(1, keepdim=True)) & (end >= first.amin(1, keepdim=True))
+        touched = (begin <= last.amax(1, keepdim=True)) & (end >= first.amin(1, keepdim=True))  # [query, key blocks]
         full = (begin >= first.amax(1, keepdim=True)) & (end <= last.amin(1, keepdim=True))
         full &= end - begin == BLOCK - 1
         lists: list[Tensor] = []
@@ -74,13 +76,68 @@ class Spans:
         def sees(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return (key >= own_first[query]) & (key <= own_last[query])
 
-        count, some, full_count, whole = lists
-        return BlockMask.from_kv_blocks(count, some, full_count, whole, BLOCK, sees, (t, keys))
+        count, partial, full_count, complete = lists
+        return BlockMask.from_kv_blocks(count, partial, full_count, complete, BLOCK, sees, (t, keys))
+
+
+# -- flash attention over the intervals, of paths and of drafted blocks -----------------------------------------------
+
+
+def span_attention(query: Tensor, key: Tensor, value: Tensor, spans: Spans) -> tuple[Tensor, Tensor]:
+    """On a CPU: query [t, heads, e] over its intervals of key, value [T, kv_heads, e].
+
+    Returns:
+        Outputs [t, heads, e] and log-sum-exps [t, heads], float32 or wider.
+    """
+    out = torch.empty_like(query)
+    lse = query.new_empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
+    for queries, keys in spans.blocks():
+        parts = (x.transpose(0, 1)[None] for x in (query[queries], key[keys], value[keys]))  # [1, heads, n, e]
+        block, block_lse = cpu_flash(*parts, attn_mask=spans.bias(queries, keys, query.dtype))
+        out[queries], lse[queries] = block[0].transpose(0, 1), block_lse[0].transpose(0, 1)
+    return out, lse
+
+
+def span_attention_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, spans: Spans, into: list[Tensor]
+) -> None:
+    """Adds the intervals' part to the gradients `into` of query, key and value.
+
+    Args:
+        grad, out: [t, heads, e] of the *merged* output; lse: [t, heads] of the whole softmax. The flash kernel's formulas hold
+            as they are: a key's weight is exp(score - lse), and the term subtracted from a score's gradient is that of out.
+    """
+    for queries, keys in spans.blocks():
+        parts = (grad[queries], query[queries], key[keys], value[keys], out[queries])
+        rows = (x.transpose(0, 1)[None] for x in parts)  # [1, heads, n, e]
+        bias = spans.bias(queries, keys, query.dtype)
+        grads = cpu_flash_backward(*rows, lse[queries].t()[None].contiguous(), 0.0, False, attn_mask=bias)
+        for total, at, part in zip(into, (queries, keys, keys), grads, strict=True):
+            total[at] += part[0].transpose(0, 1)
+
+
+@functools.cache
+def _compiled_flex() -> Flex:
+    return torch.compile(flex_attention, dynamic=True)  # type: ignore[return-value]
+
+
+def span_attention_gpu(
+    query: Tensor, key: Tensor, value: Tensor, spans: Spans, flex: Flex | None = None
+) -> tuple[Tensor, Tensor]:
+    """`span_attention` by FlexAttention, which differentiates the log-sum-exps too."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))  # [1, heads, n, e]
+    out, lse = (flex or _compiled_flex())(
+        q, k, v, block_mask=spans.block_mask(len(key)), enable_gqa=q.shape[1] != k.shape[1], return_lse=True
+    )
+    return out[0].transpose(0, 1), lse[0].transpose(0, 1)
+
+
+# -- paths ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Path:
-    """One later depth's keys and values [m, kv_heads, e]; rows: [t] int64, each query's own among them, None if in order."""
+    """The keys and values [m, kv_heads, e] of one later depth; rows: [t] int64, each query's own row, None if in order."""
 
     key: Tensor
     value: Tensor
@@ -88,10 +145,10 @@ class Path:
 
 
 class PathAttention:
-    """What one layer has to remember between depths: the first depth's keys, and each anchor's path since.
+    """One layer's memory between depths: the keys of the first depth, and each anchor's path since.
 
     Args:
-        begin: [T] int64, for each first-depth token the first one of its document. Documents lie one after the other.
+        begin: [T] int64, the first token of each first-depth token's document. Documents lie one after the other.
         window: visible positions, own included; 0 for all. Larger than the depth, so that an anchor sees itself.
     """
 
@@ -103,8 +160,8 @@ class PathAttention:
     def attend(self, own: Tensor, fresh: list[Tensor]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         """The attention of the next depth.
 
-        It changes nothing here, so that a checkpoint may run it twice; its keys and values come out through `fresh`,
-        to be given to `remember`.
+        It changes nothing here, so that gradient checkpointing may run it twice; the new keys and values are returned
+        through `fresh`, for `remember`.
 
         Args:
             own: [t] int64, the queries' anchors among the first-depth tokens, ascending.
@@ -129,7 +186,7 @@ class PathAttention:
         return attend
 
     def remember(self, own: Tensor, key: Tensor, value: Tensor) -> None:
-        """Keeps a depth's keys and values; later depths are asked for anchors among `own` only."""
+        """Keeps a depth's keys and values; queries of later depths must be anchors among `own`."""
         if self.base is None:
             self.base = key, value
         else:
@@ -137,9 +194,9 @@ class PathAttention:
 
 
 def path_attention(query: Tensor, base_key: Tensor, base_value: Tensor, spans: Spans, paths: Sequence[Path]) -> Tensor:
-    """Each query sees an interval of base keys, and one key per later depth: its own.
+    """Each query sees an interval of base keys, and its own key of each later depth.
 
-    On a CPU the base part is torch's flash kernel, elsewhere FlexAttention; none runs where nobody asks.
+    The base part is torch's flash kernel on a CPU, FlexAttention elsewhere; neither runs without queries.
 
     Args:
         query: [t, heads, e]; base_key, base_value: [T, kv_heads, e].
@@ -150,7 +207,7 @@ def path_attention(query: Tensor, base_key: Tensor, base_value: Tensor, spans: S
     """
     tensors = [tensor for path in paths for tensor in (path.key, path.value)]
     if query.device.type == "cpu" or not len(query):
-        out = _OnCpu.apply(query, base_key, base_value, spans, [path.rows for path in paths], *tensors)
+        out = _PathsOnCpu.apply(query, base_key, base_value, spans, [path.rows for path in paths], *tensors)
     else:
         out = _on_gpu(query, base_key, base_value, spans, paths)
     return out.flatten(1)
@@ -170,7 +227,7 @@ def _grouped(tensor: Tensor, paths: Sequence[Path]) -> Tensor:
 def _scores(query: Tensor, paths: Sequence[Path]) -> Tensor:
     """[t, heads, k] scaled dot products of queries with their own paths."""
     grouped = _grouped(query, paths)
-    products = [(grouped * _rows(path.key, path.rows).unsqueeze(2)).sum(-1) for path in paths]
+    products = [(grouped * _rows(path.key, path.rows).unsqueeze(2)).sum(-1) for path in paths]  # k * [t, kv, groups]
     exact = torch.promote_types(query.dtype, torch.float32)
     return torch.stack(products, dim=-1).flatten(1, 2).to(exact) * query.shape[2] ** -0.5
 
@@ -179,9 +236,9 @@ def _merge(
     query: Tensor, base: Tensor, base_lse: Tensor, paths: Sequence[Path], scores: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Joins the base part [t, heads, e], with its log-sum-exp [t, heads], and the paths' under one softmax."""
-    lse = torch.logaddexp(base_lse, scores.logsumexp(-1))
+    lse = torch.logaddexp(base_lse, scores.logsumexp(-1))  # [t, heads]
     out = base * (base_lse - lse).exp().unsqueeze(-1).to(base.dtype)
-    weights = (scores - lse.unsqueeze(-1)).exp().to(base.dtype).unsqueeze(-2)
+    weights = (scores - lse.unsqueeze(-1)).exp().to(base.dtype).unsqueeze(-2)  # [t, heads, 1, k]
     grouped = _grouped(out, paths)
     shares = weights.view(*grouped.shape[:3], 1, len(paths))
     for i, path in enumerate(paths):
@@ -189,20 +246,10 @@ def _merge(
     return grouped.view_as(query), lse
 
 
-class _OnCpu(torch.autograd.Function):
-    """Backward gives the flash kernel the merged output and log-sum-exp: the base keys' weights are exp(score - lse) of the
-    whole softmax, and what a score's gradient subtracts is the whole output's, so its formulas hold as they stand."""
-
+class _PathsOnCpu(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, base_key: Tensor, base_value: Tensor, spans: Spans, rows: Any, *tensors: Tensor
-    ):
-        out = torch.empty_like(query)
-        lse = query.new_empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
-        for ask, see in spans.blocks():
-            parts = (x.transpose(0, 1)[None] for x in (query[ask], base_key[see], base_value[see]))
-            some, its_lse = _flash(*parts, attn_mask=spans.bias(ask, see, query.dtype))
-            out[ask], lse[ask] = some[0].transpose(0, 1), its_lse[0].transpose(0, 1)
+    def forward(ctx, query, base_key, base_value, spans: Spans, rows: list[Tensor | None], *tensors: Tensor):
+        out, lse = span_attention(query, base_key, base_value, spans)
         scores = lse.new_empty(0)
         if tensors:
             paths = _paths(tensors, rows)
@@ -214,19 +261,13 @@ class _OnCpu(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor):
+    def backward(ctx, grad: Tensor):
         query, base_key, base_value, out, lse, scores, *tensors = ctx.saved_tensors
         grad = grad.contiguous()
-        grad_query, grad_key, grad_value = map(torch.zeros_like, (query, base_key, base_value))
-        for ask, see in ctx.spans.blocks():
-            taken = (x.transpose(0, 1)[None] for x in (grad[ask], query[ask], base_key[see], base_value[see], out[ask]))
-            bias = ctx.spans.bias(ask, see, query.dtype)
-            parts = _flash_backward(*taken, lse[ask].t()[None].contiguous(), 0.0, False, attn_mask=bias)
-            wholes = grad_query[ask], grad_key[see], grad_value[see]
-            for whole, part in zip(wholes, parts, strict=True):
-                whole += part[0].transpose(0, 1)
-        grads = _path_grads(grad, query, out, lse, scores, _paths(tensors, ctx.rows), grad_query) if tensors else []
-        return grad_query, grad_key, grad_value, None, None, *grads
+        grads = [torch.zeros_like(x) for x in (query, base_key, base_value)]
+        span_attention_backward(grad, query, base_key, base_value, out, lse, ctx.spans, grads)
+        more = _path_grads(grad, query, out, lse, scores, _paths(tensors, ctx.rows), grads[0]) if tensors else []
+        return *grads, None, None, *more
 
 
 def _paths(tensors: Sequence[Tensor], rows: Sequence[Tensor | None]) -> list[Path]:
@@ -239,40 +280,32 @@ def _path_grads(
     """Adds the paths' part to grad_query; returns the gradients of each path's key and value."""
     t, heads, e = query.shape
     shape = _grouped(query, paths).shape
-    weights = (scores - lse.unsqueeze(-1)).exp()
-    delta = (grad * out).sum(-1)
-    grouped, asked, into = grad.view(shape), query.view(shape), grad_query.view(shape)
+    weights = (scores - lse.unsqueeze(-1)).exp()  # [t, heads, k]
+    delta = (grad * out).sum(-1)  # [t, heads]
+    grad_groups, query_groups, into = grad.view(shape), query.view(shape), grad_query.view(shape)
     grads = []
     for i, path in enumerate(paths):
         weight = weights[..., i].to(grad.dtype)
-        value, key = (_rows(x, path.rows).unsqueeze(2) for x in (path.value, path.key))
-        change = (weight * ((grouped * value).sum(-1).view(t, heads) - delta) * e**-0.5).view(shape[:3]).unsqueeze(-1)
+        value, key = (_rows(x, path.rows).unsqueeze(2) for x in (path.value, path.key))  # [t, kv, 1, e]
+        score_grad = weight * ((grad_groups * value).sum(-1).view(t, heads) - delta) * e**-0.5
+        change = score_grad.view(shape[:3]).unsqueeze(-1)
         into += change * key
         for whole, part in (
-            (path.key, (change * asked).sum(2)),
-            (path.value, (weight.view(shape[:3]).unsqueeze(-1) * grouped).sum(2)),
+            (path.key, (change * query_groups).sum(2)),
+            (path.value, (weight.view(shape[:3]).unsqueeze(-1) * grad_groups).sum(2)),
         ):
             grads.append(part if path.rows is None else torch.zeros_like(whole).index_copy(0, path.rows, part))
     return grads
 
 
-@functools.cache
-def _compiled_flex() -> Any:
-    return torch.compile(flex_attention, dynamic=True)
-
-
 def _on_gpu(
-    query: Tensor, base_key: Tensor, base_value: Tensor, spans: Spans, paths: Sequence[Path], flex: Any = None
+    query: Tensor,
+    base_key: Tensor,
+    base_value: Tensor,
+    spans: Spans,
+    paths: Sequence[Path],
+    flex: Flex | None = None,
 ) -> Tensor:
-    """FlexAttention over the base, which differentiates its log-sum-exp too, and torch's own gradients for the rest."""
-    query, base_key, base_value = (x.transpose(0, 1)[None] for x in (query, base_key, base_value))
-    out, lse = (flex or _compiled_flex())(
-        query,
-        base_key,
-        base_value,
-        block_mask=spans.block_mask(base_key.shape[2]),
-        enable_gqa=query.shape[1] != base_key.shape[1],
-        return_lse=True,
-    )
-    out, lse, query = (x[0].transpose(0, 1) for x in (out, lse, query))
+    """FlexAttention over the base, and torch's own gradients for the rest."""
+    out, lse = span_attention_gpu(query, base_key, base_value, spans, flex)
     return _merge(query, out, lse, paths, _scores(query, paths))[0] if paths else out

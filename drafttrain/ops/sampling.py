@@ -1,9 +1,9 @@
 """From logits to probabilities and tokens: repetition penalty, temperature, top-k, top-p, min-p, in HF's order and float32.
 
-Two costs are avoided on a CPU. `torch.multinomial` takes longer than a small model's whole forward pass: here the
-cumulative distribution is inverted in two levels, sums over blocks of the vocabulary choose the block, the cumulative sum
-inside that one block chooses the token. And sorting whole rows for a nucleus: the kept tokens are looked for among the
-likeliest first, and only rows where they do not fit are sorted completely.
+Two costs are avoided on a CPU. `torch.multinomial` takes longer than a small model's forward pass: `pick` inverts the
+cumulative distribution in two levels; sums over blocks of the vocabulary choose the block, the cumulative sum inside that block
+chooses the token. And a nucleus needs no sort of the full row: `_kept` searches the top tokens first and sorts only rows where
+the kept tokens do not fit.
 
 Source: the order and the rules are those of transformers' `generate` (RepetitionPenaltyLogitsProcessor, then
 TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper).
@@ -11,8 +11,7 @@ TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper).
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -22,10 +21,10 @@ from torch import Tensor
 from drafttrain.errors import UserError
 from drafttrain.ops.native import cpu_kernels
 
-# Rows up to which one thread finds the likeliest tokens sooner than torch's do.
+# Up to this many rows, one thread finds the top tokens faster than torch's threads.
 _FEW = 32
 _BLOCK = 256
-# Kept tokens are looked for among this many likeliest ones first (top-k knows its number, and leaves room for ties).
+# Number of top tokens that are searched for kept ones first; top-k searches k and some more for ties.
 _NUCLEUS = 1024
 _TIES = 16
 
@@ -36,11 +35,11 @@ class SamplingParams:
 
     Attributes:
         temperature: divides the logits; 0 means greedy.
-        top_k: keep the k likeliest tokens (ties with the k-th stay); 0 keeps all.
-        top_p: keep the smallest set of likeliest tokens with at least this probability; 1 keeps all.
-        min_p: keep tokens at least this share as likely as the likeliest; 0 keeps all.
-        repetition_penalty: logits of tokens that stand in the prompt or the output are divided by it where positive,
-            multiplied where negative, once however often they stand there (CTRL, arXiv 1909.05858); 1 changes nothing.
+        top_k: keep the k most likely tokens (ties with the k-th stay); 0 keeps all.
+        top_p: keep the smallest set of most likely tokens with at least this probability; 1 keeps all.
+        min_p: keep tokens with at least this share of the highest probability; 0 keeps all.
+        repetition_penalty: logits of tokens in the prompt or the output are divided by it if positive, multiplied if
+            negative, once however often the token occurs (CTRL, arXiv 1909.05858); 1 changes nothing.
     """
 
     temperature: float = 0.0
@@ -65,26 +64,31 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0
 
+    @property
+    def plain(self) -> bool:
+        """Whether the argmax of the raw logits decides: greedy without a penalty."""
+        return self.greedy and self.repetition_penalty == 1
+
 
 @dataclass(frozen=True)
 class Sampler:
-    """One sequence's rule for choosing tokens, and its own source of random numbers.
+    """The sampling parameters of one sequence and its own random numbers.
 
     Attributes:
-        params: the rule.
-        generator: on the CPU, so that a seed means the same on every device.
+        params: how tokens are chosen.
+        generator: on the CPU, so that a seed gives the same numbers on every device.
     """
 
     params: SamplingParams
     generator: torch.Generator
 
 
-def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+def penalize(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     """The repetition penalty.
 
     Args:
         logits: [..., v] raw logits.
-        seen: [..., v] bool, the tokens that stand in the text so far.
+        seen: [..., v] bool, tokens that occur in the text so far.
 
     Returns:
         [..., v] float32.
@@ -94,10 +98,10 @@ def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
 
 
 def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
-    """The distribution that tokens are drawn from.
+    """The distribution that tokens are sampled from.
 
     Args:
-        logits: [n, v], penalised already where a penalty is asked for.
+        logits: [n, v], after the repetition penalty.
         params: not greedy.
 
     Returns:
@@ -118,11 +122,11 @@ def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 def sample(logits: Tensor, params: SamplingParams, uniforms: Tensor | None = None) -> Tensor:
-    """Draws one token per row: the same as `pick(probabilities(...))` in distribution, without forming whole rows.
+    """Samples one token per row: `pick(probabilities(...))` in distribution, without forming full rows.
 
     Args:
-        logits: [n, v], penalised already where a penalty is asked for.
-        uniforms: [n] float64 in [0, 1), one per row; not read when greedy.
+        logits: [n, v], after the repetition penalty.
+        uniforms: [n] float64 in [0, 1), one per row; unused when greedy.
 
     Returns:
         [n] int64.
@@ -139,7 +143,7 @@ def sample(logits: Tensor, params: SamplingParams, uniforms: Tensor | None = Non
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """First index of each row's maximum, [n, v] -> [n]; torch's own is slow over long rows on a CPU."""
+    """First index of each row's maximum, [n, v] -> [n]; torch's argmax is slow over long rows on a CPU."""
     if _few_rows(logits):
         return _highest(logits, 1, None)[1][:, 0]
     blocks = _blocks(logits, float("-inf"))
@@ -149,13 +153,13 @@ def argmax(logits: Tensor) -> Tensor:
 
 
 def top_log_probs(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The likeliest tokens of each row.
+    """The most likely tokens of each row.
 
     Args:
-        logits: [n, v]; width: how many, at most v.
+        logits: [n, v]; width: number of tokens, at most v.
 
     Returns:
-        Log-probabilities [n, width] float32, falling, and ids [n, width] int64.
+        Log-probabilities [n, width] float32 in descending order, and ids [n, width] int64.
     """
     if _few_rows(logits):
         log_sum = logits.new_empty(logits.shape[0])
@@ -165,21 +169,8 @@ def top_log_probs(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return top.values, top.indices
 
 
-def argmax_at(logits: Tensor, rows: Sequence[int]) -> list[int]:
-    """`argmax` of the given rows; on a CPU the others are not read."""
-    kernels = cpu_kernels() if _kernel_reads(logits) else None
-    if kernels is None:
-        return argmax(logits[rows]).tolist()
-    begin, v, tokens = logits.data_ptr(), logits.shape[1], []
-    token, value = ctypes.c_int64(), ctypes.c_float()
-    for row in rows:
-        kernels.likeliest(begin + row * v * 4, 1, v, 1, ctypes.byref(token), ctypes.byref(value), None)
-        tokens.append(token.value)
-    return tokens
-
-
 def _few_rows(logits: Tensor) -> bool:
-    """Whether the C kernel serves: torch splits even a few rows among threads, and waking those takes longer than the work."""
+    """Whether the C kernel applies: torch splits even few rows among threads, whose start takes longer than the work."""
     if torch.compiler.is_compiling():
         return False
     return 0 < logits.shape[0] <= _FEW and _kernel_reads(logits)
@@ -190,7 +181,7 @@ def _kernel_reads(logits: Tensor) -> bool:
 
 
 def _highest(logits: Tensor, width: int, log_sum: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Values and ids [n, width] of the highest logits; fills log_sum [n] with the logarithm of summed exponentials."""
+    """Values and ids [n, width] of the highest logits; fills log_sum [n] with the rows' log-sum-exp."""
     n, v = logits.shape
     ids, values = torch.empty(n, width, dtype=torch.long), logits.new_empty(n, width)
     sums = None if log_sum is None else log_sum.data_ptr()
@@ -204,18 +195,18 @@ def pick(probs: Tensor, uniforms: Tensor) -> Tensor:
     """Inverts each row's cumulative distribution.
 
     Args:
-        probs: [n, v] float32 or float64, non-negative, not all zero; need not be normalised.
+        probs: [n, v] float32 or float64, non-negative, not all zero; need not be normalized.
         uniforms: [n] float64 in [0, 1).
 
     Returns:
         [n] int64, never a token of probability 0.
     """
-    if probs.shape[-1] <= _BLOCK or probs.is_cuda:  # where launching kernels takes longer than passing over a row
+    if probs.shape[-1] <= _BLOCK or probs.is_cuda:  # on a GPU, launches take longer than a pass over the row
         return _invert(probs.double(), uniforms)[:, 0]
     blocks = _blocks(probs, 0.0)
     mass = blocks.sum(-1).double()
     block = _invert(mass, uniforms)
-    # Where the point lies inside its block, as a share of it: block sums and sums of entries differ by rounding.
+    # Position of the point inside its block as a share, because block sums and sums of entries differ by rounding.
     total = mass.cumsum(-1)
     here = mass.gather(-1, block)
     share = 1 - (total.gather(-1, block) - uniforms[:, None] * total[:, -1:]) / here
@@ -224,7 +215,7 @@ def pick(probs: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def draw_distinct(probs: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Draws tokens one after the other without replacement: each from what is left of the row, renormalised.
+    """Samples tokens one after the other without replacement: each from the rest of the row, renormalized.
 
     Args:
         probs: [n, v], non-negative.
@@ -232,13 +223,13 @@ def draw_distinct(probs: Tensor, count: int, generator: torch.Generator) -> Tens
         generator: on the CPU.
 
     Returns:
-        [n, count] int64 in the order drawn, -1 once a row has no token with any probability left.
+        [n, count] int64 in the order drawn, -1 after a row's last token with positive probability.
     """
     uniforms = torch.rand(len(probs), count, dtype=torch.float64, generator=generator).to(probs.device)
     rest, drawn = probs.clone(), []
     for i in range(count):
         spent = (rest <= 0).all(-1, keepdim=True)
-        rest[:, :1].masked_fill_(spent, 1.0)  # any token, for the look of it
+        rest[:, :1].masked_fill_(spent, 1.0)  # any token; replaced by -1 below
         tokens = pick(rest, uniforms[:, i])[:, None]
         rest.scatter_(-1, tokens, 0.0)
         drawn.append(tokens.masked_fill(spent, -1))
@@ -254,7 +245,10 @@ def _needs_order(params: SamplingParams, vocab_size: int) -> bool:
 
 
 def _kept(scores: Tensor, params: SamplingParams) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """The tokens that top-k, top-p and min-p keep, in groups of rows: row numbers [r], and as `_likeliest` has them."""
+    """Yields groups of rows with the tokens that top-k, top-p and min-p keep: row numbers [r], weights, ids.
+
+    See `_likeliest` for weights and ids.
+    """
     v = scores.shape[-1]
     rows = torch.arange(len(scores), device=scores.device)
     narrow = min((params.top_k or _NUCLEUS) + _TIES, v)
@@ -267,21 +261,21 @@ def _kept(scores: Tensor, params: SamplingParams) -> Iterator[tuple[Tensor, Tens
 
 
 def _likeliest(scores: Tensor, params: SamplingParams, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Looks at each row's `width` likeliest tokens, in descending order: all three rules keep a prefix of it.
+    """Filters each row's `width` top tokens in descending order; all three rules keep a prefix of them.
 
-    Where a nucleus ends among tokens that tie, it is open which of them stay, as in transformers; how many is not.
+    Where a nucleus ends among tied tokens, their number is defined but not which of them stay, as in transformers.
 
     Returns:
-        weights [n, width] float64, not normalised, zero where dropped; ids [n, width]; fits [n] bool: whether nothing that
-        is kept can lie beyond.
+        weights [n, width] float64, not normalized, zero where dropped; ids [n, width]; fits [n] bool, whether all kept
+        tokens are among these.
     """
     values, ids = scores.topk(width, dim=-1)
-    whole = width == scores.shape[-1]
+    full = width == scores.shape[-1]
     fits = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
     best = values[:, :1]
     if 0 < params.top_k < width:
         worst = values[:, params.top_k - 1 : params.top_k]
-        fits = (worst > values[:, -1:])[:, 0]  # else ties with the k-th may go on
+        fits = (worst > values[:, -1:])[:, 0]  # else ties with the k-th may continue
         values = values.masked_fill(values < worst, float("-inf"))
         scores = values
     weights = (values - best).exp().double()
@@ -289,7 +283,7 @@ def _likeliest(scores: Tensor, params: SamplingParams, width: int) -> tuple[Tens
         total = (scores - best).exp().sum(-1, keepdim=True).double()
         weights = weights.masked_fill(weights.cumsum(-1) - weights >= params.top_p * total, 0.0)
     weights = weights.masked_fill(weights < params.min_p, 0.0)  # the likeliest token has weight 1
-    return weights, ids, fits & (weights[:, -1] == 0) | whole
+    return weights, ids, fits & (weights[:, -1] == 0) | full
 
 
 def _blocks(x: Tensor, fill: float) -> Tensor:
@@ -300,7 +294,7 @@ def _blocks(x: Tensor, fill: float) -> Tensor:
 
 
 def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Finds where the cumulative sum of each row passes a share of the whole.
+    """Index where the cumulative sum of each row passes a share of its total.
 
     Args:
         weights: [n, m] float64, non-negative, with a positive sum per row.
@@ -311,5 +305,5 @@ def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
     """
     total = weights.cumsum(-1)
     index = torch.searchsorted(total, uniforms[:, None] * total[:, -1:], right=True)
-    # Rounding may put the point on the row's end, beyond the last entry with weight: that one begins before the end.
+    # Rounding may put the point on the row's end, beyond the last entry with weight, which begins before the end.
     return torch.minimum(index, torch.searchsorted(total, total[:, -1:].contiguous()))

@@ -49,7 +49,7 @@ def run_names(runs: Sequence[Json], files: Sequence[str]) -> list[str]:
     ]
 
 
-class _Run(NamedTuple):
+class _ReportedRun(NamedTuple):
     """Results with their name and color."""
 
     name: str
@@ -67,13 +67,13 @@ class _Run(NamedTuple):
 
 def main_charts(run: Json) -> list[Chart]:
     """The charts of a picture: speed-up by category, acceptance by depth, tokens per second; without empty ones."""
-    runs = [_Run(str(run["drafter"]), 1, run)]
+    runs = [_ReportedRun(str(run["drafter"]), 1, run)]
     return _with_values([_speedup(runs), _acceptance(runs), _rates(runs)])
 
 
 def make_charts(runs: Sequence[Json], names: Sequence[str], sweeps: Sequence[Json]) -> list[Chart]:
     """Every chart that the files have figures for."""
-    named = [_Run(name, tone, run) for tone, (name, run) in enumerate(zip(names, runs, strict=True), 1)]
+    named = [_ReportedRun(name, tone, run) for tone, (name, run) in enumerate(zip(names, runs, strict=True), 1)]
     charts: list[Chart] = []
     if named:
         charts += [_speedup(named), _accepted_length(named), _acceptance(named), _histogram(named)]
@@ -150,12 +150,12 @@ def _series(name: str, parts: Sequence[Json], tone: int, key: str, side: str = "
 # -- charts -----------------------------------------------------------------------------------------------------------
 
 
-def _groups(runs: Sequence[_Run]) -> list[str]:
+def _groups(runs: Sequence[_ReportedRun]) -> list[str]:
     """All categories in order of first appearance, and `all`."""
     return [*dict.fromkeys(name for run in runs for name in run.results["categories"]), "all"]
 
 
-def _speedup(runs: Sequence[_Run]) -> Chart:
+def _speedup(runs: Sequence[_ReportedRun]) -> Chart:
     groups, over = _groups(runs), "the faster"
     series = [_series(run.name, run.parts(groups), run.tone, "speedup_vs_fastest") for run in runs]
     if len(runs) == 1:
@@ -166,14 +166,14 @@ def _speedup(runs: Sequence[_Run]) -> Chart:
     return Chart("speedup", "Speed-up by category", note, "bars", groups, series, show=_times, reference=1.0)
 
 
-def _accepted_length(runs: Sequence[_Run]) -> Chart:
+def _accepted_length(runs: Sequence[_ReportedRun]) -> Chart:
     groups = _groups(runs)
     series = [_series(run.name, run.parts(groups), run.tone, "accepted_length") for run in runs]
     note = "Tokens committed per target pass, the target's own token included; 1 is plain decoding."
     return Chart("accepted_length", "Accepted length by category", note, "bars", groups, series, reference=1.0)
 
 
-def _acceptance(runs: Sequence[_Run]) -> Chart:
+def _acceptance(runs: Sequence[_ReportedRun]) -> Chart:
     deepest = max((len(run.overall["acceptance_by_depth"]["joint"]) for run in runs), default=0)
     series = []
     for run in runs:
@@ -186,13 +186,13 @@ def _acceptance(runs: Sequence[_Run]) -> Chart:
     return Chart("acceptance", "Acceptance by depth", note, "lines", labels, series, "depth", top=1.0)
 
 
-def _rounds_by_length(run: _Run) -> list[int]:
+def _rounds_by_length(run: _ReportedRun) -> list[int]:
     """The histogram of accepted lengths; older versions of drafttrain did not write it."""
     known = run.overall.get("accepted_length_histogram")
     return known or accepted_length_histogram(rounds_of(run.results.get("prompts", [])))
 
 
-def _histogram(runs: Sequence[_Run]) -> Chart:
+def _histogram(runs: Sequence[_ReportedRun]) -> Chart:
     every = [_rounds_by_length(run) for run in runs]
     longest = max(map(len, every), default=0)
     first = 1 if all(not counts or counts[0] == 0 for counts in every) else 0
@@ -206,7 +206,7 @@ def _histogram(runs: Sequence[_Run]) -> Chart:
     return Chart("histogram", title, note, "columns", labels, series, "tokens committed", show="{:.0%}".format)
 
 
-def _latencies(runs: Sequence[_Run]) -> Iterable[Chart]:
+def _latencies(runs: Sequence[_ReportedRun]) -> Iterable[Chart]:
     points = ["p50", "p95", "p99"]
     sides = [(run.name, run.tone, run.overall) for run in runs]
     if len(runs) == 1:
@@ -221,7 +221,7 @@ def _latencies(runs: Sequence[_Run]) -> Iterable[Chart]:
         yield Chart(key, title, f"{note} Percentiles over prompts.", "columns", points, series, show="{:,.0f}".format)
 
 
-def _rates(runs: Sequence[_Run]) -> Chart:
+def _rates(runs: Sequence[_ReportedRun]) -> Chart:
     sides = list(dict.fromkeys(side for run in runs for side in run.overall["baselines"]))
     series = []
     for run in runs:

@@ -1,4 +1,4 @@
-"""What happens between steps: progress lines, the time budget, stopping on SIGTERM, and decoding held-out prompts."""
+"""Callbacks between steps: progress lines, the time budget, stopping on SIGTERM, and decoding held-out prompts."""
 
 from __future__ import annotations
 
@@ -7,18 +7,24 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from transformers import TrainerCallback, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from drafttrain.drafters.common.trainable import TrainableDrafter
+from drafttrain.files import Json
 from drafttrain.target import Target
 
+if TYPE_CHECKING:
+    from drafttrain.training.step import StepTrainer
 
-def over_ranks(value: float, device: torch.device) -> float:
-    """The largest value of all processes: what they decide by must be the same, or they wait for each other forever."""
+
+def max_over_ranks(value: float, device: torch.device) -> float:
+    """The largest value of all processes. Ranks that decide by different values would wait for each other forever."""
     if not (dist.is_available() and dist.is_initialized()):
         return value
     shared = torch.tensor(value, dtype=torch.float32, device=device)
@@ -27,159 +33,176 @@ def over_ranks(value: float, device: torch.device) -> float:
 
 
 class TimeBudget(TrainerCallback, ExportableState):
-    """Ends training after so many minutes, and decays the learning rate to nothing by then.
+    """Ends training after a number of minutes, and decays the learning rate to a twentieth by then.
 
-    The time already used is part of the checkpoint, so a resumed run gets the rest only.
+    The time used is part of the checkpoint, so a resumed run gets the rest only.
     """
 
+    clock = staticmethod(time.perf_counter)  # seconds; tests replace it
+
     def __init__(self, minutes: float, used: float = 0.0):
-        self.minutes, self.used = minutes, used
+        self.minutes, self.used = minutes, used  # used: seconds
         self._last: float | None = None
 
     @staticmethod
     def after(minutes: float, checkpoint: str | None) -> TimeBudget:
-        """What a checkpoint has left of the budget."""
+        """The budget that a checkpoint has left; all of it without a checkpoint."""
         if checkpoint is None:
             return TimeBudget(minutes)
-        kept = TrainerState.load_from_json(os.path.join(checkpoint, "trainer_state.json")).stateful_callbacks
-        return TimeBudget(minutes, kept.get("TimeBudget", {}).get("attributes", {}).get("used", 0.0))
+        kept = TrainerState.load_from_json(os.path.join(checkpoint, "trainer_state.json")).stateful_callbacks or {}
+        state: Json = kept.get("TimeBudget", {})  # type: ignore[assignment]
+        return TimeBudget(minutes, state.get("attributes", {}).get("used", 0.0))
+
+    @property
+    def done(self) -> float:
+        """Share of the budget that is used, 0 to 1."""
+        return min(1.0, self.used / (60 * self.minutes))
 
     def factor(self) -> float:
-        """Constant for the first third, then linear to a twentieth."""
-        progress = min(1.0, self.used / (60 * self.minutes))
-        return min(1.0, max(0.05, 1.5 * (1 - progress)))
+        """Factor of the learning rate: constant for the first third, then linear to a twentieth."""
+        return min(1.0, max(0.05, 1.5 * (1 - self.done)))
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._last = time.perf_counter()
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_) -> None:
+        self._last = self.clock()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        now = time.perf_counter()
-        self.used = over_ranks(self.used + now - (self._last or now), args.device)
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_) -> None:
+        now = self.clock()
+        self.used = max_over_ranks(self.used + now - (self._last or now), args.device)
         self._last = now
-        done = min(1.0, self.used / (60 * self.minutes))
-        state.max_steps = max(state.global_step + 1, round(state.global_step / max(done, 1e-6)))
-        if done >= 1.0:
+        state.max_steps = max(state.global_step + 1, round(state.global_step / max(self.done, 1e-6)))
+        if self.done >= 1.0:
             state.max_steps = state.global_step
             control.should_training_stop = control.should_save = True
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Json:
         return {"args": {"minutes": self.minutes}, "attributes": {"used": self.used}}
 
 
 class SaveOnTerm(TrainerCallback):
-    """SIGTERM (a scheduler taking the machine back) ends training after the step in progress, with a checkpoint.
+    """SIGTERM (a scheduler taking the machine back) ends training after the current step, with a checkpoint.
 
-    All processes save at the same step, whichever of them the signal reaches, and whenever. As a context it listens, and
-    leaves the signal as it was, however training ends.
+    All processes save at the same step, whichever of them receives the signal. The context manager installs the handler and
+    restores the previous one, however training ends.
 
     Attributes:
-        received: a signal has come.
+        received: a signal has arrived.
     """
 
     def __init__(self) -> None:
         self.received = False
-        self._before: Any = None
+        self._before: Callable[[int, FrameType | None], object] | int | None = None
 
     def __enter__(self) -> SaveOnTerm:
         self._before = signal.signal(signal.SIGTERM, self._note)
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
 
-    def _note(self, *_: Any) -> None:
+    def _note(self, *_: object) -> None:
         self.received = True
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.received = over_ranks(float(self.received), args.device) > 0
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_) -> None:
+        self.received = max_over_ranks(float(self.received), args.device) > 0
         if self.received:
             control.should_save = control.should_training_stop = True
 
 
-def whole(drafter: Any, target: Target, wanted: bool) -> Any:
-    """The drafter as it can run on one process: itself, or a copy if ZeRO-3 has scattered its weights (None if not wanted).
+def gather_drafter(drafter: TrainableDrafter, target: Target, wanted: bool) -> TrainableDrafter | None:
+    """The drafter with all of its weights on one process: itself, or a copy if ZeRO-3 shards them (None unless wanted).
 
-    All processes must call this, since they give the copy its weights.
+    Every process must call this, since each contributes its shards.
     """
-    scattered = list(drafter.parameters())
-    if not any(hasattr(parameter, "ds_id") for parameter in scattered):
+    shards = list(drafter.parameters())
+    if not any(hasattr(parameter, "ds_id") for parameter in shards):
         return drafter
     import deepspeed
 
-    with deepspeed.zero.GatheredParameters(scattered):
+    with deepspeed.zero.GatheredParameters(shards):
         if not wanted:
             return None
         copy = drafter.blank()
-        copy = copy.to(scattered[0].device, scattered[0].dtype)
+        copy.to(shards[0].device, shards[0].dtype)  # type: ignore[arg-type]
         copy.load_state_dict(drafter.state_dict())
     copy.bind(target)
     return copy
 
 
 class DecodeHeldOut(TrainerCallback):
-    """Runs the real decoder on held-out prompts and logs what it accepts; the best checkpoint is chosen by that.
+    """Decodes held-out prompts with the drafter and logs the acceptance; the best checkpoint is chosen by it.
 
-    One process decodes, the others wait. Comes last of the callbacks but SaveOnTerm: it asks what the others have decided.
+    One process decodes, the others wait. It must be the last callback but SaveOnTerm, because it reads what the others set.
 
     Args:
-        trainer: a DrafterTrainer. every: steps; 0 decodes for every checkpoint. The last step decodes in any case.
+        every: steps between measurements; 0 decodes with every checkpoint. The last step always decodes.
         decode: drafter -> figures by name, `accepted_length` among them.
     """
 
-    def __init__(self, trainer: Any, every: int, decode: Callable[[Any], dict[str, float]]):
+    def __init__(self, trainer: StepTrainer, every: int, decode: Callable[[TrainableDrafter], dict[str, float]]):
         self.trainer, self.every, self.decode = trainer, every, decode
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_) -> None:
         due = state.global_step % self.every == 0 if self.every else control.should_save
         if not due and not control.should_training_stop:
             return
-        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        drafter = whole(model, self.trainer.target, state.is_world_process_zero)
+        model = self.trainer.drafter
+        drafter = gather_drafter(model, self.trainer.target, state.is_world_process_zero)
         length = 0.0
         if state.is_world_process_zero:
+            assert drafter is not None
             drafter.eval()
             figures = self.decode(drafter)
             length = figures["accepted_length"]
-            due_too = control.should_log  # a log of our own would take the place of the loss's
+            loss_due = control.should_log  # Trainer.log clears it, and the loss would not be logged
             self.trainer.log({f"eval_decode_{name}": round(value, 4) for name, value in figures.items()})
-            control.should_log = due_too
+            control.should_log = loss_due
         model.train()
-        length = over_ranks(length, args.device)
-        # A few prompts are a coarse measure: of equal checkpoints the one that learned longer is kept.
+        length = max_over_ranks(length, args.device)
+        # A few prompts are a coarse measure: of equal checkpoints the later one is kept.
         if state.best_metric is None or length >= state.best_metric:
             state.best_metric, state.best_global_step = length, state.global_step
             control.should_save = True
 
 
-class Progress(TrainerCallback):
-    """A line per log: step, loss, acceptance by depth, rate and time left; lines suit terminals, files and CI alike."""
+class ProgressLines(TrainerCallback):
+    """Prints a line per log: step, loss, acceptance by depth, rate and time left. Lines suit terminals, files and CI."""
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_) -> None:
         self.start, self.first = time.perf_counter(), state.global_step
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **_,
+    ) -> None:
         if not state.is_world_process_zero or not logs:
             return
         if "eval_decode_accepted_length" in logs:
-            depths = " ".join(f"{v:.2f}" for k, v in logs.items() if k.startswith("eval_decode_acceptance@"))
             print(
                 f"step {state.global_step}/{state.max_steps}  decoding held-out prompts: accepted length "
-                f"{logs['eval_decode_accepted_length']:.2f}, by depth {depths}",
+                f"{logs['eval_decode_accepted_length']:.2f}, by depth {_by_depth(logs, 'eval_decode_acceptance@')}",
                 flush=True,
             )
         if "loss" not in logs:
             return
         elapsed, done = time.perf_counter() - self.start, max(state.global_step - self.first, 1)
-        left = elapsed / done * max(state.max_steps - state.global_step, 0)
-        depths = " ".join(f"{v:.2f}" for k, v in logs.items() if k.startswith("agree@"))
+        left = int(elapsed / done * max(state.max_steps - state.global_step, 0))  # seconds
         print(
-            f"step {state.global_step}/{state.max_steps}  loss {logs['loss']:.3f}  agree by depth {depths}  "
-            f"accepted length {logs.get('accepted_length', 1):.2f}  {logs.get('tokens_per_second', 0):.0f} tok/s  "
-            f"{int(left) // 60}:{int(left) % 60:02d} left",
+            f"step {state.global_step}/{state.max_steps}  loss {logs['loss']:.3f}  "
+            f"agree by depth {_by_depth(logs, 'agree@')}  accepted length {logs.get('accepted_length', 1):.2f}  "
+            f"{logs.get('tokens_per_second', 0):.0f} tok/s  {left // 60}:{left % 60:02d} left",
             flush=True,
         )
 
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_) -> None:
         if state.is_world_process_zero:
             best = Path(state.best_model_checkpoint).name if state.best_model_checkpoint else "not measured"
-            print(f"saved {Path(args.output_dir) / f'checkpoint-{state.global_step}'} (best: {best})", flush=True)
+            where = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
+            print(f"saved {where} (best: {best})", flush=True)
+
+
+def _by_depth(logs: dict[str, float], prefix: str) -> str:
+    return " ".join(f"{value:.2f}" for name, value in logs.items() if name.startswith(prefix))

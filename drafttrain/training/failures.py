@@ -1,4 +1,4 @@
-"""Failures that users can do something about, in one line each."""
+"""Out of memory and out of disk space as one-line errors that say what to change."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import contextlib
 import os
 import shutil
 from collections.abc import Iterator
-from typing import Any
 
 import torch
+from transformers import TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from drafttrain.errors import UserError
 from drafttrain.files import is_disk_full
 
-# How torch says on a CPU, and libraries on a GPU, that there is no memory left.
+# Parts of the messages for exhausted memory: torch's on a CPU, libraries' on a GPU.
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 
 
 @contextlib.contextmanager
-def explained(args: Any) -> Iterator[None]:
-    """Turns running out of memory or disk, from loading to saving, into a UserError that says what to change.
+def explained(args: TrainingArguments) -> Iterator[None]:
+    """Turns exhausted memory or disk, from loading to saving, into a UserError that says what to change.
 
     Args:
         args: the run's TrainingArguments.
@@ -46,7 +46,7 @@ def explained(args: Any) -> Iterator[None]:
                 f"out of memory on {args.device} ({text[:120]}); set {smaller}, or max_length or cache_gb lower; {_kept(args)}"
             ) from error
         if is_disk_full(error):
-            place = args.output_dir
+            place = str(args.output_dir)
             free = shutil.disk_usage(place).free if os.path.isdir(place) else 0
             raise UserError(
                 f"output_dir={place!r}: no space left on the device while saving ({free / 1e6:.0f} MB free); free some space, "
@@ -55,6 +55,7 @@ def explained(args: Any) -> Iterator[None]:
         raise
 
 
-def _kept(args: Any) -> str:
-    last = get_last_checkpoint(args.output_dir) if os.path.isdir(args.output_dir) else None
-    return f"{last} is kept, the same command goes on from there" if last else "no checkpoint was written before"
+def _kept(args: TrainingArguments) -> str:
+    place = str(args.output_dir)
+    last = get_last_checkpoint(place) if os.path.isdir(place) else None
+    return f"{last} is kept, the same command continues from there" if last else "no checkpoint was written before"

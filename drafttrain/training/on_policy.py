@@ -1,9 +1,8 @@
 """On-policy distillation: some responses are sampled by the drafter, and scored by the target.
 
-Decoding asks a drafter what follows *its own* tokens as soon as it drafts more than one. On the target's responses alone
-it never sees such text. So every few steps a frozen copy of the drafter answers prompts of the data, and these answers
-stand for a share of the rows until the next refresh. The loss on them is the same: the divergence from the target's
-distribution at each of their tokens.
+From its second token on, a drafter continues *its own* tokens in decoding, while the data holds the target's responses only.
+So every few steps a frozen copy of the drafter answers prompts of the data, and its responses replace a share of the rows
+until the next refresh. The loss on them is the same: the divergence from the target's distribution at each of their tokens.
 
 Source: DistillSpec, arXiv 2310.08461 (and GKD, arXiv 2306.13649).
 """
@@ -11,21 +10,25 @@ Source: DistillSpec, arXiv 2310.08461 (and GKD, arXiv 2306.13649).
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from accelerate.utils import gather_object
+from datasets import Dataset
 from torch import Tensor
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from drafttrain.data.loader import collate, fill_rows, join_rows, to_batch
+from drafttrain.batch import Batch
+from drafttrain.data.loader import collate, fill_rows, join_rows
+from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.errors import UserError
-from drafttrain.inference.slots import Request, SlotEngine
+from drafttrain.files import Json
+from drafttrain.inference.responses import ResponseEngine, ResponseRequest
 from drafttrain.ops.sampling import SamplingParams
 from drafttrain.target import Target
-from drafttrain.training.callbacks import whole
+from drafttrain.training.callbacks import gather_drafter
 
 
 @dataclass(frozen=True)
@@ -33,10 +36,10 @@ class OnPolicyOptions:
     """The recipe's `on_policy:`.
 
     Attributes:
-        share: of the rows that a response of the drafter replaces, on average.
-        refresh_steps: optimizer steps after which the drafter answers anew.
-        responses: how many it answers each time, over all processes.
-        temperature: of its sampling. max_new_tokens: per response.
+        share: of the rows that responses of the drafter replace, on average.
+        refresh_steps: optimizer steps between refreshes.
+        responses: number of responses per refresh, over all processes.
+        temperature: of the drafter's sampling. max_new_tokens: per response.
     """
 
     share: float = 0.5
@@ -45,77 +48,67 @@ class OnPolicyOptions:
     temperature: float = 1.0
     max_new_tokens: int = 128
 
-
-class OnPolicy(TrainerCallback, ExportableState):
-    """The drafter's responses of the moment, and the hand that puts them into batches.
-
-    What is replaced follows from seed, step and row alone, and the responses are part of the checkpoint: a resumed run
-    sees what the interrupted one would have seen.
-
-    Args:
-        drafter: of a kind with `as_target`. rows: training rows {tokens, spans}, whose prompts are answered.
-        target: whose end-of-sequence tokens end a response. max_length: of a row.
-        seed: of choice and sampling; rank, world: this process among so many.
-        packing: batches hold packed rows, so responses are packed as well.
-
-    Attributes:
-        round: which refresh the responses are from, -1 before the first.
-        pool: rows {tokens, spans, length, index} that the drafter has written; ready: the same as they enter batches.
-        used: rows replaced so far in this process.
-    """
-
-    def __init__(
-        self,
-        options: OnPolicyOptions,
-        drafter: Any,
-        rows: Any,
-        target: Target,
-        max_length: int,
-        seed: int = 0,
-        rank: int = 0,
-        world: int = 1,
-        packing: bool = False,
-    ):
-        self.options, self.drafter, self.rows, self.target = options, drafter, rows, target
-        self.max_length, self.seed, self.rank, self.world = max_length, seed, rank, world
-        self.packing, self.round, self.used = packing, -1, 0
-        self._take([])
-
     @classmethod
-    def of(
-        cls,
-        given: dict[str, Any],
-        drafter: Any,
-        rows: Any,
-        target: Target,
-        max_length: int,
-        args: Any,
-        packing: bool = False,
-    ) -> OnPolicy | None:
-        """From a recipe; None without `on_policy`.
+    def parse(cls, given: Json) -> OnPolicyOptions:
+        """The recipe's options.
 
         Raises:
-            UserError: an unknown option or value, or a kind that cannot write responses.
+            UserError: an unknown option, or a value out of range.
         """
-        if not given:
-            return None
-        known = vars(OnPolicyOptions())
+        known = vars(cls())
         for key, value in given.items():
             if key not in known:
                 raise UserError(f"unknown key on_policy.{key}; there are {', '.join(known)}")
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if not number or value < 0 or (value == 0 and key != "temperature"):
                 raise UserError(f"on_policy.{key}={value!r} must be a positive number")
-        options = OnPolicyOptions(**given)
+        options = cls(**given)
         if options.share > 1:
             raise UserError(f"on_policy.share={options.share} must be at most 1")
+        return options
+
+
+class OnPolicy(TrainerCallback, ExportableState):
+    """Keeps the drafter's current responses and puts them into batches.
+
+    The choice of replaced rows depends on seed, step and row only, and the responses are part of the checkpoint, so a resumed
+    run trains on what the interrupted one would have trained on.
+
+    Args:
+        drafter: of a kind with `writes_responses`. rows: training rows {tokens, spans}, whose prompts are answered.
+        target: its end-of-sequence tokens end a response. max_length: of a row.
+        args: the run's seed, rank and number of processes. packing: batches hold packed rows, so responses are packed too.
+
+    Attributes:
+        round: number of the refresh that wrote the responses, -1 before the first.
+        pool: rows {tokens, spans, length, index} that the drafter has written; ready: the same, packed if `packing`.
+        used: rows replaced so far in this process.
+
+    Raises:
+        UserError: a kind that cannot write responses.
+    """
+
+    def __init__(
+        self,
+        options: OnPolicyOptions,
+        drafter: TrainableDrafter,
+        rows: Sequence[Json] | Dataset,
+        target: Target,
+        max_length: int,
+        args: TrainingArguments,
+        packing: bool = False,
+    ):
         if not drafter.writes_responses:
-            raise UserError(f"on_policy: a drafter of kind={drafter.kind!r} cannot write responses; leave it out")
-        place = (args.seed, args.process_index, args.world_size)
-        return cls(options, drafter, rows, target, max_length, *place, packing)
+            raise UserError(
+                f"on_policy: a drafter of kind={drafter.kind!r} cannot write responses by itself; leave it out"
+            )
+        self.options, self.drafter, self.rows, self.target = options, drafter, rows, target
+        self.max_length, self.seed, self.rank, self.world = max_length, args.seed, args.process_index, args.world_size
+        self.packing, self.round, self.used = packing, -1, 0
+        self._take([])
 
     def refresh(self, step: int) -> None:
-        """Lets the drafter answer anew where a round begins."""
+        """Replaces the responses when `step` begins a new refresh."""
         begun = step // self.options.refresh_steps
         if begun == self.round:
             return
@@ -128,23 +121,26 @@ class OnPolicy(TrainerCallback, ExportableState):
             begin = choose.choice(row["spans"])[0]
             if number % self.world == self.rank and 0 < begin < self.max_length - 1:
                 limit = min(self.options.max_new_tokens, self.max_length - begin)
-                requests.append(Request(str(number), row["tokens"][:begin], limit, self.target.eos_ids))
-        made = self._answer(requests)
+                requests.append(ResponseRequest(str(number), row["tokens"][:begin], limit, self.target.eos_ids))
+        # Copying and sampling draw random numbers. A resumed run restores torch's after its first refresh, so draws here
+        # must not move them.
+        with torch.random.fork_rng([self.target.device] if self.target.device.type == "cuda" else []):
+            made = self._answer(requests)
         gathered = gather_object(made) if self.world > 1 else made
         self._take([row for _, row in sorted(gathered, key=lambda pair: pair[0])])
 
-    def _take(self, pool: list[dict[str, Any]]) -> None:
+    def _take(self, pool: list[Json]) -> None:
         self.pool = self.ready = pool
         if self.packing:
             rows = fill_rows([row["length"] for row in pool], self.max_length, self.seed + self.round)
             self.ready = [join_rows([pool[number] for number in row]) for row in rows]
 
-    def _answer(self, requests: list[Request]) -> list[tuple[int, dict[str, Any]]]:
-        """(number, row) of each response with two tokens at least: fewer have nothing to learn from."""
-        drafter = whole(self.drafter, self.target, bool(requests))
-        if not requests:
+    def _answer(self, requests: list[ResponseRequest]) -> list[tuple[int, Json]]:
+        """(number, row) of each response of at least two tokens; a shorter one has no anchor."""
+        drafter = gather_drafter(self.drafter, self.target, bool(requests))
+        if not requests or drafter is None:
             return []
-        engine = SlotEngine(drafter.as_target(), len(requests), self.max_length)
+        engine = ResponseEngine(drafter.as_target(), len(requests), self.max_length)
         made = []
         for done in engine.run(requests, SamplingParams(self.options.temperature), self.seed + self.round):
             length = len(done.sequence)
@@ -154,7 +150,7 @@ class OnPolicy(TrainerCallback, ExportableState):
         return made
 
     def mix(self, inputs: dict[str, Tensor], step: int) -> dict[str, Tensor]:
-        """A collated batch with a share of its rows replaced, packed rows as a whole."""
+        """A collated batch with a share of its rows replaced; a packed row is replaced completely."""
         if not self.ready:
             return inputs
         rows = _rows(inputs)
@@ -173,13 +169,14 @@ class OnPolicy(TrainerCallback, ExportableState):
 
     # -- resuming -----------------------------------------------------------------------------------------------
 
-    def state(self) -> dict[str, Any]:
-        # Token lists as text: the file is indented, and would give each number a line of its own.
+    def state(self) -> Json:
+        # Token lists as text: the file is indented JSON, which puts each number of a list on its own line.
         pool = [[" ".join(map(str, row["tokens"])), row["spans"][0][0]] for row in self.pool]
         return {"args": {}, "attributes": {"round": self.round, "used": self.used, "pool": pool}}
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        saved = state.stateful_callbacks.get(type(self).__name__)
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_) -> None:
+        callbacks = state.stateful_callbacks
+        saved: Json | None = callbacks.get(type(self).__name__) if isinstance(callbacks, dict) else None
         if not saved:
             return
         self.round, self.used = saved["attributes"]["round"], saved["attributes"]["used"]
@@ -190,10 +187,10 @@ class OnPolicy(TrainerCallback, ExportableState):
         self._take(pool)
 
 
-def _rows(inputs: dict[str, Tensor]) -> list[dict[str, Any]]:
-    """The rows of a collated batch as they were before."""
-    batch = to_batch(inputs)
-    rows: list[dict[str, Any]] = []
+def _rows(inputs: dict[str, Tensor]) -> list[Json]:
+    """The rows that a batch was collated from."""
+    batch = Batch.of(inputs)
+    rows: list[Json] = []
     for place, length in enumerate(batch.lengths.tolist()):
         mask = batch.response_mask[place, :length].to(torch.int8)
         edges = torch.nn.functional.pad(mask, (1, 1)).diff().nonzero().flatten().tolist()

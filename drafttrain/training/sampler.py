@@ -1,4 +1,4 @@
-"""The order of the training rows: a function of the seed and the epoch alone."""
+"""The order of the training rows, which depends on the seed and the epoch only."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from torch.utils.data import Sampler
 
 
 class ByLength(Sampler[int]):
-    """Shuffled rows, those of an optimizer step about equally long.
+    """Shuffles rows such that those of one optimizer step have similar lengths.
 
-    The order depends on neither what else draws random numbers nor how a step's rows are divided into devices and
-    accumulation steps. So a resumed run sees the rows that it would have seen, and a run on N devices those of one device.
+    The order depends neither on other random draws nor on how a step's rows are divided into devices and accumulation
+    steps. So a resumed run sees the rows of an uninterrupted one, and a run on N devices those of a run on one device.
 
     Args:
         lengths: tokens of each row.
-        rows: of an optimizer step: batch size x accumulation steps x processes. An epoch consists of whole steps; the rows
-            that are left over are other ones each time.
-        seed, epoch: what the order is drawn from; epoch is asked when an epoch begins.
+        rows: of an optimizer step: batch size x accumulation steps x processes. An epoch consists of full steps; it leaves
+            out different rows each time.
+        seed: of the order. epoch: returns the epoch's number; called when an epoch begins.
     """
 
-    # Steps sorted together; more means less padding and less shuffling.
+    # Steps that are sorted together: more mean less padding and less shuffling.
     _SORTED = 50
 
     def __init__(self, lengths: Sequence[int], rows: int, seed: int, epoch: Callable[[], int]):
@@ -39,7 +39,7 @@ class ByLength(Sampler[int]):
         for begin in range(0, len(order), together):
             block = sorted(order[begin : begin + together], key=lambda i: -self.lengths[i])
             steps += [block[i : i + self.rows] for i in range(0, len(block), self.rows)]
-        # The longest step comes first, so that too little memory shows at once.
+        # The longest step comes first, so that a lack of memory shows at once.
         longest = max(range(len(steps)), key=lambda at: self.lengths[steps[at][0]])
         places = [at for at in torch.randperm(len(steps), generator=generator).tolist() if at != longest]
         return (row for at in [longest, *places] for row in steps[at])

@@ -24,7 +24,7 @@ from drafttrain.drafters.combined import parts_of
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.files import Json
 from drafttrain.inference import Decoder, SamplingParams
-from drafttrain.inference.adaptive import Round
+from drafttrain.inference.adaptive import RoundReport
 from drafttrain.ops.sampling import Sampler
 from drafttrain.target import Target
 from drafttrain.tuning.replay import DEPTH, WIDTHS
@@ -113,7 +113,7 @@ class _Schedule:
     """A pace that goes through all trees in shuffled order, repeatedly, and keeps every round."""
 
     def __init__(self, specs: Sequence[TreeSpec], advance: Callable[[], None]):
-        self.rounds: list[Round] = []
+        self.rounds: list[RoundReport] = []
         self._specs, self._advance = self._order(list(specs)), advance
 
     @staticmethod
@@ -126,7 +126,7 @@ class _Schedule:
     def choose(self, rows: int, behind: int) -> TreeSpec:
         return next(self._specs)
 
-    def observe(self, done: Round) -> None:
+    def observe(self, done: RoundReport) -> None:
         self.rounds.append(done)
         self._advance()
 
@@ -165,7 +165,7 @@ def _draft_spec(k: int, depth: int) -> TreeSpec:
     return TreeSpec.parse((f"chain:{depth}" if k == 1 else f"dynamic:{depth},{k},8") + "@nomatch")
 
 
-def _fit(rounds: Sequence[Round], drafts: Sequence[TreeSpec], matched: Sequence[TreeSpec]) -> CostModel:
+def _fit(rounds: Sequence[RoundReport], drafts: Sequence[TreeSpec], matched: Sequence[TreeSpec]) -> CostModel:
     verify: defaultdict[int, list[float]] = defaultdict(list)
     draft: defaultdict[TreeSpec, list[float]] = defaultdict(list)
     for done in rounds:
@@ -188,6 +188,6 @@ def _fit(rounds: Sequence[Round], drafts: Sequence[TreeSpec], matched: Sequence[
     return model
 
 
-def _pass_seconds(done: Round) -> float:
+def _pass_seconds(done: RoundReport) -> float:
     """Seconds of a round without drafting and reading."""
     return done.seconds - done.draft_seconds - done.read_seconds

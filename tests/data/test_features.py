@@ -12,8 +12,9 @@ from collections import namedtuple
 import pytest
 import torch
 
+from drafttrain.batch import Batch
 from drafttrain.cli import main
-from drafttrain.data.loader import collate, to_batch, training_rows
+from drafttrain.data.loader import collate, training_rows
 from drafttrain.data.store import FeatureStore, load_records
 from drafttrain.drafters.base import StepInputs
 from drafttrain.target import Target
@@ -45,9 +46,9 @@ def loss_of(data, target, stored: bool, loss: str = "kl"):
     drafter = make_drafter(target, torch.arange(10, 250), ttt_steps=3, feature_layers=LAYERS, loss=loss)
     found = FeatureStore.open(data, LAYERS) if stored else None
     source = TargetSource(target, LAYERS, drafter.kept_ids, found, list(records["id"]))
-    batch = to_batch(collate(list(rows)))
-    output, wanted, row_of = source(batch)
-    step = drafter(StepInputs(batch, target.embed(batch.input_ids), output, wanted, row_of, 100.0))
+    batch = Batch.of(collate(list(rows)))
+    features, wanted, row_of = source(batch)
+    step = drafter(StepInputs(batch, target.embed(batch.input_ids), features, wanted, row_of, 100.0))
     step.loss.backward()
     return step.loss.detach(), drafter.fc.weight.grad, source.hits, step.metrics
 

@@ -84,7 +84,7 @@ def test_conversations_are_stored_with_provenance(chatty_dir, prompts, tmp_path,
     stored = FeatureStore.open(tmp_path / "out", (1, 3))
     for key, row in rows.items():
         want = target.forward(torch.tensor([row["tokens"][:-1]]), (1, 3))
-        torch.testing.assert_close(stored.get(key)["features"].float(), want.features[0], rtol=1e-2, atol=1e-3)
+        torch.testing.assert_close(stored.get(key)["features"].float(), want.features[0].float(), rtol=1e-2, atol=1e-3)
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["conversations"] == 15
     assert summary["this_run"]["response_tokens"] == summary["response_tokens"]

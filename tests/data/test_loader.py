@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from datasets import Dataset
 
-from drafttrain.data.loader import collate, pack_rows, to_batch, training_rows
+from drafttrain.batch import Batch
+from drafttrain.data.loader import collate, pack_rows, training_rows
 
 
 def rows(count=40, max_length=50, seed=0):
@@ -44,7 +45,7 @@ def test_packed_batches_have_the_anchors_of_single_ones():
     packed = pack_rows(single, 50, seed=0)
     plain, dense = collate(list(single)), collate(list(packed))
     assert (plain["shift_labels"] == 0).sum() == (dense["shift_labels"] == 0).sum()
-    batch, unpacked = to_batch(dense), to_batch(plain)
+    batch, unpacked = Batch.of(dense), Batch.of(plain)
     assert len(batch.index) == 8 and batch.documents is not None and unpacked.documents is None
     where, place = batch.anchors()
     tokens = batch.input_ids.flatten()

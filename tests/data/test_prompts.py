@@ -15,7 +15,7 @@ from drafttrain.data.prompts import parse_columns, write_prompts
 from drafttrain.data.row_formats import parse_row
 from drafttrain.errors import UserError
 from drafttrain.files import JsonlLog
-from drafttrain.inference.slots import Finished, SlotEngine
+from drafttrain.inference.responses import Finished, ResponseEngine
 from drafttrain.ops.sampling import SamplingParams
 
 TOPICS = ["red", "green", "blue", "slow", "quick", "round", "flat", "small"]
@@ -316,7 +316,7 @@ def test_magpie_stops_when_time_is_up(tmp_path, target):
 
 
 def test_the_magpie_command(tmp_path, target_dir, monkeypatch, capsys):
-    from drafttrain.inference import slots
+    from drafttrain.inference import responses
 
     made = []
 
@@ -324,7 +324,7 @@ def test_the_magpie_command(tmp_path, target_dir, monkeypatch, capsys):
         made.append((slots, max_length))
         return FakeEngine(target)
 
-    monkeypatch.setattr(slots, "SlotEngine", engine)
+    monkeypatch.setattr(responses, "ResponseEngine", engine)
     output = tmp_path / "p.jsonl"
     args = ["--source", "magpie", "--target", target_dir, "--output", output, "--count", 9, "--slots", 8]
     assert prompts(*args, "--openings", "none") == 0
@@ -340,7 +340,7 @@ def test_requests_run_on_the_real_engine(target, template):
     if not template:
         target.tokenizer.chat_template = None
     writer = PromptWriter(target, load_openings("builtin"), 0.5, 24, seed=0)
-    engine = SlotEngine(target, slots=4, max_length=writer.max_length)
+    engine = ResponseEngine(target, slots=4, max_length=writer.max_length)
     results = list(itertools.islice(engine.run(writer.requests(3), SamplingParams(1.0, 0, 0.9), 0), 8))
     assert all(3 <= int(result.key) < 16 and 0 < len(result.tokens) <= 24 for result in results)
     assert len({result.key for result in results}) == 8

@@ -12,7 +12,7 @@ from drafttrain.drafters.dflash.model import DFlash
 from drafttrain.drafters.dspark.model import DSpark
 from drafttrain.drafters.registry import load_drafter
 from drafttrain.errors import UserError
-from drafttrain.inference.engine import generate, generate_batch
+from drafttrain.inference import generate, generate_batch
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.sampling import Sampler, SamplingParams, probabilities
 from drafttrain.training.feature_sources import TargetSource
@@ -55,9 +55,9 @@ def shaken(kind, target, **options):
 
 
 def run_step(drafter, target, batch, count=None):
-    output, rows, row_of = TargetSource(target, drafter.feature_layers, drafter.kept_ids)(batch)
+    features, rows, row_of = TargetSource(target, drafter.feature_layers, drafter.kept_ids)(batch)
     count = count or len(anchors_by_depth(batch.response_mask, 1)[0])
-    return drafter(StepInputs(batch, target.embed(batch.input_ids), output, rows, row_of, count))
+    return drafter(StepInputs(batch, target.embed(batch.input_ids), features, rows, row_of, count))
 
 
 def begun(drafter, target, prefix, max_length=64):

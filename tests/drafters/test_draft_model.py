@@ -54,9 +54,9 @@ def other_rows(target, rows, seed=2):
 
 def run_step(drafter, target, batch, source=None):
     source = source or TargetSource(target, drafter.feature_layers, drafter.kept_ids)
-    output, rows, row_of = source(batch)
+    features, rows, row_of = source(batch)
     count = len(anchors_by_depth(batch.response_mask, 1)[0])
-    return drafter(StepInputs(batch, target.embed(batch.input_ids), output, rows, row_of, count))
+    return drafter(StepInputs(batch, target.embed(batch.input_ids), features, rows, row_of, count))
 
 
 # -- training ---------------------------------------------------------------------------------------------------------

@@ -38,9 +38,9 @@ def make_batch(lengths=(17, 11), start=4, seed=5):
 
 def run_step(drafter, target, batch):
     source = TargetSource(target, drafter.feature_layers, drafter.kept_ids)
-    output, rows, row_of = source(batch)
+    features, rows, row_of = source(batch)
     count = len(anchors_by_depth(batch.response_mask, 1)[0])
-    return drafter(StepInputs(batch, target.embed(batch.input_ids), output, rows, row_of, count))
+    return drafter(StepInputs(batch, target.embed(batch.input_ids), features, rows, row_of, count))
 
 
 def test_anchors_are_nested_and_end_before_the_response_does():

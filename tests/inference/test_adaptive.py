@@ -10,7 +10,7 @@ import torch
 from drafttrain.batch import TokenTree
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.inference import Decoder, SamplingParams
-from drafttrain.inference.adaptive import Adaptive, Costs, Round, reached
+from drafttrain.inference.adaptive import Adaptive, Costs, RoundReport, reached
 from tests.inference.fakes import FakeBatch, family
 
 
@@ -49,7 +49,7 @@ class Machine:
             target, draft = (shake * part for part in self.cost(rows, depth))
             read = behind if depth else 0
             behind = behind - read + rows
-            done = Round(
+            done = RoundReport(
                 spec, rows, rows * (1 + depth), target + draft + 0.01 * read, draft, read, 0.01 * read, drafted
             )
             if isinstance(pace, Adaptive):

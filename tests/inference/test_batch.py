@@ -11,8 +11,7 @@ from drafttrain.drafters.combined import CombinedDrafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.ngram.model import NgramDrafter
 from drafttrain.errors import UserError
-from drafttrain.inference import Decoder, SamplingParams, engine, generate, generate_batch, strip_padding
-from drafttrain.inference.engine import Stats
+from drafttrain.inference import Decoder, SamplingParams, Stats, engine, generate, generate_batch, strip_padding
 from drafttrain.ops import tree_cache
 from drafttrain.ops.tree_attention import TreeLayout
 from tests.conftest import make_target

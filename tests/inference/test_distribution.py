@@ -20,7 +20,7 @@ from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.inference import SamplingParams, generate
 from drafttrain.inference.verify import Verifier, try_drawn, verify_batch
-from drafttrain.ops.sampling import draw_distinct, penalise, pick, probabilities
+from drafttrain.ops.sampling import draw_distinct, penalize, pick, probabilities
 from tests.drafters.growing import expand
 from tests.inference.fakes import MarkovTarget
 from tests.ops.test_sampling import transformers_says
@@ -205,7 +205,7 @@ def bulk_pairs(case: Case, judge=try_drawn, tokens=None) -> Tensor:
     last, children, chosen = torch.zeros(COUNT, dtype=torch.long), first, []
     for _ in range(2):
         seen[torch.arange(COUNT), last] = True
-        logits = penalise(case.target[last], seen, case.sampling.repetition_penalty)
+        logits = penalize(case.target[last], seen, case.sampling.repetition_penalty)
         uniforms = torch.rand(COUNT, 1 + children.shape[1], dtype=torch.float64, generator=generator)
         p = judge(probabilities(logits, case.sampling).double(), q[last], children, uniforms[:, 1:])
         last = pick(p, uniforms[:, 0])

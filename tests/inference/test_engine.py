@@ -9,8 +9,7 @@ from scipy.stats import chisquare
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.ngram.model import NgramDrafter
 from drafttrain.errors import UserError
-from drafttrain.inference import SamplingParams, generate, stream
-from drafttrain.inference.engine import Stats
+from drafttrain.inference import SamplingParams, Stats, generate, stream
 from drafttrain.inference.verify import Verdict
 from drafttrain.ops.sampling import pick, probabilities
 from tests.conftest import make_target

@@ -178,7 +178,7 @@ def test_a_full_cache_and_large_passes_stay_dynamic(on_cpu, counted, monkeypatch
     assert decode(target, NgramDrafter(), PROMPTS, True, "chain:4") == want
     assert {shape.tokens for shape in counted} <= {1, 2, 4}
     monkeypatch.undo()
-    steps = TargetSteps(target, static=True)
+    steps = TargetSteps(target)
     steps.cache = cache = static.TreeCache(6)
     cache.open([(0, 3)])
     with torch.no_grad():
@@ -190,13 +190,13 @@ def test_a_full_cache_and_large_passes_stay_dynamic(on_cpu, counted, monkeypatch
 
 def test_graphs_can_be_turned_off(on_cpu, monkeypatch):
     target = make_target(layers=2)
-    assert TargetSteps.lease(target, None).static
-    assert not TargetSteps.lease(target, False).static
+    assert TargetSteps.lease(target, None) is not None
+    assert TargetSteps.lease(target, False) is None
     monkeypatch.setenv("DRAFTTRAIN_GRAPHS", "0")
-    assert not TargetSteps.lease(target, None).static
-    assert TargetSteps.lease(target, True).static
+    assert TargetSteps.lease(target, None) is None
+    assert TargetSteps.lease(target, True) is not None
     monkeypatch.undo()
-    assert not TargetSteps.lease(target, True).static  # no graphs on a CPU
+    assert TargetSteps.lease(target, True) is None  # no graphs on a CPU
 
 
 ROUNDS = [([(0, 3, [-1, 0, 0])], 7), ([(0, 9, [-1, -1, 1, 2, 0, 0])], 2), ([(0, 30, list(range(-1, 6)))], 5)]

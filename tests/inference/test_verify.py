@@ -7,8 +7,7 @@ from drafttrain.batch import Proposal, TokenTree
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.ngram.model import NgramDrafter
 from drafttrain.inference import SamplingParams, generate
-from drafttrain.inference.verify import Verifier, try_drawn, verify_batch
-from drafttrain.ops.sampling import argmax_at
+from drafttrain.inference.verify import Verifier, argmax_at, try_drawn, verify_batch
 from tests.inference.fakes import ANY, FakeDrafter, family
 
 #      root

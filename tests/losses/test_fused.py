@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from drafttrain.losses import DIVERGENCES, StoredLogits, StoredTopK, TargetRows, fused, linear, linear_divergence
+from drafttrain.losses import DIVERGENCES, StoredLogits, StoredTopK, TargetRows, divergence, fused, linear_divergence
 from drafttrain.losses.fused import plan
 from drafttrain.losses.spec import parse_loss
 
@@ -41,7 +41,7 @@ def compare(monkeypatch, x, w, target, index, weight, loss, measure=True, chunk=
     """The same call with the kernel and without; their values and gradients must agree."""
     results = []
     for kernel in (True, False):
-        monkeypatch.setattr(linear, "has_kernel", lambda hidden, kernel=kernel: kernel)
+        monkeypatch.setattr(divergence, "has_kernel", lambda hidden, kernel=kernel: kernel)
         out = linear_divergence(x, w, target, index, weight, loss, chunk, measure)
         results.append((out, torch.autograd.grad(-2.5 * out.loss, (x, w))))
     (got, got_grads), (want, want_grads) = results
@@ -90,7 +90,7 @@ def test_every_form_of_a_target(monkeypatch):
 
 
 def test_an_agreeing_drafter_is_seen(monkeypatch):
-    monkeypatch.setattr(linear, "has_kernel", lambda hidden: True)
+    monkeypatch.setattr(divergence, "has_kernel", lambda hidden: True)
     _, _, target, index, weight = make(kept=200)
     out = linear_divergence(target.hidden[index], target.weight, target, index, weight, "js")
     assert out.agree.all() and (out.alpha > 0.999).all() and out.values.abs().max() < 1e-5
@@ -104,10 +104,10 @@ def test_launches_are_as_few_as_the_terms_allow():
 
 
 def test_the_kernel_is_for_gpus_and_not_for_float64():
-    assert not fused.has_kernel(torch.zeros(1))
+    assert not divergence.has_kernel(torch.zeros(1))
     if DEVICE == "cuda":
-        assert fused.has_kernel(torch.zeros(1, device=DEVICE))
-        assert not fused.has_kernel(torch.zeros(1, device=DEVICE, dtype=torch.float64))
+        assert divergence.has_kernel(torch.zeros(1, device=DEVICE))
+        assert not divergence.has_kernel(torch.zeros(1, device=DEVICE, dtype=torch.float64))
 
 
 COMPILE = """

@@ -9,8 +9,8 @@ import torch
 
 from drafttrain.errors import UserError
 from drafttrain.losses import DIVERGENCES, StoredLogits, StoredTopK, TargetRows, linear_divergence, parse_loss
-from drafttrain.losses import targets as targets_module
-from drafttrain.losses.reference import plain_divergence
+from drafttrain.losses import divergence as divergence_module
+from eval.plain_divergence import plain_divergence
 
 LOSSES = [*DIVERGENCES, "js:0.1", "lk_lambda:1", "kl@2", "ce@0.5", "0.9*kl+0.1*ce", "js:0.3+2*js:0.7@3+tvd+++lk_alpha"]
 
@@ -176,7 +176,7 @@ def test_all_forms_of_a_target_agree(loss, monkeypatch):
         to_drafter = torch.full((29,), -1)
         to_drafter[kept_ids] = torch.arange(17)
         forms.append(StoredTopK(to_drafter[ids], log_p, torch.zeros(9), target.argmax, target.sampled))
-    monkeypatch.setattr(targets_module, "_SHARED_BYTES", 0)  # one form not shared between calls
+    monkeypatch.setattr(divergence_module, "_SHARED_BYTES", 0)  # one form not shared between calls
     for form in forms:
         got = linear_divergence(x, w, form, index, weight, loss)
         torch.testing.assert_close((got.values, got.alpha), (want.values, want.alpha))

@@ -14,12 +14,12 @@ from transformers.generation.logits_process import (
 )
 
 from drafttrain.errors import UserError
+from drafttrain.inference.verify import argmax_at
 from drafttrain.ops.sampling import (
     SamplingParams,
     argmax,
-    argmax_at,
     draw_distinct,
-    penalise,
+    penalize,
     pick,
     probabilities,
     sample,
@@ -66,7 +66,7 @@ def test_the_same_tokens_as_transformers(temperature, top_k, top_p, min_p):
     params = SamplingParams(temperature, top_k, top_p, min_p, 1.2)
     want = transformers_says(logits, params, history)
     seen = torch.zeros(logits.shape, dtype=torch.bool).scatter_(1, history, True)
-    scores = penalise(logits, seen, 1.2)
+    scores = penalize(logits, seen, 1.2)
     got = probabilities(scores, params)
     assert torch.equal((got > 0).sum(-1), (want > 0).sum(-1))
     torch.testing.assert_close(got.sort(-1).values, want.sort(-1).values, rtol=2e-5, atol=1e-8)
@@ -115,7 +115,7 @@ def test_half_precision_logits_are_warped_in_float32():
     params = SamplingParams(0.7, 10, 0.8, 0.1)
     assert torch.equal(probabilities(logits, params), probabilities(logits.float(), params))
     seen = torch.rand(3, 40) < 0.5
-    assert torch.equal(penalise(logits, seen, 1.3), penalise(logits.float(), seen, 1.3))
+    assert torch.equal(penalize(logits, seen, 1.3), penalize(logits.float(), seen, 1.3))
 
 
 @pytest.mark.parametrize("rows", [1, 6, 40])  # 40 rows take torch's way

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from drafttrain.ops import slot_moves
+from drafttrain.ops import tree_cache
 from drafttrain.ops.native import cpu_kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -23,9 +23,9 @@ def moved(buffers, moves):
 
 def moving(way, buffers, moves):
     if way == "gather":
-        return slot_moves._gather(buffers, moves)
+        return tree_cache._gather(buffers, moves)
     addresses = np.array([buffer.data_ptr() for buffer in buffers])
-    (slot_moves._launch if way == "launch" else slot_moves._copy)(buffers[0], addresses, moves)
+    (tree_cache._launch if way == "launch" else tree_cache._copy)(buffers[0], addresses, moves)
 
 
 @pytest.mark.parametrize("way", ["gather", "copy", "launch"])
@@ -49,12 +49,12 @@ def test_paths_move_together(way, dtype, moves):
 @pytest.mark.parametrize("native", [True, False])
 def test_buffers_of_several_kinds(native, monkeypatch):
     if not native:
-        monkeypatch.setattr(slot_moves, "cpu_kernels", lambda: None)
+        monkeypatch.setattr(tree_cache, "cpu_kernels", lambda: None)
     kinds = [(2, 40, 8), (2, 40, 12), (1, 40, 8), (2, 40, 8), (2, 40, 16)]
     buffers = [torch.randn(kind, device=DEVICE) for kind in kinds]
     buffers[3] = buffers[3].double()
     buffers[4] = buffers[4][:, :, :8]  # slots further apart than they are wide
-    mover = slot_moves.SlotMover(iter(buffers))
+    mover = tree_cache.SlotMover(iter(buffers))
     for _ in range(2):
         want = moved(buffers, MOVES)
         mover.move(MOVES)

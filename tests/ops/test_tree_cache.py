@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from drafttrain.errors import UserError
-from drafttrain.ops.slot_moves import SlotMover
-from drafttrain.ops.tree_cache import TreeCache
+from drafttrain.ops.tree_cache import SlotMover, TreeCache
 
 
 def feed(cache, values, parents=None):
@@ -140,3 +139,22 @@ def test_more_room_keeps_what_rows_hold():
     cache.attend(0, x, x, x.repeat(1, 1, 1, 2), scaling=1.0, window=None, softcap=None, sinks=None)
     cache.commit([[0, 2]])
     assert cache._layers[0][0][0, 12:18, 0].tolist() == [5, 6, 7, 9, 7, 9]
+
+
+@pytest.mark.parametrize("width", [8, 16])
+@torch.no_grad()
+def test_half_precision_rows_are_kept_in_float32_on_a_cpu(width):
+    """What goes in and comes out has the target's dtype; a prompt and a tree agree with float32 up to rounding."""
+    generator = torch.Generator().manual_seed(0)
+    caches, options = (TreeCache(20), TreeCache(20)), {"scaling": 0.5, "window": None, "softcap": None, "sinks": None}
+    for shape, n in ((5, 5), ([-1, -1, 0], 4)):
+        parts = [torch.randn(1, heads, n, width, generator=generator).bfloat16() for heads in (4, 2, 2)]
+        outs = []
+        for cache, dtype in zip(caches, (torch.bfloat16, torch.float32), strict=True):
+            cache.open([(0, shape)])
+            outs.append(cache.attend(0, *(part.to(dtype) for part in parts), **options))
+            cache.commit([range(n)])
+            assert outs[-1].dtype == dtype
+        torch.testing.assert_close(outs[0].float(), outs[1], atol=2e-2, rtol=2e-2)
+    assert all(buffer.dtype == torch.float32 for buffer in caches[0]._layers[0])
+    assert torch.equal(caches[0]._layers[0][0][:, :9], caches[1]._layers[0][0][:, :9])

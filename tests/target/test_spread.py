@@ -51,8 +51,8 @@ def test_two_gpus_train_and_decode(target_dir):
     drafter = make_drafter(Target.load(str(target_dir), "float32", "cpu")).to("cuda:0")
     drafter.bind(target)
     batch = make_batch().to(torch.device("cuda:0"))
-    output, rows, row_of = TargetSource(target, drafter.feature_layers, drafter.kept_ids)(batch)
-    assert drafter(StepInputs(batch, target.embed(batch.input_ids), output, rows, row_of, 1.0)).loss.isfinite()
+    features, rows, row_of = TargetSource(target, drafter.feature_layers, drafter.kept_ids)(batch)
+    assert drafter(StepInputs(batch, target.embed(batch.input_ids), features, rows, row_of, 1.0)).loss.isfinite()
     plain = generate(target, None, [5, 6, 7], max_new_tokens=12, spec=TreeSpec.parse("none"))
     assert generate(target, drafter.eval(), [5, 6, 7], max_new_tokens=12).tokens == plain.tokens
 

@@ -37,7 +37,7 @@ def infinite_gradients(trainer, loss):
 
 
 def infinite_loss(trainer, loss):
-    trainer._check_finite("loss", loss * float("inf"))
+    trainer.check_finite("loss", loss * float("inf"))
 
 
 STEP = [

@@ -8,12 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from drafttrain.data.loader import collate, join_rows, to_batch
-from drafttrain.drafters.base import Drafter, StepInputs
+from drafttrain.batch import Batch
+from drafttrain.data.loader import collate, join_rows
+from drafttrain.drafters.base import StepInputs
 from drafttrain.drafters.draft_model.model import DraftModel
 from drafttrain.errors import UserError
 from drafttrain.training.feature_sources import TargetSource
 from drafttrain.training.on_policy import OnPolicy, OnPolicyOptions
+from tests.drafters.test_eagle3 import make_drafter
 
 ROWS = [
     {"tokens": list(range(start, start + 12)), "spans": [[3, 6], [8, 12]], "length": 12, "index": index}
@@ -26,7 +28,8 @@ def make(target, rank=0, world=1, packing=False, **options):
     drafter = DraftModel.begin(target, "target", {"layers": [0, 2]}, "kl")
     drafter.bind(target)
     chosen = OnPolicyOptions(**{"share": 0.5, "refresh_steps": 2, "responses": 6, "max_new_tokens": 5, **options})
-    return OnPolicy(chosen, drafter, ROWS, target, 64, seed=3, rank=rank, world=world, packing=packing), drafter
+    args = SimpleNamespace(seed=3, process_index=rank, world_size=world)
+    return OnPolicy(chosen, drafter, ROWS, target, 64, args, packing), drafter
 
 
 def test_responses_are_the_drafters_own_after_prompts_of_the_data(target):
@@ -76,7 +79,7 @@ def test_packed_batches_get_packed_responses(target):
     answers, seen = [row["tokens"] for row in policy.pool], set()
     for step in range(12):
         mixed = policy.mix(inputs, step)
-        batch = to_batch(mixed)
+        batch = Batch.of(mixed)
         assert batch.lengths.max() <= 64
         for index, (row, start, length) in zip(batch.index.tolist(), batch.conversations().tolist(), strict=True):
             tokens = batch.input_ids[row, start : start + length].tolist()
@@ -97,12 +100,12 @@ def test_the_loss_is_on_sampled_tokens_and_the_targets_say(target):
     policy.refresh(0)
     mixed = policy.mix(collate(ROWS[:3]), 0)
     assert (mixed["index"] == -1).all()
-    batch = to_batch(mixed)
+    batch = Batch.of(mixed)
     source = TargetSource(target, (), drafter.kept_ids, limit_bytes=1e9)
-    output, rows, row_of = source(batch)
+    features, rows, row_of = source(batch)
     assert source.kept == {} and source.hits["online"] == 3, "such rows are neither looked up nor kept"
     count = int((mixed["shift_labels"] != -100).sum())
-    step = drafter(StepInputs(batch, target.embed(batch.input_ids), output, rows, row_of, count))
+    step = drafter(StepInputs(batch, target.embed(batch.input_ids), features, rows, row_of, count))
     want, at = 0.0, 0
     for place, length in enumerate(batch.lengths.tolist()):
         ids = batch.input_ids[place : place + 1, :length]
@@ -159,18 +162,20 @@ def test_processes_share_the_work(target, monkeypatch):
         ({"refresh_steps": 0}, r"on_policy.refresh_steps=0 must be a positive number"),
     ],
 )
-def test_each_mistake_is_said(target, options, message):
-    _, drafter = make(target)
-    args = SimpleNamespace(seed=0, process_index=0, world_size=1)
+def test_each_mistake_is_said(options, message):
     with pytest.raises(UserError, match=message):
-        OnPolicy.of(options, drafter, ROWS, target, 64, args)
-    assert OnPolicy.of({}, drafter, ROWS, target, 64, args) is None
+        OnPolicyOptions.parse(options)
+
+
+def test_a_kind_that_cannot_write_is_named(target):
+    args = SimpleNamespace(seed=0, process_index=0, world_size=1)
     with pytest.raises(UserError, match=r"a drafter of kind='eagle3' cannot write responses"):
-        OnPolicy.of(
-            {"share": 0.5},
-            SimpleNamespace(kind="eagle3", writes_responses=Drafter.writes_responses),
-            ROWS,
-            target,
-            64,
-            args,
-        )
+        OnPolicy(OnPolicyOptions(), make_drafter(target), ROWS, target, 64, args)
+
+
+def test_a_refresh_leaves_the_random_numbers_of_training_alone(target):
+    """A resumed run restores them after its first refresh, an uninterrupted one never does."""
+    policy, _ = make(target)
+    before = torch.get_rng_state()
+    policy.refresh(0)
+    assert policy.pool and torch.equal(torch.get_rng_state(), before)

@@ -16,11 +16,11 @@ LAYERS = (1, 2, 4)
 
 
 def per_conversation(source, batch: Batch):
-    output, rows, row_of = source(batch)
+    features, rows, row_of = source(batch)
     for row, start, length in batch.conversations().tolist():
         part = slice(start, start + length)
         needed = row_of[row, part]
-        yield output.features[row, part], rows.hidden[needed[needed >= 0]], rows.argmax[needed[needed >= 0]]
+        yield features[row, part], rows.hidden[needed[needed >= 0]], rows.argmax[needed[needed >= 0]]
 
 
 @pytest.mark.parametrize("limit", [0, 1e9])

@@ -88,7 +88,7 @@ def test_deepspeed_reads_its_files(stage):
 def stand_ins(tmp_path_factory):
     """Folders of a target in the shape of SmolLM2 and of one in that of Gemma 3, but tiny, and of data for both."""
     folder = tmp_path_factory.mktemp("stand-ins")
-    target = make_target(layers=30, hidden=36, num_attention_heads=9, num_key_value_heads=3)
+    target = make_target(layers=30, hidden=36, num_attention_heads=9, num_key_value_heads=3, head_dim=4)
     target.model.save_pretrained(folder / "smollm2-135m")
     torch.manual_seed(0)
     shapes = {
@@ -120,7 +120,7 @@ def test_every_line_starts(stand_ins, tmp_path, path, line):
     words += ["max_minutes=0.01"] if "max_minutes" in line else []
     words += ["on_policy.responses=4", "on_policy.max_new_tokens=8"] if "on_policy" in config else []
     words += [f"init={target}"] if "init=" in line else []  # a checkpoint that another line leaves
-    env, _, rest = line.rpartition("DS_ACCELERATOR=cpu ")
+    _, env, rest = line.rpartition("DS_ACCELERATOR=cpu ")
     if rest.startswith("accelerate launch"):
         command = [sys.executable, "-m", "accelerate.commands.launch", *accelerated(rest)]
     else:

@@ -21,7 +21,8 @@ from transformers.trainer_utils import get_last_checkpoint
 from drafttrain.cli import main
 from drafttrain.training.callbacks import TimeBudget
 from drafttrain.training.sampler import ByLength
-from drafttrain.training.trainer import MEASURE_EVERY, DrafterTrainer
+from drafttrain.training.step import MEASURE_EVERY
+from drafttrain.training.trainer import DrafterTrainer
 from tests.training.test_train import ROOT, launch, write_recipe
 
 STEPS = 11
@@ -188,7 +189,7 @@ def test_sigterm_saves_first_and_the_run_goes_on(tiny, tmp_path, monkeypatch, ca
     with pytest.raises(SystemExit) as stopped:
         main(["train", *words])
     assert stopped.value.code == 143
-    assert "checkpoint-2; the same command goes on from there" in capsys.readouterr().err
+    assert "checkpoint-2; the same command continues from there" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGTERM) == before
     assert main(["train", *words, "max_steps=3"]) == 0
     assert "checkpoint-2" in capsys.readouterr().out

@@ -59,16 +59,14 @@ def test_a_replay_is_what_decoding_does(target, kind, sampling):
     for tree in ("none", *TREES, *(STOPPED if kind != "ngram" else ())):
         spec = TreeSpec.parse(tree)
         decoder = Decoder(target, drafter, spec=spec, sampling=sampling)
-        sizes, verify = [], decoder._verify
-        decoder._verify = lambda rows, trees, *rest, sizes=sizes, verify=verify: (
-            sizes.append(len(trees[0])) or verify(rows, trees, *rest)
-        )
+        sizes = []
+        decoder.observer = lambda _index, tree, *_, sizes=sizes: sizes.append(len(tree))
         for number, (prompt, track) in enumerate(zip(PROMPTS, tracks, strict=True)):
             sizes.clear()
             made = decoder.generate([prompt], max_new_tokens=COUNT, seed=number)[0]
             assert made.tokens == track.tokens
             rounds = replay(track, spec)
-            assert [done.nodes for done in rounds] == sizes[1:], tree
+            assert [done.nodes for done in rounds] == sizes, tree
             assert sum(done.committed for done in rounds) == len(made.tokens) - 1
             # Where EOS ends an accepted path there is no bonus token.
             assert [done.committed - 1 for done in rounds][:-1] == made.stats.accepted[:-1], tree

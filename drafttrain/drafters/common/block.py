@@ -194,12 +194,12 @@ class BlockDrafter(DecoderDrafter):
 
     def forward(self, inputs: StepInputs) -> StepOutput:
         """One pass over a block behind each drawn anchor; see `Drafter.forward`."""
-        batch, embeds, output, rows, row_of, count, measure = inputs
+        batch, embeds, features, rows, row_of, count, measure = inputs
         drawn = self.draw(batch.response_mask, count)
         valid, place = batch.anchors()  # [t] flat positions, and positions in their conversations
         own = torch.searchsorted(valid, drawn.anchors)  # [m] indices into `valid`
         begin = own - place[own]  # [m] index of each conversation's first token
-        context = self.fuse(output.features.flatten(0, 1)[valid])  # [t, h]
+        context = self.fuse(features.flatten(0, 1)[valid])  # [t, h]
         tables = self.rotary.tables(place, context.dtype)
         attends = [_over_context(layer, context, tables, Spans(begin, own, begin)) for layer in self.decoder_layers]
         roots = embeds.flatten(0, 1)[drawn.anchors + 1]

@@ -138,14 +138,14 @@ class LayerDrafter(DecoderDrafter):
 
     def forward(self, inputs: StepInputs) -> StepOutput:
         """`ttt_steps` depths in one graph; see `Drafter.forward`. The loss weighs depth k by depth_decay ** k."""
-        batch, embeds, output, rows, row_of, count, measure = inputs
+        batch, embeds, features, rows, row_of, count, measure = inputs
         config = self.config
         share = config.depth_share if self.training else 1.0
         anchors = anchors_by_depth(batch.response_mask, config.ttt_steps, share)  # per depth: flat [t_k], nested
         valid, place = batch.anchors()  # [t] flat positions, and positions in their conversations
         own = [torch.searchsorted(valid, each) for each in anchors]  # per depth: indices into `valid` [t_k]
         embeds = embeds.flatten(0, 1)  # [b*s, target h]
-        state = self.first_state(output.features.flatten(0, 1)[valid], batch)  # [t, h]
+        state = self.first_state(features.flatten(0, 1)[valid], batch)  # [t, h]
         decay = config.depth_decay ** torch.arange(config.ttt_steps, dtype=torch.float32, device=embeds.device)
         decay = decay / decay.sum()
 
@@ -270,8 +270,10 @@ class LayerDrafter(DecoderDrafter):
         end = layout.prefix_len + layout.held + layout.count
         session.buffers(0, end, states)
         inputs = embeds.to(states.dtype).contiguous(), states.contiguous()
-        tables, window = self.rotary.up_to(end), self.cache_shape.window
-        return self.draft_step.run(*inputs, tables, session.layers, layout.plan, window, outputs)
+        if session.tables is None or end > len(session.tables[0]):
+            session.tables = self.rotary.up_to(max(end, session.capacity))
+        window = self.cache_shape.window
+        return self.draft_step.run(*inputs, session.tables, session.layers, layout.plan, window, outputs)
 
 
 def cat(parts: Sequence[Tensor]) -> Tensor:
@@ -308,6 +310,7 @@ class LayerSession(JointSession):
         self.length = 0
         self.last: Tensor | None = None
         self.logits: Tensor | None = None
+        self.tables: tuple[Tensor, Tensor] | None = None  # cos, sin [positions, 1, r] for the kernel of a draft step
 
     @property
     def root(self) -> Tensor:

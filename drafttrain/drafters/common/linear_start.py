@@ -87,12 +87,12 @@ def linear_start(drafter: Any, batches: list[Batch], source: Source) -> float:
     first, second = LeastSquares(), LeastSquares()
     squares, power = 0.0, 0.0
     for batch in batches:
-        output, rows, row_of = source(batch)
+        features, rows, row_of = source(batch)
         hidden = rows.hidden.float()
         y = unit(hidden) @ project
         squares += float((hidden @ project).square().mean(-1).sum())
         power += float(y.square().mean(-1).sum())
-        first.add(drafter.norm_features(output.features[row_of >= 0]).float(), y)
+        first.add(drafter.norm_features(features[row_of >= 0]).float(), y)
     fc = first.solve()  # [h, f * target h]
     states = 0.0
     for batch in batches:
@@ -187,11 +187,11 @@ def store_map(attention: Attention, wanted: Tensor, covariance: Tensor, heads: r
 
 def anchor_rows(drafter: TrainableDrafter, batch: Batch, source: Source) -> tuple[Tensor, Tensor, Tensor]:
     """Regression data at every anchor t, float32: embedding of x_{t+1} [n, h], features_t [n, f*h], last state at t+1 [n, h]."""
-    output, rows, row_of = source(batch)
+    features, rows, row_of = source(batch)
     anchors = anchors_by_depth(batch.response_mask, 1)[0]
     embeds = drafter.embed(batch.input_ids.flatten()[anchors + 1])
     hidden = rows.hidden[row_of.flatten()[anchors + 1]]
-    return embeds.float(), output.features.flatten(0, 1)[anchors].float(), hidden.float()
+    return embeds.float(), features.flatten(0, 1)[anchors].float(), hidden.float()
 
 
 @torch.no_grad()

@@ -94,12 +94,12 @@ class PathHeads(TrainableDrafter):
 
     def forward(self, inputs: StepInputs) -> StepOutput:
         """All depths of all anchors along the data's tokens. The loss weighs depth k by depth_decay ** k, summing to 1."""
-        batch, _, output, rows, row_of, count, measure = inputs
+        batch, _, features, rows, row_of, count, measure = inputs
         decay = self.config.depth_decay ** torch.arange(self.depths, dtype=torch.float32, device=row_of.device)
         decay = decay / decay.sum()
         losses: list[Tensor] = []
         outs = []
-        for k, (at, state) in enumerate(self.walk(batch, output.features)):
+        for k, (at, state) in enumerate(self.walk(batch, features)):
             weight = (decay[k] / count).expand(len(at))  # [t] float32
             read, index = self.read(state, k), row_of.flatten()[at]
             out = linear_divergence(read, self.head(k).weight, rows, index, weight, self.config.loss, measure=measure)
@@ -132,8 +132,8 @@ class PathHeads(TrainableDrafter):
         fits: dict[int, LeastSquares] = {}
         power = 0.0
         for batch in batches:
-            output, rows, row_of = source(batch)
-            for k, (at, state) in enumerate(self.walk(batch, output.features)):
+            features, rows, row_of = source(batch)
+            for k, (at, state) in enumerate(self.walk(batch, features)):
                 index, x = self.fitted(state, k)
                 y = rows.hidden[row_of.flatten()[at]].float()  # [t, h]
                 fits.setdefault(index, LeastSquares()).add(x.float(), y)
@@ -192,8 +192,8 @@ class PathHeads(TrainableDrafter):
         hits = torch.zeros(self.depths, min(_RANKS, self.config.draft_vocab_size))
         anchors = torch.zeros(self.depths, 1)
         for batch in batches:
-            output, rows, row_of = source(batch)
-            for k, (at, state) in enumerate(self.walk(batch, output.features)):
+            features, rows, row_of = source(batch)
+            for k, (at, state) in enumerate(self.walk(batch, features)):
                 wanted = rows.argmax[row_of.flatten()[at]][:, None]
                 for part, right in zip(state.split(_CHUNK), wanted.split(_CHUNK), strict=True):
                     found = self.logits(part, k).topk(hits.shape[1], dim=-1).indices

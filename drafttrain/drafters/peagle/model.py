@@ -73,7 +73,7 @@ class PEagle(Eagle3):
         """As EAGLE-3's; `mask_hidden` starts as the mean of the features that it replaces."""
         total, count = torch.zeros(self.mask_hidden.shape[-1], device=self.mask_hidden.device), 0
         for batch in batches:
-            features = source(batch)[0].features.flatten(0, 1)[anchors_by_depth(batch.response_mask, 1)[0]]
+            features = source(batch)[0].flatten(0, 1)[anchors_by_depth(batch.response_mask, 1)[0]]
             total += features.float().sum(0)
             count += len(features)
         self.mask_hidden.copy_((total / count).view_as(self.mask_hidden))

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from drafttrain.inference.rows import chunks
+from drafttrain.inference.sequence import chunks
 
 
 def test_chunks_cover_everything_once():

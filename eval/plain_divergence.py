@@ -1,4 +1,4 @@
-"""The same losses written plainly, on whole matrices of logits with autograd: what tests and the benchmark compare with."""
+"""Plain reference of the losses, on full [t, d] logits with autograd. Tests and eval/bench_loss.py compare with it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafttrain.losses.linear import DivergenceOutput
+from drafttrain.losses.divergence import DivergenceOutput, wide
 from drafttrain.losses.spec import Term, parse_loss
-from drafttrain.losses.targets import wide
 
 
 def plain_term(term: Term, z: Tensor, y: Tensor, full_log_z: Tensor, sampled: Tensor | None = None) -> Tensor:
-    """[t] values of one term without its weight.
+    """[t] values of one term, unweighted.
 
     Args:
         z: [t, d] drafter logits; y: [t, d] the target's, over the same tokens, both divided by the temperature.
@@ -43,7 +42,7 @@ def plain_term(term: Term, z: Tensor, y: Tensor, full_log_z: Tensor, sampled: Te
         kl = F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
         return lam * kl + (1 - lam) * (1 - alpha)
     assert term.name == "tvd++"
-    # The policy gradient's surrogate, shifted to total variation's value: its own is 0.
+    # The surrogate of the policy gradient, whose value is 0, shifted to the value of total variation.
     reward = (q < full).to(q.dtype).detach()
     mean = (q.detach() * reward).sum(-1, keepdim=True)
     advantage = (reward - mean) / (mean * (1 - mean)).clamp(min=1e-12).sqrt()
@@ -60,11 +59,11 @@ def plain_divergence(
     loss: str = "kl",
     sampled: Tensor | None = None,
 ) -> DivergenceOutput:
-    """As `linear_divergence`, holding everything.
+    """`linear_divergence` with all logits in memory.
 
     Args:
         hidden: [t, h]; weight: [d, h]; logits: [t, d] the target's, over the kept tokens; row_weight: [t].
-        full_log_z: [t] at temperature 1. Losses of acceptance at another need the whole vocabulary among the kept tokens.
+        full_log_z: [t] at temperature 1. Acceptance losses at other temperatures need the full vocabulary as kept tokens.
     """
     z, values = wide(F.linear(hidden, weight)), hidden.new_zeros(())
     for term in parse_loss(loss).terms:

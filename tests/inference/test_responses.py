@@ -5,9 +5,9 @@ import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from drafttrain.errors import UserError
-from drafttrain.inference.slot_cache import SlotCache
-from drafttrain.inference.slots import Request, SlotEngine
+from drafttrain.inference.responses import ResponseEngine, ResponseRequest
 from drafttrain.ops.sampling import SamplingParams, sample
+from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target import Target
 from tests.conftest import make_target, make_tokenizer
 
@@ -56,19 +56,19 @@ def hf_greedy(target: Target, prompt: list[int], max_new_tokens: int, stops: lis
     return out[0, len(prompt) :].tolist()
 
 
-def run(target: Target, requests: list[Request], slots: int, sampling: SamplingParams | None = None, **options):
-    engine = SlotEngine(target, slots=slots, max_length=256, feature_layers=options.pop("feature_layers", ()))
+def run(target: Target, requests: list[ResponseRequest], slots: int, sampling: SamplingParams | None = None, **options):
+    engine = ResponseEngine(target, slots=slots, max_length=256, feature_layers=options.pop("feature_layers", ()))
     return {done.key: done for done in engine.run(requests, sampling or SamplingParams(0.0), **options)}
 
 
 @pytest.mark.parametrize("make", [make_target, make_gemma], ids=["llama", "gemma3"])
-@pytest.mark.parametrize("prefix", [[], [256, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]], ids=["no_prefix", "prefix"])
+@pytest.mark.parametrize("prefix", [[], [256, *range(1, 20)]], ids=["no_prefix", "prefix"])
 def test_greedy_equals_transformers(make, prefix):
     target = make()
     prompts = make_prompts(19, prefix)
     want = {str(i): hf_greedy(target, prompt, 25 + i, STOPS) for i, prompt in enumerate(prompts)}
     assert len({len(tokens) for tokens in want.values()}) > 5, "the lengths should be ragged"
-    requests = [Request(str(i), prompt, 25 + i, set(STOPS)) for i, prompt in enumerate(prompts)]
+    requests = [ResponseRequest(str(i), prompt, 25 + i, set(STOPS)) for i, prompt in enumerate(prompts)]
     got = run(target, requests, slots=5)
     assert {key: done.tokens for key, done in got.items()} == want
     for key, done in got.items():
@@ -77,10 +77,10 @@ def test_greedy_equals_transformers(make, prefix):
 
 
 def test_long_prompts_are_read_in_pieces(monkeypatch):
-    monkeypatch.setattr("drafttrain.inference.slots._PIECE", 7)
+    monkeypatch.setattr("drafttrain.inference.engine._CHUNK", 7)
     target = make_gemma()
     prompts = make_prompts(9, [256, *range(20)])
-    requests = [Request(str(i), prompt, 12, {257}) for i, prompt in enumerate(prompts)]
+    requests = [ResponseRequest(str(i), prompt, 12, {257}) for i, prompt in enumerate(prompts)]
     got = run(target, requests, slots=4)
     for i, prompt in enumerate(prompts):
         assert got[str(i)].tokens == hf_greedy(target, prompt, 12, [257])
@@ -88,35 +88,38 @@ def test_long_prompts_are_read_in_pieces(monkeypatch):
 
 def test_prefix_is_computed_once_and_drain_runs_fewer_rows(monkeypatch, target):
     shapes: list[tuple[int, ...]] = []
-    forward = SlotCache.forward
+    target.pack()  # which runs forwards of its own
+    forward = Target.forward
 
-    def spy(self, slots, ids, starts):
+    def spy(self, ids, *args):
         shapes.append(tuple(ids.shape))
-        return forward(self, slots, ids, starts)
+        return forward(self, ids, *args)
 
-    monkeypatch.setattr(SlotCache, "forward", spy)
+    monkeypatch.setattr(Target, "forward", spy)
     prefix = [256, *range(30)]
-    requests = [Request(str(i), [*prefix, 40 + i, 41 + i], 60 if i == 7 else 4, {257}) for i in range(8)]
+    requests = [ResponseRequest(str(i), [*prefix, 40 + i, 41 + i], 60 if i == 7 else 4, {257}) for i in range(8)]
     got = run(target, requests, slots=8)
+    monkeypatch.undo()
     assert len(got["7"].tokens) == 60
     assert got["7"].tokens == hf_greedy(target, requests[7].prompt_ids, 60, [257])
     assert shapes[0] == (1, len(prefix))
-    assert shapes[1] == (8, 2)
-    assert shapes.count((8, 1)) == 3
+    assert shapes[1] == (1, 8 * 2)
+    assert shapes.count((1, 8)) == 3
     assert shapes.count((1, 1)) == 56
 
 
 def test_identical_prompts_share_all_but_one_token(target):
-    requests = [Request(str(i), [256, 5, 6, 7], 20, {257}) for i in range(6)]
+    prompt = [256, *range(20)]
+    requests = [ResponseRequest(str(i), prompt, 20, {257}) for i in range(6)]
     got = run(target, requests, 3, SamplingParams(2.0))
     assert len({tuple(done.tokens) for done in got.values()}) == 6, "own random numbers each"
-    want = hf_greedy(target, [256, 5, 6, 7], 20, [257])
+    want = hf_greedy(target, prompt, 20, [257])
     assert all(done.tokens == want for done in run(target, requests, 3).values())
 
 
 def test_sampled_output_does_not_depend_on_neighbours(target):
     prompts = make_prompts(12, [256])
-    requests = [Request(str(i), prompt, 30, {257}) for i, prompt in enumerate(prompts)]
+    requests = [ResponseRequest(str(i), prompt, 30, {257}) for i, prompt in enumerate(prompts)]
     sampling = SamplingParams(1.3, top_k=40, top_p=0.95)
     together = run(target, requests, 5, sampling, seed=7)
     alone = run(target, requests[4:5], 1, sampling, seed=7)
@@ -126,14 +129,14 @@ def test_sampled_output_does_not_depend_on_neighbours(target):
 
 def test_a_repetition_penalty_is_refused(target):
     with pytest.raises(UserError, match=r"repetition_penalty=1.2: responses are generated without"):
-        run(target, [Request("0", [256], 4, {257})], 1, SamplingParams(1.0, repetition_penalty=1.2))
+        run(target, [ResponseRequest("0", [256], 4, {257})], 1, SamplingParams(1.0, repetition_penalty=1.2))
 
 
 @pytest.mark.parametrize("make", [make_target, make_gemma], ids=["llama", "gemma3"])
 def test_captured_features_equal_the_forward(make):
     target = make()
-    prompts = make_prompts(9, [256, 1, 2, 3])
-    requests = [Request(str(i), prompt, 9 + i, set(STOPS)) for i, prompt in enumerate(prompts)]
+    prompts = make_prompts(9, [256, *range(20)])
+    requests = [ResponseRequest(str(i), prompt, 9 + i, set(STOPS)) for i, prompt in enumerate(prompts)]
     got = run(target, requests, 4, feature_layers=(1, 2, 4))
     assert len(got) == 9
     for done in got.values():
@@ -147,7 +150,7 @@ def test_captured_features_equal_the_forward(make):
 def test_follow_up_goes_on_in_the_slot(target):
     """Turn two equals a fresh run over the whole history, and its features cover both turns."""
     prompts = make_prompts(7, [256, 1])
-    requests = [Request(str(i), prompt, 6 + i, {257}) for i, prompt in enumerate(prompts)]
+    requests = [ResponseRequest(str(i), prompt, 6 + i, {257}) for i, prompt in enumerate(prompts)]
     seen: dict[str, int] = {}
 
     def follow_up(done):
@@ -166,8 +169,8 @@ def test_follow_up_goes_on_in_the_slot(target):
 
 
 def test_stop_yields_what_runs(target):
-    engine = SlotEngine(target, slots=2, max_length=256)
-    requests = (Request(str(i), [256, i + 1], 50, {257}) for i in range(100))
+    engine = ResponseEngine(target, slots=2, max_length=256)
+    requests = (ResponseRequest(str(i), [256, i + 1], 50, {257}) for i in range(100))
     done = list(engine.run(requests, SamplingParams(0.0), stop=lambda: engine.new_tokens >= 20))
     assert [it.finish_reason for it in done] == ["length"] * 2
     assert sum(len(it.tokens) for it in done) == 20
@@ -175,38 +178,53 @@ def test_stop_yields_what_runs(target):
 
 
 def test_length_limits(target):
-    engine = SlotEngine(target, slots=2, max_length=10)
-    (done,) = engine.run([Request("a", [256] * 7, 50, ())], SamplingParams(0.0))
+    engine = ResponseEngine(target, slots=2, max_length=10)
+    (done,) = engine.run([ResponseRequest("a", [256] * 7, 50, ())], SamplingParams(0.0))
     assert len(done.sequence) == 10
     assert done.finish_reason == "length"
     with pytest.raises(UserError, match="max_length=4097, but target 'tiny' reads at most 4096 tokens; use"):
-        SlotEngine(target, max_length=4097)
+        ResponseEngine(target, max_length=4097)
     with pytest.raises(UserError, match=r"prompt 'b' has 10 tokens.*max_length=10, at most 9"):
-        list(engine.run([Request("b", [256] * 10, 5, ())], SamplingParams(0.0)))
+        list(engine.run([ResponseRequest("b", [256] * 10, 5, ())], SamplingParams(0.0)))
     assert list(engine.run([], SamplingParams(0.0))) == []
 
 
-def test_softcap_and_sinks_follow_their_definition():
-    """Gemma 2's soft cap and GPT-OSS's sinks, against the formula written out for every query head."""
-    target = make_target()
-    cache = SlotCache(target, slots=3)
-    generator = torch.Generator().manual_seed(0)
-    query = torch.randn(2, 4, 5, 8, generator=generator)
-    key, value = torch.randn(2, 2, 2, 5, 8, generator=generator)
-    sinks = torch.randn(4, generator=generator)
+@pytest.mark.parametrize("capture", [(), (1, 3)])
+def test_the_cache_grows_with_the_sequences(target, monkeypatch, capture):
+    """Also with static passes, whose buffers a growing cache moves."""
+    monkeypatch.setattr("drafttrain.inference.static._serves", lambda device: True)
+    monkeypatch.setattr("drafttrain.inference.static._CAPACITY_STEP", 8)
+    prompts = make_prompts(9, [256, 1, 2, 3])
+    requests = [ResponseRequest(str(i), prompt, 20, {257}) for i, prompt in enumerate(prompts)]
+    want = run(target, requests, 3, SamplingParams(1.0), feature_layers=capture)
+    monkeypatch.setattr("drafttrain.inference.responses._FIRST_CAPACITY", 8)
+    grown: list[int] = []
+    reserve = TreeCache.reserve
+    monkeypatch.setattr(TreeCache, "reserve", lambda self, size: grown.append(size) or reserve(self, size))
+    for graphs in ("1", "0"):
+        monkeypatch.setenv("DRAFTTRAIN_GRAPHS", graphs)
+        grown.clear()
+        target.idle_steps.clear()
+        got = run(target, requests, 3, SamplingParams(1.0), feature_layers=capture)
+        assert {key: done.tokens for key, done in got.items()} == {key: done.tokens for key, done in want.items()}
+        assert len(grown) > (graphs == "0")
+        for key, done in got.items() if capture else ():
+            torch.testing.assert_close(done.features, want[key].features, rtol=1e-2, atol=1e-3)
 
-    def forward(ids, layers, position_ids, context):
-        out = context.attend(0, query, key, value, scaling=0.3, window=3, softcap=2.0, sinks=sinks)
-        return type("Out", (), {"features": None, "last_hidden": out})
 
-    target.forward = forward
-    got = cache.forward([2, 0], torch.zeros(2, 5, dtype=torch.long), torch.zeros(2, dtype=torch.long))
-    keys, values = key.repeat_interleave(2, 1), value.repeat_interleave(2, 1)
-    scores = torch.tanh(query @ keys.transpose(2, 3) * 0.3 / 2.0) * 2.0
-    ahead = torch.arange(5)[:, None] - torch.arange(5)
-    scores = scores.masked_fill((ahead < 0) | (ahead >= 3), float("-inf"))
-    with_sink = torch.cat([scores, sinks.view(1, 4, 1, 1).expand(2, 4, 5, 1)], -1).softmax(-1)[..., :-1]
-    torch.testing.assert_close(got, (with_sink @ values).transpose(1, 2))
+def test_runs_may_interleave(target):
+    """Two runs of one engine at a time: each has a cache of its own."""
+    prompts = make_prompts(8, [256, 7])
+    requests = [ResponseRequest(str(i), prompt, 12, {257}) for i, prompt in enumerate(prompts)]
+    engine = ResponseEngine(target, slots=3, max_length=256)
+    hot, greedy = SamplingParams(1.1), SamplingParams(0.0)
+    want = [{done.key: done.tokens for done in engine.run(requests, rule, seed=4)} for rule in (hot, greedy)]
+    got: list[dict[str, list[int]]] = [{}, {}]
+    runs = [engine.run(requests, rule, seed=4) for rule in (hot, greedy)]
+    for pair in zip(*runs, strict=True):
+        for found, done in zip(got, pair, strict=True):
+            found[done.key] = done.tokens
+    assert got == want
 
 
 # -- sampling -----------------------------------------------------------------------------------------------------

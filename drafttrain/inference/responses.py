@@ -1,0 +1,279 @@
+"""Responses to any number of requests: what data generation and on-policy answers run on.
+
+Requests are read lazily and share one continuous batch. Where transformers' generate waits for the longest of a batch and pads
+to the longest prompt, a finished response frees its row for the next request and no step computes padding.
+
+    row 0    [system prompt | prompt a | response a ........ ] ends -> [system prompt | prompt d | response d ..
+    row 1    [system prompt | prompt b ... | response b ..................................
+    row 2    [system prompt | prompt c | response c ....]  free until a few are, then refilled in one pass
+
+A prefix that all prompts share is computed once. A follow-up (the next user turn) extends a sequence in its row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Sequence as Items
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from drafttrain.errors import UserError
+from drafttrain.inference.engine import Engine
+from drafttrain.inference.sequence import Sequence
+from drafttrain.inference.verify import Verifier
+from drafttrain.ops.sampling import SamplingParams
+from drafttrain.target import Target
+from drafttrain.target.attention import LAST
+
+# Positions per row to begin with; the cache doubles until max_length when a sequence outgrows it.
+_FIRST_CAPACITY = 1024
+# Shorter prefixes are not worth a pass of their own.
+_LEAST_PREFIX = 16
+
+
+@dataclass
+class ResponseRequest:
+    """A prompt to continue.
+
+    Attributes:
+        key: names the request and, with the run's seed, fixes its random numbers.
+        prompt_ids: at least one token.
+        max_new_tokens: limit of each response.
+        stop_ids: tokens that end a response; the one that does is kept.
+    """
+
+    key: str
+    prompt_ids: Items[int]
+    max_new_tokens: int
+    stop_ids: Collection[int]
+
+
+@dataclass
+class Finished:
+    """A response.
+
+    Attributes:
+        tokens: the new tokens, stop token included; of the last turn where a follow-up extended the sequence.
+        finish_reason: 'stop' or 'length' (limit of new tokens or of the sequence, or the run was stopped).
+        sequence: all tokens from the first prompt on.
+        features, last_hidden: [len(sequence) - 1, f*h] and [.., h] bfloat16 on the CPU, of every position that the target
+            read, if the engine captures features: all but the last token (and follow-ups that a stopped run left unread).
+    """
+
+    key: str
+    tokens: list[int]
+    finish_reason: str
+    sequence: list[int]
+    features: Tensor | None = None
+    last_hidden: Tensor | None = None
+
+
+FollowUp = Callable[[Finished], Items[int] | None]
+
+
+class ResponseEngine:
+    """Generates responses with a target for any number of requests.
+
+    Args:
+        target: its linear layers get packed.
+        slots: sequences per step.
+        max_length: most tokens of a sequence, prompt included.
+        feature_layers: capture these target states (see Target.forward) and the last hidden states.
+
+    Attributes:
+        new_tokens: tokens sampled since the engine was created.
+
+    Raises:
+        UserError: max_length is more than the target reads.
+    """
+
+    def __init__(
+        self, target: Target, slots: int = 128, max_length: int = 2048, feature_layers: Items[int] | None = None
+    ):
+        if target.max_positions is not None and max_length > target.max_positions:
+            raise UserError(
+                f"max_length={max_length}, but target {target.name!r} reads at most {target.max_positions} tokens; "
+                f"use max_length={target.max_positions}"
+            )
+        self.target, self.slots, self.max_length = target.pack(), slots, max_length
+        self.feature_layers = tuple(feature_layers or ())
+        self.new_tokens = 0
+
+    @torch.no_grad()
+    def run(
+        self,
+        requests: Iterable[ResponseRequest],
+        sampling: SamplingParams,
+        seed: int = 0,
+        follow_up: FollowUp | None = None,
+        stop: Callable[[], bool] | None = None,
+    ) -> Iterator[Finished]:
+        """Yields responses as they finish.
+
+        Args:
+            requests: read lazily, twice as many as there are slots ahead.
+            sampling: for all of them.
+            seed: a request's random numbers depend on it, the key and the turn only, not on the rest of the batch.
+            follow_up: called with each response. Returns tokens that extend the same sequence (the next user turn), whose keys
+                and values stay in the row, or None to finish.
+            stop: called before each step. Once true, running sequences are yielded as they are ('length') and no further
+                request is read.
+
+        Raises:
+            UserError: an empty prompt, one that leaves no position for a response, or a repetition penalty.
+        """
+        if sampling.repetition_penalty != 1:
+            raise UserError(
+                f"repetition_penalty={sampling.repetition_penalty}: responses are generated without; leave it at 1"
+            )
+        run = _Run(self, iter(requests), sampling, seed, follow_up)
+        with closing(run.engine):
+            yield from run.responses(stop)
+
+
+@dataclass(eq=False)
+class _Running:
+    """A request in a row: `tokens` so far, whose present response begins at `start`."""
+
+    request: ResponseRequest
+    tokens: list[int]
+    start: int
+    sequence: Sequence
+    turn: int = 0
+
+
+class _Run:
+    """The state of one `ResponseEngine.run`."""
+
+    def __init__(
+        self,
+        owner: ResponseEngine,
+        source: Iterator[ResponseRequest],
+        sampling: SamplingParams,
+        seed: int,
+        follow_up: FollowUp | None,
+    ):
+        self.owner, self.source, self.sampling, self.seed, self.follow_up = owner, source, sampling, seed, follow_up
+        self.device = owner.target.device
+        self.queue = deque(islice(source, 2 * owner.slots))
+        self.prefix = _shared_prefix([request.prompt_ids for request in self.queue])
+        self.prefix_states: list[Tensor] = []
+        self.running: dict[int, _Running] = {}  # by row
+        self.waiting: list[Sequence] = []  # sequences with a follow-up to read
+        rows = owner.slots + bool(self.prefix)  # the prefix has a row of its own
+        capture = (*owner.feature_layers, LAST) if owner.feature_layers else ()
+        capacity = min(owner.max_length, _FIRST_CAPACITY)
+        self.engine = Engine(owner.target, capacity, rows, sampling, capture=capture)
+
+    def responses(self, stop: Callable[[], bool] | None) -> Iterator[Finished]:
+        engine, slots = self.engine, self.owner.slots
+        # Waiting for a few free rows makes prompt passes efficient. Up to 1/16 of the rows idle meanwhile.
+        refill = max(1, slots // 16)
+        if self.prefix:
+            self.prefix_row = engine.free.pop()
+            self._reserve(len(self.prefix))
+            self.prefix_states = engine.read(self.prefix_row, torch.tensor(self.prefix, device=self.device))
+        while True:
+            self.queue.extend(islice(self.source, 2 * slots - len(self.queue)))
+            if stop is not None and stop():
+                yield from self._flush()
+                return
+            free = min(len(engine.free), len(self.queue))
+            joining, active = free + len(self.waiting), bool(engine.active)
+            if joining >= refill or not active or (self.waiting and not self.queue):
+                if not joining:
+                    return
+                news = [*self.waiting, *(self._admit(self.queue.popleft()) for _ in range(free))]
+                self.waiting = []
+                self._reserve(max(engine.cache.lengths[it.row] + len(it.prompt) for it in news))
+                step = engine.prefill(news)
+            else:
+                self._reserve(max(engine.cache.lengths[it.row] for it in engine.active) + 1)
+                step = engine.round()
+            for sequence, tokens in step:
+                self.owner.new_tokens += len(tokens)
+                it = self.running[sequence.row]
+                it.tokens += tokens
+                if sequence.stats.finish:
+                    yield from self._end(it)
+
+    def _reserve(self, length: int) -> None:
+        if length > self.engine.cache.capacity:
+            self.engine.reserve(min(self.owner.max_length, max(length, 2 * self.engine.cache.capacity)))
+
+    def _admit(self, request: ResponseRequest) -> Sequence:
+        """Gives a request a free row."""
+        prompt, limit = list(request.prompt_ids), self.owner.max_length
+        if not 0 < len(prompt) < limit:
+            raise UserError(
+                f"prompt {request.key!r} has {len(prompt)} tokens; it needs at least 1 and, with max_length={limit}, "
+                f"at most {limit - 1}: shorten it or raise max_length"
+            )
+        sequence = self._turn(request, prompt, len(prompt), 0)
+        self.engine.join(sequence)
+        if self.prefix and len(prompt) > len(self.prefix) and prompt[: len(self.prefix)] == self.prefix:
+            self.engine.cache.copy(self.prefix_row, sequence.row, len(self.prefix))
+            sequence.prompt = sequence.prompt[len(self.prefix) :]
+            sequence.states = list(self.prefix_states)
+        self.running[sequence.row] = _Running(request, prompt, len(prompt), sequence)
+        return sequence
+
+    def _turn(self, request: ResponseRequest, unread: list[int], length: int, turn: int) -> Sequence:
+        """A sequence that reads `unread` tokens and writes a response; `length` tokens stand before the response."""
+        limit = min(request.max_new_tokens, self.owner.max_length - length)
+        prompt = torch.tensor(unread, device=self.device)
+        name = f"{self.seed}/{turn}/{request.key}".encode()
+        seed = int.from_bytes(hashlib.sha256(name).digest()[:8], "little", signed=True)
+        generator = torch.Generator().manual_seed(seed)
+        uniforms: list[float] = []
+        if not self.sampling.greedy:
+            uniforms = torch.rand(request.max_new_tokens, dtype=torch.float64, generator=generator).tolist()
+        verifier = Verifier(self.sampling, request.stop_ids, generator, prompt, iter(uniforms))
+        return Sequence(0, prompt, limit, verifier)
+
+    def _end(self, it: _Running) -> Iterator[Finished]:
+        """Extends a finished response by its follow-up, or yields it."""
+        reason = "stop" if it.sequence.stats.ended else "length"
+        finished = Finished(it.request.key, it.tokens[it.start :], reason, list(it.tokens))
+        more = self.follow_up(finished) if self.follow_up is not None else None
+        if not more or len(it.tokens) + len(more) >= self.owner.max_length:
+            yield self._close(it, finished)
+            return
+        unread = [it.tokens[-1], *more]  # the last token's keys are not in the cache yet
+        it.tokens += more
+        it.start, it.turn = len(it.tokens), it.turn + 1
+        row, states = it.sequence.row, it.sequence.states
+        it.sequence = self._turn(it.request, unread, len(it.tokens), it.turn)
+        it.sequence.row, it.sequence.states = row, states
+        self.waiting.append(it.sequence)
+
+    def _close(self, it: _Running, finished: Finished) -> Finished:
+        if self.owner.feature_layers:
+            states = torch.cat(it.sequence.states).cpu()  # [positions, (f+1)*h] bfloat16
+            width = states.shape[1] - self.owner.target.hidden_size
+            finished.features, finished.last_hidden = states[:, :width].clone(), states[:, width:].clone()
+        del self.running[it.sequence.row]
+        self.engine.release(it.sequence)
+        return finished
+
+    def _flush(self) -> Iterator[Finished]:
+        """Ends every running sequence where it is. Sequences without a response yet are dropped."""
+        for it in list(self.running.values()):
+            if it.turn > 0 or len(it.tokens) > it.start:
+                yield self._close(it, Finished(it.request.key, it.tokens[it.start :], "length", list(it.tokens)))
+
+
+def _shared_prefix(prompts: list[Items[int]]) -> list[int]:
+    """The tokens that all prompts begin with (system prompt, chat opening), without the last token of any; [] if few."""
+    if len(prompts) < 2:
+        return []
+    low, high = min(map(tuple, prompts)), max(map(tuple, prompts))
+    length = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), len(low))
+    length = min(length, min(map(len, prompts)) - 1)
+    return list(low[:length]) if length >= _LEAST_PREFIX else []

@@ -1,0 +1,262 @@
+"""The sequences of a batch: the state of each, the record of its generation, and its text.
+
+`Sequence` holds what the engine knows of one sequence, `Stats` records the generation for metrics, and `TextStream` turns
+tokens into text and finds stop strings.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from drafttrain.drafters.base import Session
+from drafttrain.errors import UserError
+from drafttrain.inference.verify import Verdict, Verifier
+from drafttrain.target import Target
+
+
+@dataclass
+class Stats:
+    """The record of one generation. Seconds are wall-clock.
+
+    The prefill yields the first token. It is not a round, so that token counts in no accepted length. Sequences of a batch
+    share the time of a round equally, so that sums over sequences are wall-clock times of the batch.
+
+    Attributes:
+        prompt_tokens, new_tokens: lengths; EOS counts as a token.
+        target_passes: rounds, i.e. target forwards after the prefill.
+        accepted: accepted draft tokens per round.
+        offered: depth of the tree per round. Where EOS or a stop string cuts the path, the depth of the cut, because
+            nothing below it was tested.
+        draft_seconds: time in the drafter, its prefill included. target_seconds: time in the rounds' target forwards and head.
+        prefill_seconds: from joining the batch to the first token (time to first token).
+        total_seconds: from joining the batch to the last token; not shared.
+        token_seconds: per new token, the time at which it was known, counted from joining.
+        finish: `eos`, `stop` (a stop string) or `length`; empty while the sequence runs.
+    """
+
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    target_passes: int = 0
+    accepted: list[int] = field(default_factory=list)
+    offered: list[int] = field(default_factory=list)
+    draft_seconds: float = 0.0
+    target_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    total_seconds: float = 0.0
+    token_seconds: list[float] = field(default_factory=list)
+    finish: str = ""
+
+    @property
+    def ended(self) -> bool:
+        """Whether EOS or a stop string ended the sequence, not the limit."""
+        return self.finish in ("eos", "stop")
+
+    @property
+    def accepted_length(self) -> float:
+        """Tokens committed per round, bonus token included; 0 without rounds."""
+        return (self.new_tokens - 1) / self.target_passes if self.target_passes else 0.0
+
+    @property
+    def rounds(self) -> Counter[tuple[int, int]]:
+        """Number of rounds that accepted a tokens of an offered depth o, by (a, o)."""
+        return Counter(zip(self.accepted, self.offered, strict=True))
+
+
+@dataclass
+class Generation:
+    """Attributes: tokens: the new tokens, EOS included; stats: their record; text: set by `drafttrain.generate`."""
+
+    tokens: list[int]
+    stats: Stats
+    text: str = ""
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A running sequence.
+
+    Attributes:
+        index: number of its prompt. row: its row of the cache, -1 before it joins.
+        prompt: [L] int64, tokens that the next prefill reads. limit: most new tokens.
+        verifier: decides which draft tokens are accepted.
+        text: finds stop strings; None without any.
+        root: [1] int64, the last committed token; its keys are not in the cache yet.
+        speculate: whether the drafter drafts for it. session: the drafter's state; None where nothing is drafted.
+        pending: committed tokens [m] and features [m, f*h] that the session has not read yet.
+        probed: the node of each probe that the session requested in this round.
+        states: captured features [m, f*h] bfloat16 of each forward, in order, where the engine captures.
+        joined: time at which its prefill began.
+    """
+
+    index: int
+    prompt: Tensor
+    limit: int
+    verifier: Verifier
+    text: TextStream | None = None
+    stats: Stats = field(default_factory=Stats)
+    speculate: bool = True
+    row: int = -1
+    root: Tensor = field(init=False)
+    session: Session | None = None
+    pending: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    probed: list[int] = field(default_factory=list)
+    states: list[Tensor] = field(default_factory=list)
+    joined: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.root = self.prompt[:0]
+        self.stats.prompt_tokens = len(self.prompt)
+
+    @property
+    def left(self) -> int:
+        """Tokens until the limit."""
+        return self.limit - self.stats.new_tokens
+
+    @property
+    def behind(self) -> int:
+        """Committed tokens that the session has not read yet."""
+        return sum(len(tokens) for tokens, _ in self.pending)
+
+    def record(self, verdict: Verdict, moment: float) -> list[int]:
+        """Records a round whose tokens are known at `moment`; returns the tokens, cut after a stop string."""
+        stats, tokens = self.stats, verdict.tokens
+        if self.text is not None:
+            tokens = tokens[: self.text.push(tokens)]
+        stats.new_tokens += len(tokens)
+        stats.total_seconds = moment - self.joined
+        stats.token_seconds += [stats.total_seconds] * len(tokens)
+        if self.text is not None and self.text.stopped:
+            stats.finish = "stop"
+        elif verdict.ended:
+            stats.finish = "eos"
+        elif self.left <= 0:
+            stats.finish = "length"
+        return tokens
+
+    def count(self, accepted: int, tokens: int, depth: int, seconds: float) -> None:
+        """Counts a round: accepted draft tokens, committed tokens, depth of the tree, seconds of its target pass."""
+        cut = self.stats.ended and tokens <= accepted
+        self.stats.target_passes += 1
+        self.stats.target_seconds += seconds
+        self.stats.accepted.append(tokens if cut else accepted)
+        self.stats.offered.append(tokens if cut else depth)
+
+
+def chunks(lengths: Items[int], size: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Cuts prompts into forwards of at most `size` tokens, in order: lists of (index of the prompt, begin, end)."""
+    chunk: list[tuple[int, int, int]] = []
+    free = size
+    for i, length in enumerate(lengths):
+        begin = 0
+        while begin < length:
+            end = min(length, begin + free)
+            chunk.append((i, begin, end))
+            free -= end - begin
+            begin = end
+            if free == 0:
+                yield chunk
+                chunk, free = [], size
+    if chunk:
+        yield chunk
+
+
+def token_limit(target: Target, prompt_tokens: int, max_new_tokens: int) -> int:
+    """Most tokens that may follow the prompt: max_new_tokens, or less where the target's context ends first.
+
+    Raises:
+        UserError: an empty prompt, one that fills the context, or max_new_tokens below 1.
+    """
+    if max_new_tokens < 1:
+        raise UserError(f"max_new_tokens={max_new_tokens} must be at least 1")
+    if prompt_tokens < 1:
+        raise UserError("prompt is empty: decoding needs at least one token; add a BOS token or some text")
+    context = target.max_positions
+    if context is None:
+        return max_new_tokens
+    if prompt_tokens >= context:
+        raise UserError(
+            f"prompt has {prompt_tokens} tokens, but target {target.name!r} reads at most {context}; shorten the prompt"
+        )
+    return min(max_new_tokens, context - prompt_tokens)
+
+
+def check_stop(stop: str | Items[str], target: Target) -> tuple[str, ...]:
+    """Stop strings as a tuple.
+
+    Raises:
+        UserError: an empty stop string, or a target without a tokenizer.
+    """
+    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    if "" in strings:
+        raise UserError(f"stop={strings!r}: an empty string stops nothing; leave it out")
+    if strings and target.tokenizer is None:
+        raise UserError(f"stop={strings!r} needs text, but target {target.name!r} has no tokenizer; wrap it with one")
+    return strings
+
+
+class TextStream:
+    """Decodes tokens as they arrive. A character that spans several tokens appears with the last of them.
+
+    Attributes:
+        text: the text so far without special tokens, cut before the stop string once one is found.
+        stopped: whether a stop string was found.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Items[str] = ()):
+        self.tokenizer, self.stop = tokenizer, stop
+        self.text, self.stopped = "", False
+        self._ids: list[int] = []
+        self._context = self._done = 0  # ids from _context on are decoded together; those before _done are in the text
+        self._given = 0  # characters that `take` has returned
+
+    def push(self, tokens: Items[int]) -> int:
+        """Adds tokens up to the one that completes a stop string; returns their number."""
+        for count, token in enumerate(tokens, 1):
+            self._ids.append(token)
+            before = len(self.text)
+            self._decode()
+            if len(self.text) > before and self._cut(before):
+                return count
+        return len(tokens)
+
+    def take(self, last: bool = False) -> str:
+        """Returns new text that is final. Text that may be the beginning of a stop string waits.
+
+        Args:
+            last: no more tokens will come.
+        """
+        if last and not self.stopped:
+            before = len(self.text)
+            self._decode(complete=True)
+            self._cut(before)
+        end = len(self.text)
+        if not last and not self.stopped:
+            end -= max((n for s in self.stop for n in range(1, len(s)) if self.text.endswith(s[:n])), default=0)
+        part = self.text[self._given : end]
+        self._given = max(self._given, end)
+        return part
+
+    def _decode(self, complete: bool = False) -> None:
+        # Decoders treat the first token of a text specially, so some earlier tokens are decoded with the new ones.
+        old = self._read(self._ids[self._context : self._done])
+        new = self._read(self._ids[self._context :])
+        if complete or (len(new) > len(old) and not new.endswith("\N{REPLACEMENT CHARACTER}")):
+            self.text += new[len(old) :]
+            self._context, self._done = self._done, len(self._ids)
+
+    def _read(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def _cut(self, before: int) -> bool:
+        """Cuts the text before the first stop string that ends after position `before`."""
+        found = [self.text.find(s, max(0, before - len(s) + 1)) for s in self.stop]
+        places = [place for place in found if place >= 0]
+        if places:
+            self.text, self.stopped = self.text[: min(places)], True
+        return self.stopped

@@ -1,0 +1,86 @@
+"""Target distributions that were stored: as logits, or as the likeliest k tokens and the mass of the rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from drafttrain.errors import UserError
+from drafttrain.losses.divergence import AlignedRows, FullTargets, Kept, Targets, wide
+
+# Replaces a forbidden token's -inf logit: -inf times a probability of zero would be nan.
+LOWEST = -1e4
+
+
+@dataclass
+class StoredLogits(FullTargets):
+    """Target distributions as stored logits.
+
+    Attributes:
+        stored: [r, d] logits over the kept vocabulary, any float dtype.
+        log_z, argmax, sampled, log_z_at: as for `TargetRows`.
+    """
+
+    stored: Tensor
+    log_z: Tensor
+    argmax: Tensor
+    sampled: Tensor | None = None
+    log_z_at: dict[float, Tensor] = field(default_factory=dict)
+
+    @property
+    def shareable(self) -> int:
+        return self.stored.shape[1]
+
+    def logits(self, index: Tensor | slice, aligned: AlignedRows | None = None) -> Tensor:
+        return wide(self.stored[index]).clamp(min=LOWEST)
+
+    def kernel_logits(self, index: Tensor, z: Tensor) -> Tensor:
+        return self.stored[index]
+
+
+@dataclass
+class StoredTopK(Targets):
+    """Target distributions as the likeliest k tokens and the mass of the rest.
+
+    The rest is one outcome: divergences are those over the k tokens and "another one", for p and for q. That is a lower bound,
+    tight where the drafter spreads the rest as the target does. (The code gives the rest to the other kept tokens in proportion
+    to q, which yields the same values and gradients for all losses here.) With a pruned vocabulary the rest counts as kept.
+
+    Attributes:
+        ids: [r, k] int64 drafter ids, -1 for tokens that the drafter lacks. log_p: [r, k] their log-probabilities.
+        rest: [r] mass of all other tokens, 0 to 1.
+        argmax, sampled: see `Targets`.
+    """
+
+    ids: Tensor
+    log_p: Tensor
+    rest: Tensor
+    argmax: Tensor
+    sampled: Tensor | None = None
+
+    def logits(self, index: Tensor | slice, aligned: AlignedRows | None = None) -> Tensor:
+        assert aligned is not None, "the spread of the rest depends on the drafter"
+        ids, log_q = self.ids[index], aligned.log_q()  # [c, k], [c, d]
+        row, rank = (ids >= 0).nonzero(as_tuple=True)
+        known = row, ids[row, rank]
+        tail = log_q.index_put(known, log_q.new_tensor(float("-inf"))).logsumexp(
+            -1
+        )  # [c] log of q's mass off the k tokens
+        rest = self.rest[index].to(log_q.dtype).clamp(min=1e-9).log()  # [c]
+        # A drafter whose every token is among the k has no tail to hold the rest.
+        log_q += (rest - tail).nan_to_num(posinf=0.0).unsqueeze(1)
+        log_q[known] = self.log_p[index][row, rank].to(log_q.dtype)
+        return log_q
+
+    def full_log_z(self, index: Tensor, temperature: float) -> Tensor:
+        return torch.zeros_like(self.rest[index])
+
+    def kept(self, index: Tensor, temperature: float = 1.0, aligned: AlignedRows | None = None) -> Kept:
+        if temperature != 1:
+            raise UserError(
+                f"temperature @{temperature:g} cannot be applied to stored top-k: the rest's shape is unknown; store states "
+                "or logits, or use @1"
+            )
+        return super().kept(index, temperature, aligned)

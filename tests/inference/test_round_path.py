@@ -1,0 +1,65 @@
+"""A decoding round stays readable: the files that it crosses are few, and docs/architecture.md lists them in order."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import drafttrain
+from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.inference import Decoder
+from drafttrain.ops.native import cpu_kernels
+from tests.conftest import make_target
+from tests.drafters.test_eagle3 import make_drafter
+
+PACKAGE = Path(drafttrain.__file__).parent
+ARCHITECTURE = PACKAGE.parent / "docs" / "architecture.md"
+MOST_FILES = 14
+
+
+def files_of_a_round() -> list[str]:
+    """Files under drafttrain/ whose code runs between two results of a warmed-up stream, in the order of their first call.
+
+    Greedy, an EAGLE-3 head, a dynamic tree, a packed target on a CPU.
+    """
+    target = make_target(hidden=64)
+    drafter = make_drafter(target, kept=torch.arange(40, 240)).eval()
+    drafter.pack()
+    target.pack()
+    decoder = Decoder(target, drafter, spec=TreeSpec.parse("dynamic:4,4,12"), eos_ids=())
+    rounds = decoder.stream([[5, 9, 11, 9, 11, 30]], max_new_tokens=100)
+    for _ in range(4):
+        next(rounds)
+    files: dict[str, None] = {}
+
+    def called(frame, event, _argument):
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(PACKAGE):
+            files.setdefault(path.relative_to(PACKAGE).as_posix())
+
+    sys.setprofile(called)
+    try:
+        for _ in range(25):  # accepted paths differ, and with them what is moved
+            next(rounds)
+    finally:
+        sys.setprofile(None)
+    return list(files)
+
+
+def listed_files() -> list[str]:
+    """The fenced list under the heading 'Files of a decoding round'; a line is a path and what the file does."""
+    _, found, section = ARCHITECTURE.read_text(encoding="utf-8").partition("# Files of a decoding round\n")
+    block = re.search(r"```\w*\n(.*?)```", section, re.DOTALL)
+    assert found and block is not None, f"{ARCHITECTURE} lists the files of a decoding round"
+    return [line.split()[0] for line in block.group(1).splitlines() if line.strip()]
+
+
+@pytest.mark.skipif(cpu_kernels() is None, reason="no C compiler here")
+def test_a_round_crosses_few_files():
+    files = files_of_a_round()
+    assert len(files) <= MOST_FILES, files
+    assert files == listed_files()

@@ -1,0 +1,58 @@
+"""The files of ours that one training step passes through: as few as a reader can hold, and listed in docs/architecture.md."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import torch
+from transformers import TrainingArguments
+
+import drafttrain
+from drafttrain.data.loader import collate, training_rows
+from drafttrain.data.store import load_records
+from drafttrain.training.feature_sources import TargetSource
+from drafttrain.training.trainer import DrafterTrainer
+from tests.drafters.test_eagle3 import make_drafter
+from tests.training.test_train import ROOT, write_data
+
+MOST_FILES = 10
+PACKAGE = Path(drafttrain.__file__).parent
+
+
+def files_of_a_step(target, tmp_path) -> list[str]:
+    """Files below drafttrain/ whose functions run in one step with eagle3 and the target online, in order of first use."""
+    records = load_records(str(write_data(tmp_path / "data", target, rows=4)))
+    rows, _ = training_rows(records, 64, 0.0, 0)
+    drafter = make_drafter(target, torch.arange(0, 300, 2)).train()
+    args = TrainingArguments(output_dir=str(tmp_path / "run"), use_cpu=True, report_to=[], remove_unused_columns=False)
+    source = TargetSource(target, drafter.feature_layers, drafter.kept_ids)
+    trainer = DrafterTrainer(
+        model=drafter, args=args, train_dataset=rows, data_collator=collate, target=target, source=source
+    )
+    inputs, seen = collate(list(rows)), {}
+
+    def note(frame, event, _):
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(PACKAGE):
+            seen.setdefault(str(path.relative_to(PACKAGE)))
+
+    for _ in range(2):  # the first one fills caches
+        seen.clear()
+        sys.setprofile(note)
+        try:
+            trainer.compute_loss(drafter, inputs, num_items_in_batch=torch.tensor(8)).backward()
+        finally:
+            sys.setprofile(None)
+    assert all(p.grad is not None for p in drafter.parameters() if p.requires_grad)
+    return list(seen)
+
+
+def test_a_step_crosses_few_files_and_the_docs_list_them(target, tmp_path):
+    files = files_of_a_step(target, tmp_path)
+    assert len(files) <= MOST_FILES, files
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    section = page.split("## Files of a training step")[1].split("\n## ")[0]
+    listed = re.findall(r"^(\S+\.py)", section.split("```")[1], flags=re.MULTILINE)
+    assert listed == files
