@@ -28,18 +28,10 @@ from torch.nn import RMSNorm
 
 from drafttrain.batch import StepOutput, TokenTree, anchors_by_depth
 from drafttrain.drafters.base import Samplers, Specs, StepInputs, Tensors
+from drafttrain.drafters.common import starts
 from drafttrain.drafters.common.configs import BlockConfig
 from drafttrain.drafters.common.layer_model import LayerSession, attend_packed
 from drafttrain.drafters.common.layers import Attend, DraftLayer
-from drafttrain.drafters.common.linear_start import block_start
-from drafttrain.drafters.common.target_weights import (
-    copy_last_layers,
-    copy_norm,
-    final_norm,
-    frozen_head,
-    head_rows,
-    identity_on_last,
-)
 from drafttrain.drafters.common.trainable import DecoderDrafter
 from drafttrain.drafters.common.tree_growth import GrowingTree, Logits, grow_trees
 from drafttrain.losses import TargetRows, linear_divergence
@@ -75,7 +67,7 @@ class BlockDrafter(DecoderDrafter):
 
     measures: tuple[str, ...] = ()
     config: BlockConfig
-    solve_start = block_start
+    solve_start = starts.block_start
 
     def __init__(self, config: BlockConfig):
         super().__init__(config)
@@ -101,7 +93,7 @@ class BlockDrafter(DecoderDrafter):
         super().bind(target)
         self.logit_scale = target.logit_scale
         if self.lm_head is None:
-            self.frozen = [frozen_head(target, self.kept_ids, self.packed)]
+            self.frozen = [starts.frozen_head(target, self.kept_ids, self.packed)]
 
     def copy_from(self, target: Target) -> list[str]:
         """Copies the target's last layers and final norm, and its head rows if the head is trained.
@@ -109,20 +101,20 @@ class BlockDrafter(DecoderDrafter):
         `fc` starts as the identity on the highest feature, under the input norm of the target's last layer, so that the
         context's keys and values are near that layer's own. A learned mask starts as the mean embedding.
         """
-        identity_on_last(self.fc)
+        starts.identity_on_last(self.fc)
         names = ["fc"]
         if self.lm_head is not None:
-            self.lm_head.weight.copy_(head_rows(target, self.kept_ids))
+            self.lm_head.weight.copy_(starts.head_rows(target, self.kept_ids))
             names.append("lm_head")
         if self.mask is not None:
             self.mask.copy_(target.embed(self.kept_ids.to(target.device)).float().mean(0))
             names.append("mask")
-        if copy_norm(self.norm, final_norm(target)):
+        if starts.copy_norm(self.norm, starts.final_norm(target)):
             self.norm.weight.mul_(target.logit_scale)
             names.append("norm")
-        if copy_norm(self.hidden_norm, getattr(target.layers[-1], "input_layernorm", None)):
+        if starts.copy_norm(self.hidden_norm, getattr(target.layers[-1], "input_layernorm", None)):
             names.append("hidden_norm")
-        copied = copy_last_layers(self.decoder_layers, target)
+        copied = starts.copy_last_layers(self.decoder_layers, target)
         return names + [f"layers.{i}.{name}" for i, parts in enumerate(copied) for name in parts]
 
     # -- forward pass, shared by training and decoding ----------------------------------------------------------
@@ -271,7 +263,7 @@ class BlockDrafter(DecoderDrafter):
                 session.store(i, session.length, key, value)
         for session, new in zip(sessions, tokens, strict=True):
             session.length += len(new)
-            session.last = new[-1:]
+            session.root = new[-1:]
 
     @torch.no_grad()
     def propose_all(self, sessions: Sequence[BlockSession], specs: Specs, samplers: Samplers) -> list[TokenTree]:
@@ -307,7 +299,7 @@ class BlockSession(LayerSession):
     """One sequence's context. A round's block stores its keys and values behind it, and the next context overwrites them.
 
     Attributes:
-        last: [1] int64, the last committed token.
+        root: [1] int64, the last committed token.
     """
 
     def attend_all(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -135,16 +135,12 @@ class DecoderConfig(TargetedConfig):
                 f"hidden_size={width}: kind={cls.kind()!r} shares states with the target, so its width is the target's, "
                 f"{target.hidden_size}; drop the key, or choose a smaller intermediate_size"
             )
-        own = {
-            "hidden_size": target.hidden_size,
-            "intermediate_size": getattr(config, "intermediate_size", None) or 4 * target.hidden_size,
-            "num_attention_heads": config.num_attention_heads,
-            "num_key_value_heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-            "head_dim": getattr(config, "head_dim", None) or target.hidden_size // config.num_attention_heads,
-            "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-5),
-            "rope_parameters": None if "rope_theta" in options else rope_parameters_of(config),
-            "max_position_embeddings": getattr(config, "max_position_embeddings", None) or 131072,
-        }
+        heads = config.num_attention_heads
+        defaults = {"intermediate_size": 4 * target.hidden_size, "num_key_value_heads": heads, "rms_norm_eps": 1e-5}
+        defaults |= {"head_dim": target.hidden_size // heads, "max_position_embeddings": 131072}
+        own = {name: getattr(config, name, None) or value for name, value in defaults.items()}
+        own |= {"hidden_size": target.hidden_size, "num_attention_heads": heads}
+        own["rope_parameters"] = None if "rope_theta" in options else rope_parameters_of(config)
         if width != target.hidden_size:  # the size of heads and MLP follows the drafter's own width
             del own["intermediate_size"], own["head_dim"]
             if options.get("num_attention_heads", config.num_attention_heads) % own["num_key_value_heads"]:

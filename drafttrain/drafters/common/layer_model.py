@@ -211,7 +211,7 @@ class LayerDrafter(DecoderDrafter):
         single = self._kernel_step(sessions, new, *inputs, outputs=1)
         out, logits = single or (self.packed_step(sessions, new, *inputs, ends=True), None)
         for session, layout, state in zip(sessions, new, split(out, [1] * len(new)), strict=True):
-            session.last, session.logits = state[-1:], logits
+            session.root, session.logits = state[-1:], logits
             session.length += layout.count
 
     @torch.no_grad()
@@ -301,21 +301,18 @@ class LayerSession(JointSession):
     nodes in the order they were opened.
 
     Attributes:
-        length: committed positions. last: [1, h] output at the last committed token; logits: [1, d] its logits, if computed.
+        length: committed positions. root: [1, h] output at the last committed token, from the first `extend` on.
+        logits: [1, d] the root's, if computed. tables: cos, sin [positions, 1, r] for the kernel of a draft step.
     """
+
+    root: Tensor
 
     def __init__(self, drafter: Drafter, shape: CacheShape, max_length: int):
         self.drafter, self.shape, self.capacity = drafter, shape, max_length
         self.layers: list[tuple[Tensor, Tensor]] = []  # allocated when the first key shows dtype and device
         self.length = 0
-        self.last: Tensor | None = None
         self.logits: Tensor | None = None
-        self.tables: tuple[Tensor, Tensor] | None = None  # cos, sin [positions, 1, r] for the kernel of a draft step
-
-    @property
-    def root(self) -> Tensor:
-        assert self.last is not None, "extend() comes before propose()"
-        return self.last
+        self.tables: tuple[Tensor, Tensor] | None = None
 
     def attend(self, layer: int, layout: TreeLayout, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Stores a layer's new keys and values [m, kv_heads, e] and attends with queries [n, heads, e] of the last n of those
@@ -329,10 +326,8 @@ class LayerSession(JointSession):
             out = plan.attend(query, keys, values, new=new, softcap=None, sinks=None, scaling=scaling, window=window)
             return out.view(layout.count, -1)
         self.store(layer, end - key.shape[0], key, value)
-        queries = query.transpose(0, 1)[None]  # [1, heads, n, e]
-        out = tree_attention(
-            queries, keys[None, :, :end], values[None, :, :end], layout, scaling=scaling, window=window
-        )
+        each = query.transpose(0, 1)[None], keys[None, :, :end], values[None, :, :end]  # [1, heads, n, e], ...
+        out = tree_attention(*each, layout, scaling=scaling, window=window)
         return out[0].transpose(0, 1).reshape(layout.count, -1)
 
     def buffers(self, layer: int, end: int, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -82,14 +82,9 @@ class Rotary:
             return self.parameters["rope_theta"] ** (-steps / self.width), 1.0
         original = self.parameters.get("original_max_position_embeddings") or 2048
         longest = int(original * (self.parameters.get("factor") or 1.0))
-        config = LlamaConfig(
-            hidden_size=self.head_dim,
-            num_attention_heads=1,
-            head_dim=self.head_dim,
-            max_position_embeddings=longest,
-            rope_parameters=dict(self.parameters),  # type: ignore[arg-type]
-        )
-        return ROPE_INIT_FUNCTIONS[kind](config, device)
+        shape: Json = {"hidden_size": self.head_dim, "num_attention_heads": 1, "head_dim": self.head_dim}
+        shape |= {"max_position_embeddings": longest, "rope_parameters": dict(self.parameters)}
+        return ROPE_INIT_FUNCTIONS[kind](LlamaConfig(**shape), device)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

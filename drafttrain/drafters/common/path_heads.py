@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from drafttrain.batch import Batch, StepOutput, TokenTree, anchors_by_depth, sums_by_depth
 from drafttrain.drafters.base import JointSession, Samplers, Source, Specs, StepInputs, Tensors
-from drafttrain.drafters.common.linear_start import LeastSquares
-from drafttrain.drafters.common.target_weights import head_rows
+from drafttrain.drafters.common.starts import LeastSquares, head_rows
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.common.tree_growth import GrowingTree, grow_trees
 from drafttrain.drafters.common.tree_spec import paths_text
@@ -162,9 +161,9 @@ class PathHeads(TrainableDrafter):
     @torch.no_grad()
     def propose_all(self, sessions: Sequence[PathSession], specs: Specs, samplers: Samplers) -> list[TokenTree]:
         """One step per depth over the nodes that any of the trees opens, down to the last head."""
-        first = self.logits(torch.cat([session.state for session in sessions]), 0)  # [sessions, d]
+        first = self.logits(torch.cat([session.root for session in sessions]), 0)  # [sessions, d]
         trees = [
-            GrowingTree(spec, first[row], self.kept_ids, sampler, self.depths, row, session.state)
+            GrowingTree(spec, first[row], self.kept_ids, sampler, self.depths, row, session.root)
             for row, (session, spec, sampler) in enumerate(zip(sessions, specs, samplers, strict=True))
         ]
 
@@ -223,13 +222,9 @@ def likeliest_paths(shares: Tensor, nodes: int) -> list[tuple[int, ...]]:
 
 
 class PathSession(JointSession):
-    """One sequence being drafted. root: [1, w] state at the last committed token."""
+    """One sequence being drafted. root: [1, w] state at the last committed token, from the first `extend` on."""
+
+    root: Tensor
 
     def __init__(self, drafter: PathHeads):
         self.drafter = drafter
-        self.root: Tensor | None = None
-
-    @property
-    def state(self) -> Tensor:
-        assert self.root is not None, "extend() comes before propose()"
-        return self.root

@@ -23,6 +23,7 @@ from drafttrain.files import Json
 from drafttrain.target import Target, resolve_target
 
 _LORA = {"r": 8, "alpha": 16, "targets": "all-linear", "dropout": 0.0}
+_PEFT_NAMES = {"alpha": "lora_alpha", "targets": "target_modules", "dropout": "lora_dropout"}
 _ADAPTER = "default"
 _WEIGHTS = "adapter_model.safetensors"
 # Prefix of module names in peft's files, which describe a wrapped model.
@@ -177,16 +178,9 @@ def add_lora(lm: nn.Module, options: Json) -> None:
     for key in options:
         if key not in _LORA:
             raise UserError(f"unknown key drafter.lora.{key}; there are {', '.join(_LORA)}")
-    chosen = {**_LORA, **options}
+    chosen: Json = {_PEFT_NAMES.get(key, key): value for key, value in {**_LORA, **options}.items()}
     try:
-        config = LoraConfig(
-            r=chosen["r"],
-            lora_alpha=chosen["alpha"],
-            target_modules=chosen["targets"],
-            lora_dropout=chosen["dropout"],
-            task_type="CAUSAL_LM",
-        )
-        inject_adapter_in_model(config, lm, _ADAPTER)
+        inject_adapter_in_model(LoraConfig(**chosen, task_type="CAUSAL_LM"), lm, _ADAPTER)
     except ValueError as error:
         raise UserError(f"drafter.lora={options}: {' '.join(str(error).split())}") from error
 

@@ -22,8 +22,7 @@ from drafttrain.drafters.base import Source
 from drafttrain.drafters.common.configs import LastStateConfig
 from drafttrain.drafters.common.layer_model import LayerDrafter
 from drafttrain.drafters.common.layers import DraftLayer
-from drafttrain.drafters.common.linear_start import projection_start
-from drafttrain.drafters.common.target_weights import copy_last_layers, frozen_head, identity_on_last
+from drafttrain.drafters.common.starts import copy_last_layers, frozen_head, identity_on_last, projection_start
 from drafttrain.errors import UserError
 from drafttrain.losses import TargetRows
 from drafttrain.ops.packing import PackedLinear
@@ -85,11 +84,7 @@ class Eagle1(LayerDrafter):
         return self.config.token_weight
 
     def bind(self, target: Target) -> None:
-        """Attaches the target's embedding and head.
-
-        Raises:
-            UserError: trained for another target, or a target that caps its logits; the loss applies no cap to the drafter's.
-        """
+        """Attaches the target's embedding and head; UserError for a target that caps its logits, which the loss does not."""
         if target.softcap is not None:
             raise UserError(
                 f"target={target.name!r} caps its logits, and kind={self.kind!r} shares its head, which is trained without a "

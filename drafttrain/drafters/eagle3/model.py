@@ -19,17 +19,10 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn import RMSNorm
 
+from drafttrain.drafters.common import starts
 from drafttrain.drafters.common.configs import LayerConfig
 from drafttrain.drafters.common.layer_model import LayerDrafter
 from drafttrain.drafters.common.layers import DraftLayer
-from drafttrain.drafters.common.linear_start import linear_start
-from drafttrain.drafters.common.target_weights import (
-    copy_last_layers,
-    copy_norm,
-    final_norm,
-    head_rows,
-    identity_on_last,
-)
 from drafttrain.files import Json
 from drafttrain.ops.cpu_layers import DraftWeights
 from drafttrain.target import Target
@@ -68,7 +61,7 @@ class Eagle3(LayerDrafter):
     config_class: Any = Eagle3Config
     _keys_to_ignore_on_load_unexpected = ["d2t", "t2d"]
     kind = "eagle3"
-    solve_start = linear_start
+    solve_start = starts.linear_start
 
     def __init__(self, config: Eagle3Config):
         super().__init__(config)
@@ -106,12 +99,12 @@ class Eagle3(LayerDrafter):
         """
         if self.config.hidden_size != self.config.target_hidden_size:
             return []
-        self.lm_head.weight.copy_(head_rows(target, self.kept_ids))
-        identity_on_last(self.fc)
+        self.lm_head.weight.copy_(starts.head_rows(target, self.kept_ids))
+        starts.identity_on_last(self.fc)
         names = ["lm_head", "fc"]
-        if copy_norm(self.norm, final_norm(target)):
+        if starts.copy_norm(self.norm, starts.final_norm(target)):
             names.append("norm")
-        return names + copy_last_layers(self.decoder_layers, target)[0]
+        return names + starts.copy_last_layers(self.decoder_layers, target)[0]
 
     def draft_weights(self) -> DraftWeights | None:
         config, first = self.config, self.midlayer

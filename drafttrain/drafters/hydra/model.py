@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from drafttrain.drafters.common.linear_start import unit
+from drafttrain.drafters.common.starts import unit
 from drafttrain.drafters.medusa.model import Medusa, MedusaConfig, ResidualBlock
 from drafttrain.target import Target
 

@@ -24,19 +24,10 @@ from torch.nn import RMSNorm
 
 from drafttrain.batch import Batch
 from drafttrain.drafters.base import Source
+from drafttrain.drafters.common import starts
 from drafttrain.drafters.common.configs import LastStateConfig
 from drafttrain.drafters.common.layer_model import LayerDrafter
 from drafttrain.drafters.common.layers import DraftLayer
-from drafttrain.drafters.common.linear_start import projection_start, set_temperature
-from drafttrain.drafters.common.target_weights import (
-    PROJECTIONS,
-    copy_layer,
-    copy_norm,
-    final_norm,
-    head_rows,
-    identity_on_last,
-    norm_weight,
-)
 from drafttrain.errors import UserError
 from drafttrain.files import Json, hub_snapshot
 from drafttrain.ops.cpu_layers import DraftWeights
@@ -125,11 +116,7 @@ class MTP(LayerDrafter):
 
     @classmethod
     def native(cls, target: Target, kept_ids: Tensor, options: Json) -> MTP:
-        """A drafter with the weights of the MTP module in the target's checkpoint; of several, the first, for all depths.
-
-        Raises:
-            UserError: no module there, or one of another form than our layer.
-        """
+        """A drafter with the weights of the MTP module in the target's checkpoint; of several, the first, for all depths."""
         shapes, state = read_native(target)
         drafter = cls(MTPConfig.for_target(target, **{**shapes, **options}, draft_vocab_size=len(kept_ids)))
         drafter.initialize(target, kept_ids)
@@ -147,13 +134,13 @@ class MTP(LayerDrafter):
 
     def copy_from(self, target: Target) -> list[str]:
         """Copies head rows, final norm and, into each module, the last layer; projections start as the identity on the state."""
-        self.lm_head.weight.copy_(head_rows(target, self.kept_ids))
+        self.lm_head.weight.copy_(starts.head_rows(target, self.kept_ids))
         names = ["lm_head", "eh_proj"]
-        if copy_norm(self.norm, final_norm(target)):
+        if starts.copy_norm(self.norm, starts.final_norm(target)):
             names.append("norm")
         for block in self.blocks:
-            identity_on_last(block.eh_proj)
-            copied = copy_layer(block.layer, target.layers[-1])
+            starts.identity_on_last(block.eh_proj)
+            copied = starts.copy_layer(block.layer, target.layers[-1])
         return names + copied
 
     @torch.no_grad()
@@ -163,9 +150,9 @@ class MTP(LayerDrafter):
             for norm in (block.enorm, block.hnorm):
                 norm.weight.fill_(1.0)
         projections = [block.eh_proj for block in self.blocks]
-        explained, size = projection_start(self, projections, batches, source, normed=True)
+        explained, size = starts.projection_start(self, projections, batches, source, normed=True)
         self.norm.weight.fill_(size)
-        set_temperature(self, batches[0], source, self.norm.weight)
+        starts.set_temperature(self, batches[0], source, self.norm.weight)
         return explained
 
 
@@ -202,7 +189,7 @@ _MIMO = _Form(
 _SHARED = ("embed_tokens.weight", "shared_head.head.weight", "rotary_emb.inv_freq")
 # Parts of tensor names that show an unsupported layer, and its description.
 _FOREIGN = {"experts": "a mixture of experts", "kv_a_proj": "multi-head latent attention", "scale": "quantized"}
-_PLAIN = {f"{block}.{name}" for block, names in PROJECTIONS.items() for name in names}
+_PLAIN = {f"{block}.{name}" for block, names in starts.PROJECTIONS.items() for name in names}
 _PLAIN |= {"self_attn.q_norm", "self_attn.k_norm", "input_layernorm", "post_attention_layernorm"}
 
 
@@ -279,8 +266,8 @@ def _tensors(target: Target) -> Iterator[tuple[str, Path]]:
 
 def _norm_offset(target: Target) -> float:
     """1 for families whose norms store their factors minus one, read off the target's final norm; else 0."""
-    norm = final_norm(target)
-    weight = None if norm is None else norm_weight(norm)
+    norm = starts.final_norm(target)
+    weight = None if norm is None else starts.norm_weight(norm)
     return 0.0 if norm is None or weight is None else float((weight - next(norm.parameters())).float().mean().round())
 
 
