@@ -40,7 +40,7 @@ WORDS = {
     r"\bnormalis|\binitialis|\bsummaris(?!ation|e this article)|\bgeneralis|\bcolour|\bbehaviour": "US spelling",
 }
 # The other spelling of a flag, accepted as an alias, and of a key in files that earlier versions wrote. (Above: a suite's
-# category and the prompt of cnn_dm, on which results depend.)
+# category and the prompts of cnn_dm and of bench_generate.py, on which results depend.)
 SPELLED_OTHERWISE = {"licence": {"push.py", "push_data.py", "card.py", "runner.py", "publishing.md", "CHANGELOG.md"}}
 
 
@@ -155,6 +155,14 @@ def test_a_name_means_one_thing():
 
 def test_words_are_the_fields():
     assert list(words_to_replace()) == []
+
+
+def test_the_core_can_be_read():
+    """docs/architecture.md names the core's files in reading order."""
+    section = (ROOT / "docs" / "architecture.md").read_text().partition("## Reading order of the core\n")[2]
+    block = section.split("```")[1]
+    files = [ROOT / "drafttrain" / line.split()[0] for line in block.splitlines() if line.strip()]
+    assert len(files) >= 15 and sum(len(path.read_text().splitlines()) for path in files) <= 6_000
 
 
 def test_a_planted_word_is_found(monkeypatch, tmp_path):
