@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,23 +38,6 @@ from drafttrain.ops.block_attention import block_attention
 from drafttrain.ops.packing import PackedLinear
 from drafttrain.ops.path_attention import Spans
 from drafttrain.target import Target
-
-
-class TrainedBlocks(NamedTuple):
-    """The m blocks of a training step and the t predictions in them that count.
-
-    Attributes:
-        anchors: [m] flat positions. live: [m, depth] bool, predictions that count.
-        depth_of: [t] depths. at: [t] flat positions of the tokens before the predicted ones, which the target's
-            distributions are aligned with.
-        scale: each block's weight in the loss.
-    """
-
-    anchors: Tensor
-    live: Tensor
-    depth_of: Tensor
-    at: Tensor
-    scale: Tensor
 
 
 class BlockDrafter(DecoderDrafter):
@@ -187,31 +169,37 @@ class BlockDrafter(DecoderDrafter):
     def forward(self, inputs: StepInputs) -> StepOutput:
         """One pass over a block behind each drawn anchor; see `Drafter.forward`."""
         batch, embeds, features, rows, row_of, count, measure = inputs
-        drawn = self.draw(batch.response_mask, count)
+        anchors, live, scale = self.draw(batch.response_mask, count)
+        block_of, depth_of = live.nonzero(as_tuple=True)  # [t] each
         valid, place = batch.anchors()  # [t] flat positions, and positions in their conversations
-        own = torch.searchsorted(valid, drawn.anchors)  # [m] indices into `valid`
+        own = torch.searchsorted(valid, anchors)  # [m] indices into `valid`
         begin = own - place[own]  # [m] index of each conversation's first token
         context = self.fuse(features.flatten(0, 1)[valid])  # [t, h]
         tables = self.rotary.tables(place, context.dtype)
         attends = [_over_context(layer, context, tables, Spans(begin, own, begin)) for layer in self.decoder_layers]
-        roots = embeds.flatten(0, 1)[drawn.anchors + 1]
-        reads = self.run(roots, place[own] + 1, attends)[drawn.live]  # [t, h] of the predictions that count
+        roots = embeds.flatten(0, 1)[anchors + 1]
+        reads = self.run(roots, place[own] + 1, attends)[live]  # [t, h] of the predictions that count
 
-        at, parents = row_of.flatten()[drawn.at], batch.input_ids.flatten()[drawn.at]
+        before = anchors[block_of] + 1 + depth_of  # [t] flat positions of the tokens before the predicted ones
+        at, parents = row_of.flatten()[before], batch.input_ids.flatten()[before]
         hidden, head = self.readout(reads, parents)
-        weight = self.weigh(drawn, hidden, head, rows, at)
+        weight = self.weigh(live, scale, hidden, head, rows, at)
         wanted = measure or bool(self.measures)
         out = linear_divergence(hidden, head, rows, at, weight, self.config.loss, measure=wanted)
         more, measured = self.other_loss(hidden, out.alpha, weight)
         if out.alpha is None or out.agree is None or not measure:
             return StepOutput(out.loss + more, {})
         values = torch.stack((torch.ones_like(out.values), out.values, out.alpha, out.agree.float(), *measured), dim=1)
-        sums = values.new_zeros(self.config.depth, values.shape[1]).index_add_(0, drawn.depth_of, values.detach())
+        sums = values.new_zeros(self.config.depth, values.shape[1]).index_add_(0, depth_of, values.detach())
         names = ("count", "loss", "alpha", "agree", *self.measures)
         return StepOutput(out.loss + more, dict(zip(names, sums.unbind(1), strict=True)))
 
-    def draw(self, response_mask: Tensor, count: Tensor | float) -> TrainedBlocks:
-        """Chooses the blocks of a step: in training every n-th anchor from a random one on, otherwise all."""
+    def draw(self, response_mask: Tensor, count: Tensor | float) -> tuple[Tensor, Tensor, Tensor]:
+        """Chooses the blocks of a step: in training every n-th anchor from a random one on, otherwise all.
+
+        Returns:
+            Flat positions of their m anchors; [m, depth] bool, predictions that count; each block's weight in the loss.
+        """
         depth, share = self.config.depth, self.config.anchor_share if self.training else 1.0
         by_depth = anchors_by_depth(response_mask, depth)
         anchors = by_depth[0]
@@ -223,26 +211,24 @@ class BlockDrafter(DecoderDrafter):
             reach[reached] += 1
         depths = torch.arange(depth, device=anchors.device)
         live = depths < reach[anchors][:, None]
-        at = (anchors[:, None] + 1 + depths)[live]
-        scale = 1.0 / (torch.as_tensor(count, device=anchors.device) * share)
-        return TrainedBlocks(anchors, live, depths.expand_as(live)[live], at, scale)
+        return anchors, live, 1.0 / (torch.as_tensor(count, device=anchors.device) * share)
 
-    def weigh(self, drawn: TrainedBlocks, hidden: Tensor, head: Tensor, rows: TargetRows, at: Tensor) -> Tensor:
-        """[t] float32, weight of each prediction in the loss; see `BlockConfig.weighting`."""
+    def weigh(self, live: Tensor, scale: Tensor, hidden: Tensor, head: Tensor, rows: TargetRows, at: Tensor) -> Tensor:
+        """[t] float32, weight of each prediction in the loss; see `BlockConfig.weighting` and `draw`."""
         config = self.config
         depths = torch.arange(config.depth, device=at.device)
         if config.weighting == "exp":
             decay = torch.exp(-depths / config.gamma)
-            return (decay / decay.sum() * drawn.scale)[drawn.depth_of]
+            return (decay / decay.sum() * scale).expand_as(live)[live]
         with torch.no_grad():
             ones = torch.ones(len(at), device=at.device)
             ce = linear_divergence(hidden.detach(), head.detach(), rows, at, ones, "ce", measure=False).values
             right = torch.where(rows.sampled_at(at) >= 0, (-ce).exp(), 0.0)
-            smooth = ones.new_ones(drawn.live.shape)
-            smooth[drawn.live] = ((1 - config.dpace_alpha) * right + config.dpace_alpha).float()
-            reached = smooth.cumprod(1) * drawn.live
+            smooth = ones.new_ones(live.shape)
+            smooth[live] = ((1 - config.dpace_alpha) * right + config.dpace_alpha).float()
+            reached = smooth.cumprod(1) * live
             deeper = reached.flip(1).cumsum(1).flip(1)
-            return deeper[drawn.live] / config.depth * drawn.scale
+            return deeper[live] / config.depth * scale
 
     # -- proposal half ------------------------------------------------------------------------------------------
 

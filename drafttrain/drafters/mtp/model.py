@@ -13,7 +13,6 @@ depths see the keys that the first module computes from true states: a cache as 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -241,7 +240,13 @@ def read_native(target: Target) -> tuple[Json, dict[str, Tensor]]:
 
 def _find(target: Target) -> tuple[_Form, str, dict[str, Path]]:
     """The form of the checkpoint's module, the prefix of its tensors, and the file of each tensor by the rest of its name."""
-    files = dict(_tensors(target))
+    folder = Path(target.path)
+    if not folder.is_dir():
+        folder = hub_snapshot(target.path, ["*.safetensors"], "target")
+    files: dict[str, Path] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            files |= dict.fromkeys(file.keys(), path)
     for form in (_DEEPSEEK, _QWEN, _MIMO):
         prefix = form.module.format(n=target.num_layers)
         own = {name.removeprefix(prefix): path for name, path in files.items() if name.startswith(prefix)}
@@ -251,17 +256,6 @@ def _find(target: Target) -> tuple[_Form, str, dict[str, Path]]:
         f"init='native': the checkpoint of target {target.name!r} ({target.path}) holds no multi-token prediction module "
         "(eh_proj, mtp.fc or mtp_layers); use init=target"
     )
-
-
-def _tensors(target: Target) -> Iterator[tuple[str, Path]]:
-    """Every tensor of the target's checkpoint, and its file."""
-    folder = Path(target.path)
-    if not folder.is_dir():
-        folder = hub_snapshot(target.path, ["*.safetensors"], "target")
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 - it is no dict
-                yield name, path
 
 
 def _norm_offset(target: Target) -> float:
