@@ -37,7 +37,7 @@ WORDS = {
     r"\brefusals?\b|\bobstacles?\b": "unsupported features",
     r"\banew\b": "again",
     r"\bteacher\b|\bverifier model\b": "target",
-    r"\bnormalis|\binitialis|\bsummaris(?!ation|e this article)|\bgeneralis|\bcolour|\bbehaviour": "US spelling",
+    r"\bnormalis|\binitialis|\bsummaris(?!ation|e this article|e the history)|\bgeneralis|\bcolour|\bbehaviour": "US spelling",
 }
 # The other spelling of a flag, accepted as an alias, and of a key in files that earlier versions wrote. (Above: a suite's
 # category and the prompts of cnn_dm and of bench_generate.py, on which results depend.)
