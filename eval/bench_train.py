@@ -30,6 +30,7 @@ from torch import Tensor
 from drafttrain.batch import Batch, anchors_by_depth
 from drafttrain.data.loader import collate, count_tokens, keep_frequent, pack_rows, training_rows
 from drafttrain.data.store import load_records
+from drafttrain.drafters.base import StepInputs
 from drafttrain.drafters.common.layers import rotate
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
 from drafttrain.target import Target, resolve_device
@@ -114,10 +115,9 @@ def our_step(job: dict[str, Any], target: Target, drafter: Eagle3) -> Step:
         rows = job["rows"][number * job["rows_per_batch"] : (number + 1) * job["rows_per_batch"]]
         inputs = collate(rows)
         batch = Batch.of(inputs).to(target.device)
-        features, states, row_of = source(batch)
         count = float((inputs["shift_labels"] != -100).sum())
-        embeds = target.embed(batch.input_ids)
-        return drafter(batch, embeds, features, states, row_of, count, measure=False).loss
+        read = StepInputs(batch, target.embed(batch.input_ids), *source(batch), total=count, measure=False)
+        return drafter(read).loss
 
     return step
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 from torch import Tensor
 
@@ -33,8 +33,34 @@ from drafttrain.target import Target
 Source = Callable[[Batch], tuple[Tensor, TargetRows, Tensor]]
 # The kept target ids [d] for a vocabulary of at most `size` tokens; 0 keeps all.
 KeepTokens = Callable[[int], Tensor]
+# Of several sessions, entry i belongs to session i: tokens or features, shapes of trees, what draws the trees' tokens.
+Tensors = Sequence[Tensor]
+Specs = Sequence[TreeSpec]
+Samplers = Sequence[Sampler | None]
 # Values of a recipe's `init` that make a new drafter; any other value names a drafter to continue.
 NEW = ("target", "random", "native")
+
+
+class StepInputs(NamedTuple):
+    """What a drafter reads in one training step.
+
+    Attributes:
+        batch: tokens and masks [b, s].
+        embeds: [b, s, h], the target's embeddings of the batch's tokens.
+        features: [b, s, f*h], the target's for `feature_layers`.
+        rows: the target's distributions; with `pretrains` None: the loss is the batch's own next tokens'.
+        row_of: [b, s] int64, the row of each position in `rows`; -1 where none is needed.
+        total: anchors in the whole optimizer step, over all ranks and accumulation steps; the loss is divided by it.
+        measure: also return metrics.
+    """
+
+    batch: Batch
+    embeds: Tensor
+    features: Tensor
+    rows: TargetRows
+    row_of: Tensor
+    total: Tensor | float
+    measure: bool = True
 
 
 class Session:
@@ -94,7 +120,7 @@ class Drafter:
         feature_layers: target hidden states that the drafter reads, concatenated to [., f*h]; see `Target.forward`.
         probes: most probes per round of a session, see `Session.probe`.
         takes_packed_rows: `forward` accepts rows that hold several conversations.
-        pretrains: `forward` accepts rows=None, the loss `next_token` on plain text.
+        pretrains: `forward` accepts rows=None and row_of=None, the loss `next_token` on plain text.
         writes_responses: the drafter is a language model that can answer prompts, see `as_target`.
         loads_language_models: a causal language model that is not ours loads as this kind.
         chain_depth: depth of the chain that training's estimate of the accepted length assumes; 0: the trained depths.
@@ -162,26 +188,8 @@ class Drafter:
     def check_packing(self) -> None:
         """Raises UserError if this drafter mixes up the conversations of a packed row."""
 
-    def forward(
-        self,
-        batch: Batch,
-        embeds: Tensor,
-        features: Tensor,
-        rows: TargetRows,
-        row_of: Tensor,
-        count: Tensor | float,
-        measure: bool = True,
-    ) -> StepOutput:
+    def forward(self, inputs: StepInputs) -> StepOutput:
         """One training step: the loss of all depths at all anchors of a batch.
-
-        Args:
-            batch: tokens and masks [b, s].
-            embeds: [b, s, h], the target's embeddings of the batch's tokens.
-            features: [b, s, f*h], the target's for `feature_layers`.
-            rows: the target's distributions; with `pretrains` None: the loss is the batch's own next tokens'.
-            row_of: [b, s] int64, the row of each position in `rows`; -1 where none is needed.
-            count: anchors in the whole optimizer step, over all ranks and accumulation steps; the loss is divided by it.
-            measure: also return metrics.
 
         Returns:
             The loss and, per depth, the sums over anchors of count, loss, alpha and agree, each [depths] float32.
@@ -229,13 +237,11 @@ class Drafter:
         """
         raise NotImplementedError(f"{type(self).__name__}.start")
 
-    def extend_all(self, sessions: Sequence[Any], tokens: Sequence[Tensor], features: Sequence[Tensor]) -> None:
-        """`Session.extend` of several of this drafter's sessions; entry i belongs to session i."""
+    def extend_all(self, sessions: Sequence[Any], tokens: Tensors, features: Tensors) -> None:
+        """`Session.extend` of several of this drafter's sessions."""
         for session, new, states in zip(sessions, tokens, features, strict=True):
             session.extend(new, states)
 
-    def propose_all(
-        self, sessions: Sequence[Any], specs: Sequence[TreeSpec], samplers: Sequence[Sampler | None]
-    ) -> list[TokenTree]:
-        """`Session.propose` of several of this drafter's sessions; entry i belongs to session i."""
+    def propose_all(self, sessions: Sequence[Any], specs: Specs, samplers: Samplers) -> list[TokenTree]:
+        """`Session.propose` of several of this drafter's sessions."""
         return [session.propose(*each) for session, *each in zip(sessions, specs, samplers, strict=True)]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from drafttrain.batch import Batch, StepOutput
+from drafttrain.drafters.base import StepInputs
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.errors import UserError
 from drafttrain.target import Target
@@ -76,15 +77,11 @@ class StepTrainer(Trainer):
                 f"step {self.state.global_step}: the loss mask of all rows is empty (no two response tokens in a row); give "
                 "data whose conversations have responses, or raise max_length"
             )
-        step: StepOutput = model(
-            batch=batch,
-            embeds=embeds,
-            features=features,
-            rows=rows,
-            row_of=row_of,
-            count=torch.as_tensor(count, device=batch.input_ids.device).clamp(min=1),
-            measure=not model.training or self.state.global_step % MEASURE_EVERY == 0,
-        )
+        total = torch.as_tensor(count, device=batch.input_ids.device).clamp(min=1)
+        measure = not model.training or self.state.global_step % MEASURE_EVERY == 0
+        # Rows are None where the drafter reads none, in pretraining.
+        read = StepInputs(batch, embeds, features, rows, row_of, total, measure)  # type: ignore[arg-type]
+        step: StepOutput = model(inputs=read)
         loss = step.loss  # scalar: sum over depths and anchors of weight * D(p, q), divided by count
         self.check_finite("loss", loss.detach())
         self.anchors += anchors if model.training else 0

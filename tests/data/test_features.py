@@ -16,6 +16,7 @@ from drafttrain.batch import Batch
 from drafttrain.cli import main
 from drafttrain.data.loader import collate, training_rows
 from drafttrain.data.store import FeatureStore, load_records
+from drafttrain.drafters.base import StepInputs
 from drafttrain.target import Target
 from drafttrain.target.attention import LAST
 from drafttrain.training.feature_sources import TargetSource
@@ -47,7 +48,7 @@ def loss_of(data, target, stored: bool, loss: str = "kl"):
     source = TargetSource(target, LAYERS, drafter.kept_ids, found, list(records["id"]))
     batch = Batch.of(collate(list(rows)))
     features, wanted, row_of = source(batch)
-    step = drafter(batch, target.embed(batch.input_ids), features, wanted, row_of, 100.0)
+    step = drafter(StepInputs(batch, target.embed(batch.input_ids), features, wanted, row_of, 100.0))
     step.loss.backward()
     return step.loss.detach(), drafter.fc.weight.grad, source.hits, step.metrics
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from drafttrain.batch import Batch, anchors_by_depth
+from drafttrain.drafters.base import StepInputs
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.dflash.model import DFlash
 from drafttrain.drafters.dspark.model import DSpark
@@ -56,7 +57,7 @@ def shaken(kind, target, **options):
 def run_step(drafter, target, batch, count=None):
     features, rows, row_of = TargetSource(target, drafter.feature_layers, drafter.kept_ids)(batch)
     count = count or len(anchors_by_depth(batch.response_mask, 1)[0])
-    return drafter(batch, target.embed(batch.input_ids), features, rows, row_of, count)
+    return drafter(StepInputs(batch, target.embed(batch.input_ids), features, rows, row_of, count))
 
 
 def begun(drafter, target, prefix, max_length=64):
@@ -165,13 +166,13 @@ def test_dpace_weighs_by_how_far_the_block_is_right(target):
     mask[0, :3] = False  # anchors 2, .., 6, whose blocks of 4 reach 4, 4, 3, 2 and 1 deep
     batch = Batch(torch.arange(50, 59)[None], torch.tensor([9]), mask, torch.tensor([0]))
     _, rows, row_of = TargetSource(target, drafter.feature_layers, drafter.kept_ids)(batch)
-    drawn = drafter.draw(mask, 5)
-    assert drawn.anchors.tolist() == [2, 3, 4, 5, 6] and drawn.live.sum(1).tolist() == [4, 4, 3, 2, 1]
+    anchors, live, scale = drafter.draw(mask, 5)
+    assert anchors.tolist() == [2, 3, 4, 5, 6] and live.sum(1).tolist() == [4, 4, 3, 2, 1]
     hidden = torch.randn(14, 32, generator=torch.Generator().manual_seed(0)) * 0.1
-    at = row_of.flatten()[drawn.at]
-    weights = drafter.weigh(drawn, hidden, drafter.head.weight, rows, at).split(drawn.live.sum(1).tolist())
+    at = row_of.flatten()[(anchors[:, None] + 1 + torch.arange(4))[live]]
+    weights = drafter.weigh(live, scale, hidden, drafter.head.weight, rows, at).split(live.sum(1).tolist())
     q = drafter.logits(hidden).softmax(-1).gather(1, rows.sampled_at(at)[:, None]).flatten()
-    smooth = (0.75 * q + 0.25).split(drawn.live.sum(1).tolist())
+    smooth = (0.75 * q + 0.25).split(live.sum(1).tolist())
     for weight, row in zip(weights, smooth, strict=True):
         wanted = [sum(row[: m + 1].prod() for m in range(j, len(row))) for j in range(len(row))]
         torch.testing.assert_close(weight, torch.stack(wanted) / 4 / 5, rtol=1e-5, atol=1e-7)

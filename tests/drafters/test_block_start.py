@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from drafttrain.batch import anchors_by_depth
-from drafttrain.drafters.common.block_start import block_start
-from drafttrain.drafters.common.linear_start import unit
+from drafttrain.drafters.common.starts import block_start, unit
 from drafttrain.drafters.dflash.model import DFlash
 from drafttrain.drafters.dspark.model import DSpark
 from drafttrain.training.feature_sources import TargetSource

@@ -55,4 +55,4 @@ def test_a_decoding_round_runs_three_files(tmp_path, tree):
     next(rounds), next(rounds)  # the prompt, and the first round, which allocates
     with files_run() as found:
         next(rounds)
-    assert found == {"eagle3/model.py", "common/layer_session.py", "common/tree_growth.py"}
+    assert found == {"eagle3/model.py", "common/layer_model.py", "common/tree_growth.py"}

@@ -20,6 +20,7 @@ import torch
 
 from drafttrain.batch import Batch, TokenTree, anchors_by_depth
 from drafttrain.config import TrainConfig, load_config
+from drafttrain.drafters.base import StepInputs
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import kind_class, kinds, load_drafter, untrained
 from drafttrain.errors import UserError
@@ -75,17 +76,16 @@ def build(kind: str, loss: str = "kl") -> Any:
     return build_drafter(config, the_target(), records)[0]
 
 
-def inputs_of(drafter: Any, batch: Batch) -> dict[str, Any]:
-    """What the trainer gives a drafter besides."""
-    features, rows, row_of = TargetSource(the_target(), drafter.feature_layers, drafter.kept_ids)(batch)
+def inputs_of(drafter: Any, batch: Batch) -> StepInputs:
+    """What the trainer gives a drafter."""
+    source = TargetSource(the_target(), drafter.feature_layers, drafter.kept_ids)
     count = len(anchors_by_depth(batch.response_mask, 1)[0])
-    embeds = the_target().embed(batch.input_ids)
-    return {"batch": batch, "embeds": embeds, "features": features, "rows": rows, "row_of": row_of, "count": count}
+    return StepInputs(batch, the_target().embed(batch.input_ids), *source(batch), total=count)
 
 
 @torch.no_grad()
 def metrics_of(drafter: Any, prompt: list[int], answer: list[int]) -> dict[str, Any]:
-    return drafter(**inputs_of(drafter, rows_of([(prompt, answer)]))).metrics
+    return drafter(inputs_of(drafter, rows_of([(prompt, answer)]))).metrics
 
 
 def learned(steps: list[Any]) -> bool:
@@ -104,7 +104,7 @@ def overfitted(kind: str) -> tuple[Any, list[Any], dict[str, float]]:
     steps, seen = [], dict.fromkeys(trainable, 0.0)
     for number in range(MOST_STEPS):
         optimizer.zero_grad()
-        step = drafter(**inputs)
+        step = drafter(inputs)
         step.loss.backward()
         if number < 3:  # a factor that starts as zero keeps the other one's gradient from it for a step
             for name, value in trainable.items():

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PhiConfig, PhiForCausalLM
 
 from drafttrain.batch import Batch, anchors_by_depth
+from drafttrain.drafters.base import StepInputs
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.draft_model.model import DraftModel, DraftModelConfig
 from drafttrain.drafters.registry import kind_of, load_drafter
@@ -55,7 +56,7 @@ def run_step(drafter, target, batch, source=None):
     source = source or TargetSource(target, drafter.feature_layers, drafter.kept_ids)
     features, rows, row_of = source(batch)
     count = len(anchors_by_depth(batch.response_mask, 1)[0])
-    return drafter(batch, target.embed(batch.input_ids), features, rows, row_of, count)
+    return drafter(StepInputs(batch, target.embed(batch.input_ids), features, rows, row_of, count))
 
 
 # -- training ---------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from drafttrain.batch import Batch, anchors_by_depth
+from drafttrain.drafters.base import StepInputs
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
 from drafttrain.errors import UserError
@@ -39,7 +40,7 @@ def run_step(drafter, target, batch):
     source = TargetSource(target, drafter.feature_layers, drafter.kept_ids)
     features, rows, row_of = source(batch)
     count = len(anchors_by_depth(batch.response_mask, 1)[0])
-    return drafter(batch, target.embed(batch.input_ids), features, rows, row_of, count)
+    return drafter(StepInputs(batch, target.embed(batch.input_ids), features, rows, row_of, count))
 
 
 def test_anchors_are_nested_and_end_before_the_response_does():

@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from drafttrain.batch import Batch, anchors_by_depth
 from drafttrain.drafters.common.layers import Rotary
-from drafttrain.drafters.common.linear_start import linear_start
+from drafttrain.drafters.common.starts import linear_start
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
 from drafttrain.drafters.registry import load_drafter

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drafttrain.drafters.common.linear_start import LeastSquares, linear_start
+from drafttrain.drafters.common.starts import LeastSquares, linear_start
 from drafttrain.training.feature_sources import TargetSource
 from tests.conftest import make_target
 from tests.drafters.test_eagle3 import make_batch, make_drafter, run_step

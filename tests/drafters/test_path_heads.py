@@ -146,7 +146,7 @@ def test_trees_hold_the_probabilities_of_their_paths(target, kind):
         tree = drafting(drafter, target).propose(TreeSpec.parse(text))
         assert len(tree) == size, text
         assert all(40 <= token < 240 for token in tree.tokens.tolist())
-        state = drafting(drafter, target).state
+        state = drafting(drafter, target).root
         for node in range(size):
             path = [node]
             while tree.parents[path[0]] >= 0:

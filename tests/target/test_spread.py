@@ -6,6 +6,7 @@ import pytest
 import torch
 from accelerate import dispatch_model
 
+from drafttrain.drafters.base import StepInputs
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.inference import generate
 from drafttrain.target import Target
@@ -51,7 +52,7 @@ def test_two_gpus_train_and_decode(target_dir):
     drafter.bind(target)
     batch = make_batch().to(torch.device("cuda:0"))
     features, rows, row_of = TargetSource(target, drafter.feature_layers, drafter.kept_ids)(batch)
-    assert drafter(batch, target.embed(batch.input_ids), features, rows, row_of, 1.0).loss.isfinite()
+    assert drafter(StepInputs(batch, target.embed(batch.input_ids), features, rows, row_of, 1.0)).loss.isfinite()
     plain = generate(target, None, [5, 6, 7], max_new_tokens=12, spec=TreeSpec.parse("none"))
     assert generate(target, drafter.eval(), [5, 6, 7], max_new_tokens=12).tokens == plain.tokens
 

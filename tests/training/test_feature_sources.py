@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from drafttrain.drafters.base import StepInputs
 from drafttrain.losses import DIVERGENCES
 from drafttrain.training.feature_sources import TargetSource
 from tests.drafters.test_eagle3 import make_batch, make_drafter
@@ -53,7 +54,7 @@ def test_a_training_step_takes_every_loss_and_decays_it_by_depth(target, loss):
     drafter = make_drafter(target, KEPT, loss=loss, depth_decay=0.5, ttt_steps=3).eval()
     source = TargetSource(target, drafter.feature_layers, drafter.kept_ids, temperatures=(0.6,))
     batch = make_batch((17, 11))
-    step = drafter(batch, target.embed(batch.input_ids), *source(batch), count=7.0)
+    step = drafter(StepInputs(batch, target.embed(batch.input_ids), *source(batch), total=7.0))
     weights = torch.tensor([4.0, 2.0, 1.0]) / 7
     torch.testing.assert_close(step.loss, (step.metrics["loss"] * weights).sum() / 7)
     step.loss.backward()

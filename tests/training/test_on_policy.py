@@ -10,6 +10,7 @@ import torch
 
 from drafttrain.batch import Batch
 from drafttrain.data.loader import collate, join_rows
+from drafttrain.drafters.base import StepInputs
 from drafttrain.drafters.draft_model.model import DraftModel
 from drafttrain.errors import UserError
 from drafttrain.training.feature_sources import TargetSource
@@ -104,7 +105,7 @@ def test_the_loss_is_on_sampled_tokens_and_the_targets_say(target):
     features, rows, row_of = source(batch)
     assert source.kept == {} and source.hits["online"] == 3, "such rows are neither looked up nor kept"
     count = int((mixed["shift_labels"] != -100).sum())
-    step = drafter(batch, target.embed(batch.input_ids), features, rows, row_of, count)
+    step = drafter(StepInputs(batch, target.embed(batch.input_ids), features, rows, row_of, count))
     want, at = 0.0, 0
     for place, length in enumerate(batch.lengths.tolist()):
         ids = batch.input_ids[place : place + 1, :length]

@@ -17,49 +17,29 @@ Source: DFlash, arXiv 2602.06036.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import RMSNorm
 
-from drafttrain.batch import Batch, StepOutput, TokenTree, anchors_by_depth
-from drafttrain.drafters.base import Source
-from drafttrain.drafters.common.block_start import block_start
+from drafttrain.batch import StepOutput, TokenTree, anchors_by_depth
+from drafttrain.drafters.base import Samplers, Specs, StepInputs, Tensors
+from drafttrain.drafters.common import starts
 from drafttrain.drafters.common.configs import BlockConfig
-from drafttrain.drafters.common.layer_session import CacheShape, LayerSession
-from drafttrain.drafters.common.layers import Attend, DraftLayer, RMSNorm, Rotary
-from drafttrain.drafters.common.target_weights import copy_layer, copy_norm, final_norm, head_rows, identity_on_last
-from drafttrain.drafters.common.trainable import TrainableDrafter
+from drafttrain.drafters.common.layer_model import LayerSession, attend_packed
+from drafttrain.drafters.common.layers import Attend, DraftLayer
+from drafttrain.drafters.common.trainable import DecoderDrafter
 from drafttrain.drafters.common.tree_growth import GrowingTree, Logits, grow_trees
-from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.losses import TargetRows, linear_divergence
-from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import PackedLinear
 from drafttrain.ops.path_attention import Spans, block_attention
-from drafttrain.ops.sampling import Sampler
 from drafttrain.target import Target
 
 
-class TrainedBlocks(NamedTuple):
-    """The m blocks of a training step and the t predictions in them that count.
-
-    Attributes:
-        anchors: [m] flat positions. live: [m, depth] bool, predictions that count.
-        depth_of: [t] depths. at: [t] flat positions of the tokens before the predicted ones, which the target's
-            distributions are aligned with.
-        scale: each block's weight in the loss.
-    """
-
-    anchors: Tensor
-    live: Tensor
-    depth_of: Tensor
-    at: Tensor
-    scale: Tensor
-
-
-class BlockDrafter(TrainableDrafter):
+class BlockDrafter(DecoderDrafter):
     """Both halves of the contract for kinds that draft blocks; `bind` attaches the target's embedding and head.
 
     A kind may let a prediction depend on the token before it (`readout` in training, `conditional` in decoding, which compute
@@ -68,6 +48,7 @@ class BlockDrafter(TrainableDrafter):
 
     measures: tuple[str, ...] = ()
     config: BlockConfig
+    solve_start = starts.block_start
 
     def __init__(self, config: BlockConfig):
         super().__init__(config)
@@ -78,21 +59,10 @@ class BlockDrafter(TrainableDrafter):
         self.norm = RMSNorm(h, eps)
         self.mask = nn.Parameter(torch.randn(h) * h**-0.5) if config.mask_token_id is None else None
         self.lm_head = nn.Linear(h, config.draft_vocab_size, bias=False) if config.train_head else None
-        self.frozen: list[
-            nn.Linear | PackedLinear
-        ] = []  # the target's head; a list, so that it is neither trained nor saved
-        self.feature_layers = tuple(config.feature_layers)
-        self.register_buffer("kept_ids", torch.arange(config.draft_vocab_size))
-        self.rotary = Rotary(config.head_dim, config.rope_parameters or {})
-        self.cache_shape = CacheShape(config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
+        # The target's head; in a list, so that it is neither trained nor saved.
+        self.frozen: list[nn.Linear | PackedLinear] = []
         self.logit_scale = 1.0  # the target's; its bare head rows lack it, the final norm applies it
-        self.gradient_checkpointing = False
-        self.packed = False
-        self.post_init()
-
-    @property
-    def block_layers(self) -> list[DraftLayer]:
-        return list(self.layers)  # type: ignore[arg-type]
+        self.finish(config.num_hidden_layers)
 
     @property
     def head(self) -> nn.Linear | PackedLinear:
@@ -104,48 +74,29 @@ class BlockDrafter(TrainableDrafter):
         super().bind(target)
         self.logit_scale = target.logit_scale
         if self.lm_head is None:
-            rows = target.head_weight
-            rows = rows if len(self.kept_ids) == len(rows) else rows[self.kept_ids.to(rows.device)]
-            head = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
-            head.weight = nn.Parameter(rows.detach().to(target.device), requires_grad=False)
-            self.frozen = [PackedLinear(head) if self.packed else head]
+            self.frozen = [starts.frozen_head(target, self.kept_ids, self.packed)]
 
-    def pack(self) -> None:
-        """Packs layers, linear layers and norms for the CPU kernels (float32)."""
-        if cpu_kernels() is not None and self.fc.weight.dtype == torch.float32 and self.fc.weight.device.type == "cpu":
-            for layer in self.block_layers:
-                layer.pack(self.rotary.width)
-        super().pack()
-        self.packed = True
-
-    @torch.no_grad()
-    def initialize(self, target: Target, kept_ids: Tensor) -> list[str]:
+    def copy_from(self, target: Target) -> list[str]:
         """Copies the target's last layers and final norm, and its head rows if the head is trained.
 
         `fc` starts as the identity on the highest feature, under the input norm of the target's last layer, so that the
         context's keys and values are near that layer's own. A learned mask starts as the mean embedding.
         """
-        self.kept_ids.copy_(kept_ids)
-        identity_on_last(self.fc)
+        starts.identity_on_last(self.fc)
         names = ["fc"]
         if self.lm_head is not None:
-            self.lm_head.weight.copy_(head_rows(target, kept_ids))
+            self.lm_head.weight.copy_(starts.head_rows(target, self.kept_ids))
             names.append("lm_head")
         if self.mask is not None:
-            self.mask.copy_(target.embed(kept_ids.to(target.device)).float().mean(0))
+            self.mask.copy_(target.embed(self.kept_ids.to(target.device)).float().mean(0))
             names.append("mask")
-        if copy_norm(self.norm, final_norm(target)):
+        if starts.copy_norm(self.norm, starts.final_norm(target)):
             self.norm.weight.mul_(target.logit_scale)
             names.append("norm")
-        if copy_norm(self.hidden_norm, getattr(target.layers[-1], "input_layernorm", None)):
+        if starts.copy_norm(self.hidden_norm, getattr(target.layers[-1], "input_layernorm", None)):
             names.append("hidden_norm")
-        ours = self.block_layers[-target.num_layers :]
-        for i, (layer, theirs) in enumerate(zip(ours, target.layers[-len(ours) :], strict=True)):
-            names += [f"layers.{i}.{name}" for name in copy_layer(layer, theirs)]
-        return names
-
-    def solve_start(self, batches: list[Batch], source: Source) -> float | None:
-        return block_start(self, batches, source)
+        copied = starts.copy_last_layers(self.decoder_layers, target)
+        return names + [f"layers.{i}.{name}" for i, parts in enumerate(copied) for name in parts]
 
     # -- forward pass, shared by training and decoding ----------------------------------------------------------
 
@@ -214,42 +165,40 @@ class BlockDrafter(TrainableDrafter):
 
     # -- training half ------------------------------------------------------------------------------------------
 
-    def forward(
-        self,
-        batch: Batch,
-        embeds: Tensor,
-        features: Tensor,
-        rows: TargetRows,
-        row_of: Tensor,
-        count: Tensor | float,
-        measure: bool = True,
-    ) -> StepOutput:
+    def forward(self, inputs: StepInputs) -> StepOutput:
         """One pass over a block behind each drawn anchor; see `Drafter.forward`."""
-        drawn = self.draw(batch.response_mask, count)
+        batch, embeds, features, rows, row_of, count, measure = inputs
+        anchors, live, scale = self.draw(batch.response_mask, count)
+        block_of, depth_of = live.nonzero(as_tuple=True)  # [t] each
         valid, place = batch.anchors()  # [t] flat positions, and positions in their conversations
-        own = torch.searchsorted(valid, drawn.anchors)  # [m] indices into `valid`
+        own = torch.searchsorted(valid, anchors)  # [m] indices into `valid`
         begin = own - place[own]  # [m] index of each conversation's first token
         context = self.fuse(features.flatten(0, 1)[valid])  # [t, h]
         tables = self.rotary.tables(place, context.dtype)
-        attends = [_over_context(layer, context, tables, Spans(begin, own, begin)) for layer in self.block_layers]
-        roots = embeds.flatten(0, 1)[drawn.anchors + 1]
-        reads = self.run(roots, place[own] + 1, attends)[drawn.live]  # [t, h] of the predictions that count
+        attends = [_over_context(layer, context, tables, Spans(begin, own, begin)) for layer in self.decoder_layers]
+        roots = embeds.flatten(0, 1)[anchors + 1]
+        reads = self.run(roots, place[own] + 1, attends)[live]  # [t, h] of the predictions that count
 
-        at, parents = row_of.flatten()[drawn.at], batch.input_ids.flatten()[drawn.at]
+        before = anchors[block_of] + 1 + depth_of  # [t] flat positions of the tokens before the predicted ones
+        at, parents = row_of.flatten()[before], batch.input_ids.flatten()[before]
         hidden, head = self.readout(reads, parents)
-        weight = self.weigh(drawn, hidden, head, rows, at)
+        weight = self.weigh(live, scale, hidden, head, rows, at)
         wanted = measure or bool(self.measures)
         out = linear_divergence(hidden, head, rows, at, weight, self.config.loss, measure=wanted)
         more, measured = self.other_loss(hidden, out.alpha, weight)
         if out.alpha is None or out.agree is None or not measure:
             return StepOutput(out.loss + more, {})
         values = torch.stack((torch.ones_like(out.values), out.values, out.alpha, out.agree.float(), *measured), dim=1)
-        sums = values.new_zeros(self.config.depth, values.shape[1]).index_add_(0, drawn.depth_of, values.detach())
+        sums = values.new_zeros(self.config.depth, values.shape[1]).index_add_(0, depth_of, values.detach())
         names = ("count", "loss", "alpha", "agree", *self.measures)
         return StepOutput(out.loss + more, dict(zip(names, sums.unbind(1), strict=True)))
 
-    def draw(self, response_mask: Tensor, count: Tensor | float) -> TrainedBlocks:
-        """Chooses the blocks of a step: in training every n-th anchor from a random one on, otherwise all."""
+    def draw(self, response_mask: Tensor, count: Tensor | float) -> tuple[Tensor, Tensor, Tensor]:
+        """Chooses the blocks of a step: in training every n-th anchor from a random one on, otherwise all.
+
+        Returns:
+            Flat positions of their m anchors; [m, depth] bool, predictions that count; each block's weight in the loss.
+        """
         depth, share = self.config.depth, self.config.anchor_share if self.training else 1.0
         by_depth = anchors_by_depth(response_mask, depth)
         anchors = by_depth[0]
@@ -261,26 +210,24 @@ class BlockDrafter(TrainableDrafter):
             reach[reached] += 1
         depths = torch.arange(depth, device=anchors.device)
         live = depths < reach[anchors][:, None]
-        at = (anchors[:, None] + 1 + depths)[live]
-        scale = 1.0 / (torch.as_tensor(count, device=anchors.device) * share)
-        return TrainedBlocks(anchors, live, depths.expand_as(live)[live], at, scale)
+        return anchors, live, 1.0 / (torch.as_tensor(count, device=anchors.device) * share)
 
-    def weigh(self, drawn: TrainedBlocks, hidden: Tensor, head: Tensor, rows: TargetRows, at: Tensor) -> Tensor:
-        """[t] float32, weight of each prediction in the loss; see `BlockConfig.weighting`."""
+    def weigh(self, live: Tensor, scale: Tensor, hidden: Tensor, head: Tensor, rows: TargetRows, at: Tensor) -> Tensor:
+        """[t] float32, weight of each prediction in the loss; see `BlockConfig.weighting` and `draw`."""
         config = self.config
         depths = torch.arange(config.depth, device=at.device)
         if config.weighting == "exp":
             decay = torch.exp(-depths / config.gamma)
-            return (decay / decay.sum() * drawn.scale)[drawn.depth_of]
+            return (decay / decay.sum() * scale).expand_as(live)[live]
         with torch.no_grad():
             ones = torch.ones(len(at), device=at.device)
             ce = linear_divergence(hidden.detach(), head.detach(), rows, at, ones, "ce", measure=False).values
             right = torch.where(rows.sampled_at(at) >= 0, (-ce).exp(), 0.0)
-            smooth = ones.new_ones(drawn.live.shape)
-            smooth[drawn.live] = ((1 - config.dpace_alpha) * right + config.dpace_alpha).float()
-            reached = smooth.cumprod(1) * drawn.live
+            smooth = ones.new_ones(live.shape)
+            smooth[live] = ((1 - config.dpace_alpha) * right + config.dpace_alpha).float()
+            reached = smooth.cumprod(1) * live
             deeper = reached.flip(1).cumsum(1).flip(1)
-            return deeper[drawn.live] / config.depth * drawn.scale
+            return deeper[live] / config.depth * scale
 
     # -- proposal half ------------------------------------------------------------------------------------------
 
@@ -288,32 +235,32 @@ class BlockDrafter(TrainableDrafter):
         return BlockSession(self, self.cache_shape, max_length + self.config.block_size)
 
     @torch.no_grad()
-    def extend_all(
-        self, sessions: Sequence[BlockSession], tokens: Sequence[Tensor], features: Sequence[Tensor]
-    ) -> None:
+    def extend_all(self, sessions: Sequence[BlockSession], tokens: Tensors, features: Tensors) -> None:
         """Keys and values of the new context, of all sessions at once."""
         sizes = [len(new) for new in tokens]
         starts = [session.length for session in sessions]
         context = self.fuse(torch.cat(list(features)))
         positions = torch.cat([torch.arange(begin, begin + size) for begin, size in zip(starts, sizes, strict=True)])
         cos, sin = self.rotary.tables(positions.to(context.device), context.dtype)
-        for i, layer in enumerate(self.block_layers):
+        for i, layer in enumerate(self.decoder_layers):
             parts = (new.split(sizes) for new in layer.self_attn.keys_values(context, cos, sin))
             for session, key, value in zip(sessions, *parts, strict=True):
                 session.store(i, session.length, key, value)
         for session, new in zip(sessions, tokens, strict=True):
             session.length += len(new)
-            session.last = new[-1:]
+            session.root = new[-1:]
 
     @torch.no_grad()
-    def propose_all(
-        self, sessions: Sequence[BlockSession], specs: Sequence[TreeSpec], samplers: Sequence[Sampler | None]
-    ) -> list[TokenTree]:
+    def propose_all(self, sessions: Sequence[BlockSession], specs: Specs, samplers: Samplers) -> list[TokenTree]:
         """One pass drafts the blocks of all sessions; their trees then grow without the layers."""
         deepest = max(1, min(self.config.depth, max(spec.depth for spec in specs)))
         roots = torch.cat([session.root for session in sessions])
         begins = torch.tensor([session.length for session in sessions], device=roots.device)
-        attends = [_over_sessions(sessions, i) for i in range(len(self.layers))]
+        attends = []
+        for layer in range(len(self.layers)):
+            queries = self.config.depth if layer == len(self.layers) - 1 else self.config.block_size
+            own = [partial(session.attend_all, layer) for session in sessions]
+            attends.append(attend_packed(own, [queries] * len(own), [self.config.block_size] * len(own)))
         reads = self.run(self.embed(roots), begins, attends)[:, :deepest]
         block = self.logits(reads)  # [sessions, deepest, d]
         first = self.conditional(block[:, 0], reads[:, 0], roots)
@@ -324,9 +271,7 @@ class BlockDrafter(TrainableDrafter):
 
         def step(growing: list[GrowingTree], depth: int) -> list[Logits]:
             sizes = [len(tree.parents) for tree in growing]
-            rows = torch.tensor(
-                [tree.row for tree in growing for _ in tree.parents], device=roots.device
-            )  # [n] sessions
+            rows = torch.tensor([tree.row for tree in growing for _ in tree.parents], device=roots.device)  # [n]
             tokens = self.kept_ids[torch.cat([tree.tokens for tree in growing])]  # [n] target ids
             logits = self.conditional(block[rows, depth], reads[rows, depth], tokens)
             ends = [0, *accumulate(sizes)]
@@ -339,7 +284,7 @@ class BlockSession(LayerSession):
     """One sequence's context. A round's block stores its keys and values behind it, and the next context overwrites them.
 
     Attributes:
-        last: [1] int64, the last committed token.
+        root: [1] int64, the last committed token.
     """
 
     def attend_all(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -364,17 +309,5 @@ def _over_context(layer: DraftLayer, context: Tensor, tables: tuple[Tensor, Tens
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         base_key, base_value = layer.self_attn.keys_values(context, *tables)
         return block_attention(query, key, value, base_key, base_value, spans)
-
-    return attend
-
-
-def _over_sessions(sessions: Sequence[BlockSession], layer: int) -> Attend:
-    """Attention of decoding's blocks, each over its session's keys and its own."""
-    count = len(sessions)
-
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        parts = zip(sessions, query.chunk(count), key.chunk(count), value.chunk(count), strict=True)
-        outs = [session.attend_all(layer, *own) for session, *own in parts]
-        return torch.cat(outs)
 
     return attend

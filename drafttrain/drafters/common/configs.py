@@ -12,13 +12,15 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from drafttrain.drafters.common.layers import ROPE_TYPES, rope_parameters_of
 from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.target import Target
 from drafttrain.target.attention import LAST
 
 WEIGHTINGS = ("exp", "dpace")
+# Rotary scalings for positions beyond those of pretraining. Scalings that depend on the length of the current sequence are
+# unsupported: cached keys would have to change while it grows.
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 class TargetedConfig(PreTrainedConfig):
@@ -26,7 +28,7 @@ class TargetedConfig(PreTrainedConfig):
 
     Attributes:
         recipe_keys: fields that a run may change when it continues a drafter; the weights depend on all others.
-        at_least_one: integer fields that must be 1 or more.
+        at_least_one: integer fields that must be 1 or more. width_field: the field that holds the target's hidden size.
         vocab_size: of the target. draft_vocab_size: d, kept tokens; 0 keeps the target's whole vocabulary.
         loss: as a recipe writes it. target: the target's identity, compared before use.
 
@@ -36,6 +38,7 @@ class TargetedConfig(PreTrainedConfig):
 
     recipe_keys: ClassVar[tuple[str, ...]] = ("loss",)
     at_least_one: ClassVar[tuple[str, ...]] = ()
+    width_field: ClassVar[str] = ""
     vocab_size: int = 0
     draft_vocab_size: int = 0
     loss: str = "kl"
@@ -62,7 +65,8 @@ class TargetedConfig(PreTrainedConfig):
     def for_target(cls, target: Target, **options: Any) -> Self:
         """A config for this target: its vocabulary, and its own shapes where `options` have none."""
         fixed = {"vocab_size": target.vocab_size, "target": target.identity()}
-        return cls(**{**cls.shapes(target, options), **options, **fixed})
+        width = {cls.width_field: target.hidden_size} if cls.width_field else {}
+        return cls(**{**cls.shapes(target, options), **options, **fixed, **width})
 
     @classmethod
     def shapes(cls, target: Target, options: Json) -> Json:
@@ -93,6 +97,7 @@ class DecoderConfig(TargetedConfig):
         max_position_embeddings: read by serving engines; unused here.
     """
 
+    at_least_one: ClassVar[tuple[str, ...]] = ("num_hidden_layers",)
     target_width: ClassVar[bool] = False
     hidden_size: int = 64
     intermediate_size: int = 0
@@ -117,8 +122,6 @@ class DecoderConfig(TargetedConfig):
         kind = (self.rope_parameters or {}).get("rope_type", "default")
         if kind not in ROPE_TYPES:
             raise UserError(f"rope_parameters: rope_type={kind!r} is not one of {', '.join(ROPE_TYPES)}")
-        if self.num_hidden_layers < 1:
-            raise UserError(f"num_hidden_layers={self.num_hidden_layers}: a drafter has at least 1 layer")
         if self.num_attention_heads % self.num_key_value_heads:
             raise UserError(
                 f"num_key_value_heads={self.num_key_value_heads} must divide num_attention_heads={self.num_attention_heads}"
@@ -132,16 +135,12 @@ class DecoderConfig(TargetedConfig):
                 f"hidden_size={width}: kind={cls.kind()!r} shares states with the target, so its width is the target's, "
                 f"{target.hidden_size}; drop the key, or choose a smaller intermediate_size"
             )
-        own = {
-            "hidden_size": target.hidden_size,
-            "intermediate_size": getattr(config, "intermediate_size", None) or 4 * target.hidden_size,
-            "num_attention_heads": config.num_attention_heads,
-            "num_key_value_heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-            "head_dim": getattr(config, "head_dim", None) or target.hidden_size // config.num_attention_heads,
-            "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-5),
-            "rope_parameters": None if "rope_theta" in options else rope_parameters_of(config),
-            "max_position_embeddings": getattr(config, "max_position_embeddings", None) or 131072,
-        }
+        heads = config.num_attention_heads
+        defaults = {"intermediate_size": 4 * target.hidden_size, "num_key_value_heads": heads, "rms_norm_eps": 1e-5}
+        defaults |= {"head_dim": target.hidden_size // heads, "max_position_embeddings": 131072}
+        own = {name: getattr(config, name, None) or value for name, value in defaults.items()}
+        own |= {"hidden_size": target.hidden_size, "num_attention_heads": heads}
+        own["rope_parameters"] = None if "rope_theta" in options else rope_parameters_of(config)
         if width != target.hidden_size:  # the size of heads and MLP follows the drafter's own width
             del own["intermediate_size"], own["head_dim"]
             if options.get("num_attention_heads", config.num_attention_heads) % own["num_key_value_heads"]:
@@ -161,6 +160,7 @@ class LayerConfig(DecoderConfig):
     """
 
     recipe_keys: ClassVar[tuple[str, ...]] = ("ttt_steps", "depth_decay", "depth_share", "loss")
+    at_least_one = ("num_hidden_layers", "ttt_steps")
     qk_norm: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
@@ -175,8 +175,6 @@ class LayerConfig(DecoderConfig):
         self.sliding_window = self.sliding_window or 0
         if self.hidden_act not in ACT2FN:
             raise UserError(f"hidden_act={self.hidden_act!r} is no activation of transformers; silu is the usual one")
-        if self.ttt_steps < 1:
-            raise UserError(f"ttt_steps={self.ttt_steps}: at least 1 depth is trained")
         if 0 < self.sliding_window <= self.ttt_steps:
             raise UserError(
                 f"sliding_window={self.sliding_window} must be larger than ttt_steps={self.ttt_steps}, or drafted tokens "
@@ -251,6 +249,14 @@ class BlockConfig(DecoderConfig):
     @classmethod
     def shapes(cls, target: Target, options: Json) -> Json:
         return {**super().shapes(target, options), "feature_layers": target.default_feature_layers}
+
+
+def rope_parameters_of(config: PreTrainedConfig) -> Json:
+    """The target's rope_parameters for layers without a window; only rope_theta if their scaling is unsupported."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope = dict(rope.get("full_attention", rope))
+    theta = rope.get("rope_theta") or 10000.0
+    return {**rope, "rope_theta": theta} if rope.get("rope_type", "default") in ROPE_TYPES else {"rope_theta": theta}
 
 
 def has_head_norms(layer: nn.Module) -> bool:

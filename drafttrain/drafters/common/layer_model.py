@@ -1,56 +1,52 @@
-"""Training half and forward pass of drafters made of decoder layers that read their own output at the next depth.
+"""Drafters made of decoder layers that read their own output at the next depth.
 
     anchor t, depth 0:   state = fuse(features_t)          token x_{t+1}        predicts x_{t+2}
     anchor t, depth k:   state = own output at depth k-1   token x_{t+1+k}      predicts x_{t+2+k}
 
 A query at (t, k) sees the depth-0 keys of anchors 0..t and its own keys at depths 1..k. Its rotary position is t + k. Training
-(training-time test, arXiv 2503.01840) and decoding (layer_session.py) both call `LayerDrafter.step`, so the decoder computes
-what was trained: depth-0 keys come from true target features of committed tokens, deeper keys belong to the drafted path.
+(training-time test, arXiv 2503.01840) and decoding both call `LayerDrafter.step`, so the decoder computes what was trained:
+depth-0 keys come from true target features of committed tokens, deeper keys belong to the drafted path. In each round `extend`
+writes the keys of committed tokens over those that were drafted, and `propose` stores those of the new tree behind them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafttrain.batch import Batch, StepOutput, anchors_by_depth, sums_by_depth
-from drafttrain.drafters.common.layer_session import CacheShape, LayerDrafting
-from drafttrain.drafters.common.layers import Attend, DraftLayer, Rotary
-from drafttrain.drafters.common.trainable import TrainableDrafter
+from drafttrain.batch import Batch, StepOutput, TokenTree, anchors_by_depth, sums_by_depth
+from drafttrain.drafters.base import Drafter, JointSession, Samplers, Specs, StepInputs, Tensors
+from drafttrain.drafters.common.layers import Attend, CacheShape, DraftLayer
+from drafttrain.drafters.common.trainable import DecoderDrafter
+from drafttrain.drafters.common.tree_growth import GrowingTree, grow_trees
 from drafttrain.losses import TargetRows, linear_divergence
 from drafttrain.ops.cpu_layers import DraftStep, DraftWeights
-from drafttrain.ops.native import cpu_kernels
+from drafttrain.ops.packing import SKINNY_ROWS
 from drafttrain.ops.path_attention import PathAttention
+from drafttrain.ops.tree_attention import TreeLayout, tree_attention
+
+Layouts = Sequence[TreeLayout]
+Sessions = Sequence["LayerSession"]
 
 
-class LayerDrafter(LayerDrafting, TrainableDrafter):
+class LayerDrafter(DecoderDrafter):
     """A drafter of decoder layers. The embedding is the target's, frozen and never saved.
 
     A kind creates its layers and projections, calls `finish` at the end of `__init__`, and implements:
 
-        decoder_layers, head_weight      all layers; layers_at: those of a depth, if depths differ
+        decoder_layers, head_weight      all layers (default: `layers`); layers_at: those of a depth, if depths differ
         fuse(features)                   the state that depth 0 reads
         enter(state, embeds, depth)      input of the first layer: a state, and token embeddings if it reads them
         leave(state), read_out(state)    input of the next depth, and of the head, from the last layer's output
     """
 
     lm_head: nn.Linear
-
-    def finish(self, layers: int) -> None:
-        """Ends a kind's `__init__`. layers: layers with a key-value cache of their own."""
-        config = self.config
-        self.feature_layers = tuple(config.feature_layers)
-        self.register_buffer("kept_ids", torch.arange(config.draft_vocab_size))
-        self.rotary = Rotary(config.head_dim, config.rope_parameters)
-        self.cache_shape = CacheShape(layers, config.num_key_value_heads, config.head_dim, config.sliding_window)
-        self.gradient_checkpointing = False
-        self.post_init()
-
-    @property
-    def decoder_layers(self) -> list[DraftLayer]:
-        raise NotImplementedError
+    draft_step: DraftStep | None = None  # the CPU kernel that is `step` and `logits` in one
 
     @property
     def head_weight(self) -> Tensor:
@@ -60,17 +56,12 @@ class LayerDrafter(LayerDrafting, TrainableDrafter):
     def layers_at(self, depth: int) -> list[DraftLayer]:
         return self.decoder_layers
 
-    def pack(self) -> None:
-        """Packs the layers for the CPU kernels (float32), and all depths into one `DraftStep` where the kind supports it."""
-        weight = next(self.parameters())
-        if cpu_kernels() is not None and weight.dtype == torch.float32 and weight.device.type == "cpu":
-            for layer in self.decoder_layers:
-                layer.pack(self.rotary.width)
-            natives = [layer.native for layer in self.decoder_layers if layer.native is not None]
-            weights, complete = self.draft_weights(), len(natives) == len(self.decoder_layers)
-            if weights is not None and complete and self.config.head_dim % 16 == 0:
-                self.draft_step = DraftStep(natives, weights)
-        super().pack()
+    def pack_depths(self) -> None:
+        """Makes one kernel of the layers and what surrounds them, where the kind and all layers support it."""
+        natives = [layer.native for layer in self.decoder_layers if layer.native is not None]
+        weights, complete = self.draft_weights(), len(natives) == len(self.decoder_layers)
+        if weights is not None and complete and self.config.head_dim % 16 == 0:
+            self.draft_step = DraftStep(natives, weights)
 
     def draft_weights(self) -> DraftWeights | None:
         """Weights around the layers, for kinds whose depths are all one `DraftStep`; None for other kinds."""
@@ -145,22 +136,12 @@ class LayerDrafter(LayerDrafting, TrainableDrafter):
         """A kind's second loss term, from outputs [t, h], rows `at` [t] of the target and weights [t]."""
         return 0.0
 
-    def forward(
-        self,
-        batch: Batch,
-        embeds: Tensor,
-        features: Tensor,
-        rows: TargetRows,
-        row_of: Tensor,
-        count: Tensor | float,
-        measure: bool = True,
-    ) -> StepOutput:
+    def forward(self, inputs: StepInputs) -> StepOutput:
         """`ttt_steps` depths in one graph; see `Drafter.forward`. The loss weighs depth k by depth_decay ** k."""
+        batch, embeds, features, rows, row_of, count, measure = inputs
         config = self.config
         share = config.depth_share if self.training else 1.0
-        anchors = anchors_by_depth(
-            batch.response_mask, config.ttt_steps, share
-        )  # per depth: flat positions [t_k], nested
+        anchors = anchors_by_depth(batch.response_mask, config.ttt_steps, share)  # per depth: flat [t_k], nested
         valid, place = batch.anchors()  # [t] flat positions, and positions in their conversations
         own = [torch.searchsorted(valid, each) for each in anchors]  # per depth: indices into `valid` [t_k]
         embeds = embeds.flatten(0, 1)  # [b*s, target h]
@@ -182,22 +163,14 @@ class LayerDrafter(LayerDrafting, TrainableDrafter):
                 state = self._depth(state, read, place[own[k]] + k, attentions, own[k], k)  # [t_k, h]
             weight = (decay[k] / (count * (share if k else 1.0))).expand(len(flat))  # [t_k] float32
             at = row_of.flatten()[flat + 1 + k]  # [t_k] rows of the target's distributions
-            out = linear_divergence(
-                *(self.read_out(state), self.head_weight, rows, at, weight * self.token_weight, config.loss),
-                measure=measure,
-            )
+            read, scaled = self.read_out(state), weight * self.token_weight
+            out = linear_divergence(read, self.head_weight, rows, at, scaled, config.loss, measure=measure)
             losses.append(out.loss + self.other_loss(state, rows, at, weight))
             outs.append(out)
         return StepOutput(torch.stack(losses).sum(), sums_by_depth(outs))
 
     def _depth(
-        self,
-        state: Tensor,
-        embeds: Tensor,
-        positions: Tensor,
-        attentions: Sequence[PathAttention],
-        own: Tensor,
-        depth: int,
+        self, state: Tensor, embeds: Tensor, positions: Tensor, attentions: list[PathAttention], own: Tensor, depth: int
     ) -> Tensor:
         """One depth of training-time test; stores its keys in `attentions`. Recomputed in backward with checkpointing.
 
@@ -224,3 +197,152 @@ class LayerDrafter(LayerDrafting, TrainableDrafter):
         for attention, key, value in zip(attentions, cached[::2], cached[1::2], strict=True):
             attention.remember(own, key, value)
         return out
+
+    # -- proposal half ------------------------------------------------------------------------------------------
+
+    def start(self, prompt_ids: Tensor, max_length: int) -> LayerSession:
+        return LayerSession(self, self.cache_shape, max_length)
+
+    @torch.no_grad()
+    def extend_all(self, sessions: Sessions, tokens: Tensors, features: Tensors) -> None:
+        """One step over the new tokens of all sessions; only each last token needs an output, the root of the next tree."""
+        new = [TreeLayout(session.length, count=len(own)) for session, own in zip(sessions, tokens, strict=True)]
+        inputs = self.fuse(cat(features)), self.embed(cat(tokens))  # [t, h], [t, target h]
+        single = self._kernel_step(sessions, new, *inputs, outputs=1)
+        out, logits = single or (self.packed_step(sessions, new, *inputs, ends=True), None)
+        for session, layout, state in zip(sessions, new, split(out, [1] * len(new)), strict=True):
+            session.root, session.logits = state[-1:], logits
+            session.length += layout.count
+
+    @torch.no_grad()
+    def propose_all(self, sessions: Sessions, specs: Specs, samplers: Samplers) -> list[TokenTree]:
+        """One step per depth over the nodes that any of the trees opens."""
+        known = [session.logits for session in sessions if session.logits is not None]
+        complete = len(known) == len(sessions)
+        first = cat(known) if complete else self.logits(cat([session.root for session in sessions]))  # [sessions, d]
+        trees = [
+            GrowingTree(spec, first[row], self.kept_ids, sampler, row=row, states=session.root)
+            for row, (session, spec, sampler) in enumerate(zip(sessions, specs, samplers, strict=True))
+        ]
+
+        def step(growing: list[GrowingTree], depth: int) -> Sequence[Tensor]:
+            own, sizes = [sessions[tree.row] for tree in growing], [len(tree.parents) for tree in growing]
+            # The root is the last committed token; nodes stand behind it in the order they were opened.
+            layouts = [
+                TreeLayout(session.length - 1, tree.opened, held=1 + len(tree.opened) - size)
+                for session, tree, size in zip(own, growing, sizes, strict=True)
+            ]
+            states = cat([tree.parent_states() for tree in growing])  # [n, h]
+            embeds = self.embed(self.kept_ids[cat([tree.tokens for tree in growing])])  # [n, target h]
+            single = self._kernel_step(own, layouts, states, embeds, sizes[0])
+            out = single[0] if single else self.packed_step(own, layouts, states, embeds, depth)
+            logits = single[1] if single else self.logits(out)  # [n, d]
+            for tree, state in zip(growing, split(out, sizes), strict=True):
+                tree.states = state
+            return split(logits, sizes)
+
+        return grow_trees(trees, step)
+
+    def packed_step(
+        self, sessions: Sessions, layouts: Layouts, states: Tensor, embeds: Tensor, depth: int = 0, ends: bool = False
+    ) -> Tensor:
+        """`step` over the new tokens of all sessions, [n, h]; ends: only each last token needs an output, [sessions, h]."""
+        sizes = [layout.count for layout in layouts]
+        positions = cat([layout.positions()[0] for layout in layouts]).to(states.device)
+        top, queries = layouts, None  # lower layers compute every token
+        if ends:
+            top = [TreeLayout(layout.prefix_len + layout.count - 1, count=1) for layout in layouts]
+            queries = torch.tensor([end - 1 for end in accumulate(sizes)]).to(states.device)  # [sessions]
+        attends = []
+        for layer in range(self.cache_shape.layers):
+            seen = top if layer == self.cache_shape.layers - 1 else layouts
+            own = [partial(session.attend, layer, layout) for session, layout in zip(sessions, seen, strict=True)]
+            attends.append(attend_packed(own, [layout.count for layout in seen], sizes))
+        return self.step(states, embeds, positions, attends, queries, depth)
+
+    def _kernel_step(
+        self, sessions: Sessions, layouts: Layouts, states: Tensor, embeds: Tensor, outputs: int
+    ) -> tuple[Tensor, Tensor] | None:
+        """`step` and `logits` of one session's last `outputs` tokens by the CPU kernel; None where it does not apply."""
+        session, layout = sessions[0], layouts[0]
+        if self.draft_step is None or len(sessions) > 1 or layout.count > SKINNY_ROWS or layout.plan is None:
+            return None
+        end = layout.prefix_len + layout.held + layout.count
+        session.buffers(0, end, states)
+        inputs = embeds.to(states.dtype).contiguous(), states.contiguous()
+        if session.tables is None or end > len(session.tables[0]):
+            session.tables = self.rotary.up_to(max(end, session.capacity))
+        window = self.cache_shape.window
+        return self.draft_step.run(*inputs, session.tables, session.layers, layout.plan, window, outputs)
+
+
+def cat(parts: Sequence[Tensor]) -> Tensor:
+    """Packs the sessions' tensors; no copy for a single session."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def split(packed: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """Unpacks what `cat` packed; no call for a single session."""
+    return [packed] if len(sizes) == 1 else packed.split(sizes)
+
+
+def attend_packed(attends: Sequence[Attend], queries: Sequence[int], keys: Sequence[int]) -> Attend:
+    """Attention of packed tokens, each session's by its own function; queries, keys: numbers of them per session."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        parts = zip(attends, split(query, queries), split(key, keys), split(value, keys), strict=True)
+        return cat([own(*part) for own, *part in parts])
+
+    return attend
+
+
+class LayerSession(JointSession):
+    """One sequence's cache: per layer, keys and values [kv_heads, capacity, e] of committed positions, then of this round's
+    nodes in the order they were opened.
+
+    Attributes:
+        length: committed positions. root: [1, h] output at the last committed token, from the first `extend` on.
+        logits: [1, d] the root's, if computed. tables: cos, sin [positions, 1, r] for the kernel of a draft step.
+    """
+
+    root: Tensor
+
+    def __init__(self, drafter: Drafter, shape: CacheShape, max_length: int):
+        self.drafter, self.shape, self.capacity = drafter, shape, max_length
+        self.layers: list[tuple[Tensor, Tensor]] = []  # allocated when the first key shows dtype and device
+        self.length = 0
+        self.logits: Tensor | None = None
+        self.tables: tuple[Tensor, Tensor] | None = None
+
+    def attend(self, layer: int, layout: TreeLayout, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Stores a layer's new keys and values [m, kv_heads, e] and attends with queries [n, heads, e] of the last n of those
+        tokens over the keys that `layout` selects. Returns [n, heads * e].
+        """
+        end, window = layout.prefix_len + layout.held + layout.count, self.shape.window or None
+        keys, values = self.buffers(layer, end, key)
+        scaling, plan = query.shape[-1] ** -0.5, layout.plan
+        if key.shape[0] == layout.count and plan is not None and plan.serves(query, keys, values):
+            new = (key, value)
+            out = plan.attend(query, keys, values, new=new, softcap=None, sinks=None, scaling=scaling, window=window)
+            return out.view(layout.count, -1)
+        self.store(layer, end - key.shape[0], key, value)
+        each = query.transpose(0, 1)[None], keys[None, :, :end], values[None, :, :end]  # [1, heads, n, e], ...
+        out = tree_attention(*each, layout, scaling=scaling, window=window)
+        return out[0].transpose(0, 1).reshape(layout.count, -1)
+
+    def buffers(self, layer: int, end: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values [kv_heads, capacity, e], with at least `end` slots: trees may exceed the longest sequence."""
+        if not self.layers:
+            shape = (self.shape.kv_heads, self.capacity, self.shape.head_dim)
+            self.layers = [(like.new_empty(shape), like.new_empty(shape)) for _ in range(self.shape.layers)]
+        if end > self.capacity:
+            more = (0, 0, 0, end - self.capacity)
+            self.layers = [(F.pad(keys, more), F.pad(values, more)) for keys, values in self.layers]
+            self.capacity = end
+        return self.layers[layer]
+
+    def store(self, layer: int, start: int, key: Tensor, value: Tensor) -> None:
+        """Writes a layer's keys and values [m, kv_heads, e] to slots from `start` on."""
+        end = start + key.shape[0]
+        for buffer, new in zip(self.buffers(layer, end, key), (key, value), strict=True):
+            buffer[:, start:end] = new.transpose(0, 1)

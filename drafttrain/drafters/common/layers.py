@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig, PreTrainedConfig
-from transformers.activations import ACT2FN
+from torch.nn import RMSNorm
+from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaMLP
 
+from drafttrain.drafters.common.configs import BlockConfig, LayerConfig
 from drafttrain.files import Json
 from drafttrain.ops.cpu_layers import DecoderLayer
 from drafttrain.ops.packing import SKINNY_ROWS
 
+LayerShape = LayerConfig | BlockConfig
 # (query [tq, heads, e], key [t, kv_heads, e], value [t, kv_heads, e]) -> [tq, heads * e], e = head size
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -23,21 +25,13 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 _NATIVE_ACTS = {"silu": False, "gelu_pytorch_tanh": True}
 
 
-class RMSNorm(nn.Module):
-    """Scales rows [..., size] to RMS 1, then by a factor per column."""
+class CacheShape(NamedTuple):
+    """Shape of a session's keys and values: [layers, kv_heads, capacity, head_dim]. window: visible positions, 0 for all."""
 
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
-
-
-# Rotary scalings for positions beyond those of pretraining. Scalings that depend on the length of the current sequence are
-# unsupported: cached keys would have to change while it grows.
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+    layers: int
+    kv_heads: int
+    head_dim: int
+    window: int = 0
 
 
 class Rotary:
@@ -88,22 +82,9 @@ class Rotary:
             return self.parameters["rope_theta"] ** (-steps / self.width), 1.0
         original = self.parameters.get("original_max_position_embeddings") or 2048
         longest = int(original * (self.parameters.get("factor") or 1.0))
-        config = LlamaConfig(
-            hidden_size=self.head_dim,
-            num_attention_heads=1,
-            head_dim=self.head_dim,
-            max_position_embeddings=longest,
-            rope_parameters=dict(self.parameters),  # type: ignore[arg-type]
-        )
-        return ROPE_INIT_FUNCTIONS[kind](config, device)
-
-
-def rope_parameters_of(config: PreTrainedConfig) -> Json:
-    """The target's rope_parameters for layers without a window; only rope_theta if their scaling is unsupported."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    rope = dict(rope.get("full_attention", rope))
-    theta = rope.get("rope_theta") or 10000.0
-    return {**rope, "rope_theta": theta} if rope.get("rope_type", "default") in ROPE_TYPES else {"rope_theta": theta}
+        shape: Json = {"hidden_size": self.head_dim, "num_attention_heads": 1, "head_dim": self.head_dim}
+        shape |= {"max_position_embeddings": longest, "rope_parameters": dict(self.parameters)}
+        return ROPE_INIT_FUNCTIONS[kind](LlamaConfig(**shape), device)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -113,36 +94,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return torch.cat((rotate(x[..., :width], cos, sin), x[..., width:]), dim=-1)
     left, right = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-right, left), dim=-1) * sin
-
-
-class LayerShape(Protocol):
-    """The fields of a config that a `DraftLayer` reads."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    qk_norm: bool
-    attention_bias: bool
-    mlp_bias: bool
-    hidden_act: str
-
-
-class MLP(nn.Module):
-    """A gated MLP; SwiGLU with the activation "silu"."""
-
-    def __init__(self, config: LayerShape):
-        super().__init__()
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(hidden, inner, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(hidden, inner, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(inner, hidden, bias=config.mlp_bias)
-        self.act = ACT2FN[config.hidden_act]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Attention(nn.Module):
@@ -198,32 +149,27 @@ class DraftLayer(nn.Module):
     ):
         super().__init__()
         h, eps = config.hidden_size, config.rms_norm_eps
-        self.norm_before_residual = norm_before_residual
+        self.eps, self.norm_before_residual = eps, norm_before_residual
         self.input_layernorm = RMSNorm(embed_width or h, eps) if normed else nn.Identity()
         self.hidden_norm = RMSNorm(h, eps) if embed_width else None
         self.self_attn = Attention(config, embed_width + h)
         self.post_attention_layernorm = RMSNorm(h, eps)
-        self.mlp = MLP(config)
+        self.mlp = LlamaMLP(config)  # gated, with the config's activation and biases
         kernels = not config.attention_bias and not config.mlp_bias and config.hidden_act in _NATIVE_ACTS
-        self.native_gelu = (
-            _NATIVE_ACTS[config.hidden_act] if kernels else None
-        )  # None: the kernels lack this layer's form
+        self.native_gelu = _NATIVE_ACTS[config.hidden_act] if kernels else None  # None: a form that the kernels lack
         self.native = None
 
     def pack(self, rotary_dim: int) -> None:
         """Makes few rows take two CPU kernel calls around the attention, unless the kernels lack the layer's form."""
         if self.native_gelu is None:
             return
-        norms = {
-            "input_norm": self.input_layernorm if self.hidden_norm is None else None,
-            "query_norm": self.self_attn.q_norm,
-            "key_norm": self.self_attn.k_norm,
-        }
+        attention, after = self.self_attn, self.post_attention_layernorm
+        norms = {"query_norm": attention.q_norm, "key_norm": attention.k_norm}
+        if self.hidden_norm is None:
+            norms["input_norm"] = self.input_layernorm
         factors = {name: norm.weight for name, norm in norms.items() if isinstance(norm, RMSNorm)}
-        after, gelu = self.post_attention_layernorm, self.native_gelu
-        self.native = DecoderLayer(
-            self.self_attn, self.mlp, rotary_dim, after.eps, gelu, mlp_norm=after.weight, **factors
-        )
+        gelu = self.native_gelu
+        self.native = DecoderLayer(attention, self.mlp, rotary_dim, self.eps, gelu, mlp_norm=after.weight, **factors)
 
     def forward(
         self, state: Tensor, embeds: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend, queries: Tensor | None

@@ -15,19 +15,18 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
 
 from drafttrain.batch import Batch, StepOutput, TokenTree, anchors_by_depth, sums_by_depth
-from drafttrain.drafters.base import JointSession, Source
-from drafttrain.drafters.common.linear_start import LeastSquares
-from drafttrain.drafters.common.target_weights import head_rows
+from drafttrain.drafters.base import JointSession, Samplers, Source, Specs, StepInputs, Tensors
+from drafttrain.drafters.common.starts import LeastSquares, head_rows
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.common.tree_growth import GrowingTree, grow_trees
-from drafttrain.drafters.common.tree_spec import TreeSpec
-from drafttrain.losses import TargetRows, linear_divergence
-from drafttrain.ops.sampling import Sampler
+from drafttrain.drafters.common.tree_spec import paths_text
+from drafttrain.losses import linear_divergence
 from drafttrain.target import Target
 from drafttrain.target.attention import LAST
 
@@ -92,20 +91,9 @@ class PathHeads(TrainableDrafter):
             state = self.advance(state, ids[flat + 1 + k], k)
             yield flat + 1 + k, state
 
-    def forward(
-        self,
-        batch: Batch,
-        embeds: Tensor,
-        features: Tensor,
-        rows: TargetRows,
-        row_of: Tensor,
-        count: Tensor | float,
-        measure: bool = True,
-    ) -> StepOutput:
-        """All depths of all anchors along the data's tokens; see `Drafter.forward`. `embeds` are not read.
-
-        The loss weighs depth k by depth_decay ** k, weights summing to 1.
-        """
+    def forward(self, inputs: StepInputs) -> StepOutput:
+        """All depths of all anchors along the data's tokens. The loss weighs depth k by depth_decay ** k, summing to 1."""
+        batch, _, features, rows, row_of, count, measure = inputs
         decay = self.config.depth_decay ** torch.arange(self.depths, dtype=torch.float32, device=row_of.device)
         decay = decay / decay.sum()
         losses: list[Tensor] = []
@@ -120,11 +108,9 @@ class PathHeads(TrainableDrafter):
 
     # -- start from the target ----------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def initialize(self, target: Target, kept_ids: Tensor) -> list[str]:
+    def copy_from(self, target: Target) -> list[str]:
         """Copies the target's head rows of the kept tokens, into heads of the target's width."""
-        self.kept_ids.copy_(kept_ids)
-        rows = head_rows(target, kept_ids)
+        rows = head_rows(target, self.kept_ids)
         if self.head(0).weight.shape != rows.shape:
             return []
         for depth in range(len(self.lm_heads)):
@@ -166,20 +152,18 @@ class PathHeads(TrainableDrafter):
         return PathSession(self)
 
     @torch.no_grad()
-    def extend_all(self, sessions: Sequence[PathSession], tokens: Sequence[Tensor], features: Sequence[Tensor]) -> None:
+    def extend_all(self, sessions: Sequence[PathSession], tokens: Tensors, features: Tensors) -> None:
         """Computes the state of each session's last committed token; the others leave nothing behind."""
         last = torch.cat([states[-1:] for states in features]), torch.cat([new[-1:] for new in tokens])
         for session, state in zip(sessions, self.enter(*last).split(1), strict=True):
             session.root = state
 
     @torch.no_grad()
-    def propose_all(
-        self, sessions: Sequence[PathSession], specs: Sequence[TreeSpec], samplers: Sequence[Sampler | None]
-    ) -> list[TokenTree]:
+    def propose_all(self, sessions: Sequence[PathSession], specs: Specs, samplers: Samplers) -> list[TokenTree]:
         """One step per depth over the nodes that any of the trees opens, down to the last head."""
-        first = self.logits(torch.cat([session.state for session in sessions]), 0)  # [sessions, d]
+        first = self.logits(torch.cat([session.root for session in sessions]), 0)  # [sessions, d]
         trees = [
-            GrowingTree(spec, first[row], self.kept_ids, sampler, self.depths, row, session.state)
+            GrowingTree(spec, first[row], self.kept_ids, sampler, self.depths, row, session.root)
             for row, (session, spec, sampler) in enumerate(zip(sessions, specs, samplers, strict=True))
         ]
 
@@ -215,7 +199,7 @@ class PathHeads(TrainableDrafter):
                     hits[k] += (found == right).sum(0).cpu()
                 anchors[k] += len(at)
         paths = likeliest_paths(hits / anchors.clamp(min=1), self.config.tree_nodes)
-        return "paths:" + ",".join("-".join(map(str, path)) for path in paths) if paths else None
+        return paths_text(paths) if paths else None
 
 
 def likeliest_paths(shares: Tensor, nodes: int) -> list[tuple[int, ...]]:
@@ -228,29 +212,19 @@ def likeliest_paths(shares: Tensor, nodes: int) -> list[tuple[int, ...]]:
     Returns:
         Each node's ranks from the root, the likeliest first, so parents come before children.
     """
-    falling = shares.cummin(dim=1).values.tolist()  # no rank before a better one
-    found: list[tuple[int, ...]] = []
-    frontier: list[tuple[float, tuple[int, ...]]] = [(-falling[0][0], (0,))]
-    while frontier and len(found) < nodes and frontier[0][0] < 0:
-        score, path = heapq.heappop(frontier)
-        found.append(path)
-        own = falling[len(path) - 1]
-        if path[-1] + 1 < len(own):
-            sibling = score / own[path[-1]] * own[path[-1] + 1]
-            heapq.heappush(frontier, (sibling, (*path[:-1], path[-1] + 1)))
-        if len(path) < len(falling):
-            heapq.heappush(frontier, (score * falling[len(path)][0], (*path, 0)))
-    return found
+    found: list[tuple[float, tuple[int, ...]]] = []
+    level: list[tuple[float, tuple[int, ...]]] = [(1.0, ())]
+    for own in shares.cummin(dim=1).values.tolist():  # no rank before a better one
+        below = [(score * share, (*path, rank)) for score, path in level for rank, share in enumerate(own) if share]
+        level = heapq.nlargest(nodes, below, key=itemgetter(0))
+        found += level
+    return [path for _, path in heapq.nlargest(nodes, found, key=itemgetter(0))]
 
 
 class PathSession(JointSession):
-    """One sequence being drafted. root: [1, w] state at the last committed token."""
+    """One sequence being drafted. root: [1, w] state at the last committed token, from the first `extend` on."""
+
+    root: Tensor
 
     def __init__(self, drafter: PathHeads):
         self.drafter = drafter
-        self.root: Tensor | None = None
-
-    @property
-    def state(self) -> Tensor:
-        assert self.root is not None, "extend() comes before propose()"
-        return self.root

@@ -12,9 +12,11 @@ from transformers import PreTrainedModel
 
 from drafttrain.config import neighbours
 from drafttrain.drafters.base import NEW, Drafter, KeepTokens
+from drafttrain.drafters.common.layers import CacheShape, DraftLayer, Rotary
 from drafttrain.drafters.registry import drafter_folder, kind_of
 from drafttrain.errors import UserError
 from drafttrain.files import Json
+from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import pack
 from drafttrain.target import Target
 
@@ -69,16 +71,21 @@ class TrainableDrafter(Drafter, PreTrainedModel):
             print("initialized from the target:", ", ".join(copied) or "nothing", flush=True)
         return drafter
 
+    @torch.no_grad()
+    def initialize(self, target: Target, kept_ids: Tensor) -> list[str]:
+        self.kept_ids.copy_(kept_ids)
+        return self.copy_from(target)
+
+    def copy_from(self, target: Target) -> list[str]:
+        """Copies what fits from the target, the vocabulary being set; returns the names of what it copied."""
+        return []
+
     @classmethod
     def _continue(cls, target: Target, init: str, options: Json, loss: str) -> Self:
         """Loads a drafter to train it further: on data of another domain, or for a target that was fine-tuned since.
 
         Everything that its weights depend on (sizes, kept vocabulary, feature layers, norms) stays as saved. How it is
         trained (`recipe_keys` of its config, and the loss) follows the recipe.
-
-        Raises:
-            UserError: nothing there, another kind, a key that contradicts the saved one, or a target with another
-                tokenizer, vocabulary, hidden size or depth.
         """
         kind = kind_of(init, key="init")
         if kind != cls.kind:
@@ -111,11 +118,7 @@ class TrainableDrafter(Drafter, PreTrainedModel):
         pack(self)
 
     def bind(self, target: Target) -> None:
-        """Compares the recorded target with this one and attaches its embedding.
-
-        Raises:
-            UserError: trained for a target with another hidden size, depth, vocabulary or tokenizer.
-        """
+        """Compares the recorded target's hidden size, depth, vocabulary and tokenizer; attaches its embedding."""
         recorded, actual = self.config.target, target.identity()
         for key in ("hidden_size", "num_layers", "vocab_size", "tokenizer"):
             if key in recorded and recorded[key] != actual[key]:
@@ -128,6 +131,39 @@ class TrainableDrafter(Drafter, PreTrainedModel):
                 f"feature_layers={list(self.feature_layers)} reach beyond the {target.num_layers} layers of {target.name!r}"
             )
         self.embed = target.embed
+
+
+class DecoderDrafter(TrainableDrafter):
+    """A trained drafter of decoder layers, with a cache. A kind calls `finish` when it has made its modules."""
+
+    packed = False
+
+    def finish(self, layers: int) -> None:
+        """Ends a kind's `__init__`. layers: layers with a key-value cache of their own."""
+        config = self.config
+        self.feature_layers = tuple(config.feature_layers)
+        self.register_buffer("kept_ids", torch.arange(config.draft_vocab_size))
+        self.rotary = Rotary(config.head_dim, config.rope_parameters)
+        self.cache_shape = CacheShape(layers, config.num_key_value_heads, config.head_dim, config.sliding_window)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @property
+    def decoder_layers(self) -> list[DraftLayer]:
+        return list(self.layers)  # type: ignore[arg-type]
+
+    def pack(self) -> None:
+        """Packs layers for the CPU kernels (float32), then linear layers and norms."""
+        weight = next(self.parameters())
+        if cpu_kernels() is not None and weight.dtype == torch.float32 and weight.device.type == "cpu":
+            for layer in self.decoder_layers:
+                layer.pack(self.rotary.width)
+            self.pack_depths()
+        super().pack()
+        self.packed = True
+
+    def pack_depths(self) -> None:
+        """Called when the layers are packed, for kinds that can do more."""
 
 
 def _plain(value: object) -> object:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import json
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
 
 from drafttrain.errors import UserError
+from drafttrain.files import Json
 from drafttrain.ops.sampling import SamplingParams
 
 
@@ -68,22 +71,13 @@ class TreeSpec:
         body, *options = text.strip().split("@")
         spec = _parse_shape(text, body)
         for option in options:
-            name, _, value = option.partition("=")
-            if option == "sample" and spec.shape != "none":
-                spec = replace(spec, sampled=True)
-            elif option == "adapt" and spec.shape != "none":
-                spec = replace(spec, adaptive=True)
-            elif option == "nomatch" and spec.shape != "none":
-                spec = replace(spec, matches=False)
-            elif name in ("stop", "alone") and spec.shape != "none" and 0 < _number(value) < 1:
-                spec = replace(spec, stop=float(value)) if name == "stop" else replace(spec, alone=float(value))
-            elif name == "match" and spec.shape != "none" and value.isdecimal() and int(value) > 0:
-                spec = replace(spec, match=int(value))
-            else:
+            fields = _option_fields(option)
+            if not fields or spec.shape == "none":
                 raise UserError(
                     f"tree={text!r}: {option!r} is no option; write @sample, @stop=P or @alone=P with P between 0 "
                     "and 1, @match=NODES, @nomatch or @adapt"
                 )
+            spec = replace(spec, **fields)
         # Dropping drawn tokens by their outcome would leave tokens that are not distributed as q.
         if spec.sampled and spec.shape == "dynamic":
             raise UserError(
@@ -108,12 +102,11 @@ class TreeSpec:
             "chain": f"chain:{self.depth}",
             "fanout": "fanout:" + "x".join(map(str, self.fanout)),
             "dynamic": f"dynamic:{self.depth},{self.top_k},{self.budget}",
-            "paths": "paths:" + ",".join("-".join(map(str, path)) for path in self.paths),
+            "paths": paths_text(self.paths),
         }[self.shape]
-        text += "@sample" * self.sampled + (f"@stop={self.stop}" if self.stop else "")
-        text += (f"@alone={self.alone}" if self.alone else "") + (f"@match={self.match}" if self.match else "")
-        text += "@nomatch" * (not self.matches)
-        return text + "@adapt" * self.adaptive
+        numbers = {"stop": self.stop, "alone": self.alone, "match": self.match}
+        text += "@sample" * self.sampled + "".join(f"@{name}={value}" for name, value in numbers.items() if value)
+        return text + "@nomatch" * (not self.matches) + "@adapt" * self.adaptive
 
     def smaller(self) -> list[TreeSpec]:
         """The trees that an adaptive decoder may choose, from the smallest to this one; without `none`."""
@@ -122,14 +115,12 @@ class TreeSpec:
             texts = [f"chain:{length}" for length in lengths]
         elif self.shape == "dynamic":
             shares = sorted({max(1, self.budget >> shift): shift for shift in (2, 1, 0)}.items())
-            texts = [
-                f"dynamic:{max(1, self.depth - shift)},{min(self.top_k, nodes)},{nodes}" for nodes, shift in shares
-            ]
+            texts = [f"dynamic:{max(1, self.depth - s)},{min(self.top_k, nodes)},{nodes}" for nodes, s in shares]
         elif self.shape == "fanout":
             texts = ["fanout:" + "x".join(map(str, self.fanout[:depth])) for depth in range(1, self.depth + 1)]
         else:
-            kept = [[path for path in self.paths if len(path) <= depth] for depth in range(1, self.depth + 1)]
-            texts = ["paths:" + ",".join("-".join(map(str, path)) for path in paths) for paths in kept]
+            depths = range(1, self.depth + 1)
+            texts = [paths_text(path for path in self.paths if len(path) <= depth) for depth in depths]
         same = {name: getattr(self, name) for name in ("sampled", "stop", "alone", "match", "matches")}
         return [replace(TreeSpec.parse(text), **same) for text in texts]
 
@@ -176,18 +167,24 @@ def _parse_paths(text: str, rest: str) -> TreeSpec:
         if path[:-1] and path[:-1] not in paths:
             node, parent = ("-".join(map(str, p)) for p in (path, path[:-1]))
             raise UserError(f"tree={text!r}: node {node} has no parent; add {parent}")
-    counts = [
-        [len(ranks) for path, ranks in ranks_below(paths).items() if len(path) == d] for d in range(len(paths[-1]))
-    ]
-    fanout = tuple(map(max, counts))
+    below = ranks_below(paths).items()
+    fanout = tuple(max(len(ranks) for path, ranks in below if len(path) == d) for d in range(len(paths[-1])))
     return TreeSpec("paths", len(fanout), fanout, max(fanout), len(paths), paths)
 
 
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return -1.0
+def _option_fields(option: str) -> Json:
+    """The fields that an option sets; none for an unknown option or value."""
+    name, _, value = option.partition("=")
+    if name in ("stop", "alone") and re.fullmatch(r"\d*\.?\d+(e[+-]?\d+)?", value) and 0 < float(value) < 1:
+        return {name: float(value)}
+    if name == "match" and value.isdecimal() and int(value) > 0:
+        return {name: int(value)}
+    return {"sample": {"sampled": True}, "adapt": {"adaptive": True}, "nomatch": {"matches": False}}.get(option, {})
+
+
+def paths_text(paths: Iterable[tuple[int, ...]]) -> str:
+    """The text form of a fixed tree."""
+    return "paths:" + ",".join("-".join(map(str, path)) for path in paths)
 
 
 @functools.cache

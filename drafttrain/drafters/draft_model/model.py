@@ -21,31 +21,22 @@ import json
 from collections.abc import Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 
-from drafttrain.batch import Batch, StepOutput, TokenTree, anchors_by_depth, sums_by_depth
-from drafttrain.drafters.base import JointSession, KeepTokens
+from drafttrain.batch import StepOutput, TokenTree, anchors_by_depth, sums_by_depth
+from drafttrain.drafters.base import JointSession, KeepTokens, Samplers, Specs, StepInputs, Tensors
+from drafttrain.drafters.common.configs import TargetedConfig
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.common.tree_growth import GrowingTree, grow_trees
-from drafttrain.drafters.common.tree_spec import TreeSpec
-from drafttrain.drafters.draft_model.lora import add_lora, load_adapter, merged, save_adapter
-from drafttrain.drafters.draft_model.start import (
-    check_vocabulary,
-    from_checkpoint,
-    from_config,
-    load_weights,
-    own_layers,
-)
+from drafttrain.drafters.draft_model import start as language_models
 from drafttrain.drafters.registry import META_FILE
 from drafttrain.environment import __version__
 from drafttrain.errors import UserError
 from drafttrain.files import Json, write_json
-from drafttrain.losses import StoredTopK, TargetRows, linear_divergence
-from drafttrain.ops.sampling import Sampler
+from drafttrain.losses import StoredTopK, linear_divergence
 from drafttrain.ops.tree_attention import TreeLayout
 from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target import Target
@@ -57,30 +48,24 @@ _EMBEDDINGS = ("copied", "shared")
 _TREE_SLOTS = 64
 
 
-class DraftModelConfig(PreTrainedConfig):
+class DraftModelConfig(TargetedConfig):
     """How a draft model began and is trained; its shapes are in the language model's own config.
 
     Attributes:
         layers: the target's layers that it was built from, for init=target.
         embedding: for init=target: `copied` (trained) or `shared` (frozen, the target's own).
         config: folder, Hub id or fields of the language model's config, for init=random.
-        lora: options of `add_lora`; empty trains all weights.
-        loss: divergence between target and drafter. target: the target's identity.
+        lora: options of `start.add_lora`; empty trains all weights.
     """
 
     model_type = "drafttrain_draft_model"
-    recipe_keys: ClassVar[tuple[str, ...]] = ()
     layers: Sequence[int] = ()
     embedding: str = "copied"
     config: str | Json = ""
     lora: Json = field(default_factory=dict)
-    loss: str = "kl"
-    target: Json = field(default_factory=dict)
 
-    def __post_init__(self, **kwargs: Any) -> None:
-        self.drafter_kind, self.layers = "draft_model", list(self.layers)
-        self.lora, self.target = self.lora or {}, self.target or {}
-        super().__post_init__(**kwargs)
+    def check(self) -> None:
+        self.layers, self.lora = list(self.layers), self.lora or {}
 
     def described(self) -> Json:
         """Content of drafttrain.json."""
@@ -112,7 +97,7 @@ class DraftModel(TrainableDrafter):
         self.lm, self.tokenizer = lm, tokenizer
         self._no_split_modules = getattr(lm, "_no_split_modules", None)
         if config.lora:
-            add_lora(lm, config.lora)
+            language_models.add_lora(lm, config.lora)
         try:
             self.runner = Target.wrap(lm, tokenizer, name or type(lm).__name__, freeze=False)
         except UserError as error:
@@ -126,12 +111,7 @@ class DraftModel(TrainableDrafter):
     ) -> DraftModel:
         """Returns a draft model to train; its vocabulary is the language model's, so `keep` is unused.
 
-        Args:
-            init: `target` for some of the target's own layers, `random` for a config, else a checkpoint.
-            options: fields of DraftModelConfig that this `init` allows.
-
-        Raises:
-            UserError: an unknown or misplaced option, or no model that can be built from it.
+        init: `target` for some of the target's own layers, `random` for a config, else a checkpoint.
         """
         known = _OPTIONS.get(init, _OPTIONS["checkpoint"])
         for key in options:
@@ -144,11 +124,11 @@ class DraftModel(TrainableDrafter):
         if config.embedding not in _EMBEDDINGS:
             raise UserError(f"drafter.embedding={config.embedding!r} is not one of {', '.join(_EMBEDDINGS)}")
         if init == "target":
-            lm = own_layers(target, config.layers, config.embedding == "shared")
+            lm = language_models.own_layers(target, config.layers, config.embedding == "shared")
         elif init == "random":
-            lm = from_config(target, config.config)
+            lm = language_models.from_config(target, config.config)
         else:
-            lm, tokenizer = from_checkpoint(init)
+            lm, tokenizer = language_models.from_checkpoint(init)
         drafter = cls(lm, tokenizer, config, init)
         if drafter.runner.softcap is not None:
             raise UserError(
@@ -162,7 +142,7 @@ class DraftModel(TrainableDrafter):
     @classmethod
     def from_pretrained(cls, name: str, use_safetensors: bool = True) -> DraftModel:  # type: ignore[override]
         """Loads what `save_pretrained` wrote, or any causal language model with its tokenizer, in float32."""
-        lm, tokenizer = from_checkpoint(name)
+        lm, tokenizer = language_models.from_checkpoint(name)
         meta = Path(name).expanduser() / META_FILE
         recorded = json.loads(meta.read_text()) if meta.is_file() else {}
         # A trained adapter is merged into the saved weights.
@@ -185,9 +165,11 @@ class DraftModel(TrainableDrafter):
             return
         folder = Path(save_directory)
         state = self._lm_state(state_dict)
-        self.lm.save_pretrained(folder, state_dict=merged(self.lm, state) if self.config.lora else state)
+        self.lm.save_pretrained(
+            folder, state_dict=language_models.merged(self.lm, state) if self.config.lora else state
+        )
         if self.config.lora:
-            save_adapter(self.lm, state, folder / _ADAPTER)
+            language_models.save_adapter(self.lm, state, folder / _ADAPTER)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
         write_json(folder / META_FILE, self.config.described())
@@ -195,26 +177,20 @@ class DraftModel(TrainableDrafter):
     def load_checkpoint(self, folder: str | Path) -> bool:
         """Reads the weights that `save_pretrained` wrote during the same training; with LoRA, the adapter."""
         if self.config.lora:
-            load_adapter(self.lm, Path(folder) / _ADAPTER)
+            language_models.load_adapter(self.lm, Path(folder) / _ADAPTER)
         else:
-            load_weights(self.lm, Path(folder))
+            language_models.load_weights(self.lm, Path(folder))
         return True
 
     def _lm_state(self, state: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         state = self.state_dict() if state is None else state
         return {name.removeprefix("lm."): value for name, value in state.items()}
 
-    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
-        self.lm.gradient_checkpointing_enable(*args, **kwargs)
-
-    def gradient_checkpointing_disable(self) -> None:
-        self.lm.gradient_checkpointing_disable()
-
     # -- vocabulary, packing, copies ----------------------------------------------------------------------------
 
     def bind(self, target: Target) -> None:
         """Checks that token ids mean the same to both. Any target with this vocabulary fits, whatever its size."""
-        check_vocabulary(self.tokenizer, target, self.runner.name)
+        language_models.check_vocabulary(self.tokenizer, target, self.runner.name)
         self.runner.check_head()
         self.target_vocab_size = target.vocab_size
         self.kept_ids = torch.arange(min(self.vocab_size, target.vocab_size), device=target.device)
@@ -242,27 +218,19 @@ class DraftModel(TrainableDrafter):
         """A frozen copy with only the ids that both vocabularies have."""
         state = self._lm_state()
         lm = type(self.lm)(copy.deepcopy(self.lm.config))
-        lm.load_state_dict(merged(self.lm, state) if self.config.lora else state)
+        lm.load_state_dict(language_models.merged(self.lm, state) if self.config.lora else state)
         if len(self.kept_ids) < self.vocab_size:
             lm.resize_token_embeddings(len(self.kept_ids))
         return Target.wrap(lm.to(self.device), self.tokenizer, self.runner.name)
 
     # -- training half ------------------------------------------------------------------------------------------
 
-    def forward(
-        self,
-        batch: Batch,
-        embeds: Tensor,
-        features: Tensor,
-        rows: TargetRows | StoredTopK | None,
-        row_of: Tensor | None,
-        count: Tensor | float,
-        measure: bool = True,
-    ) -> StepOutput:
-        """One pass over the rows; see `Drafter.forward`. `embeds` and `output` are not read.
+    def forward(self, inputs: StepInputs) -> StepOutput:
+        """One pass over the rows.
 
         Without `rows` the loss is the cross-entropy of the batch's own tokens (pretraining).
         """
+        batch, _, _, rows, row_of, count, measure = inputs
         ids = batch.input_ids
         at = anchors_by_depth(batch.response_mask, 1)[0] + 1  # [t] flat positions
         states = self._states(ids, None if batch.documents is None else batch.begins()).flatten(0, 1)[at]
@@ -301,9 +269,7 @@ class DraftModel(TrainableDrafter):
         return DraftModelSession(self, prompt_ids, max_length)
 
     @torch.no_grad()
-    def extend_all(
-        self, sessions: Sequence[DraftModelSession], tokens: Sequence[Tensor], features: Sequence[Tensor]
-    ) -> None:
+    def extend_all(self, sessions: Sequence[DraftModelSession], tokens: Tensors, features: Tensors) -> None:
         """One pass over the tokens that the sessions have not read yet; each session's last token becomes its root."""
         parts = [
             (session, rest) for session, new in zip(sessions, tokens, strict=True) if len(rest := session.take(new))
@@ -319,9 +285,7 @@ class DraftModel(TrainableDrafter):
             session.root = row
 
     @torch.no_grad()
-    def propose_all(
-        self, sessions: Sequence[DraftModelSession], specs: Sequence[TreeSpec], samplers: Sequence[Sampler | None]
-    ) -> list[TokenTree]:
+    def propose_all(self, sessions: Sequence[DraftModelSession], specs: Specs, samplers: Samplers) -> list[TokenTree]:
         """One pass per depth over the nodes that any of the trees opens."""
         kept = None if len(self.kept_ids) == self.target_vocab_size else self.kept_ids
         trees = []

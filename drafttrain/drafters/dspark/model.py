@@ -75,12 +75,11 @@ class DSpark(BlockDrafter):
         self.own_ids[self.kept_ids.cpu()] = torch.arange(len(self.kept_ids))
         self.own_ids = self.own_ids.to(target.device)
 
-    def initialize(self, target: Target, kept_ids: Tensor) -> list[str]:
+    def copy_from(self, target: Target) -> list[str]:
         """As the backbone; the confidence starts as one half."""
-        with torch.no_grad():
-            self.confidence.weight.mul_(0.01)
-            self.confidence.bias.zero_()
-        return super().initialize(target, kept_ids)
+        self.confidence.weight.mul_(0.01)
+        self.confidence.bias.zero_()
+        return super().copy_from(target)
 
     def conditional(self, logits: Tensor, reads: Tensor, parents: Tensor) -> Logits:
         before = self.markov_in(self.own_ids[parents])

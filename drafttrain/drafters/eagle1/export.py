@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from drafttrain.drafters.common.layer_session import LayerSession
+from drafttrain.drafters.common.layer_model import LayerSession
 from drafttrain.drafters.common.llama_layers import LAYER_KEYS, layer_keys, unsupported_by_llama
 from drafttrain.drafters.eagle1.model import Eagle1, Eagle1Config
 from drafttrain.drafters.read_back import RandomTarget, draft_chains

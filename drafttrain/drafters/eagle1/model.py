@@ -22,11 +22,10 @@ from drafttrain.drafters.base import Source
 from drafttrain.drafters.common.configs import LastStateConfig
 from drafttrain.drafters.common.layer_model import LayerDrafter
 from drafttrain.drafters.common.layers import DraftLayer
-from drafttrain.drafters.common.linear_start import projection_start
-from drafttrain.drafters.common.target_weights import copy_layer, identity_on_last
+from drafttrain.drafters.common.starts import copy_last_layers, frozen_head, identity_on_last, projection_start
 from drafttrain.errors import UserError
 from drafttrain.losses import TargetRows
-from drafttrain.ops.packing import pack
+from drafttrain.ops.packing import PackedLinear
 from drafttrain.target import Target
 
 
@@ -61,81 +60,52 @@ class Eagle1(LayerDrafter):
     """An EAGLE-1 drafter; `bind` attaches the target's embedding and head.
 
     Attributes:
-        frozen_head: [d, h] the target's head rows of the kept tokens. score: [t, h] -> [t, d], their products.
+        frozen: the target's head over the kept tokens; in a list, so that it is neither trained nor saved.
+        score: [t, h] -> [t, d], its products.
     """
 
     config_class = Eagle1Config
     kind = "eagle1"
-    frozen_head: Tensor
+    frozen: list[nn.Linear | PackedLinear]
     score: Callable[[Tensor], Tensor]
 
     def __init__(self, config: Eagle1Config):
         super().__init__(config)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         self.layers = nn.ModuleList(DraftLayer(config, normed=i > 0) for i in range(config.num_hidden_layers))
-        self.packed = False
         self.finish(config.num_hidden_layers)
 
     @property
-    def decoder_layers(self) -> list[DraftLayer]:
-        return list(self.layers)  # type: ignore[arg-type]
-
-    @property
     def head_weight(self) -> Tensor:
-        return self.frozen_head
+        return self.frozen[0].weight
 
     @property
     def token_weight(self) -> float:
         return self.config.token_weight
 
     def bind(self, target: Target) -> None:
-        """Attaches the target's embedding and head.
-
-        Raises:
-            UserError: trained for another target, or a target that caps its logits; the loss applies no cap to the drafter's.
-        """
+        """Attaches the target's embedding and head; UserError for a target that caps its logits, which the loss does not."""
         if target.softcap is not None:
             raise UserError(
                 f"target={target.name!r} caps its logits, and kind={self.kind!r} shares its head, which is trained without a "
                 "cap; use a kind with a head of its own (eagle3)"
             )
         super().bind(target)
-        head = target.head_weight.detach()
-        complete = len(self.kept_ids) == target.vocab_size
-        if not complete:
-            head = head[self.kept_ids.to(head.device)].contiguous()
-        self.frozen_head = head if target.logit_scale == 1.0 else head * target.logit_scale
-        if complete:
-            self.score = target.head
-        else:
-            linear = nn.Linear(head.shape[1], head.shape[0], bias=False, device="meta")
-            linear.weight = nn.Parameter(self.frozen_head, requires_grad=False)
-            score = nn.Sequential(linear)
-            if self.packed:
-                pack(score)
-            self.score = score.forward
+        self.frozen = [frozen_head(target, self.kept_ids, self.packed, target.logit_scale)]
+        self.score = target.head if len(self.kept_ids) == target.vocab_size else self.frozen[0].forward
 
-    def pack(self) -> None:
-        super().pack()
-        self.packed = True  # `bind` packs the head
-
-    @torch.no_grad()
-    def initialize(self, target: Target, kept_ids: Tensor) -> list[str]:
+    def copy_from(self, target: Target) -> list[str]:
         """Copies the target's last layers; `fc` starts as the identity on the state.
 
         The layers' output projections start near zero: their input comes after the target's final norm, which no layer of
         the target reads, and their error would grow from depth to depth.
         """
-        self.kept_ids.copy_(kept_ids)
         identity_on_last(self.fc)
-        names = ["fc"]
-        ours = self.decoder_layers[-target.num_layers :]
-        for layer, theirs in zip(ours, target.layers[-len(ours) :], strict=True):
-            copied = copy_layer(layer, theirs)
-            names += copied if layer is ours[0] else []
+        copied = copy_last_layers(self.decoder_layers, target)
+        for layer in self.decoder_layers:
             for added in (layer.self_attn.o_proj, layer.mlp.down_proj):
                 added.weight.mul_(0.01)
-        return names
+        return ["fc", *copied[0]]
 
     @torch.no_grad()
     def solve_start(self, batches: list[Batch], source: Source) -> float | None:
@@ -149,7 +119,7 @@ class Eagle1(LayerDrafter):
         return self.fc(torch.cat((embeds, state), dim=-1)), None
 
     def logits(self, state: Tensor) -> Tensor:
-        return self.score(state.to(self.frozen_head.dtype))
+        return self.score(state.to(self.head_weight.dtype))
 
     def first_state(self, features: Tensor, batch: Batch) -> Tensor:
         """Adds noise in training, in place of the error of drafted states."""

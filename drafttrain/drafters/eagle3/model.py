@@ -17,14 +17,13 @@ from typing import Any, Self
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.nn import RMSNorm
 
-from drafttrain.batch import Batch
-from drafttrain.drafters.base import Source
+from drafttrain.drafters.common import starts
 from drafttrain.drafters.common.configs import LayerConfig
 from drafttrain.drafters.common.layer_model import LayerDrafter
-from drafttrain.drafters.common.layers import DraftLayer, RMSNorm
-from drafttrain.drafters.common.linear_start import linear_start
-from drafttrain.drafters.common.target_weights import copy_layer, copy_norm, final_norm, head_rows, identity_on_last
+from drafttrain.drafters.common.layers import DraftLayer
+from drafttrain.files import Json
 from drafttrain.ops.cpu_layers import DraftWeights
 from drafttrain.target import Target
 
@@ -39,6 +38,7 @@ class Eagle3Config(LayerConfig):
     """
 
     model_type = "drafttrain_eagle3"
+    width_field = "target_hidden_size"
     feature_layers: tuple[int, ...] = ()
     target_hidden_size: int = 0
     fc_norm: bool = False
@@ -51,9 +51,8 @@ class Eagle3Config(LayerConfig):
         self.target_hidden_size = self.target_hidden_size or self.hidden_size
 
     @classmethod
-    def for_target(cls, target: Target, **options: Any) -> Self:
-        options = {"feature_layers": target.default_feature_layers, **options}
-        return super().for_target(target, **{**options, "target_hidden_size": target.hidden_size})
+    def shapes(cls, target: Target, options: Json) -> Json:
+        return {**super().shapes(target, options), "feature_layers": target.default_feature_layers}
 
 
 class Eagle3(LayerDrafter):
@@ -62,6 +61,7 @@ class Eagle3(LayerDrafter):
     config_class: Any = Eagle3Config
     _keys_to_ignore_on_load_unexpected = ["d2t", "t2d"]
     kind = "eagle3"
+    solve_start = starts.linear_start
 
     def __init__(self, config: Eagle3Config):
         super().__init__(config)
@@ -91,29 +91,20 @@ class Eagle3(LayerDrafter):
     def decoder_layers(self) -> list[DraftLayer]:
         return [self.midlayer, *self.layers.values()]  # type: ignore[list-item]
 
-    @torch.no_grad()
-    def initialize(self, target: Target, kept_ids: Tensor) -> list[str]:
+    def copy_from(self, target: Target) -> list[str]:
         """Copies the target's head rows, final norm and last layers (the first one on the state half of its input).
 
         `fc` starts as the identity on the highest feature, so the untrained drafter is the target's last layers on a late
         state. Nothing fits a drafter of another hidden size.
         """
-        self.kept_ids.copy_(kept_ids)
         if self.config.hidden_size != self.config.target_hidden_size:
             return []
-        self.lm_head.weight.copy_(head_rows(target, kept_ids))
-        identity_on_last(self.fc)
+        self.lm_head.weight.copy_(starts.head_rows(target, self.kept_ids))
+        starts.identity_on_last(self.fc)
         names = ["lm_head", "fc"]
-        if copy_norm(self.norm, final_norm(target)):
+        if starts.copy_norm(self.norm, starts.final_norm(target)):
             names.append("norm")
-        ours = self.decoder_layers[-target.num_layers :]
-        for layer, theirs in zip(ours, target.layers[-len(ours) :], strict=True):
-            copied = copy_layer(layer, theirs)
-            names += copied if layer is self.midlayer else []
-        return names
-
-    def solve_start(self, batches: list[Batch], source: Source) -> float | None:
-        return linear_start(self, batches, source)
+        return names + starts.copy_last_layers(self.decoder_layers, target)[0]
 
     def draft_weights(self) -> DraftWeights | None:
         config, first = self.config, self.midlayer

@@ -1,15 +1,12 @@
 """Hydra: Medusa's heads, which also read the tokens drafted so far (arXiv 2402.05109).
 
-    position t          0    1    2    3    4
-    token               x0   x1   x2   x3   x4
-    last state          h0   h1   h2   h3   h4      the target's head reads h_t and chooses x_{t+1}
-
     head k at anchor t reads h_t ++ e(x_{t+1}) ++ .. ++ e(x_{t+1+k}) and predicts x_{t+2+k}
 
     out_k = block(M x + SiLU(W x)), x what is read         logits = lm_head_k(out_k)
 
-e is the target's embedding, frozen and scaled to RMS 1. M replaces the residual of Medusa, whose input is as wide as its
-output. With init=target W starts at 0, and M as the identity on h_t or the best linear prediction of the state at t+1+k.
+h_t is the target's last state, as in Medusa; e is its embedding, frozen and scaled to RMS 1. M replaces the residual of
+Medusa, whose input is as wide as its output. With init=target W starts at 0, and M as the identity on h_t or the best linear
+prediction of the state at t+1+k.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from drafttrain.drafters.common.linear_start import unit
+from drafttrain.drafters.common.starts import unit
 from drafttrain.drafters.medusa.model import Medusa, MedusaConfig, ResidualBlock
 from drafttrain.target import Target
 
@@ -50,12 +47,11 @@ class Hydra(Medusa):
     def first_block(hidden: int, depth: int) -> ResidualBlock:
         return MixBlock((2 + depth) * hidden, hidden)
 
-    @torch.no_grad()
-    def initialize(self, target: Target, kept_ids: Tensor) -> list[str]:
+    def copy_from(self, target: Target) -> list[str]:
         h = self.config.hidden_size
         for block in self.blocks:
             block[0].residual.weight.zero_()[:, :h].fill_diagonal_(1.0)
-        return [*super().initialize(target, kept_ids), "residual"]
+        return [*super().copy_from(target), "residual"]
 
     def fitted(self, state: Tensor, depth: int) -> tuple[int, Tensor]:
         return depth, state

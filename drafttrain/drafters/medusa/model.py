@@ -1,8 +1,6 @@
 """Medusa: heads that each predict a further token from the target's last state alone (arXiv 2401.10774, Medusa-1).
 
-    position t          0    1    2    3    4
-    token               x0   x1   x2   x3   x4
-    last state          h0   h1   h2   h3   h4      the target's head reads h_t and chooses x_{t+1}
+h_t is the last state from which the target's head chooses x_{t+1}; see common/path_heads.py.
 
     head k at anchor t reads h_t and predicts x_{t+2+k}; head 0 predicts the token after the one the target has just chosen
 
@@ -15,9 +13,8 @@ with the best linear prediction of its state at t+1+k where training data is ava
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -36,14 +33,11 @@ class MedusaConfig(HeadsConfig):
 
     model_type = "drafttrain_medusa"
     at_least_one = ("num_heads", "blocks", "tree_nodes")
+    width_field = "hidden_size"
     hidden_size: int = 64
     num_heads: int = 4
     blocks: int = 1
     shared_head: bool = False
-
-    @classmethod
-    def for_target(cls, target: Target, **options: Any) -> Self:
-        return super().for_target(target, **{**options, "hidden_size": target.hidden_size})
 
 
 class ResidualBlock(nn.Module):
@@ -80,13 +74,12 @@ class Medusa(PathHeads):
         """The block that reads the states of a depth."""
         return ResidualBlock(hidden, hidden)
 
-    @torch.no_grad()
-    def initialize(self, target: Target, kept_ids: Tensor) -> list[str]:
+    def copy_from(self, target: Target) -> list[str]:
         """Copies the target's head rows; blocks start as the identity."""
         for block in self.blocks.modules():
             if isinstance(block, ResidualBlock):
                 block.linear.weight.zero_()
-        return super().initialize(target, kept_ids)
+        return super().copy_from(target)
 
     def enter(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         return hidden.to(self.head(0).weight.dtype)

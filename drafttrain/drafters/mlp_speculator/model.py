@@ -1,20 +1,17 @@
 """MLP speculator: a small recurrent network over the target's last state and the drafted tokens (arXiv 2404.19124).
 
-    position t          0    1    2    3    4
-    token               x0   x1   x2   x3   x4
-    last state          h0   h1   h2   h3   h4      the target's head reads h_t and chooses x_{t+1}
-
     state_0 = gelu(ln_0(proj_0(h_t)         + r emb_0(x_{t+1})))        head 0 predicts x_{t+2}
     state_k = gelu(ln_k(proj_k(state_{k-1}) + r emb_k(x_{t+1+k})))      head k predicts x_{t+2+k}
 
-r = w_e / w_s with w_s = 0.5 ** (0.5 / n) and w_e = sqrt((1 - w_s ** 2) inner / 2) for n steps: the ratio of the published
-networks, in which ln takes the common factor away. Embeddings are the drafter's own. ln is an RMS norm with a shift.
+h_t is the last state from which the target's head chooses x_{t+1}; see common/path_heads.py. r = w_e / w_s with
+w_s = 0.5 ** (0.5 / n) and w_e = sqrt((1 - w_s ** 2) inner / 2) for n steps: the ratio of the published networks, in which ln
+takes the common factor away. Embeddings are the drafter's own. ln is an RMS norm with a shift.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +37,7 @@ class MlpSpeculatorConfig(HeadsConfig):
     model_type = "drafttrain_mlp_speculator"
     attribute_map = {"hidden_size": "emb_dim"}
     at_least_one = ("inner_dim", "n_predict", "tree_nodes")
+    width_field = "emb_dim"
     emb_dim: int = 64
     inner_dim: int = 0
     n_predict: int = 3
@@ -49,10 +47,6 @@ class MlpSpeculatorConfig(HeadsConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         self.inner_dim = self.inner_dim or self.emb_dim
         super().__post_init__(**kwargs)
-
-    @classmethod
-    def for_target(cls, target: Target, **options: Any) -> Self:
-        return super().for_target(target, **{**options, "emb_dim": target.hidden_size})
 
 
 class ShiftedNorm(nn.Module):
@@ -90,13 +84,11 @@ class MlpSpeculator(PathHeads):
         if isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=self.config.inner_dim**-0.5)
 
-    @torch.no_grad()
-    def initialize(self, target: Target, kept_ids: Tensor) -> list[str]:
+    def copy_from(self, target: Target) -> list[str]:
         """Copies the target's embedding: its directions of most power, in a random basis, at the size of a random start.
 
         `solve_start` fits the heads; the target's rows do not fit states of another network.
         """
-        self.kept_ids.copy_(kept_ids)
         inner = self.config.inner_dim
         rows = target.embed(torch.arange(self.config.vocab_size, device=target.device)).float()
         directions = torch.linalg.eigh(rows.T @ rows).eigenvectors.flip(1)[:, :inner]  # eigenvalues ascend

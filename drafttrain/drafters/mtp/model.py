@@ -13,19 +13,22 @@ depths see the keys that the first module computes from true states: a cache as 
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any, NamedTuple
+
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
+from torch.nn import RMSNorm
 
 from drafttrain.batch import Batch
 from drafttrain.drafters.base import Source
+from drafttrain.drafters.common import starts
 from drafttrain.drafters.common.configs import LastStateConfig
 from drafttrain.drafters.common.layer_model import LayerDrafter
-from drafttrain.drafters.common.layers import DraftLayer, RMSNorm
-from drafttrain.drafters.common.linear_start import projection_start, set_temperature
-from drafttrain.drafters.common.target_weights import copy_layer, copy_norm, final_norm, head_rows, identity_on_last
-from drafttrain.drafters.mtp.native_module import read_native
+from drafttrain.drafters.common.layers import DraftLayer
 from drafttrain.errors import UserError
-from drafttrain.files import Json
+from drafttrain.files import Json, hub_snapshot
 from drafttrain.ops.cpu_layers import DraftWeights
 from drafttrain.target import Target
 
@@ -70,21 +73,17 @@ class MTP(LayerDrafter):
 
     def __init__(self, config: MTPConfig):
         super().__init__(config)
-        self.blocks = nn.ModuleList(MTPModule(config) for _ in range(config.modules))
+        self.blocks: Any = nn.ModuleList(MTPModule(config) for _ in range(config.modules))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.finish(layers=1)
 
     @property
-    def modules_list(self) -> list[MTPModule]:
-        return list(self.blocks)  # type: ignore[arg-type]
-
-    @property
     def decoder_layers(self) -> list[DraftLayer]:
-        return [block.layer for block in self.modules_list]
+        return [block.layer for block in self.blocks]
 
     def block_at(self, depth: int) -> MTPModule:
-        return self.modules_list[min(depth, len(self.blocks) - 1)]
+        return self.blocks[min(depth, len(self.blocks) - 1)]
 
     def layers_at(self, depth: int) -> list[DraftLayer]:
         return [self.block_at(depth).layer]
@@ -92,7 +91,7 @@ class MTP(LayerDrafter):
     def draft_weights(self) -> DraftWeights | None:
         if len(self.blocks) > 1:
             return None
-        block = self.modules_list[0]
+        block = self.blocks[0]
         return DraftWeights(
             head=self.lm_head.weight,
             embed_width=self.config.hidden_size,
@@ -116,11 +115,7 @@ class MTP(LayerDrafter):
 
     @classmethod
     def native(cls, target: Target, kept_ids: Tensor, options: Json) -> MTP:
-        """A drafter with the weights of the MTP module in the target's checkpoint; of several, the first, for all depths.
-
-        Raises:
-            UserError: no module there, or one of another form than our layer.
-        """
+        """A drafter with the weights of the MTP module in the target's checkpoint; of several, the first, for all depths."""
         shapes, state = read_native(target)
         drafter = cls(MTPConfig.for_target(target, **{**shapes, **options}, draft_vocab_size=len(kept_ids)))
         drafter.initialize(target, kept_ids)
@@ -136,30 +131,138 @@ class MTP(LayerDrafter):
             block.load_state_dict(drafter.blocks[0].state_dict())
         return drafter
 
-    @torch.no_grad()
-    def initialize(self, target: Target, kept_ids: Tensor) -> list[str]:
+    def copy_from(self, target: Target) -> list[str]:
         """Copies head rows, final norm and, into each module, the last layer; projections start as the identity on the state."""
-        self.kept_ids.copy_(kept_ids)
-        self.lm_head.weight.copy_(head_rows(target, kept_ids))
+        self.lm_head.weight.copy_(starts.head_rows(target, self.kept_ids))
         names = ["lm_head", "eh_proj"]
-        if copy_norm(self.norm, final_norm(target)):
+        if starts.copy_norm(self.norm, starts.final_norm(target)):
             names.append("norm")
-        for block in self.modules_list:
-            identity_on_last(block.eh_proj)
-            copied = copy_layer(block.layer, target.layers[-1])
+        for block in self.blocks:
+            starts.identity_on_last(block.eh_proj)
+            copied = starts.copy_layer(block.layer, target.layers[-1])
         return names + copied
 
     @torch.no_grad()
     def solve_start(self, batches: list[Batch], source: Source) -> float | None:
         """Fits the projections."""
-        for block in self.modules_list:
+        for block in self.blocks:
             for norm in (block.enorm, block.hnorm):
                 norm.weight.fill_(1.0)
-        projections = [block.eh_proj for block in self.modules_list]
-        explained, size = projection_start(self, projections, batches, source, normed=True)
+        projections = [block.eh_proj for block in self.blocks]
+        explained, size = starts.projection_start(self, projections, batches, source, normed=True)
         self.norm.weight.fill_(size)
-        set_temperature(self, batches[0], source, self.norm.weight)
+        starts.set_temperature(self, batches[0], source, self.norm.weight)
         return explained
+
+
+class _Form(NamedTuple):
+    """How a family stores its first module.
+
+    Attributes:
+        module: prefix of its tensors; {n} is the target's number of layers. layer: prefix of the decoder layer's, after that.
+        names: the family's names -> ours, without `.weight`.
+        swapped: the projection reads the state before the embedding.
+    """
+
+    module: str
+    layer: str
+    names: dict[str, str]
+    swapped: bool = False
+
+
+_DEEPSEEK = _Form(  # GLM-4 too
+    "model.layers.{n}.", "", {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "shared_head.norm": "norm"}
+)
+_QWEN = _Form(
+    "mtp.",
+    "layers.0.",
+    {"pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "fc": "eh_proj", "norm": "norm"},
+)
+_MIMO = _Form(
+    "model.mtp_layers.0.",
+    "",
+    {"token_layernorm": "enorm", "hidden_layernorm": "hnorm", "input_proj": "eh_proj", "final_layernorm": "norm"},
+    swapped=True,
+)
+# Copies of the target's own tensors.
+_SHARED = ("embed_tokens.weight", "shared_head.head.weight", "rotary_emb.inv_freq")
+# Parts of tensor names that show an unsupported layer, and its description.
+_FOREIGN = {"experts": "a mixture of experts", "kv_a_proj": "multi-head latent attention", "scale": "quantized"}
+_PLAIN = {f"{block}.{name}" for block, names in starts.PROJECTIONS.items() for name in names}
+_PLAIN |= {"self_attn.q_norm", "self_attn.k_norm", "input_layernorm", "post_attention_layernorm"}
+
+
+def read_native(target: Target) -> tuple[Json, dict[str, Tensor]]:
+    """Reads the first MTP module of the target's checkpoint.
+
+    Returns:
+        The drafter's config options that it fixes, and its tensors by the names of `MTPModule`, and `norm.weight`.
+
+    Raises:
+        UserError: no such tensors, or a module that is not dense with plain attention.
+    """
+    form, prefix, own = _find(target)
+    layer, names = form.layer, form.names
+    state: dict[str, Tensor] = {}
+    for name, path in own.items():
+        stem, _, part = name.rpartition(".")
+        inner = stem.removeprefix(layer)
+        if stem in names:
+            ours = f"{names[stem]}.{part}"
+        elif inner in _PLAIN and name.startswith(layer) and part in ("weight", "bias"):
+            ours = f"layer.{inner}.{part}"
+        elif name.endswith(_SHARED) or (layer and name.startswith("layers.") and not name.startswith(layer)):
+            continue  # shared, or a further module's
+        else:
+            what = next((what for sign, what in _FOREIGN.items() if sign in name), "of another kind")
+            raise UserError(
+                f"init='native': the prediction module of target {target.name!r} is {what} ({prefix}{name}), and only dense "
+                "ones with plain attention are supported; use init=target"
+            )
+        with safe_open(path, "pt") as file:
+            state[ours] = file.get_tensor(prefix + name).float()
+    offset = _norm_offset(target)
+    for name in state:
+        if "norm" in name:
+            state[name] = state[name] + offset
+    if form.swapped:
+        state["eh_proj.weight"] = torch.cat(state["eh_proj.weight"].chunk(2, dim=1)[::-1], dim=1)
+    shapes: Json = {
+        "intermediate_size": len(state["layer.mlp.gate_proj.weight"]),
+        "qk_norm": "layer.self_attn.q_norm.weight" in state,
+    }
+    if "layer.self_attn.q_proj.bias" in state:
+        shapes["attention_bias"] = True  # of all four; one that is missing is zero
+        output = state["layer.self_attn.o_proj.weight"]
+        state.setdefault("layer.self_attn.o_proj.bias", output.new_zeros(len(output)))
+    return shapes, state
+
+
+def _find(target: Target) -> tuple[_Form, str, dict[str, Path]]:
+    """The form of the checkpoint's module, the prefix of its tensors, and the file of each tensor by the rest of its name."""
+    folder = Path(target.path)
+    if not folder.is_dir():
+        folder = hub_snapshot(target.path, ["*.safetensors"], "target")
+    files: dict[str, Path] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            files |= dict.fromkeys(file.keys(), path)
+    for form in (_DEEPSEEK, _QWEN, _MIMO):
+        prefix = form.module.format(n=target.num_layers)
+        own = {name.removeprefix(prefix): path for name, path in files.items() if name.startswith(prefix)}
+        if all(f"{name}.weight" in own for name in form.names):
+            return form, prefix, own
+    raise UserError(
+        f"init='native': the checkpoint of target {target.name!r} ({target.path}) holds no multi-token prediction module "
+        "(eh_proj, mtp.fc or mtp_layers); use init=target"
+    )
+
+
+def _norm_offset(target: Target) -> float:
+    """1 for families whose norms store their factors minus one, read off the target's final norm; else 0."""
+    norm = starts.final_norm(target)
+    weight = None if norm is None else starts.norm_weight(norm)
+    return 0.0 if norm is None or weight is None else float((weight - next(norm.parameters())).float().mean().round())
 
 
 KIND = MTP

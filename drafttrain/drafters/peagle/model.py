@@ -20,13 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from drafttrain.batch import Batch, TokenTree, anchors_by_depth
-from drafttrain.drafters.base import Source
-from drafttrain.drafters.common.layer_session import LayerSession, attend_sessions
+from drafttrain.drafters.base import Samplers, Source, Specs
+from drafttrain.drafters.common.layer_model import LayerSession
 from drafttrain.drafters.common.tree_growth import GrowingTree, grow_trees
-from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
 from drafttrain.errors import UserError
-from drafttrain.ops.sampling import Sampler
 from drafttrain.ops.tree_attention import TreeLayout
 from drafttrain.target import Target
 
@@ -71,7 +69,7 @@ class PEagle(Eagle3):
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features))
 
     @torch.no_grad()
-    def solve_start(self, batches: list[Batch], source: Source) -> float | None:
+    def solve_start(self, batches: list[Batch], source: Source) -> float:
         """As EAGLE-3's; `mask_hidden` starts as the mean of the features that it replaces."""
         total, count = torch.zeros(self.mask_hidden.shape[-1], device=self.mask_hidden.device), 0
         for batch in batches:
@@ -91,19 +89,15 @@ class PEagle(Eagle3):
         return self.masks(len(embeds))
 
     @torch.no_grad()
-    def propose_all(
-        self, sessions: Sequence[LayerSession], specs: Sequence[TreeSpec], samplers: Sequence[Sampler | None]
-    ) -> list[TokenTree]:
+    def propose_all(self, sessions: Sequence[LayerSession], specs: Specs, samplers: Samplers) -> list[TokenTree]:
         """All depths of all sessions in one step over masked positions."""
         sizes = [max(spec.depth - 1, 0) for spec in specs]
         states = torch.cat([session.root for session in sessions])  # [sessions, h]
         drafting = [(session, size) for session, size in zip(sessions, sizes, strict=True) if size]
         if drafting:
-            own, counts = [session for session, _ in drafting], [size for _, size in drafting]
+            own = [session for session, _ in drafting]
             layouts = [TreeLayout(session.length, count=size) for session, size in drafting]
-            positions = torch.cat([layout.positions()[0] for layout in layouts]).to(states.device)
-            attends = [attend_sessions(own, layer, layouts, counts) for layer in range(self.cache_shape.layers)]
-            states = torch.cat((states, self.step(*self.masks(sum(counts)), positions, attends, None, 1)))
+            states = torch.cat((states, self.packed_step(own, layouts, *self.masks(sum(sizes)), depth=1)))
         first, later = self.logits(states).split((len(sessions), sum(sizes)))  # [sessions, d], [sum(sizes), d]
         deeper = later.split(sizes)
         trees = [

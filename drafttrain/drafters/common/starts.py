@@ -1,0 +1,418 @@
+"""How drafters start: weights copied from the target where forms agree, and closed-form solutions before the first step.
+
+A drafter whose attention layer reads (state, token embedding) and adds to the state must first learn to predict the next token
+instead of the token it reads. That takes hundreds of steps from a random start, because the embedding reaches the output
+through attention alone. Least squares finds the best linear drafter in one pass over some data:
+
+    state_t    =  fc features_t                       ~  y_t        y: the target's last hidden state, scaled to RMS 1
+    out_t      =  A state_t + E embed(x_{t+1})        ~  y_{t+1}    the same A and E at every depth
+
+`fc` is the first map. The second goes through attention in which each token sees itself: queries and keys are one random
+projection of the input, so that a token's score is highest with its own key; values and the output projection hold
+[E, A - rho I], where rho I is the residual's share. The MLP starts at zero.
+
+Block-parallel drafters (`block_start`) start with a linear prediction in their first layer's attention. A mask carries no
+information on what to predict, so attention must first find the two places that do: the last token, at the start of the block,
+and the newest feature, at the end of the context. Least squares over some data gives the map
+
+    y_{t+1}  ~  E embed(x_{t+1}) + A unit(fc features_t)        y: the target's last hidden state, scaled to RMS 1
+
+which the layer's attention then computes. All masks have one constant query, given by their embedding. Keys are plus or minus
+one constant vector, by the sign of a linear probe (heads are normed): `token` heads match the block's token, `context` heads
+match features. Rotary positions do the rest: token heads use the slowest rotation only, so distance does not matter; context
+heads use all rotations at once, whose mean cosine falls like the logarithm of the distance, so their weights fall like a power
+of it and the newest feature dominates. MLPs and upper layers start at zero. All depths start with the prediction of the first.
+
+Every start reads some of the training data, on the drafter's device and perhaps twice, for a drafter that is bound to its
+target; it returns the share of variance of y that the map explains, 0 to 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import RMSNorm
+
+from drafttrain.batch import Batch, anchors_by_depth
+from drafttrain.drafters.base import Source, StepInputs
+from drafttrain.drafters.common.layer_model import LayerDrafter
+from drafttrain.drafters.common.layers import Attention, DraftLayer, rotate
+from drafttrain.drafters.common.trainable import TrainableDrafter
+from drafttrain.ops.packing import PackedLinear
+from drafttrain.target import Target
+
+# Self scores of about 64 * SHARPNESS^2 / 8 at head size 64: high enough to select the own key among a few hundred, low
+# enough for gradients to move attention elsewhere.
+SHARPNESS = 1.3
+RIDGE = 1e-2
+# Context weights fall with the distance to this power.
+POWER = 8.0
+# Scores of token heads: plus this on the block's token, minus this elsewhere.
+SCORE = 8.0
+# RMS of a learned mask, small against the prediction that attention adds to it.
+MASK = 0.1
+# Linear layers of a decoder layer, by block.
+PROJECTIONS = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
+
+
+def norm_weight(module: nn.Module) -> Tensor | None:
+    """The factors that an RMS norm applies, which some families store minus one; None for another kind of norm."""
+    if "RMSNorm" not in type(module).__name__:
+        return None
+    weight = next(module.parameters())
+    return module(torch.ones_like(weight)).detach()
+
+
+def copy_norm(ours: RMSNorm, theirs: nn.Module | None) -> bool:
+    """Copies an RMS norm's factors; False if theirs is missing or of another kind or size."""
+    weight = norm_weight(theirs) if theirs is not None else None
+    if weight is None or weight.shape != ours.weight.shape:
+        return False
+    ours.weight.data.copy_(weight)
+    return True
+
+
+def copy_linear(ours: nn.Linear, theirs: Any, head_dim: int = 0) -> bool:
+    """Copies a projection. A wider input takes it in its last columns; the others get small random weights.
+
+    With head_dim, fewer key or value heads than ours are repeated per group, which leaves attention unchanged.
+
+    Returns:
+        False, with ours unchanged, if theirs is missing or does not fit.
+    """
+    if theirs is None:
+        return False
+    weight = theirs.weight.detach().to(ours.weight.dtype)
+    bias = getattr(theirs, "bias", None)
+    if head_dim and ours.weight.shape[0] % weight.shape[0] == 0 and weight.shape[0] % head_dim == 0:
+        times = ours.weight.shape[0] // weight.shape[0]
+        weight = weight.view(-1, head_dim, weight.shape[1]).repeat_interleave(times, dim=0).flatten(0, 1)
+        bias = None if bias is None else bias.view(-1, head_dim).repeat_interleave(times, dim=0).flatten()
+    if weight.shape[0] != ours.weight.shape[0] or weight.shape[1] > ours.weight.shape[1]:
+        return False
+    ours.weight.data[:, : -weight.shape[1]] *= 0.1
+    ours.weight.data[:, -weight.shape[1] :] = weight
+    if ours.bias is not None and bias is not None:
+        ours.bias.data.copy_(bias)
+    return True
+
+
+def copy_layer(ours: DraftLayer, theirs: nn.Module) -> list[str]:
+    """Copies the parts of a target's layer that have the same form as ours; returns their names.
+
+    The `hidden_norm` of a layer that has one takes their input norm.
+    """
+    # Families with four norms per layer name the norm before the MLP differently.
+    before_mlp = getattr(theirs, "pre_feedforward_layernorm", None) or getattr(theirs, "post_attention_layernorm", None)
+    attention, their_attention = ours.self_attn, getattr(theirs, "self_attn", None)
+    input_norm = "hidden_norm" if ours.hidden_norm is not None else "input_layernorm"
+    norms = {
+        input_norm: (getattr(ours, input_norm), getattr(theirs, "input_layernorm", None)),
+        "post_attention_layernorm": (ours.post_attention_layernorm, before_mlp),
+        "self_attn.q_norm": (attention.q_norm, getattr(their_attention, "q_norm", None)),
+        "self_attn.k_norm": (attention.k_norm, getattr(their_attention, "k_norm", None)),
+    }
+    done = {name: copy_norm(own, other) for name, (own, other) in norms.items() if isinstance(own, RMSNorm)}
+    for block, names in PROJECTIONS.items():
+        for name in names:
+            repeated = attention.head_dim if name in ("k_proj", "v_proj") else 0
+            other = getattr(getattr(theirs, block, None), name, None)
+            done[f"{block}.{name}"] = copy_linear(getattr(getattr(ours, block), name), other, repeated)
+    return [name for name, copied in done.items() if copied]
+
+
+def copy_last_layers(ours: Sequence[DraftLayer], target: Target) -> list[list[str]]:
+    """Copies the target's last layers into our last ones; returns the names of the copied parts per layer."""
+    ours = ours[-target.num_layers :]
+    return [copy_layer(layer, theirs) for layer, theirs in zip(ours, target.layers[-len(ours) :], strict=True)]
+
+
+def final_norm(target: Target) -> nn.Module | None:
+    """The norm behind the target's last layer; None in families that have none."""
+    return getattr(target.body, "norm", None)
+
+
+def identity_on_last(linear: nn.Linear) -> None:
+    """Makes a projection the identity on its last columns, with small random weights on the others."""
+    linear.weight.mul_(0.1)
+    linear.weight[:, -linear.out_features :].add_(torch.eye(linear.out_features))
+
+
+def head_rows(target: Target, kept_ids: Tensor) -> Tensor:
+    """[d, h] the target's head rows of the kept tokens."""
+    return target.head_weight[kept_ids.to(target.head_weight.device)]
+
+
+def frozen_head(target: Target, kept_ids: Tensor, packed: bool, scale: float = 1.0) -> nn.Linear | PackedLinear:
+    """The target's head rows of the kept tokens times `scale`, as a frozen layer; without a copy where it can."""
+    rows = target.head_weight if len(kept_ids) == len(target.head_weight) else head_rows(target, kept_ids)
+    head = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
+    rows = rows.detach().to(target.device)
+    head.weight = nn.Parameter(rows if scale == 1.0 else rows * scale, requires_grad=False)
+    return PackedLinear(head) if packed else head
+
+
+def unit(x: Tensor) -> Tensor:
+    """Scales rows to RMS 1, as an RMS norm without weights does."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+class LeastSquares:
+    """Ridge regression y ~ W x from batches, in float32 normal equations."""
+
+    def __init__(self) -> None:
+        self.xx, self.xy = torch.empty(0), torch.empty(0)  # [i, i], [i, o] sums
+        self.count = 0
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        """x [n, i], y [n, o]."""
+        xx, xy = x.T @ x, x.T @ y
+        self.xx, self.xy = (self.xx + xx, self.xy + xy) if self.xx.numel() else (xx, xy)
+        self.count += len(x)
+
+    def solve(self, each: bool = False) -> Tensor:
+        """[o, i]. each: scale the ridge by every input's own power, for inputs of different sizes."""
+        power = self.xx.diagonal()
+        mean = power.mean().expand_as(power)
+        ridge = RIDGE * (torch.maximum(power, 1e-3 * mean) if each else mean)
+        return torch.linalg.solve(self.xx + ridge.diag(), self.xy).T
+
+
+@torch.no_grad()
+def linear_start(drafter: Any, batches: list[Batch], source: Source) -> float:
+    """The start of an `Eagle3` whose head is set: overwrites fc, attention, MLP output, the scale of the final norm."""
+    project = _projection(drafter, batches, source)  # [target h, h]
+    first, second = LeastSquares(), LeastSquares()
+    squares, power = 0.0, 0.0
+    for batch in batches:
+        features, rows, row_of = source(batch)
+        hidden = rows.hidden.float()
+        y = unit(hidden) @ project
+        squares += float((hidden @ project).square().mean(-1).sum())
+        power += float(y.square().mean(-1).sum())
+        first.add(drafter.norm_features(features[row_of >= 0]).float(), y)
+    fc = first.solve()  # [h, f * target h]
+    states = 0.0
+    for batch in batches:
+        embeds, features, hidden = anchor_rows(drafter, batch, source)
+        state = drafter.norm_features(features).float() @ fc.T
+        states += float(state.square().mean(-1).sum())
+        second.add(torch.cat((unit(embeds), unit(state)), dim=-1), unit(hidden) @ project)
+    maps, covariance = second.solve(), second.xx / second.count  # [h, target h + h] and its square
+    rho = float(((maps @ covariance) * maps).sum() / len(maps)) ** 0.5
+    config, middle = drafter.config, drafter.midlayer
+    drafter.fc.weight.copy_(fc * rho / (states / second.count) ** 0.5)
+    assert middle.hidden_norm is not None
+    middle.hidden_norm.weight.fill_(1.0)
+    _zero_outputs(drafter.decoder_layers)
+    _set_attention(middle.self_attn, maps, covariance, 1.0 if config.norm_before_residual else rho)
+    scale = (squares / first.count) ** 0.5
+    if config.norm_output:  # the next depth's input keeps the size that the map expects, so the head takes the scale
+        drafter.norm.weight.fill_(rho)
+        drafter.lm_head.weight.mul_(scale / rho)
+    else:
+        drafter.norm.weight.fill_(scale)
+    set_temperature(drafter, batches[0], source, drafter.lm_head.weight if config.norm_output else drafter.norm.weight)
+    return rho**2 / (power / first.count)
+
+
+def _projection(drafter: Any, batches: list[Batch], source: Source) -> Tensor:
+    """[target h, h], from the target's last state to the drafter's width; the head is set to match.
+
+    A narrower drafter takes the directions of most variance, a wider one leaves columns empty.
+    """
+    h, wide = drafter.config.hidden_size, drafter.config.target_hidden_size
+    if h == wide:
+        return torch.eye(h, device=drafter.device)
+    covariance = torch.zeros(wide, wide, device=drafter.device)
+    for batch in batches:
+        _, rows, _ = source(batch)
+        y = unit(rows.hidden.float())
+        covariance += y.T @ y
+    project = torch.zeros(wide, h, device=drafter.device)
+    directions = torch.linalg.eigh(covariance).eigenvectors.flip(1)[:, :h]  # eigenvalues come in ascending order
+    project[:, : directions.shape[1]] = directions
+    drafter.lm_head.weight.copy_(rows.weight.float() @ project)
+    return project
+
+
+def _zero_outputs(layers: Iterable[Any]) -> None:
+    """Makes decoder layers pass on their input: attention and MLP add nothing."""
+    for layer in layers:
+        for parameter in (*layer.self_attn.o_proj.parameters(), *layer.mlp.down_proj.parameters()):
+            parameter.zero_()
+
+
+def _set_attention(attention: Attention, maps: Tensor, covariance: Tensor, residual: float) -> None:
+    """Stores x -> maps x, less the residual's share of x, in heads that attend to their own token; the others' outputs are 0."""
+    h, width = maps.shape
+    e, heads, kv = attention.head_dim, attention.heads, attention.kv_heads
+    wanted = maps.clone()
+    wanted[:, width - h :] -= residual * torch.eye(h, device=maps.device)
+    used = range(min(kv, -(-h // e)))  # key/value heads that carry the map
+    for linear in (attention.q_proj, attention.k_proj, attention.v_proj):
+        if linear.bias is not None:
+            linear.bias.zero_()
+    for norm in (attention.q_norm, attention.k_norm):
+        for weight in norm.parameters():  # head norms remove the probe's length, so their weights carry the sharpness
+            weight.fill_(SHARPNESS * (64 / e) ** 0.25)
+    store_map(attention, wanted, covariance, used)
+    generator = torch.Generator().manual_seed(0)
+    for head in used:
+        probe = torch.randn(e, width, generator=generator) * SHARPNESS * (64 / e) ** 0.25 / width**0.5
+        attention.k_proj.weight[head * e : (head + 1) * e] = probe
+        attention.q_proj.weight.view(kv, heads // kv, e, width)[head] = probe
+
+
+def store_map(attention: Attention, wanted: Tensor, covariance: Tensor, heads: range) -> None:
+    """Stores x -> wanted x in the values and outputs of key/value heads.
+
+    The directions that matter most for this data come first, so that few heads lose as little as possible.
+
+    Args:
+        wanted: [h, i]; covariance: [i, i] second moments of x.
+    """
+    (h, width), e, group = wanted.shape, attention.head_dim, attention.heads // attention.kv_heads
+    ridge = 1e-4 * covariance.diagonal().mean() * torch.eye(width, device=wanted.device)
+    directions = torch.linalg.svd(wanted @ torch.linalg.cholesky(covariance + ridge)).U  # [h, h]
+    out = attention.o_proj.weight.view(h, attention.heads, e)
+    for place, head in enumerate(heads):
+        part = directions[:, place * e : (place + 1) * e]  # [h, e], fewer columns at the end
+        attention.v_proj.weight[head * e : head * e + part.shape[1]] = part.T @ wanted
+        attention.v_proj.weight[head * e + part.shape[1] : (head + 1) * e] = 0
+        out[:, head * group, : part.shape[1]] = part
+
+
+def anchor_rows(drafter: TrainableDrafter, batch: Batch, source: Source) -> tuple[Tensor, Tensor, Tensor]:
+    """Regression data at every anchor t, float32: embedding of x_{t+1} [n, h], features_t [n, f*h], last state at t+1 [n, h]."""
+    features, rows, row_of = source(batch)
+    anchors = anchors_by_depth(batch.response_mask, 1)[0]
+    embeds = drafter.embed(batch.input_ids.flatten()[anchors + 1])
+    hidden = rows.hidden[row_of.flatten()[anchors + 1]]
+    return embeds.float(), features.flatten(0, 1)[anchors].float(), hidden.float()
+
+
+@torch.no_grad()
+def projection_start(
+    drafter: LayerDrafter, projections: Sequence[nn.Linear], batches: Iterable[Batch], source: Source, normed: bool
+) -> tuple[float, float]:
+    """The start of kinds whose projections read (token embedding, state) before the layers: each takes the whole map.
+
+        projection [embed(x_{t+1}), f_t]  ~  f_{t+1}
+
+    The layers start with zero output projections. normed: embedding, state and prediction are scaled to RMS 1.
+
+    Returns:
+        Share of variance of f that the map explains, 0 to 1, and the RMS of f.
+    """
+    fit, sizes, power, squares = LeastSquares(), list[Tensor](), 0.0, 0.0
+    for batch in batches:
+        *parts, y = anchor_rows(drafter, batch, source)
+        squares += float(y.square().mean(-1).sum())
+        if normed:
+            y, *parts = (unit(part) for part in (y, *parts))
+        # Inputs of about one size, so that the ridge does not decide between them.
+        sizes = sizes or [part.square().mean().sqrt() for part in parts]
+        power += float(y.square().mean(-1).sum())
+        fit.add(torch.cat([part / size for part, size in zip(parts, sizes, strict=True)], dim=-1), y)
+    maps = fit.solve()  # [h, 2h]
+    explained = float(((maps @ fit.xx) * maps).sum()) / len(maps) / power
+    left, right = maps.chunk(2, dim=1)
+    for projection in projections:
+        projection.weight.copy_(torch.cat((left / sizes[0], right / sizes[1]), dim=1))
+    _zero_outputs(drafter.decoder_layers)
+    return explained, (squares / fit.count) ** 0.5
+
+
+def set_temperature(drafter: TrainableDrafter, batch: Batch, source: Source, scaled: Tensor) -> None:
+    """Scales the logits to the lowest loss on two rows: the RMS of a linear prediction does not give its certainty.
+
+    Args:
+        scaled: the weight that scales the logits.
+    """
+    part = batch.first_rows(2)
+    inputs = StepInputs(part, drafter.embed(part.input_ids), *source(part), total=1.0, measure=False)
+    weight, best = scaled.clone(), (float("inf"), 1.0)
+    for factor in (0.25, 0.35, 0.5, 0.65, 0.8, 1.0):
+        scaled.copy_(weight * factor)
+        best = min(best, (float(drafter(inputs).loss), factor))
+    scaled.copy_(weight * best[1])
+
+
+@torch.no_grad()
+def block_start(drafter: Any, batches: list[Batch], source: Source) -> float:
+    """The start of a `BlockDrafter`: overwrites fc, the first layer's attention, the outputs of all other modules, a learned
+    mask, the final norm's scale."""
+    h = drafter.config.hidden_size
+    joint, fitted, squares = LeastSquares(), LeastSquares(), 0.0
+    for batch in batches:
+        embeds, features, hidden = anchor_rows(drafter, batch, source)
+        joint.add(torch.cat((unit(embeds), features), dim=-1), unit(hidden))
+        squares += float(hidden.square().mean(-1).sum())
+    drafter.fc.weight.copy_(_solve_scaled(joint)[:, h:])
+    drafter.hidden_norm.weight.fill_(1.0)
+    mean = torch.zeros(2 * h, device=drafter.device)
+    for batch in batches:
+        embeds, features, hidden = anchor_rows(drafter, batch, source)
+        both = torch.cat((unit(embeds), drafter.fuse(features).float()), dim=-1)
+        fitted.add(both, unit(hidden))
+        mean += both.sum(0)
+    maps, covariance = _solve_scaled(fitted), fitted.xx / fitted.count
+    explained = float(((maps @ covariance) * maps).sum() / h)
+
+    if drafter.mask is not None:
+        drafter.mask.copy_(MASK * torch.randn(h, generator=torch.Generator().manual_seed(0)))
+    _zero_outputs(drafter.layers)
+    drafter.layers[0].input_layernorm.weight.fill_(1.0)
+    _set_block_attention(drafter, maps, covariance, mean / fitted.count)
+    drafter.norm.weight.fill_((squares / joint.count) ** 0.5 * drafter.logit_scale)
+    training = drafter.training
+    drafter.eval()  # the same blocks, all of them, at every temperature
+    set_temperature(drafter, batches[0], source, drafter.norm.weight)
+    drafter.train(training)
+    return explained
+
+
+def _solve_scaled(fit: LeastSquares) -> Tensor:
+    """[o, i]; the ridge is a share of each input's own power: features differ by orders of magnitude."""
+    return torch.linalg.solve(fit.xx + RIDGE * torch.diag(fit.xx.diagonal() + 1e-6), fit.xy).T
+
+
+def _set_block_attention(drafter: Any, maps: Tensor, covariance: Tensor, mean: Tensor) -> None:
+    """Half the key/value heads (rounded up) read the block's token, the others the newest context.
+
+    Args:
+        maps: [h, 2h] E and A; covariance: [2h, 2h] second moments of what they read; mean: [2h] of it.
+    """
+    attention, rotary, h = drafter.layers[0].self_attn, drafter.rotary, drafter.config.hidden_size
+    e, kv, group = attention.head_dim, attention.kv_heads, attention.heads // attention.kv_heads
+    mask = unit(drafter.mask_embedding().float())
+    token, context = slice(0, h), slice(h, 2 * h)
+    gram = covariance[token, token] + covariance[context, context] + torch.outer(mask, mask)
+    gram += RIDGE * gram.diagonal().mean() * torch.eye(h, device=gram.device)
+    tokens = -(-kv // 2)
+    half = rotary.width // 2
+    slow, every = torch.zeros(e, device=gram.device), torch.zeros(e, device=gram.device)
+    slow[half - 1], every[:half] = e**0.5, (e / half) ** 0.5
+    strength = POWER * math.log(rotary.parameters["rope_theta"])
+    for norm in (attention.q_norm, attention.k_norm):
+        norm.weight.fill_((strength / e**0.5) ** 0.5)
+    # Queries of token heads are rotated away from their keys, into a plane where the keys are zero, until the score fits.
+    aside = torch.zeros_like(slow)
+    aside[0] = e**0.5
+    share = min(1.0, SCORE / strength) if half > 1 else 1.0
+    newest = rotate(every[None, None], *rotary.compute(torch.tensor([-1], device=gram.device), torch.float32))[0, 0]
+    for part, heads, key, query, sign in (
+        (token, range(tokens), slow, share * slow + (1 - share**2) ** 0.5 * aside, 1.0),
+        (context, range(tokens, kv), every, newest, -1.0),
+    ):
+        probe = torch.linalg.solve(gram, sign * (mean[token] - mean[context]) - mask)
+        for head in heads:
+            rows = slice(head * e, (head + 1) * e)
+            attention.k_proj.weight[rows] = torch.outer(key, probe)
+            attention.q_proj.weight.view(kv, group, e, h)[head, 0] = torch.outer(query, mask / h)
+        store_map(attention, maps[:, part], covariance[part, part], heads)
