@@ -16,53 +16,39 @@ Options = dict[str, Any]  # keys of a recipe
 
 @dataclass
 class TrainConfig:
-    """The recipe's keys of ours. All other keys of a recipe are fields of transformers TrainingArguments.
+    """The recipe's keys of ours. All other keys of a recipe are fields of transformers TrainingArguments."""
 
-    Attributes:
-        kind: drafter kind, a folder of drafttrain/drafters.
-        target: short name, folder or Hub id. data: folder written by `drafttrain generate`.
-        output_dir: receives the drafter, its checkpoints and training.json.
-        init: 'target' copies the target's weights, 'random' does not, 'native' takes the drafter that the target's
-            checkpoint holds; any other value names a drafter to continue.
-        drafter: options of the kind's config (draft_vocab_size, ttt_steps, feature_layers, ...).
-        loss: between target and drafter, see docs/training.md: kl, js:0.5, lk_lambda, 0.9*kl+0.1*ce, kl@2, ...
-            next_token pretrains a draft model without the target.
-        on_policy: options of training/on_policy.py, which lets the drafter write a share of the responses; empty for none.
-        dtype: the frozen target's: auto, float32, bfloat16.
-        target_device_map: 'auto' spreads a target that is too large for one GPU over several; empty keeps it on one.
-        max_length: tokens used of a conversation.
-        packing: fill rows of max_length tokens with several conversations, which do not attend to each other.
-        validation: share of conversations held out.
-        max_minutes: training time, by which the learning rate then decays too; 0 ends by steps instead.
-        cache_gb: memory for target features kept across epochs; -1 means 4 on a CPU and none on a GPU.
-        decode_prompts: held-out prompts that the decoder continues during training; 0 for none. decode_steps: steps
-            between measurements; 0 means with every checkpoint. decode_tokens: per answer. decode_tree: see `drafttrain eval`.
-        resume: continue from the newest checkpoint in output_dir, if there is one; false deletes them and starts over.
-        trainer: the remaining keys, for TrainingArguments.
-    """
-
-    kind: str = "eagle3"
-    target: str = ""
-    data: str = ""
-    output_dir: str = ""
+    kind: str = "eagle3"  # drafter kind, a folder of drafttrain/drafters
+    target: str = ""  # short name, folder or Hub id
+    data: str = ""  # folder written by `drafttrain generate`; a text file for loss=next_token
+    output_dir: str = ""  # receives the drafter, its checkpoints and training.json
+    # 'target' copies the target's weights, 'random' does not, 'native' takes the drafter that the target's checkpoint holds;
+    # any other value names a drafter to continue.
     init: str = "target"
-    drafter: Options = field(default_factory=dict)
+    drafter: Options = field(
+        default_factory=dict
+    )  # of the kind's config: draft_vocab_size, ttt_steps, feature_layers, ...
+    # Between target and drafter, see docs/training.md: kl, js:0.5, lk_lambda, 0.9*kl+0.1*ce, kl@2, ...
+    # next_token pretrains a draft model without the target.
     loss: str = "kl"
+    # Of training/on_policy.py, which lets the drafter write a share of the responses; empty for none.
     on_policy: Options = field(default_factory=dict)
-    dtype: str = "auto"
-    target_device_map: str = ""
-    max_length: int = 2048
-    packing: bool = False
-    validation: float = 0.02
-    max_minutes: float = 0.0
-    cache_gb: float = -1.0
-    decode_prompts: int = 8
-    decode_steps: int = 0
-    decode_tokens: int = 64
-    decode_tree: str = "chain:4"
-    resume: bool = True
-    trust_remote_code: bool = False
-    trainer: Options = field(default_factory=dict)
+    dtype: str = "auto"  # the frozen target's: auto, float32, bfloat16
+    target_device_map: str = ""  # 'auto' spreads a target too large for one GPU over several; empty keeps it on one
+    max_length: int = 2048  # tokens used of a conversation
+    packing: bool = (
+        False  # fill rows of max_length tokens with several conversations, which do not attend to each other
+    )
+    validation: float = 0.02  # share of conversations held out
+    max_minutes: float = 0.0  # training time, by which the learning rate then decays too; 0 ends by steps instead
+    cache_gb: float = -1.0  # memory for target features kept across epochs; -1 means 4 on a CPU and none on a GPU
+    decode_prompts: int = 8  # held-out prompts that the decoder continues during training; 0 for none
+    decode_steps: int = 0  # steps between measurements; 0 means with every checkpoint
+    decode_tokens: int = 64  # per answer
+    decode_tree: str = "chain:4"  # see `drafttrain eval`
+    resume: bool = True  # continue from the newest checkpoint in output_dir; false deletes them and starts over
+    trust_remote_code: bool = False  # run code of the target's repository
+    trainer: Options = field(default_factory=dict)  # the remaining keys, for TrainingArguments
 
 
 def neighbours(key: str, known: list[str]) -> str:
@@ -92,19 +78,14 @@ def parse_overrides(words: list[str]) -> Options:
 
 def _scalar(value: object) -> object:
     """Text that is a number as that number: YAML 1.1 reads 3e-3 as text."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def load_config(path: str, overrides: list[str], trainer_keys: list[str]) -> TrainConfig:
-    """Reads a YAML recipe and applies the overrides.
-
-    Args:
-        trainer_keys: names of TrainingArguments, which recipes may hold next to our own keys.
+    """Reads a YAML recipe, whose keys are ours or among trainer_keys (TrainingArguments), and applies the overrides.
 
     Raises:
         UserError: missing file, broken YAML, an unknown key (with close matches), a wrong type, a missing required key.
@@ -119,11 +100,8 @@ def load_config(path: str, overrides: list[str], trainer_keys: list[str]) -> Tra
     if not isinstance(raw, dict):
         raise UserError(f"config={path!r} must hold key: value lines, not {type(raw).__name__}")
     for key, value in parse_overrides(overrides).items():
-        if isinstance(value, dict) and value and isinstance(raw.get(key), dict):  # an empty {} replaces
-            raw[key] = {**raw[key], **value}
-        else:
-            raw[key] = value
-
+        merges = isinstance(value, dict) and value and isinstance(raw.get(key), dict)  # an empty {} replaces
+        raw[key] = {**raw[key], **value} if merges else value
     defaults = vars(TrainConfig())
     own = [f.name for f in fields(TrainConfig) if f.name != "trainer"]
     values: Options = {"trainer": {}}

@@ -93,3 +93,14 @@ def sampling_of(args: argparse.Namespace) -> SamplingParams:
 
     more = {name: vars(args)[name] for name in ("min_p", "repetition_penalty") if name in vars(args)}
     return SamplingParams(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, **more)
+
+
+def number_list(name: str, text: str, kind: type[int] | type[float], least: float) -> list[float]:
+    """Reads a flag's numbers, separated by commas. Raises UserError for anything else, or a number below `least`."""
+    try:
+        numbers = [kind(part) for part in text.split(",") if part.strip()]
+    except ValueError as error:
+        raise UserError(f"{name}={text!r} is no list of numbers; write for example 1,2,4") from error
+    if any(number < least for number in numbers):
+        raise UserError(f"{name}={text!r}: every value must be at least {least}")
+    return numbers

@@ -35,6 +35,7 @@ MOVED = {
     "losses.targets": "losses",
     "training.targets": "training.feature_sources",
     "data.formats": "data.row_formats",
+    "drafters.trained": "drafters.shipping",
     "drafters.tree_spec": "drafters.common.tree_spec",
     "drafters.layers": "drafters.common.layers",
     "drafters.layer_model": "drafters.common.layer_model",

@@ -18,23 +18,38 @@ import os
 import time
 from dataclasses import asdict, dataclass
 from dataclasses import fields as fields_of
-from typing import TYPE_CHECKING
 
+import torch
+from datasets import Dataset
+from transformers import PrinterCallback, ProgressCallback, TrainingArguments, set_seed
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from drafttrain.batch import Batch
+from drafttrain.config import TrainConfig, load_config
+from drafttrain.data.loader import (
+    collate,
+    count_tokens,
+    is_text,
+    keep_frequent,
+    load_text,
+    pack_rows,
+    training_rows,
+)
+from drafttrain.data.store import FeatureStore, load_records, read_meta, stored_features
+from drafttrain.drafters.base import NEW
+from drafttrain.drafters.common.trainable import TrainableDrafter
+from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.drafters.registry import decoding_file, kind_class
+from drafttrain.environment import __version__
 from drafttrain.errors import UserError
-
-if TYPE_CHECKING:
-    import torch
-    from datasets import Dataset
-    from transformers import TrainingArguments
-
-    from drafttrain.batch import Batch
-    from drafttrain.config import TrainConfig
-    from drafttrain.drafters.common.trainable import TrainableDrafter
-    from drafttrain.files import Json
-    from drafttrain.target import Target
-    from drafttrain.training.feature_sources import BatchSource
-    from drafttrain.training.on_policy import OnPolicy
-    from drafttrain.training.trainer import DrafterTrainer
+from drafttrain.evaluation.held_out import acceptance, first_prompts
+from drafttrain.files import Json, write_json
+from drafttrain.losses import parse_loss
+from drafttrain.target import Target
+from drafttrain.training.callbacks import DecodeHeldOut, ProgressLines, SaveOnTerm, TimeBudget, gather_drafter
+from drafttrain.training.feature_sources import BatchSource, NoTarget, TargetSource
+from drafttrain.training.on_policy import OnPolicy, OnPolicyOptions
+from drafttrain.training.trainer import DrafterTrainer, explained, find_checkpoint, newest_checkpoint
 
 HELP = """Train a drafter from a YAML recipe.
 
@@ -48,15 +63,13 @@ a finished run is left unchanged. SIGTERM saves a checkpoint first and exits wit
 
 TERMINATED = 143  # what a shell reports for a process that SIGTERM ended
 MIN_COVERAGE = 0.95  # a continued drafter whose vocabulary covers less of the new data gets a note
-# Enough for a regression over a few thousand inputs and for accuracies; more changes little.
-START_TOKENS = 60_000
+START_TOKENS = 60_000  # enough for a regression over a few thousand inputs and for accuracies; more changes little
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help="YAML recipe, see configs/")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="replace a value of the recipe; a.b=c sets b in a"
-    )
+    replaces = "replace a value of the recipe; a.b=c sets b in a"
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=replaces)
 
 
 # -- setup: the recipe ------------------------------------------------------------------------------------------------
@@ -64,10 +77,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def setup(config_path: str, overrides: list[str]) -> tuple[TrainConfig, TrainingArguments]:
     """Reads the recipe."""
-    from transformers import TrainingArguments
-
-    from drafttrain.config import load_config
-
     config = load_config(config_path, overrides, [f.name for f in fields_of(TrainingArguments)])
     options: Json = {
         "logging_steps": 10,
@@ -85,12 +94,12 @@ def setup(config_path: str, overrides: list[str]) -> tuple[TrainConfig, Training
         **config.trainer,
         "output_dir": config.output_dir,
     }
-    if "wandb" in str(options["report_to"]):
+    if isinstance(options["report_to"], str):
+        options["report_to"] = [options["report_to"]]
+    if "wandb" in options["report_to"]:
         os.environ.setdefault("WANDB_PROJECT", "drafttrain")
     if config.max_minutes > 0:
         options["num_train_epochs"] = 10_000  # TimeBudget ends the run, so epochs must not
-    if isinstance(options["report_to"], str):
-        options["report_to"] = [options["report_to"]]
     try:
         return config, TrainingArguments(**options)
     except (TypeError, ValueError) as error:
@@ -99,9 +108,6 @@ def setup(config_path: str, overrides: list[str]) -> tuple[TrainConfig, Training
 
 def check_pretraining(config: TrainConfig) -> None:
     """Raises UserError for data or options that contradict the loss: next_token reads text, every other loss reads the target."""
-    from drafttrain.data.plain_text import is_text
-    from drafttrain.drafters.registry import kind_class
-
     if config.loss == "next_token":
         if not kind_class(config.kind).pretrains:
             raise UserError(
@@ -121,32 +127,20 @@ def check_pretraining(config: TrainConfig) -> None:
 
 @dataclass
 class Prepared:
-    """What a run trains, on what.
-
-    Attributes:
-        train_rows, held_out: rows {tokens, spans, length, index}; train_rows packed if the recipe says so.
-        source: gives batches their target features and distributions. on_policy: mixes in the drafter's responses, or None.
-        checkpoint: to resume from, or None. facts: what training.json records about the drafter.
-    """
+    """What a run trains, on what."""
 
     target: Target
     drafter: TrainableDrafter
-    train_rows: Dataset
-    held_out: Dataset | None
-    source: BatchSource
-    on_policy: OnPolicy | None
-    checkpoint: str | None
-    facts: Json
+    train_rows: Dataset  # rows {tokens, spans, length, index}; packed if the recipe says so
+    held_out: Dataset | None  # never packed
+    source: BatchSource  # gives batches their target features and distributions
+    on_policy: OnPolicy | None  # mixes in the drafter's responses
+    checkpoint: str | None  # to resume from
+    facts: Json  # what training.json records about the drafter
 
 
 def prepare(config: TrainConfig, args: TrainingArguments) -> Prepared:
     """Loads target and data, builds the drafter, and finds the checkpoint to resume from."""
-    from transformers import set_seed
-
-    from drafttrain.data.loader import pack_rows, training_rows
-    from drafttrain.losses import parse_loss
-    from drafttrain.training.on_policy import OnPolicy, OnPolicyOptions
-
     if config.loss != "next_token":
         parse_loss(config.loss)  # reports a mistake before a model loads
     check_pretraining(config)
@@ -157,9 +151,9 @@ def prepare(config: TrainConfig, args: TrainingArguments) -> Prepared:
     parameters = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
     if args.process_index == 0:
         print(
-            f"{len(train_rows)} conversations to train on, {len(held_out) if held_out else 0} held out; drafter "
-            f"{parameters / 1e6:.1f}M parameters; vocabulary {vocab['size']} of {vocab['vocab_size']} tokens covers "
-            f"{100 * vocab['coverage']:.2f} % of response tokens",
+            f"{len(train_rows)} conversations to train on, {len(held_out or ())} held out; drafter {parameters / 1e6:.1f}M "
+            f"parameters; vocabulary {vocab['size']} of {vocab['vocab_size']} tokens covers {100 * vocab['coverage']:.2f} % of "
+            "response tokens",
             flush=True,
         )
     source = build_source(config, target, drafter, records)
@@ -169,7 +163,7 @@ def prepare(config: TrainConfig, args: TrainingArguments) -> Prepared:
         on_policy = OnPolicy(options, drafter, train_rows, target, config.max_length, args, config.packing)
     if config.packing:
         train_rows = pack_rows(train_rows, config.max_length, args.seed)
-    checkpoint = find_checkpoint(config, args)
+    checkpoint = find_checkpoint(args, config.resume)
     if config.init == "target" and checkpoint is None and source.has_states:
         begin_from_least_squares(drafter, train_rows, source)
     facts = {"parameters": parameters, "vocabulary": vocab}
@@ -178,12 +172,6 @@ def prepare(config: TrainConfig, args: TrainingArguments) -> Prepared:
 
 def load_target_and_records(config: TrainConfig, args: TrainingArguments) -> tuple[Target, Dataset]:
     """The frozen target, and the conversations or texts to train on."""
-    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
-    from drafttrain.data.plain_text import is_text, load_text
-    from drafttrain.data.store import load_records, read_meta, stored_features
-    from drafttrain.target import Target
-
     # ZeRO-3 would shard every model loaded from now on; it is to shard the drafter only.
     unset_hf_deepspeed_config()
     records = None if is_text(config.data) else load_records(config.data)
@@ -218,27 +206,18 @@ def check_data(meta: Json, features: Json | None, target: Target, data: str) -> 
 
 def build_drafter(config: TrainConfig, target: Target, records: Dataset) -> tuple[TrainableDrafter, Json]:
     """Returns the drafter to train, bound to the target and on its device, and the report on its vocabulary."""
-    from drafttrain.data.vocab import count_tokens, keep_frequent
-    from drafttrain.drafters.base import NEW
-    from drafttrain.drafters.common.trainable import TrainableDrafter
-    from drafttrain.drafters.registry import kind_class
-
     kind = kind_class(config.kind)
     if config.packing and kind.trainable and not kind.takes_packed_rows:
         raise UserError(f"packing=true, but kind={config.kind!r} does not train on packed rows; set packing=false")
     counts = count_tokens(records, target.vocab_size)
-    _, report = keep_frequent(counts, 0)
-
-    def keep(size: int) -> torch.Tensor:
-        return keep_frequent(counts, size, target.eos_ids)[0]
-
-    drafter = kind.begin(target, config.init, config.drafter, config.loss, keep)
+    drafter = kind.begin(
+        target, config.init, config.drafter, config.loss, lambda size: keep_frequent(counts, size, target.eos_ids)
+    )
     assert isinstance(drafter, TrainableDrafter), "begin raises for kinds without weights"
     drafter.bind(target)
     if config.packing:
         drafter.check_packing()
     covered = float(counts[drafter.kept_ids.to(counts.device)].sum() / counts.sum().clamp(min=1))
-    report.update(size=len(drafter.kept_ids), coverage=round(covered, 6))
     if config.init not in NEW and covered < MIN_COVERAGE:
         print(
             f"note: the vocabulary of init={config.init!r} covers {100 * covered:.1f} % of this data's response tokens, and "
@@ -246,15 +225,12 @@ def build_drafter(config: TrainConfig, target: Target, records: Dataset) -> tupl
             flush=True,
         )
     drafter.to(target.device)  # type: ignore[arg-type]
-    return drafter, report
+    sizes = {"size": len(drafter.kept_ids), "vocab_size": target.vocab_size}
+    return drafter, {**sizes, "coverage": round(covered, 6), "seen": int((counts > 0).sum())}
 
 
 def build_source(config: TrainConfig, target: Target, drafter: TrainableDrafter, records: Dataset) -> BatchSource:
     """The source of target features and distributions: memory, stored features, the target; none for next_token."""
-    from drafttrain.data.store import FeatureStore
-    from drafttrain.losses import parse_loss
-    from drafttrain.training.feature_sources import NoTarget, TargetSource
-
     if config.loss == "next_token":
         return NoTarget()
     cache_gb = config.cache_gb if config.cache_gb >= 0 else (4.0 if target.device.type == "cpu" else 0.0)
@@ -264,42 +240,24 @@ def build_source(config: TrainConfig, target: Target, drafter: TrainableDrafter,
     return TargetSource(target, drafter.feature_layers, drafter.kept_ids, stored, ids, cache_gb * 1e9, at)
 
 
-def find_checkpoint(config: TrainConfig, args: TrainingArguments) -> str | None:
-    """The newest checkpoint in output_dir; with resume=false or without one, what an earlier run left there is deleted."""
-    from transformers.trainer_utils import get_last_checkpoint
-
-    from drafttrain.training.trainer import forget_checkpoints, forget_drafter
-
-    if not config.resume:
-        forget_checkpoints(args)
-    checkpoint = get_last_checkpoint(config.output_dir) if os.path.isdir(config.output_dir) else None
-    if checkpoint is None:
-        forget_drafter(args)
-    return checkpoint
-
-
 def first_batches(rows: Dataset, device: torch.device) -> tuple[list[Batch], int]:
     """The first rows, about START_TOKENS of them, as batches; and their number of tokens."""
-    from drafttrain.batch import Batch
-    from drafttrain.data.loader import collate
-
-    batches, tokens = [], 0
-    for begin in range(0, len(rows), 8):
+    batches, tokens = list[Batch](), 0
+    while tokens < START_TOKENS and 8 * len(batches) < len(rows):
+        begin = 8 * len(batches)
         part = [rows[i] for i in range(begin, min(begin + 8, len(rows)))]
         batches.append(Batch.of(collate(part)).to(device))
         tokens += sum(row["length"] for row in part)
-        if tokens >= START_TOKENS:
-            break
     return batches, tokens
 
 
 def begin_from_least_squares(drafter: TrainableDrafter, rows: Dataset, source: BatchSource) -> None:
     """Solves the drafter's closed-form start on some of the data, before the first step; some kinds have none."""
     batches, tokens = first_batches(rows, drafter.device)
-    explained = drafter.solve_start(batches, source)  # type: ignore[arg-type]  # has_states: rows are TargetRows
-    if explained is not None:
-        share = f"{100 * explained:.0f} % of the target's last state"
-        print(f"least-squares start on {tokens} tokens explains {share}", flush=True)
+    share = drafter.solve_start(batches, source)  # type: ignore[arg-type]  # has_states: rows are TargetRows
+    if share is not None:
+        text = f"least-squares start on {tokens} tokens explains {100 * share:.0f} % of the target's last state"
+        print(text, flush=True)
 
 
 # -- fit: the loop ----------------------------------------------------------------------------------------------------
@@ -307,13 +265,6 @@ def begin_from_least_squares(drafter: TrainableDrafter, rows: Dataset, source: B
 
 def fit(config: TrainConfig, args: TrainingArguments, run: Prepared) -> tuple[DrafterTrainer, float]:
     """Trains from the checkpoint or from the start; returns the trainer and the seconds it took. SIGTERM exits here."""
-    from transformers import PrinterCallback, ProgressCallback
-    from transformers.trainer_utils import get_last_checkpoint
-
-    from drafttrain.data.loader import collate
-    from drafttrain.training.callbacks import ProgressLines, SaveOnTerm, TimeBudget
-    from drafttrain.training.trainer import DrafterTrainer
-
     budget = [TimeBudget.after(config.max_minutes, run.checkpoint)] if config.max_minutes > 0 else []
     trainer = DrafterTrainer(
         model=run.drafter,
@@ -338,7 +289,7 @@ def fit(config: TrainConfig, args: TrainingArguments, run: Prepared) -> tuple[Dr
         trainer.train(resume_from_checkpoint=run.checkpoint)
         if term.received:
             if args.process_index == 0:
-                where = get_last_checkpoint(config.output_dir)
+                where = newest_checkpoint(args)
                 print(f"SIGTERM: saved {where}; the same command continues from there", file=sys.stderr, flush=True)
             sys.exit(TERMINATED)
     return trainer, time.perf_counter() - start
@@ -346,10 +297,6 @@ def fit(config: TrainConfig, args: TrainingArguments, run: Prepared) -> tuple[Dr
 
 def watch_acceptance(config: TrainConfig, trainer: DrafterTrainer, held_out: Dataset) -> None:
     """Adds the callback that decodes held-out prompts during training."""
-    from drafttrain.drafters.common.tree_spec import TreeSpec
-    from drafttrain.evaluation.held_out import acceptance, first_prompts
-    from drafttrain.training.callbacks import DecodeHeldOut
-
     target, spec = trainer.target, TreeSpec.parse(config.decode_tree)
     prompts = first_prompts(held_out, config.decode_prompts, target.max_positions)
     if prompts:
@@ -365,10 +312,6 @@ def watch_acceptance(config: TrainConfig, trainer: DrafterTrainer, held_out: Dat
 
 def finish(config: TrainConfig, run: Prepared, trainer: DrafterTrainer, seconds: float) -> Json:
     """Saves the best weights and training.json; returns what training.json holds."""
-    from drafttrain.environment import __version__
-    from drafttrain.files import write_json
-    from drafttrain.training.callbacks import SaveOnTerm
-
     with SaveOnTerm():  # a signal must not end the process while it saves
         trainer.take_best()
         metrics = trainer.evaluate() if run.held_out is not None else {}
@@ -399,10 +342,6 @@ def finish(config: TrainConfig, run: Prepared, trainer: DrafterTrainer, seconds:
 
 def choose_tree(trainer: DrafterTrainer, held_out: Dataset) -> None:
     """Writes the tree that the drafter suggests from held-out data to decoding.json; `drafttrain tune` finds better ones."""
-    from drafttrain.drafters.registry import decoding_file
-    from drafttrain.files import write_json
-    from drafttrain.training.callbacks import gather_drafter
-
     first = trainer.is_world_process_zero()
     drafter = gather_drafter(trainer.drafter, trainer.target, first)
     if first and drafter is not None:
@@ -414,8 +353,6 @@ def choose_tree(trainer: DrafterTrainer, held_out: Dataset) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The command: setup, prepare, fit, finish, and a line about the result."""
-    from drafttrain.training.failures import explained
-
     config, training_args = setup(args.config, args.overrides)
     summary_file = Path(config.output_dir) / "training.json"
     as_saved = json.loads(json.dumps(asdict(config)))

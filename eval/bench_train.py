@@ -28,9 +28,8 @@ from side import Side, serve
 from torch import Tensor
 
 from drafttrain.batch import Batch, anchors_by_depth
-from drafttrain.data.loader import collate, pack_rows, training_rows
+from drafttrain.data.loader import collate, count_tokens, keep_frequent, pack_rows, training_rows
 from drafttrain.data.store import load_records
-from drafttrain.data.vocab import count_tokens, keep_frequent
 from drafttrain.drafters.common.layers import rotate
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
 from drafttrain.target import Target, resolve_device
@@ -50,7 +49,7 @@ def make_job(args: argparse.Namespace, device: torch.device, path: Path) -> dict
     records = load_records(args.data)
     rows = pack_rows(training_rows(records, args.sequence, 0.0, 0)[0], args.sequence, seed=0)
     wanted = [rows[i] for i in range(args.rows * args.batches)]
-    kept, _ = keep_frequent(count_tokens(records, target.vocab_size), args.draft_vocab_size, target.eos_ids)
+    kept = keep_frequent(count_tokens(records, target.vocab_size), args.draft_vocab_size, target.eos_ids)
     layers, h = target.default_feature_layers, target.hidden_size
     batches: list[Any] = []
     for number, row in enumerate(wanted):

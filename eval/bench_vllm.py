@@ -22,7 +22,7 @@ from benchmark import median, write_result
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import load_drafter
-from drafttrain.drafters.trained import find_drafter
+from drafttrain.drafters.shipping import find_drafter
 from drafttrain.evaluation.suites import load_suite, render, take_evenly
 from drafttrain.export import engines
 from drafttrain.export.export_drafter import export

@@ -1,16 +1,22 @@
-"""Stored conversations as training rows, packed rows and collated batches.
+"""Conversations and raw text as training rows, the vocabulary of their responses, packed rows and collated batches.
 
 A row is {tokens, spans, length, index}; a packed row has a list of indices and `documents`, the length of each conversation.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
 import torch
 from datasets import Dataset
 from torch import Tensor
 
 from drafttrain.errors import UserError
-from drafttrain.files import Json
+from drafttrain.files import Json, read_jsonl
+from drafttrain.target import Target
+
+_OPEN_ROWS = 64  # number of open bins: more pack tighter but search slower
 
 
 def training_rows(records: Dataset, max_length: int, validation: float, seed: int) -> tuple[Dataset, Dataset | None]:
@@ -48,35 +54,104 @@ def training_rows(records: Dataset, max_length: int, validation: float, seed: in
     return split["train"], split["test"]
 
 
-# Number of open bins: more pack tighter but search slower.
-_OPEN_ROWS = 64
+# -- raw text, for pretraining a draft model from scratch ----------------------------------------------------------------
+
+
+def is_text(data: str) -> bool:
+    """Whether `data` names a text file instead of the folder of a data set."""
+    return data.endswith((".txt", ".jsonl"))
+
+
+def _documents(path: Path) -> Iterator[str]:
+    """A .txt file is one document; a .jsonl file one per line, under "text"."""
+    if path.suffix == ".txt":
+        yield path.read_text(encoding="utf-8")
+        return
+    wanted = 'write {"text": "..."} or delete the line'
+    for number, row in read_jsonl(path, fix=wanted):
+        if "text" not in row:
+            raise UserError(f"{path} line {number}: no key 'text'; {wanted}")
+        yield str(row["text"])
+
+
+def load_text(data: str, target: Target, max_length: int) -> Dataset:
+    """Reads documents, puts an end-of-sequence token after each, and cuts the sequence into rows of max_length tokens.
+
+    Returns:
+        Rows {id, tokens, spans}; the span covers the row.
+
+    Raises:
+        UserError: no such file, a line without text, or an empty file.
+    """
+    path, tokenizer = Path(data).expanduser(), target.tokenizer
+    if not path.is_file():
+        raise UserError(
+            f"data={data!r}: no such text file; give a .txt, a .jsonl of {{'text': ...}}, or a data set folder"
+        )
+
+    def rows() -> Iterator[list[int]]:
+        end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
+        held: list[int] = []
+        for document in _documents(path):
+            held += tokenizer(document, add_special_tokens=False)["input_ids"] + end
+            while len(held) >= max_length:
+                yield held[:max_length]
+                held = held[max_length:]
+        if len(held) > len(end):
+            yield held
+
+    made = [{"id": f"text{i}", "tokens": row, "spans": [[0, len(row)]]} for i, row in enumerate(rows())]
+    if not made:
+        raise UserError(f"data={data!r} holds no text")
+    return Dataset.from_list(made)
+
+
+# -- the drafter's vocabulary ------------------------------------------------------------------------------------------
+
+
+def count_tokens(records: Iterable[Json], vocab_size: int) -> Tensor:
+    """Occurrences [v] int64 of each id in the responses of records {tokens, spans}."""
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    for record in records:
+        tokens = torch.as_tensor(record["tokens"])
+        for start, end in record["spans"]:
+            counts += torch.bincount(tokens[start:end], minlength=vocab_size)
+    return counts
+
+
+def keep_frequent(counts: Tensor, size: int, always: Sequence[int] = ()) -> Tensor:
+    """The `size` most frequent ids [d] int64, in ascending order; all if size is 0 or at least v.
+
+    Args:
+        counts: [v] int64. always: ids kept regardless of their count (end of sequence).
+    """
+    if not 0 < size < len(counts):
+        return torch.arange(len(counts))
+    ranked = counts.clone()
+    ranked[list(always)] = counts.max() + 1
+    return ranked.topk(size).indices.sort().values
+
+
+# -- packing and batches -----------------------------------------------------------------------------------------------
 
 
 def fill_rows(lengths: list[int], max_length: int, seed: int) -> list[list[int]]:
-    """Assigns conversations to rows of at most max_length tokens: first fit, in an order that the seed shuffles.
+    """Assigns conversations to rows of at most max_length tokens: first fit, in an order that depends on the seed only.
 
-    The same lengths and seed give the same rows.
-
-    Args:
-        lengths: of the conversations, none above max_length.
-
-    Returns:
-        Conversation numbers by row.
+    Returns the conversation numbers of each row. No length may exceed max_length.
     """
     order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed)).tolist()
     packed: list[list[int]] = []
-    room: list[int] = []
+    free: list[int] = []  # tokens by row
     first_open = 0
     for number in order:
-        fits = (i for i in range(first_open, len(packed)) if room[i] >= lengths[number])
-        place = next(fits, None)
-        if place is None:
-            place = len(packed)
+        place = next((i for i in range(first_open, len(packed)) if free[i] >= lengths[number]), len(packed))
+        if place == len(packed):
             packed.append([])
-            room.append(max_length)
+            free.append(max_length)
             first_open = max(first_open, len(packed) - _OPEN_ROWS)
         packed[place].append(number)
-        room[place] -= lengths[number]
+        free[place] -= lengths[number]
     return packed
 
 
@@ -112,20 +187,17 @@ def collate(rows: list[Json]) -> dict[str, Tensor]:
     b, s = len(rows), max(row["length"] for row in rows)
     input_ids = torch.zeros(b, s, dtype=torch.long)  # [b, s]
     response_mask = torch.zeros(b, s, dtype=torch.bool)
+    documents: list[list[int]] = []
+    index: list[int] = []
     for i, row in enumerate(rows):
         input_ids[i, : row["length"]] = torch.as_tensor(row["tokens"])
         for start, end in row["spans"]:
             response_mask[i, start:end] = True
-    documents: list[list[int]] = []
-    index: list[int] = []
-    for i, row in enumerate(rows):
-        index += row["index"] if "documents" in row else [row["index"]]
         start = 0
+        index += row["index"] if "documents" in row else [row["index"]]
         for length in row.get("documents", ()):
             documents.append([i, start, length])
-            response_mask[i, start] = (
-                False  # no anchor precedes it, and the previous conversation's response ends before it
-            )
+            response_mask[i, start] = False  # no anchor precedes it; an earlier conversation's response has ended
             start += length
     labels = torch.full((b, s), -100)
     labels[:, :-2][response_mask[:, 1:-1] & response_mask[:, 2:]] = 0

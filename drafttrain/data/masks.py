@@ -30,9 +30,7 @@ def conversation_record(tokenizer: PreTrainedTokenizerBase, messages: Sequence[M
     """A conversation as tokens with the spans that the assistant wrote.
 
     Args:
-        tokenizer: the target's.
         messages: turns in order; `content` is text. Turns after the last assistant turn are left out.
-        id: the row's id, for errors.
 
     Returns:
         {"id", "tokens", "spans": [[start, end], ...], "finish": "stop" or "length" per span}. A span holds the token
@@ -88,11 +86,7 @@ def _assistant_turns(messages: Sequence[Message], id: str) -> list[int]:
 def _add_turn(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], i: int, id: str, tokens: list[int], text: str
 ) -> tuple[list[int], str, list[int], str]:
-    """Appends the prompt before message i and message i to a row that holds the earlier turns.
-
-    Returns:
-        The row's tokens and text, the span of message i in it, and how it ends.
-    """
+    """Appends message i and its prompt to a row of the earlier turns: the row's tokens and text, i's span, and how i ends."""
     where = f"row id={id!r}, message {i}"
     before = render_text(tokenizer, messages[:i], generation=True) if i else ""
     after = render_text(tokenizer, messages[: i + 1])
@@ -138,14 +132,12 @@ def _response_length(tokenizer: PreTrainedTokenizerBase, tail: list[int], conten
     while len(decode(tokenizer, tail[: end - 1])) >= begin + len(wanted):
         end -= 1
     special = set(tokenizer.all_special_ids)
-    for position in range(end, len(tail)):
-        if tail[position] in special:
-            if tail[position] in tail[:end]:
-                stop = decode(tokenizer, [tail[position]])
-                raise UserError(
-                    f"{where}: the content itself holds {stop!r}, the token that ends a turn; drop such rows"
-                )
+    for position, token in enumerate(tail[end:], end):
+        shown = decode(tokenizer, [token])
+        if token in special and token in tail[:end]:
+            raise UserError(f"{where}: the content itself holds {shown!r}, the token that ends a turn; drop such rows")
+        if token in special:
             return position + 1, True
-        if decode(tokenizer, [tail[position]]).strip():
+        if shown.strip():
             break
     return end, False

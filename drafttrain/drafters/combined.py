@@ -125,10 +125,8 @@ def alone(match: TokenTree, spec: TreeSpec) -> TokenTree:
     """The nodes of a match that is drafted alone: the tree's usual number, and further likely ones."""
     scores = _scores(match)
     usual = spec.budget if spec.shape == "dynamic" else spec.depth
-    kept = {
-        *TokenTree.best_nodes(scores, usual),
-        *(node for node in range(len(match)) if scores[node] >= math.log(_WORTH)),
-    }
+    likely = (node for node in range(len(match)) if scores[node] >= math.log(_WORTH))
+    kept = {*TokenTree.best_nodes(scores, usual), *likely}
     return match if len(kept) == len(match) else match.part(sorted(kept))
 
 

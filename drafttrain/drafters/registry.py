@@ -141,13 +141,12 @@ def untrained(name: str, beside: bool = False) -> Drafter:
             key, value = next(iter(known)), part
         if key not in known:
             raise UserError(f"drafter={name!r}: {key!r} is no option of {kind}; there are {', '.join(known)}")
+        example = known[key]
         try:
-            given[key] = _BOOLS[value] if isinstance(known[key], bool) else type(known[key])(value)
+            given[key] = _BOOLS[value] if isinstance(example, bool) else type(example)(value)
         except (KeyError, ValueError) as error:
-            raise UserError(
-                f"drafter={name!r}: {key}={value!r} is no {type(known[key]).__name__}; write for example "
-                f"{kind}:{key}={known[key]}"
-            ) from error
+            wrong = f"{key}={value!r} is no {type(example).__name__}; write for example {kind}:{key}={example}"
+            raise UserError(f"drafter={name!r}: {wrong}") from error
     return cls(**{**(cls.defaults_beside if beside else {}), **given})
 
 
@@ -157,11 +156,7 @@ def decoding_file(name: str) -> Path:
 
 
 def default_tree(name: str) -> str | None:
-    """The tree in a drafter folder's decoding.json; None without one.
-
-    Raises:
-        UserError: a decoding.json without a tree.
-    """
+    """The tree in a drafter folder's decoding.json, None without one; raises UserError as `decoding_settings` does."""
     settings = decoding_settings(name)
     return str(settings["tree"]) if settings else None
 

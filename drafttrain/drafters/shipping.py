@@ -1,32 +1,25 @@
 """The third half of the drafter contract: how a kind is written for engines, checked, served and read back.
 
-A kind's folder may hold an export.py that defines SHIPPING:
-
-    class Eagle3Shipping(Shipping): ...        formats and their unsupported features, writing, checking, recipes, card line
-    SHIPPING = Eagle3Shipping()
-
-Most kinds are shipped as config.json and our weights under an engine's names: they define engine_config and drafter_from, and
-engine_names where names differ; the same names serve writing, checking and reading back.
-
-The commands export, import, verify and push, and the model card, use that object and name no kind. A kind without an export.py
-gets `Shipping` itself: no engine loads it, and it is published in drafttrain's own format.
+A kind's folder may hold an export.py that defines SHIPPING, an object of a subclass of `Shipping`: formats and their unsupported
+features, writing, checking, recipes, card line. Most kinds are shipped as config.json and our weights under an engine's names:
+they define engine_config and drafter_from, and engine_names where names differ; the same names serve writing, checking and
+reading back. The commands export, import, verify and push, and the model card, use that object and name no kind.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar, cast
+from typing import Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from drafttrain.drafters import registry
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.read_back import compare_drafters
-from drafttrain.drafters.registry import kind_folders
-from drafttrain.drafters.trained import Trained
 from drafttrain.errors import UserError, first_line
 from drafttrain.files import Json
 from drafttrain.formats.weights import check_weights, read_config, read_weights, write_checkpoint
@@ -47,40 +40,78 @@ D = TypeVar("D", bound=TrainableDrafter)  # the kind's class
 
 
 @dataclass(frozen=True)
-class Format:
-    """A kind in one of FORMATS.
+class Trained:
+    """A drafter on disk."""
 
-    Attributes:
-        text: what is written, for help texts and cards. engines: those of ENGINES that load it.
+    folder: Path
+    kind: str  # its kind's name
+    config: Json  # its config.json
+    target: Json  # the recorded identity of its target; empty if none is recorded
+
+    @property
+    def target_name(self) -> str:
+        return self.target.get("name", "")
+
+    def load(self) -> TrainableDrafter:
+        """Loads the drafter on the CPU, not bound to a target.
+
+        Raises:
+            UserError: its weights do not fit its config.
+        """
+        try:
+            return registry.load_trained(str(self.folder))
+        except (OSError, ValueError, RuntimeError) as error:
+            reason = first_line(error)
+            raise UserError(f"drafter={str(self.folder)!r} cannot be loaded ({reason}); train it again") from error
+
+
+def find_drafter(name: str) -> Trained:
+    """Reads the config of a drafter, given by folder or Hub id.
+
+    Raises:
+        UserError: nothing there, not a drafter of ours, or a kind without weights.
     """
-
-    text: str
-    engines: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class ExportRequest:
-    """Settings of an export.
-
-    Attributes:
-        output: folder to write. dtype: of the weights.
-        target: the target's name, empty if unknown; for keys that name it, and for a tokenizer.
-        depth: speculative tokens per round, where a format records them.
-    """
-
-    output: Path
-    dtype: torch.dtype = torch.bfloat16
-    target: str = ""
-    depth: int = 3
+    kind = registry.kind_of(name)
+    if kind not in registry.kinds() or not registry.kind_class(kind).trainable:
+        raise UserError(f"drafter={name!r} has no weights to ship; give a trained drafter's folder or Hub id")
+    folder = registry.drafter_folder(name)
+    config = read_config(folder)
+    return Trained(folder, kind, config, read_config(folder, registry.META_FILE, missing=config).get("target") or {})
 
 
-@dataclass(frozen=True)
-class Exported:
-    """An exported checkpoint. Attributes: where: names it in errors; config: its config.json; weights: its tensors."""
+class Format(NamedTuple):
+    """A kind in one of FORMATS."""
 
-    where: str
-    config: Json
+    text: str  # what is written, for help texts and cards
+    engines: tuple[str, ...]  # those of ENGINES that load it
+
+
+class ExportRequest(NamedTuple):
+    """Settings of an export."""
+
+    output: Path  # folder to write
+    dtype: torch.dtype = torch.bfloat16  # of the weights
+    target: str = ""  # the target's name, empty if unknown; for keys that name it, and for a tokenizer
+    depth: int = 3  # speculative tokens per round, where a format records them
+
+
+class Exported(NamedTuple):
+    """An exported checkpoint."""
+
+    where: str  # names it in errors
+    config: Json  # its config.json
     weights: dict[str, Tensor]
+
+
+def whole_rows(head: Tensor, kept_ids: Tensor, vocab_size: int) -> Tensor:
+    """[d, w] head rows of the kept tokens -> [vocab_size, w], for engines that know no table of kept tokens.
+
+    Tokens that the drafter does not keep get the mean of the kept tokens' rows: their logit is the mean logit, which is never
+    the highest, so engines that take the likeliest token draft what we draft.
+    """
+    rows = head.mean(0).expand(vocab_size, -1).clone()  # [v, w]
+    rows[kept_ids] = head
+    return rows
 
 
 class Shipping(Generic[D]):
@@ -93,6 +124,10 @@ class Shipping(Generic[D]):
         in_root: formats that a published repository holds in its root, with our own keys added; others get a folder each.
         reads: published checkpoints that `drafttrain import` reads, for messages.
         description: half a sentence for the card, with places for the config's keys and the words of `line`.
+        no_format: why the kind cannot be written in a format that `formats` lacks.
+        full_rows: prefixes of our tensors that engines expect with a row per token of the target's vocabulary.
+        depth_key: the config's key for the tokens that the kind drafts per round at most; empty for any number.
+        serving: what `options` returns, for kinds whose settings are the same for every drafter.
     """
 
     formats: Mapping[str, Format] = {}
@@ -100,6 +135,10 @@ class Shipping(Generic[D]):
     in_root: Sequence[str] = ()
     reads = ""
     description = "of kind {kind}, {parameters} parameters"
+    no_format = "no {form} format is known for kind {kind!r}"
+    full_rows: tuple[str, ...] = ()
+    depth_key = ""
+    serving: Mapping[str, Mapping[str, object]] = {}
 
     def line(self, trained: Trained, parameters: str) -> str:
         """Describes the drafter in half a sentence, for the card. parameters: their number, as text."""
@@ -115,8 +154,7 @@ class Shipping(Generic[D]):
         return self.description.format(**{**config, **words})
 
     def load(self, trained: Trained) -> D:
-        """The drafter, which is of this kind."""
-        return cast(D, trained.load())
+        return cast(D, trained.load())  # which is of this kind
 
     # -- writing ------------------------------------------------------------------------------------------------
 
@@ -125,9 +163,7 @@ class Shipping(Generic[D]):
 
         Overriding methods return what this one returns first.
         """
-        if form in self.formats:
-            return []
-        return [f"no {form} format is known for kind {trained.kind!r}"]
+        return [] if form in self.formats else [self.no_format.format(form=form, kind=trained.kind)]
 
     def write(self, trained: Trained, form: str, request: ExportRequest) -> list[Path]:
         """Writes a drafter that the format supports: config.json and model.safetensors, unless overridden.
@@ -153,7 +189,12 @@ class Shipping(Generic[D]):
     def engine_weights(self, drafter: D, config: Json) -> dict[str, Tensor]:
         """Every tensor of an export, by the engine's name. config: the export's."""
         state = drafter.state_dict()
-        return {name: state[own] for name, own in self.engine_names(drafter, config).items()}
+        return {
+            name: whole_rows(state[own], drafter.kept_ids, config["vocab_size"])
+            if own.startswith(self.full_rows)
+            else state[own]
+            for name, own in self.engine_names(drafter, config).items()
+        }
 
     def publish(self, trained: Trained, request: ExportRequest) -> list[tuple[str, str]]:
         """Writes the weight files of a repository: our own format, and each engine's in a folder.
@@ -172,7 +213,7 @@ class Shipping(Generic[D]):
             if reasons := self.unsupported(trained, form):
                 print(f"no {form} format: {'; '.join(reasons)}")
                 continue
-            self.write(trained, form, replace(request, output=request.output / form))
+            self.write(trained, form, request._replace(output=request.output / form))
             files.append((f"{form}/model.safetensors", f"{described.text}, for {', '.join(described.engines)}"))
         return files
 
@@ -194,14 +235,17 @@ class Shipping(Generic[D]):
         """The state dict of `back`, from an export's weights. Kept ids are the original's unless overridden."""
         state = {"kept_ids": original.kept_ids}
         for name, own in self.engine_names(back, export.config).items():
-            if own in state and not torch.equal(state[own], export.weights[name]):
+            value = export.weights[name]
+            if own.startswith(self.full_rows):
+                value = value[original.kept_ids]
+            if own in state and not torch.equal(state[own], value):
                 raise UserError(f"{export.where} computes something else: {name} differs from the copy that shares it")
-            state[own] = export.weights[name]
+            state[own] = value
         return state
 
     def checked_depth(self, config: Json) -> int:
         """Tokens that an export drafts per round, for the chains of `check`."""
-        return _DEPTH
+        return config[self.depth_key] if self.depth_key else _DEPTH
 
     def check(self, trained: Trained, exported: Path) -> Json:
         """Proves an export: tensors as an engine's loader expects them, and read back it drafts what the drafter does.
@@ -239,11 +283,7 @@ class Shipping(Generic[D]):
         keys of speculative_config (decoding_type). llama.cpp, transformers: none. Model and number of tokens are added;
         a value here wins, and None drops the key.
         """
-        return {}
-
-    def most_tokens(self, trained: Trained) -> int | None:
-        """Speculative tokens that an engine may draft at most; None for any number."""
-        return None
+        return self.serving
 
     # -- importing ----------------------------------------------------------------------------------------------
 
@@ -265,7 +305,7 @@ class Shipping(Generic[D]):
 
 def shipped_kinds() -> list[str]:
     """The kinds that have an export module."""
-    return list(kind_folders("export.py"))
+    return list(registry.kind_folders("export.py"))
 
 
 def shipping(kind: str) -> Shipping:
@@ -295,8 +335,6 @@ def check_expressible(trained: Trained, form: str) -> Shipping:
     kind = shipping(trained.kind)
     if reasons := kind.unsupported(trained, form):
         others = [other for other in kind.formats if other != form and not kind.unsupported(trained, other)]
-        fix = (
-            f"--format {' or '.join(others)} can" if others else "drafttrain eval, generate and push still work with it"
-        )
+        fix = f"--format {' or '.join(others)} can" if others else "drafttrain eval, generate and push work with it"
         raise UserError(f"format={form!r} cannot express this drafter: {'; '.join(reasons)}; {fix}")
     return kind

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 
 from rich.console import Console
 
 from drafttrain.drafters.registry import decoding_file, decoding_settings
 from drafttrain.errors import UserError
-from drafttrain.evaluation.metrics import summarize
-from drafttrain.evaluation.records import load_results, training_record
+from drafttrain.evaluation.metrics import load_results, summarize, training_record
 from drafttrain.files import Json, write_json
 
 HELP = """Say why acceptance is what it is, from results.json, and what to do.
@@ -36,14 +34,9 @@ EXPENSIVE = 0.35  # share of time in the drafter
 FEWEST = 4  # prompts on each side of a comparison
 
 
-@dataclass
-class Finding:
-    """A likely cause. figures: the evidence; advice: what to do; off: categories to switch off."""
-
-    cause: str
-    figures: str
-    advice: str
-    off: tuple[str, ...] = ()
+def finding(cause: str, figures: str, advice: str, off: Sequence[str] = ()) -> Json:
+    """A likely cause, as in results.json. figures: the evidence; advice: what to do; off: categories to switch off."""
+    return {"cause": cause, "figures": figures, "advice": advice, "off": off}
 
 
 def diagnose(results: Json, training: Json | None = None, others: Sequence[Json] = ()) -> list[Json]:
@@ -54,17 +47,17 @@ def diagnose(results: Json, training: Json | None = None, others: Sequence[Json]
         others: further results of the same drafter, compared by temperature.
 
     Returns:
-        Fields of `Finding`, as in results.json; the first finding is the verdict.
+        The arguments of `finding`, by name; the first finding is the verdict.
     """
     if not results["overall"]["target_passes"] or results["decoding"]["tree"].get("shape") == "none":
         return []
     training = training or {}
     found = [_verdict(results), _mismatch(results, training), _vocabulary(results), _depth(results, training)]
     found += [_context(results, training), _categories(results), _cost(results), _temperature(results, others)]
-    return [asdict(finding) for finding in found if finding is not None]
+    return [each for each in found if each is not None]
 
 
-def _verdict(results: Json) -> Finding:
+def _verdict(results: Json) -> Json:
     overall = results["overall"]
     rate, speedup = overall["acceptance_rate"], overall["speedup_vs_fastest"]
     rule = "between 40 and 80 %: the length is about right"
@@ -76,17 +69,17 @@ def _verdict(results: Json) -> Finding:
         rule = "above 80 %: draft more tokens"
     figures = f"acceptance rate {rate:.0%}, accepted length {overall['accepted_length']:.2f} (rule of thumb: {rule})"
     if speedup is None:
-        return Finding("verdict", figures, "no baseline was run: measure one to know whether it pays")
+        return finding("verdict", figures, "no baseline was run: measure one to know whether it pays")
     interval = overall.get("confidence", {"speedup": {}})["speedup"].get("autoregressive")
     figures += f"; measured {speedup:.2f}x" + (f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "")
-    if speedup < 1:
-        advice = "it slows decoding down here: see the causes, run `drafttrain tune`, or switch it off"
-        return Finding("verdict", figures, advice)
-    odd = " although the rule of thumb says otherwise: verification is cheap here" if rate < USELESS else ""
-    return Finding("verdict", figures, "it pays here" + odd)
+    advice = "it slows decoding down here: see the causes, run `drafttrain tune`, or switch it off"
+    if speedup >= 1:
+        odd = " although the rule of thumb says otherwise: verification is cheap here" if rate < USELESS else ""
+        advice = f"it pays here{odd}"
+    return finding("verdict", figures, advice)
 
 
-def _mismatch(results: Json, training: Json) -> Finding | None:
+def _mismatch(results: Json, training: Json) -> Json | None:
     """Train/serve mismatch: acceptance far below that on held-out training data, everywhere or in some categories."""
     trained = training.get("held_out", {}).get("eval_agree@1")
     joint = results["overall"]["acceptance_by_depth"]["joint"]
@@ -96,10 +89,10 @@ def _mismatch(results: Json, training: Json) -> Finding | None:
     good = [name for name, value in first.items() if value and value[0] >= MISMATCH * trained]
     figures = f"first drafted token: {trained:.2f} right on held-out training data, {joint[0]:.2f} accepted here"
     if good:
-        return Finding("domain", f"{figures}; as trained in {', '.join(good)}", "train on prompts like the others")
+        return finding("domain", f"{figures}; as trained in {', '.join(good)}", "train on prompts like the others")
     name = training.get("config", {}).get("target")
     figures += f"; trained for {name!r}, used with {results['target']!r}" if name and name != results["target"] else ""
-    return Finding(
+    return finding(
         "tokenizer or template mismatch",
         f"{figures}; low in every category",
         "compare the chat template, the system prompt and the target's weights with those of the training data "
@@ -107,7 +100,7 @@ def _mismatch(results: Json, training: Json) -> Finding | None:
     )
 
 
-def _vocabulary(results: Json) -> Finding | None:
+def _vocabulary(results: Json) -> Json | None:
     known = [record for record in results["prompts"] if "covered" in record]
     tokens = sum(record["sides"]["drafter"]["tokens"] for record in known)
     covered = sum(record["covered"] * record["sides"]["drafter"]["tokens"] for record in known) / max(tokens, 1)
@@ -115,7 +108,7 @@ def _vocabulary(results: Json) -> Finding | None:
         return None
     conditional = results["overall"]["acceptance_by_depth"]["conditional"]
     lost = 1 - (conditional[0] if conditional else 0.0)
-    return Finding(
+    return finding(
         "vocabulary coverage",
         f"the drafter's vocabulary holds {covered:.1%} of the answers' tokens; {1 - covered:.1%} can never be accepted, of "
         f"{lost:.1%} that are rejected at the first depth",
@@ -123,21 +116,21 @@ def _vocabulary(results: Json) -> Finding | None:
     )
 
 
-def _depth(results: Json, training: Json) -> Finding | None:
+def _depth(results: Json, training: Json) -> Json | None:
     conditional = results["overall"]["acceptance_by_depth"]["conditional"]
     if len(conditional) < 2 or conditional[0] < 0.1 or conditional[-1] >= FALL * conditional[0]:
         return None
     steps = training.get("config", {}).get("drafter", {}).get("ttt_steps")
     shown = " ".join(f"{share:.2f}" for share in conditional)
     deeper = f"; trained for {steps} depths, drafts {len(conditional)}" if steps and steps < len(conditional) else ""
-    return Finding(
+    return finding(
         "acceptance falls by depth",
         f"given the tokens before it, a drafted token is accepted with {shown} by depth{deeper}",
         "train more depths (drafter.ttt_steps, depth_share=1), or draft a shallower, wider tree: `drafttrain tune`",
     )
 
 
-def _context(results: Json, training: Json) -> Finding | None:
+def _context(results: Json, training: Json) -> Json | None:
     records = sorted(results["prompts"], key=lambda record: record["prompt_tokens"])
     third = len(records) // 3
     if third < FEWEST:
@@ -149,7 +142,7 @@ def _context(results: Json, training: Json) -> Finding | None:
         return None
     limit = training.get("config", {}).get("max_length")
     beyond = f"; trained on at most {limit} tokens" if limit and limit < lengths[1] else ""
-    return Finding(
+    return finding(
         "long context",
         f"accepted tokens per round: {accepted[0]:.2f} after {lengths[0]:.0f} prompt tokens, {accepted[1]:.2f} after "
         f"{lengths[1]:.0f}{beyond}",
@@ -164,7 +157,7 @@ def slow_categories(results: Json) -> tuple[str, ...]:
     return tuple(category for category, speedup in parts.items() if speedup < 1)
 
 
-def _categories(results: Json) -> Finding | None:
+def _categories(results: Json) -> Json | None:
     parts, overall = results["categories"], results["overall"]
     mean = overall["accepted_length"] - 1
     low = [name for name, part in parts.items() if len(parts) > 1 and part["accepted_length"] - 1 < LESS * mean]
@@ -172,24 +165,25 @@ def _categories(results: Json) -> Finding | None:
     if not low and not slow:
         return None
     baseline = next(iter(overall["speedup"]), "")
-    shown = []
-    for name in dict.fromkeys((*low, *slow)):
-        speedup = parts[name]["speedup"].get(baseline)
-        shown.append(f"{name} {parts[name]['accepted_length']:.2f}" + (f" ({speedup:.2f}x)" if speedup else ""))
+    speedups = {name: parts[name]["speedup"].get(baseline) for name in (*low, *slow)}
+    shown = [
+        f"{name} {parts[name]['accepted_length']:.2f}" + (f" ({speedup:.2f}x)" if speedup else "")
+        for name, speedup in speedups.items()
+    ]
     advice = "add training prompts of these kinds"
     if slow:
         advice += f"; speculation slows {', '.join(slow)} down: switch it off there (`drafttrain diagnose --apply`)"
     figures = f"accepted length by category: {', '.join(shown)}, against {overall['accepted_length']:.2f} overall"
-    return Finding("domain", figures, advice, slow)
+    return finding("domain", figures, advice, slow)
 
 
-def _cost(results: Json) -> Finding | None:
+def _cost(results: Json) -> Json | None:
     share = results["overall"]["draft_fraction"]
     figures, advice = f"{share:.0%} of the time is spent in the drafter", "draft fewer depths: `drafttrain tune`"
-    return Finding("drafting takes long", figures, advice) if share >= EXPENSIVE else None
+    return finding("drafting takes long", figures, advice) if share >= EXPENSIVE else None
 
 
-def _temperature(results: Json, others: Sequence[Json]) -> Finding | None:
+def _temperature(results: Json, others: Sequence[Json]) -> Json | None:
     heat = results["decoding"]["temperature"]
     same = [other for other in others if other["drafter"] == results["drafter"]]
     cooler = [other for other in same if other["decoding"]["temperature"] < heat]
@@ -198,7 +192,7 @@ def _temperature(results: Json, others: Sequence[Json]) -> Finding | None:
     if best is None or ours >= LESS * (best["overall"]["accepted_length"] - 1):
         return None
     draw = "" if results["decoding"]["tree"].get("sampled") else "draw the drafts too (--tree chain:3@sample), or "
-    return Finding(
+    return finding(
         "temperature",
         f"accepted tokens per round: {best['overall']['accepted_length'] - 1:.2f} at temperature "
         f"{best['decoding']['temperature']:g}, {ours:.2f} at {heat:g}",
@@ -209,9 +203,8 @@ def _temperature(results: Json, others: Sequence[Json]) -> Finding | None:
 def print_findings(findings: Sequence[Json]) -> None:
     """Prints two lines per finding: the figures and the advice."""
     console = Console(highlight=False, soft_wrap=True)
-    for finding in findings:
-        console.print(f"[bold]{finding['cause']}[/bold]: {finding['figures']}")
-        console.print(f"  -> {finding['advice']}")
+    for each in findings:
+        console.print(f"[bold]{each['cause']}[/bold]: {each['figures']}\n  -> {each['advice']}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -235,11 +228,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def apply(drafter: str, results: Json) -> None:
-    """Writes slow categories into decoding.json. Categories that the results do not measure with drafts keep their entry.
-
-    Raises:
-        UserError: no such folder.
-    """
+    """Writes slow categories into decoding.json; unmeasured ones keep their entry. Raises UserError for a missing folder."""
     place = decoding_file(drafter)
     if not place.parent.joinpath("config.json").is_file():
         message = f"drafter={drafter!r} is no drafter's folder, so there is no decoding.json; give --drafter FOLDER"

@@ -14,11 +14,7 @@ from drafttrain.target import Target
 
 
 def first_prompts(rows: Iterable[Mapping[str, Any]], count: int, context: int | None) -> list[list[int]]:
-    """The tokens before the first response of the first `count` conversations.
-
-    Args:
-        rows: with `tokens` and `spans`. context: the target's longest sequence; half of it stays free for the answer.
-    """
+    """The tokens before the first response of the first `count` rows. context: the target's longest sequence, half kept free."""
     prompts: list[list[int]] = []
     for row in rows:
         prompt = list(row["tokens"][: row["spans"][0][0]])

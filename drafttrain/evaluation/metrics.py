@@ -1,4 +1,4 @@
-"""Figures of results.json, computed from records of single prompts. Every figure is defined here.
+"""Figures of results.json, computed from records of single prompts, and the files with both. Every figure is defined here.
 
 A record holds one prompt (one turn of a question):
 
@@ -19,12 +19,16 @@ token belongs to no round.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
-from drafttrain.files import Json
+from drafttrain.errors import UserError
+from drafttrain.files import Json, JsonlLog, read_jsonl, writing
 from drafttrain.inference import Generation
 
 RESAMPLES = 1000
@@ -36,11 +40,7 @@ Rounds = Counter[tuple[int, int]]  # counts by (accepted tokens, offered depth)
 
 
 def side_record(generation: Generation, share: float | None = None) -> Record:
-    """The record of one generation by our engine, times in seconds.
-
-    Args:
-        share: the prompt's share of a batch's time; None for a single prompt.
-    """
+    """The record of a generation by our engine, in seconds. share: the prompt's share of a batch's time, None if it is alone."""
     stats = generation.stats
     return {
         "tokens": stats.new_tokens,
@@ -215,3 +215,75 @@ def _sum(sides: Iterable[Record], key: str) -> float:
 
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def fingerprint(settings: Mapping[str, object]) -> str:
+    """Hashes everything that a record depends on."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def folder_state(name: str) -> list[tuple[str, int, int]]:
+    """Name, size and modification time of a model folder's files; tells a retrained model from the earlier one."""
+    folder = Path(name).expanduser()
+    files = sorted(path for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
+    return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+
+
+def training_record(drafter: str) -> Json:
+    """The training.json in a drafter's folder; empty without one."""
+    path = Path(drafter.partition("+")[0]).expanduser() / "training.json"
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def is_sweep(content: object) -> bool:
+    """Whether the content of a JSON file has the form of a sweep's summary."""
+    return isinstance(content, dict) and isinstance(content.get("cells"), list) and bool(content["cells"])
+
+
+def load_results(name: str) -> Json:
+    """Reads a results file or a sweep's summary. Raises UserError for a missing file, or one with other content."""
+    try:
+        results = json.loads(Path(name).expanduser().read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"results={name!r} cannot be read ({error}); give a file that drafttrain eval wrote") from error
+    if is_sweep(results) or (isinstance(results, dict) and {"overall", "categories", "decoding"} <= results.keys()):
+        return results
+    raise UserError(f"results={name!r} is not a results file (no overall figures); give one that drafttrain eval wrote")
+
+
+class PartialResults:
+    """`<output>.partial.jsonl`: a first line with the hash of the settings, then one line per finished question.
+
+    It replaces a file of other settings. Raises UserError if it cannot be written.
+
+    Attributes:
+        tree: the result of the tree search, {"tree", "tree_search"}; None before the search.
+        records: the records of finished questions, by question key.
+    """
+
+    def __init__(self, output: Path, key: str):
+        path, settings = output.with_name(output.name + ".partial.jsonl"), {"settings": key}
+        with writing(output):
+            if path.is_file() and next((row for _, row in read_jsonl(path, growing=True)), None) != settings:
+                path.unlink()
+            self._log = JsonlLog(path, settings)
+        self.tree: Json | None = next((row for row in self._log.rows if "tree" in row), None)
+        self.records = {row["question"]: row["records"] for row in self._log.rows if "question" in row}
+
+    def add_tree(self, tree: str, tree_search: list[Json]) -> None:
+        """Stores the result of the tree search."""
+        self.tree = {"tree": tree, "tree_search": tree_search}
+        self._log.add(self.tree)
+
+    def add_question(self, question: str, records: list[Record]) -> None:
+        """Stores the records of a finished question."""
+        self.records[question] = records
+        self._log.add({"question": question, "records": records})
+
+    def remove(self) -> None:
+        """Deletes the file, after the results are complete."""
+        self._log.close()
+        self._log.path.unlink(missing_ok=True)

@@ -1,16 +1,24 @@
-"""Evaluation of a drafter: answers a suite with it and with the baselines in rotating order, and writes results.json."""
+"""Evaluation of a drafter: answers a suite with it and with the baselines in rotating order, and writes results.json.
+
+The sides of the comparison are our engine with the drafter, our engine without it, and transformers' own generate.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import sys
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.combined import parts_of
@@ -19,16 +27,27 @@ from drafttrain.drafters.registry import decoding_settings, default_tree, kind_o
 from drafttrain.environment import describe_environment, peak_memory, reset_peak
 from drafttrain.errors import UserError
 from drafttrain.evaluation.diagnose import diagnose
-from drafttrain.evaluation.metrics import BASELINES, HF_SPECULATIVE, Record, by_category, summarize
-from drafttrain.evaluation.records import PartialResults, fingerprint, folder_state, training_record
-from drafttrain.evaluation.sides import Side, engine_side, hf_sides
+from drafttrain.evaluation.metrics import (
+    BASELINES,
+    HF_SPECULATIVE,
+    PartialResults,
+    Record,
+    by_category,
+    fingerprint,
+    folder_state,
+    side_record,
+    summarize,
+    training_record,
+)
 from drafttrain.evaluation.suites import Question, Suite, render, take_evenly
 from drafttrain.files import Json, write_json
 from drafttrain.inference import Decoder, SamplingParams, token_limit
 from drafttrain.progress import Progress
-from drafttrain.target import Target
+from drafttrain.target import Target, resolve_target
 
 WARM_UP_TOKENS = 12
+# (token ids of the prompts, max new tokens of each, seed) -> per prompt: new tokens, and the record of the generation
+Side = Callable[..., list[tuple[list[int], Record]]]
 # (target, drafter, sampling, texts of the suite that must not be searched with) -> the fastest tree, a table of candidates
 TreeSearch = Callable[[Target, Drafter, SamplingParams, Collection[str]], tuple[TreeSpec, list[Json]]]
 
@@ -105,9 +124,9 @@ def evaluate(settings: EvalSettings, target: Target, drafter: Drafter | None, su
     state = [folder_state(target.path), folder_state(settings.drafter.partition("+")[0])]
     baselines, tree = list(settings.baselines), settings.tree
     choices = [baselines, settings.assistant, tree, settings.calibrate, settings.limit, off]
-    partial = PartialResults(settings.output, fingerprint({"settings": head, "files": state, "choices": choices}))
+    saved = PartialResults(settings.output, fingerprint({"settings": head, "files": state, "choices": choices}))
     target.pack()
-    spec, tree_search = choose_tree(settings, target, drafter, questions, partial, search)
+    spec, tree_search = choose_tree(settings, target, drafter, questions, saved, search)
     head["decoding"]["tree"] = {"spec": str(spec), **dataclasses.asdict(spec)}
     plan = EvalPlan(target, drafter, spec, settings, off)
     others: dict[str, Side] = {}
@@ -116,7 +135,7 @@ def evaluate(settings: EvalSettings, target: Target, drafter: Drafter | None, su
     theirs = [name for name in baselines if name.startswith("hf_")]
     if theirs:
         others |= hf_sides(target, settings.sampling, theirs, settings.assistant, settings.trust_remote_code)
-    records = measure(plan, questions, others, partial)
+    records = measure(plan, questions, others, saved)
     results = {
         **head,
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
@@ -127,16 +146,12 @@ def evaluate(settings: EvalSettings, target: Target, drafter: Drafter | None, su
     }
     results["diagnosis"] = diagnose(results, training_record(settings.drafter))
     write_json(settings.output, results)
-    partial.remove()
+    saved.remove()
     return results
 
 
 def check_lengths(target: Target, questions: Sequence[Question], max_new_tokens: int) -> None:
-    """Checks that every first turn fits into the target's context, before any time is spent.
-
-    Raises:
-        UserError: names the first question that does not fit.
-    """
+    """Raises UserError for the first question whose first turn does not fit into the target's context."""
     for question in questions:
         try:
             token_limit(target, len(render(target.tokenizer, question.turns[:1], [])), max_new_tokens)
@@ -171,7 +186,7 @@ def choose_tree(
     target: Target,
     drafter: Drafter | None,
     questions: Sequence[Question],
-    partial: PartialResults,
+    saved: PartialResults,
     search: TreeSearch,
 ) -> tuple[TreeSpec, list[Json] | None]:
     """Returns the tree that the user or decoding.json names, or the result of a search with its table of candidates."""
@@ -180,22 +195,22 @@ def choose_tree(
     wanted = settings.tree or default_tree(settings.drafter) or "auto"
     if wanted != "auto":
         return TreeSpec.parse(wanted), None
-    if partial.tree is None:
+    if saved.tree is None:
         spec, table = search(target, drafter, settings.sampling, {turn for each in questions for turn in each.turns})
-        partial.add_tree(str(spec), table)
-    assert partial.tree is not None
-    return TreeSpec.parse(partial.tree["tree"]), partial.tree["tree_search"]
+        saved.add_tree(str(spec), table)
+    assert saved.tree is not None
+    return TreeSpec.parse(saved.tree["tree"]), saved.tree["tree_search"]
 
 
 def measure(
-    plan: EvalPlan, questions: Sequence[Question], others: dict[str, Side], partial: PartialResults
+    plan: EvalPlan, questions: Sequence[Question], others: dict[str, Side], saved: PartialResults
 ) -> list[Record]:
     """Answers every question by every side; returns one record per turn, in the suite's order."""
     seed, size = plan.settings.seed, plan.settings.batch_size
     decoder = plan.decoder(plan.drafter)
     sides = {"drafter": engine_side(decoder), **others}
     keys = [f"{index}:{question.question_id}" for index, question in enumerate(questions)]
-    left = [index for index, key in enumerate(keys) if key not in partial.records]
+    left = [index for index, key in enumerate(keys) if key not in saved.records]
     if left:  # warm up
         prompt = render(plan.target.tokenizer, questions[left[0]].turns[:1], [])
         for side in sides.values():
@@ -205,11 +220,11 @@ def measure(
         for begin in range(0, len(left), size):
             batch = {index: questions[index] for index in left[begin : begin + size]}
             for index, records in answer(plan, batch, sides).items():
-                partial.add_question(keys[index], records)
+                saved.add_question(keys[index], records)
                 meter.advance(note=f"{summarize(records)['tokens_per_second']:.1f} tokens/s")
     if left:
         print(decoder.memory[1])
-    return [record for key in keys for record in partial.records[key]]
+    return [record for key in keys for record in saved.records[key]]
 
 
 def answer(plan: EvalPlan, batch: dict[int, Question], sides: dict[str, Side]) -> dict[int, list[Record]]:
@@ -219,14 +234,12 @@ def answer(plan: EvalPlan, batch: dict[int, Question], sides: dict[str, Side]) -
     context ends its question.
 
     Args:
-        batch: questions by their index in the suite.
-        sides: `drafter`, ours, and the baselines.
-
-    Returns:
-        Records by question index.
+        batch: questions by their index in the suite, as the returned records. sides: `drafter`, ours, and the baselines.
     """
     target, settings = plan.target, plan.settings
-    kept = pruned_vocabulary(plan.drafter, target.vocab_size)
+    kept = parts_of(plan.drafter)[0].vocabulary if plan.drafter is not None else None  # [d] int64, None if all
+    if kept is not None and len(kept) == target.vocab_size:
+        kept = None
     records: dict[int, list[Record]] = {index: [] for index in batch}
     answers: dict[int, list[str]] = {index: [] for index in batch}
     names, first = list(sides), min(batch)
@@ -243,47 +256,114 @@ def answer(plan: EvalPlan, batch: dict[int, Question], sides: dict[str, Side]) -
             break
         start = (first // settings.batch_size + turn) % len(sides)
         wanted = [batch[index].category not in plan.off for index in prompts]
+        request = list(prompts.values()), list(limits.values()), settings.seed + first
         results, memory = {}, 0
         for name in names[start:] + names[:start]:
-            ours = name == "drafter"
-            if ours:
-                reset_peak(target.device)
-            speculate = (wanted,) if ours and plan.off else ()
-            results[name] = sides[name](
-                list(prompts.values()), list(limits.values()), settings.seed + first, *speculate
-            )
-            if ours:
-                memory = peak_memory(target.device)
+            if name != "drafter":
+                results[name] = sides[name](*request)
+                continue
+            reset_peak(target.device)
+            results[name] = sides[name](*request, *([wanted] if plan.off else []))
+            memory = peak_memory(target.device)
         for row, index in enumerate(prompts):
             tokens = {name: results[name][row][0] for name in names}
             same = {name: tokens[name] == tokens["drafter"] for name in names[1:]} if settings.sampling.greedy else {}
             differing = [name for name, equal in same.items() if not equal]
             decode = target.tokenizer.decode
             texts = {name: decode(tokens[name], skip_special_tokens=True) for name in ("drafter", *differing)}
-            records[index].append(
-                {
-                    "question_id": batch[index].question_id,
-                    "turn": turn,
-                    "category": batch[index].category,
-                    "prompt_tokens": len(prompts[index]),
-                    "sides": {name: results[name][row][1] for name in names},
-                    "identical": same,
-                    **({"outputs": texts} if differing else {}),
-                    "memory": memory,
-                    **({"covered": covered(kept, tokens["drafter"])} if kept is not None else {}),
-                    **({} if wanted[row] else {"speculation": False}),
-                }
-            )
+            record = {
+                "question_id": batch[index].question_id,
+                "turn": turn,
+                "category": batch[index].category,
+                "prompt_tokens": len(prompts[index]),
+                "sides": {name: results[name][row][1] for name in names},
+                "identical": same,
+                **({"outputs": texts} if differing else {}),
+                "memory": memory,
+            }
+            if kept is not None:
+                known = torch.isin(torch.tensor(tokens["drafter"], dtype=torch.long), kept.cpu())  # [new]
+                record["covered"] = round(float(known.float().mean()), 4) if len(known) else 1.0
+            records[index].append(record if wanted[row] else {**record, "speculation": False})
             answers[index].append(texts["drafter"])
     return records
 
 
-def pruned_vocabulary(drafter: Drafter | None, vocab_size: int) -> Tensor | None:
-    """[d] int64 target ids of a pruned drafter vocabulary; None if every token can be drafted."""
-    kept = parts_of(drafter)[0].vocabulary if drafter is not None else None
-    return None if kept is None or len(kept) == vocab_size else kept
+# -- sides ------------------------------------------------------------------------------------------------------------
 
 
-def covered(kept: Tensor, tokens: list[int]) -> float:
-    """Share of tokens that a vocabulary contains."""
-    return round(float(torch.isin(torch.tensor(tokens, device=kept.device), kept).float().mean()), 4) if tokens else 1.0
+def engine_side(decoder: Decoder) -> Side:
+    """Our engine; a decoder without a drafter decodes plainly by the same code. All prompts of a call form one batch.
+
+    The side takes a fourth argument: whether to speculate, per prompt.
+    """
+
+    def run(
+        prompts: Sequence[list[int]], limits: Sequence[int], seed: int, speculate: Sequence[bool] | None = None
+    ) -> list[tuple[list[int], Record]]:
+        start = time.perf_counter()
+        generations = decoder.generate(prompts, max_new_tokens=max(limits), seed=seed, speculate=speculate)
+        share = (time.perf_counter() - start) / len(prompts) if len(prompts) > 1 else None
+        return [(generation.tokens, side_record(generation, share)) for generation in generations]
+
+    return run
+
+
+def hf_sides(
+    target: Target,
+    sampling: SamplingParams,
+    names: Sequence[str],
+    assistant: str = "",
+    trust_remote_code: bool = False,
+) -> dict[str, Side]:
+    """transformers' generate, plain and with its own speculative decoding, on one shared model.
+
+    Loads a second copy of the target in its dtype, with the attention that transformers chooses for the family (sdpa, or
+    eager where sdpa cannot express it). Replaces the model's generation settings by ours, so that all sides choose tokens
+    and end by the same rules.
+
+    Args:
+        names: of hf_generate, hf_prompt_lookup (10 tokens from the prompt) and hf_assisted.
+        assistant: the draft model of hf_assisted; empty for the target's own first third of layers.
+    """
+
+    def load(path: str) -> Any:  # transformers' stubs know no `generate` on its models
+        options = {"dtype": target.dtype, "trust_remote_code": trust_remote_code, "use_safetensors": True}
+        loaded: Any = AutoModelForCausalLM.from_pretrained(path, **options)
+        return loaded.to(target.device).eval()
+
+    model, end = load(target.path), target.eos_ids or None
+    pad = target.tokenizer.pad_token_id if target.tokenizer is not None else None
+    pad = end[0] if pad is None and end else pad
+    model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=pad)
+    choice: dict[str, object] = {"do_sample": not sampling.greedy}
+    if not sampling.greedy:
+        choice |= {**dataclasses.asdict(sampling), "min_p": sampling.min_p or None}
+    choice["repetition_penalty"] = float(sampling.repetition_penalty)
+    methods: dict[str, dict[str, object]] = {
+        "hf_generate": {},
+        "hf_prompt_lookup": {"prompt_lookup_num_tokens": 10},
+        "hf_assisted": {"assistant_early_exit": max(1, target.num_layers // 3)},
+    }
+    if assistant and "hf_assisted" in names:
+        methods["hf_assisted"] = {"assistant_model": load(resolve_target(assistant))}
+
+    def padded(rows: list[list[int]], value: int) -> Tensor:  # [b, s]
+        tensors = [torch.tensor(row, device=target.device) for row in rows]
+        return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side="left")
+
+    def run(
+        method: dict[str, object], prompts: list[list[int]], limits: Sequence[int], seed: int
+    ) -> list[tuple[list[int], Record]]:
+        torch.manual_seed(seed)
+        start = time.perf_counter()
+        ids, mask = padded(prompts, pad or 0), padded([[1] * len(prompt) for prompt in prompts], 0)
+        options = {"max_new_tokens": max(limits), "use_cache": True, **choice, **method}
+        out = model.generate(ids, attention_mask=mask, **options)  # [b, s + new]
+        rows = [row[:limit] for row, limit in zip(out[:, ids.shape[1] :].tolist(), limits, strict=True)]
+        share = round((time.perf_counter() - start) / len(prompts), 6)
+        # generate pads a row after its end until the last row ends.
+        ends = [next((i + 1 for i, token in enumerate(row) if token in target.eos_ids), len(row)) for row in rows]
+        return [(row[:end], {"tokens": end, "seconds": share}) for row, end in zip(rows, ends, strict=True)]
+
+    return {name: partial(run, methods[name]) for name in names}

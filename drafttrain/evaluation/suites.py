@@ -1,20 +1,32 @@
-"""Prompt suites: loading, taking an even part, and rendering turns as the target's token ids."""
+"""Prompt suites: files, drafttrain's own, and public benchmarks; taking an even part, and rendering turns as token ids.
+
+drafttrain contains no text of a public benchmark. It reads them from the Hub or from a file in their own format. The license
+is the one that the source states; texts of a collection may have others. Every name also reads rows in FastChat's question
+format, in which many projects redistribute these benchmarks.
+"""
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from drafttrain.data.chat import Message, prompt_ids
-from drafttrain.errors import UserError
-from drafttrain.evaluation.public_suites import PUBLIC, are_turns, read_public
-from drafttrain.files import read_jsonl, suites_folder
+from drafttrain.errors import UserError, first_line
+from drafttrain.files import Json, read_jsonl, suites_folder
+
+# SPEED-Bench replaces texts that NVIDIA may not redistribute by this note; NVIDIA's script fetches them.
+_MASKED = "FULL BENCHMARK DATA SHOULD BE FETCHED"
+# Spec-Bench reports six tasks and counts MT-bench's eight categories as one of them.
+_MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
+_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".csv")
 
 
 @dataclass(frozen=True)
@@ -34,6 +46,63 @@ class Suite:
     questions: tuple[Question, ...]
     digest: str
     license: str = ""
+
+
+class PublicSuite(NamedTuple):
+    """Source of a benchmark and the format of its rows.
+
+    Attributes:
+        source: a Hub data set, or the URL of a JSON-lines file. license: as the source states it.
+        turns: reads the user's turns of a row. Raises KeyError for a row in another format.
+        config, split: of the Hub data set. id_key: key of the row's own id, if it has one.
+        category: reads the category of a row; None stands for the suite's name.
+    """
+
+    source: str
+    license: str
+    turns: Callable[[Json], list[str]] = lambda row: row["turns"]
+    config: str | None = None
+    split: str = "test"
+    id_key: str = "question_id"
+    category: Callable[[Json], str | None] = lambda row: row.get("category")
+
+
+def _humaneval(row: Json) -> list[str]:
+    task = "Complete this Python function. Answer with the whole function."
+    return [f"{task}\n\n```python\n{row['prompt'].rstrip()}\n```"]
+
+
+PUBLIC: dict[str, PublicSuite] = {
+    "spec_bench": PublicSuite(
+        "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl",
+        "Apache-2.0",
+        split="train",
+        category=lambda row: "mt_bench" if row.get("category") in _MT_BENCH else row.get("category"),
+    ),
+    "mt_bench": PublicSuite(
+        "HuggingFaceH4/mt_bench_prompts", "Apache-2.0", lambda row: row["prompt"], split="train", id_key="prompt_id"
+    ),
+    "humaneval": PublicSuite("openai/openai_humaneval", "MIT", _humaneval, id_key="task_id"),
+    "gsm8k": PublicSuite("openai/gsm8k", "MIT", lambda row: [row["question"]], "main"),
+    "alpaca": PublicSuite(
+        "tatsu-lab/alpaca",
+        "CC BY-NC 4.0",
+        lambda row: ["\n\n".join(filter(None, (row["instruction"], row.get("input"))))],
+        split="train",
+    ),
+    "cnn_dm": PublicSuite(
+        "abisee/cnn_dailymail",
+        "Apache-2.0",
+        lambda row: [f"Summarise this article in three or four sentences.\n\n{row['article']}"],
+        "3.0.0",
+        id_key="id",
+    ),
+    **{
+        name: PublicSuite("nvidia/SPEED-Bench", "NVIDIA evaluation dataset license", config=config)
+        for name, config in [("speed_bench", "qualitative")]
+        + [(f"speed_bench_{size}", f"throughput_{size}") for size in ("1k", "2k", "8k", "16k", "32k")]
+    },
+}
 
 
 def known_suites() -> list[str]:
@@ -60,10 +129,17 @@ def load_suite(name: str) -> Suite:
             "known name, or NAME:FILE for a public one in a file"
         )
     if path is not None:
-        questions = tuple(_question(row, f"{path} line {line}", i) for i, (line, row) in enumerate(read_jsonl(path)))
+        questions = tuple(
+            Question(
+                str(row.get("question_id", index)),
+                str(row.get("category", "all")),
+                _checked(row.get("turns"), f"{path} line {line}:", " (FastChat question format)"),
+            )
+            for index, (line, row) in enumerate(read_jsonl(path))
+        )
         content, license_name = path.read_bytes(), ""
     else:
-        questions = tuple(Question(*fields) for fields in read_public(public, file))
+        questions = tuple(_read_public(public, file))
         texts = [(question.category, question.turns) for question in questions]
         content, license_name = json.dumps(texts, ensure_ascii=False).encode(), PUBLIC[public].license
     if not questions:
@@ -71,19 +147,14 @@ def load_suite(name: str) -> Suite:
     return Suite(name, questions, hashlib.sha256(content).hexdigest()[:16], license_name)
 
 
-def _question(row: dict[str, object], where: str, index: int) -> Question:
-    turns = row.get("turns")
-    if not are_turns(turns):
-        raise UserError(f"{where}: turns must be a non-empty list of non-empty strings (FastChat question format)")
-    return Question(str(row.get("question_id", index)), str(row.get("category", "all")), tuple(turns))
+def _checked(turns: object, where: str, note: str = "") -> tuple[str, ...]:
+    if isinstance(turns, list) and turns and all(isinstance(turn, str) and turn.strip() for turn in turns):
+        return tuple(turns)
+    raise UserError(f"{where} turns must be a non-empty list of non-empty strings{note}")
 
 
 def take_evenly(questions: Sequence[Question], limit: int | None) -> list[Question]:
-    """Takes `limit` questions in the suite's order, as many of each category as possible. None takes all.
-
-    Raises:
-        UserError: a limit below 1.
-    """
+    """Takes `limit` questions in order, evenly from all categories; None takes all. Raises UserError for a limit below 1."""
     if limit is None:
         return list(questions)
     if limit < 1:
@@ -97,13 +168,91 @@ def take_evenly(questions: Sequence[Question], limit: int | None) -> list[Questi
 
 
 def render(tokenizer: PreTrainedTokenizerBase, turns: Sequence[str], answers: Sequence[str]) -> list[int]:
-    """Token ids of a conversation up to where the answer to the last turn begins.
-
-    Args:
-        turns: the user's turns. answers: replies to all but the last of them.
-    """
+    """Token ids of a conversation up to the answer to its last turn. answers: the replies to all turns but the last."""
     messages: list[Message] = []
     for index, turn in enumerate(turns):
         messages.append({"role": "user", "content": turn})
         messages += [{"role": "assistant", "content": answer} for answer in answers[index : index + 1]]
     return prompt_ids(tokenizer, messages)
+
+
+# -- public benchmarks ------------------------------------------------------------------------------------------------
+
+
+def _read_public(name: str, path: str) -> Iterator[Question]:
+    """Reads a benchmark from a file or folder in its own format or FastChat's; an empty path is the Hub. Raises UserError."""
+    suite, where = PUBLIC[name], f"suite={name}:{path}" if path else f"suite={name}"
+    rows = _local_rows(where, suite, Path(path).expanduser()) if path else _hub_rows(name, suite)
+    masked = 0
+    for index, row in enumerate(rows):
+        try:
+            turns = row["turns"] if "turns" in row else suite.turns(row)
+        except (KeyError, TypeError, AttributeError) as error:
+            keys = ", ".join(map(str, row)) or "none" if isinstance(row, dict) else f"of a {type(row).__name__}"
+            raise UserError(
+                f"{where} row {index + 1} has the keys {keys}, which is not {name}'s format (no {error}); "
+                "give the benchmark's own file, or JSON lines with turns"
+            ) from error
+        turns = _checked(turns, f"{where} row {index + 1}: its")
+        masked += any(turn.startswith(_MASKED) for turn in turns)
+        key = row.get("question_id", row.get(suite.id_key))
+        yield Question(str(index if key is None else key), suite.category(row) or name, turns)
+    if masked:
+        raise UserError(
+            f"{where}: {masked} rows hold only a note that their text must be fetched from its owner; prepare the set with "
+            f"NVIDIA's specdec_bench (prepare_data.py) and give the result as {name}:FILE"
+        )
+
+
+def _hub_rows(name: str, suite: PublicSuite) -> Iterable[Json]:
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetsError
+
+    try:
+        if suite.source.startswith("https://"):
+            return load_dataset("json", data_files=suite.source, split=suite.split)
+        return load_dataset(suite.source, suite.config, split=suite.split)
+    except (OSError, ValueError, DatasetsError) as error:
+        raise UserError(
+            f"suite={name!r} cannot be loaded from {suite.source} ({first_line(error)}); go online once, or give its file as "
+            f"{name}:FILE"
+        ) from error
+
+
+def _local_rows(where: str, suite: PublicSuite, path: Path) -> Iterator[Json]:
+    for file in _files(where, suite, path):
+        try:
+            yield from _file_rows(file)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{where}: {file} cannot be read ({error}); check the file") from error
+
+
+def _files(where: str, suite: PublicSuite, path: Path) -> list[Path]:
+    """The file itself; in a folder with the Hub's layout, the files of the config and split."""
+    if path.is_file():
+        return [path]
+    folder = path / suite.config if suite.config and (path / suite.config).is_dir() else path
+    files = sorted(file for file in folder.rglob("*") if file.name.endswith(_SUFFIXES)) if folder.is_dir() else []
+    split = [file for file in files if file.name.startswith(suite.split)]
+    if not files:
+        raise UserError(f"{where}: no such file, and no folder with {', '.join(_SUFFIXES)} files; check the path")
+    if not split and len(files) > 1:
+        raise UserError(
+            f"{where}: the folder holds {len(files)} files, none of the split {suite.split!r}; give one of them"
+        )
+    return split or files
+
+
+def _file_rows(file: Path) -> Iterable[Json]:
+    """Reads the rows of one file. Raises OSError or ValueError, also for broken JSON, parquet and CSV."""
+    if file.name.endswith((".parquet", ".csv")):
+        import pyarrow.csv
+        import pyarrow.parquet
+
+        read = pyarrow.parquet.read_table if file.suffix == ".parquet" else pyarrow.csv.read_csv
+        return read(file).to_pylist()
+    raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+    text = raw.decode("utf-8")
+    if file.suffix == ".json" and text.lstrip().startswith("["):
+        return json.loads(text)
+    return [json.loads(line) for line in text.splitlines() if line.strip()]

@@ -7,8 +7,8 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -25,21 +25,15 @@ SIDES = Path(__file__).with_name("engines")  # scripts for the engines' own envi
 _TIMEOUT = 1800  # seconds; vLLM alone takes minutes to start on a CPU
 
 
-@dataclass(frozen=True)
-class EngineJob:
-    """What every engine answers.
+class EngineJob(NamedTuple):
+    """What every engine answers."""
 
-    Attributes:
-        target: loaded here. dtype: its numeric format's name. prompts: token ids. tokens: new ones per prompt at most.
-        depth: drafted tokens per round. python: interpreter of the engine's environment.
-    """
-
-    target: Target
-    dtype: str
-    prompts: Sequence[list[int]]
-    tokens: int
-    depth: int
-    python: str
+    target: Target  # loaded here
+    dtype: str  # name of its numeric format
+    prompts: Sequence[list[int]]  # token ids
+    tokens: int  # new ones per prompt at most
+    depth: int  # drafted tokens per round
+    python: str  # interpreter of the engine's environment
 
 
 def ours(job: EngineJob, drafter: Drafter) -> Json:
@@ -139,13 +133,10 @@ def run_side(python: str, script: Path, job: Json, environment: dict[str, str]) 
         path.write_text(json.dumps({**job, "answer": str(answer)}))
         command = [python, str(script), str(path)]
         try:
-            done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=_TIMEOUT, check=False
-            )
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_TIMEOUT)
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise UserError(
-                f"engine-python={python!r} cannot run {script.name} ({error}); give the engine's interpreter"
-            ) from error
+            fix = "give the engine's interpreter"
+            raise UserError(f"engine-python={python!r} cannot run {script.name} ({error}); {fix}") from error
         if done.returncode or not answer.is_file():
             lines = [line for line in done.stderr.strip().splitlines() if line.strip()][-12:]
             raise UserError(f"the engine stopped (exit code {done.returncode}): " + "\n  ".join(lines))

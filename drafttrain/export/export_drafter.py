@@ -7,8 +7,15 @@ from pathlib import Path
 
 import torch
 
-from drafttrain.drafters.shipping import FORMATS, ExportRequest, check_expressible, format_lines, shipping
-from drafttrain.drafters.trained import Trained, find_drafter
+from drafttrain.drafters.shipping import (
+    FORMATS,
+    ExportRequest,
+    Trained,
+    check_expressible,
+    find_drafter,
+    format_lines,
+    shipping,
+)
 from drafttrain.errors import UserError
 from drafttrain.export.serving_recipes import as_text, engine_depth, recipes, tuned_tree
 from drafttrain.flags import WEIGHTS_HELP, add_drafter_flag
@@ -33,9 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", required=True, help="folder to write")
     add("--dtype", default="bfloat16", help=WEIGHTS_HELP)
     add(
-        "--target",
-        default="",
-        help="name in the recipes, and source of a missing tokenizer (default: the recorded target)",
+        "--target", default="", help="name in recipes, and source of a missing tokenizer (default: the recorded target)"
     )
     add("--speculative-tokens", type=int, help="drafted per round (default: the depth in decoding.json, else 3)")
 

@@ -6,8 +6,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from drafttrain.drafters.shipping import ExportRequest, Shipping, shipped_kinds, shipping
-from drafttrain.drafters.trained import find_drafter
+from drafttrain.drafters.shipping import ExportRequest, Shipping, find_drafter, shipped_kinds, shipping
 from drafttrain.errors import UserError
 from drafttrain.files import hub_snapshot, writing
 from drafttrain.flags import TARGET_HELP

@@ -8,29 +8,45 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import default_tree
-from drafttrain.drafters.shipping import ENGINES, FORMATS, GGUF_NAME, shipping
-from drafttrain.drafters.trained import Trained
+from drafttrain.drafters.shipping import ENGINES, GGUF_NAME, Trained, shipping
 from drafttrain.files import Json
 
-Options = Mapping[str, object]  # an engine's settings, see `Shipping.options`
+# What to type, per engine. settings: see `_settings`.
+_COMMANDS = {
+    "vLLM": "vllm serve {target} --speculative-config '{settings}'",
+    "SGLang": "python -m sglang.launch_server --model-path {target} {settings}",
+    "TensorRT-LLM, Triton": """cat > speculative.yaml <<'EOF'
+speculative_config:
+{settings}
+EOF
+trtllm-serve {target} --backend pytorch --extra_llm_api_options speculative.yaml
+# Triton: the same keys in all_models/llmapi/tensorrt_llm/1/model.yaml, beside
+#   model: {target}
+# then: python3 scripts/launch_triton_server.py --model_repo=all_models/llmapi""",
+    "llama.cpp": "llama-server -m target.gguf --spec-type draft-simple --spec-draft-model {drafter}/{gguf} "
+    "--spec-draft-n-max {depth}",
+    "transformers": """model = AutoModelForCausalLM.from_pretrained("{target}")
+assistant = AutoModelForCausalLM.from_pretrained("{drafter}")
+assistant.generation_config.num_assistant_tokens = {depth}
+model.generate(**inputs, assistant_model=assistant)""",
+    "drafttrain": """from drafttrain import generate
+
+out = generate("{target}", "The capital of France is", drafter="{drafter}", tree="{tree}")
+print(out.text, out.stats.accepted_length)""",
+}
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How one engine serves a drafter.
-
-    Attributes:
-        engine: its name. commands: what to type; empty where `reasons` say why the engine cannot serve it.
-    """
+class Recipe(NamedTuple):
+    """How one engine serves a drafter."""
 
     engine: str
-    commands: str = ""
-    reasons: Sequence[str] = field(default_factory=tuple)
+    commands: str = ""  # what to type
+    reasons: Sequence[str] = ()  # why the engine cannot serve it; empty if it can
 
 
 def recipes(
@@ -51,7 +67,7 @@ def recipes(
     """
     kind = shipping(trained.kind)
     tree = TreeSpec.parse(f"chain:{depth}") if depth else tuned_tree(trained.folder, results)
-    unsupported = {form: kind.unsupported(trained, form) for form in FORMATS}
+    unsupported = {form: kind.unsupported(trained, form) for form in ENGINES.values()}
     options, most = kind.options(trained), engine_depth(trained, tree)
     theirs = tree if most == tree.depth else TreeSpec.parse(f"chain:{most}")
     made = []
@@ -64,84 +80,42 @@ def recipes(
             place, before = f"{drafter}/{form}", f'hf download {drafter} --include "{form}/*" --local-dir {drafter}\n'
         elif published and form == "gguf":
             before = f"hf download {drafter} {GGUF_NAME} --local-dir {drafter}\n"
-        made.append(Recipe(engine, before + _COMMANDS[engine](place, target, theirs, options[engine])))
+        words = {"target": target, "drafter": place, "depth": theirs.depth, "gguf": GGUF_NAME}
+        settings = _settings(engine, place, theirs, options[engine])
+        made.append(Recipe(engine, before + _COMMANDS[engine].format(**words, settings=settings)))
     _, plus, side = str((fastest(results) or {}).get("kind", "")).partition("+")
-    return [*made, Recipe("drafttrain", _ours(drafter + plus + side, target, tree))]
+    ours = _COMMANDS["drafttrain"].format(target=target, drafter=drafter + plus + side, tree=tree)
+    return [*made, Recipe("drafttrain", ours)]
+
+
+def _settings(engine: str, drafter: str, tree: TreeSpec, options: Mapping[str, object]) -> str:
+    """An engine's settings as its command takes them: a kind's options (`Shipping.options`) over the defaults."""
+    top_k, nodes = (tree.top_k, tree.budget) if tree.shape == "dynamic" else (1, tree.depth)
+    defaults: dict[str, Json] = {
+        "vLLM": {"method": None, "model": drafter, "num_speculative_tokens": tree.depth},
+        "SGLang": {
+            "speculative-algorithm": None,
+            "speculative-draft-model-path": drafter,
+            "speculative-num-steps": tree.depth,
+            "speculative-eagle-topk": top_k,
+            "speculative-num-draft-tokens": nodes + 1,
+        },
+        "TensorRT-LLM, Triton": {"decoding_type": None, "max_draft_len": tree.depth, "speculative_model": drafter},
+    }
+    chosen = {key: value for key, value in {**defaults.get(engine, {}), **options}.items() if value is not None}
+    if engine == "vLLM":
+        return json.dumps(chosen)
+    if engine == "SGLang":  # two flags per line
+        flags = [f"--{flag} {value}" for flag, value in chosen.items()]
+        return " \\\n  ".join([flags[0], *(" ".join(flags[at : at + 2]) for at in range(1, len(flags), 2))])
+    return "\n".join(f"  {key}: {value}" for key, value in chosen.items())
 
 
 def as_text(made: Sequence[Recipe]) -> str:
     """The recipes for the terminal."""
-    parts = []
-    for recipe in made:
-        body = f"not served, because {'; '.join(recipe.reasons)}" if recipe.reasons else recipe.commands
-        parts.append(f"-- {recipe.engine}\n{body}")
-    return "\n\n".join(parts)
-
-
-def _chosen(defaults: Options, options: Options) -> Json:
-    """A kind's options over the defaults; None drops a key."""
-    return {key: value for key, value in {**defaults, **options}.items() if value is not None}
-
-
-def _vllm(drafter: str, target: str, tree: TreeSpec, options: Options) -> str:
-    defaults = {"method": None, "model": drafter, "num_speculative_tokens": tree.depth}
-    return f"vllm serve {target} --speculative-config '{json.dumps(_chosen(defaults, options))}'"
-
-
-def _sglang(drafter: str, target: str, tree: TreeSpec, options: Options) -> str:
-    top_k, nodes = (tree.top_k, tree.budget) if tree.shape == "dynamic" else (1, tree.depth)
-    defaults = {
-        "speculative-algorithm": None,
-        "speculative-draft-model-path": drafter,
-        "speculative-num-steps": tree.depth,
-        "speculative-eagle-topk": top_k,
-        "speculative-num-draft-tokens": nodes + 1,
-    }
-    flags = [f"--{flag} {value}" for flag, value in _chosen(defaults, options).items()]
-    lines = [" ".join(flags[at : at + 2]) for at in range(1, len(flags), 2)]
-    return " \\\n  ".join((f"python -m sglang.launch_server --model-path {target} {flags[0]}", *lines))
-
-
-def _tensorrt(drafter: str, target: str, tree: TreeSpec, options: Options) -> str:
-    defaults = {"decoding_type": None, "max_draft_len": tree.depth, "speculative_model": drafter}
-    keys = "\n".join(f"  {key}: {value}" for key, value in _chosen(defaults, options).items())
-    return (
-        f"cat > speculative.yaml <<'EOF'\nspeculative_config:\n{keys}\nEOF\n"
-        f"trtllm-serve {target} --backend pytorch --extra_llm_api_options speculative.yaml\n"
-        "# Triton: the same keys in all_models/llmapi/tensorrt_llm/1/model.yaml, beside\n"
-        f"#   model: {target}\n"
-        "# then: python3 scripts/launch_triton_server.py --model_repo=all_models/llmapi"
-    )
-
-
-def _llama_cpp(drafter: str, target: str, tree: TreeSpec, options: Options) -> str:
-    gguf = f"{drafter}/{GGUF_NAME}"
-    return f"llama-server -m target.gguf --spec-type draft-simple --spec-draft-model {gguf} --spec-draft-n-max {tree.depth}"
-
-
-def _transformers(drafter: str, target: str, tree: TreeSpec, options: Options) -> str:
-    return (
-        f'model = AutoModelForCausalLM.from_pretrained("{target}")\n'
-        f'assistant = AutoModelForCausalLM.from_pretrained("{drafter}")\n'
-        f"assistant.generation_config.num_assistant_tokens = {tree.depth}\n"
-        "model.generate(**inputs, assistant_model=assistant)"
-    )
-
-
-_COMMANDS = {
-    "vLLM": _vllm,
-    "SGLang": _sglang,
-    "TensorRT-LLM, Triton": _tensorrt,
-    "llama.cpp": _llama_cpp,
-    "transformers": _transformers,
-}
-
-
-def _ours(drafter: str, target: str, tree: TreeSpec) -> str:
-    return (
-        "from drafttrain import generate\n\n"
-        f'out = generate("{target}", "The capital of France is", drafter="{drafter}", tree="{tree}")\n'
-        "print(out.text, out.stats.accepted_length)"
+    return "\n\n".join(
+        f"-- {engine}\n" + (f"not served, because {'; '.join(reasons)}" if reasons else commands)
+        for engine, commands, reasons in made
     )
 
 
@@ -153,8 +127,8 @@ def fastest(results: Sequence[Json]) -> Json | None:
 
 def engine_depth(trained: Trained, tree: TreeSpec) -> int:
     """Speculative tokens for an engine: the tree's depth, at most the depth that the drafter reaches."""
-    most = shipping(trained.kind).most_tokens(trained)
-    return tree.depth if most is None else min(tree.depth, most)
+    key = shipping(trained.kind).depth_key
+    return min(tree.depth, trained.config[key]) if key else tree.depth
 
 
 def tuned_tree(folder: Path, results: Sequence[Json] = (), default_depth: int = 3) -> TreeSpec:

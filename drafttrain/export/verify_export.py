@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 
 from drafttrain.drafters.registry import load_drafter
-from drafttrain.drafters.shipping import FORMATS, GGUF_NAME, Shipping, shipping
-from drafttrain.drafters.trained import Trained, find_drafter
+from drafttrain.drafters.shipping import FORMATS, GGUF_NAME, Shipping, Trained, find_drafter, shipping
 from drafttrain.environment import describe_environment
 from drafttrain.errors import UserError
 from drafttrain.evaluation.suites import load_suite, render, take_evenly
@@ -20,9 +19,9 @@ from drafttrain.export import engine_runs
 from drafttrain.export.engine_runs import EngineJob
 from drafttrain.export.export_drafter import export
 from drafttrain.export.serving_recipes import engine_depth, tuned_tree
-from drafttrain.files import Json, write_json
+from drafttrain.files import Json
 from drafttrain.flags import TARGET_HELP, add_drafter_flag
-from drafttrain.formats.public_names import shorten
+from drafttrain.formats.public_names import write_clean_json
 from drafttrain.formats.write_gguf import write_gguf
 from drafttrain.target import Target, resolve_dtype
 
@@ -47,13 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--exported", help="folder written by drafttrain export (default: export it now, for the engine)")
     add("--format", choices=FORMATS, help="of what is exported now (default: the engine's, else the kind's first)")
     add("--dtype", default="bfloat16", help="of what is exported now, and of the target: bfloat16, float16, float32")
-    choices = ("auto", "none", *engine_runs.ENGINES)
-    add(
-        "--engine",
-        choices=choices,
-        default="auto",
-        help="also run it there (default: vllm or llama.cpp if installed here)",
-    )
+    engines = ("auto", "none", *engine_runs.ENGINES)
+    add("--engine", choices=engines, default="auto", help="also run it there (default: vllm or llama.cpp if installed)")
     add("--engine-python", default=sys.executable, help="interpreter that has vllm, or xllamacpp for llama.cpp")
     add("--target", default="", help=f"{TARGET_HELP} (default: the recorded one)")
     add("--suite", default="drafttrain", help="where prompts come from: a suite's name or JSONL file")
@@ -76,26 +70,26 @@ def run(args: argparse.Namespace) -> int:
     if args.engine == "auto":
         args.engine = installed_engine(kind)
     if args.engine not in ("none", *kind.verifiable):
-        raise UserError(
-            f"engine={args.engine!r} runs no {trained.kind!r} drafter; choose {', '.join(kind.verifiable)} or none"
-        )
+        known = ", ".join(kind.verifiable)
+        raise UserError(f"engine={args.engine!r} runs no {trained.kind!r} drafter; choose {known} or none")
     form = args.format or kind.verifiable.get(args.engine) or next(iter(kind.formats))
     with tempfile.TemporaryDirectory() as scratch:
         exported = Path(args.exported).expanduser() if args.exported else Path(scratch) / "export"
         if not args.exported:
             export(trained, form, exported, resolve_dtype(args.dtype), args.target or trained.target_name, depth)
-        found: Json = {"files": check_files(trained, exported)}
+        if not exported.is_dir():
+            raise UserError(f"exported={str(exported)!r} is no folder; write one: drafttrain export --help")
+        found: Json = {"files": kind.check(trained, exported)}
         figures = ", ".join(f"{key.replace('_', ' ')} {value:.3g}" for key, value in found["files"].items())
         print(f"files: as an engine loads them, they compute what the drafter does ({figures})")
         agree = True
         if args.engine != "none":
-            more = _compare_engine(args, trained, exported, depth, Path(scratch))
-            found |= more
-            agree = abs(more["accepted_length_ratio"] - 1) <= TOLERANCE
+            found |= _compare_engine(args, trained, exported, depth, Path(scratch))
+            agree = abs(found["accepted_length_ratio"] - 1) <= TOLERANCE
     if args.output:
         command = [Path(sys.argv[0]).name, *sys.argv[1:]]
-        described = {**describe_environment(torch.device("cpu")), "command": command, **found}
-        write_json(Path(args.output).expanduser(), shorten(described))
+        found = {**describe_environment(torch.device("cpu")), "command": command, **found}
+        write_clean_json(Path(args.output).expanduser(), found)
         print(f"wrote {args.output}")
     if not agree:
         print(f"the accepted lengths differ by more than {TOLERANCE:.0%}", file=sys.stderr)
@@ -104,22 +98,10 @@ def run(args: argparse.Namespace) -> int:
 
 def installed_engine(kind: Shipping) -> str:
     """The first engine in this environment that runs drafters of a kind, or none."""
-    packages = {"vllm": "vllm", "llama.cpp": "xllamacpp"}
-    found = (
-        name for name, package in packages.items() if name in kind.verifiable and importlib.util.find_spec(package)
-    )
-    return next(found, "none")
-
-
-def check_files(trained: Trained, exported: Path) -> Json:
-    """Checks exported files; see `Shipping.check`.
-
-    Raises:
-        UserError: they lack what an engine expects, or compute something else.
-    """
-    if not exported.is_dir():
-        raise UserError(f"exported={str(exported)!r} is no folder; write one: drafttrain export --help")
-    return shipping(trained.kind).check(trained, exported)
+    for name, package in (("vllm", "vllm"), ("llama.cpp", "xllamacpp")):
+        if name in kind.verifiable and importlib.util.find_spec(package):
+            return name
+    return "none"
 
 
 def _compare_engine(args: argparse.Namespace, trained: Trained, exported: Path, depth: int, scratch: Path) -> Json:

@@ -44,9 +44,5 @@ def _shorten_text(text: str) -> str:
 
 
 def write_clean_json(path: Path, content: dict[str, object]) -> None:
-    """Writes JSON without local paths.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Writes JSON without local paths; raises UserError if the file cannot be written."""
     write_json(path, shorten(content))

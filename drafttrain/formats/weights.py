@@ -20,16 +20,21 @@ _PICKLES = ("pytorch_model.bin", "model.bin", "model.pt", "pytorch_model.pt", "m
 _TABLES = {"d2t": torch.int64, "t2d": torch.bool}  # tensors of EAGLE-3's forms that are no weights
 
 
-def read_config(folder: Path, name: str = "config.json") -> Json:
-    """A folder's config.json, or another JSON file.
+def read_config(folder: Path, name: str = "config.json", missing: Json | None = None) -> Json:
+    """A folder's config.json, or another JSON file. missing: the result if there is no such file.
 
     Raises:
-        UserError: no such file, or not a JSON object.
+        UserError: no such file and no `missing`, or not a JSON object.
     """
+    path = folder / name
+    if missing is not None and not path.is_file():
+        return missing
     try:
-        config = json.loads((folder / name).read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"{str(folder)!r}: {name} cannot be read ({error}); give a checkpoint's folder") from error
+        raise UserError(
+            f"{str(folder)!r}: {name} cannot be read ({error}); repair it, or give a checkpoint's folder"
+        ) from error
     if not isinstance(config, dict):
         raise UserError(f"{str(folder)!r}: {name} must hold an object, not {type(config).__name__}")
     return config
@@ -69,7 +74,7 @@ def read_weights(folder: Path, allow_pickle: bool = False) -> dict[str, Tensor]:
         raise UserError(f"{pickles[0].name} holds more than tensors, or is damaged ({first_line(error)})") from error
 
 
-def check_names(found: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], where: str) -> None:
+def check_names(found: Mapping[str, Tensor], expected: Shapes, where: str) -> None:
     """Checks that names and shapes are exactly the expected ones.
 
     Raises:

@@ -36,6 +36,7 @@ _TYPES = {
     torch.float16: (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
     torch.bfloat16: (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16),
 }
+_ROPES = ("default", "linear", "llama3")
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -143,26 +144,24 @@ def _add_shape(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
     writer.add_vocab_size(config.vocab_size)
     writer.add_rope_dimension_count(size)
     writer.add_rope_freq_base(rope["rope_theta"])
-    kind = rope["rope_type"]
+    kind, family, fields = rope["rope_type"], config.model_type, config.to_dict()
     if kind == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
-    elif kind not in ("default", "llama3"):
-        raise UserError(f"rope_type={kind!r} is not written to GGUF; default, linear and llama3 are")
-    gemma = config.model_type == "gemma3_text"
+    gemma, window, scalar = family == "gemma3_text", fields.get("sliding_window"), fields.get("query_pre_attn_scalar")
     wanted, found = ("gelu_pytorch_tanh", config.hidden_activation) if gemma else ("silu", config.hidden_act)
-    if found != wanted:
-        raise UserError(f"hidden_act={found!r}: llama.cpp computes {wanted} for {config.model_type} models")
+    windowed = "sliding_attention" in (fields.get("layer_types") or [])
+    checks = {
+        f"rope_type={kind!r} is not written to GGUF; default, linear and llama3 are": kind not in _ROPES,
+        f"hidden_act={found!r}: llama.cpp computes {wanted} for {family} models": found != wanted,
+        f"query_pre_attn_scalar={scalar}: llama.cpp scales by head_dim={size} for {family} models": gemma
+        and scalar != size,
+        f"sliding_window={window}: llama.cpp's {family} attends to everything": windowed and not gemma,
+    }
+    if reasons := [reason for reason, unsupported in checks.items() if unsupported]:
+        raise UserError("; ".join(reasons))
     if gemma:
-        if config.query_pre_attn_scalar != size:
-            raise UserError(
-                f"query_pre_attn_scalar={config.query_pre_attn_scalar}: llama.cpp scales by head_dim={size} for gemma3 models"
-            )
         writer.add_sliding_window(config.sliding_window)
-    elif "sliding_attention" in (getattr(config, "layer_types", None) or []):
-        raise UserError(
-            f"sliding_window={config.sliding_window}: llama.cpp's {config.model_type} attends to everything"
-        )
 
 
 # -- tokenizer ------------------------------------------------------------------------------------------------------
@@ -175,9 +174,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase, 
     model = described["model"]
     if model["type"] != "BPE":
         raise UserError(f"tokenizers of type {model['type']} are not written to GGUF; BPE is")
-    with (
-        tempfile.TemporaryDirectory() as scratch
-    ):  # gguf reads files; written from the tokenizer, they hold nothing else
+    with tempfile.TemporaryDirectory() as scratch:  # gguf reads files; these hold what the tokenizer does, nothing else
         tokenizer.save_pretrained(scratch)
         special = gguf.SpecialVocab(scratch, load_merges=True, special_token_types=("bos", "eos", "pad", "unk"))
     if not special.merges:

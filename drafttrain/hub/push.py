@@ -14,18 +14,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from drafttrain.data.store import read_meta
-from drafttrain.drafters.shipping import ExportRequest, shipping
-from drafttrain.drafters.trained import Trained, find_drafter
+from drafttrain.drafters.shipping import ExportRequest, Trained, find_drafter, shipping
 from drafttrain.errors import UserError
-from drafttrain.evaluation.records import load_results
+from drafttrain.evaluation.metrics import load_results
 from drafttrain.export.serving_recipes import engine_depth, recipes, tuned_tree
 from drafttrain.files import Json
 from drafttrain.flags import WEIGHTS_HELP
 from drafttrain.formats.public_names import public_name, shorten, write_clean_json
 from drafttrain.formats.weights import read_config
-from drafttrain.hub.card import base_model_name, model_card, read_training
-from drafttrain.hub.upload import add_publishing_flags, check_repo, make_empty, publish
-from drafttrain.reports.report import draw
+from drafttrain.hub.upload import add_publishing_flags, make_empty, publish, write_card
+from drafttrain.reports.report import draw, identity_line
 from drafttrain.target import resolve_dtype, resolve_target
 
 HELP = """Publish a drafter on the Hugging Face Hub with a model card made from measured results.
@@ -48,18 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--results", nargs="+", default=[], help="files that drafttrain eval wrote for this drafter")
     add("--without-evaluation", action="store_true", help="publish although nothing was measured; the card says so")
     add("--base-model", default="", help="the target's Hub id (default: the recorded name)")
-    add(
-        "--data",
-        default="",
-        help="the training data's folder, for the card (default: the recorded one, if it still exists)",
-    )
+    add("--data", default="", help="the training data's folder, for the card (default: the recorded one, if it exists)")
     add("--dataset", default="", help="Hub id of the training data, if published (drafttrain push-data)")
     add("--dtype", default="bfloat16", help=WEIGHTS_HELP)
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns the exit status."""
-    check_repo(args.repo)
     trained = find_drafter(args.drafter)
     results = [load_results(name) for name in args.results]
     if not results and not args.without_evaluation:
@@ -93,65 +86,78 @@ def prepare(args: argparse.Namespace, trained: Trained, results: Sequence[Json],
     """
     make_empty(folder, "README.md", "decoding.json")
     base_model = base_model_name(trained, args.base_model)
-    tree = tuned_tree(trained.folder, results)
+    kind, tree = shipping(trained.kind), tuned_tree(trained.folder, results)
     request = ExportRequest(folder, resolve_dtype(args.dtype), base_model, engine_depth(trained, tree))
-    files = shipping(trained.kind).publish(trained, request)
+    files = kind.publish(trained, request)
     write_clean_json(folder / "decoding.json", {"tree": str(tree)})
     files.append(("decoding.json", "the tree to draft, as measured to be fastest" if results else "the tree to draft"))
-    training = read_training(trained.folder)
+    training = read_config(trained.folder, "training.json", missing={})  # none for a drafter from elsewhere
     if training:
         write_clean_json(folder / "training.json", _public_training(training))
         files.append(("training.json", "recipe, steps, time and held-out figures of the training"))
-    public = [{**run, "drafter": args.repo, "target": base_model} for run in results]
-    named = []
-    for number, run_results in enumerate(public, 1):
-        suite, temperature = _slug(run_results.get("suite", "suite")), run_results["decoding"]["temperature"]
+    runs = []
+    for number, run_results in enumerate(results, 1):
+        public = {**run_results, "drafter": args.repo, "target": base_model}
+        suite, temperature = _slug(public.get("suite", "suite")), public["decoding"]["temperature"]
         name = f"results/{number}-{suite}-t{temperature:g}.json"
-        write_clean_json(folder / name, run_results)
-        named.append((name, run_results))
+        write_clean_json(folder / name, public)
+        runs.append((name, shorten(public), identity_line(public).capitalize()))
         files.append((name, "all measured figures, prompt by prompt"))
-    if public:
-        draw(public, folder / "plots" / "results.png")
-    card = model_card(
-        trained,
-        base_model,
-        args.license or _target_license(trained),
-        named,
-        training,
+    if runs:
+        draw([public for _, public, _ in runs], folder / "plots" / "results.png")
+    count, recorded = training.get("parameters"), (training.get("config") or {}).get("data", "")
+    has_data = recorded and (Path(recorded).expanduser() / "meta.json").is_file()
+    license = args.license or _target_license(trained)
+    metadata = {
+        "base_model": base_model if "/" in base_model else "",
+        "license": license,
+        "datasets": [args.dataset] if args.dataset else [],
+        "library_name": "drafttrain",
+        "pipeline_tag": "text-generation",
+        "tags": ["speculative-decoding", "drafter", trained.kind.replace("_", "-"), "drafttrain"],
+    }
+    write_card(
+        folder,
+        "model_card.md.jinja",
+        metadata,
+        base_model=base_model,
+        license=license,
+        kind_line=kind.line(trained, f"{count:,}" if count else "an unrecorded number of"),
+        runs=runs,
+        training=shorten(training),
         repo=args.repo,
-        plots=["plots/results.png"] if public else [],
+        plots=["plots/results.png"] if runs else [],
         recipes=recipes(trained, args.repo, base_model, results=results, published=True),
         files=files,
-        data=_data_meta(args.data, training),
+        data=read_meta(args.data or recorded) if args.data or has_data else None,
         dataset=args.dataset,
     )
-    (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def base_model_name(trained: Trained, given: str) -> str:
+    """The target's Hub id for links.
+
+    Raises:
+        UserError: the drafter records no target, or one by a local path only.
+    """
+    name = given or trained.target_name
+    if not name:
+        raise UserError("the drafter does not record its target; pass --base-model user/name")
+    public = public_name(name)
+    if given and "/" not in public:
+        raise UserError(f"base-model={given!r} must be a Hub id (user/name), or a short name of drafttrain fetch")
+    return public
 
 
 def _public_training(training: Json) -> Json:
     """training.json with names for paths."""
     config = dict(training.get("config") or {})
-    public: dict[str, Callable[[str], str]] = {
-        "data": _last_part,
-        "output_dir": _last_part,
-        "target": public_name,
-        "init": shorten,
-    }
+    public: dict[str, Callable[[str], str]] = {"target": public_name, "init": shorten}
+    public |= dict.fromkeys(("data", "output_dir"), lambda path: Path(path).name)
     return {
         **training,
         "config": config | {key: change(config[key]) for key, change in public.items() if key in config},
     }
-
-
-def _last_part(path: str) -> str:
-    return Path(path).name
-
-
-def _data_meta(given: str, training: Json) -> Json | None:
-    if given:
-        return read_meta(given)
-    recorded = (training.get("config") or {}).get("data", "")
-    return read_meta(recorded) if recorded and (Path(recorded).expanduser() / "meta.json").is_file() else None
 
 
 def _target_license(trained: Trained) -> str:
@@ -159,11 +165,10 @@ def _target_license(trained: Trained) -> str:
     if not trained.target_name:
         return ""
     try:
-        noted = read_config(Path(resolve_target(trained.target_name)), "fetched.json")
+        noted = read_config(Path(resolve_target(trained.target_name)), "fetched.json", missing={})
     except UserError:
         return ""
-    known = {"Apache-2.0": "apache-2.0", "MIT": "mit"}
-    return known.get(noted.get("license") or noted.get("licence", ""), "")
+    return {"Apache-2.0": "apache-2.0", "MIT": "mit"}.get(noted.get("license") or noted.get("licence", ""), "")
 
 
 def _slug(text: str) -> str:

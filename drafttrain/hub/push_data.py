@@ -10,8 +10,7 @@ from pathlib import Path
 from drafttrain.data.store import load_records, read_meta
 from drafttrain.files import writing
 from drafttrain.formats.public_names import public_name, shorten, write_clean_json
-from drafttrain.hub.card import front_matter, link, render
-from drafttrain.hub.upload import add_publishing_flags, check_repo, make_empty, publish
+from drafttrain.hub.upload import add_publishing_flags, make_empty, publish, write_card
 
 HELP = """Publish a distillation data set on the Hugging Face Hub with a data card.
 
@@ -32,7 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns the exit status."""
-    check_repo(args.repo)
     return publish(args, "dataset", "Update the data and its card", lambda folder: prepare(args, folder))
 
 
@@ -64,12 +62,12 @@ def prepare(args: argparse.Namespace, folder: Path) -> None:
         "tags": ["speculative-decoding", "distillation", "drafttrain"],
         "configs": [{"config_name": "default", "data_files": "part-*.jsonl"}],
     }
-    card = render(
+    write_card(
+        folder,
         "data_card.md.jinja",
-        metadata=front_matter(metadata),
+        metadata,
         repo=args.repo,
         target=target,
-        target_link=link(target),
         identity=identity,
         counts=counts,
         sources=sources.most_common(10),
@@ -77,4 +75,3 @@ def prepare(args: argparse.Namespace, folder: Path) -> None:
         backend=shorten(str(meta.get("backend", "local"))),
         prompt_license=args.prompt_license,
     )
-    (folder / "README.md").write_text(card, encoding="utf-8")

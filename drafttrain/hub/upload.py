@@ -1,4 +1,7 @@
-"""Publishing a folder on the Hub: prepare, search for private text, upload, tag; never delete, never print a token."""
+"""Publishing a folder on the Hub: cards, search for private text, upload, tag; never delete, never print a token.
+
+A card's text is in templates/, its facts are in files.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,13 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import yaml
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+from jinja2 import Environment, StrictUndefined
 
+from drafttrain.environment import __version__
 from drafttrain.errors import UserError, first_line
-from drafttrain.files import writing
+from drafttrain.files import Json, writing
 
 _TEXT = (".json", ".md", ".jsonl", ".yaml", ".jinja", ".txt")
 _TOKEN = re.compile(r"hf_[A-Za-z0-9]{20,}")
@@ -37,14 +43,17 @@ def publish(args: argparse.Namespace, kind: str, message: str, prepare: Callable
         args: of `add_publishing_flags`. kind: "model" or "dataset". message: of the commit. prepare: fills the folder.
 
     Raises:
-        UserError: a dry run without --output, something private in a file, or a failed upload.
+        UserError: no repository's name, a dry run without --output, something private in a file, or a failed upload.
     """
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", args.repo):
+        raise UserError(f"repo={args.repo!r} must be user/name or organization/name")
     if args.dry_run and not args.output:
         raise UserError("dry-run leaves the prepared folder for you to look at; name it: --output DIR")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(args.output).expanduser() if args.output else Path(scratch) / "repository"
         prepare(folder)
-        names = list_files(folder)
+        files = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+        names = sorted(name for name in files if ".cache" not in name.parts)
         check_private(folder, names)
         print(f"{kind} {args.repo}: {len(names)} files in {folder}")
         for name in names:
@@ -70,6 +79,22 @@ def make_empty(folder: Path, *signs: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
 
 
+def write_card(folder: Path, template: str, metadata: Json, **values: object) -> None:
+    """Writes README.md from a template of this package. A value that the template needs and does not get is an error.
+
+    Args:
+        metadata: for the Hub's index, in front of the text; empty values are left out.
+    """
+    source = (Path(__file__).with_name("templates") / template).read_text(encoding="utf-8")
+    # No HTML escapes: they would show in Markdown.
+    environment = Environment(undefined=StrictUndefined, autoescape=False, keep_trailing_newline=True)
+    environment.filters["link"] = lambda model: f"[{model}](https://huggingface.co/{model})" if "/" in model else model
+    kept = {key: value for key, value in metadata.items() if value}
+    front = yaml.safe_dump(kept, sort_keys=False, allow_unicode=True).strip()
+    card = environment.from_string(source).render(version=__version__, metadata=front, **values)
+    (folder / "README.md").write_text(card, encoding="utf-8")
+
+
 def check_private(folder: Path, names: list[Path]) -> None:
     """Searches the text files that are about to be published for local paths and tokens.
 
@@ -77,9 +102,7 @@ def check_private(folder: Path, names: list[Path]) -> None:
         UserError: found one; names the file, but not the token.
     """
     home = str(Path.home())
-    for name in names:
-        if name.suffix not in _TEXT:
-            continue
+    for name in (name for name in names if name.suffix in _TEXT):
         text = (folder / name).read_text(encoding="utf-8", errors="replace")
         if _TOKEN.search(text):
             raise UserError(f"{name} holds what looks like a Hub token; remove it before publishing")
@@ -89,19 +112,6 @@ def check_private(folder: Path, names: list[Path]) -> None:
             raise UserError(
                 f"{name} names a local path, {where}; publish names or Hub ids (--base-model, --results, ...)"
             )
-
-
-def list_files(folder: Path) -> list[Path]:
-    """Files below a folder, relative to it."""
-    return sorted(
-        path.relative_to(folder) for path in folder.rglob("*") if path.is_file() and ".cache" not in path.parts
-    )
-
-
-def check_repo(repo: str) -> None:
-    """Raises UserError for what is no repository's name."""
-    if not re.fullmatch(r"[\w][\w.-]*/[\w][\w.-]*", repo):
-        raise UserError(f"repo={repo!r} must be user/name or organization/name")
 
 
 def upload(folder: Path, repo: str, kind: str, private: bool, message: str, tag: str = "") -> str:
@@ -134,29 +144,22 @@ def upload(folder: Path, repo: str, kind: str, private: bool, message: str, tag:
             tag = here[-1] if here else f"v{max(numbers, default=0) + 1}"
         if not any(ref.name == tag and ref.target_commit == done.oid for ref in refs):
             api.create_tag(repo, tag=tag, revision=done.oid, repo_type=kind)
-    except LocalTokenNotFoundError as error:
-        raise UserError(f"repo={repo!r}: not logged in; run hf auth login, or set HF_TOKEN") from error
-    except HfHubHTTPError as error:
-        raise _explain(repo, error) from error
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(
-            f"repo={repo!r}: the upload broke off ({_safe(error)}); run the same command again, stored files are not sent again"
-        ) from error
+    except (OSError, ValueError, RuntimeError) as error:  # HfHubHTTPError is an OSError
+        raise UserError(f"repo={repo!r}: {_explain(error)}") from error
     prefix = "datasets/" if kind == "dataset" else ""
     return f"{api.endpoint}/{prefix}{repo}/tree/{tag}"
 
 
-def _explain(repo: str, error: HfHubHTTPError) -> UserError:
-    status = error.response.status_code if error.response is not None else 0
+def _explain(error: Exception) -> str:
+    """What stopped an upload and what to do, without tokens."""
+    if isinstance(error, LocalTokenNotFoundError):
+        return "not logged in; run hf auth login, or set HF_TOKEN"
+    status = error.response.status_code if isinstance(error, HfHubHTTPError) and error.response is not None else 0
+    shown = (f"HTTP {status}, " if status else "") + _TOKEN.sub("hf_...", first_line(error))
     reasons = {
         401: "the Hub does not accept the token (401); run hf auth login, or set HF_TOKEN to a valid one",
         403: "the token may not write there (403); use a write token of an account that may",
-        409: f"the Hub reports a conflict ({_safe(error)}); choose another --tag, or try again",
+        409: f"the Hub reports a conflict ({shown}); choose another --tag, or try again",
     }
-    broken = f"the upload broke off (HTTP {status}, {_safe(error)}); run the same command again, stored files are not sent again"
-    return UserError(f"repo={repo!r}: {reasons.get(status, broken)}")
-
-
-def _safe(error: BaseException) -> str:
-    """An error's first line without tokens."""
-    return _TOKEN.sub("hf_...", first_line(error))
+    broken = f"the upload broke off ({shown}); run the same command again, stored files are not sent again"
+    return reasons.get(status, broken)

@@ -35,10 +35,8 @@ from drafttrain.ops.tree_attention_triton import has_triton
 
 # Target distributions up to this size are computed once per batch and shared by all depths; larger ones once per use.
 _SHARED_BYTES = 256e6
-# Lower bound of divisors: a smaller acceptance does not scale the gradient up further.
-_TINY = 1e-12
-# Rows per chunk on the torch path; more gain nothing on a CPU.
-_CHUNK = 256
+_TINY = 1e-12  # lower bound of divisors: a smaller acceptance does not scale the gradient up further
+_CHUNK = 256  # rows per chunk on the torch path; more gain nothing on a CPU
 # Bytes of logits per chunk on the kernel path: large products are faster, and few of these are held at once.
 _KERNEL_BYTES = 2**28
 
@@ -66,29 +64,17 @@ def tempered(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
 
 
 class Targets:
-    """The target's next-token distributions at r positions. Subclasses differ in the form that they are stored in.
+    """The target's next-token distributions at r positions. Subclasses differ in the form that they are stored in."""
 
-    Attributes:
-        argmax: [r] int64 drafter id of the target's likeliest token, -1 where the drafter's vocabulary lacks it.
-        sampled: [r] int64 drafter id of the token that follows in the data, -1 likewise; None where `ce` is not used.
-    """
-
-    argmax: Tensor
-    sampled: Tensor | None
+    argmax: Tensor  # [r] int64 drafter id of the target's likeliest token, -1 where the drafter's vocabulary lacks it
+    sampled: (
+        Tensor | None
+    )  # [r] int64 drafter id of the token that follows in the data, -1 likewise; only `ce` needs it
 
     @cached_property
     def _shared(self) -> dict[float, Kept]:
         """Distributions of all r rows by temperature."""
         return {}
-
-    @property
-    def rows(self) -> int:
-        return len(self.argmax)
-
-    @property
-    def shareable(self) -> int:
-        """Columns d if p does not depend on the drafter's row, else 0."""
-        return 0
 
     def logits(self, index: Tensor | slice, aligned: AlignedRows | None = None) -> Tensor:
         """[c, d] logits over the kept vocabulary, before any temperature; float32 or wider.
@@ -107,11 +93,7 @@ class Targets:
         raise NotImplementedError
 
     def sampled_at(self, index: Tensor) -> Tensor:
-        """[c] int64, `sampled` of these rows.
-
-        Raises:
-            UserError: the next tokens of the data were not given.
-        """
+        """[c] int64, `sampled` of these rows; raises UserError if the next tokens of the data were not given."""
         if self.sampled is None:
             raise UserError(
                 "loss 'ce' needs the ids of the data's next tokens (TargetRows.sampled); use kl or give them"
@@ -120,11 +102,11 @@ class Targets:
 
     def kept(self, index: Tensor, temperature: float = 1.0, aligned: AlignedRows | None = None) -> Kept:
         """The distribution renormalized on the kept tokens, of rows index [c]."""
-        width = self.shareable
-        if not 0 < 4 * self.rows * width <= _SHARED_BYTES:
+        rows, width = len(self.argmax), self.logits(slice(0), aligned).shape[1]
+        if not 0 < 4 * rows * width <= _SHARED_BYTES:
             return self._distribution(index, temperature, aligned)
         if temperature not in self._shared:
-            starts = range(0, self.rows, _CHUNK)
+            starts = range(0, rows, _CHUNK)
             parts = [self._distribution(slice(start, start + _CHUNK), temperature, None) for start in starts]
             p, entropy, log_z = (torch.cat(column) for column in zip(*parts, strict=True))
             self._shared[temperature] = p, entropy, log_z
@@ -154,28 +136,15 @@ class FullTargets(Targets):
 
 @dataclass
 class TargetRows(FullTargets):
-    """Target distributions as hidden states times the target's head.
+    """Target distributions as hidden states times the target's head."""
 
-    Attributes:
-        hidden: [r, h] states that the target's head reads.
-        weight: [d, h] the head's rows for the kept (drafter) vocabulary.
-        log_z: [r] float32 log of the softmax denominator over the *full* vocabulary; acceptance reads the full distribution.
-        argmax, sampled: see `Targets`.
-        shape: what the target applies to the products (bias, scale, soft cap); None if nothing.
-        log_z_at: temperature -> [r], log_z of logits / temperature.
-    """
-
-    hidden: Tensor
-    weight: Tensor
-    log_z: Tensor
-    argmax: Tensor
-    shape: Callable[[Tensor], Tensor] | None = None
-    sampled: Tensor | None = None
-    log_z_at: dict[float, Tensor] = field(default_factory=dict)
-
-    @property
-    def shareable(self) -> int:
-        return len(self.weight)
+    hidden: Tensor  # [r, h] states that the target's head reads
+    weight: Tensor  # [d, h] the head's rows for the kept (drafter) vocabulary
+    log_z: Tensor  # [r] float32 log of the softmax denominator over the *full* vocabulary, which acceptance reads
+    argmax: Tensor  # [r], see `Targets`
+    shape: Callable[[Tensor], Tensor] | None = None  # what the target applies to the products: bias, scale, soft cap
+    sampled: Tensor | None = None  # [r], see `Targets`
+    log_z_at: dict[float, Tensor] = field(default_factory=dict)  # temperature -> [r], log_z of logits / temperature
 
     def products(self, index: Tensor | slice) -> Tensor:
         """[c, d] hidden times head in the head's dtype, before `shape`."""
@@ -351,19 +320,15 @@ DIVERGENCES: dict[str, Divergence] = {
 
 @dataclass
 class DivergenceOutput:
-    """Per-token results, all [t] and detached except the loss; alpha and agree are None unless `measure` was set.
+    """Per-token results, detached except the loss; alpha and agree are None unless `measure` was set."""
 
-    Attributes:
-        loss: scalar, sum of row_weight * divergence.
-        values: the divergence of each token.
-        alpha: sum_v min(p, q) with the target's full p, the probability that a sampled draft token is accepted.
-        agree: bool, the drafter's likeliest token is the target's likeliest of the full vocabulary.
-    """
-
-    loss: Tensor
-    values: Tensor
+    loss: Tensor  # scalar, sum of row_weight * divergence
+    values: Tensor  # [t] divergence of each token
+    # [t] sum_v min(p, q) with the target's full p, the probability that a sampled draft token is accepted
     alpha: Tensor | None = None
-    agree: Tensor | None = None
+    agree: Tensor | None = (
+        None  # [t] bool, the drafter's likeliest token is the target's likeliest of the full vocabulary
+    )
 
 
 def has_kernel(hidden: Tensor) -> bool:
@@ -458,9 +423,8 @@ def linear_divergence(
         UserError: a loss that cannot be parsed, or that reads what the targets do not hold.
     """
     if chunk is None:
-        chunk = _CHUNK
-        if has_kernel(hidden):
-            chunk = max(_CHUNK, _KERNEL_BYTES // (weight.shape[0] * hidden.element_size()) // 128 * 128)
+        fitting = _KERNEL_BYTES // (weight.shape[0] * hidden.element_size()) // 128 * 128
+        chunk = max(_CHUNK, fitting) if has_kernel(hidden) else _CHUNK
     total, values, alpha, agree = _LinearDivergence.apply(
         hidden, weight, targets, index, row_weight, parse_loss(loss), chunk, measure
     )

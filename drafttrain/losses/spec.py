@@ -17,11 +17,10 @@ from dataclasses import dataclass
 
 from drafttrain.errors import UserError
 
-# The losses by name; `divergence.DIVERGENCES` maps each to its function.
+# `divergence.DIVERGENCES` maps each name to its function.
 NAMES = ("kl", "reverse_kl", "js", "tv", "tvd++", "lk_alpha", "lk_lambda", "ce")
 _DEFAULTS = {"js": 0.5, "lk_lambda": 3.0}  # parameters, of the losses that take one
-# Losses that read the target's full distribution.
-ACCEPTANCE = ("tv", "tvd++", "lk_alpha", "lk_lambda")
+ACCEPTANCE = ("tv", "tvd++", "lk_alpha", "lk_lambda")  # they read the target's full distribution
 _TERM = re.compile(r"(?:([^*+:@]*)\*)?(tvd\+\+|[^*+:@]*)(?::([^*+:@]*))?(?:@([^*+:@]*))?(?:\+|$)")
 
 
@@ -85,30 +84,18 @@ def _term(text: str, weight: str | None, name: str, parameter: str | None, tempe
         raise UserError(f"loss={text!r}: {name!r} is no loss; {hint}")
     if parameter is not None and name not in _DEFAULTS:
         raise UserError(f"loss={text!r}: {name} takes no parameter; {' and '.join(_DEFAULTS)} do (js:0.5)")
-    most = 1.0 if name == "js" else math.inf
-    return Term(
-        name,
-        _number(text, "the weight", weight, 1.0),
-        _number(
-            text,
-            "beta of js" if name == "js" else f"the parameter of {name}",
-            parameter,
-            _DEFAULTS.get(name, 0.0),
-            most,
-        ),
-        _number(text, "the temperature", temperature, 1.0),
-    )
 
+    def number(what: str, given: str | None, default: float, below: float = math.inf) -> float:
+        """A number in the open range (0, below)."""
+        try:
+            value = default if given is None else float(given)
+        except ValueError:
+            value = -1.0
+        if given is not None and not 0 < value < below:
+            ends = "; its ends are kl and reverse_kl" if below == 1 else ""
+            raise UserError(f"loss={text!r}: {what} is {given!r}, but must be a number in (0, {below:g}){ends}")
+        return value
 
-def _number(text: str, what: str, given: str | None, default: float, below: float = math.inf) -> float:
-    """A number in the open range (0, below)."""
-    if given is None:
-        return default
-    try:
-        number = float(given)
-    except ValueError:
-        number = -1.0
-    if not 0 < number < below:
-        ends = "; its ends are kl and reverse_kl" if below == 1 else ""
-        raise UserError(f"loss={text!r}: {what} is {given!r}, but must be a number in (0, {below:g}){ends}")
-    return number
+    what, below = ("beta of js", 1.0) if name == "js" else (f"the parameter of {name}", math.inf)
+    chosen = number(what, parameter, _DEFAULTS.get(name, 0.0), below)
+    return Term(name, number("the weight", weight, 1.0), chosen, number("the temperature", temperature, 1.0))

@@ -16,22 +16,13 @@ LOWEST = -1e4
 
 @dataclass
 class StoredLogits(FullTargets):
-    """Target distributions as stored logits.
+    """Target distributions as stored logits; the other fields are those of `TargetRows`."""
 
-    Attributes:
-        stored: [r, d] logits over the kept vocabulary, any float dtype.
-        log_z, argmax, sampled, log_z_at: as for `TargetRows`.
-    """
-
-    stored: Tensor
+    stored: Tensor  # [r, d] logits over the kept vocabulary, any float dtype
     log_z: Tensor
     argmax: Tensor
     sampled: Tensor | None = None
     log_z_at: dict[float, Tensor] = field(default_factory=dict)
-
-    @property
-    def shareable(self) -> int:
-        return self.stored.shape[1]
 
     def logits(self, index: Tensor | slice, aligned: AlignedRows | None = None) -> Tensor:
         return wide(self.stored[index]).clamp(min=LOWEST)
@@ -47,27 +38,28 @@ class StoredTopK(Targets):
     The rest is one outcome: divergences are those over the k tokens and "another one", for p and for q. That is a lower bound,
     tight where the drafter spreads the rest as the target does. (The code gives the rest to the other kept tokens in proportion
     to q, which yields the same values and gradients for all losses here.) With a pruned vocabulary the rest counts as kept.
-
-    Attributes:
-        ids: [r, k] int64 drafter ids, -1 for tokens that the drafter lacks. log_p: [r, k] their log-probabilities.
-        rest: [r] mass of all other tokens, 0 to 1.
-        argmax, sampled: see `Targets`.
     """
 
-    ids: Tensor
-    log_p: Tensor
-    rest: Tensor
+    ids: Tensor  # [r, k] int64 drafter ids, -1 for tokens that the drafter lacks
+    log_p: Tensor  # [r, k] their log-probabilities
+    rest: Tensor  # [r] mass of all other tokens, 0 to 1
     argmax: Tensor
     sampled: Tensor | None = None
+
+    @classmethod
+    def of_tokens(cls, tokens: Tensor, width: int) -> StoredTopK:
+        """All mass on one token per row: tokens [r] int64, ids >= width are unknown to the drafter."""
+        ids = torch.where(tokens < width, tokens, -1)
+        certain = torch.zeros(len(ids), 1, device=ids.device)  # [r, 1] log 1
+        return cls(ids.unsqueeze(1), certain, certain[:, 0], ids, ids)
 
     def logits(self, index: Tensor | slice, aligned: AlignedRows | None = None) -> Tensor:
         assert aligned is not None, "the spread of the rest depends on the drafter"
         ids, log_q = self.ids[index], aligned.log_q()  # [c, k], [c, d]
         row, rank = (ids >= 0).nonzero(as_tuple=True)
         known = row, ids[row, rank]
-        tail = log_q.index_put(known, log_q.new_tensor(float("-inf"))).logsumexp(
-            -1
-        )  # [c] log of q's mass off the k tokens
+        others = log_q.index_put(known, log_q.new_tensor(float("-inf")))  # [c, d]
+        tail = others.logsumexp(-1)  # [c] log of q's mass off the k tokens
         rest = self.rest[index].to(log_q.dtype).clamp(min=1e-9).log()  # [c]
         # A drafter whose every token is among the k has no tail to hold the rest.
         log_q += (rest - tail).nan_to_num(posinf=0.0).unsqueeze(1)
@@ -83,4 +75,4 @@ class StoredTopK(Targets):
                 f"temperature @{temperature:g} cannot be applied to stored top-k: the rest's shape is unknown; store states "
                 "or logits, or use @1"
             )
-        return super().kept(index, temperature, aligned)
+        return self._distribution(index, temperature, aligned)  # depends on the drafter, so it is not shared

@@ -27,6 +27,42 @@ typedef int16_t shorts __attribute__((vector_size(2 * LANES)));
 typedef int8_t bytes __attribute__((vector_size(LANES)));
 typedef int64_t longs __attribute__((vector_size(4 * LANES)));
 
+static inline long min(long a, long b) { return a < b ? a : b; }
+static inline long max(long a, long b) { return a > b ? a : b; }
+
+/* -- vectors -------------------------------------------------------------------------------------------------------- */
+
+static inline vec load(const float *at) {
+    vec v;
+    memcpy(&v, at, sizeof v);
+    return v;
+}
+
+static inline void store(float *at, vec v) { memcpy(at, &v, sizeof v); }
+
+/* mask ? a : b, lane by lane, for masks as comparisons of vectors give them. */
+static inline vec choose(ints mask, vec a, vec b) { return (vec)(((ints)a & mask) | ((ints)b & ~mask)); }
+
+/* e^x to a few float32 roundings, 0 below -87, e^88 above 88: 2^n p(r), |r| <= ln(2) / 2, p the Taylor polynomial of degree 6. */
+static inline vec exponential(vec x) {
+    ints tiny = x < -87.0f;
+    x = choose(tiny, (vec){0}, choose(x > 88.0f, (vec){0} + 88.0f, x));
+    vec n = x * 1.44269504f + 12582912.0f; /* adding 1.5 * 2^23 rounds to an integer */
+    n -= 12582912.0f;
+    vec r = x - n * 0.693359375f + n * 2.12194440e-4f; /* ln(2) in two parts */
+    vec p = 1.0f + r * (0.166666667f + r * (0.0416666667f + r * (8.33333333e-3f + r * 1.38888889e-3f))) * r * r;
+    p += r + 0.5f * r * r;
+    ints power = (__builtin_convertvector(n, ints) + 127) << 23;
+    return choose(tiny, (vec){0}, p * (vec)power);
+}
+
+enum activation { NONE, SILU, GELU }; /* GELU by tanh: 0.5 a (1 + tanh(t)) = a sigmoid(2 t) */
+
+static inline vec activate(vec a, enum activation kind) {
+    vec t = kind == GELU ? 1.5957691216f * (a + 0.044715f * a * a * a) : a;
+    return a / (1.0f + exponential(-t));
+}
+
 /* -- linear ---------------------------------------------------------------------------------------------------------
  *
  * y = x W^T for few rows: every weight is read from memory once, whatever the number of rows. W [out, in] is stored in panels
@@ -38,21 +74,19 @@ enum format { FLOAT32, BFLOAT16, INT8 }; /* as in ops/packing.py */
 #define AHEAD 4096 /* bytes of prefetching; 2 to 8 KiB measure alike, a quarter faster than the hardware's own */
 
 static inline void load_bfloat16(const void *panel, long i, vec *low, vec *high) {
-    const char *at = (const char *)panel + i * 2 * PANEL;
-    words pair;
-    __builtin_prefetch(at + AHEAD);
-    memcpy(&pair, at, sizeof pair);
-    words l = pair << 16, h = pair & 0xffff0000u;
-    memcpy(low, &l, sizeof l);
-    memcpy(high, &h, sizeof h);
+    const float *at = (const float *)panel + i * LANES;
+    __builtin_prefetch((const char *)at + AHEAD);
+    words pair = (words)load(at);
+    *low = (vec)(pair << 16);
+    *high = (vec)(pair & 0xffff0000u);
 }
 
 static inline void load_float32(const void *panel, long i, vec *low, vec *high) {
-    const char *at = (const char *)panel + i * 4 * PANEL;
-    __builtin_prefetch(at + AHEAD);
-    __builtin_prefetch(at + AHEAD + sizeof *low);
-    memcpy(low, at, sizeof *low);
-    memcpy(high, at + sizeof *low, sizeof *high);
+    const float *at = (const float *)panel + i * PANEL;
+    __builtin_prefetch((const char *)at + AHEAD);
+    __builtin_prefetch((const char *)(at + LANES) + AHEAD);
+    *low = load(at);
+    *high = load(at + LANES);
 }
 
 static inline vec from_bytes(const char *at) {
@@ -85,10 +119,7 @@ static inline __attribute__((always_inline)) void multiply(
             high[r] += b * x[r * in + i];
         }
     }
-    for (int r = 0; r < rows; r++) {
-        memcpy(y + r * PANEL, &low[r], sizeof(vec));
-        memcpy(y + r * PANEL + LANES, &high[r], sizeof(vec));
-    }
+    for (int r = 0; r < rows; r++) store(y + r * PANEL, low[r]), store(y + r * PANEL + LANES, high[r]);
 }
 
 #define CASE(R, LOAD) case R: multiply(R, LOAD, x, in, panel, y); break;
@@ -106,12 +137,6 @@ DISPATCH(multiply_bfloat16, load_bfloat16)
 DISPATCH(multiply_float32, load_float32)
 DISPATCH(multiply_int8, load_int8)
 
-static void scale(int rows, const void *factors, float *y) {
-    const float *factor = factors;
-    for (int r = 0; r < rows; r++, y += PANEL)
-        for (int i = 0; i < PANEL; i++) y[i] *= factor[i];
-}
-
 static long panel_bytes(long in, int format) {
     return in * PANEL * (format == INT8 ? 1 : format == BFLOAT16 ? 2 : 4) + (format == INT8 ? PANEL * (long)sizeof(float) : 0);
 }
@@ -121,8 +146,10 @@ static void multiply_panel(int rows, const float *x, long in, const char *panel,
     if (format == BFLOAT16) multiply_bfloat16(rows, x, in, panel, tile);
     else if (format == FLOAT32) multiply_float32(rows, x, in, panel, tile);
     else {
+        const float *factor = (const void *)(panel + in * PANEL);
         multiply_int8(rows, x, in, panel, tile);
-        scale(rows, panel + in * PANEL, tile);
+        for (int r = 0; r < rows; r++)
+            for (int i = 0; i < PANEL; i++) tile[r * PANEL + i] *= factor[i];
     }
 }
 
@@ -132,20 +159,29 @@ static int next_rows(long rows, long done) {
     return (int)((rows - done + blocks - 1) / blocks);
 }
 
-/* x [rows, in], y [rows, out] float32, row-major; panels as above, the last one padded. */
-void skinny_linear(const float *x, long rows, long in, const void *panels, int format, float *y, long out, int threads) {
+/* y [rows, out] = x [rows, in] W^T, or gated: act(gate(x)) * up(x), where panels of gate and up alternate, so that both products
+ * are in the core's own cache when they are multiplied. The last panel of each matrix is padded. */
+static void linear(const float *x, long rows, long in, const void *panels, int format, float *y, long out, enum activation act,
+                   int threads) {
     long count = (out + PANEL - 1) / PANEL, size = panel_bytes(in, format);
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (long p = 0; p < count; p++) {
-        float tile[MAX_ROWS * PANEL];
-        long width = out - p * PANEL < PANEL ? out - p * PANEL : PANEL;
+        float tile[MAX_ROWS * PANEL], up[MAX_ROWS * PANEL];
+        const char *panel = (const char *)panels + (act ? 2 : 1) * p * size;
+        long width = min(out - p * PANEL, PANEL);
         for (long done = 0, m; done < rows; done += m) {
             m = next_rows(rows, done);
-            multiply_panel((int)m, x + done * in, in, (const char *)panels + p * size, format, tile);
+            multiply_panel((int)m, x + done * in, in, panel, format, tile);
+            if (act) multiply_panel((int)m, x + done * in, in, panel + size, format, up);
+            for (long i = 0; act && i < m * PANEL; i += LANES) store(tile + i, activate(load(tile + i), act) * load(up + i));
             for (long r = 0; r < m; r++)
                 memcpy(y + (done + r) * out + p * PANEL, tile + r * PANEL, width * sizeof(float));
         }
     }
+}
+
+void skinny_linear(const float *x, long rows, long in, const void *panels, int format, float *y, long out, int threads) {
+    linear(x, rows, in, panels, format, y, out, NONE, threads);
 }
 
 /* -- normalization -------------------------------------------------------------------------------------------------- */
@@ -164,24 +200,6 @@ void rms_norm(const float *x, const float *weight, float eps, float *y, long row
     }
 }
 
-/* -- vectors -------------------------------------------------------------------------------------------------------- */
-
-/* mask ? a : b, lane by lane, for masks as comparisons of vectors give them. */
-static inline vec choose(ints mask, vec a, vec b) { return (vec)(((ints)a & mask) | ((ints)b & ~mask)); }
-
-/* e^x to a few float32 roundings, 0 below -87, e^88 above 88: 2^n p(r) with |r| <= ln(2) / 2 and p the Taylor polynomial of degree 6. */
-static inline vec exponential(vec x) {
-    ints tiny = x < -87.0f;
-    x = choose(tiny, (vec){0}, choose(x > 88.0f, (vec){0} + 88.0f, x));
-    vec n = x * 1.44269504f + 12582912.0f; /* adding 1.5 * 2^23 rounds to an integer */
-    n -= 12582912.0f;
-    vec r = x - n * 0.693359375f + n * 2.12194440e-4f; /* ln(2) in two parts */
-    vec p = 1.0f + r * (0.166666667f + r * (0.0416666667f + r * (8.33333333e-3f + r * 1.38888889e-3f))) * r * r;
-    p += r + 0.5f * r * r;
-    ints power = (__builtin_convertvector(n, ints) + 127) << 23;
-    return choose(tiny, (vec){0}, p * (vec)power);
-}
-
 /* -- top-k ----------------------------------------------------------------------------------------------------------- */
 
 /* Whether any of the next SPAN numbers is above the limit. */
@@ -189,10 +207,8 @@ static inline vec exponential(vec x) {
 static inline int any_above(const float *z, float limit) {
     ints above = {0};
     for (int j = 0; j < SPAN; j += LANES) {
-        vec block;
         __builtin_prefetch((const char *)(z + j) + AHEAD);
-        memcpy(&block, z + j, sizeof block);
-        above |= block > limit;
+        above |= load(z + j) > limit;
     }
     longs pairs = (longs)above;
     int64_t any = 0;
@@ -226,11 +242,7 @@ void likeliest(const float *z, long rows, long d, long k, int64_t *ids, float *v
         if (log_sum == NULL) continue;
         float highest = values[0], sums = 0;
         vec total = {0};
-        for (i = 0; i + LANES <= d; i += LANES) {
-            vec block;
-            memcpy(&block, z + i, sizeof block);
-            total += exponential(block - highest);
-        }
+        for (i = 0; i + LANES <= d; i += LANES) total += exponential(load(z + i) - highest);
         for (; i < d; i++) sums += expf(z[i] - highest);
         for (int l = 0; l < LANES; l++) sums += total[l];
         log_sum[r] = highest + logf(sums);

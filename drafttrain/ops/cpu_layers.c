@@ -4,6 +4,20 @@
 
 /* -- tree attention ------------------------------------------------------------------------------------------------- */
 
+/* One sequence of a packed batch. slot: its first one on the cache's slot axis; prefix: committed keys; token: its first new
+ * token; n: new tokens; held: tokens of its tree that earlier forwards stored behind the prefix; node: begin of its tree in ancestors
+ * and depth. */
+struct part { long slot, prefix, token, n, held, node; };
+
+/* Where the new tokens of a forward stand: a part per sequence, and per token of all trees its ancestors (bit j: token j of its
+ * tree, or itself) and its depth. Mirrored in tree_attention.py. */
+struct plan {
+    const struct part *parts;
+    long count;
+    const uint64_t *ancestors;
+    const int *depth;
+};
+
 /* out[i][c ..] = sum over t of weights[t][i] * value[t] / total, for four rows i, of which `high` exist; `wide` is a constant. */
 static inline __attribute__((always_inline)) void weigh(int wide, const float *weights, const float *value, long count,
                                                         long ve, int high, float *const *out, long c, vec total, int r) {
@@ -11,33 +25,31 @@ static inline __attribute__((always_inline)) void weigh(int wide, const float *w
     for (long t = 0; t < count; t++, value += ve, weights += LANES)
         for (int j = 0; j < wide; j++) {
             __builtin_prefetch(value + 16 * ve + j * LANES);
-            vec v;
-            memcpy(&v, value + j * LANES, sizeof v);
+            vec v = load(value + j * LANES);
             for (int i = 0; i < 4; i++) sum[i][j] += v * weights[i];
         }
     for (int i = 0; i < high; i++)
-        for (int j = 0; j < wide; j++) {
-            vec mean = sum[i][j] / total[r + i];
-            memcpy(out[i] + c + j * LANES, &mean, sizeof mean);
-        }
+        for (int j = 0; j < wide; j++) store(out[i] + c + j * LANES, sum[i][j] / total[r + i]);
 }
 
 /* One key head and up to LANES of its query rows (row = query head of the group, new token). Scores are stored key by key, a lane
  * per row: the query is transposed once, and every key and value is read once. */
 static void attend_rows(const float *query[LANES], float *out[LANES], const int *token, int rows, const float *sinks,
-                        const float *key, const float *value, long first, long prefix, long n, long e, long ve,
-                        const uint64_t *ancestors, const int *depth, float scaling, long window, float softcap,
-                        vec *transposed, vec *scores) {
+                        const float *key, const float *value, const struct part *part, const struct plan *plan, long e, long ve,
+                        float scaling, long window, float softcap, vec *transposed, vec *scores) {
+    const uint64_t *ancestors = plan->ancestors + part->node;
+    const int *depth = plan->depth + part->node;
+    long prefix = part->prefix, end = prefix + part->held + part->n;
+    long first = window && prefix + 1 > window ? prefix + 1 - window : 0; /* the first key that any row sees */
     for (long c = 0; c < e; c++)
         for (int r = 0; r < LANES; r++) transposed[c][r] = r < rows ? query[r][c] * scaling : 0.0f;
     vec highest = (vec){0} - INFINITY;
-    for (int r = 0; r < rows; r++) if (sinks) highest[r] = sinks[r];
-    long end = prefix + n;
+    for (int r = 0; r < rows; r++) highest[r] = sinks[r];
     for (long t = first; t < end; t += 8) { /* eight sums at once keep the multipliers busy */
         for (long c = 0; c < 8 * e; c += LANES) __builtin_prefetch(key + (t + 16) * e + c);
         vec s[8] = {{0}};
         const float *k[8];
-        for (int j = 0; j < 8; j++) k[j] = key + (t + j < end ? t + j : end - 1) * e;
+        for (int j = 0; j < 8; j++) k[j] = key + min(t + j, end - 1) * e;
         for (long c = 0; c < e; c++) {
             vec q = transposed[c];
             for (int j = 0; j < 8; j++) s[j] += q * k[j][c];
@@ -60,33 +72,16 @@ static void attend_rows(const float *query[LANES], float *out[LANES], const int 
         scores[t] = exponential(scores[t] - highest);
         total += scores[t];
     }
-    for (int r = 0; r < rows; r++) if (sinks) total[r] += expf(sinks[r] - highest[r]);
+    for (int r = 0; r < rows; r++) total[r] += expf(sinks[r] - highest[r]); /* 0 without a sink: every token sees itself */
     for (int r = 0; r < rows; r += 4)
         for (long c = 0, wide; c < ve; c += wide * LANES) {
-            wide = (ve - c) / LANES;
-            wide = wide < 4 ? wide : 4;
-            int high = rows - r < 4 ? rows - r : 4;
+            wide = min((ve - c) / LANES, 4);
+            int high = (int)min(rows - r, 4);
             const float *weights = (const float *)(scores + first) + r;
 #define WEIGH(N) case N: weigh(N, weights, value + first * ve + c, end - first, ve, high, out + r, c, total, r); break;
             switch (wide) { WEIGH(4) WEIGH(3) WEIGH(2) WEIGH(1) }
         }
 }
-
-/* One sequence of a packed batch. slot: its first one on the cache's slot axis; prefix: committed keys; token: its first new token;
- * n: new tokens; held: tokens of its tree that earlier forwards stored behind the prefix; node: begin of its tree in ancestors
- * and depth. */
-struct part {
-    long slot, prefix, token, n, held, node;
-};
-
-/* Where the new tokens of a forward stand: a part per sequence, and per token of all trees its ancestors (bit j: token j of its
- * tree, or itself) and its depth. Mirrored in tree_attention.py. */
-struct plan {
-    const struct part *parts;
-    long count;
-    const uint64_t *ancestors;
-    const int *depth;
-};
 
 static void append(float *cache, long cache_stride, const float *new, long head_stride, long token_stride, long kv_heads,
                    const struct part *part, long width) {
@@ -111,9 +106,8 @@ void tree_attention(const float *query, long head_stride, long token_stride, con
         const struct part *part = plan->parts + p;
         if (new_key) append(keys, key_stride, new_key, new_key_head, new_key_token, kv_heads, part, e);
         if (new_value) append(values, value_stride, new_value, new_value_head, new_value_token, kv_heads, part, ve);
-        long needed = (group * part->n + LANES - 1) / LANES, seen = part->prefix + part->held + part->n;
-        blocks = needed > blocks ? needed : blocks;
-        slots = seen > slots ? seen : slots;
+        blocks = max(blocks, (group * part->n + LANES - 1) / LANES);
+        slots = max(slots, part->prefix + part->held + part->n);
     }
     /* One thread computes the blocks of one key head, so that its cache holds the keys. */
     long tasks = count * kv_heads * blocks, chunk = count == 1 ? (tasks + threads - 1) / threads : blocks;
@@ -127,21 +121,19 @@ void tree_attention(const float *query, long head_stride, long token_stride, con
             long rows = group * n, own = (rows + LANES - 1) / LANES;
             if (block >= own) continue;
             long begin = rows * block / own, size = rows * (block + 1) / own - begin;
-            long first = window && part->prefix + 1 > window ? part->prefix + 1 - window : 0;
             const float *queries[LANES];
             float *outs[LANES], sink[LANES];
             int token[LANES];
             for (long i = 0; i < size; i++) {
-                long head = kv * group + (begin + i) / n;
-                long fresh = (begin + i) % n;
+                long head = kv * group + (begin + i) / n, fresh = (begin + i) % n;
                 token[i] = (int)(part->held + fresh);
                 queries[i] = query + head * head_stride + (part->token + fresh) * token_stride;
                 outs[i] = out + ((part->token + fresh) * heads + head) * ve;
-                if (sinks) sink[i] = sinks[head];
+                sink[i] = sinks ? sinks[head] : -INFINITY;
             }
-            attend_rows(queries, outs, token, (int)size, sinks ? sink : 0, keys + kv * key_stride + part->slot * e,
-                        values + kv * value_stride + part->slot * ve, first, part->prefix, part->held + n, e,
-                        ve, plan->ancestors + part->node, plan->depth + part->node, scaling, window, softcap, transposed, scores);
+            attend_rows(queries, outs, token, (int)size, sink, keys + kv * key_stride + part->slot * e,
+                        values + kv * value_stride + part->slot * ve, part, plan, e, ve, scaling, window, softcap, transposed,
+                        scores);
         }
         free(transposed);
     }
@@ -178,43 +170,11 @@ void layer_before_attention(const struct layer *layer, const float *x, long n, c
     for (long r = 0; r < n; r++) {
         float *row = qkv + r * width;
         if (layer->qkv_bias) for (long i = 0; i < width; i++) row[i] += layer->qkv_bias[i];
+        float *key = row + layer->heads * e;
         if (layer->query_norm) rms_norm(row, layer->query_norm, layer->eps, row, layer->heads, e);
-        if (layer->key_norm) rms_norm(row + layer->heads * e, layer->key_norm, layer->eps, row + layer->heads * e, layer->kv_heads, e);
+        if (layer->key_norm) rms_norm(key, layer->key_norm, layer->eps, key, layer->kv_heads, e);
         for (int head = 0; head < rotated; head++)
             rotate(row + head * e, cosine + r * layer->rotary_dim, sine + r * layer->rotary_dim, layer->rotary_dim);
-    }
-}
-
-/* silu(a) = a sigmoid(a); gelu by tanh: 0.5 a (1 + tanh(t)) = a sigmoid(2 t) */
-static inline vec activate(vec a, int gelu) {
-    vec t = gelu ? 1.5957691216f * (a + 0.044715f * a * a * a) : a;
-    return a / (1.0f + exponential(-t));
-}
-
-/* y [rows, inner] = act(gate(x)) * up(x). Panels of gate and up alternate, so that both products are still in the core's own cache
- * when they are multiplied, and nothing but y is written. */
-static void gated_linear(const float *x, long rows, long in, const void *panels, int format, float *y, long inner, int gelu,
-                         int threads) {
-    long count = (inner + PANEL - 1) / PANEL, size = panel_bytes(in, format);
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (long p = 0; p < count; p++) {
-        float gate[MAX_ROWS * PANEL], up[MAX_ROWS * PANEL];
-        const char *panel = (const char *)panels + 2 * p * size;
-        long width = inner - p * PANEL < PANEL ? inner - p * PANEL : PANEL;
-        for (long done = 0, m; done < rows; done += m) {
-            m = next_rows(rows, done);
-            multiply_panel((int)m, x + done * in, in, panel, format, gate);
-            multiply_panel((int)m, x + done * in, in, panel + size, format, up);
-            for (long i = 0; i < m * PANEL; i += LANES) {
-                vec a, b;
-                memcpy(&a, gate + i, sizeof a);
-                memcpy(&b, up + i, sizeof b);
-                a = activate(a, gelu) * b;
-                memcpy(gate + i, &a, sizeof a);
-            }
-            for (long r = 0; r < m; r++)
-                memcpy(y + (done + r) * inner + p * PANEL, gate + r * PANEL, width * sizeof(float));
-        }
     }
 }
 
@@ -226,7 +186,8 @@ void layer_after_attention(const struct layer *layer, float *x, const float *att
     if (layer->attended_norm) rms_norm(block, layer->attended_norm, layer->eps, block, n, hidden);
     for (long i = 0; i < count; i++) x[i] += block[i];
     rms_norm(x, layer->mlp_norm, layer->eps, normed, n, hidden);
-    gated_linear(normed, n, hidden, layer->gate_up, layer->gate_up_format, active, inner, layer->gelu, threads);
+    enum activation act = layer->gelu ? GELU : SILU;
+    linear(normed, n, hidden, layer->gate_up, layer->gate_up_format, active, inner, act, threads);
     skinny_linear(active, n, inner, layer->down, layer->down_format, block, hidden, threads);
     if (layer->mlp_out_norm) rms_norm(block, layer->mlp_out_norm, layer->eps, block, n, hidden);
     for (long i = 0; i < count; i++) x[i] += block[i];
@@ -236,17 +197,10 @@ void layer_after_attention(const struct layer *layer, float *x, const float *att
 /* -- body ----------------------------------------------------------------------------------------------------------- */
 
 /* How a layer attends; table: the rotary table that it reads. Mirrored in cpu_layers.py. */
-struct form {
-    const float *sinks;
-    long window, table;
-    float scaling, softcap;
-};
+struct form { const float *sinks; long window, table; float scaling, softcap; };
 
 /* A layer's slots in a cache: keys and values [kv_heads, slots, e] with a stride per head, in numbers. */
-struct buffers {
-    float *keys, *values;
-    long key_stride, value_stride;
-};
+struct buffers { float *keys, *values; long key_stride, value_stride; };
 
 /* read [n, width] -> x [n, hidden], which is added to; scratch [n, (2 heads + 2 kv_heads) head_dim]. */
 static void full_layer(const struct layer *layer, const struct form *form, const struct buffers *b, const float *read, float *x,
@@ -268,10 +222,8 @@ void body_forward(const struct layer *const *layers, const struct form *forms, c
                   long n, const float *const *tables, const struct plan *plan, const long *wanted, long features, float *caught,
                   int threads) {
     long widest = 0, hidden = layers[0]->hidden, next = 0;
-    for (long i = 0; i < count; i++) {
-        long width = (long)(2 * layers[i]->heads + 2 * layers[i]->kv_heads) * layers[i]->head_dim;
-        widest = width > widest ? width : widest;
-    }
+    for (long i = 0; i < count; i++)
+        widest = max(widest, 2L * (layers[i]->heads + layers[i]->kv_heads) * layers[i]->head_dim);
     float *scratch = malloc(n * widest * sizeof(float));
     for (long i = 0; i <= count; i++) {
         for (; next < features && wanted[next] == i; next++)

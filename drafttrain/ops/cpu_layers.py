@@ -13,7 +13,7 @@ cache, outputs) is an argument or is allocated by the call, because ctypes relea
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from drafttrain.ops.native import cpu_kernels
+from drafttrain.ops.native import built_kernels
 from drafttrain.ops.packing import FORMATS, pack_gated, pack_panels
 from drafttrain.ops.tree_attention import AttentionForm, CpuPlan
 
@@ -78,19 +78,17 @@ class _Draft(ctypes.Structure):
     ]
 
 
-def _struct(
-    kind: type[_Layer | _Draft], panels: Mapping[str, Tensor], vectors: Mapping[str, Tensor | None], **numbers: float
-) -> tuple[ctypes.Structure, list[Tensor]]:
-    """A C struct that points to panels and vectors, and the tensors that must outlive it."""
-    kept = {
-        name: value.detach().contiguous() for name, value in (*panels.items(), *vectors.items()) if value is not None
-    }
+def _struct(kind: type[_Layer | _Draft], **content: Tensor | float | None) -> tuple[ctypes.Structure, list[Tensor]]:
+    """A C struct with numbers and pointers to tensors, and the tensors, which must outlive it."""
+    fields = {field[0] for field in kind._fields_}
+    kept = {name: value.detach().contiguous() for name, value in content.items() if isinstance(value, Tensor)}
+    formats = {f"{name}_format": FORMATS[value.dtype] for name, value in kept.items() if f"{name}_format" in fields}
+    assert content.keys() <= fields, "ctypes ignores names that are no fields"
     assert all(value.device.type == "cpu" for value in kept.values()), "the kernels read CPU memory"
-    assert all(kept[name].dtype == torch.float32 for name in kept.keys() - panels.keys()), "norms are float32"
-    content = numbers | {name: value.data_ptr() for name, value in kept.items()}
-    content |= {f"{name}_format": FORMATS[panel.dtype] for name, panel in panels.items()}
-    assert content.keys() <= {field[0] for field in kind._fields_}, "ctypes ignores names that are no fields"
-    return kind(**content), list(kept.values())
+    assert all(kept[name].dtype == torch.float32 for name in kept if f"{name}_format" not in formats), (
+        "norms are float32"
+    )
+    return kind(**content | formats | {name: value.data_ptr() for name, value in kept.items()}), list(kept.values())
 
 
 class DecoderLayer:
@@ -128,12 +126,12 @@ class DecoderLayer:
             "gate_up": pack_gated(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).detach()),
             "down": pack_panels(mlp.down_proj.weight.detach()),
         }
-        vectors = {"qkv_bias": torch.cat(biases) if biases else None, "mlp_norm": mlp_norm, **norms}
+        norms |= {"qkv_bias": torch.cat(biases) if biases else None, "mlp_norm": mlp_norm}
         numbers = {"width": width, "hidden": hidden, "inner": inner, "rotary_dim": rotary_dim, "gelu": gelu, "eps": eps}
         numbers |= {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": e}
-        self._layer, self._kept = _struct(_Layer, panels, vectors, **numbers)
+        self._layer, self._kept = _struct(_Layer, **panels, **norms, **numbers)
         self.address = ctypes.addressof(self._layer)
-        self._kernels = cpu_kernels()
+        self._kernels = built_kernels()
 
     def project(self, x: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The half before the attention: norm, projections, rotation.
@@ -144,7 +142,6 @@ class DecoderLayer:
         Returns:
             Query [n, heads, e], key and value [n, kv_heads, e], views of one buffer.
         """
-        assert self._kernels is not None
         sizes = (self.heads, self.kv_heads, self.kv_heads)
         out = torch.empty(x.shape[0], sum(sizes), self.head_dim)
         pointers = x.data_ptr(), x.shape[0], cosine.data_ptr(), sine.data_ptr(), out.data_ptr()
@@ -154,7 +151,6 @@ class DecoderLayer:
 
     def finish(self, x: Tensor, attended: Tensor) -> None:
         """The half after the attention: adds output projection and MLP to x [n, h], in place; attended [n, heads * e]."""
-        assert self._kernels is not None
         attended, threads = attended.contiguous(), torch.get_num_threads()
         self._kernels.layer_after_attention(self.address, x.data_ptr(), attended.data_ptr(), x.shape[0], threads)
 
@@ -204,7 +200,7 @@ class LayerStack:
             for form, sink, table in zip(forms, sinks, table_of, strict=True)
         ]
         self._forms = np.array(rows, dtype=_FORM)
-        self._kernels = cpu_kernels()
+        self._kernels = built_kernels()
 
     def forward(
         self, x: Tensor, tables: Sequence[tuple[Tensor, Tensor]], plan: CpuPlan, buffers: np.ndarray, wanted: list[int]
@@ -220,7 +216,6 @@ class LayerStack:
         Returns:
             [n, len(wanted), h].
         """
-        assert self._kernels is not None
         n, hidden = x.shape
         caught = torch.empty((n, len(wanted), hidden))
         slots = np.ascontiguousarray(buffers.T)  # [layers, 4], struct buffers of cpu_layers.c
@@ -236,23 +231,18 @@ class LayerStack:
 
 @dataclass
 class DraftWeights:
-    """What surrounds a drafter's layers in one depth, float32 on the CPU.
-
-    Attributes:
-        embed_width: width of the token embeddings that are read.
-        embed_norm, state_norm: RMS-norm factors of what is read; norm: of the last layer's output; or None.
-        project: maps embedding and state, joined, to a state; None if the first layer reads them joined.
-        returns_normed: the next depth reads the output behind `norm`.
-    """
+    """What surrounds a drafter's layers in one depth, float32 on the CPU. None: not applied."""
 
     head: Tensor  # [d, h]
-    embed_width: int
-    eps: float
-    embed_norm: Tensor | None = None  # [embed_width]
-    state_norm: Tensor | None = None  # [h]
-    norm: Tensor | None = None  # [h]
-    project: Tensor | None = None  # [h, embed_width + h]
-    returns_normed: bool = False
+    embed_width: int  # of the token embeddings that are read
+    eps: float  # of all norms
+    embed_norm: Tensor | None = None  # [embed_width], RMS-norm factor of the embeddings that are read
+    state_norm: Tensor | None = None  # [h], of the states that are read
+    norm: Tensor | None = None  # [h], of the last layer's output
+    project: Tensor | None = (
+        None  # [h, embed_width + h], joined input to a state; None if the first layer reads it joined
+    )
+    returns_normed: bool = False  # the next depth reads the output behind `norm`
 
 
 class DraftStep:
@@ -267,13 +257,12 @@ class DraftStep:
         panels = {"head": pack_panels(weights.head.detach())}
         if weights.project is not None:
             panels["project"] = pack_panels(weights.project.detach())
-        vectors = {"embed_norm": weights.embed_norm, "state_norm": weights.state_norm, "norm": weights.norm}
-        numbers = {"count": len(layers), "hidden": self.hidden, "vocabulary": self.vocabulary, "eps": weights.eps}
-        numbers |= {"embed_width": weights.embed_width, "returns_normed": weights.returns_normed}
-        self._draft, kept = _struct(_Draft, panels, vectors, layers=ctypes.addressof(addresses), **numbers)
+        numbers = {"layers": ctypes.addressof(addresses), "count": len(layers)}
+        numbers |= {"hidden": self.hidden, "vocabulary": self.vocabulary}
+        self._draft, kept = _struct(_Draft, **(vars(weights) | panels | numbers))
         self._kept = (layers, addresses, kept)
         self._address = ctypes.addressof(self._draft)
-        self._kernels = cpu_kernels()
+        self._kernels = built_kernels()
 
     def run(
         self,
@@ -297,7 +286,6 @@ class DraftStep:
         Returns:
             What the next depth reads [n, h], and logits [queries, d].
         """
-        assert self._kernels is not None
         n = states.shape[0]
         out, logits = torch.empty(n, self.hidden), torch.empty(queries, self.vocabulary)
         keys, values = zip(*buffers, strict=True)

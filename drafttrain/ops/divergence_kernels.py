@@ -20,15 +20,11 @@ BEYOND = tl.constexpr(-1e20)  # logit of columns past the end: probability zero,
 
 
 @triton.jit
-def _read(base, cols, width, factor):
-    numbers = tl.load(base + cols, mask=cols < width, other=0.0).to(tl.float32)
-    return tl.where(cols < width, numbers * factor, BEYOND)  # selected in float32: float16 cannot hold BEYOND
-
-
-@triton.jit
-def _read_target(base, cols, width, factor):
+def _read(base, cols, width, factor, TARGET: tl.constexpr):
     logits = tl.load(base + cols, mask=cols < width, other=0.0).to(tl.float32)
-    return tl.where(cols < width, tl.maximum(logits, LOWEST) * factor, BEYOND)
+    if TARGET:
+        logits = tl.maximum(logits, LOWEST)
+    return tl.where(cols < width, logits * factor, BEYOND)  # selected in float32: float16 cannot hold BEYOND
 
 
 @triton.jit
@@ -51,14 +47,14 @@ def _online_sums(
     choice = 0
     for start in range(0, width, BLOCK):
         cols = start + lanes
-        zs = _read(z, cols, width, per_temperature)
+        zs = _read(z, cols, width, per_temperature, False)
         top = tl.max(zs, 0)
         choice = tl.where(top > z_top, tl.min(tl.where(zs == top, cols, width), 0), choice)
         top = tl.maximum(top, z_top)
         fade, zs_exp = tl.exp(z_top - top), tl.exp(zs - top)
         z_sum, z_top = z_sum * fade + zs_exp, top
         if TARGET:
-            ys = _read_target(y, cols, width, per_temperature)
+            ys = _read(y, cols, width, per_temperature, True)
             if REVERSE:
                 reverse_sum = reverse_sum * fade + zs_exp * (zs - ys)
             top = tl.maximum(y_top, tl.max(ys, 0))
@@ -83,8 +79,8 @@ def _acceptance_sums(
     p_sum, q_sum = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for start in range(0, width, BLOCK):
         cols = start + lanes
-        log_q = _read(z, cols, width, per_temperature) - log_z
-        ys = _read_target(y, cols, width, per_temperature)
+        log_q = _read(z, cols, width, per_temperature, False) - log_z
+        ys = _read(y, cols, width, per_temperature, True)
         q = tl.exp(log_q)
         if FULL:
             p_full = tl.exp(ys - full)
@@ -159,11 +155,11 @@ def divergence_rows(
         scale = tl.load(row_weight + row) * per_temperature
         for start in range(0, width, BLOCK):
             cols = start + lanes
-            log_q = _read(z, cols, width, per_temperature) - log_z
+            log_q = _read(z, cols, width, per_temperature, False) - log_z
             q = tl.exp(log_q)
             slope = tl.zeros([BLOCK], tl.float32)
             if TARGET:
-                ys = _read_target(y, cols, width, per_temperature)
+                ys = _read(y, cols, width, per_temperature, True)
                 log_p = ys - log_y
                 if KL:
                     slope += kl_factor * (q - tl.exp(log_p))

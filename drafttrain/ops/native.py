@@ -51,7 +51,12 @@ def cpu_kernels() -> ctypes.CDLL | None:
     path = cache_folder() / "native" / f"cpu-{digest}.so"
     try:
         if not path.is_file():
-            _build(compiler, path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+                built = Path(folder) / "built.so"
+                command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(built), "-lm"]
+                subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+                built.replace(path)  # atomic: processes that start together never load half a file
         library = ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as error:
         reason = (getattr(error, "stderr", None) or str(error)).strip()
@@ -63,19 +68,16 @@ def cpu_kernels() -> ctypes.CDLL | None:
     return library
 
 
-def _build(compiler: str, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        built = Path(folder) / "built.so"
-        command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(built), "-lm"]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
-        built.replace(path)  # atomic: processes that start together never load half a file
+@cache
+def built_kernels() -> ctypes.CDLL:
+    """`cpu_kernels`, for callers that run only where the library was built."""
+    kernels = cpu_kernels()
+    assert kernels is not None, "check cpu_kernels() first"
+    return kernels
 
 
 def _processor() -> str:
     """The CPU's instruction set, as the system names it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
+    facts = Path("/proc/cpuinfo")
+    lines = facts.read_text().splitlines() if facts.is_file() else []
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())

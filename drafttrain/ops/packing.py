@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafttrain.ops.native import cpu_kernels
+from drafttrain.ops.native import built_kernels, cpu_kernels
 
 SKINNY_ROWS = 32  # up to here memory bandwidth decides and skinny_linear is faster than MKL; above, arithmetic decides
 # MKL chooses its blocking from the row count given when packing; 128 was fastest or equal for every count from 1 to 128.
@@ -93,12 +93,10 @@ def skinny_linear(x: Tensor, panels: Tensor, out: int) -> Tensor:
 
     A row's result does not depend on the other rows, to the bit.
     """
-    kernels = cpu_kernels()
-    assert kernels is not None
     rows, width = x.shape
     y = torch.empty((rows, out))
     form, threads = FORMATS[panels.dtype], torch.get_num_threads()
-    kernels.skinny_linear(x.data_ptr(), rows, width, panels.data_ptr(), form, y.data_ptr(), out, threads)
+    built_kernels().skinny_linear(x.data_ptr(), rows, width, panels.data_ptr(), form, y.data_ptr(), out, threads)
     return y
 
 
@@ -110,12 +108,9 @@ def _mkl_serves_any_rows() -> bool:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(96, 80, generator=generator)
     packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, _MKL_ROWS)
-    for rows in (1, 2, 7, 16, 33, 128, 300):
-        x = torch.randn(rows, 80, generator=generator)
-        y = torch.ops.mkl._mkl_linear(x, packed, weight, None, rows)
-        if not torch.allclose(y, x @ weight.t(), atol=1e-4):
-            return False
-    return True
+    trials = (torch.randn(rows, 80, generator=generator) for rows in (1, 2, 7, 16, 33, 128, 300))
+    product = torch.ops.mkl._mkl_linear
+    return all(torch.allclose(product(x, packed, weight, None, len(x)), x @ weight.t(), atol=1e-4) for x in trials)
 
 
 class PackedLinear(nn.Module):
@@ -153,10 +148,8 @@ class PackedLinear(nn.Module):
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
     def extra_repr(self) -> str:
-        many = "mkl" if self.mkl else "onednn"
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, skinny={self.skinny}, many_rows={many}"
-        )
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, skinny={self.skinny}, many_rows={'mkl' if self.mkl else 'onednn'}"
 
 
 class PackedRMSNorm(nn.Module):
@@ -168,12 +161,10 @@ class PackedRMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., width] float32 -> the same shape."""
-        kernels = cpu_kernels()
-        assert kernels is not None
-        x = x.contiguous()
+        x, width = x.contiguous(), x.shape[-1]
         y = torch.empty_like(x)
-        width = x.shape[-1]
-        kernels.rms_norm(x.data_ptr(), self.weight.data_ptr(), self.eps, y.data_ptr(), x.numel() // width, width)
+        rows = x.numel() // width
+        built_kernels().rms_norm(x.data_ptr(), self.weight.data_ptr(), self.eps, y.data_ptr(), rows, width)
         return y
 
     @staticmethod
@@ -186,11 +177,8 @@ class PackedRMSNorm(nn.Module):
             return None
         x = torch.randn(3, len(weight), generator=torch.Generator().manual_seed(0))
         expected = norm(x)
-        for factor in (weight, weight + 1):  # some families store the factor minus one
-            packed = PackedRMSNorm(factor, eps)
-            if torch.allclose(packed(x), expected, rtol=1e-5, atol=1e-6):
-                return packed
-        return None
+        trials = (PackedRMSNorm(factor, eps) for factor in (weight, weight + 1))  # some families store it minus one
+        return next((packed for packed in trials if torch.allclose(packed(x), expected, rtol=1e-5, atol=1e-6)), None)
 
 
 def pack(module: nn.Module) -> None:
@@ -200,14 +188,10 @@ def pack(module: nn.Module) -> None:
     """
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            packed = _packed(child)
-            if packed is not None:
-                setattr(parent, name, packed)
-
-
-def _packed(child: nn.Module) -> nn.Module | None:
-    if type(child) is not nn.Linear:
-        return PackedRMSNorm.like(child)
-    dtype, on_cpu = child.weight.dtype, child.weight.device.type == "cpu"
-    served = dtype == torch.float32 or (dtype == torch.bfloat16 and cpu_has_bfloat16())
-    return PackedLinear(child) if served and on_cpu and torch.backends.mkldnn.is_available() else None
+            if type(child) is nn.Linear:
+                dtype, on_cpu = child.weight.dtype, child.weight.device.type == "cpu"
+                served = dtype == torch.float32 or (dtype == torch.bfloat16 and cpu_has_bfloat16())
+                if served and on_cpu and torch.backends.mkldnn.is_available():
+                    setattr(parent, name, PackedLinear(child))
+            elif (norm := PackedRMSNorm.like(child)) is not None:
+                setattr(parent, name, norm)

@@ -1,19 +1,21 @@
-"""Attention of training-time test: a causal prefix that all depths share, plus each anchor's own path of later depths.
+"""Attention of training: each query sees an interval of base keys, and a few keys of its own.
 
-    query at (anchor t, depth k) sees      first-depth keys from `first` to t       an interval: document, causality, window
-                                           its own keys at depths 1 .. k            one row per depth
+    training-time test, query at (anchor t, depth k)     drafted blocks, query of block i
+    first-depth keys from `first` to t                   context keys from spans.first[i] to spans.last[i]
+    its own keys at depths 1 .. k, one row per depth     the keys of block i, earlier and later ones
 
-The textbook form is one softmax under an [s, k*s] mask. Here it is two, merged by their log-sum-exp: flash attention over the
-intervals, block by block, and row-wise products over the paths. Neither part holds a score per head and pair.
+The interval follows from document, causality and window. The textbook form is one softmax under a dense mask. Here it is two,
+merged by their log-sum-exp: flash attention over the intervals, block by block, and either row-wise products over the paths or
+flash attention within the drafted blocks. Neither part holds a score per head and pair.
 
-Shapes: t queries, T first-depth tokens, k later depths, e head size.
+Shapes: t queries, T base tokens, k later depths, m drafted blocks of B tokens with A queries each, e head size.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,17 +29,12 @@ cpu_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_
 Flex = Callable[..., tuple[Tensor, Tensor]]  # FlexAttention, compiled or not: outputs and log-sum-exps
 
 
-@dataclass
-class Spans:
-    """The first-depth tokens that each query sees: an interval that ends at its own anchor.
+class Spans(NamedTuple):
+    """The base tokens that each query sees: an interval that ends at its own anchor. Ascending within a document."""
 
-    Attributes:
-        first, last: [t] int64, both ends included, ascending within a document; begin: [t] where the query's document begins.
-    """
-
-    first: Tensor
-    last: Tensor
-    begin: Tensor
+    first: Tensor  # [t] int64
+    last: Tensor  # [t] int64, included
+    begin: Tensor  # [t] int64, where the query's document begins
 
     def blocks(self) -> list[tuple[slice, slice]]:
         """Up to BLOCK queries of one document each, and the keys that any of them sees."""
@@ -99,21 +96,24 @@ def span_attention(query: Tensor, key: Tensor, value: Tensor, spans: Spans) -> t
 
 
 def span_attention_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, spans: Spans, into: list[Tensor]
-) -> None:
-    """Adds the intervals' part to the gradients `into` of query, key and value.
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, spans: Spans
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The intervals' part of the gradients of query, key and value.
 
     Args:
         grad, out: [t, heads, e] of the *merged* output; lse: [t, heads] of the whole softmax. The flash kernel's formulas hold
             as they are: a key's weight is exp(score - lse), and the term subtracted from a score's gradient is that of out.
     """
+    of_query, of_key, of_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
     for queries, keys in spans.blocks():
         parts = (grad[queries], query[queries], key[keys], value[keys], out[queries])
         rows = (x.transpose(0, 1)[None] for x in parts)  # [1, heads, n, e]
         bias = spans.bias(queries, keys, query.dtype)
         grads = cpu_flash_backward(*rows, lse[queries].t()[None].contiguous(), 0.0, False, attn_mask=bias)
-        for total, at, part in zip(into, (queries, keys, keys), grads, strict=True):
-            total[at] += part[0].transpose(0, 1)
+        of_query[queries], key_grad, value_grad = (x[0].transpose(0, 1) for x in grads)
+        of_key[keys] += key_grad
+        of_value[keys] += value_grad
+    return of_query, of_key, of_value
 
 
 @functools.cache
@@ -132,16 +132,170 @@ def span_attention_gpu(
     return out[0].transpose(0, 1), lse[0].transpose(0, 1)
 
 
-# -- paths ------------------------------------------------------------------------------------------------------------
+# -- own keys, and both parts under one softmax -----------------------------------------------------------------------
 
 
-@dataclass
-class Path:
-    """The keys and values [m, kv_heads, e] of one later depth; rows: [t] int64, each query's own row, None if in order."""
+Tensors = Sequence[Tensor]
 
-    key: Tensor
-    value: Tensor
-    rows: Tensor | None = None
+
+def _own_rows(tensor: Tensor, rows: Tensor | None) -> Tensor:
+    """[m, kv_heads, e] -> [t, kv_heads, 1, e], each query's own row."""
+    return (tensor if rows is None else tensor[rows]).unsqueeze(2)
+
+
+class _Paths(NamedTuple):
+    """Own keys of training-time test. tensors: key and value [m, kv_heads, e] of each later depth in turn."""
+
+    rows: list[Tensor | None]  # per depth, see `Path`
+
+    def merge(
+        self, query: Tensor, base: Tensor, base_lse: Tensor, tensors: Tensors, flash: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if not tensors:
+            return base, base_lse, base_lse.new_empty(0)
+        (t, heads, e), kv = query.shape, tensors[0].shape[1]
+        groups = (t, kv, heads // kv)  # t may be 0
+        grouped = query.reshape(*groups, e)
+        keys = zip(tensors[::2], self.rows, strict=True)
+        products = [(grouped * _own_rows(key, rows)).sum(-1) for key, rows in keys]  # k * [t, kv_heads, groups]
+        exact = torch.promote_types(query.dtype, torch.float32)
+        scores = torch.stack(products, dim=-1).flatten(1, 2).to(exact) * e**-0.5  # [t, heads, k]
+        lse = torch.logaddexp(base_lse, scores.logsumexp(-1))  # [t, heads]
+        out = (base * (base_lse - lse).exp().unsqueeze(-1).to(base.dtype)).reshape(*groups, e)
+        weights = (scores - lse.unsqueeze(-1)).exp().to(base.dtype).view(*groups, 1, len(products))
+        for i, (value, rows) in enumerate(zip(tensors[1::2], self.rows, strict=True)):
+            out = out + weights[..., i] * _own_rows(value, rows)
+        return out.view_as(query), lse, scores
+
+    def backward(
+        self, grad: Tensor, into: Tensor, query: Tensor, out: Tensor, lse: Tensor, scores: Tensor, tensors: Tensors
+    ) -> list[Tensor]:
+        """Adds to the query's gradient `into` [t, heads, e]; returns the gradients of `tensors`."""
+        if not tensors:
+            return []
+        (t, heads, e), kv = query.shape, tensors[0].shape[1]
+        groups = (t, kv, heads // kv)
+        weights = (scores - lse.unsqueeze(-1)).exp()  # [t, heads, k]
+        delta = (grad * out).sum(-1)  # [t, heads]
+        grad_groups, query_groups, into = (x.view(*groups, e) for x in (grad, query, into))
+        grads: list[Tensor] = []
+        for i, rows in enumerate(self.rows):
+            key, value = tensors[2 * i : 2 * i + 2]
+            weight = weights[..., i].to(grad.dtype)
+            score_grad = weight * ((grad_groups * _own_rows(value, rows)).sum(-1).view(t, heads) - delta) * e**-0.5
+            change = score_grad.view(groups).unsqueeze(-1)
+            into += change * _own_rows(key, rows)
+            parts = (change * query_groups).sum(2), (weight.view(groups).unsqueeze(-1) * grad_groups).sum(2)
+            grads += parts if rows is None else (torch.zeros_like(key).index_copy(0, rows, part) for part in parts)
+        return grads
+
+
+class _Blocks(NamedTuple):
+    """Own keys of drafted blocks. tensors: key and value [m * B, kv_heads, e], block after block."""
+
+    blocks: int  # m
+
+    def split(self, x: Tensor) -> Tensor:
+        """[m * B, heads, ...] -> [m, heads, B, ...]."""
+        return x.view(self.blocks, -1, *x.shape[1:]).transpose(1, 2)
+
+    def merge(
+        self, query: Tensor, base: Tensor, base_lse: Tensor, tensors: Tensors, flash: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        queries, key, value = map(self.split, (query, *tensors))
+        if flash:
+            own, own_lse = cpu_flash(queries, key, value)
+        else:
+            key, value = (x.repeat_interleave(queries.shape[1] // x.shape[1], dim=1) for x in (key, value))
+            scores = (queries @ key.transpose(-1, -2)).float() * query.shape[2] ** -0.5  # [m, heads, A, B]
+            own_lse = scores.logsumexp(-1)
+            own = (scores - own_lse.unsqueeze(-1)).exp().to(query.dtype) @ value  # [m, heads, A, e]
+        own, own_lse = (x.transpose(1, 2).flatten(0, 1) for x in (own, own_lse))  # [m * A, heads, ...]
+        lse = torch.logaddexp(base_lse, own_lse)
+        base_share, own_share = ((part - lse).exp().unsqueeze(-1).to(base.dtype) for part in (base_lse, own_lse))
+        return base * base_share + own * own_share, lse, lse.new_empty(0)
+
+    def backward(
+        self, grad: Tensor, into: Tensor, query: Tensor, out: Tensor, lse: Tensor, _: Tensor, tensors: Tensors
+    ) -> list[Tensor]:
+        parts = map(self.split, (grad, query, *tensors, out))  # [m, heads, n, e]
+        grads = cpu_flash_backward(*parts, self.split(lse).contiguous(), 0.0, False)
+        self.split(into).add_(grads[0])
+        return [x.transpose(1, 2).flatten(0, 1) for x in grads[1:]]
+
+
+Own = _Paths | _Blocks
+
+
+class _OnCpu(torch.autograd.Function):
+    """Both parts under one softmax. Each backward takes the merged output and log-sum-exp, see `span_attention_backward`."""
+
+    @staticmethod
+    def forward(ctx, own: Own, spans: Spans, query, base_key, base_value, *tensors: Tensor):
+        base, base_lse = span_attention(query, base_key, base_value, spans)
+        out, lse, scores = own.merge(query, base, base_lse, tensors, flash=True)
+        ctx.own, ctx.spans = own, spans
+        ctx.save_for_backward(query, base_key, base_value, out, lse, scores, *tensors)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        query, base_key, base_value, out, lse, scores, *tensors = ctx.saved_tensors
+        grad = grad.contiguous()
+        grads = span_attention_backward(grad, query, base_key, base_value, out, lse, ctx.spans)
+        return None, None, *grads, *ctx.own.backward(grad, grads[0], query, out, lse, scores, tensors)
+
+
+def _attend(
+    own: Own, spans: Spans, query: Tensor, base: tuple[Tensor, Tensor], tensors: Tensors, flex: Flex | None
+) -> Tensor:
+    """[t, heads, e]. On a CPU by flash attention; elsewhere, or by a given `flex`, with torch's own gradients."""
+    if flex is None and (query.device.type == "cpu" or not len(query)):
+        return _OnCpu.apply(own, spans, query, *base, *tensors)
+    out, lse = span_attention_gpu(query, *base, spans, flex)
+    return own.merge(query, out, lse, tensors, flash=False)[0]
+
+
+# -- drafted blocks ---------------------------------------------------------------------------------------------------
+
+
+def block_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    base_key: Tensor,
+    base_value: Tensor,
+    spans: Spans,
+    flex: Flex | None = None,
+) -> Tensor:
+    """Attention of m blocks of B tokens, whose last A tokens are queries.
+
+    Args:
+        query: [m * A, heads, e]; key, value: [m * B, kv_heads, e], block after block.
+        base_key, base_value: [T, kv_heads, e] of the context.
+        spans: the context interval of each block, none of them empty.
+
+    Returns:
+        [m * A, heads * e].
+    """
+    blocks = len(spans.last)
+    if not blocks:  # ranks that have blocks share these weights, so they need a gradient here too: zero
+        return query.flatten(1) + 0 * sum(x.sum() for x in (key, value, base_key, base_value))
+    per = len(query) // blocks
+    each = Spans(*(ends.repeat_interleave(per) for ends in spans))  # of queries
+    return _attend(_Blocks(blocks), each, query, (base_key, base_value), (key, value), flex).flatten(1)
+
+
+# -- paths of training-time test --------------------------------------------------------------------------------------
+
+
+class Path(NamedTuple):
+    """The keys and values of one later depth."""
+
+    key: Tensor  # [m, kv_heads, e]
+    value: Tensor  # [m, kv_heads, e]
+    rows: Tensor | None = None  # [t] int64, each query's own row; None if in order
 
 
 class PathAttention:
@@ -154,8 +308,7 @@ class PathAttention:
 
     def __init__(self, begin: Tensor, window: int = 0):
         self.begin, self.window = begin, window
-        self.base: tuple[Tensor, Tensor] | None = None
-        self.paths: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.depths: list[tuple[Tensor, Tensor, Tensor]] = []  # anchors [t] int64, key and value [t, kv_heads, e]
 
     def attend(self, own: Tensor, fresh: list[Tensor]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         """The attention of the next depth.
@@ -166,15 +319,14 @@ class PathAttention:
         Args:
             own: [t] int64, the queries' anchors among the first-depth tokens, ascending.
         """
-        base, begin = self.base, self.begin[own]
-        first = begin
+        begin = first = self.begin[own]  # [t]
         if self.window:
-            depth = len(self.paths) + (base is not None)
-            first = torch.maximum(begin, own + depth - self.window + 1)
+            first = torch.maximum(begin, own + len(self.depths) - self.window + 1)
         spans = Spans(first, own, begin)
+        base = self.depths[0][1:] if self.depths else None
         paths = [
             Path(key, value, None if len(anchors) == len(own) else torch.searchsorted(anchors, own))
-            for anchors, key, value in self.paths
+            for anchors, key, value in self.depths[1:]
         ]
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -187,13 +339,12 @@ class PathAttention:
 
     def remember(self, own: Tensor, key: Tensor, value: Tensor) -> None:
         """Keeps a depth's keys and values; queries of later depths must be anchors among `own`."""
-        if self.base is None:
-            self.base = key, value
-        else:
-            self.paths.append((own, key, value))
+        self.depths.append((own, key, value))
 
 
-def path_attention(query: Tensor, base_key: Tensor, base_value: Tensor, spans: Spans, paths: Sequence[Path]) -> Tensor:
+def path_attention(
+    query: Tensor, base_key: Tensor, base_value: Tensor, spans: Spans, paths: Sequence[Path], flex: Flex | None = None
+) -> Tensor:
     """Each query sees an interval of base keys, and its own key of each later depth.
 
     The base part is torch's flash kernel on a CPU, FlexAttention elsewhere; neither runs without queries.
@@ -205,107 +356,6 @@ def path_attention(query: Tensor, base_key: Tensor, base_value: Tensor, spans: S
     Returns:
         [t, heads * e].
     """
-    tensors = [tensor for path in paths for tensor in (path.key, path.value)]
-    if query.device.type == "cpu" or not len(query):
-        out = _PathsOnCpu.apply(query, base_key, base_value, spans, [path.rows for path in paths], *tensors)
-    else:
-        out = _on_gpu(query, base_key, base_value, spans, paths)
-    return out.flatten(1)
-
-
-def _rows(tensor: Tensor, rows: Tensor | None) -> Tensor:
-    return tensor if rows is None else tensor[rows]
-
-
-def _grouped(tensor: Tensor, paths: Sequence[Path]) -> Tensor:
-    """[t, heads, e] -> [t, kv_heads, heads / kv_heads, e]; t may be 0."""
-    t, heads, e = tensor.shape
-    kv = paths[0].key.shape[1]
-    return tensor.reshape(t, kv, heads // kv, e)
-
-
-def _scores(query: Tensor, paths: Sequence[Path]) -> Tensor:
-    """[t, heads, k] scaled dot products of queries with their own paths."""
-    grouped = _grouped(query, paths)
-    products = [(grouped * _rows(path.key, path.rows).unsqueeze(2)).sum(-1) for path in paths]  # k * [t, kv, groups]
-    exact = torch.promote_types(query.dtype, torch.float32)
-    return torch.stack(products, dim=-1).flatten(1, 2).to(exact) * query.shape[2] ** -0.5
-
-
-def _merge(
-    query: Tensor, base: Tensor, base_lse: Tensor, paths: Sequence[Path], scores: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Joins the base part [t, heads, e], with its log-sum-exp [t, heads], and the paths' under one softmax."""
-    lse = torch.logaddexp(base_lse, scores.logsumexp(-1))  # [t, heads]
-    out = base * (base_lse - lse).exp().unsqueeze(-1).to(base.dtype)
-    weights = (scores - lse.unsqueeze(-1)).exp().to(base.dtype).unsqueeze(-2)  # [t, heads, 1, k]
-    grouped = _grouped(out, paths)
-    shares = weights.view(*grouped.shape[:3], 1, len(paths))
-    for i, path in enumerate(paths):
-        grouped = grouped + shares[..., i] * _rows(path.value, path.rows).unsqueeze(2)
-    return grouped.view_as(query), lse
-
-
-class _PathsOnCpu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, query, base_key, base_value, spans: Spans, rows: list[Tensor | None], *tensors: Tensor):
-        out, lse = span_attention(query, base_key, base_value, spans)
-        scores = lse.new_empty(0)
-        if tensors:
-            paths = _paths(tensors, rows)
-            scores = _scores(query, paths)
-            out, lse = _merge(query, out, lse, paths, scores)
-        ctx.spans, ctx.rows = spans, rows
-        ctx.save_for_backward(query, base_key, base_value, out, lse, scores, *tensors)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor):
-        query, base_key, base_value, out, lse, scores, *tensors = ctx.saved_tensors
-        grad = grad.contiguous()
-        grads = [torch.zeros_like(x) for x in (query, base_key, base_value)]
-        span_attention_backward(grad, query, base_key, base_value, out, lse, ctx.spans, grads)
-        more = _path_grads(grad, query, out, lse, scores, _paths(tensors, ctx.rows), grads[0]) if tensors else []
-        return *grads, None, None, *more
-
-
-def _paths(tensors: Sequence[Tensor], rows: Sequence[Tensor | None]) -> list[Path]:
-    return [Path(*pair) for pair in zip(tensors[::2], tensors[1::2], rows, strict=True)]
-
-
-def _path_grads(
-    grad: Tensor, query: Tensor, out: Tensor, lse: Tensor, scores: Tensor, paths: Sequence[Path], grad_query: Tensor
-) -> list[Tensor]:
-    """Adds the paths' part to grad_query; returns the gradients of each path's key and value."""
-    t, heads, e = query.shape
-    shape = _grouped(query, paths).shape
-    weights = (scores - lse.unsqueeze(-1)).exp()  # [t, heads, k]
-    delta = (grad * out).sum(-1)  # [t, heads]
-    grad_groups, query_groups, into = grad.view(shape), query.view(shape), grad_query.view(shape)
-    grads = []
-    for i, path in enumerate(paths):
-        weight = weights[..., i].to(grad.dtype)
-        value, key = (_rows(x, path.rows).unsqueeze(2) for x in (path.value, path.key))  # [t, kv, 1, e]
-        score_grad = weight * ((grad_groups * value).sum(-1).view(t, heads) - delta) * e**-0.5
-        change = score_grad.view(shape[:3]).unsqueeze(-1)
-        into += change * key
-        for whole, part in (
-            (path.key, (change * query_groups).sum(2)),
-            (path.value, (weight.view(shape[:3]).unsqueeze(-1) * grad_groups).sum(2)),
-        ):
-            grads.append(part if path.rows is None else torch.zeros_like(whole).index_copy(0, path.rows, part))
-    return grads
-
-
-def _on_gpu(
-    query: Tensor,
-    base_key: Tensor,
-    base_value: Tensor,
-    spans: Spans,
-    paths: Sequence[Path],
-    flex: Flex | None = None,
-) -> Tensor:
-    """FlexAttention over the base, and torch's own gradients for the rest."""
-    out, lse = span_attention_gpu(query, base_key, base_value, spans, flex)
-    return _merge(query, out, lse, paths, _scores(query, paths))[0] if paths else out
+    tensors = [tensor for path in paths for tensor in path[:2]]
+    own = _Paths([path.rows for path in paths])
+    return _attend(own, spans, query, (base_key, base_value), tensors, flex).flatten(1)

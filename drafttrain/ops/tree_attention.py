@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafttrain.ops.native import cpu_kernels
+from drafttrain.ops.native import built_kernels, cpu_kernels
 
 # The CPU kernel keeps a token's ancestors in one 64-bit word, and its scores in the core's own cache: 0.3-0.9x of torch's
 # time up to 1000 keys, equal at 2000, slower beyond.
@@ -33,19 +33,12 @@ _BLOCK = 256
 
 
 class AttentionForm(TypedDict):
-    """How a layer of some family turns scores into weights.
+    """How a layer of some family turns scores into weights."""
 
-    Keys:
-        scaling: factor of the dot products.
-        window: visible positions, own included; None for all.
-        softcap: c in c * tanh(score / c), applied to scaled scores (Gemma 2); None for none.
-        sinks: [heads], a logit per head that takes part in the softmax and contributes no value (gpt-oss); None for none.
-    """
-
-    scaling: float
-    window: int | None
-    softcap: float | None
-    sinks: Tensor | None
+    scaling: float  # factor of the dot products
+    window: int | None  # visible positions, own included; None for all
+    softcap: float | None  # c in c * tanh(score / c), applied to scaled scores (Gemma 2); None for none
+    sinks: Tensor | None  # [heads], a logit per head that joins the softmax without a value (gpt-oss); None for none
 
 
 class TreeLayout:
@@ -203,12 +196,11 @@ class CpuPlan:
 
     def serves(self, query: Tensor, keys: Tensor, values: Tensor) -> bool:
         """Float32 on a CPU, without gradients, head widths that are multiples of 16. Shapes as in `attend`."""
-        if query.device.type != "cpu" or query.shape[-1] % 16 or values.shape[-1] % 16:
+        e, ve = keys.shape[-1], values.shape[-1]
+        if query.device.type != "cpu" or e % 16 or ve % 16 or torch.is_grad_enabled():
             return False
-        if not query.dtype == keys.dtype == values.dtype == torch.float32 or torch.is_grad_enabled():
-            return False
-        in_order = keys.stride(-2) == keys.shape[-1] and values.stride(-2) == values.shape[-1]
-        return in_order and query.stride(-1) == keys.stride(-1) == values.stride(-1) == 1
+        strides = query.stride(-1), keys.stride(-1), values.stride(-1), keys.stride(-2), values.stride(-2)
+        return query.dtype == keys.dtype == values.dtype == torch.float32 and strides == (1, 1, 1, e, ve)
 
     def attend(
         self,
@@ -227,15 +219,13 @@ class CpuPlan:
         Returns:
             [1, N, heads, value_dim].
         """
-        kernels = cpu_kernels()
-        assert kernels is not None
         axis = 0 if query.dim() == 3 else 2  # of tokens
         heads, n, e, kv_heads, ve = query.shape[1], query.shape[axis], query.shape[-1], len(keys), values.shape[-1]
         out = torch.empty((1, n, heads, ve))
         sinks = None if form["sinks"] is None else form["sinks"].float().contiguous()
         rows = [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in new or ()]
         fresh = [number for tensor in rows for number in (tensor.data_ptr(), tensor.stride(1), tensor.stride(axis))]
-        kernels.tree_attention(
+        built_kernels().tree_attention(
             *(query.data_ptr(), query.stride(1), query.stride(axis)),
             *(fresh or (None, 0, 0, None, 0, 0)),
             *(keys.data_ptr(), keys.stride(0), values.data_ptr(), values.stride(0), out.data_ptr()),

@@ -139,18 +139,13 @@ def attend_parts(
             top = tl.load(sinks + head, mask=live, other=0.0).to(tl.float32) * LOG2_E
             total += 1.0
     dense = begin + tl.maximum(tl.minimum(end, prefix) - begin, 0) // BLOCK_N * BLOCK_N
-    for slot in range(begin, dense, BLOCK_N):
-        top, total, mean = _step(
-            top, total, mean, queries, keys, values, slot, end, key_stride, value_stride,
-            token, position, prefix, positions, ancestors, words, used, window, scaling, softcap,
-            BLOCK_N, False, WINDOW, SOFTCAP, PRECISION, WIDTH, VALUE_WIDTH, PADDED, VALUE_PADDED,
-        )  # fmt: skip
-    for slot in range(dense, end, BLOCK_N):
-        top, total, mean = _step(
-            top, total, mean, queries, keys, values, slot, end, key_stride, value_stride,
-            token, position, prefix, positions, ancestors, words, used, window, scaling, softcap,
-            BLOCK_N, True, WINDOW, SOFTCAP, PRECISION, WIDTH, VALUE_WIDTH, PADDED, VALUE_PADDED,
-        )  # fmt: skip
+    for tree in tl.static_range(2):  # the prefix without a mask, then what may hold new tokens
+        for slot in range(dense if tree else begin, end if tree else dense, BLOCK_N):
+            top, total, mean = _step(
+                top, total, mean, queries, keys, values, slot, end, key_stride, value_stride,
+                token, position, prefix, positions, ancestors, words, used, window, scaling, softcap,
+                BLOCK_N, tree, WINDOW, SOFTCAP, PRECISION, WIDTH, VALUE_WIDTH, PADDED, VALUE_PADDED,
+            )  # fmt: skip
 
     seen = total > 0
     mean = mean / tl.where(seen, total, 1.0)[:, None]

@@ -29,17 +29,12 @@ _WORD = 32
 
 
 class PlanShape(NamedTuple):
-    """Sizes of a plan's tensors. Static plans are larger than their contents.
+    """Sizes of a plan's tensors. Static plans are larger than their contents."""
 
-    Attributes:
-        rows: R; tokens: N; max_new: most new tokens of any row.
-        words: of 32 bits, enough for the new tokens of any tree.
-    """
-
-    rows: int
-    tokens: int
-    max_new: int
-    words: int
+    rows: int  # R
+    tokens: int  # N
+    max_new: int  # most new tokens of any row
+    words: int  # of 32 bits, enough for the new tokens of any tree
 
     @property
     def sizes(self) -> list[tuple[int, ...]]:
@@ -62,22 +57,17 @@ class PackedPlan(NamedTuple):
 
     All tensors are int32 on the device, views of one. A static plan has a shape that fits many forwards, whose numbers
     (`pack_plan`) are copied into it: nothing that a captured CUDA graph holds depends on lengths or trees.
-
-    Attributes:
-        rows: each sequence's row of the cache.
-        chains: 1 if new tokens see all earlier ones, 0 if `ancestors` defines whom they see.
-        positions: absolute, L_r + depth.
-        ancestors: bit j of word w: the token sees new token 32 * w + j of its row. Not read for chains.
-        max_new: no row has more new tokens.
     """
 
-    rows: Tensor  # [R]
+    rows: Tensor  # [R], each sequence's row of the cache
     offsets: Tensor  # [R+1]
     prefix_lens: Tensor  # [R], L_r
-    chains: Tensor  # [R]
-    positions: Tensor  # [N]
-    ancestors: Tensor  # [N, words]
-    max_new: int
+    chains: Tensor  # [R], 1 if new tokens see all earlier ones, 0 if `ancestors` defines whom they see
+    positions: Tensor  # [N], absolute: L_r + depth
+    ancestors: (
+        Tensor  # [N, words], bit j of word w: the token sees new token 32 * w + j of its row; not read for chains
+    )
+    max_new: int  # no row has more new tokens
 
     @staticmethod
     def build(
@@ -115,25 +105,20 @@ def pack_plan(layouts: Sequence[TreeLayout], rows: Sequence[int], shape: PlanSha
     pads, spare = shape.tokens - sum(counts), [0] * (shape.rows - len(layouts))
     counts[-1] += pads
     assert pads >= 0 and max(counts) <= shape.max_new, "the plan's shape is too small"
-    # A chain has no bits: its tokens see all earlier ones, and a long prompt would need a quadratic number.
-    ancestors = [
-        np.zeros((layout.count, shape.words), np.uint32)
-        if layout.parents is None
-        else layout.ancestor_words(shape.words)
-        for layout in layouts
-    ]
-    if pads:
-        own = np.arange(counts[-1] - pads, counts[-1])
-        bits = np.zeros((pads, shape.words), dtype=np.uint32)
-        bits[np.arange(pads), own // _WORD] = np.uint32(1) << (own % _WORD).astype(np.uint32)
-        ancestors.append(bits)
+    offsets = np.cumsum([0, *counts, *spare])  # [R+1]
+    ancestors = np.zeros((shape.tokens, shape.words), np.uint32)
+    for start, layout in zip(offsets, layouts):  # noqa: B905 (spare rows have no layout)
+        if layout.parents is not None:  # a chain has no bits: a long prompt would need a quadratic number
+            ancestors[start : start + layout.count] = layout.ancestor_words(shape.words)
+    own = np.arange(counts[-1] - pads, counts[-1])  # [pads], numbers in the last row
+    ancestors[shape.tokens - pads + np.arange(pads), own // _WORD] = np.uint32(1) << (own % _WORD).astype(np.uint32)
     parts = [
         np.asarray([*rows, *spare]),
-        np.cumsum([0, *counts, *spare]),
+        offsets,
         np.asarray([*(layout.prefix_len for layout in layouts), *spare]),
         np.asarray([*(layout.parents is None for layout in layouts), *spare]),
         np.concatenate([layout.depths + layout.prefix_len for layout in layouts] + [[layouts[-1].prefix_len] * pads]),
-        np.concatenate(ancestors).view(np.int32),
+        ancestors.view(np.int32),
     ]
     flat = np.zeros(shape.numbers, dtype=np.int32)
     start = 0
@@ -225,19 +210,13 @@ def has_triton() -> bool:
 
 
 class Geometry(NamedTuple):
-    """How the work is split into programs.
+    """How the work is split into programs."""
 
-    Attributes:
-        block_m: (token, head) pairs of a program; block_n: slots per step of its loop.
-        parts: into which the slots of a row are split.
-        warps: per program; stages: blocks of slots in flight.
-    """
-
-    block_m: int
-    block_n: int
-    parts: int
-    warps: int
-    stages: int
+    block_m: int  # (token, head) pairs of a program
+    block_n: int  # slots per step of its loop
+    parts: int  # into which the slots of a row are split
+    warps: int  # per program
+    stages: int  # blocks of slots in flight
 
 
 def choose_geometry(
@@ -315,10 +294,9 @@ def _launch(
     if geometry.parts > 1:
         partial = query.new_empty(geometry.parts, count, heads, value_width, dtype=torch.float32)
         logs = query.new_empty(geometry.parts, count, heads, dtype=torch.float32)
-    padded, value_padded = _power_of_two(width), _power_of_two(value_width)
     tiles = -(-plan.max_new * group // geometry.block_m)
-    sizes = {"KV_HEADS": kv_heads, "GROUP": group, "WIDTH": width, "PADDED": padded}
-    values_sizes = {"VALUE_WIDTH": value_width, "VALUE_PADDED": value_padded}
+    sizes = {"KV_HEADS": kv_heads, "GROUP": group, "WIDTH": width, "PADDED": _power_of_two(width)}
+    value_sizes = {"VALUE_WIDTH": value_width, "VALUE_PADDED": _power_of_two(value_width)}
     tiling = {"BLOCK_M": geometry.block_m, "BLOCK_N": geometry.block_n, "MERGED": geometry.parts > 1}
     branches = {"WINDOW": window is not None, "SOFTCAP": softcap is not None, "SINKS": sinks is not None}
     options = {"PRECISION": "ieee", "num_warps": geometry.warps, "num_stages": geometry.stages}
@@ -327,8 +305,8 @@ def _launch(
         *(query, keys, values, query if sinks is None else sinks, partial, logs, *plan[:-1]),
         *(query.stride(1), query.stride(2), *keys.stride()[:3], *values.stride()[:3]),
         *(count, plan.ancestors.shape[1], geometry.parts, window or 0, form["scaling"], softcap or 1.0),
-        **(sizes | values_sizes | tiling | branches | options),
+        **(sizes | value_sizes | tiling | branches | options),
     )
     if geometry.parts > 1:
-        merge_parts[(count, heads)](partial, logs, out, count, geometry.parts, HEADS=heads, CHUNK=16, **values_sizes)
+        merge_parts[(count, heads)](partial, logs, out, count, geometry.parts, HEADS=heads, CHUNK=16, **value_sizes)
     return out.transpose(1, 2)

@@ -6,32 +6,23 @@ Every chart is also a table, for readers who cannot see it or want the figures.
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drafttrain.errors import UserError
+from drafttrain.files import Json, writing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import FigureBase
 
-# Colors of a picture. In a page they are CSS variables of these names, with values for light and dark.
-_LIGHT = {
-    "ink": "#191c20",
-    "muted": "#5b6470",
-    "grid": "#e9eae6",
-    "card": "#ffffff",
-    "s0": "#8a929c",
-    "s1": "#2563c9",
-    "s2": "#c2570c",
-    "s3": "#0b7a6b",
-    "s4": "#7c3fc4",
-    "s5": "#b3326b",
-    "s6": "#6b6a10",
-}
+# The colors of a page are CSS variables with values for light and dark; a picture has the light ones.
+_STYLE = (Path(__file__).parent / "templates" / "style.css").read_text(encoding="utf-8").partition("@media")[0]
+_COLORS = dict(re.findall(r"--(\w+): (#\w+);", _STYLE))
+_LIGHT = {name: _COLORS[name] for name in ("ink", "muted", "grid", "card", *(f"s{tone}" for tone in range(7)))}
 # matplotlib accepts colors only, so each variable is drawn in an unused color and replaced in the SVG text.
 _STAND_INS = {name: f"#fe01{index:02x}" for index, name in enumerate(_LIGHT)}
 _MARKERS = "osD^vPX"
@@ -61,7 +52,7 @@ class Series:
         """Name of the CSS variable."""
         return f"s{(self.tone - 1) % _TONES + 1 if self.tone else 0}"
 
-    def with_spans(self) -> list[tuple[float | None, Span | None]]:
+    def points(self) -> list[tuple[float | None, Span | None]]:
         """Each value with its interval."""
         return list(zip(self.values, self.spans or [None] * len(self.values), strict=True))
 
@@ -97,34 +88,27 @@ class Chart:
             text = "\u2013" if value is None else self.show(value)
             return text + (f" ({self.show(span[0])} to {self.show(span[1])})" if span else "")
 
-        columns = [[cell(*pair) for pair in one.with_spans()] for one in self.series]
+        columns = [[cell(*point) for point in one.points()] for one in self.series]
         return [(label, [column[index] for column in columns]) for index, label in enumerate(self.labels)]
 
     def longest(self) -> float:
         """The largest value, interval end or reference."""
-        values = [value for one in self.series for value in one.values if value is not None]
-        spans = [span[1] for one in self.series for span in one.spans if span is not None]
-        return max([*values, *spans, self.reference or 0.0], default=1.0) or 1.0
+        points = [point for one in self.series for point in one.points()]
+        ends = [max(value or 0.0, span[1] if span else 0.0) for value, span in points]
+        return max([self.reference or 0.0, *ends]) or 1.0
 
     def height(self, titled: bool) -> float:
         """Inches that the drawing takes."""
         drawing = 0.5 + len(self.labels) * max(0.2 * len(self.series) + 0.1, 0.3) if self.form == "bars" else 2.7
-        return drawing + (0.4 + 0.2 * -(-len(self.legend()) // self.legend_columns())) * titled
-
-    def legend(self) -> list[str]:
-        """Names of the series, if there are several."""
-        return [one.name for one in self.series] if len(self.series) > 1 else []
+        legend = len(self.series) if len(self.series) > 1 else 0
+        return drawing + (0.4 + 0.2 * math.ceil(legend / self.legend_columns())) * titled
 
     def legend_columns(self) -> int:
-        return 1 if max(map(len, self.legend()), default=0) > 24 else 2
+        return 1 if max((len(one.name) for one in self.series), default=0) > 24 else 2
 
 
 def svg(chart: Chart, prefix: str) -> str:
-    """The drawing as an SVG element for a page whose style defines the colors.
-
-    Args:
-        prefix: makes its ids unique in the page.
-    """
+    """The drawing as an SVG element for a page whose style defines the colors. prefix: makes its ids unique in the page."""
     buffer = io.StringIO()
     _save([[chart]], buffer, _STAND_INS, False, format="svg", transparent=True)
     text = buffer.getvalue()
@@ -150,11 +134,9 @@ def picture(rows: Sequence[Sequence[Chart]], path: Path, headings: Sequence[str]
     Raises:
         UserError: the file cannot be written.
     """
-    try:
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         _save(rows, path, _LIGHT, True, headings, dpi=150, facecolor=_LIGHT["card"])
-    except OSError as error:
-        raise UserError(f"output={str(path)!r} cannot be written ({error.strerror}); choose another place") from error
 
 
 def _save(
@@ -170,16 +152,9 @@ def _save(
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    style: Any = {
-        "svg.fonttype": "none",
-        "text.parse_math": False,
-        "svg.hashsalt": rows[0][0].key,
-        "font.size": 10.5,
-        "text.color": colors["ink"],
-        "axes.labelcolor": colors["muted"],
-        "xtick.color": colors["muted"],
-        "ytick.color": colors["muted"],
-    }
+    style: Any = {"svg.fonttype": "none", "text.parse_math": False, "svg.hashsalt": rows[0][0].key, "font.size": 10.5}
+    style |= dict.fromkeys(("axes.labelcolor", "xtick.color", "ytick.color"), colors["muted"])
+    style["text.color"] = colors["ink"]
     heights = [max(chart.height(titled) for chart in row) + 0.3 * bool(headings) for row in rows]
     with plt.rc_context(style):
         figure = plt.figure(figsize=(_WIDTH * max(map(len, rows)), sum(heights)), layout="constrained")
@@ -197,34 +172,34 @@ def _save(
 
 def _draw(chart: Chart, figure: FigureBase, colors: dict[str, str], titled: bool) -> None:
     axes = figure.subplots()
-    {"bars": _bars, "columns": _columns, "lines": _lines}[chart.form](axes, chart, colors)
+    (_lines if chart.form == "lines" else _bars)(axes, chart, colors)
     axes.set_frame_on(False)
     axes.tick_params(length=0)
     if titled:
         axes.set_title(chart.title, loc="left", fontweight="bold", color=colors["ink"], fontsize=11)
-        if chart.legend():
+        if len(chart.series) > 1:
             figure.legend(loc="outside lower left", frameon=False, fontsize=8, ncols=chart.legend_columns())
 
 
-def _offsets(chart: Chart, number: int, thickness: float) -> list[float]:
-    """Positions of a series' bars: the bars of a group stand side by side around the group's integer position."""
-    return [group + (number - (len(chart.series) - 1) / 2) * thickness for group in range(len(chart.labels))]
-
-
 def _bars(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
-    thickness, longest = 0.78 / len(chart.series), chart.longest()
+    """Horizontal bars or columns; those of a group stand side by side around the group's integer position."""
+    flat, longest, count = chart.form == "bars", chart.longest(), len(chart.series)
+    draw, share, filled = (axes.barh, 0.78, 0.86) if flat else (axes.bar, 0.8, 0.9)
     for number, one in enumerate(chart.series):
-        places = _offsets(chart, number, thickness)
-        axes.barh(
-            places, [value or 0.0 for value in one.values], thickness * 0.86, color=colors[one.color], label=one.name
-        )
+        places = [group + (number - (count - 1) / 2) * share / count for group in range(len(chart.labels))]
+        values = [value or 0.0 for value in one.values]
+        draw(places, values, share / count * filled, color=colors[one.color], label=one.name, zorder=1 if flat else 2)
         _whiskers(axes, chart, one, places, colors)
-        for place, (value, span) in zip(places, one.with_spans(), strict=True):
-            if value is not None:
+        for place, (value, span) in zip(places, one.points(), strict=True):
+            if value is not None and flat:
                 end = max(value, span[1] if span else 0.0)
                 if chart.reference is not None and 0 <= chart.reference - end < 0.18 * longest:
                     end = chart.reference  # next to the dashed line, not under it
                 axes.text(end + 0.012 * longest, place, chart.show(value), va="center", fontsize=9.5)
+            elif value is not None and count * len(chart.labels) <= 12:
+                axes.text(place, value + 0.015 * longest, chart.show(value), ha="center", fontsize=9)
+    if not flat:
+        return _scale(axes, chart, colors)
     axes.set_yticks(range(len(chart.labels)), chart.labels, color=colors["ink"])
     axes.set_ylim(len(chart.labels) - 0.5, -0.5)
     axes.set_xlim(0, longest * 1.17)
@@ -233,31 +208,13 @@ def _bars(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
         axes.axvline(chart.reference, color=colors["ink"], linewidth=1, linestyle=(0, (3, 2)))
 
 
-def _columns(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
-    thickness, longest = 0.8 / len(chart.series), chart.longest()
-    for number, one in enumerate(chart.series):
-        places, values = _offsets(chart, number, thickness), [value or 0.0 for value in one.values]
-        axes.bar(places, values, thickness * 0.9, color=colors[one.color], label=one.name, zorder=2)
-        if len(chart.series) * len(chart.labels) <= 12:
-            for place, value in zip(places, one.values, strict=True):
-                if value is not None:
-                    axes.text(place, value + 0.015 * longest, chart.show(value), ha="center", fontsize=9)
-    _scale(axes, chart, colors)
-
-
 def _lines(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
     for one in chart.series:
         points = [(place, value) for place, value in enumerate(one.values) if value is not None]
-        axes.plot(
-            *zip(*points, strict=True) if points else ([], []),
-            color=colors[one.color],
-            label=one.name,
-            linewidth=1.6 if one.dashed else 2.2,
-            linestyle=(0, (4, 2)) if one.dashed else "-",
-            marker=_MARKERS[one.tone % len(_MARKERS)],
-            markersize=4 if one.dashed else 6,
-            zorder=3,
-        )
+        width, style, size = (1.6, (0, (4, 2)), 4) if one.dashed else (2.2, "-", 6)
+        line: Json = {"linewidth": width, "linestyle": style, "markersize": size, "color": colors[one.color]}
+        marker = _MARKERS[one.tone % len(_MARKERS)]
+        axes.plot(*zip(*points, strict=True) if points else ([], []), label=one.name, marker=marker, zorder=3, **line)
         _whiskers(axes, chart, one, range(len(chart.labels)), colors)
     axes.set_xlim(-0.3, len(chart.labels) - 0.7)
     _scale(axes, chart, colors)

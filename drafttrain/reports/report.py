@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rich.table import Table
-
 from drafttrain.errors import UserError
-from drafttrain.evaluation.records import is_sweep, load_results
+from drafttrain.evaluation.metrics import is_sweep, load_results
 from drafttrain.files import Json, write_text
 from drafttrain.reports import report_page
 from drafttrain.reports.charts import picture
-from drafttrain.reports.console import wide_console
+from drafttrain.reports.output import table_of, wide_console
 
 HELP = """Show results.json as a table, and make a page or a picture of it.
 
@@ -53,14 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def write_report(files: list[str], runs: list[Json], sweeps: list[Json], output: Path) -> None:
-    """Writes the page, and a PNG of each chart into a folder next to it.
-
-    Args:
-        files: names of the runs' files. sweeps: summaries of sweeps.
-
-    Raises:
-        UserError: the files cannot be written.
-    """
+    """Writes the page, and a PNG of each chart into a folder next to it. files: of the runs. Raises UserError if it cannot."""
     names = report_page.run_names(runs, files)
     drawn = report_page.make_charts(runs, names, sweeps)
     write_text(output, report_page.page(runs, names, drawn, [identity_line(run) for run in runs]))
@@ -69,11 +60,7 @@ def write_report(files: list[str], runs: list[Json], sweeps: list[Json], output:
 
 
 def draw(runs: list[Json], output: Path) -> None:
-    """Writes a picture with three charts per run: speed-up by category, acceptance by depth, tokens per second.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Writes a picture: per run, speed-up by category, acceptance by depth and tokens per second. Raises UserError."""
     rows = [report_page.main_charts(run) for run in runs]
     headings = []
     for run, row in zip(runs, rows, strict=True):
@@ -83,41 +70,14 @@ def draw(runs: list[Json], output: Path) -> None:
     picture(rows, output, headings)
 
 
-def summary_table(results: Json) -> Table:
-    """A row per category and one for all prompts."""
-    overall = results["overall"]
-    tree = results["decoding"].get("tree", {}).get("spec", "")
-    title = f"{results['target']} + {results['drafter']}   {results['suite']}, {results['dtype']}, tree {tree}"
-    table = Table("category", title=title, title_justify="left", title_style="bold")
-    headings = ["prompts", "accepted\nlength", "acceptance\nby depth", "tokens/s"]
-    headings += [f"{name}\ntokens/s" for name in overall["baselines"]] + [f"vs\n{name}" for name in overall["speedup"]]
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for name, figures in results["categories"].items():
-        table.add_row(name, *_cells(figures))
-    table.add_section()
-    table.add_row("all", *_cells(overall), style="bold")
-    return table
-
-
-def _cells(figures: Json) -> list[str]:
-    depths = " ".join(f"{share:.2f}".lstrip("0") for share in figures["acceptance_by_depth"]["conditional"])
-    cells = [str(figures["prompts"]), f"{figures['accepted_length']:.2f}", depths]
-    cells += [f"{side['tokens_per_second']:.1f}" for side in (figures, *figures["baselines"].values())]
-    return cells + [f"{factor:.2f}x" for factor in figures["speedup"].values()]
-
-
 def identity_line(results: Json) -> str:
     """Says whether the outputs equal those of plain decoding, and what a difference means in this dtype."""
     overall = results["overall"]
     if results["decoding"]["temperature"] > 0:
         return "outputs: sampled, so they are compared in distribution (by the tests), not token by token"
-    shares = {
-        "plain decoding": overall["identical_outputs"],
-        "transformers generate": overall["identical_to_hf_generate"],
-    }
+    sides = {"plain decoding": "identical_outputs", "transformers generate": "identical_to_hf_generate"}
     count = overall["prompts"]
-    known = {name: share for name, share in shares.items() if share is not None}
+    known = {name: overall[key] for name, key in sides.items() if overall[key] is not None}
     if not known:
         return "outputs: not compared (no baseline was run)"
     parts = [f"identical to {name} on {round(share * count)} of {count} prompts" for name, share in known.items()]
@@ -125,19 +85,33 @@ def identity_line(results: Json) -> str:
     if all(share == 1.0 for share in known.values()):
         return line
     if results["dtype"] == "float32":
-        return line + ". In float32 all should be: please report this"
+        return f"{line}. In float32 all should be: please report this"
     return (
-        line + f". {results['dtype']} rounds by the number of rows computed at once, so near ties may fall differently"
+        f"{line}. {results['dtype']} rounds by the number of rows computed at once, so near ties may fall differently"
     )
 
 
 def print_results(results: Json) -> None:
-    """Prints the table, the headline and the line about identical outputs."""
-    console = wide_console()
-    console.print(summary_table(results))
+    """Prints a table with a row per category and one for all prompts, the headline, and the line about identical outputs."""
     overall = results["overall"]
+    headings = ["category", "prompts", "accepted\nlength", "acceptance\nby depth", "tokens/s"]
+    headings += [f"{name}\ntokens/s" for name in overall["baselines"]] + [f"vs\n{name}" for name in overall["speedup"]]
+    tree = results["decoding"].get("tree", {}).get("spec", "")
+    title = f"{results['target']} + {results['drafter']}   {results['suite']}, {results['dtype']}, tree {tree}"
+    table = table_of(headings, (_row(*part) for part in results["categories"].items()), title, right=True)
+    table.add_section()
+    table.add_row(*_row("all", overall), style="bold")
+    console = wide_console()
+    console.print(table)
     line = f"accepted length {overall['accepted_length']:.2f}, {overall['tokens_per_second']:.1f} tokens/s"
     if overall["speedup_vs_fastest"] is not None:
         line += f", {overall['speedup_vs_fastest']:.2f}x the faster baseline"
-    console.print(line, highlight=False)
-    console.print(identity_line(results), highlight=False, soft_wrap=True)
+    console.print(line)
+    console.print(identity_line(results), soft_wrap=True)
+
+
+def _row(name: str, figures: Json) -> list[str]:
+    depths = " ".join(f"{share:.2f}".lstrip("0") for share in figures["acceptance_by_depth"]["conditional"])
+    cells = [name, str(figures["prompts"]), f"{figures['accepted_length']:.2f}", depths]
+    cells += [f"{side['tokens_per_second']:.1f}" for side in (figures, *figures["baselines"].values())]
+    return cells + [f"{factor:.2f}x" for factor in figures["speedup"].values()]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from drafttrain.evaluation.metrics import BASELINES, accepted_length_histogram, rounds_of
 from drafttrain.files import Json
 from drafttrain.reports.charts import Chart, Series, Span, svg
-from drafttrain.reports.page import render_page
+from drafttrain.reports.output import render_page
 
 # The settings that name a result, if the files differ in them.
 _FIELDS: dict[str, Callable[[Json], str]] = {
@@ -30,8 +30,10 @@ _NAMES = {
     "hf_prompt_lookup": "transformers prompt lookup",
     "hf_assisted": "transformers assisted",
 }
-_AXES = {"batch_size": "batch size", "tree": "tree", "temperature": "temperature", "dtype": "dtype"}  # of a sweep
-_AXES |= {"context": "context length"}
+_AXES = {name: name for name in ("tree", "temperature", "dtype")} | {
+    "batch_size": "batch size",
+    "context": "context length",
+}
 _CONTEXT = 160  # characters of agreement shown before two outputs differ
 _DASH = "\u2013"
 _times = "{:.2f}\u00d7".format
@@ -74,10 +76,8 @@ def main_charts(run: Json) -> list[Chart]:
 def make_charts(runs: Sequence[Json], names: Sequence[str], sweeps: Sequence[Json]) -> list[Chart]:
     """Every chart that the files have figures for."""
     named = [_ReportedRun(name, tone, run) for tone, (name, run) in enumerate(zip(names, runs, strict=True), 1)]
-    charts: list[Chart] = []
-    if named:
-        charts += [_speedup(named), _accepted_length(named), _acceptance(named), _histogram(named)]
-        charts += [*_latencies(named), _rates(named)]
+    charts = [make(named) for make in (_speedup, _accepted_length, _acceptance, _histogram) if named]
+    charts += [*_latencies(named), _rates(named)] if named else []
     charts += [chart for number, sweep in enumerate(sweeps, 1) for chart in _sweep_charts(sweep, number)]
     return _with_values(charts)
 
@@ -90,9 +90,9 @@ def page(runs: Sequence[Json], names: Sequence[str], charts: Sequence[Chart], id
     """Renders the page.
 
     Args:
-        runs, names: results and their names. charts: of `make_charts`.
-        identity: per run, the sentence about identical outputs.
+        runs, names: results and their names. charts: of `make_charts`. identity: per run, `identity_line`.
     """
+    named = list(zip(names, runs, strict=True))
     return render_page(
         "report.html",
         title=names[0] if len(runs) == 1 else f"{len(runs)} drafters compared" if runs else "Sweep",
@@ -101,10 +101,8 @@ def page(runs: Sequence[Json], names: Sequence[str], charts: Sequence[Chart], id
         tiles=_tiles(runs[0]) if len(runs) == 1 else [],
         comparison=_comparison(runs),
         charts=[(chart, svg(chart, f"c{number}")) for number, chart in enumerate(charts)],
-        categories=[
-            (name, [*run["categories"].items(), ("all", run["overall"])]) for name, run in zip(names, runs, strict=True)
-        ],
-        diffs=[(name, *_diffs(run)) for name, run in zip(names, runs, strict=True)],
+        categories=[(name, [*run["categories"].items(), ("all", run["overall"])]) for name, run in named],
+        diffs=[(name, *_diffs(run)) for name, run in named],
         settings=_settings(runs),
         baseline=_NAMES.get,
     )
@@ -186,16 +184,13 @@ def _acceptance(runs: Sequence[_ReportedRun]) -> Chart:
     return Chart("acceptance", "Acceptance by depth", note, "lines", labels, series, "depth", top=1.0)
 
 
-def _rounds_by_length(run: _ReportedRun) -> list[int]:
-    """The histogram of accepted lengths; older versions of drafttrain did not write it."""
-    known = run.overall.get("accepted_length_histogram")
-    return known or accepted_length_histogram(rounds_of(run.results.get("prompts", [])))
-
-
 def _histogram(runs: Sequence[_ReportedRun]) -> Chart:
-    every = [_rounds_by_length(run) for run in runs]
+    # Older versions of drafttrain did not write the histogram.
+    key, every = "accepted_length_histogram", []
+    for run in runs:
+        every.append(run.overall.get(key) or accepted_length_histogram(rounds_of(run.results.get("prompts", []))))
     longest = max(map(len, every), default=0)
-    first = 1 if all(not counts or counts[0] == 0 for counts in every) else 0
+    first = 0 if any(counts and counts[0] for counts in every) else 1
     series = []
     for run, counts in zip(runs, every, strict=True):
         total = sum(counts)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -26,7 +27,7 @@ from drafttrain.flags import add_drafter_flag, add_sampling_flags, add_target_fl
 from drafttrain.inference import Decoder, Stats
 from drafttrain.inference.verify import Verdict
 from drafttrain.ops.sampling import probabilities
-from drafttrain.reports.page import render_page
+from drafttrain.reports.output import render_page
 
 HELP = """Show who produced each token of one answer, and what a round drafted.
 
@@ -40,8 +41,7 @@ tree of every round, the terminal that of --round (default: the round that accep
 _SHADES = ("black on #cfe8ff", "black on #93c5fd", "black on #5aa2f5", "white on #2463c9", "white on #173f8a")
 
 
-@dataclass
-class TracedNode:
+class TracedNode(NamedTuple):
     """A drafted token.
 
     Attributes:
@@ -82,9 +82,13 @@ class TracedRound:
     def accepted(self) -> int:
         return len(self.path)
 
+    @property
+    def last(self) -> int:
+        """The node that the target's own token follows; -1 is the root."""
+        return self.path[-1] if self.path else -1
 
-@dataclass
-class Piece:
+
+class Piece(NamedTuple):
     """A token of the answer. depth: where it was accepted, 0 for the target's own; round: 0 for the prefill's token."""
 
     text: str
@@ -96,9 +100,9 @@ class Piece:
 class Trace:
     """A traced answer. stats: of its generation."""
 
-    pieces: list[Piece] = field(default_factory=list)
-    rounds: list[TracedRound] = field(default_factory=list)
-    stats: Stats = field(default_factory=Stats)
+    pieces: list[Piece]
+    rounds: list[TracedRound]
+    stats: Stats
 
     @property
     def drafted(self) -> int:
@@ -106,9 +110,9 @@ class Trace:
         return sum(piece.depth > 0 for piece in self.pieces)
 
     @property
-    def deepest(self) -> int:
-        """Depth of the deepest accepted token."""
-        return max((piece.depth for piece in self.pieces), default=0)
+    def depths(self) -> range:
+        """The depths at which tokens were accepted, from 1."""
+        return range(1, max((piece.depth for piece in self.pieces), default=0) + 1)
 
     def best(self) -> int:
         """Number of the round that accepted most, of several the one with the largest tree; 0 without rounds."""
@@ -156,8 +160,7 @@ def record(decoder: Decoder, prompt: list[int], *, max_new_tokens: int, seed: in
     """Decodes one prompt and keeps every round.
 
     Args:
-        decoder: without stop strings; the call uses its observer.
-        prompt: token ids.
+        decoder: without stop strings; the call uses its observer. prompt: token ids.
     """
     seen: list[tuple[TokenTree, Verdict, list[float], float]] = []
     sampling = decoder.sampling
@@ -176,13 +179,12 @@ def record(decoder: Decoder, prompt: list[int], *, max_new_tokens: int, seed: in
         decoder.observer = None
     tokenizer = decoder.target.tokenizer
     texts = iter(pieces_of(tokenizer, made.tokens))
-    trace = Trace([Piece(next(texts), 0, 0)], stats=made.stats)
+    trace = Trace([Piece(next(texts), 0, 0)], [], made.stats)
     for number, (tree, verdict, target, own_target) in enumerate(seen, 1):
         accepted, tokens = len(verdict.path), verdict.tokens
         own = decode(tokenizer, tokens[-1:]) if len(tokens) > accepted else ""
         root, nodes = trace.pieces[-1].text, _nodes(tokenizer, tree, verdict, target)
-        round_ = TracedRound(number, root, nodes, verdict.path, tree.drafted_depth, tokens, own, own_target)
-        trace.rounds.append(round_)
+        trace.rounds.append(TracedRound(number, root, nodes, verdict.path, tree.drafted_depth, tokens, own, own_target))
         depths = range(1, len(tokens) + 1)
         trace.pieces += [Piece(next(texts), depth if depth <= accepted else 0, number) for depth in depths]
     return trace
@@ -217,12 +219,9 @@ def pieces_of(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[str
 def print_trace(trace: Trace, chosen: int, console: Console | None = None) -> None:
     """Prints the colored answer, the rounds and the chosen round's tree."""
     console = console or Console(highlight=False)
-    answer = Text()
-    for piece in trace.pieces:
-        answer.append(piece.text, style=_shade(piece.depth))
-    console.print(answer)
+    console.print(Text.assemble(*((piece.text, _shade(piece.depth)) for piece in trace.pieces)))
     legend = Text("\ntarget's own")
-    for depth in range(1, trace.deepest + 1):
+    for depth in trace.depths:
         legend.append("  ").append(f" accepted at depth {depth} ", style=_shade(depth))
     console.print(legend)
     stats = trace.stats
@@ -234,7 +233,7 @@ def print_trace(trace: Trace, chosen: int, console: Console | None = None) -> No
     table = Table("round", "nodes", "depth", "accepted", "by the drafter", "by the target")
     for one in trace.rounds:
         path = "".join(one.nodes[node].text for node in one.path)
-        cells = [str(one.number), str(len(one.nodes)), str(one.depth), str(one.accepted)]
+        cells = map(str, (one.number, len(one.nodes), one.depth, one.accepted))
         table.add_row(*cells, Text(_shown(path)), Text(_shown(one.own)), style="bold" if one.number == chosen else None)
     console.print(table)
     if chosen:
@@ -255,8 +254,7 @@ def _tree(one: TracedRound) -> Tree:
         label.append(f"{draft}target {node.target:.2f}{'  accepted' if node.accepted else ''}")
         places[index] = places[node.parent].add(label)
     if one.own:
-        last = one.path[-1] if one.path else -1
-        places[last].add(Text(f"{_shown(one.own)}  target {one.own_target:.2f}  the target's own", style="italic"))
+        places[one.last].add(Text(f"{_shown(one.own)}  target {one.own_target:.2f}  the target's own", style="italic"))
     return tree
 
 
@@ -271,22 +269,10 @@ _COLUMN, _ROW, _WIDTH, _HEIGHT = 164, 50, 132, 38  # of the drawn tree, in pixel
 
 
 def page(trace: Trace, prompt: str, facts: dict[str, str], chosen: int) -> str:
-    """Renders the trace as a self-contained page.
-
-    Args:
-        facts: settings of the run by name.
-        chosen: number of the round whose tree is open at first.
-    """
-    return render_page(
-        "trace.html",
-        trace=trace,
-        prompt=prompt,
-        facts=facts,
-        chosen=chosen,
-        depths=range(1, trace.deepest + 1),
-        drawings={one.number: drawing(one) for one in trace.rounds if one.nodes},
-        shown=_shown,
-    )
+    """Renders a self-contained page. facts: settings of the run by name; chosen: the round whose tree is open at first."""
+    drawings = {one.number: drawing(one) for one in trace.rounds if one.nodes}
+    content = {"trace": trace, "prompt": prompt, "facts": facts, "chosen": chosen, "drawings": drawings}
+    return render_page("trace.html", shown=_shown, **content)
 
 
 def drawing(one: TracedRound) -> Json:
@@ -296,49 +282,36 @@ def drawing(one: TracedRound) -> Json:
         width, height; boxes: dicts with x, y, w, h, kind (root, accepted, rejected, own), text, line; edges: dicts with
         path (SVG) and kind.
     """
-    boxes = [{"kind": "root", "text": _short(one.root), "line": "committed before"}, *map(_box, one.nodes)]
-    depths = [0] + [node.depth for node in one.nodes]
-    parents = [-1] + [node.parent + 1 for node in one.nodes]
+    # (kind, text, line below it, parent's box, depth) of each box; node i is box i + 1
+    boxes = [("root", one.root, "committed before", -1, 0)]
+    for node in one.nodes:
+        line = f"{'match' if node.draft is None else f'{node.draft:.2f}'} \u2192 target {node.target:.2f}"
+        boxes.append(("accepted" if node.accepted else "rejected", node.text, line, node.parent + 1, node.depth))
     if one.own:
-        last = one.path[-1] + 1 if one.path else 0
-        depths.append(depths[last] + 1)
-        parents.append(last)
-        boxes.append({"kind": "own", "text": _short(one.own), "line": f"target's own {one.own_target:.2f}"})
-    children: dict[int, list[int]] = {}
-    for box, parent in enumerate(parents):
-        children.setdefault(parent, []).append(box)
+        line, parent = f"target's own {one.own_target:.2f}", one.last + 1
+        boxes.append(("own", one.own, line, parent, boxes[parent][-1] + 1))
     rows: dict[int, float] = {}
-    free = 0
+    free = 0  # the next row without a leaf
 
     def place(box: int) -> float:
         nonlocal free
-        below = [place(child) for child in children.get(box, [])]
-        if not below:
-            free += 1
+        below = [place(child) for child, (*_, parent, _) in enumerate(boxes) if parent == box]
+        free += not below
         rows[box] = (below[0] + below[-1]) / 2 if below else free - 1
         return rows[box]
 
     place(0)
-    x = [depth * _COLUMN + 2 for depth in depths]
-    y = [rows[box] * _ROW + 2 for box in range(len(depths))]
-    edges = []
-    for box, parent in list(enumerate(parents))[1:]:
-        x0, y0, y1 = x[parent] + _WIDTH, y[parent] + _HEIGHT / 2, y[box] + _HEIGHT / 2
-        bend = (_COLUMN - _WIDTH) / 2
-        path = f"M{x0:g} {y0:g}C{x0 + bend:g} {y0:g} {x[box] - bend:g} {y1:g} {x[box]:g} {y1:g}"
-        edges.append({"path": path, "kind": boxes[box]["kind"]})
-    return {
-        "width": max(depths) * _COLUMN + _WIDTH + 4,
-        "height": (free - 1) * _ROW + _HEIGHT + 4,
-        "boxes": [{"x": x[i], "y": y[i], "w": _WIDTH, "h": _HEIGHT, **box} for i, box in enumerate(boxes)],
-        "edges": edges,
-    }
-
-
-def _box(node: TracedNode) -> dict[str, str]:
-    draft = f"{node.draft:.2f} " if node.draft is not None else "match "
-    line = f"{draft}\u2192 target {node.target:.2f}"
-    return {"kind": "accepted" if node.accepted else "rejected", "text": _short(node.text), "line": line}
+    drawn, edges = [], []
+    for box, (kind, text, line, parent, depth) in enumerate(boxes):
+        x, y = depth * _COLUMN + 2, rows[box] * _ROW + 2
+        drawn.append({"x": x, "y": y, "w": _WIDTH, "h": _HEIGHT, "kind": kind, "text": _short(text), "line": line})
+        if parent >= 0:
+            x0, y0 = boxes[parent][-1] * _COLUMN + 2 + _WIDTH, rows[parent] * _ROW + 2 + _HEIGHT / 2
+            y1, bend = y + _HEIGHT / 2, (_COLUMN - _WIDTH) / 2
+            path = f"M{x0:g} {y0:g}C{x0 + bend:g} {y0:g} {x - bend:g} {y1:g} {x:g} {y1:g}"
+            edges.append({"path": path, "kind": kind})
+    width = max(depth for *_, depth in boxes) * _COLUMN + _WIDTH + 4
+    return {"width": width, "height": (free - 1) * _ROW + _HEIGHT + 4, "boxes": drawn, "edges": edges}
 
 
 def _short(text: str, most: int = 14) -> str:

@@ -10,12 +10,10 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import torch
-from rich.table import Table
 
 from drafttrain.environment import describe_environment
 from drafttrain.errors import UserError
@@ -23,7 +21,7 @@ from drafttrain.evaluation.metrics import percentiles
 from drafttrain.evaluation.suites import load_suite
 from drafttrain.files import Json, write_json
 from drafttrain.progress import Progress
-from drafttrain.reports.console import wide_console
+from drafttrain.reports.output import table_of, wide_console
 from drafttrain.serving.client import Answer, Server, ask, connect, read_metrics, speculation
 
 HELP = """Measure an OpenAI-compatible server under load, or two of them side by side.
@@ -37,6 +35,7 @@ example the same model without speculation) the servers alternate at every step 
 read from the Prometheus page of a server that has vLLM's or SGLang's speculation metrics."""
 
 LATENCIES = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "itl_ms": "ITL", "latency_ms": "whole"}
+Send = Callable[[int], Awaitable[Answer]]  # sends the request of this number
 WORKLOAD = ("suite", "requests", "seconds", "timeout", "max_tokens", "temperature", "ignore_eos", "warm_up", "seed")
 
 
@@ -64,34 +63,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", default="server.json", help="results file")
 
 
-@dataclass(frozen=True)
-class Load:
-    """How a step loads a server.
-
-    Attributes:
-        concurrency: requests in flight; 0 if a rate is given. rate: requests per second on average.
-        requests: at most. seconds: no request begins later. seed: of the request times.
-        first: number of its first prompt; steps use different prompts because servers cache prefixes.
-    """
-
-    concurrency: int
-    rate: float
-    requests: int
-    seconds: float
-    seed: int = 0
-    first: int = 0
-
-    @property
-    def step(self) -> dict[str, float]:
-        """The step's setting in the results."""
-        return {"request_rate": self.rate} if self.rate else {"concurrency": self.concurrency}
-
-
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns 1 if every request of a server failed. Raises UserError for a server that does not answer."""
-    loads = parse_loads(args)
+    steps = parse_steps(args)
     suite = load_suite(args.suite)
-    servers = asyncio.run(measure(args, loads, [question.turns[0] for question in suite.questions]))
+    servers = asyncio.run(measure(args, steps, [question.turns[0] for question in suite.questions]))
     results = {
         **describe_environment(torch.device("cpu")),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
@@ -107,33 +83,30 @@ def run(args: argparse.Namespace) -> int:
     return int(any(all(cell["completed"] == 0 for cell in server["cells"]) for server in servers.values()))
 
 
-def parse_loads(args: argparse.Namespace) -> list[Load]:
-    """The steps of the load test. Raises UserError for a number out of its range."""
+def parse_steps(args: argparse.Namespace) -> list[dict[str, float]]:
+    """The steps of the load test as in the results, {concurrency} or {request_rate}. Raises UserError for a wrong number."""
     for name, least in (("requests", 1), ("max_tokens", 1), ("warm_up", 0)):
         if vars(args)[name] < least:
             raise UserError(f"{name.replace('_', '-')}={vars(args)[name]} must be at least {least}")
     for name in ("seconds", "timeout"):
         if vars(args)[name] <= 0:
             raise UserError(f"{name}={vars(args)[name]} must be positive")
-    by_rate = bool(args.request_rate)
+    key, kind = ("request_rate", float) if args.request_rate else ("concurrency", int)
     text = args.request_rate or args.concurrency or "1,2,4,8"
     try:
-        steps = [float(part) if by_rate else int(part) for part in text.split(",")]
+        values = [kind(part) for part in text.split(",")]
     except ValueError:
-        steps = []
-    if not steps or min(steps) <= 0:
-        key = "request-rate" if by_rate else "concurrency"
-        raise UserError(f"{key}={text!r} must be positive numbers separated by commas, such as 1,2,4")
-    loads = []
-    for number, step in enumerate(steps):
-        concurrency, rate = (0, step) if by_rate else (int(step), 0.0)
-        loads.append(Load(concurrency, rate, args.requests, args.seconds, args.seed, number * args.requests))
-    return loads
+        values = []
+    if not values or min(values) <= 0:
+        raise UserError(f"{key.replace('_', '-')}={text!r} must be positive numbers separated by commas, such as 1,2,4")
+    return [{key: value} for value in values]
 
 
-async def measure(args: argparse.Namespace, loads: Sequence[Load], prompts: Sequence[str]) -> dict[str, Json]:
+async def measure(
+    args: argparse.Namespace, steps: Sequence[dict[str, float]], prompts: Sequence[str]
+) -> dict[str, Json]:
     """Runs every step on every server, alternating. Returns the `servers` of the results, by name (url, url2)."""
-    body: Json = {"max_tokens": args.max_tokens, "temperature": args.temperature}
+    body = {"max_tokens": args.max_tokens, "temperature": args.temperature}
     body |= {"ignore_eos": True} if args.ignore_eos else {}
     bodies = [{"messages": [{"role": "user", "content": prompt}], **body} for prompt in prompts]
     timeout = httpx.Timeout(args.timeout, connect=min(10.0, args.timeout))
@@ -145,14 +118,16 @@ async def measure(args: argparse.Namespace, loads: Sequence[Load], prompts: Sequ
         cells: dict[str, list[Json]] = {name: [] for name in servers}
         for server in servers.values():
             for number in range(args.warm_up):
-                answer = await _bounded(ask(client, server, bodies[number % len(bodies)]), args.timeout)
+                answer = await ask(client, server, bodies[number % len(bodies)], args.timeout)
                 if answer.error == "connect":
                     raise UserError(f"url={server.url!r} does not answer ({answer.detail}); start the server first")
-        with Progress("asking", len(loads) * len(servers), "steps") as meter:
-            for number, load in enumerate(loads):
+        with Progress("asking", len(steps) * len(servers), "steps") as meter:
+            for number, step in enumerate(steps):
+                # Steps use different prompts because servers cache prefixes.
+                shifted = [bodies[(number * args.requests + i) % len(bodies)] for i in range(args.requests)]
                 order = list(servers.items())
                 for name, server in order[::-1] if number % 2 else order:
-                    cells[name].append(await run_load(client, server, load, bodies, args.timeout))
+                    cells[name].append(await run_step(args, client, server, step, shifted))
                     meter.advance(note=f"{cells[name][-1]['tokens_per_second']:.1f} tokens/s")
     return {name: {"url": server.url, "model": server.model, "cells": cells[name]} for name, server in servers.items()}
 
@@ -165,36 +140,26 @@ def _headers(args: argparse.Namespace) -> dict[str, str]:
     return {"Authorization": f"Bearer {os.environ[args.api_key_env]}"}
 
 
-async def run_load(
-    client: httpx.AsyncClient, server: Server, load: Load, bodies: Sequence[Json], timeout: float
+async def run_step(
+    args: argparse.Namespace, client: httpx.AsyncClient, server: Server, step: dict[str, float], bodies: Sequence[Json]
 ) -> Json:
     """Runs one step on one server; returns its setting, `figures`, and `speculation` if the Prometheus page has it."""
 
     async def send(number: int) -> Answer:
-        return await _bounded(ask(client, server, bodies[(load.first + number) % len(bodies)]), timeout)
+        return await ask(client, server, bodies[number], args.timeout)
 
     before = await read_metrics(client, server)
     start = time.perf_counter()
-    answers = await (_open_loop if load.rate else _closed_loop)(load, send)
+    (value,) = step.values()
+    answers = await (_open_loop if "request_rate" in step else _closed_loop)(args, value, send)
     seconds = time.perf_counter() - start
     found = speculation(before, await read_metrics(client, server))
-    return {**load.step, **figures(answers, seconds), **({"speculation": found} if found else {})}
+    return {**step, **figures(answers, seconds), **({"speculation": found} if found else {})}
 
 
-async def _bounded(request: Awaitable[Answer], timeout: float) -> Answer:
-    """Limits the time of an answer; httpx limits each read only."""
-    try:
-        return await asyncio.wait_for(request, timeout)
-    except asyncio.TimeoutError:
-        return Answer(error="timeout", detail=f"no end after {timeout:g} s", end=timeout)
-
-
-Send = Callable[[int], Awaitable[Answer]]
-
-
-async def _closed_loop(load: Load, send: Send) -> list[Answer]:
+async def _closed_loop(args: argparse.Namespace, concurrency: float, send: Send) -> list[Answer]:
     """Keeps a constant number of requests in flight."""
-    numbers, deadline = iter(range(load.requests)), time.perf_counter() + load.seconds
+    numbers, deadline = iter(range(args.requests)), time.perf_counter() + args.seconds
     answers: list[Answer] = []
 
     async def worker() -> None:
@@ -203,18 +168,18 @@ async def _closed_loop(load: Load, send: Send) -> list[Answer]:
                 return
             answers.append(await send(number))
 
-    await asyncio.gather(*(worker() for _ in range(min(load.concurrency, load.requests))))
+    await asyncio.gather(*(worker() for _ in range(min(int(concurrency), args.requests))))
     return answers
 
 
-async def _open_loop(load: Load, send: Send) -> list[Answer]:
+async def _open_loop(args: argparse.Namespace, rate: float, send: Send) -> list[Answer]:
     """Sends requests at the times of a Poisson process, whether or not earlier ones have ended."""
-    gaps, start, due, tasks = random.Random(load.seed), time.perf_counter(), 0.0, []
-    for number in range(load.requests):
+    gaps, start, due, tasks = random.Random(args.seed), time.perf_counter(), 0.0, []
+    for number in range(args.requests):
         await asyncio.sleep(max(0.0, start + due - time.perf_counter()))
         tasks.append(asyncio.ensure_future(send(number)))
-        due += gaps.expovariate(load.rate)
-        if due >= load.seconds:
+        due += gaps.expovariate(rate)
+        if due >= args.seconds:
             break
     return list(await asyncio.gather(*tasks))
 
@@ -275,28 +240,26 @@ def compare(first: Json, second: Json) -> list[Json]:
 def print_results(results: Json) -> None:
     """Prints a table per server, and the comparison."""
     console = wide_console()
+    latencies = [f"{label} ms\np50 / p95 / p99" for label in LATENCIES.values()]
+    headings = ["load", "done", "errors", "tokens/s", *latencies, "accepted\nlength"]
     for name, server in results["servers"].items():
-        title = f"{name}: {server['url']}, {server['model']}"
-        table = Table(title=title, title_justify="left", title_style="bold")
-        latencies = [f"{label} ms\np50 / p95 / p99" for label in LATENCIES.values()]
-        for heading in ("load", "done", "errors", "tokens/s", *latencies, "accepted\nlength"):
-            table.add_column(heading, justify="right", no_wrap=True)
+        rows = []
         for cell in server["cells"]:
             errors = ", ".join(f"{count} {kind}" for kind, count in cell["errors"].items()) or "0"
             length = cell.get("speculation", {}).get("accepted_length")
             times = [" / ".join(f"{v:.0f}" for v in cell[key].values()) for key in LATENCIES]
             cells = [_step(cell), str(cell["completed"]), errors, f"{cell['tokens_per_second']:.1f}", *times]
-            table.add_row(*cells, f"{length:.2f}" if length else "\u2013")
-        console.print(table)
+            rows.append([*cells, f"{length:.2f}" if length else "\u2013"])
+        console.print(table_of(headings, rows, f"{name}: {server['url']}, {server['model']}", right=True))
         if not all(cell["tokens_counted"] for cell in server["cells"] if cell["completed"]):
-            console.print("this server does not count tokens: each piece of text counts as one", highlight=False)
+            console.print("this server does not count tokens: each piece of text counts as one")
     if results["comparison"]:
-        title = "url over url2 (above 1, url is better)"
-        table = Table("load", "tokens/s", "TTFT", "TPOT", "whole", title=title, title_style="bold")
+        rows = []
         for row in results["comparison"]:
-            ratios = [ratio for key, ratio in row.items() if key not in ("concurrency", "request_rate")]
-            table.add_row(_step(row), *("\u2013" if ratio is None else f"{ratio:.2f}x" for ratio in ratios))
-        console.print(table)
+            ratios = (ratio for key, ratio in row.items() if key not in ("concurrency", "request_rate"))
+            rows.append([_step(row), *("\u2013" if ratio is None else f"{ratio:.2f}x" for ratio in ratios)])
+        title = "url over url2 (above 1, url is better)"
+        console.print(table_of(("load", "tokens/s", "TTFT", "TPOT", "whole"), rows, title, right=True))
 
 
 def _step(cell: Json) -> str:

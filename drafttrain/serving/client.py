@@ -6,6 +6,7 @@ https://prometheus.io/docs/instrumenting/exposition_formats (text).
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import time
@@ -68,11 +69,7 @@ def base_url(url: str) -> str:
 
 
 async def connect(client: httpx.AsyncClient, url: str, model: str, headers: dict[str, str]) -> Server:
-    """Finds the server and, if `model` is empty, the first model that it lists.
-
-    Raises:
-        UserError: no server there, or it does not list its models.
-    """
+    """Finds the server and, if `model` is empty, the first one it lists. Raises UserError for no server, or no list of models."""
     url = base_url(url)
     if model:
         return Server(url, model, headers)
@@ -89,22 +86,26 @@ async def connect(client: httpx.AsyncClient, url: str, model: str, headers: dict
     return Server(url, names[0], headers)
 
 
-async def ask(client: httpx.AsyncClient, server: Server, body: Json) -> Answer:
+async def ask(client: httpx.AsyncClient, server: Server, body: Json, timeout: float | None = None) -> Answer:
     """Sends one chat request and reads its stream. The answer reports errors.
 
     Args:
         body: messages, max_tokens and other fields; stream and model are added.
+        timeout: seconds of the complete answer; httpx limits each read only.
     """
     body = {"model": server.model, "stream": True, "stream_options": {"include_usage": True}, **body}
     answer, start = Answer(), time.perf_counter()
     try:
         url = f"{server.url}/v1/chat/completions"
-        async with client.stream("POST", url, json=body, headers=server.headers) as reply:
+        stream = client.stream("POST", url, json=body, headers=server.headers)
+        async with asyncio.timeout(timeout), stream as reply:
             if reply.status_code != 200:
                 text = (await reply.aread()).decode(errors="replace")
                 answer.error, answer.detail = f"http_{reply.status_code}", text.strip().split("\n")[0][:200]
             else:
                 await _read(reply, answer, start)
+    except TimeoutError:
+        return Answer(error="timeout", detail=f"no end after {timeout:g} s", end=timeout or 0.0)
     except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         timed_out, refused = isinstance(error, httpx.TimeoutException), isinstance(error, httpx.ConnectError)
         answer.error = "timeout" if timed_out else "connect" if refused else "stream"

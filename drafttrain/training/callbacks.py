@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,7 +41,6 @@ class TimeBudget(TrainerCallback, ExportableState):
 
     def __init__(self, minutes: float, used: float = 0.0):
         self.minutes, self.used = minutes, used  # used: seconds
-        self._last: float | None = None
 
     @staticmethod
     def after(minutes: float, checkpoint: str | None) -> TimeBudget:
@@ -67,7 +65,7 @@ class TimeBudget(TrainerCallback, ExportableState):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_) -> None:
         now = self.clock()
-        self.used = max_over_ranks(self.used + now - (self._last or now), args.device)
+        self.used = max_over_ranks(self.used + now - self._last, args.device)
         self._last = now
         state.max_steps = max(state.global_step + 1, round(state.global_step / max(self.done, 1e-6)))
         if self.done >= 1.0:
@@ -90,17 +88,13 @@ class SaveOnTerm(TrainerCallback):
 
     def __init__(self) -> None:
         self.received = False
-        self._before: Callable[[int, FrameType | None], object] | int | None = None
 
     def __enter__(self) -> SaveOnTerm:
-        self._before = signal.signal(signal.SIGTERM, self._note)
+        self._before = signal.signal(signal.SIGTERM, lambda *_: setattr(self, "received", True))
         return self
 
     def __exit__(self, *_: object) -> None:
         signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
-
-    def _note(self, *_: object) -> None:
-        self.received = True
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_) -> None:
         self.received = max_over_ranks(float(self.received), args.device) > 0
@@ -148,10 +142,8 @@ class DecodeHeldOut(TrainerCallback):
         model = self.trainer.drafter
         drafter = gather_drafter(model, self.trainer.target, state.is_world_process_zero)
         length = 0.0
-        if state.is_world_process_zero:
-            assert drafter is not None
-            drafter.eval()
-            figures = self.decode(drafter)
+        if state.is_world_process_zero and drafter is not None:
+            figures = self.decode(drafter.eval())
             length = figures["accepted_length"]
             loss_due = control.should_log  # Trainer.log clears it, and the loss would not be logged
             self.trainer.log({f"eval_decode_{name}": round(value, 4) for name, value in figures.items()})
@@ -170,32 +162,23 @@ class ProgressLines(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_) -> None:
         self.start, self.first = time.perf_counter(), state.global_step
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **_,
-    ) -> None:
-        if not state.is_world_process_zero or not logs:
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: Json) -> None:
+        logs = event["logs"]
+        if not state.is_world_process_zero:
             return
+        step = f"step {state.global_step}/{state.max_steps}  "
         if "eval_decode_accepted_length" in logs:
+            length, depths = logs["eval_decode_accepted_length"], _by_depth(logs, "eval_decode_acceptance@")
+            print(f"{step}decoding held-out prompts: accepted length {length:.2f}, by depth {depths}", flush=True)
+        if "loss" in logs:
+            elapsed, done = time.perf_counter() - self.start, max(state.global_step - self.first, 1)
+            left = int(elapsed / done * max(state.max_steps - state.global_step, 0))  # seconds
             print(
-                f"step {state.global_step}/{state.max_steps}  decoding held-out prompts: accepted length "
-                f"{logs['eval_decode_accepted_length']:.2f}, by depth {_by_depth(logs, 'eval_decode_acceptance@')}",
+                f"{step}loss {logs['loss']:.3f}  agree by depth {_by_depth(logs, 'agree@')}  "
+                f"accepted length {logs.get('accepted_length', 1):.2f}  {logs.get('tokens_per_second', 0):.0f} tok/s  "
+                f"{left // 60}:{left % 60:02d} left",
                 flush=True,
             )
-        if "loss" not in logs:
-            return
-        elapsed, done = time.perf_counter() - self.start, max(state.global_step - self.first, 1)
-        left = int(elapsed / done * max(state.max_steps - state.global_step, 0))  # seconds
-        print(
-            f"step {state.global_step}/{state.max_steps}  loss {logs['loss']:.3f}  "
-            f"agree by depth {_by_depth(logs, 'agree@')}  accepted length {logs.get('accepted_length', 1):.2f}  "
-            f"{logs.get('tokens_per_second', 0):.0f} tok/s  {left // 60}:{left % 60:02d} left",
-            flush=True,
-        )
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_) -> None:
         if state.is_world_process_zero:
@@ -204,5 +187,5 @@ class ProgressLines(TrainerCallback):
             print(f"saved {where} (best: {best})", flush=True)
 
 
-def _by_depth(logs: dict[str, float], prefix: str) -> str:
+def _by_depth(logs: Json, prefix: str) -> str:
     return " ".join(f"{value:.2f}" for name, value in logs.items() if name.startswith(prefix))

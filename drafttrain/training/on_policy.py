@@ -33,28 +33,17 @@ from drafttrain.training.callbacks import gather_drafter
 
 @dataclass(frozen=True)
 class OnPolicyOptions:
-    """The recipe's `on_policy:`.
+    """The recipe's `on_policy:`."""
 
-    Attributes:
-        share: of the rows that responses of the drafter replace, on average.
-        refresh_steps: optimizer steps between refreshes.
-        responses: number of responses per refresh, over all processes.
-        temperature: of the drafter's sampling. max_new_tokens: per response.
-    """
-
-    share: float = 0.5
-    refresh_steps: int = 50
-    responses: int = 64
-    temperature: float = 1.0
-    max_new_tokens: int = 128
+    share: float = 0.5  # of the rows that responses of the drafter replace, on average
+    refresh_steps: int = 50  # optimizer steps between refreshes
+    responses: int = 64  # per refresh, over all processes
+    temperature: float = 1.0  # of the drafter's sampling
+    max_new_tokens: int = 128  # per response
 
     @classmethod
     def parse(cls, given: Json) -> OnPolicyOptions:
-        """The recipe's options.
-
-        Raises:
-            UserError: an unknown option, or a value out of range.
-        """
+        """The recipe's options; raises UserError for an unknown option, or a value out of range."""
         known = vars(cls())
         for key, value in given.items():
             if key not in known:
@@ -143,29 +132,23 @@ class OnPolicy(TrainerCallback, ExportableState):
         engine = ResponseEngine(drafter.as_target(), len(requests), self.max_length)
         made = []
         for done in engine.run(requests, SamplingParams(self.options.temperature), self.seed + self.round):
-            length = len(done.sequence)
-            span = [length - len(done.tokens), length]
             if len(done.tokens) > 1:
-                made.append((int(done.key), {"tokens": done.sequence, "spans": [span], "length": length, "index": -1}))
+                made.append((int(done.key), _response(done.sequence, len(done.sequence) - len(done.tokens))))
         return made
 
     def mix(self, inputs: dict[str, Tensor], step: int) -> dict[str, Tensor]:
         """A collated batch with a share of its rows replaced; a packed row is replaced completely."""
         if not self.ready:
             return inputs
-        rows = _rows(inputs)
-        replaced = 0
+        rows, used = _rows(inputs), self.used
         for place, row in enumerate(rows):
             index = row["index"][0] if self.packing else row["index"]
             draw = random.Random(f"{self.seed}/{step}/{index}")
             if draw.random() < self.options.share:
                 rows[place] = draw.choice(self.ready)
-                replaced += 1
-        self.used += replaced
-        if not replaced:
-            return inputs
+                self.used += 1
         device = inputs["input_ids"].device
-        return {name: value.to(device) for name, value in collate(rows).items()}
+        return inputs if self.used == used else {name: value.to(device) for name, value in collate(rows).items()}
 
     # -- resuming -----------------------------------------------------------------------------------------------
 
@@ -177,14 +160,15 @@ class OnPolicy(TrainerCallback, ExportableState):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_) -> None:
         callbacks = state.stateful_callbacks
         saved: Json | None = callbacks.get(type(self).__name__) if isinstance(callbacks, dict) else None
-        if not saved:
-            return
-        self.round, self.used = saved["attributes"]["round"], saved["attributes"]["used"]
-        pool = []
-        for text, begin in saved["attributes"]["pool"]:
-            tokens = [int(token) for token in text.split()]
-            pool.append({"tokens": tokens, "spans": [[begin, len(tokens)]], "length": len(tokens), "index": -1})
-        self._take(pool)
+        if saved:
+            kept = saved["attributes"]
+            self.round, self.used = kept["round"], kept["used"]
+            self._take([_response(list(map(int, text.split())), begin) for text, begin in kept["pool"]])
+
+
+def _response(tokens: list[int], begin: int) -> Json:
+    """The row of a response that begins at that token."""
+    return {"tokens": tokens, "spans": [[begin, len(tokens)]], "length": len(tokens), "index": -1}
 
 
 def _rows(inputs: dict[str, Tensor]) -> list[Json]:
@@ -196,12 +180,9 @@ def _rows(inputs: dict[str, Tensor]) -> list[Json]:
         edges = torch.nn.functional.pad(mask, (1, 1)).diff().nonzero().flatten().tolist()
         spans = list(zip(edges[::2], edges[1::2], strict=True))
         tokens = batch.input_ids[place, :length].tolist()
-        rows.append({"tokens": tokens, "spans": spans, "length": length, "index": [], "documents": []})
-    for index, (place, _, length) in zip(batch.index.tolist(), batch.conversations().tolist(), strict=True):
-        rows[place]["index"].append(index)
-        rows[place]["documents"].append(length)
-    if batch.documents is None:
-        for row in rows:
-            row["index"] = row["index"][0]
-            del row["documents"]
+        members = batch.conversations()[:, 0] == place  # [c] bool, the row's conversations
+        index = batch.index[members].tolist()
+        documents = {} if batch.documents is None else {"documents": batch.documents[members, 2].tolist()}
+        row = {"tokens": tokens, "spans": spans, "length": length, "index": index if documents else index[0]}
+        rows.append(row | documents)
     return rows

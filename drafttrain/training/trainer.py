@@ -1,11 +1,12 @@
-"""The Trainer of a run: `StepTrainer`'s step with row order, on-policy rows, logs, checkpoints and the schedule."""
+"""The Trainer of a run: `StepTrainer`'s step with on-policy rows, logs, checkpoints, schedule, row order and clear failures."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -15,25 +16,21 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import Sampler
 from transformers import TrainingArguments
-from transformers.trainer_utils import EvalLoopOutput, rotate_checkpoints
+from transformers.trainer_utils import EvalLoopOutput, get_last_checkpoint, rotate_checkpoints
 
 from drafttrain.drafters.registry import decoding_file
 from drafttrain.environment import peak_memory
+from drafttrain.errors import UserError
+from drafttrain.files import is_disk_full
 from drafttrain.training.callbacks import TimeBudget
 from drafttrain.training.on_policy import OnPolicy
-from drafttrain.training.sampler import ByLength
 from drafttrain.training.step import StepTrainer, count_anchors
 
 Inputs = dict[str, Tensor]  # a collated batch
 
 
 class DrafterTrainer(StepTrainer):
-    """Trains a drafter against a frozen target.
-
-    Args:
-        on_policy: replaces a share of the rows by the drafter's own responses, if not None.
-        args, rest: as for `StepTrainer`.
-    """
+    """Trains a drafter against a frozen target; `on_policy` replaces a share of the rows by the drafter's responses."""
 
     def __init__(self, *args, on_policy: OnPolicy | None = None, **rest):
         super().__init__(*args, **rest)
@@ -92,11 +89,10 @@ class DrafterTrainer(StepTrainer):
         """Adds acceptance by depth, throughput and memory to the logs of a training step."""
         if "loss" in logs:
             now = time.perf_counter()
-            fresh = self.take_metrics("train")
             rate = self.anchors * self.args.world_size / max(now - self.clock, 1e-9)
-            fresh["tokens_per_second"] = round(rate, 1)
+            memory = round(peak_memory(self.args.device) / 1e9, 3)
+            logs = logs | self.take_metrics("train") | {"tokens_per_second": round(rate, 1), "memory_gb": memory}
             self.clock, self.anchors = now, 0
-            logs = {**logs, **fresh, "memory_gb": round(peak_memory(self.args.device) / 1e9, 3)}
         super().log(logs, *args, **kwargs)
 
     def evaluation_loop(self, *args, **kwargs) -> EvalLoopOutput:
@@ -127,10 +123,8 @@ class DrafterTrainer(StepTrainer):
             self.args.output_dir = str(root)
         if self.state.best_global_step:
             self.state.best_model_checkpoint = str(root / f"checkpoint-{self.state.best_global_step}")
-        if self.args.should_save:
-            self.state.save_to_json(
-                str(partial / name / "trainer_state.json")
-            )  # again: the best one's path has changed
+        if self.args.should_save:  # again: the best one's path has changed
+            self.state.save_to_json(str(partial / name / "trainer_state.json"))
         self.accelerator.wait_for_everyone()
         if self.args.local_process_index == 0:
             _move(partial, root, name)
@@ -163,6 +157,43 @@ class DrafterTrainer(StepTrainer):
         return super().create_scheduler(num_training_steps, optimizer)
 
 
+class ByLength(Sampler[int]):
+    """Shuffles rows such that those of one optimizer step have similar lengths.
+
+    The order depends neither on other random draws nor on how a step's rows are divided into devices and accumulation
+    steps. So a resumed run sees the rows of an uninterrupted one, and a run on N devices those of a run on one device.
+
+    Args:
+        lengths: tokens of each row.
+        rows: of an optimizer step: batch size x accumulation steps x processes. An epoch consists of full steps; it leaves
+            out different rows each time.
+        seed: of the order. epoch: returns the epoch's number; called when an epoch begins.
+    """
+
+    # Steps that are sorted together: more mean less padding and less shuffling.
+    _SORTED = 50
+
+    def __init__(self, lengths: Sequence[int], rows: int, seed: int, epoch: Callable[[], int]):
+        self.lengths, self.rows, self.seed, self.epoch = lengths, rows, seed, epoch
+
+    def __len__(self) -> int:
+        count = len(self.lengths)
+        return count if count < self.rows else count - count % self.rows
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.seed + 1_000_003 * self.epoch())
+        order = torch.randperm(len(self.lengths), generator=generator)[: len(self)].tolist()
+        together = self.rows * max(1, min(self._SORTED, len(self) // (4 * self.rows)))
+        steps: list[list[int]] = []
+        for begin in range(0, len(order), together):
+            block = sorted(order[begin : begin + together], key=lambda i: -self.lengths[i])
+            steps += [block[i : i + self.rows] for i in range(0, len(block), self.rows)]
+        # The longest step comes first, so that a lack of memory shows at once.
+        longest = max(range(len(steps)), key=lambda at: self.lengths[steps[at][0]])
+        places = [at for at in torch.randperm(len(steps), generator=generator).tolist() if at != longest]
+        return (row for at in [longest, *places] for row in steps[at])
+
+
 def _move(partial: Path, root: Path, name: str) -> None:
     """Syncs a finished checkpoint to the disk and moves it into place; on a shared disk only the first node's move succeeds."""
     try:
@@ -178,18 +209,63 @@ def _move(partial: Path, root: Path, name: str) -> None:
     shutil.rmtree(partial, ignore_errors=True)
 
 
-def forget_checkpoints(args: TrainingArguments) -> None:
-    """Deletes the checkpoints of an earlier run in output_dir, so that this run does not resume from them."""
-    with args.main_process_first(desc="deleting old checkpoints"):
-        for old in Path(str(args.output_dir)).glob("checkpoint-*"):
-            shutil.rmtree(old, ignore_errors=True)
+def newest_checkpoint(args: TrainingArguments) -> str | None:
+    """The newest checkpoint in output_dir, if there is one."""
+    place = str(args.output_dir)
+    return get_last_checkpoint(place) if os.path.isdir(place) else None
 
 
-def forget_drafter(args: TrainingArguments) -> None:
-    """Deletes what belongs to the earlier drafter in output_dir, whose weights this run replaces: its tuned decoding settings,
-    its adapter and its training summary.
+def find_checkpoint(args: TrainingArguments, resume: bool) -> str | None:
+    """The checkpoint to resume from; with resume=False the checkpoints of an earlier run are deleted.
+
+    Without a checkpoint, so is what belongs to the earlier drafter whose weights this run replaces: its tuned decoding
+    settings, its training summary and its adapter.
     """
-    with args.main_process_first(desc="deleting an old drafter's settings"):
-        for path in (decoding_file(str(args.output_dir)), Path(str(args.output_dir)) / "training.json"):
-            path.unlink(missing_ok=True)
-        shutil.rmtree(Path(str(args.output_dir)) / "adapter", ignore_errors=True)
+    place = Path(str(args.output_dir))
+    if not resume:
+        with args.main_process_first(desc="deleting old checkpoints"):
+            for old in place.glob("checkpoint-*"):
+                shutil.rmtree(old, ignore_errors=True)
+    checkpoint = newest_checkpoint(args)
+    if checkpoint is None:
+        with args.main_process_first(desc="deleting an old drafter's settings"):
+            for path in (decoding_file(str(place)), place / "training.json"):
+                path.unlink(missing_ok=True)
+            shutil.rmtree(place / "adapter", ignore_errors=True)
+    return checkpoint
+
+
+# -- failures ----------------------------------------------------------------------------------------------------
+
+# Parts of the messages for exhausted memory: torch's on a CPU, libraries' on a GPU.
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
+
+
+@contextlib.contextmanager
+def explained(args: TrainingArguments) -> Iterator[None]:
+    """Turns exhausted memory or disk, from loading to saving, into a UserError that says what to change."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        text, last, place = " ".join(str(error).split()), newest_checkpoint(args), str(args.output_dir)
+        kept = f"{last} is kept, the same command continues from there" if last else "no checkpoint was written before"
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(sign in text for sign in _NO_MEMORY):
+            batch, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
+            smaller = "max_length or drafter.ttt_steps lower"
+            if batch > 1:
+                smaller = (
+                    f"per_device_train_batch_size={batch // 2} gradient_accumulation_steps={2 * steps} (now {batch} and "
+                    f"{steps}; the same training in half the memory)"
+                )
+            raise UserError(
+                f"out of memory on {args.device} ({text[:120]}); set {smaller}, or max_length or cache_gb lower; {kept}"
+            ) from error
+        if is_disk_full(error):
+            free = shutil.disk_usage(place).free if os.path.isdir(place) else 0
+            raise UserError(
+                f"output_dir={place!r}: no space left on the device while saving ({free / 1e6:.0f} MB free); free some space, "
+                f"or set save_total_limit lower ({args.save_total_limit}); {kept}"
+            ) from error
+        raise

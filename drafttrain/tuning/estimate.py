@@ -23,13 +23,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.table import Table
+from safetensors import safe_open
 
 from drafttrain.drafters.registry import is_untrained
 from drafttrain.errors import UserError
-from drafttrain.evaluation.records import load_results
+from drafttrain.evaluation.metrics import load_results
 from drafttrain.files import Json, write_json
-from drafttrain.reports.console import wide_console
+from drafttrain.flags import number_list
+from drafttrain.reports.output import table_of, wide_console
 from drafttrain.target import resolve_target
 
 HELP = """Expected speed-up, cost and break-even on other hardware, from sizes and a measured acceptance profile.
@@ -100,11 +101,7 @@ class Sizes:
 
 
 def sizes_of(config: Json) -> Sizes:
-    """Sizes of a decoder-only model with gated MLPs, from its config.json. In a mixture model all layers count as experts'.
-
-    Raises:
-        UserError: a config without the usual keys.
-    """
+    """Sizes by a decoder's config.json: gated MLPs, in all layers experts if in any. Raises UserError for missing keys."""
     config = {**config, **config.get("text_config", {})}
     try:
         h, layers, heads = (config[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
@@ -125,20 +122,15 @@ def sizes_of(config: Json) -> Sizes:
 
 
 def drafter_params(folder: Path) -> float:
-    """Number of weights of a saved drafter, from its files' headers; the target's embedding is not among them.
-
-    Raises:
-        UserError: no safetensors file.
-    """
+    """Weights of a saved drafter, without the target's embedding. Raises UserError for a folder without safetensors files."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise UserError(f"drafter={str(folder)!r} holds no safetensors file; give --drafter-params")
-    count = 0
+    count = 0.0
     for file in files:
-        with file.open("rb") as weights:  # 8 bytes: length of the JSON header
-            header = json.loads(weights.read(int.from_bytes(weights.read(8), "little")))
-        count += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
-    return float(count)
+        with safe_open(file, "pt") as weights:
+            count += sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
+    return count
 
 
 @dataclass(frozen=True)
@@ -199,8 +191,7 @@ def estimate(
 
     costs = {depth: round_seconds(depth, profile.nodes_at(depth)) for depth in range(len(profile.joint) + 1)}
     best = max(costs, key=lambda depth: profile.accepted_length(depth) / costs[depth])
-    tau, seconds = profile.accepted_length(best), costs[best]
-    chain = max(1, len(profile.joint))
+    tau, seconds, chain = profile.accepted_length(best), costs[best], max(1, len(profile.joint))
     tokens = batch * (1 + profile.nodes_at(best))
     moved = width * (target.read(tokens) + batch * context * target.kv) / device.bandwidth
     by_memory = moved + device.overhead >= target.seconds(device, tokens, batch, context, width)
@@ -218,8 +209,9 @@ def estimate(
         "fits": width * (target.total + drafter + batch * context * target.kv) <= device.memory,
     }
     if price is not None:
-        costs_of = {side: round(price / 3600 / rate * 1e6, 4) for side, rate in rates.items()}
-        result |= {f"{side}cost_per_million_tokens": cost for side, cost in costs_of.items()}
+        result |= {
+            f"{side}cost_per_million_tokens": round(price / 3600 / rate * 1e6, 4) for side, rate in rates.items()
+        }
     return result
 
 
@@ -277,10 +269,7 @@ def run(args: argparse.Namespace) -> int:
         if not folder.is_dir() and not is_untrained(name):
             raise UserError(f"drafter={str(folder)!r}: no such folder; give --drafter FOLDER or --drafter-params")
         drafter = drafter_params(folder) if folder.is_dir() else 0.0
-    try:
-        batches = [int(part) for part in args.batches.split(",")]
-    except ValueError as error:
-        raise UserError(f"batches={args.batches!r} is no list of numbers; write for example 1,8,64") from error
+    batches = [int(batch) for batch in number_list("batches", args.batches, int, 1)]
     profile, width = profile_of(results), args.bits / 8
     rows = [estimate(target, drafter, profile, device, batch, args.context, width, args.price) for batch in batches]
     print_rows(rows, device, profile)
@@ -298,9 +287,8 @@ def device_of(args: argparse.Namespace) -> Device:
     known = DEVICES.get(args.device.lower(), (None, None, None))
     bandwidth, tflops, memory = (own if own is not None else table for own, table in zip(given, known, strict=True))
     if not bandwidth or not tflops:
-        raise UserError(
-            f"device={args.device!r} is not one of {', '.join(DEVICES)}; choose one, or give --bandwidth and --tflops"
-        )
+        names = ", ".join(DEVICES)
+        raise UserError(f"device={args.device!r} is not one of {names}; choose one, or give --bandwidth and --tflops")
     return Device(
         args.device,
         1e9 * bandwidth * args.memory_efficiency * args.devices,
@@ -337,20 +325,19 @@ def advice(rows: Sequence[Json]) -> str:
 
 def print_rows(rows: Sequence[Json], device: Device, profile: Profile) -> None:
     """Prints a table with a line per batch size, and when to disable speculation."""
-    console = wide_console()
     headings = ["batch", "length", "speed-up", "tokens/s", "plain", "bound", "break-even\nacceptance"]
-    priced = "cost_per_million_tokens" in rows[0]
-    headings += ["cost of 1M\ntokens (plain)"] if priced else []
-    table = Table(*headings, title=f"{device.name}: estimate, not measured", title_justify="left")
+    forms = ["{batch_size}", "{length}", "{speedup:.2f}x", "{tokens_per_second:,.0f}", "{plain_tokens_per_second:,.0f}"]
+    forms += ["{bound}{large}", "{never}"]
+    if "cost_per_million_tokens" in rows[0]:
+        headings.append("cost of 1M\ntokens (plain)")
+        forms.append("{cost_per_million_tokens:.3g} ({plain_cost_per_million_tokens:.3g})")
+    shown = []
     for row in rows:
-        cells = [str(row["batch_size"]), str(row["length"]), f"{row['speedup']:.2f}x"]
-        cells += [f"{row['tokens_per_second']:,.0f}", f"{row['plain_tokens_per_second']:,.0f}"]
-        cells += [row["bound"] + ("" if row["fits"] else ", too large")]
-        cells += ["never" if row["break_even"] is None else f"{row['break_even']:.0%}"]
-        if priced:
-            cells.append(f"{row['cost_per_million_tokens']:.3g} ({row['plain_cost_per_million_tokens']:.3g})")
-        table.add_row(*cells)
-    console.print(table)
+        never = "never" if row["break_even"] is None else f"{row['break_even']:.0%}"
+        large = "" if row["fits"] else ", too large"
+        shown.append([form.format(**row, never=never, large=large) for form in forms])
+    console = wide_console()
+    console.print(table_of(headings, shown, f"{device.name}: estimate, not measured"))
     length = max(1, len(profile.joint))
-    console.print(f"break-even: acceptance rate per token from which a chain of {length} pays", highlight=False)
-    console.print(advice(rows), highlight=False)
+    console.print(f"break-even: acceptance rate per token from which a chain of {length} pays")
+    console.print(advice(rows))

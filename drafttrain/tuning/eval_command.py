@@ -46,17 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tree", help="none, chain:3, fanout:4x2x1, dynamic:5,8,24 or paths:0,1,0-0, optionally with @sample or @stop=P, or "
         "auto: the fastest of a list, found by timing (default: the tree in the drafter's decoding.json, else auto)"
     )  # fmt: skip
-    add(
-        "--calibrate",
-        metavar="FILE",
-        help="prompts for --tree auto (JSONL with messages, turns or text), not from the suite",
-    )
+    add("--calibrate", metavar="FILE", help="prompts for --tree auto, not the suite's (JSONL: messages, turns or text)")
     add("--limit", type=int, help="questions at most, taken evenly from all categories")
-    add(
-        "--baselines",
-        default=",".join(BASELINES),
-        help=f"a list of {', '.join(ALL_BASELINES)}, or none (default: %(default)s)",
-    )
+    known = f"a list of {', '.join(ALL_BASELINES)}, or none (default: %(default)s)"
+    add("--baselines", default=",".join(BASELINES), help=known)
     add("--assistant", default="", help="draft model of hf_assisted: folder or Hub id of a causal LM (default: the target's "
         "own first layers)")  # fmt: skip
     add("--output", default="results.json", help="results file")
@@ -77,26 +70,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def settings_of(args: argparse.Namespace) -> EvalSettings:
-    """Reads the command's flags.
-
-    Raises:
-        UserError: a value out of range.
-    """
+    """Reads the command's flags. Raises UserError for a value out of range."""
     names = ("target", "drafter", "max_new_tokens", "batch_size", "tree", "calibrate", "limit", "seed", "assistant")
     chosen = {name: vars(args)[name] for name in (*names, "trust_remote_code")}
     baselines = tuple(parse_baselines(args.baselines))
-    return EvalSettings(
-        **chosen, sampling=sampling_of(args), baselines=baselines, output=Path(args.output).expanduser()
-    )
+    output = Path(args.output).expanduser()
+    return EvalSettings(**chosen, sampling=sampling_of(args), baselines=baselines, output=output)
 
 
 def parse_baselines(text: str) -> list[str]:
     """Reads a comma-separated list of baselines, or `none`. Raises UserError for an unknown name."""
     names = [] if text == "none" else [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in ALL_BASELINES:
-            known = ", ".join(ALL_BASELINES)
-            raise UserError(f"baselines={text!r}: {name!r} is not one of {known}; or write none")
+    unknown = [name for name in names if name not in ALL_BASELINES]
+    if unknown:
+        raise UserError(f"baselines={text!r}: {unknown[0]!r} is not one of {', '.join(ALL_BASELINES)}; or write none")
     return names
 
 

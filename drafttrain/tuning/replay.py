@@ -1,26 +1,39 @@
-"""Exact replay: what any smaller tree would have accepted, from one plain decoding run with generous trees.
+"""What tuning records and measures: the trees that a drafter would draft, replayed exactly, and the costs of a round.
 
-A drafter's proposal depends only on the committed tokens. So one plain run that drafts a generous tree at every position,
-and discards it, is enough: a smaller tree's rounds are replayed by walking the recorded trees along the continuation. This is
-exact, not a model of acceptance: within a *family* (a number of children per node) shallower and smaller trees are parts of
-the recorded one, and a second drafter's matches are merged as in decoding. It holds for trees that are chosen by a rule, under
-greedy and sampled decoding, since neither changes the text.
+Replay: what any smaller tree would have accepted, from one plain decoding run with generous trees. A drafter's proposal
+depends only on the committed tokens. So one plain run that drafts a generous tree at every position, and discards it, is
+enough: a smaller tree's rounds are replayed by walking the recorded trees along the continuation. This is exact, not a model of
+acceptance: within a *family* (a number of children per node) shallower and smaller trees are parts of the recorded one, and a
+second drafter's matches are merged as in decoding. It holds for trees that are chosen by a rule, under greedy and sampled
+decoding, since neither changes the text.
+
+Costs: the decoder runs with a pace that picks another tree every round, in shuffled order, so that a slow moment of the machine
+affects all trees alike. Verification is measured with made-up trees of known size, drafting with the drafter's own trees by
+depth. Every figure is a median.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+import random
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from drafttrain.batch import TokenTree
 from drafttrain.drafters.base import Drafter, Session
 from drafttrain.drafters.combined import alone, drafts_alone, match_spec, merge, parts_of
 from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.files import Json
 from drafttrain.inference import Decoder, SamplingParams
+from drafttrain.inference.adaptive import RoundReport
 from drafttrain.ops.sampling import Sampler
 from drafttrain.target import Target
 
@@ -45,10 +58,8 @@ class _Recorded:
         self.tokens, self.parents, self.depths = tree.tokens.tolist(), tree.parents, tree.depths
         self.scores = [0.0] * len(tree) if tree.log_probs is None else tree.log_probs.tolist()
         self._child = {key: node for node, key in enumerate(zip(tree.parents, self.tokens, strict=True))}
-        order = sorted(range(len(tree)), key=lambda i: -self.scores[i])
-        self.ranks = [0] * len(tree)
-        for rank, node in enumerate(order):
-            self.ranks[node] = rank
+        order = np.argsort(-np.array(self.scores), kind="stable")
+        self.ranks: list[int] = np.argsort(order).tolist()
         self._merged: dict[tuple[int, float, bool], tuple[_Recorded, int]] = {}
 
     def path(self, tokens: Sequence[int]) -> list[int]:
@@ -62,11 +73,7 @@ class _Recorded:
         return nodes
 
     def merged(self, match: _Recorded, depth: int, floor: float, matches: bool) -> tuple[_Recorded, int]:
-        """Returns the complete union of the tree down to `depth` with a match, and the drafted depth.
-
-        Args:
-            floor: log-probability below which nodes are not expanded. matches: False leaves the match out.
-        """
+        """The union of the tree down to `depth`, without children of nodes below `floor`, with a match; and the drafted depth."""
         key = depth, floor, matches
         if key not in self._merged:
             above = [self.scores[parent] if parent >= 0 else 0.0 for parent in self.parents]
@@ -162,8 +169,7 @@ def record(
     """Decodes all prompts plainly, as one batch, and records the drafter's trees at every position.
 
     Args:
-        prompts: token ids, at least one prompt; equal prompts count once.
-        advance: called after every round.
+        prompts: token ids, at least one prompt; equal prompts count once. advance: called after every round.
     """
     tracks = {tuple(prompt): Track(len(prompt), max_new_tokens) for prompt in prompts}
     prompts = list(map(list, tracks))
@@ -176,11 +182,7 @@ def record(
 
 
 def replay(track: Track, spec: TreeSpec) -> list[Replayed]:
-    """The rounds that decoding with a tree would have taken.
-
-    Args:
-        spec: `none`, a chain of at most DEPTH, or a dynamic tree of a recorded width and at most DEPTH and MOST_NODES.
-    """
+    """The rounds of decoding with `none`, a chain to DEPTH, or a dynamic tree of a recorded width within DEPTH and MOST_NODES."""
     rounds: list[Replayed] = []
     position = 0
     while position + 1 < len(track.tokens):
@@ -188,22 +190,17 @@ def replay(track: Track, spec: TreeSpec) -> list[Replayed]:
         accepted = nodes = depth = 0
         deepest = track.limit - position - 2  # decoding cuts trees at the token limit
         if spec.shape != "none" and position < len(track.trees) and deepest > 0:
-            trees, matches = track.trees[position], track.matches[position]
-            accepted, nodes, depth = _accepted(trees, matches, continuation, spec, deepest)
+            tree, match = track.trees[position][spec.top_k], track.matches[position][spec.top_k]
+            accepted, nodes, depth = _accepted(tree, match, continuation, spec, deepest)
         rounds.append(Replayed(min(accepted + 1, len(continuation)), nodes, depth))
         position += rounds[-1].committed
     return rounds
 
 
 def _accepted(
-    trees: dict[int, _Recorded],
-    matches: dict[int, _Recorded],
-    continuation: Sequence[int],
-    spec: TreeSpec,
-    deepest: int,
+    recorded: _Recorded, match: _Recorded, continuation: Sequence[int], spec: TreeSpec, deepest: int
 ) -> tuple[int, int, int]:
     """Returns accepted tokens, verified nodes and drafted depth. deepest: depth of the last nodes that are verified."""
-    match = matches[spec.top_k]
     if spec.matches and drafts_alone(match.tree, spec):
         # A match for a chain is a chain itself, as deep as was recorded.
         tree, drafted = match, 0
@@ -212,11 +209,18 @@ def _accepted(
     else:
         floor = math.log(spec.stop) if spec.stop else -math.inf
         shared = spec.matches and spec.shape == "dynamic"
-        tree, drafted = trees[spec.top_k].merged(match, spec.depth, floor, shared)
+        tree, drafted = recorded.merged(match, spec.depth, floor, shared)
         budget = spec.budget
     nodes = sum(rank < budget and depth <= deepest for rank, depth in zip(tree.ranks, tree.depths, strict=True))
     path = tree.path(continuation[:deepest])
     return next((i for i, node in enumerate(path) if tree.ranks[node] >= budget), len(path)), nodes, drafted
+
+
+def _positions(tracks: Sequence[Track]) -> Iterator[tuple[dict[int, _Recorded], list[int]]]:
+    """The trees of every position, and the tokens that follow."""
+    for track in tracks:
+        for position, trees in enumerate(track.trees, 1):
+            yield trees, track.tokens[position : position + DEPTH]
 
 
 def recall(tracks: Sequence[Track], tops: Sequence[int] = (1, 2, 4, 8)) -> dict[str, list[float]]:
@@ -228,28 +232,189 @@ def recall(tracks: Sequence[Track], tops: Sequence[int] = (1, 2, 4, 8)) -> dict[
     width = max(WIDTHS)
     tried = np.zeros(DEPTH)
     found = {top: np.zeros(DEPTH) for top in tops}
-    for track in tracks:
-        for position, trees in enumerate(track.trees):
-            tree, continuation = trees[width], track.tokens[position + 1 : position + 1 + DEPTH]
-            path = tree.path(continuation)
-            expanded = {-1, *tree.parents}
-            for depth in range(len(continuation)):
-                if depth > len(path) or (path[depth - 1] if depth else -1) not in expanded:
-                    break
-                tried[depth] += 1
-                rank = tree.sibling_rank(path[depth]) if depth < len(path) else width
-                for top in tops:
-                    found[top][depth] += rank < top
+    for trees, continuation in _positions(tracks):
+        tree, path = trees[width], trees[width].path(continuation)
+        expanded = {-1, *tree.parents}
+        for depth in range(len(continuation)):
+            if depth > len(path) or (path[depth - 1] if depth else -1) not in expanded:
+                break
+            tried[depth] += 1
+            rank = tree.sibling_rank(path[depth]) if depth < len(path) else width
+            for top in tops:
+                found[top][depth] += rank < top
     return {str(top): [round(float(x), 4) for x in found[top] / np.maximum(tried, 1)] for top in tops}
 
 
 def chances(tracks: Sequence[Track]) -> list[float]:
     """Conditional acceptance of the greedy chain by depth: share of positions correct at a depth, given all before were."""
     right, tried = np.zeros(DEPTH), np.zeros(DEPTH)
-    for track in tracks:
-        for position, trees in enumerate(track.trees):
-            continuation = track.tokens[position + 1 : position + 1 + DEPTH]
-            reached = len(trees[1].path(continuation))
-            right[:reached] += 1
-            tried[: min(reached + 1, len(continuation))] += 1
+    for trees, continuation in _positions(tracks):
+        reached = len(trees[1].path(continuation))
+        right[:reached] += 1
+        tried[: min(reached + 1, len(continuation))] += 1
     return [round(float(x), 4) for x in right / np.maximum(tried, 1)]
+
+
+# -- costs ------------------------------------------------------------------------------------------------------------
+
+NODES = (1, 2, 4, 8, 16, 32, 48)
+DEPTHS = (1, 3, DEPTH)
+CYCLES = 9
+WARM_UP = 1
+_PREFILL = 16  # a drafter that reads more tokens at once reads a prompt
+
+
+@dataclass
+class CostModel:
+    """Seconds of the parts of a round.
+
+    Attributes:
+        verify: by number of nodes; 0 is a round of plain decoding, with the target's pass and all overhead.
+        draft: by (children per node, depth).
+        match: added by a second drafter's match. read: the drafter reads what a round committed.
+        read_prompt: the same per token of a prompt. around: added by accepted nodes, such as moving their keys.
+    """
+
+    verify: dict[int, float]
+    draft: dict[tuple[int, int], float]
+    match: float = 0.0
+    read: float = 0.0
+    read_prompt: float = 0.0
+    around: float = 0.0
+
+    def round(self, spec: TreeSpec, nodes: int, depth: int) -> float:
+        """Seconds of a round that drafts to `depth` and verifies `nodes` nodes."""
+        if spec.shape == "none":
+            return self.verify[0]
+        seconds = _interpolate(self.verify, nodes) + self.read + self.match * spec.matches
+        if depth:
+            seconds += _interpolate({d: cost for (k, d), cost in self.draft.items() if k == spec.top_k}, depth)
+        return seconds + self.around * (nodes > 0)
+
+    def table(self) -> Json:
+        """The costs in milliseconds, for JSON."""
+        draft: defaultdict[str, dict[str, float]] = defaultdict(dict)
+        for (k, depth), seconds in self.draft.items():
+            draft[str(k)][str(depth)] = round(1000 * seconds, 3)
+        parts = {"match": self.match, "read": self.read, "read_prompt": self.read_prompt, "around": self.around}
+        return {
+            "verification_ms": {str(nodes): round(1000 * seconds, 3) for nodes, seconds in self.verify.items()},
+            "drafting_ms": dict(draft),
+            **{f"{name}_ms": round(1000 * seconds, 4) for name, seconds in parts.items()},
+        }
+
+
+def _interpolate(known: dict[int, float], at: float) -> float:
+    """Piecewise linear, extrapolated."""
+    keys = sorted(known)
+    if len(keys) == 1:
+        return known[keys[0]]
+    above = min(max(bisect_left(keys, at), 1), len(keys) - 1)
+    left, right = keys[above - 1], keys[above]
+    return known[left] + (known[right] - known[left]) * (at - left) / (right - left)
+
+
+class _ProbeTrees(Drafter):
+    """The drafter, except for trees that measure verification: those hold made-up tokens, almost never accepted."""
+
+    def __init__(self, drafter: Drafter, target: Target):
+        self.drafter, self.target = drafter, target
+        self.kind, self.feature_layers = drafter.kind, drafter.feature_layers
+
+    def start(self, prompt_ids: Tensor, max_length: int) -> Session:
+        return self.drafter.start(prompt_ids, max_length)
+
+    def extend_all(self, sessions: Sequence[Session], tokens: Sequence[Tensor], features: Sequence[Tensor]) -> None:
+        self.drafter.extend_all(sessions, tokens, features)
+
+    def propose_all(
+        self, sessions: Sequence[Session], specs: Sequence[TreeSpec], samplers: Sequence[Sampler | None]
+    ) -> list[TokenTree]:
+        if specs[0].shape != "paths":
+            return self.drafter.propose_all(sessions, specs, samplers)
+        nodes = specs[0].budget
+        tokens = torch.tensor([7919 * node % self.target.vocab_size for node in range(1, nodes + 1)])  # [n]
+        return [TokenTree(tokens.to(self.target.device), [(node - 1) // 2 if node else -1 for node in range(nodes)])]
+
+
+class _Schedule:
+    """A pace that goes through all trees in shuffled order, repeatedly, and keeps every round."""
+
+    def __init__(self, specs: Sequence[TreeSpec], advance: Callable[[], None]):
+        self.rounds: list[RoundReport] = []
+        self._specs, self._advance = self._order(list(specs)), advance
+
+    @staticmethod
+    def _order(specs: list[TreeSpec]) -> Iterator[TreeSpec]:
+        shuffle = random.Random(0)
+        while True:
+            shuffle.shuffle(specs)
+            yield from specs
+
+    def choose(self, rows: int, behind: int) -> TreeSpec:
+        return next(self._specs)
+
+    def observe(self, done: RoundReport) -> None:
+        self.rounds.append(done)
+        self._advance()
+
+
+def measure_costs(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[list[int]],
+    sampling: SamplingParams,
+    max_new_tokens: int,
+    cycles: int = CYCLES,
+    advance: Callable[[], None] = lambda: None,
+) -> CostModel:
+    """Decodes the prompts one by one until every tree was measured `cycles` times.
+
+    Args:
+        target: packed before the call, if it will be packed later. prompts: token ids, at least one prompt.
+        advance: called after every round.
+    """
+    sizes = [TreeSpec.parse("paths:" + ",".join(map(str, range(nodes)))) for nodes in NODES]
+    drafts = [_draft_spec(k, depth) for k in WIDTHS for depth in DEPTHS]
+    matched = [TreeSpec.parse("dynamic:3,4,8@alone=0.999")] if parts_of(drafter)[1] is not None else []
+    specs = [TreeSpec.parse("none"), *sizes, *drafts, *matched]
+    schedule = _Schedule(specs, advance)
+    largest = max(specs, key=lambda spec: spec.budget)
+    decoder = Decoder(target, _ProbeTrees(drafter, target), spec=largest, sampling=sampling, eos_ids=(), pace=schedule)
+    for prompt in itertools.cycle(prompts):
+        for _ in decoder.stream([prompt], max_new_tokens=max_new_tokens):
+            if len(schedule.rounds) >= (cycles + WARM_UP) * len(specs):
+                return _fit(schedule.rounds[WARM_UP * len(specs) :], drafts, matched)
+    raise AssertionError("prompts are never empty")
+
+
+def _draft_spec(k: int, depth: int) -> TreeSpec:
+    return TreeSpec.parse((f"chain:{depth}" if k == 1 else f"dynamic:{depth},{k},8") + "@nomatch")
+
+
+def _fit(rounds: Sequence[RoundReport], drafts: Sequence[TreeSpec], matched: Sequence[TreeSpec]) -> CostModel:
+    verify: defaultdict[int, list[float]] = defaultdict(list)
+    draft: defaultdict[TreeSpec, list[float]] = defaultdict(list)
+    for done in rounds:
+        if done.spec.shape in ("none", "paths"):
+            verify[done.new_tokens - 1].append(_pass_seconds(done))
+        elif done.drafted:
+            draft[done.spec].append(done.draft_seconds)
+    model = CostModel({nodes: median(values) for nodes, values in sorted(verify.items()) if nodes in (0, *NODES)}, {})
+    # A drafter that finds nothing to draft takes no time worth counting.
+    model.draft = {(spec.top_k, spec.depth): median(draft.get(spec, [0.0])) for spec in drafts}
+    if matched and draft[matched[0]]:
+        model.match = max(0.0, median(draft[matched[0]]) - median(draft[_draft_spec(4, 3)]))
+    reads = [done.read_seconds for done in rounds if 0 < done.read <= _PREFILL]
+    model.read = median(reads) if reads else 0.0
+    bulk = [done for done in rounds if done.read > _PREFILL]
+    model.read_prompt = sum(done.read_seconds for done in bulk) / sum(done.read for done in bulk) if bulk else 0.0
+    own = [done for done in rounds if done.drafted and done.spec.shape != "paths"]
+    extra = [_pass_seconds(done) - _interpolate(model.verify, done.new_tokens - 1) for done in own]
+    model.around = max(0.0, median(extra)) if extra else 0.0
+    return model
+
+
+def _pass_seconds(done: RoundReport) -> float:
+    """Seconds of a round without drafting and reading."""
+    return done.seconds - done.draft_seconds - done.read_seconds

@@ -5,25 +5,22 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-
-from rich.table import Table
 
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.registry import load_drafter
 from drafttrain.errors import UserError
 from drafttrain.evaluation import runner
-from drafttrain.evaluation.records import fingerprint, folder_state
+from drafttrain.evaluation.metrics import fingerprint, folder_state
 from drafttrain.evaluation.runner import EvalSettings
 from drafttrain.evaluation.suites import Question, Suite, load_suite, render
 from drafttrain.files import Json, write_json
-from drafttrain.flags import TARGET_HELP
+from drafttrain.flags import TARGET_HELP, number_list
 from drafttrain.inference import SamplingParams, token_limit
-from drafttrain.reports.console import wide_console
+from drafttrain.reports.output import table_of, wide_console
 from drafttrain.target import Target
 from drafttrain.tuning.eval_command import find_tree, parse_baselines
 
@@ -48,9 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--suite", default="drafttrain", help="as in drafttrain eval")
     add("--temperatures", default="0", help="a list, such as 0,0.7,1")
     add(
-        "--trees",
-        default="",
-        help="a list separated by ; or spaces, such as 'chain:3 dynamic:3,4,8' (default: as in eval)",
+        "--trees", default="", help="a list split by ; or spaces, such as 'chain:3 dynamic:3,4,8' (default: as in eval)"
     )
     add("--lengths", default="", help="speculation lengths, such as 1,2,4,8: chains, added to --trees")
     add("--batch-sizes", default="1", help="prompts at a time, such as 1,2,4,8,16")
@@ -98,50 +93,31 @@ def run(args: argparse.Namespace) -> int:
 
 
 def parse_axes(args: argparse.Namespace) -> dict[str, list[object]]:
-    """The values of each axis, in the order of AXES.
-
-    Raises:
-        UserError: a value that is not a number or is out of range; a batch larger than the limit.
-    """
-    chains = [f"chain:{length}" for length in _numbers("lengths", args.lengths, int, 1)]
+    """The values of each axis, in the order of AXES. Raises UserError for a wrong number, or a batch larger than the limit."""
+    chains = [f"chain:{length}" for length in number_list("lengths", args.lengths, int, 1)]
     trees = args.trees.replace(";", " ").split() + chains
-    batches = _numbers("batch-sizes", args.batch_sizes, int, 1)
+    batches = number_list("batch-sizes", args.batch_sizes, int, 1)
     largest = max(batches, default=0)
     if args.limit is not None and largest > args.limit:
-        raise UserError(
-            f"batch-sizes={args.batch_sizes!r}: {largest} prompts at a time take as many questions, but limit={args.limit}; "
-            "raise --limit"
-        )
+        reason = f"{largest} prompts at a time take as many questions, but limit={args.limit}"
+        raise UserError(f"batch-sizes={args.batch_sizes!r}: {reason}; raise --limit")
     return {
         "dtype": [name.strip() for name in args.dtypes.split(",")],
         "tree": trees or [None],
-        "temperature": [*_numbers("temperatures", args.temperatures, float, 0)],
+        "temperature": [*number_list("temperatures", args.temperatures, float, 0)],
         "batch_size": [*batches],
-        "context": [*_numbers("contexts", args.contexts, int, 0)],
+        "context": [*number_list("contexts", args.contexts, int, 0)],
     }
 
 
-def _numbers(name: str, text: str, kind: type[int] | type[float], least: int) -> list[float]:
-    try:
-        numbers = [kind(part) for part in text.split(",") if part.strip()]
-    except ValueError as error:
-        raise UserError(f"{name}={text!r} is no list of numbers; write for example 1,2,4") from error
-    if any(number < least for number in numbers):
-        raise UserError(f"{name}={text!r}: every value must be at least {least}")
-    return numbers
-
-
-def cells(axes: dict[str, list[object]], grid: bool) -> Iterator[Json]:
-    """Yields all combinations (grid), or each axis with the others at their first value; dtypes outermost, no duplicates."""
+def cells(axes: dict[str, list[object]], grid: bool) -> list[Json]:
+    """All combinations (grid), or each axis with the others at their first value; dtypes outermost, no duplicates."""
     first = {name: values[0] for name, values in axes.items()}
     found = [{**first, name: value} for name, values in axes.items() for value in values]
     if grid:
         found = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
-    seen: list[Json] = []
-    for cell in sorted(found, key=lambda cell: axes["dtype"].index(cell["dtype"])):
-        if cell not in seen:
-            seen.append(cell)
-    yield from seen
+    unique = [cell for number, cell in enumerate(found) if cell not in found[:number]]
+    return sorted(unique, key=lambda cell: axes["dtype"].index(cell["dtype"]))
 
 
 def describe(cell: Json) -> str:
@@ -151,21 +127,21 @@ def describe(cell: Json) -> str:
 
 def cell_settings(args: argparse.Namespace, cell: Json, folder: Path) -> EvalSettings:
     """The evaluation settings of one cell. Raises UserError for a value out of range."""
-    shared = {
-        name: vars(args)[name] for name in ("target", "drafter", "max_new_tokens", "limit", "seed", "trust_remote_code")
-    }
-    settings = EvalSettings(**shared, baselines=tuple(parse_baselines(args.baselines)))
-    sampling = SamplingParams(temperature=cell["temperature"])
-    output = folder / f"{fingerprint(cell)}.json"
-    return replace(settings, tree=cell["tree"], sampling=sampling, batch_size=cell["batch_size"], output=output)
+    names = ("target", "drafter", "max_new_tokens", "limit", "seed", "trust_remote_code")
+    return EvalSettings(
+        **{name: vars(args)[name] for name in names},
+        **{name: cell[name] for name in ("tree", "batch_size")},
+        baselines=tuple(parse_baselines(args.baselines)),
+        sampling=SamplingParams(temperature=cell["temperature"]),
+        output=folder / f"{fingerprint(cell)}.json",
+    )
 
 
 def key_of(args: argparse.Namespace, cell: Json, suite: Suite) -> str:
     """Hash of everything that a finished cell depends on."""
     names = ("target", "drafter", "device", "max_new_tokens", "limit", "seed", "baselines")
-    files = folder_state(args.drafter.partition("+")[0])
-    chosen = {name: vars(args)[name] for name in names}
-    return fingerprint({**chosen, **cell, "suite": suite.digest, "files": files})
+    more = {"suite": suite.digest, "files": folder_state(args.drafter.partition("+")[0])}
+    return fingerprint({**{name: vars(args)[name] for name in names}, **cell, **more})
 
 
 def finished(path: Path, key: str) -> Json | None:
@@ -175,11 +151,7 @@ def finished(path: Path, key: str) -> Json | None:
 
 
 def lengthen(target: Target, suite: Suite, context: int, max_new_tokens: int) -> Suite:
-    """Puts other questions' texts before each first turn, so that prompts have at least `context` tokens.
-
-    Raises:
-        UserError: the target reads fewer tokens.
-    """
+    """Puts other questions before each first turn, up to `context` tokens. Raises UserError if the target reads fewer."""
     if not context:
         return suite
     token_limit(target, context, max_new_tokens)
@@ -218,11 +190,9 @@ def crossovers(rows: Sequence[Json]) -> list[Json]:
         if len(points) < 2:
             continue
         at: float | None = 0 if points[0][1] < 1 else None
-        for (left, high), (right, low) in itertools.pairwise(points):
-            if high >= 1 > low:
-                share = (high - 1) / (high - low)
-                at = round(math.exp(math.log(left) + share * math.log(right / left)), 2)
-                break
+        falling = (pair for pair in itertools.pairwise(points) if pair[0][1] >= 1 > pair[1][1])
+        for (left, high), (right, low) in itertools.islice(falling, 1):
+            at = round(left * (right / left) ** ((high - 1) / (high - low)), 2)
         found.append({"cell": json.loads(shared_text), "batch_size": at, "speedups": dict(points)})
     return found
 
@@ -230,15 +200,14 @@ def crossovers(rows: Sequence[Json]) -> list[Json]:
 def print_summary(rows: Sequence[Json]) -> None:
     """Prints a table with a row per cell, and the crossovers."""
     console = wide_console()
-    table = Table(*AXES, "accepted\nlength", "tokens/s", "speed-up")
+    shown = []
     for row in rows:
-        cell = {**row["cell"], "tree": row["spec"]}
-        speedup = row["speedup_vs_fastest"]
-        figures = (f"{row['accepted_length']:.2f}", f"{row['tokens_per_second']:.1f}")
-        table.add_row(*(str(cell[name]) for name in AXES), *figures, f"{speedup:.2f}x" if speedup is not None else "")
-    console.print(table)
+        cell, speedup = {**row["cell"], "tree": row["spec"]}, row["speedup_vs_fastest"]
+        figures = [f"{row['accepted_length']:.2f}", f"{row['tokens_per_second']:.1f}"]
+        shown.append([*(str(cell[name]) for name in AXES), *figures, "" if speedup is None else f"{speedup:.2f}x"])
+    console.print(table_of((*AXES, "accepted\nlength", "tokens/s", "speed-up"), shown))
     for found in crossovers(rows):
         at = found["batch_size"]
         where = "pays at every batch size measured" if at is None else f"stops paying at batch size {at:g}"
         where = "pays at no batch size measured" if at == 0 else where
-        console.print(f"{describe(found['cell'])}: speculation {where}", highlight=False, soft_wrap=True)
+        console.print(f"{describe(found['cell'])}: speculation {where}", soft_wrap=True)

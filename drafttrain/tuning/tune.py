@@ -3,7 +3,7 @@
 Three measurements, none of which depends on the chosen tree:
 
     acceptance      one plain run with generous trees, which replays every candidate's rounds exactly (`replay`)
-    costs           seconds of verifying by number of nodes and of drafting by depth (`costs`)
+    costs           seconds of verifying by number of nodes and of drafting by depth (`measure_costs`)
     the check       the chosen tree against plain decoding, interleaved, next to the prediction
 
 Timing every candidate instead takes longer and picks by luck: candidates differ by a few per cent, and so does a timing.
@@ -12,14 +12,14 @@ Timing every candidate instead takes longer and picks by luck: candidates differ
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-
-from rich.table import Table
+from typing import NamedTuple
 
 from drafttrain.data.chat import prompt_ids
 from drafttrain.drafters.base import Drafter
@@ -32,10 +32,9 @@ from drafttrain.files import Json, read_jsonl, write_json
 from drafttrain.flags import add_drafter_flag, add_sampling_flags, add_target_flags, load_target, sampling_of
 from drafttrain.inference import Decoder, SamplingParams, token_limit
 from drafttrain.progress import Progress
-from drafttrain.reports.console import wide_console
+from drafttrain.reports.output import table_of, wide_console
 from drafttrain.target import Target
-from drafttrain.tuning.costs import CYCLES, CostModel, measure_costs
-from drafttrain.tuning.replay import DEPTH, Track, chances, recall, record, replay
+from drafttrain.tuning.replay import CYCLES, DEPTH, CostModel, Track, chances, measure_costs, recall, record, replay
 
 HELP = """Find the fastest tree for a drafter on this machine, and keep it as the drafter's default.
 
@@ -93,15 +92,13 @@ def calibration_prompts(
     except UserError as error:
         raise UserError(f"calibrate={file!r} cannot be read: {error}") from error
     prompts: list[list[int]] = []
-    for row in rows:
-        messages = _messages(row)
-        if messages and not any(message["content"] in exclude for message in messages):
-            ids = prompt_ids(target.tokenizer, messages)
-            prompts += [ids] if _fits(target, ids, tokens) else []
+    for messages in filter(None, map(_messages, rows)):
+        ids = prompt_ids(target.tokenizer, messages)
+        known = any(message["content"] in exclude for message in messages)
+        with contextlib.suppress(UserError):  # the target's context is too short for the prompt
+            prompts += [] if known or token_limit(target, len(ids), tokens) < tokens else [ids]
     if file and not prompts:
-        raise UserError(
-            f"calibrate={file!r} has no usable row: each needs messages, turns or text that the suite lacks"
-        )
+        raise UserError(f"calibrate={file!r} has no usable row: each needs messages, turns or text not in the suite")
     return prompts[:ROWS]
 
 
@@ -112,13 +109,6 @@ def _messages(row: Json) -> list[dict[str, str]]:
         return messages[:-1] if messages[-1]["role"] == "assistant" else messages
     turns = row.get("turns") or ([row["text"]] if row.get("text") else [])
     return [{"role": "user", "content": turn} for turn in turns[:1]]
-
-
-def _fits(target: Target, ids: list[int], tokens: int) -> bool:
-    try:
-        return token_limit(target, len(ids), tokens) == tokens
-    except UserError:
-        return False
 
 
 def candidates(drafter: Drafter) -> list[TreeSpec]:
@@ -137,8 +127,7 @@ def candidates(drafter: Drafter) -> list[TreeSpec]:
     return [TreeSpec.parse(text) for text in ["none", *chains, *trees]]
 
 
-@dataclass
-class Prediction:
+class Prediction(NamedTuple):
     """The expected performance of a tree. tokens_per_second: of decoding, prefill and first token left out."""
 
     spec: TreeSpec
@@ -198,9 +187,8 @@ def search_tree(target: Target, drafter: Drafter, prompts: Sequence[list[int]], 
         UserError: a drafter with probes, which learns from passes that a replay does not make.
     """
     if drafter.probes:
-        raise UserError(
-            f"drafter={drafter.kind!r} learns from its own rounds, so trees cannot be predicted; name one: --tree fanout:4x1x1"
-        )
+        reason = "learns from its own rounds, so trees cannot be predicted"
+        raise UserError(f"drafter={drafter.kind!r} {reason}; name one: --tree fanout:4x1x1")
     sampling, tokens = settings.sampling, settings.tokens
     with Progress("recording acceptance", tokens - 1, "positions") as meter:
         tracks = record(target, drafter, prompts, sampling, tokens, meter.advance)
@@ -245,11 +233,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_target_flags(parser)
     add_drafter_flag(parser)
     add_sampling_flags(parser, seed=False)
-    add(
-        "--calibrate",
-        metavar="FILE",
-        help="typical prompts (JSONL with messages, turns or text; default: built-in ones)",
-    )
+    add("--calibrate", metavar="FILE", help="typical prompts (JSONL: messages, turns or text; default: built-in ones)")
     add("--prompts", type=int, default=ROWS, help="prompts at most (default: %(default)s)")
     add("--max-new-tokens", type=int, default=TOKENS, help="per prompt (default: %(default)s)")
     add("--repeats", type=int, default=REPEATS, help="of the final measurement (default: %(default)s)")
@@ -333,24 +317,20 @@ def print_result(result: Json) -> None:
     """Prints the costs, the acceptance, the best candidates, and prediction against measurement."""
     console = wide_console()
 
-    def line(label: str, values: Sequence[str], note: str = "") -> None:
-        console.print(f"{label:<28}{'  '.join(values)}{note}", highlight=False)
+    def line(label: str, values: Iterable[str], note: str = "") -> None:
+        console.print(f"{label:<28}{'  '.join(values)}{note}")
 
-    line("verification, ms by nodes", [f"{n}: {ms:.1f}" for n, ms in result["costs"]["verification_ms"].items()])
+    line("verification, ms by nodes", (f"{n}: {ms:.1f}" for n, ms in result["costs"]["verification_ms"].items()))
     for k, by_depth in result["costs"]["drafting_ms"].items():
-        line("drafting, ms by depth", [f"{d}: {ms:.1f}" for d, ms in by_depth.items()], f"   ({k} per node)")
+        line("drafting, ms by depth", (f"{d}: {ms:.1f}" for d, ms in by_depth.items()), f"   ({k} per node)")
     for top, shares in result["acceptance"]["recall"].items():
-        line(f"true token in the top {top}", [f"{share:.2f}" for share in shares], "   (by depth)")
-    table = Table("tree", "predicted\nspeed-up", "accepted\nlength", title="fastest candidates", title_justify="left")
-    for row in result["candidates"]:
-        table.add_row(row["tree"], f"{row['predicted_speedup']:.2f}x", f"{row['accepted_length']:.2f}")
-    console.print(table)
-    if result["picked"] == "none":
-        console.print("no tree is faster than plain decoding here: do not use this drafter on this machine")
-        return
-    console.print(
-        f"{result['picked']}: predicted {result['predicted_speedup']:.2f}x, measured {result['measured_speedup']:.2f}x "
-        f"({result['relative_error']:+.1%}); adaptive {result['adaptive_speedup']:.2f}x; keeping {result['tree']}",
-        highlight=False,
-        soft_wrap=True,
-    )
+        line(f"true token in the top {top}", (f"{share:.2f}" for share in shares), "   (by depth)")
+    rows = ([c["tree"], f"{c['predicted_speedup']:.2f}x", f"{c['accepted_length']:.2f}"] for c in result["candidates"])
+    console.print(table_of(("tree", "predicted\nspeed-up", "accepted\nlength"), rows, "fastest candidates"))
+    text = "no tree is faster than plain decoding here: do not use this drafter on this machine"
+    if result["picked"] != "none":
+        text = (
+            f"{result['picked']}: predicted {result['predicted_speedup']:.2f}x, measured {result['measured_speedup']:.2f}x "
+            f"({result['relative_error']:+.1%}); adaptive {result['adaptive_speedup']:.2f}x; keeping {result['tree']}"
+        )
+    console.print(text, soft_wrap=True)

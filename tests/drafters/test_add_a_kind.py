@@ -23,8 +23,7 @@ import torch
 from drafttrain.cli import main
 from drafttrain.drafters.registry import kind_class, kinds, load_drafter, load_trained
 from drafttrain.drafters.common.tree_spec import TreeSpec
-from drafttrain.drafters.shipping import check_expressible, shipping
-from drafttrain.drafters.trained import find_drafter
+from drafttrain.drafters.shipping import check_expressible, find_drafter, shipping
 from drafttrain.errors import UserError
 from drafttrain.inference import SamplingParams, generate
 from drafttrain.target import Target

@@ -8,16 +8,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from drafttrain.drafters.dflash.export import write_dflash
 from drafttrain.drafters.dflash.model import DFlash
+from drafttrain.drafters.shipping import ExportRequest, check_expressible, find_drafter
 from drafttrain.errors import UserError
 from tests.drafters.test_block import shaken
 from tests.engine_arithmetic.dflash import compare_blocks
 
 
 def exported(target, folder, **options):
-    drafter = shaken(DFlash, target, feature_layers=(1, 2, 3), **options)
-    write_dflash(drafter, target, folder, torch.float32)
+    drafter = shaken(DFlash, target, **{"feature_layers": (1, 2, 3), **options})
+    target.model.save_pretrained(folder / "target")
+    target.tokenizer.save_pretrained(folder / "target")
+    drafter.save_pretrained(folder / "ours")
+    trained = find_drafter(str(folder / "ours"))
+    request = ExportRequest(folder, torch.float32, str(folder / "target"))
+    check_expressible(trained, "vllm").write(trained, "vllm", request)
     return drafter, json.loads((folder / "config.json").read_text())
 
 
@@ -59,7 +64,6 @@ def test_what_is_lost_on_the_way_is_noticed(target, tmp_path):
 
 
 def test_what_vllm_cannot_compute_is_refused_with_every_reason(target, tmp_path):
-    drafter = shaken(DFlash, target, feature_layers=(2, 0))
     with pytest.raises(UserError, match=r"inputs of layers 1 to 3 only; .*in ascending order"):
-        write_dflash(drafter, target, tmp_path)
-    assert not list(tmp_path.iterdir())
+        exported(target, tmp_path, feature_layers=(2, 0))
+    assert not list(tmp_path.glob("*.*"))

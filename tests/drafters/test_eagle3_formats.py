@@ -8,19 +8,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from drafttrain.drafters.eagle3.eagle3_formats import (
-    FLAT,
-    SPECULATORS,
-    engine_config,
-    engine_weights,
-    read_eagle3,
-    unsupported_features,
-)
+from drafttrain.drafters.eagle3.export import SHIPPING, unsupported_features
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
+from drafttrain.drafters.shipping import ExportRequest
 from drafttrain.errors import UserError
 from drafttrain.formats.weights import write_checkpoint
 from tests.conftest import make_target
 from tests.engine_arithmetic.eagle3 import compare_steps
+
+SPECULATORS, FLAT = "vllm", "sglang"  # the format of each form
 
 
 def make_head(target, **options) -> Eagle3:
@@ -36,8 +32,8 @@ def make_head(target, **options) -> Eagle3:
 
 
 def write_eagle3(head, folder, form, dtype=torch.bfloat16, speculative_tokens=3, target_name=""):
-    config = engine_config(head, form, dtype, speculative_tokens, target_name)
-    return write_checkpoint(folder, config, engine_weights(head, config), dtype)
+    config = SHIPPING.engine_config(head, form, ExportRequest(folder, dtype, target_name, speculative_tokens))
+    return write_checkpoint(folder, config, SHIPPING.engine_weights(head, config), dtype)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +49,7 @@ def target():
 def test_there_and_back(target, tmp_path, form, options):
     head = make_head(target, **options)
     write_eagle3(head, tmp_path, form, dtype=torch.float32)
-    back = read_eagle3(tmp_path, target.identity())
+    back = SHIPPING.read(tmp_path, target.identity())
     assert back.state_dict().keys() == head.state_dict().keys()
     assert all(torch.equal(back.state_dict()[name], value) for name, value in head.state_dict().items())
     for name in ("feature_layers", "head_dim", "num_key_value_heads", "rope_theta", "rms_norm_eps", "target"):
@@ -154,7 +150,7 @@ def test_imports_of_others_checkpoints(target, tmp_path):
     config.write_text(json.dumps(described))
     save_file({f"model.{k}" if "midlayer" in k else k: v for k, v in weights.items()}
               | {"embed_tokens.weight": torch.zeros(300, 32)}, file)  # fmt: skip
-    back = read_eagle3(tmp_path, target.identity())
+    back = SHIPPING.read(tmp_path, target.identity())
     assert back.config.feature_layers == (2, 4, 6)
     rope = back.config.rope_parameters
     assert (rope["rope_type"], rope["rope_theta"], rope["factor"]) == ("linear", 77.0, 2.0)
@@ -169,7 +165,7 @@ def test_imports_of_others_checkpoints(target, tmp_path):
     for change, message in refused.values():
         config.write_text(json.dumps({**described, **change}))
         with pytest.raises(UserError, match=message):
-            read_eagle3(tmp_path, target.identity())
+            SHIPPING.read(tmp_path, target.identity())
 
 
 def test_variants_of_published_configs(target, tmp_path):
@@ -193,7 +189,7 @@ def test_variants_of_published_configs(target, tmp_path):
     index = {"weight_map": {name: shard for shard, held in shards.items() for name in held}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     file.unlink()
-    back = read_eagle3(tmp_path, target.identity())
+    back = SHIPPING.read(tmp_path, target.identity())
     assert back.config.norm_before_residual is True  # what vLLM takes where this form does not say
     assert (back.config.rope_parameters["rope_theta"], back.config.feature_layers) == (77.0, (2, 4, 6))
     assert back.fc.weight.dtype == torch.float16
@@ -206,11 +202,11 @@ def test_variants_of_published_configs(target, tmp_path):
     ):
         config.write_text(json.dumps({**described, "transformer_layer_config": {**layer, **change}, **change}))
         with pytest.raises(UserError, match=message):
-            read_eagle3(tmp_path, target.identity())
+            SHIPPING.read(tmp_path, target.identity())
     (tmp_path / "model-2.safetensors").unlink()
     config.write_text(json.dumps(described))
     with pytest.raises(UserError, match="cannot be read"):
-        read_eagle3(tmp_path, target.identity())
+        SHIPPING.read(tmp_path, target.identity())
 
 
 def test_pickles_are_read_only_on_demand_and_only_tensors(target, tmp_path):
@@ -220,8 +216,8 @@ def test_pickles_are_read_only_on_demand_and_only_tensors(target, tmp_path):
     (tmp_path / "model.safetensors").unlink()
     torch.save(weights, tmp_path / "pytorch_model.bin")
     with pytest.raises(UserError, match=r"pickle, which can run code when loaded.*--allow-pickle"):
-        read_eagle3(tmp_path, target.identity())
-    assert torch.equal(read_eagle3(tmp_path, target.identity(), allow_pickle=True).fc.weight, head.fc.weight)
+        SHIPPING.read(tmp_path, target.identity())
+    assert torch.equal(SHIPPING.read(tmp_path, target.identity(), allow_pickle=True).fc.weight, head.fc.weight)
 
     class Evil:
         def __reduce__(self):
@@ -229,7 +225,7 @@ def test_pickles_are_read_only_on_demand_and_only_tensors(target, tmp_path):
 
     torch.save({"fc.weight": Evil()}, tmp_path / "pytorch_model.bin")
     with pytest.raises(UserError, match="more than tensors"):
-        read_eagle3(tmp_path, target.identity(), allow_pickle=True)
+        SHIPPING.read(tmp_path, target.identity(), allow_pickle=True)
     assert not (tmp_path / "ran").exists()
 
 
@@ -258,7 +254,7 @@ def test_every_flag_is_written_read_and_computed(target, tmp_path, form, flags):
     """And losing it is noticed: the head computes something else without it."""
     head = make_head(target, **flags)
     write_eagle3(head, tmp_path / "a", form, dtype=torch.float32)
-    back = read_eagle3(tmp_path / "a", target.identity())
+    back = SHIPPING.read(tmp_path / "a", target.identity())
     for name, value in flags.items():
         found = getattr(back.config, name)
         assert {**found, **value} == found if isinstance(value, dict) else found == value, name
@@ -288,7 +284,7 @@ def test_every_flag_is_written_read_and_computed(target, tmp_path, form, flags):
 )
 def test_export_import_and_export_again_gives_the_same_bytes(target, tmp_path, form, options):
     write_eagle3(make_head(target, **options), tmp_path / "a", form)
-    read_eagle3(tmp_path / "a", target.identity()).save_pretrained(tmp_path / "ours")
+    SHIPPING.read(tmp_path / "a", target.identity()).save_pretrained(tmp_path / "ours")
     write_eagle3(Eagle3.load(tmp_path / "ours"), tmp_path / "b", form)
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name

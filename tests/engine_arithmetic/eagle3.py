@@ -2,7 +2,7 @@
 
 Written after vLLM's and SGLang's model classes and sharing nothing with drafters/eagle3/model.py, so that a misunderstanding of
 the format shows. Weights are taken by name and shape: vLLM raises on a name it does not know, and SGLang skips it silently, which
-is a fault here. Sources: see drafters/eagle3/eagle3_formats.py.
+is a fault here. Sources: see drafters/eagle3/export.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from drafttrain.drafters.common.tree_spec import TreeSpec
-from drafttrain.drafters.eagle3.eagle3_formats import is_eagle3
+from drafttrain.drafters.eagle3.export import SHIPPING
 from drafttrain.drafters.eagle3.model import Eagle3
 from drafttrain.errors import UserError
 from drafttrain.formats.weights import check_names, read_config, read_weights
@@ -35,7 +35,7 @@ class EngineHead:
     def __init__(self, folder: Path):
         described = read_config(folder)
         layer = described
-        assert is_eagle3(described)
+        assert SHIPPING.recognizes(described)
         if "transformer_layer_config" in described:
             # vLLM builds the config from the layer's keys and copies these from outside.
             names = ("draft_vocab_size", "target_hidden_size", "norm_before_residual", "fc_norm", "norm_output")

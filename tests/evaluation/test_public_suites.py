@@ -10,8 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from drafttrain.errors import UserError
-from drafttrain.evaluation.public_suites import PUBLIC
-from drafttrain.evaluation.suites import Question, load_suite
+from drafttrain.evaluation.suites import PUBLIC, Question, load_suite
 
 ROWS = {
     "spec_bench": {"question_id": 81, "category": "writing", "turns": ["a", "b"], "reference": []},

@@ -9,8 +9,8 @@ import torch
 from drafttrain import cli
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import default_tree, load_drafter
-from drafttrain.evaluation import runner, sides
-from drafttrain.evaluation.records import PartialResults
+from drafttrain.evaluation import runner
+from drafttrain.evaluation.metrics import PartialResults
 from drafttrain.evaluation.suites import Question, load_suite
 from drafttrain.reports.report import identity_line
 from drafttrain.target import Target
@@ -317,11 +317,11 @@ def test_prompts_that_do_not_fit_are_found_first(suite):
 def test_the_reference_model_is_untouched_and_in_the_dtype_asked_for(target_dir, monkeypatch):
     target = Target.load(str(target_dir), "bfloat16", "cpu")
     loaded = []
-    load = sides.AutoModelForCausalLM.from_pretrained
+    load = runner.AutoModelForCausalLM.from_pretrained
     monkeypatch.setattr(
-        sides.AutoModelForCausalLM, "from_pretrained", lambda *a, **k: loaded.append(load(*a, **k)) or loaded[0]
+        runner.AutoModelForCausalLM, "from_pretrained", lambda *a, **k: loaded.append(load(*a, **k)) or loaded[0]
     )
-    side = sides.hf_sides(target, runner.SamplingParams(), ["hf_generate"])["hf_generate"]
+    side = runner.hf_sides(target, runner.SamplingParams(), ["hf_generate"])["hf_generate"]
     (model,) = loaded
     assert (model.dtype, model.config._attn_implementation) == (torch.bfloat16, "sdpa")
     assert model is not target.model

@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from drafttrain.drafters.registry import META_FILE
-from drafttrain.drafters.shipping import ExportRequest, check_expressible, shipping
-from drafttrain.drafters.trained import find_drafter
+from drafttrain.drafters.shipping import ExportRequest, check_expressible, find_drafter, shipping
 from drafttrain.errors import UserError
 from tests.conftest import make_target
 from tests.drafters.layer_kinds import make_kind

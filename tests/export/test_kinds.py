@@ -8,8 +8,7 @@ import torch
 from drafttrain.cli import main
 from drafttrain.drafters import shipping as module
 from drafttrain.drafters.registry import kind_class, kinds, load_trained
-from drafttrain.drafters.shipping import ENGINES, FORMATS, format_lines, shipped_kinds, shipping
-from drafttrain.drafters.trained import find_drafter
+from drafttrain.drafters.shipping import ENGINES, FORMATS, find_drafter, format_lines, shipped_kinds, shipping
 from drafttrain.export.serving_recipes import recipes
 from tests.conftest import make_target
 from tests.drafters.test_eagle3_formats import make_head

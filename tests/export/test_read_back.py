@@ -10,8 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from drafttrain.cli import main
 from drafttrain.drafters.dflash.model import DFlash
-from drafttrain.drafters.shipping import ExportRequest, check_expressible, shipped_kinds, shipping
-from drafttrain.drafters.trained import find_drafter
+from drafttrain.drafters.shipping import ExportRequest, check_expressible, find_drafter, shipped_kinds, shipping
 from drafttrain.errors import UserError
 from drafttrain.formats.weights import write_checkpoint
 from drafttrain.target import Target

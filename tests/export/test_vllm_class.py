@@ -14,11 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from drafttrain.drafters.common.tree_spec import TreeSpec
-from drafttrain.drafters.eagle3.eagle3_formats import FLAT, SPECULATORS
 from drafttrain.export.engine_runs import run_side
 from tests import engine_arithmetic
 from tests.conftest import make_target
-from tests.drafters.test_eagle3_formats import FLAGS, make_head, write_eagle3
+from tests.drafters.test_eagle3_formats import FLAGS, FLAT, SPECULATORS, make_head, write_eagle3
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")
 SIDE = Path(engine_arithmetic.__file__).with_name("vllm_class_side.py")

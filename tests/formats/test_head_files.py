@@ -9,9 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from drafttrain.drafters.common.whole_vocabulary import whole_rows
-from drafttrain.drafters.shipping import ExportRequest, check_expressible, shipping
-from drafttrain.drafters.trained import find_drafter
+from drafttrain.drafters.shipping import ExportRequest, check_expressible, find_drafter, shipping, whole_rows
 from drafttrain.errors import UserError
 from drafttrain.export.export_drafter import add_arguments, run
 from tests.drafters.test_path_heads import make_heads

@@ -14,7 +14,7 @@ import torch
 
 from drafttrain.cli import main
 from drafttrain.data.store import Store
-from drafttrain.drafters.eagle3.eagle3_formats import read_eagle3
+from drafttrain.drafters.eagle3.export import SHIPPING
 from drafttrain.errors import UserError
 from drafttrain.formats.public_names import shorten
 from drafttrain.hub.upload import check_private
@@ -96,7 +96,7 @@ def test_a_dry_run_writes_what_would_go_up_and_no_local_path(work, tmp_path, cap
     assert "{{" not in card and "{%" not in card
     # Both forms hold the head, and a second dry run replaces the first.
     identity = {**make_target(layers=8).identity(), "name": "someone/base"}
-    weights = [read_eagle3(out / part, identity).state_dict() for part in ("", "speculators")]
+    weights = [SHIPPING.read(out / part, identity).state_dict() for part in ("", "speculators")]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     assert main(push_command(work, "--dry-run", "--output", str(out))) == 0
     (tmp_path / "other").mkdir()

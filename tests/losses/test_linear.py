@@ -232,3 +232,20 @@ def test_the_sum_over_parts_with_a_global_count_is_the_whole():
 
 def test_terms_at_other_temperatures_say_which_denominators_they_need():
     assert parse_loss("tv@0.6+kl@2+lk_alpha+tvd++@3").temperatures == (0.6, 3.0)
+
+
+def test_tokens_as_targets_give_the_plain_cross_entropy():
+    """Pretraining: all mass is on the text's token; one that the head lacks has no loss."""
+    torch.manual_seed(0)
+    x, w = torch.randn(4, 8, requires_grad=True), torch.randn(10, 8, requires_grad=True)
+    tokens = torch.tensor([3, 9, 11, 0])
+    out = linear_divergence(x, w, StoredTopK.of_tokens(tokens, 10), torch.arange(4), torch.ones(4), "ce")
+    logits = x @ w.T
+    want = torch.nn.functional.cross_entropy(
+        logits, tokens.where(tokens < 10, -100), reduction="none", ignore_index=-100
+    )
+    torch.testing.assert_close(out.values, want.detach())
+    torch.testing.assert_close(torch.autograd.grad(out.loss, (x, w)), torch.autograd.grad(want.sum(), (x, w)))
+    assert torch.equal(out.agree, logits.argmax(-1) == tokens)
+    q = logits.softmax(-1)
+    torch.testing.assert_close(out.alpha[[0, 1, 3]], q[[0, 1, 3], tokens[[0, 1, 3]]].detach())

@@ -6,9 +6,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from drafttrain.ops import block_attention as ops
-from drafttrain.ops.block_attention import block_attention
-from drafttrain.ops.path_attention import Spans
+from drafttrain.ops.path_attention import Spans, block_attention
 
 LENGTHS = (5, 300, 1, 9)  # documents, one longer than a call of the kernel
 
@@ -61,7 +59,6 @@ def test_no_block_at_all_still_reaches_every_tensor():
 def test_the_form_for_gpus_gives_the_same():
     """FlexAttention as torch defines it, uncompiled; its gradients exist on GPUs only."""
     leaves, spans = case(5, 4, 0.2, e=16, dtype=torch.float32)
-    wide = Spans(*(ends.repeat_interleave(4) for ends in (spans.first, spans.last, spans.begin)))
     with torch.no_grad():
-        got = ops._on_gpu(*(leaf.detach() for leaf in leaves), wide, len(spans.last), flex_attention).flatten(1)
+        got = block_attention(*(leaf.detach() for leaf in leaves), spans, flex_attention)
         torch.testing.assert_close(got, block_attention(*leaves, spans), rtol=1e-5, atol=1e-5)

@@ -71,7 +71,7 @@ def test_lora_goes_on_from_its_adapter(train, tmp_path):
 @pytest.mark.parametrize("more", [[], ["drafter.lora={r: 4}", "learning_rate=0.01"]], ids=["", "lora"])
 def test_the_weights_that_decode_best_are_taken_at_the_end(train, tmp_path, monkeypatch, more):
     lengths = iter((2.0, 1.5))
-    monkeypatch.setattr("drafttrain.evaluation.held_out.acceptance", lambda *_: {"accepted_length": next(lengths)})
+    monkeypatch.setattr("drafttrain.train.acceptance", lambda *_: {"accepted_length": next(lengths)})
     assert train("drafter.layers=[0, 2]", *more) == 0
     taken, best, last = (weights(tmp_path / "drafter" / name) for name in ("", "checkpoint-3", "checkpoint-6"))
     assert all(torch.equal(taken[key], best[key]) for key in best)

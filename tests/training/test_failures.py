@@ -110,7 +110,7 @@ def test_an_empty_mask(begun, tmp_path, monkeypatch, capsys):
         batch = plain(rows)
         return {**batch, "shift_labels": torch.full_like(batch["shift_labels"], -100)}
 
-    monkeypatch.setattr(loader, "collate", empty)
+    monkeypatch.setattr("drafttrain.train.collate", empty)
     assert main(["train", *begun[1], f"output_dir={tmp_path}"]) == 2
     assert "the loss mask of all rows is empty" in capsys.readouterr().err
 

@@ -20,9 +20,8 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from drafttrain.cli import main
 from drafttrain.training.callbacks import TimeBudget
-from drafttrain.training.sampler import ByLength
 from drafttrain.training.step import MEASURE_EVERY
-from drafttrain.training.trainer import DrafterTrainer
+from drafttrain.training.trainer import ByLength, DrafterTrainer
 from tests.training.test_train import ROOT, launch, write_recipe
 
 STEPS = 11

@@ -15,10 +15,9 @@ from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.ngram.model import NgramDrafter
 from drafttrain.drafters.registry import decoding_settings
 from drafttrain.inference import Decoder, SamplingParams
-from drafttrain.tuning import costs as costs_module
+from drafttrain.tuning import replay as costs_module
 from drafttrain.tuning import tune as tuning
-from drafttrain.tuning.costs import CostModel
-from drafttrain.tuning.replay import Replayed, Track, _Recorded, chances, recall, record, replay
+from drafttrain.tuning.replay import CostModel, Replayed, Track, _Recorded, chances, recall, record, replay
 from tests.conftest import make_target
 from tests.drafters.test_eagle3 import make_drafter
 

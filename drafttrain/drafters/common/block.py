@@ -35,10 +35,9 @@ from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.common.tree_growth import GrowingTree, Logits, grow_trees
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.losses import TargetRows, linear_divergence
-from drafttrain.ops.block_attention import block_attention
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import PackedLinear
-from drafttrain.ops.path_attention import Spans
+from drafttrain.ops.path_attention import Spans, block_attention
 from drafttrain.ops.sampling import Sampler
 from drafttrain.target import Target
 

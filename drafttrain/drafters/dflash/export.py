@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.drafters.dflash.model import DFlash, DFlashConfig
-from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Shipping
-from drafttrain.drafters.trained import Trained
+from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Shipping, Trained
 from drafttrain.errors import UserError
 from drafttrain.files import Json, writing
 from drafttrain.formats.weights import dtype_name, write_checkpoint
@@ -38,13 +37,33 @@ class DFlashShipping(Shipping[DFlash]):
     formats = {"vllm": Format("DFlash as DFlashDraftModel", ("vLLM",))}
 
     def unsupported(self, trained: Trained, form: str) -> list[str]:
-        return super().unsupported(trained, form) or unsupported_features(trained.config, trained.target)
+        if found := super().unsupported(trained, form):
+            return found
+        layers, last = list(trained.config.get("feature_layers", ())), trained.target.get("num_layers", 0)
+        checks = {
+            f"vLLM provides the inputs of layers 1 to {last - 1} only": any(layer in (0, last) for layer in layers),
+            "vLLM provides features in ascending order": layers != sorted(layers),
+        }
+        return [f"feature_layers={layers}: {reason}" for reason, found in checks.items() if found]
 
     def write(self, trained: Trained, form: str, request: ExportRequest) -> list[Path]:
+        """Writes config.json, model.safetensors and, for a learned mask, mask_embedding.pt."""
         target = Target.load(request.target or trained.target_name, "float32", "cpu")
+        if target.embed_scale != 1.0:
+            scale = f"the target scales its embeddings by {target.embed_scale:g}, and vLLM's class does not"
+            raise UserError(f"this drafter cannot be written for vLLM: {scale}")
         drafter = self.load(trained)
-        drafter.bind(target)
-        return write_dflash(drafter, target, request.output, request.dtype)
+        drafter.bind(target)  # its head rows are written where an engine cannot pick them itself
+        config = self.engine_config(drafter, form, request)
+        weights = self.engine_weights(drafter, config)
+        mask = weights.pop("mask", None)
+        written = write_checkpoint(request.output, config, weights, request.dtype)
+        if mask is not None:
+            token, embedding = config["dflash_config"]["mask_token_id"], mask.detach().to("cpu", request.dtype)
+            written.append(request.output / _MASK_FILE)
+            with writing(request.output):
+                torch.save({"embedding": embedding, "mask_token_id": token}, written[-1])
+        return written
 
     def engine_config(self, drafter: DFlash, form: str, request: ExportRequest) -> Json:
         config, fields = drafter.config, drafter.config.to_dict()
@@ -113,46 +132,6 @@ class DFlashShipping(Shipping[DFlash]):
         # vLLM drafts one mask per requested token, and the drafter knows one number of them.
         depth = trained.config.get("block_size", 8) - 1
         return {"vLLM": {"method": "dflash", "num_speculative_tokens": depth}}
-
-
-def unsupported_features(config: Json, target: Json) -> list[str]:
-    """The features of a drafter with this config and target that vLLM does not support; empty if none."""
-    layers, last = list(config.get("feature_layers", ())), target.get("num_layers", 0)
-    reasons = []
-    if any(layer in (0, last) for layer in layers):
-        reasons.append(f"feature_layers={layers}: vLLM provides the inputs of layers 1 to {last - 1} only")
-    if layers != sorted(layers):
-        reasons.append(f"feature_layers={layers}: vLLM provides features in ascending order")
-    return reasons
-
-
-def write_dflash(drafter: DFlash, target: Target, output: Path, dtype: torch.dtype = torch.bfloat16) -> list[Path]:
-    """Writes config.json, model.safetensors and, for a learned mask, mask_embedding.pt.
-
-    Args:
-        drafter: bound to `target`, whose head rows are written where an engine cannot pick them itself.
-
-    Raises:
-        UserError: vLLM cannot compute what the drafter does (every reason), or the output cannot be written.
-    """
-    reasons = unsupported_features(drafter.config.to_dict(), target.identity())
-    if target.embed_scale != 1.0:
-        reasons.append(f"the target scales its embeddings by {target.embed_scale:g}, and vLLM's class does not")
-    if reasons:
-        raise UserError(f"this drafter cannot be written for vLLM: {'; '.join(reasons)}")
-    described = SHIPPING.engine_config(drafter, "vllm", ExportRequest(output, dtype))
-    weights = SHIPPING.engine_weights(drafter, described)
-    mask = weights.pop("mask", None)
-    written = write_checkpoint(output, described, weights, dtype)
-    if mask is not None:
-        learned = {
-            "embedding": mask.detach().to("cpu", dtype),
-            "mask_token_id": described["dflash_config"]["mask_token_id"],
-        }
-        with writing(output):
-            torch.save(learned, output / _MASK_FILE)
-        written.append(output / _MASK_FILE)
-    return written
 
 
 SHIPPING = DFlashShipping()

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from drafttrain.drafters.draft_model.model import DraftModel
 from drafttrain.drafters.registry import META_FILE
-from drafttrain.drafters.shipping import GGUF_NAME, ExportRequest, Format, Shipping
-from drafttrain.drafters.trained import Trained
+from drafttrain.drafters.shipping import FORMATS, GGUF_NAME, ExportRequest, Format, Shipping, Trained
 from drafttrain.errors import UserError, first_line
 from drafttrain.files import Json
 from drafttrain.formats.public_names import write_clean_json
@@ -31,22 +28,22 @@ class DraftModelShipping(Shipping[DraftModel]):
     description = (
         "a small language model of {parameters} parameters with the same tokenizer, trained to predict what it writes"
     )
-    formats = {
-        "vllm": _PLAIN,
-        "sglang": _PLAIN,
-        "transformers": _PLAIN,
-        "gguf": Format("a draft model as GGUF file", ("llama.cpp",)),
-    }
+    formats = dict.fromkeys(FORMATS, _PLAIN) | {"gguf": Format("a draft model as GGUF file", ("llama.cpp",))}
     verifiable = {"vllm": "vllm", "transformers": "transformers", "llama.cpp": "gguf"}
-    in_root = ("vllm", "sglang", "transformers", "gguf")
+    in_root = FORMATS
+    serving = {
+        "vLLM": {"method": "draft_model"},
+        "SGLang": {"speculative-algorithm": "STANDALONE"},
+        "TensorRT-LLM, Triton": {"decoding_type": "DraftTarget"},
+        "llama.cpp": {},
+        "transformers": {},
+    }
 
     def unsupported(self, trained: Trained, form: str) -> list[str]:
         recorded, own = trained.target.get("vocab_size"), trained.config["vocab_size"]
-        if form in ("vllm", "sglang") and recorded and recorded != own:
-            return [
-                f"vocab_size={own} differs from the target's {recorded}, and the engine verifies drafts by token id"
-            ]
-        return super().unsupported(trained, form)
+        differs = f"vocab_size={own} differs from the target's {recorded}, and the engine verifies drafts by token id"
+        found = form in ("vllm", "sglang") and recorded and recorded != own
+        return super().unsupported(trained, form) or ([differs] if found else [])
 
     def write(self, trained: Trained, form: str, request: ExportRequest) -> list[Path]:
         """Loads the model once, to prove that its checkpoint is complete, and writes it."""
@@ -93,20 +90,14 @@ class DraftModelShipping(Shipping[DraftModel]):
         agree = (left.argmax(-1) == right.argmax(-1)).float().mean().item()
         return {"max_log_prob_difference": worst, "largest_log_prob": scale, "same_argmax": agree}
 
-    def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
-        return {
-            "vLLM": {"method": "draft_model"},
-            "SGLang": {"speculative-algorithm": "STANDALONE"},
-            "TensorRT-LLM, Triton": {"decoding_type": "DraftTarget"},
-            "llama.cpp": {},
-            "transformers": {},
-        }
-
     def publish(self, trained: Trained, request: ExportRequest) -> list[tuple[str, str]]:
-        local = replace(request, target=trained.target_name)  # where a tokenizer may be
+        local = request._replace(target=trained.target_name)  # where a tokenizer may be
         self.write(trained, "transformers", local)
-        own = read_config(trained.folder, META_FILE) if (trained.folder / META_FILE).is_file() else {}
-        described = {**own, "drafter_kind": trained.kind, "target": {**trained.target, "name": request.target}}
+        described = {
+            **read_config(trained.folder, META_FILE, missing={}),
+            "drafter_kind": trained.kind,
+            "target": {**trained.target, "name": request.target},
+        }
         write_clean_json(request.output / META_FILE, described)
         files = [
             (META_FILE, "kind, target and beginning of the draft model, for drafttrain"),
@@ -127,12 +118,11 @@ def _load_complete(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
         UserError: no causal language model, or one whose weights and config disagree.
     """
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, use_safetensors=True, output_loading_info=True
-        )
+        options = {"dtype": dtype, "use_safetensors": True, "output_loading_info": True}
+        loaded: object = AutoModelForCausalLM.from_pretrained(folder, **options)
     except (OSError, ValueError) as error:
         raise UserError(f"drafter={str(folder)!r} is no causal language model ({first_line(error)})") from error
-    model, info = loaded
+    model, info = cast(tuple[PreTrainedModel, dict[str, set[str]]], loaded)
     wrong = sorted(map(str, {*info["missing_keys"], *info["unexpected_keys"]}))
     if wrong:
         raise UserError(f"drafter={str(folder)!r}: weights and config disagree on {', '.join(wrong[:3])}")

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from drafttrain.batch import Batch, StepOutput, TokenTree, anchors_by_depth
+from drafttrain.batch import Batch, StepOutput, TokenTree, anchors_by_depth, sums_by_depth
 from drafttrain.drafters.base import JointSession, KeepTokens
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.common.tree_growth import GrowingTree, grow_trees
@@ -44,8 +44,7 @@ from drafttrain.drafters.registry import META_FILE
 from drafttrain.environment import __version__
 from drafttrain.errors import UserError
 from drafttrain.files import Json, write_json
-from drafttrain.losses import TargetRows, linear_divergence
-from drafttrain.losses.next_token import next_token_loss
+from drafttrain.losses import StoredTopK, TargetRows, linear_divergence
 from drafttrain.ops.sampling import Sampler
 from drafttrain.ops.tree_attention import TreeLayout
 from drafttrain.ops.tree_cache import TreeCache
@@ -255,14 +254,14 @@ class DraftModel(TrainableDrafter):
         batch: Batch,
         embeds: Tensor,
         features: Tensor,
-        rows: TargetRows | None,
+        rows: TargetRows | StoredTopK | None,
         row_of: Tensor | None,
         count: Tensor | float,
         measure: bool = True,
     ) -> StepOutput:
         """One pass over the rows; see `Drafter.forward`. `embeds` and `output` are not read.
 
-        Without `rows` the loss is the cross-entropy of the batch's own tokens (pretraining), and alpha is not measured.
+        Without `rows` the loss is the cross-entropy of the batch's own tokens (pretraining).
         """
         ids = batch.input_ids
         at = anchors_by_depth(batch.response_mask, 1)[0] + 1  # [t] flat positions
@@ -274,20 +273,14 @@ class DraftModel(TrainableDrafter):
         if head.bias is not None:  # one more column whose input is 1
             states = torch.cat((states, states.new_ones(len(states), 1)), dim=1)
             weight = torch.cat((weight, head.bias[:d, None]), dim=1)
-        sums: dict[str, Tensor | None] = {"count": torch.ones_like(at)}
-        if rows is None or row_of is None:
-            values, agree = next_token_loss(states, weight, ids.flatten()[at + 1])
-            loss = values.sum() / count
-            sums |= {"loss": values.detach(), "agree": agree}
+        if rows is None or row_of is None:  # pretraining: the text's own tokens take the place of the target
+            index, loss = torch.arange(len(at), device=at.device), "ce"
+            rows = StoredTopK.of_tokens(ids.flatten()[at + 1], d)
         else:
-            share = (1.0 / torch.as_tensor(count, device=ids.device)).float().expand(len(at))
-            out = linear_divergence(
-                states, weight, rows, row_of.flatten()[at], share, self.config.loss, measure=measure
-            )
-            loss = out.loss
-            sums |= {"loss": out.values, "alpha": out.alpha, "agree": out.agree}
-        metrics = {name: value.float().sum()[None] for name, value in sums.items() if value is not None}
-        return StepOutput(loss, metrics if measure else {})
+            index, loss = row_of.flatten()[at], self.config.loss
+        share = (1.0 / torch.as_tensor(count, device=ids.device)).float().expand(len(at))
+        out = linear_divergence(states, weight, rows, index, share, loss, measure=measure)
+        return StepOutput(out.loss, sums_by_depth([out]))
 
     def _states(self, ids: Tensor, begins: Tensor | None = None) -> Tensor:
         """[b, s] ids -> [b, s, h]; begins: [b, s] start of each token's conversation, None for one conversation per row."""

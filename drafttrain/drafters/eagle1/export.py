@@ -10,19 +10,16 @@ transformers_utils/configs/eagle.py; SGLang srt/models/llama_eagle.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
 from drafttrain.drafters.common.layer_session import LayerSession
+from drafttrain.drafters.common.llama_layers import LAYER_KEYS, layer_keys, unsupported_by_llama
 from drafttrain.drafters.eagle1.model import Eagle1, Eagle1Config
 from drafttrain.drafters.read_back import RandomTarget, draft_chains
-from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Shipping
-from drafttrain.drafters.trained import Trained
+from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Shipping, Trained
 from drafttrain.errors import UserError
 from drafttrain.files import Json
-from drafttrain.formats.llama_layers import LAYER_KEYS, layer_keys, unsupported_by_llama
 from drafttrain.formats.weights import dtype_name
 
 _ARCHITECTURES = {"vllm": "EagleLlamaForCausalLM", "sglang": "LlamaForCausalLMEagle"}
@@ -37,6 +34,7 @@ class Eagle1Shipping(Shipping[Eagle1]):
         "sglang": Format("EAGLE as LlamaForCausalLMEagle", ("SGLang",)),
     }
     verifiable = {"vllm": "vllm"}
+    serving = {"vLLM": {"method": "eagle"}, "SGLang": {"speculative-algorithm": "EAGLE"}}
 
     def unsupported(self, trained: Trained, form: str) -> list[str]:
         if found := super().unsupported(trained, form):
@@ -50,8 +48,9 @@ class Eagle1Shipping(Shipping[Eagle1]):
         return found
 
     def engine_config(self, drafter: Eagle1, form: str, request: ExportRequest) -> Json:
+        config: Eagle1Config = drafter.config  # type: ignore[assignment]
         own = {"architectures": [_ARCHITECTURES[form]], "model_type": "llama"}
-        return {**own, **layer_keys(drafter.config), "torch_dtype": dtype_name(request.dtype)}
+        return {**own, **layer_keys(config), "torch_dtype": dtype_name(request.dtype)}
 
     def engine_weights(self, drafter: Eagle1, config: Json) -> dict[str, Tensor]:
         weights = super().engine_weights(drafter, config)
@@ -78,9 +77,6 @@ class Eagle1Shipping(Shipping[Eagle1]):
             states.append(session.root)  # [1, h]
         ours, theirs = states
         return {**found, "max_state_difference": float((ours - theirs).abs().max() / ours.abs().max())}
-
-    def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
-        return {"vLLM": {"method": "eagle"}, "SGLang": {"speculative-algorithm": "EAGLE"}}
 
 
 SHIPPING = Eagle1Shipping()

@@ -1,34 +1,276 @@
-"""EAGLE-3 heads for engines; see eagle3_formats.py for the two forms."""
+"""EAGLE-3 heads in the two checkpoint forms that engines load, written and read.
+
+    ours              speculators                               LlamaForCausalLMEagle3 (flat)
+    read by           vLLM, speculators                         SGLang, TensorRT-LLM, vLLM, and ours (see hub/push.py)
+    midlayer.*        layers.0.*                                midlayer.*
+    kept_ids [d]      d2t [d] int64 = kept_ids - arange(d), t2d [v] bool; both left out when the whole vocabulary is kept,
+                      because vLLM then knows no such parameter
+    config keys       LAYER_KEYS in transformer_layer_config,   all in one config
+                      HEAD_KEYS in the config
+
+The embedding stays out: engines share the target's, as we do. Sources: vLLM 0.32 models/{llama,qwen3}_eagle3.py and
+transformers_utils/configs/speculators; SGLang srt/models/llama_eagle3.py; speculators models/eagle3.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
 
+import torch
 from torch import Tensor
 
-from drafttrain.drafters.eagle3 import eagle3_formats as forms
-from drafttrain.drafters.eagle3.eagle3_formats import FLAT, SPECULATORS, Head, unsupported_features
-from drafttrain.drafters.eagle3.model import Eagle3
-from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Shipping
-from drafttrain.drafters.trained import Trained
+from drafttrain.drafters.common.llama_layers import LAYER_KEYS, layer_keys, unsupported_by_llama
+from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
+from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Shipping, Trained
+from drafttrain.errors import UserError
 from drafttrain.files import Json
-from drafttrain.formats.public_names import write_clean_json
-from drafttrain.formats.weights import write_checkpoint
+from drafttrain.formats.public_names import public_name, write_clean_json
+from drafttrain.formats.weights import check_names, dtype_name, read_config, read_weights, write_checkpoint
+from drafttrain.target import architectures_of
+
+# Keys beyond a decoder layer's, and the default where a checkpoint lacks one. Fields without a key of one value: qk_norm (a
+# model type), sliding_window (with layer types), rope, feature_layers.
+HEAD_KEYS: Json = {
+    "draft_vocab_size": 0,
+    "target_hidden_size": 0,
+    "norm_before_residual": False,
+    "fc_norm": False,
+    "norm_output": False,
+}
+Head = TypeVar("Head", bound=Eagle3)
+
+
+# -- unsupported features -------------------------------------------------------------------------------------------
+
+
+def unsupported_features(drafter: Eagle3, engine: str) -> list[str]:
+    """The features of this head that an engine does not support, one reason each; empty if none.
+
+    Args:
+        engine: "vllm" or "sglang" (whose rules TensorRT-LLM's loader shares).
+    """
+    config: Eagle3Config = drafter.config  # type: ignore[assignment]
+    fields, layers, kept = config.to_dict(), list(config.feature_layers), drafter.kept_ids.cpu()
+    permuted = len(kept) == config.vocab_size and not torch.equal(kept, torch.arange(len(kept)))
+    unordered = layers != sorted(set(layers))
+    checks = {
+        f"hidden_size={config.hidden_size} differs from the target's {config.target_hidden_size}: the engine concatenates the "
+        "target's embedding and the state and needs both of one width": config.target_hidden_size != config.hidden_size,
+        f"feature_layers={layers}: the engine collects target states in ascending order, each once": unordered,
+        "the whole vocabulary is kept, but in another order, for which the engine has no table": permuted,
+    }
+    if engine == "vllm":
+        lacks = "with qk_norm: vLLM's class for normed queries and keys (Qwen3) has"
+        checks |= {
+            f"mlp_bias {lacks} an MLP without bias": config.qk_norm and config.mlp_bias,
+            f"attention_bias {lacks} no o_proj bias": config.qk_norm and config.attention_bias,
+        }
+    else:
+        count = config.num_hidden_layers
+        ignored = ("attention_bias", "mlp_bias", "qk_norm", "fc_norm", "norm_output", "norm_before_residual")
+        checks |= {
+            f"{len(layers)} feature layers: the engine's fc takes three": len(layers) != 3,
+            f"num_hidden_layers={count}: most versions of the engine load one layer only": count != 1,
+        }
+        checks |= {
+            f"{key}: the engine ignores it silently and would compute something else": fields[key] for key in ignored
+        }
+    return [*unsupported_by_llama(config, engine == "sglang"), *(reason for reason, found in checks.items() if found)]
+
+
+# -- writing --------------------------------------------------------------------------------------------------------
+
+
+def _speculators_config(config: Eagle3Config, head: Json, decoder: Json, request: ExportRequest) -> Json:
+    verifier = {
+        "name_or_path": public_name(request.target) if request.target else "",
+        "architectures": architectures_of(request.target),
+    }
+    proposal = {"proposal_type": "greedy", "speculative_tokens": request.depth}
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        **head,
+        "norm_before_fc": False,
+        "embed_requires_grad": False,
+        "tie_word_embeddings": False,
+        "eagle_aux_hidden_state_layer_ids": list(config.feature_layers),
+        "transformer_layer_config": decoder,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{**proposal, "verifier_accept_k": 1, "accept_tolerance": 0.0}],
+            "verifier": verifier,
+        },
+    }
+
+
+def _flat_config(config: Eagle3Config, head: Json, decoder: Json, everywhere: bool) -> Json:
+    """everywhere: every engine of the flat form supports the head, not vLLM alone."""
+    vllm_only = "Eagle3Qwen3ForCausalLM" if config.qk_norm else "Eagle3LlamaForCausalLM"
+    keys = {"architectures": ["LlamaForCausalLMEagle3" if everywhere else vllm_only], **decoder, **head}
+    layers = list(config.feature_layers)
+    if tuple(layers) != default_layers(config.target.get("num_layers", 0)):
+        # vLLM takes the outer ids as they are and looks there first; SGLang knows the inner ones only and adds one.
+        keys["eagle_aux_hidden_state_layer_ids"] = layers
+        inner = [layer - 1 for layer in layers]
+        keys["eagle_config"] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": inner}
+    return keys
+
+
+def default_layers(count: int) -> tuple[int, int, int]:
+    """The target states that engines fuse by default, for a target of `count` layers."""
+    return 2, count // 2, count - 3
+
+
+# -- reading --------------------------------------------------------------------------------------------------------
+
+
+def make_head(
+    cls: type[Head], config: Json, weights: Mapping[str, Tensor], target: Json, where: str, **more: object
+) -> Head:
+    """Makes a head from an engine's config and weights.
+
+    Args:
+        cls: Eagle3, or a kind with the same checkpoint form. more: further fields of its config. where: names the checkpoint.
+
+    Raises:
+        UserError: the config describes what ours cannot compute, or the weights do not fit it.
+    """
+    found = {name.removeprefix("model.").replace("layers.0.", "midlayer."): w for name, w in weights.items()}
+    with torch.device("meta"):
+        drafter = cls(cls.config_class(**_our_fields(config, found, target, where), **more))
+    d, v = drafter.config.draft_vocab_size, drafter.config.vocab_size
+    if "d2t" not in found and d != v:
+        raise UserError(f"{where} keeps {d} of {v} tokens, but has no d2t")
+    found["kept_ids"] = kept = found.pop("d2t", torch.zeros(d)).long() + torch.arange(d)  # [d] int64
+    # Engines bring the target's embedding, and some trainers store copies of what belongs to the target.
+    for name in ("t2d", "embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight"):
+        found.pop(name, None)
+    check_names(found, {name: tuple(value.shape) for name, value in drafter.state_dict().items()}, where)
+    if not 0 <= int(kept.min()) <= int(kept.max()) < v:
+        raise UserError(f"{where}: d2t points outside of the target's {v} tokens")
+    dtype = found["fc.weight"].dtype
+    state = {name: w if name == "kept_ids" else w.to(dtype) for name, w in found.items()}
+    drafter.load_state_dict(state, strict=True, assign=True)
+    return drafter.eval()
+
+
+def _check_foreign(config: Json, layer: Json, weights: Mapping[str, Tensor], where: str) -> None:
+    """Raises UserError for a checkpoint that computes what no kind of ours computes."""
+    eagle, scale = config.get("eagle_config") or {}, layer.get("logit_scale") or 1.0
+    norms = config.get("norm_before_fc") or eagle.get("norm_before_fc") or "input_norm.weight" in weights
+    embeds, one_state = config.get("embed_requires_grad"), eagle.get("use_aux_hidden_state") is False
+    mixed = set(layer.get("layer_types") or []) == {"sliding_attention", "full_attention"}
+    checks = {
+        "has norm_before_fc, one norm over all features, which no kind of ours has": norms,
+        "trained an embedding of its own (embed_requires_grad); ours reads the target's": embeds,
+        f"has logit_scale={scale}, a factor on its logits, which no kind of ours has": scale != 1.0,
+        "reads one target state (use_aux_hidden_state false), which is EAGLE-1": one_state,
+        "mixes layers with and without a window; ours have one for all": mixed,
+    }
+    if reasons := [reason for reason, found in checks.items() if found]:
+        raise UserError(f"{where} {'; it '.join(reasons)}")
+
+
+def _our_fields(config: Json, weights: Mapping[str, Tensor], target: Json, where: str) -> Json:
+    """Arguments of Eagle3Config from an engine's config. Raises UserError for what ours cannot compute."""
+    layer = config.get("transformer_layer_config", config)
+    _check_foreign(config, layer, weights, where)
+    # What vLLM takes for heads in speculators' form that do not say.
+    defaults = {**HEAD_KEYS, "norm_before_residual": layer is not config}
+    fields: Json = {}
+    for keys, place in ((LAYER_KEYS, layer), (defaults, config)):
+        for name, default in keys.items():
+            fields[name] = default if place.get(name) is None else place[name]
+            if fields[name] is None:
+                raise UserError(f"{where}: config.json has no {name}; it is needed")
+    fields["qk_norm"] = "midlayer.self_attn.q_norm.weight" in weights
+    windowed = "sliding_attention" in (layer.get("layer_types") or [])
+    fields["sliding_window"] = (layer.get("sliding_window") or 0) if windowed else 0
+    rope = dict(layer.get("rope_parameters") or layer.get("rope_scaling") or {})
+    rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type", "default")
+    rope.setdefault("rope_theta", layer.get("rope_theta") or 10000.0)
+    if layer.get("partial_rotary_factor"):
+        rope.setdefault("partial_rotary_factor", layer["partial_rotary_factor"])
+    fields |= {"rope_theta": rope["rope_theta"], "rope_parameters": rope}
+    if not fields["draft_vocab_size"]:
+        fields["draft_vocab_size"] = len(weights["lm_head.weight"]) if "lm_head.weight" in weights else 0
+    width = fields["target_hidden_size"] or fields["hidden_size"]
+    for key, theirs in (("hidden_size", width), ("vocab_size", fields["vocab_size"])):
+        if theirs != target[key]:
+            raise UserError(f"{where} is for a target with {key}={theirs}, but {target['name']!r} has {target[key]}")
+    fields["feature_layers"] = _feature_layers(config, width, weights, target, where)
+    return {**fields, "target": target}
+
+
+def _feature_layers(
+    config: Json, width: int, weights: Mapping[str, Tensor], target: Json, where: str
+) -> tuple[int, ...]:
+    """The target states that the head fuses, as our numbers: i is the input of layer i. width: of a state."""
+    layers = config.get("eagle_aux_hidden_state_layer_ids")
+    inner = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    if not layers and inner:
+        layers = [layer + 1 for layer in inner]  # written for SGLang, which counts outputs
+    layers = tuple(layers or default_layers(target["num_layers"]))
+    if "fc.weight" in weights:
+        count, rest = divmod(weights["fc.weight"].shape[1], width)
+        if rest or count != len(layers):
+            raise UserError(f"{where}: fc takes {count} target states, but config.json names {list(layers)}")
+    if max(layers) > target["num_layers"] or min(layers) < 0:
+        raise UserError(f"{where} reads layers {list(layers)}, but {target['name']!r} has {target['num_layers']}")
+    return layers
+
+
+# -- the kind ---------------------------------------------------------------------------------------------------------
 
 
 class Eagle3Files(Shipping[Head]):
     """Kinds in EAGLE-3's checkpoint forms."""
 
     def engine_config(self, drafter: Head, form: str, request: ExportRequest) -> Json:
-        shape = SPECULATORS if form == "vllm" else FLAT
-        return forms.engine_config(drafter, shape, request.dtype, request.depth, request.target)
+        """Writes speculators' form for vllm, the flat form for sglang.
+
+        A flat head that only vLLM can run gets an architecture that only vLLM knows, so that no other engine loads it and
+        ignores what it does not understand.
+
+        Raises:
+            UserError: the form does not support the head.
+        """
+        if reasons := unsupported_features(drafter, "vllm"):
+            raise UserError(f"this head cannot be written for {form}: {'; '.join(reasons)}")
+        config: Eagle3Config = drafter.config  # type: ignore[assignment]
+        decoder = {
+            "model_type": "qwen3" if config.qk_norm else "llama",  # norms of queries and keys make it Qwen3's
+            **layer_keys(config),
+            "num_aux_hidden_states": len(config.feature_layers),
+        }
+        if window := config.sliding_window:
+            decoder |= {"sliding_window": window, "layer_types": ["sliding_attention"] * config.num_hidden_layers}
+        fields = config.to_dict()
+        head = {name: fields[name] for name in HEAD_KEYS}
+        if form == "vllm":
+            described = _speculators_config(config, head, decoder, request)
+        else:
+            described = _flat_config(config, head, decoder, not unsupported_features(drafter, "sglang"))
+        return {**described, "torch_dtype": dtype_name(request.dtype)}
+
+    def engine_names(self, drafter: Head, config: Json) -> dict[str, str]:
+        first = "layers.0." if "transformer_layer_config" in config else "midlayer."
+        return {own.replace("midlayer.", first): own for own in super().engine_names(drafter, config)}
 
     def engine_weights(self, drafter: Head, config: Json) -> dict[str, Tensor]:
-        return forms.engine_weights(drafter, config)
+        weights, kept, v = super().engine_weights(drafter, config), drafter.kept_ids.cpu(), drafter.config.vocab_size
+        if len(kept) != v:
+            weights["d2t"] = kept - torch.arange(len(kept))  # [d] int64
+            weights["t2d"] = torch.zeros(v, dtype=torch.bool)  # [v]
+            weights["t2d"][kept] = True
+        return weights
 
     def drafter_from(self, original: Head, export: Exported) -> Head:
-        return forms.make_head(type(original), export.config, export.weights, original.config.target, export.where)
+        return make_head(type(original), export.config, export.weights, original.config.target, export.where)
 
     def drafter_weights(self, original: Head, back: Head, export: Exported) -> dict[str, Tensor]:
         return back.state_dict()  # `make_head` has filled it
@@ -48,18 +290,15 @@ class Eagle3Shipping(Eagle3Files[Eagle3]):
     verifiable = {"vllm": "vllm"}
     in_root = ("vllm", "sglang")
     reads = "EAGLE-3 heads in speculators' form or as LlamaForCausalLMEagle3"
+    no_format = "an EAGLE-3 head reads the target's states and is no language model of its own, as a draft_model is"
 
     def unsupported(self, trained: Trained, form: str) -> list[str]:
-        if form not in self.formats:
-            return [
-                "an EAGLE-3 head reads the target's states and is no language model of its own, as a draft_model is"
-            ]
-        return unsupported_features(self.load(trained), form)
+        return super().unsupported(trained, form) or unsupported_features(self.load(trained), form)
 
     def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
         layers = tuple(trained.config.get("feature_layers", ()))
         tensorrt: Json = {"decoding_type": "Eagle3"}
-        if layers != forms.default_layers(trained.target.get("num_layers", 0)):
+        if layers != default_layers(trained.target.get("num_layers", 0)):
             tensorrt["eagle3_layers_to_capture"] = [layer - 1 for layer in layers]
         return {
             "vLLM": {"method": "eagle3"},
@@ -89,10 +328,20 @@ class Eagle3Shipping(Eagle3Files[Eagle3]):
         ]
 
     def recognizes(self, config: Mapping[str, object]) -> bool:
-        return forms.is_eagle3(config)
+        if "speculators_model_type" in config:
+            return config["speculators_model_type"] == "eagle3"
+        architectures = config.get("architectures")
+        return isinstance(architectures, list) and any("Eagle3" in name for name in architectures)
 
     def read(self, folder: Path, target: Json, allow_pickle: bool = False) -> Eagle3:
-        return forms.read_eagle3(folder, target, allow_pickle)
+        config = read_config(folder)
+        if not self.recognizes(config):
+            kind = config.get("speculators_model_type") or config.get("architectures")
+            raise UserError(f"{str(folder)!r} is {kind}; import reads {self.reads}")
+        weights = read_weights(folder, allow_pickle)
+        if config.get("parallel_drafting") or "mask_hidden" in weights:
+            raise UserError(f"{str(folder)!r} drafts in parallel (P-EAGLE), which is not imported")
+        return make_head(Eagle3, config, weights, target, repr(str(folder)))
 
 
 SHIPPING = Eagle3Shipping()

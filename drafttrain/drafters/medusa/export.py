@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from drafttrain.drafters.common.whole_vocabulary import WholeVocabularyShipping
 from drafttrain.drafters.medusa.model import Medusa, MedusaConfig
-from drafttrain.drafters.shipping import Exported, ExportRequest, Format
-from drafttrain.drafters.trained import Trained
+from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Shipping
 from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.formats.weights import dtype_name
 
 
-class MedusaShipping(WholeVocabularyShipping[Medusa]):
+class MedusaShipping(Shipping[Medusa]):
     """vLLM alone; our own format goes to the Hub too."""
 
     description = "{num_heads} Medusa heads (arXiv 2401.10774), {parameters} parameters, {kept}"
     formats = {"vllm": Format("MedusaModel", ("vLLM",))}
+    full_rows = ("lm_heads.",)
+    depth_key = "num_heads"
+    serving = {"vLLM": {"method": "medusa"}}
     verifiable = {"vllm": "vllm"}
 
     def engine_config(self, drafter: Medusa, form: str, request: ExportRequest) -> Json:
@@ -56,15 +55,6 @@ class MedusaShipping(WholeVocabularyShipping[Medusa]):
         fields |= {"blocks": export.config["num_hidden_layers"], "shared_head": export.config["original_lm_head"]}
         kept = len(original.kept_ids)
         return Medusa(MedusaConfig(**fields, draft_vocab_size=kept, target=original.config.target))
-
-    def checked_depth(self, config: Json) -> int:
-        return config["num_heads"]
-
-    def most_tokens(self, trained: Trained) -> int:
-        return trained.config["num_heads"]
-
-    def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
-        return {"vLLM": {"method": "medusa"}}
 
 
 SHIPPING = MedusaShipping()

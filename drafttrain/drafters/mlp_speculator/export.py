@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from drafttrain.drafters.common.whole_vocabulary import WholeVocabularyShipping
 from drafttrain.drafters.mlp_speculator.model import MlpSpeculator, MlpSpeculatorConfig
-from drafttrain.drafters.shipping import Exported, ExportRequest, Format
+from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Shipping
 from drafttrain.files import Json
 from drafttrain.formats.weights import dtype_name
 
@@ -17,11 +16,13 @@ _MODULES = {"emb": "emb", "proj": "proj", "ln": "ln", "head": "lm_heads"}  # the
 _SAME = ("vocab_size", "emb_dim", "inner_dim", "n_predict", "scale_input")
 
 
-class MlpSpeculatorShipping(WholeVocabularyShipping[MlpSpeculator]):
+class MlpSpeculatorShipping(Shipping[MlpSpeculator]):
     """The published form for older versions of vLLM; our own format goes to the Hub too."""
 
     description = "an MLP speculator (arXiv 2404.19124) of {n_predict} steps, {parameters} parameters, {kept}"
     formats = {"vllm": Format("MLPSpeculatorPreTrainedModel", ("vLLM",))}
+    full_rows = ("lm_heads.",)
+    depth_key = "n_predict"
 
     def engine_config(self, drafter: MlpSpeculator, form: str, request: ExportRequest) -> Json:
         config = drafter.config
@@ -49,9 +50,6 @@ class MlpSpeculatorShipping(WholeVocabularyShipping[MlpSpeculator]):
     def drafter_from(self, original: MlpSpeculator, export: Exported) -> MlpSpeculator:
         fields, kept = {key: export.config[key] for key in (*_SAME, "tie_weights")}, len(original.kept_ids)
         return MlpSpeculator(MlpSpeculatorConfig(**fields, draft_vocab_size=kept, target=original.config.target))
-
-    def checked_depth(self, config: Json) -> int:
-        return config["n_predict"]
 
 
 SHIPPING = MlpSpeculatorShipping()

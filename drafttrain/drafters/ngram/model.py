@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from functools import partial
 from itertools import count as counting
 from itertools import islice
 
@@ -89,18 +88,13 @@ class NgramSession(Session):
 
     def propose(self, spec: TreeSpec, sampler: Sampler | None = None) -> TokenTree:
         """Drafts continuations of earlier occurrences; a chain follows the most recent one of the longest match only."""
-        matches = ((self._continuation(place), partial(self._chance_at, n)) for n, place in self._matches())
+        matches = ((self._continuation(at), lambda step, n=n: self.chance(n + step)) for n, at in self._matches())
         return match_tree(spec, matches, self.device)
-
-    def _chance_at(self, n: int, step: int) -> float:
-        return self.chance(n + step)
 
     def _matches(self) -> Iterator[tuple[int, int]]:
         """(length, next position) of earlier occurrences of the current suffix, the best first."""
         seen: set[int] = set()
-        for n in self.sizes:
-            if n > len(self.tokens):
-                continue
+        for n in (n for n in self.sizes if n <= len(self.tokens)):
             places = self.followers.get(tuple(self.tokens[-n:]), ())
             for place in islice(reversed(places), _OCCURRENCES):
                 if place not in seen:

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import count as counting
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -47,17 +48,14 @@ def _hash(context: Sequence[int]) -> int:
     return value
 
 
-class NgramTable:
-    """Continuations of contexts, by the context's hash.
+class NgramTable(NamedTuple):
+    """Continuations of contexts, by the context's hash."""
 
-    Args:
-        hashes: [c] uint64, ascending. starts: [c+1] int64; context i has entries starts[i] to starts[i+1].
-        tokens, counts: [e] int32, each context's most frequent continuation first.
-        max_n: the longest context, in tokens.
-    """
-
-    def __init__(self, hashes: np.ndarray, starts: np.ndarray, tokens: np.ndarray, counts: np.ndarray, max_n: int):
-        self.hashes, self.starts, self.tokens, self.counts, self.max_n = hashes, starts, tokens, counts, max_n
+    hashes: np.ndarray  # [c] uint64, ascending
+    starts: np.ndarray  # [c+1] int64; context i has entries starts[i] to starts[i+1]
+    tokens: np.ndarray  # [e] int32, each context's most frequent continuation first
+    counts: np.ndarray  # [e] int32
+    max_n: int  # the longest context, in tokens
 
     @staticmethod
     def build(documents: Iterable[Sequence[int]], max_n: int = 4, max_entries: int = 4_000_000) -> NgramTable:
@@ -107,23 +105,22 @@ class NgramTable:
                     raise UserError(f"ngram_store={str(file)!r} is no n-gram store; build one: drafttrain ngram-store")
                 arrays = {name: store.get_tensor(name) for name in ("hashes", "starts", "tokens", "counts")}
         except (OSError, SafetensorError) as error:
-            raise UserError(
-                f"ngram_store={str(file)!r} cannot be read ({error}); build one: drafttrain ngram-store"
-            ) from error
+            fix = "build one: drafttrain ngram-store"
+            raise UserError(f"ngram_store={str(file)!r} cannot be read ({error}); {fix}") from error
         return NgramTable(**arrays, max_n=int(about["max_n"])), about["tokenizer"]
 
 
 def _blocks(documents: Iterable[Sequence[int]]) -> Iterable[tuple[np.ndarray, np.ndarray]]:
     """Concatenated documents: tokens [t] int32, and the index of each token's document [t]."""
-    tokens: list[int] = []
-    ends: list[int] = []
-    for document in documents:
-        tokens += document
-        ends.append(len(tokens))
-        if len(tokens) >= _BLOCK:
-            yield np.array(tokens, np.int32), np.searchsorted(ends, np.arange(len(tokens)), side="right")
-            tokens, ends = [], []
-    if tokens:
+    rest = iter(documents)
+    while True:
+        tokens: list[int] = []
+        ends: list[int] = []
+        while len(tokens) < _BLOCK and (document := next(rest, None)) is not None:
+            tokens += document
+            ends.append(len(tokens))
+        if not tokens:
+            return
         yield np.array(tokens, np.int32), np.searchsorted(ends, np.arange(len(tokens)), side="right")
 
 
@@ -258,9 +255,7 @@ class NgramStoreSession(Session):
         context = [*self.last, *path]
         known: dict[int, float] = {}
         left = 1.0
-        for n in self.sizes:
-            if n > len(context):
-                continue
+        for n in (n for n in self.sizes if n <= len(context)):
             key = _hash(context[-n:])
             seen = self.live.followers(key)
             if self.drafter.table is not None and n <= self.drafter.table.max_n:

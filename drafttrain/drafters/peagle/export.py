@@ -5,13 +5,9 @@ Sources: vLLM 0.32 transformers_utils/configs/speculators/algos.py (update_peagl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from drafttrain.drafters.eagle3.eagle3_formats import make_head, unsupported_features
-from drafttrain.drafters.eagle3.export import Eagle3Files
+from drafttrain.drafters.eagle3.export import Eagle3Files, make_head, unsupported_features
 from drafttrain.drafters.peagle.model import PEagle
-from drafttrain.drafters.shipping import Exported, ExportRequest, Format
-from drafttrain.drafters.trained import Trained
+from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Trained
 from drafttrain.files import Json
 
 
@@ -24,6 +20,7 @@ class PEagleShipping(Eagle3Files[PEagle]):
     )
     formats = {"vllm": Format("P-EAGLE in speculators' form", ("vLLM",))}
     verifiable = {"vllm": "vllm"}
+    serving = {"vLLM": {"method": "eagle3", "parallel_drafting": True}}
 
     def unsupported(self, trained: Trained, form: str) -> list[str]:
         if found := super().unsupported(trained, form):
@@ -43,9 +40,6 @@ class PEagleShipping(Eagle3Files[PEagle]):
     def drafter_from(self, original: PEagle, export: Exported) -> PEagle:
         target, mask = original.config.target, export.config["mask_token_id"]
         return make_head(PEagle, export.config, export.weights, target, export.where, mask_token_id=mask)
-
-    def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
-        return {"vLLM": {"method": "eagle3", "parallel_drafting": True}}
 
 
 SHIPPING = PEagleShipping()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
+from drafttrain.drafters.common.configs import LayerConfig
 from drafttrain.files import Json
 
 # Keys that a layer has in every engine's config and in ours, and the default where a checkpoint lacks one (None: required).
@@ -23,25 +22,12 @@ LAYER_KEYS: Json = {
 }
 
 
-class LayerFields(Protocol):
-    """A drafter's config, with the keys of LAYER_KEYS."""
-
-    hidden_act: str
-    sliding_window: int
-    rope_theta: float
-
-    @property
-    def rope_parameters(self) -> Json | None: ...
-
-    def to_dict(self) -> Json: ...
-
-
-def rope_parameters(config: LayerFields) -> Json:
+def rope_parameters(config: LayerConfig) -> Json:
     """The rotary embedding in transformers 5's form: rope_type, rope_theta, and what the type needs."""
     return {"rope_type": "default", "rope_theta": config.rope_theta, **(config.rope_parameters or {})}
 
 
-def layer_keys(config: LayerFields) -> Json:
+def layer_keys(config: LayerConfig) -> Json:
     """A drafter's layers as keys of a Llama config."""
     rope, own = rope_parameters(config), config.to_dict()
     keys = {
@@ -55,7 +41,7 @@ def layer_keys(config: LayerFields) -> Json:
     return keys
 
 
-def unsupported_by_llama(config: LayerFields, plain: bool = True) -> list[str]:
+def unsupported_by_llama(config: LayerConfig, plain: bool = True) -> list[str]:
     """The features of a drafter's layers that an engine's Llama layer does not support; empty if none.
 
     Args:
