@@ -35,7 +35,7 @@ TASKS = (
     "What are three things that most people get wrong about {}?",
     "Write a short story of one paragraph in which {} plays a part.",
     "Give me a list of five practical tips about {}, with one sentence each.",
-    "Summarize the history of {} in two sentences.",
+    "Summarise the history of {} in two sentences.",
     "I have to hold a talk about {} tomorrow. How should I begin?",
     "Name one book about {} and say why I should read it.",
     "Is {} worth learning about? Answer in one sentence.",
