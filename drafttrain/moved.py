@@ -14,7 +14,6 @@ from types import ModuleType
 MOVED = {
     "decode": "inference",
     "decode.ngram_corpus": "data.ngram_corpus",
-    "target.shell": "target.target",
     "decode.rows": "inference.sequence",
     "decode.stats": "inference.sequence",
     "decode.text": "inference.sequence",
@@ -35,7 +34,6 @@ MOVED = {
     "losses.targets": "losses",
     "training.targets": "training.feature_sources",
     "data.formats": "data.row_formats",
-    "drafters.trained": "drafters.shipping",
     "drafters.tree_spec": "drafters.common.tree_spec",
     "drafters.layers": "drafters.common.layers",
     "drafters.layer_model": "drafters.common.layer_model",
