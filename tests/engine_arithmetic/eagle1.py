@@ -72,8 +72,10 @@ def compare_states(drafter: Eagle1, exported: Path, seed: int = 0) -> dict[str, 
     ours.to(head.dtype).float().eval()  # type: ignore[arg-type, call-arg]
     h, made = ours.config.hidden_size, torch.Generator().manual_seed(seed)
     table, rows = torch.randn(64, h, generator=made), torch.randn(len(ours.kept_ids), h, generator=made)
-    ours.embed, ours.frozen_head = lambda ids: table[ids % len(table)], rows
-    ours.score = lambda states: states @ rows.T
+    ours.embed = lambda ids: table[ids % len(table)]
+    linear = torch.nn.Linear(h, len(rows), bias=False)
+    linear.weight.data = rows
+    ours.frozen, ours.score = [linear], linear.forward
     states, step = [], ours.step
     ours.step = lambda *args: states.append(step(*args)) or states[-1]  # type: ignore[func-returns-value, method-assign]
     features = torch.randn(_PROMPT, h, generator=made)
@@ -91,6 +93,6 @@ def compare_states(drafter: Eagle1, exported: Path, seed: int = 0) -> dict[str, 
     if not worst <= TOLERANCE * size:
         raise UserError(
             f"{str(exported)!r} computes something else than the drafter (states differ by {worst / size:.3g} of their size); a "
-            "flag or weight was lost: export anew, and report this if it stays"
+            "flag or weight was lost: export again, and report this if it stays"
         )
     return {"depth": _DEPTH, "max_state_difference": worst / size}
