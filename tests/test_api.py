@@ -67,6 +67,7 @@ def test_padded_batches(tiny, side):
     assert [out.tokens for out in generate(tiny, batch, max_new_tokens=6)] == alone
 
 
+@pytest.mark.thorough
 def test_names_of_models_and_drafters(target_dir, target, tmp_path):
     make_drafter(target).save_pretrained(tmp_path / "drafter")
     name = str(tmp_path / "drafter")
@@ -89,6 +90,7 @@ def test_sampling_takes_a_seed(tiny):
     assert first[1] == generate(tiny, TEXT, temperature=1.0, max_new_tokens=8, seed=4).text
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tree", ["none", "chain:3", "dynamic:4,3,9"])
 def test_stop_strings_end_the_text_wherever_they_begin(tiny, tree):
     whole = generate(tiny, TEXT, max_new_tokens=30)
@@ -121,6 +123,7 @@ def test_kinds_of_request_that_are_switched_off(target, tmp_path):
         generate(target, TEXT, drafter)
 
 
+@pytest.mark.thorough
 def test_streams_come_in_pieces(tiny):
     whole = generate(tiny, TEXT, max_new_tokens=30)
     pieces = list(stream(tiny, TEXT, "ngram", max_new_tokens=30))

@@ -93,6 +93,7 @@ def test_a_drafter_keeps_its_kind(target, folder):
     assert load_drafter(str(FIXTURES / "drafters" / folder), target).kind == entry["kind"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("entry", EXPECTED["losses"], ids=name_of)
 def test_a_drafter_is_continued_with_the_weights_and_the_loss_it_had(entry, shared, tmp_path, monkeypatch):
     """A learning rate of 0 leaves the weights, whose loss on the held-out conversations is that of then."""
@@ -115,6 +116,7 @@ def test_a_finished_run_is_not_repeated(home, capsys):
     assert "already trained" in capsys.readouterr().out and Path("run/model.safetensors").read_bytes() == before
 
 
+@pytest.mark.thorough
 def test_an_interrupted_run_goes_on_to_the_same_weights(home, capsys):
     shutil.rmtree("run/checkpoint-4")
     for name in ("training.json", "model.safetensors"):
@@ -131,6 +133,7 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(home, capsys):
     assert summary["best"]["step"] == before["best"]["step"] and summary["config"].items() >= before["config"].items()
 
 
+@pytest.mark.thorough
 def test_a_finished_run_is_lengthened(home, capsys):
     train("run.yaml", "max_steps=5")
     assert "going on from run/checkpoint-4" in capsys.readouterr().out and read("run/training.json")["steps"] == 5
@@ -192,6 +195,7 @@ def counts(results):
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["eagle3", "off"])
 def test_an_evaluation_measures_what_it_measured(home, name):
     options = {"tree": "chain:3"} if name == "eagle3" else {}
@@ -200,6 +204,7 @@ def test_an_evaluation_measures_what_it_measured(home, name):
     assert counts(results) == counts(before) and results["decoding"].items() >= before["decoding"].items()
 
 
+@pytest.mark.thorough
 def test_an_interrupted_evaluation_goes_on(home, capsys):
     """The first line names a hash of the machine and of the files' times, so a new file's takes its place."""
     words = ["eval", "--target", "target", "--drafter", "drafters/eagle3", "--tree", "chain:3"]
@@ -279,6 +284,7 @@ def test_the_files_that_nothing_reads_back_are_still_json(name):
 # -- exports ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("entry", EXPECTED["imported"], ids=name_of)
 def test_an_export_is_imported(home, target, entry):
     words = ["--checkpoint", entry["checkpoint"], "--target", "target", "--output", entry["drafter"]]

@@ -79,6 +79,7 @@ def violations() -> Iterator[str]:
                 yield f"drafttrain.{name} imports drafttrain.{found}"
 
 
+@pytest.mark.thorough
 def test_imports_point_one_way():
     assert list(violations()) == []
 
@@ -103,6 +104,7 @@ def subpackage_cycles() -> Iterator[str]:
                 todo += graph.get(name, ())
 
 
+@pytest.mark.thorough
 def test_no_module_imports_itself_through_others():
     assert list(subpackage_cycles()) == []
 
@@ -159,6 +161,7 @@ def named_kinds() -> Iterator[str]:
                 yield from (f"{module}:{node.lineno} names {kind}" for kind in found if (here, kind) not in OTHER_WORDS)
 
 
+@pytest.mark.thorough
 def test_no_kind_is_named_outside_its_own_files():
     """Adding a kind is adding a file: what others need to know about kinds, they ask them. A kind is a folder."""
     assert list(named_kinds()) == []

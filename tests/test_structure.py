@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 MOST_LINES = 25_100  # the goal is 24,000
 MOST_FILE_LINES, MOST_FUNCTION_LINES = 500, 80
@@ -139,21 +141,25 @@ def test_the_package_stays_small():
     assert line_count() <= MOST_LINES
 
 
+@pytest.mark.thorough
 def test_files_and_functions_stay_short():
     files = [path for path in python_files() if len(path.read_text().splitlines()) > MOST_FILE_LINES]
     assert [str(path.relative_to(ROOT)) for path in files] == []
     assert long_functions() == []
 
 
+@pytest.mark.thorough
 def test_types_are_written_out():
     assert any_count() <= MOST_ANY
 
 
+@pytest.mark.thorough
 def test_a_name_means_one_thing():
     assert duplicate_classes() == []
     assert duplicate_modules() == []
 
 
+@pytest.mark.thorough
 def test_words_are_the_fields():
     assert list(words_to_replace()) == []
 

@@ -105,6 +105,7 @@ def check_rows(tokenizer, rows) -> None:
     assert tokenizer.decode(rows["text"]["tokens"]) == "once upon a time<|im_end|>"
 
 
+@pytest.mark.thorough
 def test_openai_with_two_servers_and_errors_first(target_dir, prompts, tmp_path, tokenizer):
     with Server([500, 429]) as one, Server([503]) as two:
         options = ["--backend", "openai", "--url", one.url, "--url", two.url + "/v1/", "--temperature", "0.5"]
@@ -124,6 +125,7 @@ def test_openai_with_two_servers_and_errors_first(target_dir, prompts, tmp_path,
     assert len({body["seed"] for _, body in asked}) == 10, "a seed per response, kept over retries"
 
 
+@pytest.mark.thorough
 def test_openai_goes_on_after_a_server_died(target_dir, prompts, tmp_path, capsys, tokenizer):
     options = ["--backend", "openai", "--model", "m"]
     with Server([500] * 1000) as server:
@@ -147,6 +149,7 @@ def test_unreachable_server(target_dir, prompts, tmp_path, capsys):
     assert "gave no answer in 6 tries (ConnectError" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_refusing_server(target_dir, prompts, tmp_path, capsys):
     with Server([400] * 100) as server:
         assert generate(target_dir, prompts, tmp_path / "a", "--backend", "openai", "--url", server.url) == 2

@@ -53,6 +53,7 @@ def loss_of(data, target, stored: bool, loss: str = "kl"):
     return step.loss.detach(), drafter.fc.weight.grad, source.hits, step.metrics
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("options", "rtol"),
     [(["--store-dtype", "float32"], 0.0), ([], 2e-2), (["--store-dtype", "float32", "--top-k", "300"], 1e-5)],
@@ -71,6 +72,7 @@ def test_stored_and_online_losses_are_the_same(data, target_dir, options, rtol, 
         torch.testing.assert_close(offline[3][name], online[3][name], rtol=rtol, atol=2 * rtol)
 
 
+@pytest.mark.thorough
 def test_few_likeliest_tokens_come_close(data, target_dir):
     target = Target.load(str(target_dir), "float32")
     full = loss_of(data, target, stored=False)
@@ -85,6 +87,7 @@ def test_few_likeliest_tokens_come_close(data, target_dir):
     assert gaps[1] < 0.5 * gaps[0]
 
 
+@pytest.mark.thorough
 def test_other_settings_and_full_disks_are_refused_before_anything_is_written(data, capsys, monkeypatch):
     assert extract(data) == 0
     assert extract(data, "--top-k", "4") == 2
@@ -114,6 +117,7 @@ main(sys.argv[1:])
 """
 
 
+@pytest.mark.thorough
 def test_killed_in_the_middle_of_a_shard_it_goes_on(data, capsys):
     words = ["features", "--data", str(data), "--layers", "1,2,3", "--dtype", "float32"]
     killed = subprocess.run([sys.executable, "-c", KILL, *words], cwd=ROOT, capture_output=True, text=True)

@@ -50,6 +50,7 @@ def generate(target, prompts, output, *more: str) -> int:
     )
 
 
+@pytest.mark.thorough
 def test_conversations_are_stored_with_provenance(chatty_dir, prompts, tmp_path, capsys):
     assert (
         generate(
@@ -92,6 +93,7 @@ def test_conversations_are_stored_with_provenance(chatty_dir, prompts, tmp_path,
     assert summary["truncated_share"] == pytest.approx(summary["truncated"] / summary["responses"], abs=1e-3)
 
 
+@pytest.mark.thorough
 def test_resumed_run_equals_an_uninterrupted_one(chatty_dir, prompts, tmp_path, capsys):
     assert generate(chatty_dir, prompts, tmp_path / "whole") == 0
     assert generate(chatty_dir, prompts, tmp_path / "torn") == 0
@@ -118,6 +120,7 @@ def check_shares(output) -> None:
     assert read_meta(output)["counts"]["conversations"] == 15
 
 
+@pytest.mark.thorough
 def test_processes_share_the_work(chatty_dir, prompts, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in ("0", "1"):
@@ -135,6 +138,7 @@ def test_processes_share_the_work_at_the_same_time(chatty_dir, prompts, tmp_path
     check_shares(tmp_path / "out")
 
 
+@pytest.mark.thorough
 def test_another_world_size_goes_on(chatty_dir, prompts, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")

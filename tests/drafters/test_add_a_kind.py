@@ -94,6 +94,7 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *words], capture_output=True, text=True, env=environment, cwd=ROOT)
 
 
+@pytest.mark.thorough
 def test_the_page_builds_a_kind(built):
     folder, target, data = built
     recipe, out = folder / "kinds" / "bigram.yaml", folder / "out"
@@ -107,6 +108,7 @@ def test_the_page_builds_a_kind(built):
     assert done.stdout.splitlines()[-1] == "the kind works"
 
 
+@pytest.mark.thorough
 def test_a_name_that_exists_twice_is_an_error(tmp_path):
     (tmp_path / "kinds" / "ngram").mkdir(parents=True)
     (tmp_path / "kinds" / "ngram" / "model.py").write_text("KIND = None\n")

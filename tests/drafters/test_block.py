@@ -68,6 +68,7 @@ def begun(drafter, target, prefix, max_length=64):
     return session
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", [{}, {"train_head": True, "weighting": "dpace"}])
 def test_every_parameter_gets_a_finite_gradient_and_a_batch_can_be_overfitted(target, kind, options):
@@ -88,6 +89,7 @@ def test_every_parameter_gets_a_finite_gradient_and_a_batch_can_be_overfitted(ta
     assert kind is DFlash or (share["confidence"] - share["alpha"]).abs() < 0.1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "packed", [False, pytest.param(True, marks=pytest.mark.skipif(cpu_kernels() is None, reason="C"))]
 )
@@ -144,6 +146,7 @@ def test_padding_and_packing_change_nothing(target, kind):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5 * max(1.0, float(mine.abs().max())))
 
 
+@pytest.mark.thorough
 def test_a_share_of_the_blocks_has_the_same_loss_in_expectation(target):
     drafter, batch = shaken(DFlash, target, anchor_share=0.3), make_batch((40, 33))
     every = run_step(drafter, target, batch)
@@ -225,6 +228,7 @@ def test_drawn_trees_say_what_they_were_drawn_from(target, kind):
         torch.testing.assert_close(tree.proposal.probs[tree.proposal.rows[node]], q, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("text", ["chain:3", "fanout:3x2x1", "dynamic:4,4,10", "chain:2@stop=0.1"])
 def test_greedy_output_is_the_targets_own_alone_and_in_a_batch(target, kind, text):

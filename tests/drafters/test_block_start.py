@@ -22,6 +22,7 @@ def lifelike_target():
     return target
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mask", [None, 299])
 def test_the_block_computes_the_map_it_was_given(mask):
     target = lifelike_target()
@@ -43,6 +44,7 @@ def test_the_block_computes_the_map_it_was_given(mask):
     assert likeness > 0.85 * explained**0.5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [DFlash, DSpark])
 @pytest.mark.parametrize("options", [{}, {"num_key_value_heads": 1}, {"num_hidden_layers": 3, "head_dim": 4}])
 def test_the_start_beats_copied_weights_and_every_parameter_still_learns(kind, options):

@@ -83,6 +83,7 @@ def test_beyond_the_trees_size_a_match_keeps_what_is_likely(text, kept):
     assert found.tokens.tolist() == list(range(kept)) and found.parents == list(range(-1, kept - 1))
 
 
+@pytest.mark.thorough
 def test_combined_drafting_keeps_the_budget_and_the_output(target):
     drafter = CombinedDrafter(make_drafter(target), NgramDrafter(min_n=2))
     prompt = make_batch((9,)).input_ids[0].repeat(3)

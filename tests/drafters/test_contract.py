@@ -161,6 +161,7 @@ def check_tree(tree: TokenTree, spec: TreeSpec) -> None:
 # -- training half --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", TRAINED)
 def test_one_batch_is_overfitted_with_a_gradient_on_every_parameter(kind):
     _, steps, gradients = overfitted(kind)
@@ -252,6 +253,7 @@ def test_trees_are_well_formed_alone_and_together(kind, decoding):
             assert all(len(tree) for tree in together)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", TRAINED)
 def test_drawn_tokens_follow_the_q_that_is_reported(kind, decoding):
     """How often the likeliest token was drawn, against the sum of its probabilities: within four standard deviations."""

@@ -49,6 +49,7 @@ def looked_up(source: str, models: bool) -> Iterator[str]:
             yield f"line {node.lineno}: {ast.unparse(node)}"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_no_hook_is_found_by_name(path):
     models = path.name == "train.py" or path.parent.name == "training"

@@ -81,6 +81,7 @@ def test_every_trained_parameter_gets_a_finite_gradient(target, name):
     assert not any(p.requires_grad for p in target.model.parameters())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["random", "lora"])
 def test_a_batch_can_be_overfitted(target, name):
     drafter, batch = make_drafter(target, name).train(), make_batch()
@@ -313,6 +314,7 @@ def test_accepted_tokens_are_not_read_again(target):
     assert sizes == [1]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("text", ["chain:3", "fanout:3x2", "dynamic:4,3,8"])
 def test_greedy_decoding_is_lossless_and_alone_or_together_the_same(target, text):
     drafter = load_like(make_drafter(target), target)
@@ -333,6 +335,7 @@ def load_like(drafter, target):
     return drafter
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["shared", "lora"])
 def test_another_one_with_the_same_weights_drafts_the_same(target, name):
     """What ZeRO-3 decodes with while the weights themselves are scattered."""
@@ -376,6 +379,7 @@ def test_drawn_trees_come_from_the_drafters_distribution(target):
     assert (counts - q).abs().max() < 0.08
 
 
+@pytest.mark.thorough
 def test_beyond_what_it_reads_nothing_is_drafted():
     target = make_target()
     torch.manual_seed(0)
@@ -390,6 +394,7 @@ def test_beyond_what_it_reads_nothing_is_drafted():
 # -- vocabularies -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rows", [288, 320])
 def test_rows_that_pad_the_vocabulary_do_no_harm(target, rows):
     """The target has 300 rows. Loss over the common ones, proposals of common ones, committed ones of any."""
@@ -429,6 +434,7 @@ def test_another_vocabulary_is_refused(target):
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", list(BEGINNINGS))
 def test_it_is_saved_as_a_plain_checkpoint(target, name, tmp_path):
     drafter = make_drafter(target, name).eval()

@@ -27,6 +27,7 @@ KEPT = torch.arange(40, 240)
 EVERYTHING = {"num_hidden_layers": 2, "qk_norm": True, "attention_bias": True, "sliding_window": 6}
 
 
+@pytest.mark.thorough
 def test_training(target):
     check_training(make_kind("eagle1", target, feature_noise=0.0, token_weight=1.0), target, learned=0.8)
 
@@ -41,6 +42,7 @@ def test_packed_rows(target):
     check_packed_rows(make_kind("eagle1", target, KEPT, shake=True, ttt_steps=2), target)
 
 
+@pytest.mark.thorough
 def test_trees_and_losslessness(target):
     drafter = make_kind("eagle1", target, KEPT, shake=True)
     check_trees(drafter, target)
@@ -87,6 +89,7 @@ def test_the_head_is_the_targets_scaled_as_the_target_scales_it():
         torch.testing.assert_close(F.linear(state, drafter.head_weight), target.head(state)[:, kept])
 
 
+@pytest.mark.thorough
 def test_the_closed_form_start_explains_states_and_beats_copied_weights():
     target = make_target(hidden=32)
     drafter = make_kind("eagle1", target, feature_noise=0.0)

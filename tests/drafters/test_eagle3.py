@@ -51,6 +51,7 @@ def test_anchors_are_nested_and_end_before_the_response_does():
     assert third.tolist() == [1, 7 + 2]
 
 
+@pytest.mark.thorough
 def test_every_parameter_gets_a_finite_gradient_and_a_batch_can_be_overfitted(target):
     drafter, batch = make_drafter(target), make_batch()
     first = run_step(drafter, target, batch)

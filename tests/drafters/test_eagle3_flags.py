@@ -167,6 +167,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(target, options):
         assert grads[0][name].abs().sum() > 0, name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [{"num_hidden_layers": 2}, {"norm_output": True}, {"norm_before_residual": True}, {"fc_norm": True}, {"qk_norm": True},
@@ -214,6 +215,7 @@ def test_a_target_of_qwen3_hands_on_its_query_norms_and_long_context():
     assert not Eagle3Config.for_target(make_target()).qk_norm
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shard", ["1GB", "20KB"])
 def test_checkpoints_in_one_file_and_in_several(tmp_path, shard):
     target = make_target(tie_word_embeddings=True)

@@ -48,6 +48,7 @@ def test_kernel_and_torch_draft_the_same_trees_alone_and_together(monkeypatch, o
                 torch.testing.assert_close(tree.log_probs, other.log_probs, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(cpu_kernels() is None, reason="no C compiler here")
 @pytest.mark.parametrize(
     ("kind", "options"),

@@ -21,6 +21,7 @@ def test_least_squares_finds_the_map_from_batches():
     torch.testing.assert_close(fit.solve(), maps, rtol=0.05, atol=0.05)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options", [{"num_key_value_heads": 4}, {}, {"num_attention_heads": 8, "num_key_value_heads": 8}]
 )
@@ -39,6 +40,7 @@ def test_the_start_beats_copied_weights_and_every_parameter_still_learns(options
     assert drafter.midlayer.self_attn.o_proj.weight.grad.abs().sum() > 0
 
 
+@pytest.mark.thorough
 def test_attention_looks_at_its_own_token():
     """With as many value directions as hidden ones, out - state is the fitted map of the own input, nearly."""
     target = make_target(hidden=64)

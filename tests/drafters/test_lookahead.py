@@ -77,6 +77,7 @@ def test_ngrams_are_the_targets_own(window, ngram):
     assert set(got.stats.accepted[-6:-1]) == {ngram - 1}
 
 
+@pytest.mark.thorough
 def test_the_text_of_a_seed_is_plain_decodings():
     target = MarkovTarget(vocab=6, seed=1)
     accepted = []
@@ -90,6 +91,7 @@ def test_the_text_of_a_seed_is_plain_decodings():
     assert sum(accepted) > 0.2 * len(accepted)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["lookahead", "ngram+lookahead", "lookahead:window=3,ngram=3+ngram"])
 @pytest.mark.parametrize("count", [1, 3, 24])
 def test_probes_reach_no_further_than_the_answer(name, count):

@@ -26,6 +26,7 @@ KEPT = torch.arange(40, 240)
 OPTIONS = [{}, {"modules": 3}, {"modules": 4, "qk_norm": True, "attention_bias": True, "sliding_window": 6}]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", OPTIONS[:2], ids=str)
 def test_training(target, options):
     check_training(make_kind("mtp", target, **options), target)
@@ -40,12 +41,14 @@ def test_packed_rows(target):
     check_packed_rows(make_kind("mtp", target, KEPT, shake=True, modules=2), target)
 
 
+@pytest.mark.thorough
 def test_trees_and_losslessness(target):
     drafter = make_kind("mtp", target, KEPT, shake=True, modules=2)
     check_trees(drafter, target)
     check_lossless(drafter, target)
 
 
+@pytest.mark.thorough
 def test_round_trip(target, tmp_path):
     check_round_trip(make_kind("mtp", target, KEPT, shake=True, modules=2), target, tmp_path)
 
@@ -59,6 +62,7 @@ def test_modules_have_weights_of_their_own(target):
     assert after[0] == before[0] and (after[1:] != before[1:]).all()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("modules", [1, 2])
 def test_the_closed_form_start_beats_copied_weights_at_every_depth(modules):
     target = make_target(hidden=32)

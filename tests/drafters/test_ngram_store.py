@@ -128,6 +128,7 @@ def test_trees_are_well_formed_and_within_the_spec(tokens, spec):
         )
 
 
+@pytest.mark.thorough
 def test_greedy_output_does_not_change(target, tmp_path):
     prompts = [[5, 9, 11, 9, 11], [7], [3, 3, 3, 8]]
     want = [generate(target, None, prompt, max_new_tokens=24, eos_ids=()).tokens for prompt in prompts]

@@ -58,6 +58,7 @@ def drafting(drafter, target, length=9):
     return session
 
 
+@pytest.mark.thorough
 @every_form
 def test_every_parameter_gets_a_finite_gradient_and_a_batch_can_be_overfitted(target, kind, options):
     drafter, batch = make_heads(target, kind, spread=0.0, **options), make_batch()
@@ -172,6 +173,7 @@ def test_drawn_tokens_come_with_the_distribution_they_were_drawn_from(target, ki
     torch.testing.assert_close(tree.proposal.probs.sum(-1), torch.ones(3), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.thorough
 @every_kind
 def test_decoding_is_lossless_and_batches_change_nothing(target, kind):
     drafter = make_heads(target, kind, torch.arange(300), spread=0.05)
@@ -242,6 +244,7 @@ def test_likeliest_paths_are_those_of_highest_product():
     assert likeliest_paths(torch.zeros(2, 3), 5) == []
 
 
+@pytest.mark.thorough
 @every_kind
 def test_the_default_tree_follows_what_is_right_on_held_out_data(target, kind):
     drafter, batch = make_heads(target, kind, spread=0.05, tree_nodes=7), make_batch((20, 20))
@@ -273,6 +276,7 @@ def test_stored_last_states_serve_without_the_target(target, tmp_path):
     assert torch.equal(both.float(), torch.cat((features[:, 32:], last), dim=-1))
 
 
+@pytest.mark.thorough
 def test_a_training_run_starts_by_least_squares_and_leaves_a_tree(target, target_dir, tmp_path, capsys, monkeypatch):
     drafter = {"draft_vocab_size": 255, "num_heads": 2, "tree_nodes": 5}
     data = write_data(tmp_path / "data", target)

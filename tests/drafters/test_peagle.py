@@ -25,6 +25,7 @@ from tests.drafters.test_eagle3_flags import EVERYTHING
 KEPT = torch.arange(40, 240)
 
 
+@pytest.mark.thorough
 def test_training(target):
     check_training(make_kind("peagle", target), target, learned=0.9)
 
@@ -48,12 +49,14 @@ def test_packed_rows(target):
     check_packed_rows(make_kind("peagle", target, KEPT, shake=True), target)
 
 
+@pytest.mark.thorough
 def test_trees_and_losslessness(target):
     drafter = make_kind("peagle", target, KEPT, shake=True)
     check_trees(drafter, target)
     check_lossless(drafter, target)
 
 
+@pytest.mark.thorough
 def test_round_trip(target, tmp_path):
     check_round_trip(make_kind("peagle", target, KEPT, shake=True), target, tmp_path)
 
@@ -87,6 +90,7 @@ def test_later_depths_do_not_know_the_drafted_tokens(target):
     assert below[0] == below[1] == below[2]
 
 
+@pytest.mark.thorough
 def test_the_closed_form_start_beats_copied_weights():
     target = make_target(hidden=32)
     drafter = make_kind("peagle", target)

@@ -106,6 +106,7 @@ def test_drawn_trees_say_what_they_were_drawn_from(text):
         torch.testing.assert_close(tree.log_probs[node], above + q[tree.tokens[node]].log())
 
 
+@pytest.mark.thorough
 def test_drawn_siblings_follow_successive_sampling():
     drafter, draws = TableDrafter(), sampler(3)
     count = 2000
@@ -191,6 +192,7 @@ def test_the_text_form_goes_both_ways(text):
     assert TreeSpec.parse(str(TreeSpec.parse(text))) == TreeSpec.parse(text)
 
 
+@pytest.mark.thorough
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size=1, max_size=8))
 def test_any_closed_set_of_paths_is_a_tree(leaves):
     paths = {tuple(leaf[: i + 1]) for leaf in leaves for i in range(len(leaf))}

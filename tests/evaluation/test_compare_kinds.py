@@ -47,6 +47,7 @@ def compare(script, monkeypatch):
     return module
 
 
+@pytest.mark.thorough
 def test_all_kinds_are_compared_and_failures_stop_nothing(compare, target, target_dir, suite, tmp_path, capsys):  # noqa: F811
     data = write_data(tmp_path / "data", target)
     recipes = tmp_path / "recipes"
@@ -112,6 +113,7 @@ def test_all_kinds_are_compared_and_failures_stop_nothing(compare, target, targe
     assert again["drafters"]["eagle3"] == summary["drafters"]["eagle3"]
 
 
+@pytest.mark.thorough
 def test_a_process_that_fails_leaves_its_last_line(script, tmp_path):
     log = tmp_path / "logs" / "one.log"
     with pytest.raises(RuntimeError, match=r"exit status 3: no good, see one\.log"):

@@ -60,6 +60,7 @@ def error_of(capsys, arguments) -> str:
     return capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_results_hold_what_was_measured(command, tmp_path, capsys):
     assert cli.main(command()) == 0
     results = read(tmp_path)
@@ -91,6 +92,7 @@ def test_results_hold_what_was_measured(command, tmp_path, capsys):
     assert "identical to plain decoding on 4 of 4 prompts; identical to transformers generate on 4 of 4" in shown
 
 
+@pytest.mark.thorough
 def test_transformers_own_speculation_beside_ours(command, target_dir, tmp_path, capsys):
     names = "hf_generate,hf_prompt_lookup,hf_assisted"
     for assistant in ("", str(target_dir)):
@@ -107,6 +109,7 @@ def test_transformers_own_speculation_beside_ours(command, target_dir, tmp_path,
 
 
 # The second turn, which one question has, is longer than two first turns together.
+@pytest.mark.thorough
 @pytest.mark.parametrize(("size", "largest"), [(2, "(1 row x"), (8, "(3 rows x")])
 def test_batches_give_the_same_answers_on_every_side(command, tmp_path, capsys, size, largest):
     assert cli.main(command()) == 0
@@ -128,6 +131,7 @@ def test_batches_give_the_same_answers_on_every_side(command, tmp_path, capsys, 
     assert largest in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_sampled_runs_compare_no_tokens(command, tmp_path, capsys):
     changes = {"temperature": 0.8, "top-k": 20, "top-p": 0.9, "min-p": 0.01, "limit": 2, "tree": "chain:2@sample"}
     assert cli.main(command(**changes)) == 0
@@ -137,6 +141,7 @@ def test_sampled_runs_compare_no_tokens(command, tmp_path, capsys):
     assert "sampled" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_a_repetition_penalty_is_the_same_for_every_side(command, tmp_path):
     assert cli.main(command(**{"repetition-penalty": 1.5, "min-p": 0.1, "limit": 2})) == 0
     results = read(tmp_path)
@@ -152,12 +157,14 @@ def test_none_drafts_nothing(command, tmp_path):
     assert results["overall"]["speedup"] == {}
 
 
+@pytest.mark.thorough
 def test_any_causal_language_model_drafts(command, target_dir, tmp_path):
     assert cli.main(command(drafter=target_dir, limit=1)) == 0
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["kind"] == "draft_model" and results["overall"]["acceptance_rate"] == 1.0
 
 
+@pytest.mark.thorough
 def test_the_order_of_sides_rotates(command, tmp_path, monkeypatch):
     order = []
     original = runner.engine_side
@@ -171,6 +178,7 @@ def test_the_order_of_sides_rotates(command, tmp_path, monkeypatch):
     assert order[2:] == ["ours", "plain", "plain", "ours", "plain", "ours", "ours", "plain"]
 
 
+@pytest.mark.thorough
 def test_an_interrupted_run_goes_on(command, tmp_path, monkeypatch):
     original, seen = runner.answer, []
 
@@ -227,6 +235,7 @@ def test_the_runner_takes_any_search(target, suite, tmp_path):
     assert json.loads((tmp_path / "r.json").read_text())["tree_search"] == results["tree_search"]
 
 
+@pytest.mark.thorough
 def test_auto_takes_the_tree_that_was_predicted_fastest(command, tmp_path, monkeypatch):
     search = tuning.search_tree
     monkeypatch.setattr(
@@ -254,6 +263,7 @@ def test_a_drafter_folder_may_name_its_tree(tmp_path):
         default_tree(str(tmp_path))
 
 
+@pytest.mark.thorough
 def test_kinds_that_decoding_json_switches_off_are_decoded_plainly(command, target_dir, tmp_path):
     own = Target.load(str(target_dir), "float32", "cpu")
     folder = tmp_path / "drafter"

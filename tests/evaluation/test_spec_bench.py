@@ -59,6 +59,7 @@ def parts():
     return target.model, target.tokenizer
 
 
+@pytest.mark.thorough
 def test_our_decoder_runs_in_their_loop(parts):
     model, tokenizer = parts
     drafted = spec_bench_loop(

@@ -61,6 +61,7 @@ def test_eagle1_says_what_engines_lack(tmp_path):
     assert shipping("eagle1").unsupported(head, "gguf") == ["no gguf format is known for kind 'eagle1'"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options", [{}, {"num_hidden_layers": 2, "qk_norm": True, "norm_before_residual": True}], ids=len
 )

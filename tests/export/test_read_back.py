@@ -69,6 +69,7 @@ def test_every_kind_with_a_format_of_its_own_is_tried():
     assert kinds == KEYS.keys() == {kind for kind, _, _ in CASES}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "form", "options"), CASES, ids=lambda value: value if isinstance(value, str) else len(value)
 )
@@ -123,6 +124,7 @@ def test_a_frozen_head_is_the_targets(target, tmp_path):
         shipping("dflash").check(trained, folder)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["eagle3", "eagle1", "medusa", "mlp_speculator", "dflash"])
 def test_an_export_of_another_drafter_is_an_error_of_the_user(target, tmp_path, kind):
     """One of another width and vocabulary, and one of another kind."""
@@ -140,6 +142,7 @@ def test_an_export_of_another_drafter_is_an_error_of_the_user(target, tmp_path, 
         shipping(kind).check(trained, wrong)
 
 
+@pytest.mark.thorough
 def test_import_checks_and_keeps_an_exported_head(target, tmp_path, capsys):
     trained, folder = exported(target, tmp_path, "eagle3", "vllm", torch.float32, norm_output=True)
     command = ["import", "--checkpoint", str(folder), "--target", str(target.path), "--output", str(tmp_path / "ours")]

@@ -62,6 +62,7 @@ def test_names_and_shapes_are_those_of_vllms_classes(target, tmp_path):
     assert len(config["top_k_tokens_per_head"]) == config["n_predict"] == 3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["medusa", "mlp_speculator"])
 def test_a_changed_or_missing_weight_is_found(target, tmp_path, kind):
     trained, folder = exported(target, tmp_path, kind)

@@ -180,6 +180,7 @@ def test_what_a_file_cannot_say_is_refused(tmp_path):
         write_gguf(tmp_path / "bytes", tmp_path / "m.gguf", torch.float32)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("form", ["transformers", "vllm", "gguf"])
 def test_export_and_verify_of_a_draft_model(tmp_path, capsys, form):
     make_checkpoint(tmp_path / "hf", "llama")

@@ -68,6 +68,7 @@ def push_command(work: Path, *more: str) -> list[str]:
             "--base-model", "someone/base", "--dtype", "float32", *more]  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_a_dry_run_writes_what_would_go_up_and_no_local_path(work, tmp_path, capsys):
     out = tmp_path / "out"
     assert main(push_command(work, "--dry-run", "--output", str(out), "--license", "mit")) == 0
@@ -215,6 +216,7 @@ def run_against(server: HubServer, home: Path, commands: list) -> tuple[list[int
     return json.loads(done.stdout.rpartition("=== ")[2]), out, errors
 
 
+@pytest.mark.thorough
 def test_the_hub_from_login_to_reading_back(work, tmp_path):
     """Auth failures, an interrupted upload that resumes, an update with a tag, and an evaluation of the published drafter."""
     push = push_command(work)

@@ -69,6 +69,7 @@ def test_a_useless_drafter_costs_less_than_three_percent(tree, seed):
     assert 2 < sum(depth > 0 for depth in machine.depths[100:]) < 60  # it goes on trying
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("accept", [0.6, 0.8, 0.95])
 def test_a_useful_drafter_is_used(accept):
     fixed = min(s / t for s, t, _ in (Machine().play(TreeSpec.parse(f"chain:{k}"), 3000, accept) for k in (1, 2, 4, 8)))
@@ -144,6 +145,7 @@ def test_the_ladder_ends_with_the_tree_itself(tree):
     assert len(ladder) >= 3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(1.2, 20, 0.9)])
 def test_outputs_do_not_depend_on_the_pace(sampling):
     target, _ = family("llama")

@@ -32,6 +32,7 @@ def tokens_of(generations):
     return [generation.tokens for generation in generations]
 
 
+@pytest.mark.thorough
 @settings(max_examples=150, deadline=None)
 @given(
     prompts=prompt_lists,
@@ -58,6 +59,7 @@ def test_rows_do_not_change_each_other(prompts, seed, agree, nodes, count, max_r
         assert generation.stats.new_tokens == len(tokens)
 
 
+@pytest.mark.thorough
 @settings(max_examples=15, deadline=None)
 @given(
     name=st.sampled_from(["llama", "gemma3", "mistral"]),
@@ -78,6 +80,7 @@ def test_real_models_in_batches(name, prompts, seed, agree, nodes, count, max_ro
     assert tokens_of(got) == want
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mistral"])
 def test_greedy_batches_are_what_transformers_generates(name):
     target, reference = family(name)
@@ -87,6 +90,7 @@ def test_greedy_batches_are_what_transformers_generates(name):
         assert tokens_of(generate_batch(target, NgramDrafter(), PROMPTS, **options)) == want, spec
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("spec", ["chain:3", "fanout:2x2", "dynamic:4,3,9"])
 @pytest.mark.parametrize("combined", [False, True])
 def test_eagle3_in_batches(target, spec, combined):
@@ -123,6 +127,7 @@ def test_eagle3_steps_once_per_depth_for_all_rows(target):
     assert [len(tree) for tree in mixed] == [0, 1, 5, 2, 0]
 
 
+@pytest.mark.thorough
 def test_sampled_rows_have_their_own_seeds():
     target, _ = family("llama")
     hot = SamplingParams(1.1, 40, 0.95)
@@ -144,6 +149,7 @@ def test_rows_join_as_others_finish(monkeypatch):
     assert sizes == [2] * 10 + [1] * 5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("size", [1, 5, 13])
 def test_prompts_in_pieces(monkeypatch, size):
     """Chunks cross the borders of prompts; drafters still get every feature, in order."""
@@ -160,6 +166,7 @@ def test_prompts_in_pieces(monkeypatch, size):
         torch.testing.assert_close(features, reference, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.thorough
 def test_long_prompts_need_no_quadratic_mask(monkeypatch):
     length = 8300
     target = make_target(layers=2, hidden=16, max_position_embeddings=16384)
@@ -207,6 +214,7 @@ def test_bad_input_is_named():
     assert generate_batch(target, None, [], max_new_tokens=4) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_the_packed_kernel_serves_the_cache(name, monkeypatch):
     """What a GPU does, with the kernel's torch reference in its place: the same tokens, one plan per round."""

@@ -215,11 +215,13 @@ def bulk_pairs(case: Case, judge=try_drawn, tokens=None) -> Tensor:
     return torch.bincount(chosen[0] * VOCAB + chosen[1], minlength=VOCAB**2).view(VOCAB, VOCAB)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.drawn])
 def test_pairs_in_bulk_follow_the_target_exactly(name):
     check(bulk_pairs(CASES[name]), CASES[name], COUNT)
 
 
+@pytest.mark.thorough
 def test_a_drawn_child_is_accepted_as_often_as_can_be():
     """A chain's first token with probability sum min(p, q): more is impossible, by the coupling inequality."""
     case = CASES["drawn_chain"]
@@ -250,16 +252,19 @@ def rejection(residual=True, renormalise=True, remove=True):
     return judge
 
 
+@pytest.mark.thorough
 def test_the_rule_told_in_another_way_is_the_same_rule():
     assert torch.equal(bulk_pairs(CASES["drawn_fanout"], rejection()), bulk_pairs(CASES["drawn_fanout"]))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("part", ["residual", "renormalise", "remove"])
 def test_a_rule_with_a_part_left_out_is_caught(part):
     case = CASES["drawn_fanout"]
     assert p_value(bulk_pairs(case, rejection(**{part: False})), joint(case)) < 1e-6
 
 
+@pytest.mark.thorough
 def test_draws_with_replacement_are_caught():
     case = Case((3, 2), replace=True)
     assert p_value(bulk_pairs(case), joint(case)) < 1e-6
@@ -287,6 +292,7 @@ class MarkovDrafter(Drafter):
         return expand(spec, DRAFTER[self.last], lambda tokens, parents: DRAFTER[tokens], None, sampler)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("text", ["chain:2@sample", "fanout:2x2@sample@stop=0.2", "paths:0,1,0-0@sample"])
 def test_the_whole_loop_with_drawn_trees(text):
     """One long text: pairs that follow each token. The same seed gives it again, another seed does not."""

@@ -24,6 +24,7 @@ def llama():
     return family("llama")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gemma2", "mistral"])
 def test_greedy_is_what_transformers_generates(name):
     target, reference = family(name)
@@ -39,6 +40,7 @@ def test_greedy_is_what_transformers_generates(name):
         assert (got.stats.accepted_length > 1.3) == (agree > 0)
 
 
+@pytest.mark.thorough
 @settings(max_examples=25, deadline=None)
 @given(
     name=st.sampled_from(["llama", "gemma3"]),
@@ -83,6 +85,7 @@ def test_never_more_than_asked_for(llama, count):
     assert not got.stats.ended
 
 
+@pytest.mark.thorough
 def test_eos_ends_wherever_it_comes(llama):
     target, _ = llama
     plain = generate(target, None, PROMPT, max_new_tokens=20, eos_ids=()).tokens
@@ -168,10 +171,12 @@ def redraw_without_removing(self, tree, logits):
         tokens.append(drafted[node])
 
 
+@pytest.mark.thorough
 def test_sampled_tokens_follow_the_target_exactly():
     assert pair_p_value(MarkovTarget(), 5_000) > 1e-3
 
 
+@pytest.mark.thorough
 def test_the_distribution_test_catches_a_planted_bug(monkeypatch):
     def planted(verifiers, trees, logits, choices):
         return [redraw_without_removing(verifiers[0], trees[0], logits)]

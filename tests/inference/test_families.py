@@ -66,6 +66,7 @@ def assert_close(ours, theirs):
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.thorough
 @every_family
 def test_greedy_is_what_transformers_generates(name):
     target, reference = family(name)
@@ -83,6 +84,7 @@ def test_greedy_is_what_transformers_generates(name):
         assert got.stats.accepted_length > 1
 
 
+@pytest.mark.thorough
 @every_family
 def test_sampled_tokens_follow_transformers_distribution(name):
     """A token's place in the cumulative distribution, given what came before, is uniform (Rosenblatt's transform)."""

@@ -38,6 +38,7 @@ def tokens_of(decoder, prompts):
     return [made.tokens for made in decoder.generate(prompts, max_new_tokens=COUNT, seed=5)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shared", [True, False], ids=["one_decoder", "own_decoders"])
 @pytest.mark.parametrize("drafting", [False, True], ids=["plain", "drafting"])
 @pytest.mark.parametrize("temperature", [0.0, 1.1], ids=["greedy", "sampled"])
@@ -50,6 +51,7 @@ def test_threads_write_what_one_thread_writes(packed, shared, drafting, temperat
             assert list(pool.map(tokens_of, used, PROMPTS)) == want
 
 
+@pytest.mark.thorough
 def test_responses_in_threads(packed):
     engine = ResponseEngine(packed, slots=3, max_length=128)
 
@@ -63,6 +65,7 @@ def test_responses_in_threads(packed):
             assert list(pool.map(run, PROMPTS)) == want
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("drafting", [False, True])
 def test_streams_of_one_decoder_interleave(packed, monkeypatch, graphs, drafting):
@@ -83,6 +86,7 @@ def test_streams_of_one_decoder_interleave(packed, monkeypatch, graphs, drafting
     packed.idle_steps.clear()
 
 
+@pytest.mark.thorough
 def test_an_abandoned_stream_returns_its_lease(packed, monkeypatch):
     monkeypatch.setattr(static, "_serves", lambda device: True)
     packed.idle_steps.clear()

@@ -61,6 +61,7 @@ def run(target: Target, requests: list[ResponseRequest], slots: int, sampling: S
     return {done.key: done for done in engine.run(requests, sampling or SamplingParams(0.0), **options)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("make", [make_target, make_gemma], ids=["llama", "gemma3"])
 @pytest.mark.parametrize("prefix", [[], [256, *range(1, 20)]], ids=["no_prefix", "prefix"])
 def test_greedy_equals_transformers(make, prefix):
@@ -76,6 +77,7 @@ def test_greedy_equals_transformers(make, prefix):
         assert done.sequence == prompts[int(key)] + done.tokens
 
 
+@pytest.mark.thorough
 def test_long_prompts_are_read_in_pieces(monkeypatch):
     monkeypatch.setattr("drafttrain.inference.engine._CHUNK", 7)
     target = make_gemma()
@@ -86,6 +88,7 @@ def test_long_prompts_are_read_in_pieces(monkeypatch):
         assert got[str(i)].tokens == hf_greedy(target, prompt, 12, [257])
 
 
+@pytest.mark.thorough
 def test_prefix_is_computed_once_and_drain_runs_fewer_rows(monkeypatch, target):
     shapes: list[tuple[int, ...]] = []
     target.pack()  # which runs forwards of its own
@@ -108,6 +111,7 @@ def test_prefix_is_computed_once_and_drain_runs_fewer_rows(monkeypatch, target):
     assert shapes.count((1, 1)) == 56
 
 
+@pytest.mark.thorough
 def test_identical_prompts_share_all_but_one_token(target):
     prompt = [256, *range(20)]
     requests = [ResponseRequest(str(i), prompt, 20, {257}) for i in range(6)]
@@ -117,6 +121,7 @@ def test_identical_prompts_share_all_but_one_token(target):
     assert all(done.tokens == want for done in run(target, requests, 3).values())
 
 
+@pytest.mark.thorough
 def test_sampled_output_does_not_depend_on_neighbours(target):
     prompts = make_prompts(12, [256])
     requests = [ResponseRequest(str(i), prompt, 30, {257}) for i, prompt in enumerate(prompts)]
@@ -147,6 +152,7 @@ def test_captured_features_equal_the_forward(make):
         torch.testing.assert_close(done.last_hidden.float(), want.last_hidden[0], rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.thorough
 def test_follow_up_goes_on_in_the_slot(target):
     """Turn two equals a fresh run over the whole history, and its features cover both turns."""
     prompts = make_prompts(7, [256, 1])
@@ -189,6 +195,7 @@ def test_length_limits(target):
     assert list(engine.run([], SamplingParams(0.0))) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("capture", [(), (1, 3)])
 def test_the_cache_grows_with_the_sequences(target, monkeypatch, capture):
     """Also with static passes, whose buffers a growing cache moves."""
@@ -242,6 +249,7 @@ def filtered(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
     return scores.softmax(-1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("vocab", [7, 256, 700])
 @pytest.mark.parametrize(
     "sampling",

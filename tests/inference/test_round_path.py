@@ -58,6 +58,7 @@ def listed_files() -> list[str]:
     return [line.split()[0] for line in block.group(1).splitlines() if line.strip()]
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(cpu_kernels() is None, reason="no C compiler here")
 def test_a_round_crosses_few_files():
     files = files_of_a_round()

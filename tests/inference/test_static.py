@@ -53,6 +53,7 @@ def near_tie(reference, prompt, tokens):
     return bool((best - second < 1e-4).any())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "mixtral", "qwen3_moe", "gpt2", "opt_post_norm"])
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
@@ -88,6 +89,7 @@ def test_generations_are_those_of_dynamic_passes(
     assert counted or all(len(tokens) < 2 for tokens, _ in want)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("spec", ["none", "chain:4", "fanout:3x2", "dynamic:4,3,9", "dynamic:3,3,8@stop=0.1"])
 def test_every_kind_of_tree(spec, on_cpu, counted):
     target = make_target()
@@ -119,6 +121,7 @@ def test_few_shapes_serve_many_passes():
     assert step_shape([9, 9, 9]) == (4, 32, 16, 1)
 
 
+@pytest.mark.thorough
 def test_cache_and_steps_outlive_a_call(on_cpu):
     target = make_target(layers=2)
     want = decode(target, None, PROMPTS, False)

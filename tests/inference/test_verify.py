@@ -170,6 +170,7 @@ def hf(reference, **options):
     return out[0, len(PROMPT) :].tolist()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 @pytest.mark.parametrize("penalty", [2.0, 0.7])
 def test_greedy_with_a_repetition_penalty_is_what_transformers_generates(name, penalty):

@@ -54,17 +54,20 @@ def compare(monkeypatch, x, w, target, index, weight, loss, measure=True, chunk=
         assert torch.equal(got.agree, want.agree)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("loss", [*DIVERGENCES, *MIXES])
 def test_every_loss_matches_torch(monkeypatch, loss):
     compare(monkeypatch, *make(), loss)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kept", [1, 128, 129, 300])
 def test_odd_widths_and_several_blocks(monkeypatch, kept):
     monkeypatch.setattr(fused, "_BLOCK", 128)
     compare(monkeypatch, *make(kept, max(kept + 3, 200)), "kl+js+lk_lambda+reverse_kl+ce", chunk=3)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("loss", ["kl", "0.5*js+0.5*reverse_kl", "kl@2+ce"])
 def test_low_precision(monkeypatch, dtype, loss):
@@ -76,6 +79,7 @@ def test_without_metrics(monkeypatch, loss):
     compare(monkeypatch, *make(), loss, measure=False)
 
 
+@pytest.mark.thorough
 def test_every_form_of_a_target(monkeypatch):
     x, w, target, index, weight = make()
     logits = target.logits(torch.arange(4))

@@ -44,6 +44,7 @@ def outputs(function, leaves, spans):
     return [out, *(leaf.grad for leaf in leaves)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("size", "asked", "share"), [(4, 4, 1.0), (5, 4, 0.2), (2, 1, 0.5)])
 def test_outputs_and_gradients_are_the_textbooks(size, asked, share):
     leaves, spans = case(size, asked, share)
@@ -56,6 +57,7 @@ def test_no_block_at_all_still_reaches_every_tensor():
     assert all(not grad.any() for grad in outputs(block_attention, leaves, spans)[1:])
 
 
+@pytest.mark.thorough
 def test_the_form_for_gpus_gives_the_same():
     """FlexAttention as torch defines it, uncompiled; its gradients exist on GPUs only."""
     leaves, spans = case(5, 4, 0.2, e=16, dtype=torch.float32)

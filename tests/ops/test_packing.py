@@ -122,6 +122,7 @@ def test_a_compiler_that_fails_is_reported(monkeypatch, caplog, tmp_path):
     assert not list((tmp_path / "native").iterdir())
 
 
+@pytest.mark.thorough
 @needs_compiler
 def test_the_build_is_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("DRAFTTRAIN_CACHE", str(tmp_path))

@@ -73,6 +73,7 @@ def test_all_depths_and_gradients_are_those_of_one_masked_softmax(heads, kv, win
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.thorough
 def test_gradients_against_finite_differences():
     generator = torch.Generator().manual_seed(1)
     begin = begins((3, 4))
@@ -118,6 +119,7 @@ def _lists(mask):
             yield sorted(row[:count])
 
 
+@pytest.mark.thorough
 def test_the_form_for_gpus_gives_the_same():
     """FlexAttention as torch defines it, uncompiled; its gradients exist on GPUs only."""
     generator = torch.Generator().manual_seed(2)

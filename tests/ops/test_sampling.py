@@ -75,6 +75,7 @@ def test_the_same_tokens_as_transformers(temperature, top_k, top_p, min_p):
     torch.testing.assert_close(got[scores != edge], want[scores != edge], rtol=2e-5, atol=1e-8)
 
 
+@pytest.mark.thorough
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
@@ -95,6 +96,7 @@ def test_the_fast_sampler_reaches_the_same_tokens(seed, scale, temperature, top_
     assert got[probs > 1 / 4000].all()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("params", [SamplingParams(1.0), SamplingParams(0.9, 30), SamplingParams(1.2, 0, 0.8, 0.05)])
 def test_the_fast_sampler_follows_the_same_distribution(params):
     count = 20_000

@@ -129,6 +129,7 @@ def test_siblings_share_a_position():
     assert TreeLayout(3, count=4).positions().tolist() == [[3, 4, 5, 6]]
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(cpu_kernels() is None, reason="no C compiler here")
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())

@@ -85,6 +85,7 @@ def difference(query, keys, values, forward, geometry, **options):
 RAGGED = [TreeLayout(5, tree(3)), TreeLayout(0, []), TreeLayout(37, tree(10)), TreeLayout(20, count=6)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize(
     ("window", "softcap", "sinks", "parts"),
@@ -97,6 +98,7 @@ def test_a_ragged_batch_equals_the_reference(dtype, window, softcap, sinks, part
     assert difference(*data, geometry, window=window, softcap=softcap, sinks=sinks) < TOLERANCE[dtype]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("n", [1, 2, 31, 32, 33, 63, 64, 65, 96, 97, 130])
 @pytest.mark.parametrize("block_n", [16, 64])
 def test_every_count_of_nodes_around_the_words_of_the_bitmask(n, block_n):
@@ -124,6 +126,7 @@ def test_block_edges_of_prefix_and_window(prefix, window):
     assert difference(*data, Geometry(16, 16, 2, 4, 1), window=window) < 2e-5
 
 
+@pytest.mark.thorough
 def test_more_parts_than_blocks_leave_no_trace():
     assert difference(*batch([TreeLayout(3, tree(4))]), Geometry(16, 16, 20, 4, 1)) < 2e-5
 
@@ -144,6 +147,7 @@ def test_one_wrong_bit_is_noticed(asking, asked):
     assert difference(query, keys, values, forward, geometry) > 1e-3
 
 
+@pytest.mark.thorough
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_random_batches(data):
@@ -207,6 +211,7 @@ def static_batch(numbers, layouts, rows):
     return query, keys, values, count
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("window", "softcap", "sinks"), [(None, None, False), (7, None, True), (3, 5.0, False)])
 def test_one_static_plan_serves_batch_after_batch(window, softcap, sinks, monkeypatch):
     """Kernels and reference read its tensors alone, so what a graph has captured (the geometry too) stays right."""

@@ -26,6 +26,7 @@ def results(tmp_path):
     return path
 
 
+@pytest.mark.thorough
 def test_table_and_picture(results, tmp_path, capsys):
     picture = tmp_path / "out" / "report.png"
     assert cli.main(["report", str(results), str(results), "--output", str(picture)]) == 0

@@ -109,6 +109,7 @@ def compared(tmp_path_factory):
     return output
 
 
+@pytest.mark.thorough
 def test_one_drafter(write, tmp_path, capsys):
     output = tmp_path / "one.html"
     assert cli.main(["report", write("a.json", results()), "--output", str(output)]) == 0
@@ -138,6 +139,7 @@ def test_one_drafter(write, tmp_path, capsys):
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in (tmp_path / "one_charts").iterdir())
 
 
+@pytest.mark.thorough
 def test_several_drafters_and_a_sweep(compared):
     text = " ".join("".join(Page(compared.read_text()).text).split())
     for part in ("2 drafters compared", "ngram: 1.62 times", "head: 1.62 times", "differs", "Speed-up by batch size"):
@@ -146,6 +148,7 @@ def test_several_drafters_and_a_sweep(compared):
     assert (compared.parent / "compared_charts" / "crossover.png").is_file()
 
 
+@pytest.mark.thorough
 def test_older_results_lack_histogram_texts_and_intervals(write, tmp_path):
     content = results(outputs=False)
     del content["overall"]["accepted_length_histogram"], content["overall"]["confidence"]
@@ -173,6 +176,7 @@ def test_both_forms_of_a_cell_and_an_axis_of_its_own():
     assert nested[1].rows() == [("chain:3", ["1.40\u00d7"]), ("chain:6", ["1.60\u00d7"])]
 
 
+@pytest.mark.thorough
 def test_a_sweep_alone_and_where_it_cannot_go(write, tmp_path, capsys):
     file = write("s.json", sweep())
     assert cli.main(["report", file, "--output", str(tmp_path / "s.html")]) == 0

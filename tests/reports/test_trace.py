@@ -126,6 +126,7 @@ def test_the_page_stands_alone(traced):
     assert source.count('<section class="round') == len(traced.rounds)
 
 
+@pytest.mark.thorough
 def test_command(target_dir, tmp_path, capsys):
     output = tmp_path / "trace.html"
     base = [

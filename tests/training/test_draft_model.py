@@ -34,6 +34,7 @@ def weights(folder):
     return load_file(folder / "model.safetensors")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("more", [[], ["packing=true", "max_length=64"]], ids=["", "packed"])
 def test_layers_of_the_target_are_distilled_and_the_run_goes_on_exactly(train, tiny, tmp_path, more):
     words = [
@@ -56,6 +57,7 @@ def test_layers_of_the_target_are_distilled_and_the_run_goes_on_exactly(train, t
     assert generate(target, drafter, [5, 6, 7], max_new_tokens=20, spec=TreeSpec.parse("fanout:3x2")).tokens == want
 
 
+@pytest.mark.thorough
 def test_lora_goes_on_from_its_adapter(train, tmp_path):
     words = ["drafter.layers=[0, 2]", "drafter.lora={r: 4}", "learning_rate=0.01"]
     assert train(*words, f"output_dir={tmp_path / 'whole'}") == 0
@@ -68,6 +70,7 @@ def test_lora_goes_on_from_its_adapter(train, tmp_path):
     assert any(not torch.equal(before[key], after[key]) for key in before)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("more", [[], ["drafter.lora={r: 4}", "learning_rate=0.01"]], ids=["", "lora"])
 def test_the_weights_that_decode_best_are_taken_at_the_end(train, tmp_path, monkeypatch, more):
     lengths = iter((2.0, 1.5))
@@ -78,6 +81,7 @@ def test_the_weights_that_decode_best_are_taken_at_the_end(train, tmp_path, monk
     assert any(not torch.equal(taken[key], last[key]) for key in last)
 
 
+@pytest.mark.thorough
 def test_text_pretrains_and_the_result_is_distilled(train, tiny, tmp_path):
     text = tmp_path / "corpus.jsonl"
     text.write_text("".join(json.dumps({"text": f"one two three {i} " * 20}) + "\n" for i in range(12)))

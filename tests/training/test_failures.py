@@ -62,6 +62,7 @@ def fails(begun, tmp_path, capsys, message: str) -> None:
     assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-2"] and not (run / ".partial").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("fault", "message"), STEP, ids=[fault.__name__ for fault, _ in STEP])
 def test_a_step_that_fails(begun, tmp_path, monkeypatch, capsys, fault, message):
     plain = DrafterTrainer.compute_loss
@@ -82,6 +83,7 @@ def test_no_memory_before_the_first_step(begun, tmp_path, monkeypatch, capsys):
     assert "error: out of memory on cpu (" in said and "no checkpoint was written before" in said
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "error",
     [
@@ -103,6 +105,7 @@ def test_a_disk_that_fills_while_saving(begun, tmp_path, monkeypatch, capsys, er
     )
 
 
+@pytest.mark.thorough
 def test_an_empty_mask(begun, tmp_path, monkeypatch, capsys):
     plain = loader.collate
 
@@ -115,6 +118,7 @@ def test_an_empty_mask(begun, tmp_path, monkeypatch, capsys):
     assert "the loss mask of all rows is empty" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_other_errors_stay_what_they_are(begun, tmp_path, monkeypatch):
     def broken(self, *args, **kwargs):
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
@@ -124,6 +128,7 @@ def test_other_errors_stay_what_they_are(begun, tmp_path, monkeypatch):
         main(["train", *begun[1], f"output_dir={tmp_path}"])
 
 
+@pytest.mark.thorough
 def test_resume_false_begins_anew_and_only_then_are_an_old_drafters_settings_forgotten(begun, tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(begun[0], run)

@@ -140,6 +140,7 @@ def test_a_resumed_run_has_the_same_responses(target):
     assert other.pool == policy.pool and other.round == policy.round == 2
 
 
+@pytest.mark.thorough
 def test_processes_share_the_work(target, monkeypatch):
     alone, _ = make(target)
     alone.refresh(0)

@@ -159,6 +159,7 @@ def wandb_records(path: Path) -> Iterator[bytes]:
             record = b""
 
 
+@pytest.mark.thorough
 def test_wandb_has_the_values(whole):
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -175,6 +176,7 @@ def test_wandb_has_the_values(whole):
         assert rows[key], key
 
 
+@pytest.mark.thorough
 def test_sigterm_saves_first_and_the_run_goes_on(tiny, tmp_path, monkeypatch, capsys):
     words, plain = recipe(tmp_path, tiny, decode_prompts=0), DrafterTrainer.compute_loss
 

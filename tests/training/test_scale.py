@@ -80,6 +80,7 @@ def check(ours, alone) -> None:
     assert ours[2]["best"]["accepted_length"] == pytest.approx(alone[2]["best"]["accepted_length"])
 
 
+@pytest.mark.thorough
 def test_accumulated_pieces_equal_the_whole_batch(tiny, alone, tmp_path):
     assert main(["train", *recipe(tmp_path, tiny, 1, 4)]) == 0
     check(outcome(tmp_path), alone())

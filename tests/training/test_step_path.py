@@ -6,6 +6,7 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import TrainingArguments
 
@@ -49,6 +50,7 @@ def files_of_a_step(target, tmp_path) -> list[str]:
     return list(seen)
 
 
+@pytest.mark.thorough
 def test_a_step_crosses_few_files_and_the_docs_list_them(target, tmp_path):
     files = files_of_a_step(target, tmp_path)
     assert len(files) <= MOST_FILES, files

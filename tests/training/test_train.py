@@ -78,6 +78,7 @@ def launch(words: list[str], launcher: list[str] | None = None, **env: str) -> s
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
+@pytest.mark.thorough
 def test_a_run_as_a_script_trains_saves_and_is_not_repeated(tiny, tmp_path):
     words = write_recipe(tmp_path, *tiny)
     first = launch(words)
@@ -91,6 +92,7 @@ def test_a_run_as_a_script_trains_saves_and_is_not_repeated(tiny, tmp_path):
     assert again.returncode == 0 and "already trained" in again.stdout
 
 
+@pytest.mark.thorough
 def test_a_time_budget_ends_the_run(tiny, tmp_path, monkeypatch):
     """A clock that shows a quarter of a second more at each reading: twelve steps are 3 seconds, over several epochs."""
     ticks = itertools.count(1)
@@ -101,6 +103,7 @@ def test_a_time_budget_ends_the_run(tiny, tmp_path, monkeypatch):
     assert summary["steps"] == 12
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("words", "message"),
     [

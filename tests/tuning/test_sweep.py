@@ -20,6 +20,7 @@ def command(target_dir, suite, tmp_path):  # noqa: F811
     return arguments
 
 
+@pytest.mark.thorough
 def test_a_sweep_saves_every_cell_and_goes_on(command, tmp_path, monkeypatch, capsys):
     arguments = command("--lengths", "1,2", "--batch-sizes", "1,2", "--contexts", "0,64", "--temperatures", "0,1")
     evaluate, calls = runner.evaluate, []

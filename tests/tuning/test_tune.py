@@ -48,6 +48,7 @@ def drafters(target):
 GREEDY, HOT = SamplingParams(), SamplingParams(0.7, 20)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "sampling"), [("eagle3", GREEDY), ("ngram", GREEDY), ("eagle3+ngram", GREEDY), ("eagle3+ngram", HOT)]
 )
@@ -142,6 +143,7 @@ def tune_command(target_dir, drafter, tmp_path, *more):
             "--max-new-tokens", "16", "--repeats", "1", "--output", str(tmp_path / "tune.json"), *more]  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_tune_writes_the_drafters_default(target_dir, target, tmp_path, capsys, monkeypatch):
     from drafttrain.target import Target
 
