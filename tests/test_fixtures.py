@@ -81,6 +81,7 @@ def read(path):
 # -- drafters ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("entry", EXPECTED["decoded"], ids=name_of)
 def test_a_drafter_decodes_as_before(target, entry, monkeypatch):
     monkeypatch.chdir(FIXTURES)  # nothing is written
@@ -298,6 +299,7 @@ def tensors_of(folder):
     return load_file(folder / "model.safetensors")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", EXPORTS)
 def test_an_export_has_the_tensors_it_had(home, name):
     drafter, _, form = EXPORTS[name]

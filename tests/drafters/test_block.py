@@ -213,6 +213,7 @@ def test_trees_are_well_formed_and_go_no_deeper_than_the_block(target, kind, tex
         assert tree.depths == [1, 2, 3, 4]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_drawn_trees_say_what_they_were_drawn_from(target, kind):
     drafter, params = shaken(kind, target), SamplingParams(temperature=0.8, top_k=20)

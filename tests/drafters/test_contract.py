@@ -175,6 +175,7 @@ def test_one_batch_is_overfitted_with_a_gradient_on_every_parameter(kind):
     assert learned(steps), f"after {len(steps)} steps: {steps[0].loss} -> {steps[-1].loss}, {steps[-1].metrics}"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", TRAINED)
 def test_training_step_k_is_what_decoding_computes_at_depth_k(kind, decoding):
     """Both are asked about the same paths: -log q of their last token, by the loss and by what the token was drawn from."""
@@ -236,6 +237,7 @@ def _trainer_keys() -> tuple[str, ...]:
 # -- proposal half --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_trees_are_well_formed_alone_and_together(kind, decoding):
     drafter = decoding(kind)
@@ -295,6 +297,7 @@ def test_greedy_decoding_is_the_targets_own(kind, decoding):
         assert sum(rounds) / len(rounds) > 1.3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_sampling_by_rule_spends_the_targets_own_numbers(kind, decoding):
     """Trees chosen by a rule leave the text of a seed as it is; drawn ones are checked in tests/decode."""

@@ -83,6 +83,7 @@ def public(cls: type) -> set[str]:
     return {name for name in [*vars(cls), *getattr(cls, "__annotations__", {})] if not name.startswith("_")}
 
 
+@pytest.mark.thorough
 def test_what_others_use_on_a_drafter_is_declared():
     declared = public(Drafter) | KNOWN | MODULE
     outside = [path for path in FILES if "drafters" not in path.parts[len(PACKAGE.parts) :]]

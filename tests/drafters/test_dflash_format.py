@@ -26,6 +26,7 @@ def exported(target, folder, **options):
     return drafter, json.loads((folder / "config.json").read_text())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [

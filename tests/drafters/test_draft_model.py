@@ -166,6 +166,7 @@ def test_gradient_checkpointing_changes_no_gradient(target):
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FAMILIES)
 def test_all_layers_of_any_family_are_the_target_again(name):
     """No divergence in training, and every draft is right."""
@@ -194,6 +195,7 @@ def gradients(drafter, target, batch, source=None):
     return step, [p.grad.clone() for p in drafter.parameters() if p.grad is not None]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gemma2"])
 def test_packed_rows_train_as_single_ones_in_any_family(name):
     target, _ = family(name)
@@ -242,6 +244,7 @@ def session_after(drafter, ids, pieces=1):
     return session
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("packed", [False, pytest.param(True, marks=needs_compiler)])
 @pytest.mark.parametrize("text", ["chain:4", "fanout:3x2x2", "dynamic:4,3,10", "paths:0,1,0-0,0-1,1-0,0-0-0"])
 def test_every_node_gets_what_the_model_says_after_its_path(target, text, packed):

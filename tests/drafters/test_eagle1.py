@@ -32,6 +32,7 @@ def test_training(target):
     check_training(make_kind("eagle1", target, feature_noise=0.0, token_weight=1.0), target, learned=0.8)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kept", [KEPT, None], ids=["pruned", "whole"])
 @pytest.mark.parametrize("options", [{}, EVERYTHING], ids=["plain", "everything"])
 def test_both_halves_are_one_forward(target, kept, options):

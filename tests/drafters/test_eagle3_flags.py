@@ -64,6 +64,7 @@ def shaken(target, **options):
     return drafter.eval()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "everything" if len(o) > 9 else "-".join(map(str, o)))
 def test_training_step_k_is_decoding_at_depth_k(target, options):
     depth = 4

@@ -248,6 +248,7 @@ FLAGS = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("form", [SPECULATORS, FLAT])
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags))
 def test_every_flag_is_written_read_and_computed(target, tmp_path, form, flags):
@@ -278,6 +279,7 @@ def test_every_flag_is_written_read_and_computed(target, tmp_path, form, flags):
             compare_steps(back, tmp_path / "b")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("form", [SPECULATORS, FLAT])
 @pytest.mark.parametrize(
     "options", [{}, {"draft_vocab_size": 0}, {"feature_layers": (1, 6)}, *FLAGS], ids=lambda options: "+".join(options)

@@ -287,6 +287,7 @@ def test_kinds_that_decoding_json_switches_off_are_decoded_plainly(command, targ
     assert read(tmp_path)["categories"]["chat"]["draft_fraction"] > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -27,6 +27,7 @@ def trained(tmp_path, kind, **options):
     return find_drafter(str(tmp_path / "drafter"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("form", ["vllm", "sglang"])
 @pytest.mark.parametrize(
     "options", [{}, {"num_hidden_layers": 2, "attention_bias": True, "rope_parameters": YARN}], ids=len

@@ -32,6 +32,7 @@ def exported(target, tmp_path, kind, dtype=torch.float32, depth=3, **options):
     return trained, tmp_path / "theirs"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("kind", "options"), FORMS)
 def test_the_files_alone_compute_what_the_drafter_does(target, tmp_path, kind, options, dtype):

@@ -179,6 +179,7 @@ def check(seen: Tensor, case: Case, count: int) -> None:
     assert p_value(seen, joint(case)) > 1e-3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "count"),
     [(name, 2 * CHUNK if case.drawn else COUNT) for name, case in CASES.items()]

@@ -108,6 +108,7 @@ def test_sampled_tokens_follow_transformers_distribution(name):
     assert kstest(places(SamplingParams(0.4))[0], "uniform").pvalue < 1e-3, "the test must see a wrong distribution"
 
 
+@pytest.mark.thorough
 @every_family
 def test_tree_rows_are_the_logits_of_their_paths(name):
     target, reference = family(name)

@@ -209,6 +209,7 @@ def on_gpu(name):
     return Target.wrap(copy.deepcopy(family(name)[0].model).cuda(), None, name=name)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", ["llama", "gpt_oss", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "mixtral", "opt"))]
 )

@@ -137,6 +137,7 @@ for line in sys.argv[1:]:
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "lines",
     [

@@ -105,6 +105,7 @@ def test_acceptance_uses_the_full_target_distribution():
     torch.testing.assert_close(tempered, 0.5 * (p - q).abs().sum(-1))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("loss", [*DIVERGENCES])
 def test_every_loss_leads_to_the_target_and_stays_there(loss):
     """Descent on the logits of one row ends at the kept tokens' renormalised p; for ce on average over samples."""

@@ -41,6 +41,7 @@ def inputs(heads, kv_heads, n, total, width=8, value_width=8, seed=0):
     return [torch.randn(shape, generator=g) for shape in shapes]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 @pytest.mark.parametrize("extras", [(None, False), (2.0, False), (None, True), (2.0, True)])
 @pytest.mark.parametrize("shape", list(TREES))

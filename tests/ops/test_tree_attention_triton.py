@@ -106,6 +106,7 @@ def test_every_count_of_nodes_around_the_words_of_the_bitmask(n, block_n):
     assert difference(*batch(layouts, heads=1), Geometry(64, block_n, 1, 4, 1)) < 2e-5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ratio", [1, 3, 7, 8])
 def test_groups_of_heads_across_tiles(ratio):
     """With 16 pairs a tile, groups of 3 and 7 heads are cut in the middle of a token."""
@@ -119,6 +120,7 @@ def test_head_sizes(width, value_width):
     assert difference(*data, Geometry(16, 32, 2, 4, 1), scaling=width**-0.5) < 2e-5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("prefix", [0, 15, 16, 17])
 @pytest.mark.parametrize("window", [None, 1, 16, 18])
 def test_block_edges_of_prefix_and_window(prefix, window):
@@ -315,6 +317,7 @@ for line in sys.argv[1:]:
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "lines",
     [

@@ -45,6 +45,7 @@ def test_table_and_picture(results, tmp_path, capsys):
     assert picture.stat().st_size > 10_000
 
 
+@pytest.mark.thorough
 def test_a_picture_without_baselines(results, tmp_path):
     content = json.loads(results.read_text())
     for figures in (content["overall"], *content["categories"].values()):

@@ -75,6 +75,7 @@ def test_a_step_that_fails(begun, tmp_path, monkeypatch, capsys, fault, message)
     fails(begun, tmp_path, capsys, message)
 
 
+@pytest.mark.thorough
 def test_no_memory_before_the_first_step(begun, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("drafttrain.train.begin_from_least_squares", lambda *_: torch.empty(1 << 60))
     (tmp_path / "training.json").write_text('{"config": {}}')

@@ -97,6 +97,7 @@ def state_of(checkpoint: Path) -> dict[str, object]:
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", [name if name == "eagle3" else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
 )

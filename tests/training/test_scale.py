@@ -97,6 +97,7 @@ SHARDED = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "stage"),
     [pytest.param(*case, marks=[] if case == ("eagle3", 2) else pytest.mark.slow) for case in SHARDED],
