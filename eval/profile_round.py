@@ -18,6 +18,8 @@ from typing import Any
 
 from benchmark import write_result
 
+from drafttrain.drafters.combined import CombinedDrafter
+from drafttrain.drafters.common.layer_model import LayerDrafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import load_drafter
 from drafttrain.evaluation.suites import load_suite, render, take_evenly
@@ -58,8 +60,9 @@ def profile(target: Target, drafter: Any, spec: str, sampling: SamplingParams, p
     saved = {name: getattr(engine.Engine, name) for name in ("round", "_draft", "_read_pending")}
     verify, commit = engine.verify_batch, TreeCache.commit
     owned = [(target, "forward", "target"), (target, "head", "head")]
-    stepping = getattr(drafter, "main", drafter)  # of a combined drafter, the one that has a forward
-    owned += [(stepping, name, "draft steps") for name in ("step", "step_alone") if hasattr(stepping, name)]
+    stepping = drafter.main if isinstance(drafter, CombinedDrafter) else drafter
+    if isinstance(stepping, LayerDrafter):
+        owned += [(stepping, name, "draft steps") for name in ("step", "step_alone")]
     parts.wrap(engine.Engine, "_draft", "tree building")
     parts.wrap(engine.Engine, "_read_pending", "extend")
     parts.wrap(engine, "verify_batch", "verify")
