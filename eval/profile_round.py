@@ -62,7 +62,7 @@ def profile(target: Target, drafter: Any, spec: str, sampling: SamplingParams, p
     owned = [(target, "forward", "target"), (target, "head", "head")]
     stepping = drafter.main if isinstance(drafter, CombinedDrafter) else drafter
     if isinstance(stepping, LayerDrafter):
-        owned += [(stepping, name, "draft steps") for name in ("step", "step_alone")]
+        owned += [(stepping, name, "draft steps") for name in ("packed_step", "_kernel_step")]
     parts.wrap(engine.Engine, "_draft", "tree building")
     parts.wrap(engine.Engine, "_read_pending", "extend")
     parts.wrap(engine, "verify_batch", "verify")
