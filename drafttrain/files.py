@@ -9,11 +9,15 @@ import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from drafttrain.errors import UserError, first_line
 
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
 Json = dict[str, Any]  # a JSON object
+T = TypeVar("T")
 
 
 def cache_folder() -> Path:
@@ -75,6 +79,54 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
     """Replaces a JSON-lines file in one step."""
     with replacing(path) as part, part.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def read_text(path: Path, key: str, fix: str) -> str:
+    """The text of a file.
+
+    Args:
+        key: the setting that names the file. fix: what the user can do, ends the error.
+
+    Raises:
+        UserError: no such file, not readable, or not UTF-8.
+    """
+    try:
+        return path.read_bytes().decode("utf-8-sig")  # a byte order mark is no content
+    except UnicodeDecodeError as error:
+        raise UserError(f"{key}={str(path)!r} is not UTF-8 text (byte {error.start}); convert it, or {fix}") from error
+    except OSError as error:
+        raise UserError(f"{key}={str(path)!r} cannot be read ({error.strerror or first_line(error)}); {fix}") from error
+
+
+def read_json(path: Path, key: str, fix: str, schema: type[T] = dict) -> T:  # type: ignore[assignment]
+    """A JSON file's content, checked against a schema.
+
+    Args:
+        key: the setting that names the file. fix: what the user can do, ends the error.
+        schema: a TypedDict (of typing_extensions) whose fields may carry pydantic's Field(ge=...); other keys are kept.
+
+    Raises:
+        UserError: not readable, not JSON, or not of the schema; names the place in the file, its value and the rule.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    text = read_text(path, key, fix)
+    try:
+        content = json.loads(text)
+        TypeAdapter(schema).validate_python(content, strict=True)
+        return content
+    except ValidationError as error:
+        raise UserError(f"{key}={str(path)!r}: {violation(error)}; {fix}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{key}={str(path)!r} is not JSON ({first_line(error)}); {fix}") from error
+
+
+def violation(error: ValidationError) -> str:
+    """The first violation of a pydantic schema: `place=value: rule`."""
+    first = error.errors(include_url=False)[0]
+    place = ".".join(map(str, first["loc"])) or "the content"
+    shown = repr(first["input"])
+    return f"{place}={shown if len(shown) <= 80 else shown[:77] + '...'}: {' '.join(first['msg'].split()).lower()}"
 
 
 def read_jsonl(

@@ -1,11 +1,24 @@
 from __future__ import annotations
 
 import json
+import re
+from typing import Annotated
 
 import pytest
+from pydantic import Field
+from typing_extensions import NotRequired, TypedDict
 
 from drafttrain.errors import UserError
-from drafttrain.files import JsonlLog, complete_bytes, first_change, read_jsonl, replacing, write_json, write_jsonl
+from drafttrain.files import (
+    JsonlLog,
+    complete_bytes,
+    first_change,
+    read_json,
+    read_jsonl,
+    replacing,
+    write_json,
+    write_jsonl,
+)
 from drafttrain.progress import Progress
 
 
@@ -77,3 +90,31 @@ def test_time_left_follows_the_budget_that_ends_first(capsys, monkeypatch):
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "work: 10 of 100 rows, 0.5/s, 3:00 left"
     assert lines[1] == "work: 10 of 100 rows, 0.5/s, 0:20 left, tokens"
+
+
+class Recipe(TypedDict):
+    steps: Annotated[int, Field(ge=1)]
+    nested: NotRequired[dict[str, float]]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b'{"steps": 0}', "steps=0: input should be greater than or equal to 1; write it again"),
+        (b'{"steps": 1, "nested": {"a": "x"}}', "nested.a='x': input should be a valid number"),
+        (b"{}", "steps={}: field required"),
+        (b"{", "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
+        ('{"steps": 1}'.encode("utf-16"), "is not UTF-8 text"),
+    ],
+)
+def test_a_json_file_is_checked_against_its_schema(tmp_path, content, said):
+    path = tmp_path / "r.json"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=re.escape(said)):
+        read_json(path, "recipe", "write it again", Recipe)
+
+
+def test_a_json_file_may_begin_with_a_byte_order_mark(tmp_path):
+    (tmp_path / "r.json").write_bytes(b'\xef\xbb\xbf{"steps": 2, "more": 1}')
+    assert read_json(tmp_path / "r.json", "recipe", "write it again", Recipe) == {"steps": 2, "more": 1}
