@@ -13,9 +13,11 @@ if __name__ == "__main__" and __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import argparse
+import contextlib
 import json
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from dataclasses import fields as fields_of
 
@@ -44,6 +46,7 @@ from drafttrain.environment import __version__
 from drafttrain.errors import UserError
 from drafttrain.evaluation.held_out import acceptance, first_prompts
 from drafttrain.files import Json, write_json
+from drafttrain.folders import PARTIAL, OutputFolder
 from drafttrain.losses import parse_loss
 from drafttrain.target import Target
 from drafttrain.training.callbacks import DecodeHeldOut, ProgressLines, SaveOnTerm, TimeBudget, gather_drafter
@@ -137,9 +140,10 @@ class Prepared:
     on_policy: OnPolicy | None  # mixes in the drafter's responses
     checkpoint: str | None  # to resume from
     facts: Json  # what training.json records about the drafter
+    output: OutputFolder | None  # of the first process
 
 
-def prepare(config: TrainConfig, args: TrainingArguments) -> Prepared:
+def prepare(config: TrainConfig, args: TrainingArguments, output: OutputFolder | None) -> Prepared:
     """Loads target and data, builds the drafter, and finds the checkpoint to resume from."""
     if config.loss != "next_token":
         parse_loss(config.loss)  # reports a mistake before a model loads
@@ -163,11 +167,11 @@ def prepare(config: TrainConfig, args: TrainingArguments) -> Prepared:
         on_policy = OnPolicy(options, drafter, train_rows, target, config.max_length, args, config.packing)
     if config.packing:
         train_rows = pack_rows(train_rows, config.max_length, args.seed)
-    checkpoint = find_checkpoint(args, config.resume)
+    checkpoint = find_checkpoint(args, config.resume, output)
     if config.init == "target" and checkpoint is None and source.has_states:
         begin_from_least_squares(drafter, train_rows, source)
     facts = {"parameters": parameters, "vocabulary": vocab}
-    return Prepared(target, drafter, train_rows, held_out, source, on_policy, checkpoint, facts)
+    return Prepared(target, drafter, train_rows, held_out, source, on_policy, checkpoint, facts, output)
 
 
 def load_target_and_records(config: TrainConfig, args: TrainingArguments) -> tuple[Target, Dataset]:
@@ -315,7 +319,7 @@ def finish(config: TrainConfig, run: Prepared, trainer: DrafterTrainer, seconds:
     with SaveOnTerm():  # a signal must not end the process while it saves
         trainer.take_best()
         metrics = trainer.evaluate() if run.held_out is not None else {}
-        trainer.save_model()
+        save_drafter(trainer, run)
         if run.held_out is not None:
             choose_tree(trainer, run.held_out)
     state, args = trainer.state, trainer.args
@@ -336,8 +340,20 @@ def finish(config: TrainConfig, run: Prepared, trainer: DrafterTrainer, seconds:
         "processes": args.world_size,
     }
     if args.process_index == 0:
-        write_json(Path(config.output_dir) / "training.json", summary)
+        write_json(Path(str(args.output_dir)) / "training.json", summary)
     return summary
+
+
+def save_drafter(trainer: DrafterTrainer, run: Prepared) -> None:
+    """Saves the drafter in place of an earlier one, of which nothing stays unless this run continues it."""
+    keep = ("checkpoint-*", *(("decoding.json", "adapter") if run.checkpoint else ()))
+    wait = trainer.accelerator.wait_for_everyone
+    with run.output.staged(keep) if run.output else contextlib.nullcontext():
+        wait()
+        trainer.save_model(str(Path(str(trainer.args.output_dir)) / PARTIAL))
+        wait()
+    if run.output:
+        run.output.forget()
 
 
 def choose_tree(trainer: DrafterTrainer, held_out: Dataset) -> None:
@@ -351,16 +367,32 @@ def choose_tree(trainer: DrafterTrainer, held_out: Dataset) -> None:
             print(f"default tree, by held-out accuracy: {tree}", flush=True)
 
 
+@contextlib.contextmanager
+def claimed(config: TrainConfig, args: TrainingArguments) -> Iterator[OutputFolder | None]:
+    """Locks output_dir for all processes of this run; gives it to the first one."""
+    if args.process_index:
+        yield None
+        return
+    inputs = [(key, str(getattr(config, key))) for key in ("target", "data", "init")]
+    with OutputFolder(config.output_dir, "train", inputs, "output_dir") as output:
+        try:
+            yield output
+        except BaseException:
+            if newest_checkpoint(args) is None:  # those of an earlier run, which this one was to replace
+                output.restore()
+            raise
+
+
 def run(args: argparse.Namespace) -> int:
     """The command: setup, prepare, fit, finish, and a line about the result."""
     config, training_args = setup(args.config, args.overrides)
-    summary_file = Path(config.output_dir) / "training.json"
+    summary_file = Path(str(training_args.output_dir)) / "training.json"
     as_saved = json.loads(json.dumps(asdict(config)))
     if config.resume and summary_file.is_file() and json.loads(summary_file.read_text())["config"] == as_saved:
         print(f"{config.output_dir} is already trained with this configuration (resume=false trains it again)")
         return 0
-    with explained(training_args):
-        prepared = prepare(config, training_args)
+    with explained(training_args), claimed(config, training_args) as output:
+        prepared = prepare(config, training_args, output)
         trainer, seconds = fit(config, training_args, prepared)
         summary = finish(config, prepared, trainer, seconds)
     if training_args.process_index == 0:

@@ -20,6 +20,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "drafttrain"
 ORDER = [
     ["errors", "moved"],
     ["files", "environment", "batch", "progress", "config"],
+    ["folders"],
     ["ops"],
     ["losses", "target"],
     ["formats"],

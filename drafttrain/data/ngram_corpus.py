@@ -12,8 +12,9 @@ from drafttrain.data.chat import render_text, text_ids
 from drafttrain.data.store import load_records, read_meta
 from drafttrain.drafters.ngram_store.model import NgramTable
 from drafttrain.errors import UserError
-from drafttrain.files import read_jsonl
+from drafttrain.files import read_jsonl, replacing, writing
 from drafttrain.flags import TARGET_HELP, load_tokenizer
+from drafttrain.folders import inputs_of, output_file
 from drafttrain.target import tokenizer_fingerprint
 
 HELP = """Count the tokens that follow each n-gram of a corpus: a drafter without training. The target's answers work best.
@@ -37,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command. Raises UserError: not exactly one corpus, text without a target, or an unreadable or empty corpus."""
     if (args.data is None) == (args.text is None):
         raise UserError("give either --data DIR or --text FILE")
+    output = output_file(args.output, "ngram-store", inputs_of(args))
     if args.data is not None:
         tokenizer, documents = read_meta(args.data)["target"]["tokenizer"], responses(args.data, args.max_n)
     elif args.target is None:
@@ -47,9 +49,8 @@ def run(args: argparse.Namespace) -> int:
     table = NgramTable.build(documents, args.max_n, args.max_entries)
     if not len(table.tokens):
         raise UserError(f"the corpus {args.data or args.text!r} has no two tokens in a row; give one with text")
-    output = Path(args.output).expanduser()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    table.save(output, tokenizer)
+    with writing(output), replacing(output) as part:
+        table.save(part, tokenizer)
     size = output.stat().st_size / 1e6
     print(f"wrote {output}: {len(table.hashes):,} contexts, {len(table.tokens):,} continuations, {size:.1f} MB")
     return 0

@@ -15,6 +15,7 @@ from drafttrain.drafters.registry import decoding_file, decoding_settings
 from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import load_results, summarize, training_record
 from drafttrain.files import Json, write_json
+from drafttrain.folders import output_file
 
 HELP = """Say why acceptance is what it is, from results.json, and what to do.
 
@@ -233,6 +234,7 @@ def apply(drafter: str, results: Json) -> None:
     if not place.parent.joinpath("config.json").is_file():
         message = f"drafter={drafter!r} is no drafter's folder, so there is no decoding.json; give --drafter FOLDER"
         raise UserError(message)
+    output_file(place, "decoding", key="drafter")
     settings = decoding_settings(drafter) or {"tree": results["decoding"]["tree"]["spec"]}
     plain = {record["category"] for record in results["prompts"] if record.get("speculation") is False}
     known = set(results["categories"]) - plain

@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from drafttrain.errors import UserError
-from drafttrain.files import Json, JsonlLog, read_jsonl, writing
+from drafttrain.files import Json, JsonlLog
 from drafttrain.inference import Generation
 
 RESAMPLES = 1000
@@ -228,7 +228,9 @@ def fingerprint(settings: Mapping[str, object]) -> str:
 def folder_state(name: str) -> list[tuple[str, int, int]]:
     """Name, size and modification time of a model folder's files; tells a retrained model from the earlier one."""
     folder = Path(name).expanduser()
-    files = sorted(path for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
+    files = (
+        sorted(path for path in folder.iterdir() if path.is_file() and path.name[0] != ".") if folder.is_dir() else []
+    )
     return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
 
 
@@ -265,11 +267,7 @@ class PartialResults:
     """
 
     def __init__(self, output: Path, key: str):
-        path, settings = output.with_name(output.name + ".partial.jsonl"), {"settings": key}
-        with writing(output):
-            if path.is_file() and next((row for _, row in read_jsonl(path, growing=True)), None) != settings:
-                path.unlink()
-            self._log = JsonlLog(path, settings)
+        self._log = JsonlLog(output.with_name(output.name + ".partial.jsonl"), {"settings": key}, overwrite=True)
         self.tree: Json | None = next((row for row in self._log.rows if "tree" in row), None)
         self.records = {row["question"]: row["records"] for row in self._log.rows if "question" in row}
 
@@ -285,5 +283,8 @@ class PartialResults:
 
     def remove(self) -> None:
         """Deletes the file, after the results are complete."""
+        self._log.remove()
+
+    def close(self) -> None:
+        """Unlocks the file."""
         self._log.close()
-        self._log.path.unlink(missing_ok=True)

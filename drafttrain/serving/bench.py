@@ -20,6 +20,7 @@ from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import percentiles
 from drafttrain.evaluation.suites import load_suite
 from drafttrain.files import Json, write_json
+from drafttrain.folders import inputs_of, output_file
 from drafttrain.progress import Progress
 from drafttrain.reports.output import table_of, wide_console
 from drafttrain.serving.client import Answer, Server, ask, connect, read_metrics, speculation
@@ -66,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns 1 if every request of a server failed. Raises UserError for a server that does not answer."""
     steps = parse_steps(args)
+    output = output_file(args.output, "bench-server", inputs_of(args))
     suite = load_suite(args.suite)
     servers = asyncio.run(measure(args, steps, [question.turns[0] for question in suite.questions]))
     results = {
@@ -76,7 +78,6 @@ def run(args: argparse.Namespace) -> int:
         "servers": servers,
         "comparison": compare(*servers.values()) if len(servers) == 2 else [],
     }
-    output = Path(args.output).expanduser()
     write_json(output, results)
     print_results(results)
     print(f"wrote {output}")

@@ -18,10 +18,10 @@ from torch.utils.data import Sampler
 from transformers import TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, get_last_checkpoint, rotate_checkpoints
 
-from drafttrain.drafters.registry import decoding_file
 from drafttrain.environment import peak_memory
 from drafttrain.errors import UserError
 from drafttrain.files import is_disk_full
+from drafttrain.folders import PARTIAL, OutputFolder
 from drafttrain.training.callbacks import TimeBudget
 from drafttrain.training.on_policy import OnPolicy
 from drafttrain.training.step import StepTrainer, count_anchors
@@ -109,7 +109,7 @@ class DrafterTrainer(StepTrainer):
         A search for the newest checkpoint therefore never finds an incomplete one, whenever this process is killed.
         """
         root, name = Path(str(self.args.output_dir)), f"checkpoint-{self.state.global_step}"
-        partial = root / ".partial"
+        partial = root / PARTIAL
         if self.args.local_process_index == 0:
             shutil.rmtree(partial, ignore_errors=True)
         self.accelerator.wait_for_everyone()
@@ -215,24 +215,13 @@ def newest_checkpoint(args: TrainingArguments) -> str | None:
     return get_last_checkpoint(place) if os.path.isdir(place) else None
 
 
-def find_checkpoint(args: TrainingArguments, resume: bool) -> str | None:
-    """The checkpoint to resume from; with resume=False the checkpoints of an earlier run are deleted.
-
-    Without a checkpoint, so is what belongs to the earlier drafter whose weights this run replaces: its tuned decoding
-    settings, its training summary and its adapter.
-    """
-    place = Path(str(args.output_dir))
+def find_checkpoint(args: TrainingArguments, resume: bool, output: OutputFolder | None = None) -> str | None:
+    """The checkpoint to resume from; resume=False sets those of an earlier run aside, until this run's drafter is saved."""
     if not resume:
-        with args.main_process_first(desc="deleting old checkpoints"):
-            for old in place.glob("checkpoint-*"):
-                shutil.rmtree(old, ignore_errors=True)
-    checkpoint = newest_checkpoint(args)
-    if checkpoint is None:
-        with args.main_process_first(desc="deleting an old drafter's settings"):
-            for path in (decoding_file(str(place)), place / "training.json"):
-                path.unlink(missing_ok=True)
-            shutil.rmtree(place / "adapter", ignore_errors=True)
-    return checkpoint
+        with args.main_process_first(desc="setting old checkpoints aside"):
+            if output is not None:
+                output.set_aside("checkpoint-*")
+    return newest_checkpoint(args)
 
 
 # -- failures ----------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import load_results
 from drafttrain.files import Json, write_json
 from drafttrain.flags import number_list
+from drafttrain.folders import inputs_of, output_file
 from drafttrain.reports.output import table_of, wide_console
 from drafttrain.target import resolve_target
 
@@ -258,6 +259,7 @@ def run(args: argparse.Namespace) -> int:
     for name in ("devices", "context", "bits", "memory_efficiency", "compute_efficiency"):
         if vars(args)[name] <= 0:
             raise UserError(f"{name.replace('_', '-')}={vars(args)[name]} must be above 0")
+    output = output_file(args.output, "estimate", inputs_of(args)) if args.output is not None else None
     results = load_results(args.results)
     device = device_of(args)
     name = args.target or results["target"]
@@ -273,10 +275,10 @@ def run(args: argparse.Namespace) -> int:
     profile, width = profile_of(results), args.bits / 8
     rows = [estimate(target, drafter, profile, device, batch, args.context, width, args.price) for batch in batches]
     print_rows(rows, device, profile)
-    if args.output:
+    if output is not None:
         head = {"command": [Path(sys.argv[0]).name, *sys.argv[1:]], "device": asdict(device), "target": asdict(target)}
         content = {**head, "drafter_params": drafter, "rows": rows, "advice": advice(rows)}
-        write_json(Path(args.output).expanduser(), content)
+        write_json(output, content)
         print(f"wrote {args.output}")
     return 0
 
