@@ -76,6 +76,15 @@ def lock(path: Path, shared: bool = False) -> int | None:
         os.close(file)  # its last holder has deleted it meanwhile
 
 
+def upgrade(file: int) -> bool:
+    """Makes a shared lock exclusive; False if others have it too."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except OSError as error:
+        return error.errno in _NO_LOCKS
+
+
 def _is_abandoned(path: Path) -> bool:
     """Whether no process holds the lock of a file of this user."""
     try:

@@ -1,7 +1,8 @@
 """Outputs of commands: no command removes or replaces a file that it, or one like it, did not write.
 
 `output_file` and `OutputFolder` check an output before any model loads: it is no input and can be written, and what is there
-has the signs of this command's output. A folder's marker file names what wrote it, and is its lock.
+has the signs of this command's output. A folder's marker file names what wrote it, and is its lock; it is gone
+when the finished files tell the same.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from drafttrain.environment import __version__
 from drafttrain.errors import UserError, first_line
-from drafttrain.files import lock, writing
+from drafttrain.files import lock, upgrade, writing
 
 MARKER = ".drafttrain"  # in every folder that a command writes; hidden files are never published
 # In such a folder: what is not complete yet; what a run replaces; the same before all of it is there.
@@ -36,12 +38,13 @@ _JSON_KEYS = {
     "prompts summary": {"settings", "kept", "dropped"},
     "decoding": {"tree"},
 }
+STORE = "ngram-store"  # the command
 PICTURE_SIGN = "written by drafttrain"  # in the metadata of pictures and pages
 # Text in the files of commands that write no JSON; of pages also what earlier versions wrote.
 _TEXTS = {
     "report": (PICTURE_SIGN, '<p class="kicker">drafttrain report</p>'),
     "trace": (PICTURE_SIGN, '<p class="kicker">drafttrain trace</p>'),
-    "ngram-store": ("drafttrain ngram_store",),
+    STORE: ('"format":"drafttrain ',),
     "compare table": ("minutes of training each; ",),
 }
 _SIGN_BYTES = 200_000  # at either end of a file, where its sign is
@@ -155,6 +158,13 @@ def _matching(folder: Path, patterns: Iterable[str]) -> Iterator[Path]:
             yield path
 
 
+def _has_signs(folder: Path, kind: FolderKind) -> bool:
+    """Whether a folder without a marker is of this kind."""
+    if any(True for _ in _matching(folder, kind.absent)):
+        return False
+    return any(_holds_text(file, text) for sign, text in kind.signs.items() for file in _matching(folder, [sign]))
+
+
 # -- checks -----------------------------------------------------------------------------------------------------------
 
 
@@ -189,13 +199,11 @@ def _check_place(path: Path, key: str, is_folder: bool) -> None:
             at = at.parent
         if len(os.fsencode(path.name)) > 240:
             raise UserError(f"{where} cannot be written (the name is too long); {fix}")
+        with tempfile.TemporaryFile(dir=at):  # a file without a name
+            pass
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or first_line(error)
         raise UserError(f"{where} cannot be written ({reason}); {fix}") from error
-    if not at.is_dir():
-        raise UserError(f"{where} cannot be written ({at} is no folder); {fix}")
-    if not os.access(at, os.W_OK | os.X_OK):
-        raise UserError(f"{where} cannot be written (no permission to write in {at}); {fix}")
 
 
 def _same(output: Path, given: Path, below: bool) -> bool:
@@ -242,11 +250,8 @@ def check_folder(name: str | Path, kind: str, inputs: Iterable[tuple[str, str]] 
     where, wrote = f"{key}={str(path)!r}", _read_marker(path / MARKER)
     if wrote and wrote != kind:
         raise UserError(f"{where} was written by drafttrain {wrote}, not by {kind}; choose another folder")
-    known = bool(wrote) or (
-        next(_matching(path, of.absent), None) is None
-        and any(_holds_text(file, text) for sign, text in of.signs.items() for file in _matching(path, [sign]))
-    )
-    foreign: Iterable[object] = ()
+    known = bool(wrote) or _has_signs(path, of)
+    foreign: Iterable[str] = ()
     if of.published and known:
         ours = [file.relative_to(path) for file in _matching(path, of.files)]
         foreign = (name for name in _files(path) if not any(Path(name).is_relative_to(file) for file in ours))
@@ -318,14 +323,15 @@ class OutputFolder:
         self._locks.append(held)
 
     def close(self) -> None:
-        """Unlocks the folder; removes it if nothing was written."""
+        """Unlocks the folder; removes a marker that its files make needless, and a folder in which nothing was written."""
         with contextlib.suppress(OSError):
-            if self._own is not None and len(self._locks) == 2:
+            if len(self._locks) == 2 and self._own is not None:
                 self._own.unlink(missing_ok=True)
-            if self._locks and os.listdir(self.path) == [MARKER]:
+            empty = self._locks and os.listdir(self.path) == [MARKER]
+            if (empty or (self._locks and _has_signs(self.path, self.kind))) and upgrade(self._locks[0]):
                 (self.path / MARKER).unlink()
-                for place in self._made:
-                    place.rmdir()
+            for place in self._made if empty else ():
+                place.rmdir()
         for held in self._locks:
             os.close(held)
         self._locks = []

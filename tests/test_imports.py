@@ -139,6 +139,7 @@ def test_no_module_hides_a_package():
 # Words that are kinds' names and stand for something else there, or that cannot be asked for.
 OTHER_WORDS = {
     ("cli", "ngram"),  # the command ngram-store, which writes what a kind reads
+    ("folders", "ngram"),
     ("data", "ngram"),  # runs of words that texts share
     ("config", "eagle3"),  # what a recipe trains that names no kind
 }

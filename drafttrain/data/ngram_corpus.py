@@ -14,7 +14,7 @@ from drafttrain.drafters.ngram_store.model import NgramTable
 from drafttrain.errors import UserError
 from drafttrain.files import read_jsonl, replacing, writing
 from drafttrain.flags import TARGET_HELP, load_tokenizer
-from drafttrain.folders import inputs_of, output_file
+from drafttrain.folders import STORE, inputs_of, output_file
 from drafttrain.target import tokenizer_fingerprint
 
 HELP = """Count the tokens that follow each n-gram of a corpus: a drafter without training. The target's answers work best.
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command. Raises UserError: not exactly one corpus, text without a target, or an unreadable or empty corpus."""
     if (args.data is None) == (args.text is None):
         raise UserError("give either --data DIR or --text FILE")
-    output = output_file(args.output, "ngram-store", inputs_of(args))
+    output = output_file(args.output, STORE, inputs_of(args))
     if args.data is not None:
         tokenizer, documents = read_meta(args.data)["target"]["tokenizer"], responses(args.data, args.max_n)
     elif args.target is None:
