@@ -182,6 +182,7 @@ def _expanded(name: str | Path, key: str) -> Path:
         raise UserError(f"{key}='' names nothing; write a path")
     try:
         path = Path(name).expanduser()
+        path.lstat() if "\0" in str(path) else None
         return path.resolve() if path.is_symlink() else path
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"{key}={str(name)!r} is no path ({first_line(error)}); choose another") from error
@@ -248,9 +249,10 @@ def check_folder(name: str | Path, kind: str, inputs: Iterable[tuple[str, str]] 
     if not path.is_dir():
         return path
     where, wrote = f"{key}={str(path)!r}", _read_marker(path / MARKER)
+    wrote = wrote or next((other for other in (kind, *KINDS) if _has_signs(path, KINDS[other])), "")
     if wrote and wrote != kind:
         raise UserError(f"{where} was written by drafttrain {wrote}, not by {kind}; choose another folder")
-    known = bool(wrote) or _has_signs(path, of)
+    known = bool(wrote)
     foreign: Iterable[str] = ()
     if of.published and known:
         ours = [file.relative_to(path) for file in _matching(path, of.files)]
@@ -327,11 +329,11 @@ class OutputFolder:
         with contextlib.suppress(OSError):
             if len(self._locks) == 2 and self._own is not None:
                 self._own.unlink(missing_ok=True)
-            empty = self._locks and os.listdir(self.path) == [MARKER]
-            if (empty or (self._locks and _has_signs(self.path, self.kind))) and upgrade(self._locks[0]):
+            wrote = any(True for _ in _matching(self.path, self.kind.files)) or (self.path / _BEFORE).exists()
+            if self._locks and (not wrote or _has_signs(self.path, self.kind)) and upgrade(self._locks[0]):
                 (self.path / MARKER).unlink()
-            for place in self._made if empty else ():
-                place.rmdir()
+                for place in self._made:
+                    place.rmdir()  # unless it holds something
         for held in self._locks:
             os.close(held)
         self._locks = []
