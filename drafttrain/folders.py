@@ -182,7 +182,8 @@ def _expanded(name: str | Path, key: str) -> Path:
         raise UserError(f"{key}='' names nothing; write a path")
     try:
         path = Path(name).expanduser()
-        path.lstat() if "\0" in str(path) else None
+        if "\0" in str(path).encode().decode():  # raises for what is no text, which not every library can write to
+            raise ValueError("embedded null byte")
         return path.resolve() if path.is_symlink() else path
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"{key}={str(name)!r} is no path ({first_line(error)}); choose another") from error

@@ -46,7 +46,7 @@ from drafttrain.environment import __version__
 from drafttrain.errors import UserError
 from drafttrain.evaluation.held_out import acceptance, first_prompts
 from drafttrain.files import Json, write_json
-from drafttrain.folders import PARTIAL, OutputFolder
+from drafttrain.folders import PARTIAL, OutputFolder, check_folder
 from drafttrain.losses import parse_loss
 from drafttrain.target import Target
 from drafttrain.training.callbacks import DecodeHeldOut, ProgressLines, SaveOnTerm, TimeBudget, gather_drafter
@@ -367,14 +367,18 @@ def choose_tree(trainer: DrafterTrainer, held_out: Dataset) -> None:
             print(f"default tree, by held-out accuracy: {tree}", flush=True)
 
 
+def inputs_of_recipe(config: TrainConfig) -> list[tuple[str, str]]:
+    """(key, value) of what a run reads."""
+    return [(key, str(getattr(config, key))) for key in ("target", "data", "init")]
+
+
 @contextlib.contextmanager
 def claimed(config: TrainConfig, args: TrainingArguments) -> Iterator[OutputFolder | None]:
     """Locks output_dir for all processes of this run; gives it to the first one."""
     if args.process_index:
         yield None
         return
-    inputs = [(key, str(getattr(config, key))) for key in ("target", "data", "init")]
-    with OutputFolder(config.output_dir, "train", inputs, "output_dir") as output:
+    with OutputFolder(config.output_dir, "train", inputs_of_recipe(config), "output_dir") as output:
         try:
             yield output
         except BaseException:
@@ -386,6 +390,7 @@ def claimed(config: TrainConfig, args: TrainingArguments) -> Iterator[OutputFold
 def run(args: argparse.Namespace) -> int:
     """The command: setup, prepare, fit, finish, and a line about the result."""
     config, training_args = setup(args.config, args.overrides)
+    check_folder(config.output_dir, "train", inputs_of_recipe(config), "output_dir")
     summary_file = Path(str(training_args.output_dir)) / "training.json"
     as_saved = json.loads(json.dumps(asdict(config)))
     if config.resume and summary_file.is_file() and json.loads(summary_file.read_text())["config"] == as_saved:

@@ -107,7 +107,9 @@ def test_a_folder_of_another_command_or_with_other_files(tmp_path):
     foreign.mkdir()
     (foreign / "config.json").write_text('{"model_type": "llama"}')
     for kind in ("train", "import", "export", "generate", "push", "push-data"):
-        with pytest.raises(UserError, match=rf"holds other files \(config.json\); choose an empty folder.*{kind} wrote"):
+        with pytest.raises(
+            UserError, match=rf"holds other files \(config.json\); choose an empty folder.*{kind} wrote"
+        ):
             OutputFolder(foreign, kind)
     (foreign / "config.json").rename(foreign / "notes.txt")
     for kind in folders.KINDS:

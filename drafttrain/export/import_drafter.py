@@ -50,7 +50,7 @@ def convert(args: argparse.Namespace, output: OutputFolder) -> int:
         folder = hub_snapshot(args.checkpoint, patterns, "checkpoint")
     kind = find_kind(folder)
     drafter = kind.read(folder, load_shell(args.target, args.trust_remote_code).identity(), args.allow_pickle)
-    with output.staged() as part, scratch_folder() as scratch:
+    with output.staged(keep=("decoding.json",)) as part, scratch_folder() as scratch:
         with writing(output.path):
             drafter.save_pretrained(part)
         trained = find_drafter(str(part))
