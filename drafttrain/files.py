@@ -45,7 +45,9 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS)  # of file
 
 def is_disk_full(error: BaseException) -> bool:
     """Whether the cause is a full disk; safetensors and torch wrap it in their own errors, so their text counts too."""
-    return getattr(error, "errno", None) in _FULL or any(sign in str(error) for sign in _FULL_SIGNS)
+    if getattr(error, "errno", None) in _FULL or any(sign in str(error) for sign in _FULL_SIGNS):
+        return True
+    return error.__cause__ is not None and is_disk_full(error.__cause__)
 
 
 def lock(path: Path, shared: bool = False) -> int | None:
@@ -143,6 +145,8 @@ def writing(path: Path, key: str = "output", reads: bool = False) -> Iterator[No
     """
     try:
         yield
+    except UserError:
+        raise
     except Exception as error:
         if not is_disk_full(error) and (reads or not isinstance(error, OSError)):
             raise

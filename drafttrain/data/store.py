@@ -146,7 +146,8 @@ def load_records(directory: str | Path) -> Dataset:
         name = str(directory)
         raise UserError(f"data={name!r} is empty: no conversation in its part-*.jsonl; run drafttrain generate")
     cache = str(root / "arrow")
-    return Dataset.from_generator(_records, gen_kwargs={"parts": stamps}, features=_COLUMNS, cache_dir=cache)
+    with writing(root / "arrow", "data", reads=True):
+        return Dataset.from_generator(_records, gen_kwargs={"parts": stamps}, features=_COLUMNS, cache_dir=cache)
 
 
 class Store:
