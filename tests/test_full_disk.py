@@ -39,7 +39,8 @@ WRITERS = {
     "export gguf": ("export --drafter drafters/draft_model --format gguf --output out", "out"),
     "export transformers": ("export --drafter drafters/draft_model --format transformers --output out", "out"),
     "import": ("import --checkpoint exports/eagle3_sglang --target target --output out", "out"),
-    "push": ("push --drafter drafters/eagle3 --results results/eagle3.json --repo a/b --base-model c/d --dry-run --output out", "out"),
+    "push": ("push --drafter drafters/eagle3 --results results/eagle3.json --repo a/b --base-model c/d --dry-run --output out",
+             "out"),
     "push-data": ("push-data --data data --repo a/b --prompt-license own --dry-run --output out", "out"),
     "train": ("train run.yaml output_dir=out", "out"),
 }  # fmt: skip
@@ -69,7 +70,7 @@ def fills(command: str, sizes: list[int], capsys) -> None:
             refused += 1
             line = said.splitlines()[-1]
             assert line.startswith("error: ") and "Traceback" not in said, said
-            assert ("cannot be written" in line or "no space left" in line), (size, line)
+            assert "cannot be written" in line or "no space left" in line, (size, line)
         gc.collect()
     assert refused, "no limit was reached"
     assert main(words.split()) == 0
