@@ -178,7 +178,6 @@ def load_target_and_records(config: TrainConfig, args: TrainingArguments) -> tup
     target = Target.load(
         config.target, config.dtype, str(args.device), config.trust_remote_code, config.target_device_map
     )
-    target.check_head()
     if records is None:
         return target, load_text(config.data, target, config.max_length)
     check_data(read_meta(config.data), stored_features(Path(config.data).expanduser()), target, config.data)

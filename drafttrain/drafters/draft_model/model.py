@@ -191,7 +191,6 @@ class DraftModel(TrainableDrafter):
     def bind(self, target: Target) -> None:
         """Checks that token ids mean the same to both. Any target with this vocabulary fits, whatever its size."""
         language_models.check_vocabulary(self.tokenizer, target, self.runner.name)
-        self.runner.check_head()
         self.target_vocab_size = target.vocab_size
         self.kept_ids = torch.arange(min(self.vocab_size, target.vocab_size), device=target.device)
 
