@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
@@ -19,6 +19,7 @@ from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.inference import generate
 from drafttrain.target import Target
+from drafttrain.target.loading import load_language_model
 
 ENGINES = ("vllm", "transformers", "llama.cpp")
 SIDES = Path(__file__).with_name("engines")  # scripts for the engines' own environments
@@ -94,7 +95,7 @@ def transformers(job: EngineJob, drafter: Path) -> Json:
     """Runs transformers' assisted generation in this process, on models of its own."""
     target = job.target
     model, assistant = (
-        AutoModelForCausalLM.from_pretrained(path, dtype=target.compute_dtype, use_safetensors=True).eval()
+        load_language_model(str(path), repr(str(path)), "export again", dtype=target.compute_dtype).eval()
         for path in (target.path, drafter)
     )
     for each in (model, assistant):

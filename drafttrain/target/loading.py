@@ -15,17 +15,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from drafttrain.errors import UserError
+from drafttrain.files import hub_snapshot, read_json
 
 # Buffers that earlier versions of transformers stored, and parts that are not the language model's.
 _BUFFERS = re.compile(r"(rotary_emb\.inv_freq|\.attn\.(masked_)?bias|\.attention\.(masked_)?bias|position_ids)$")
-_APART = re.compile(r"^(model\.|language_model\.)*(mtp|vision|visual|audio|image|speech|multi_modal|mm_|embed_(vision|audio))")
-_PREDICTION = ("eh_proj.weight", "enorm.weight", "hnorm.weight")  # of a module stored as a further layer (DeepSeek, GLM)
+_APART = re.compile(
+    r"^(model\.|language_model\.)*(mtp|vision|visual|audio|image|speech|multi_modal|mm_|embed_(vision|audio))"
+)
+_PREDICTION = (
+    "eh_proj.weight",
+    "enorm.weight",
+    "hnorm.weight",
+)  # of a module stored as a further layer (DeepSeek, GLM)
 _MOST_LAYERS, _MOST = 1000, 2**24  # of a config's decoder layers, and of any other of its counts and sizes
 _SIZES = ("hidden_size", "vocab_size", "num_attention_heads")
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "tok_embeddings.weight")
 # Weights per byte of the files: 4 bits each, and some that are tied.
 _MOST_PER_BYTE = 4
 
@@ -83,7 +92,7 @@ def check_sizes(config: PreTrainedConfig, where: str, what: str, fix: str) -> No
         UserError: names the key, or the number of weights.
     """
     own = config.get_text_config()
-    limits = {key: _MOST for key in (*_SIZES, *(key for key in vars(own) if key.startswith("num_")))}
+    limits = dict.fromkeys((*_SIZES, *(key for key in vars(own) if key.startswith("num_"))), _MOST)
     for key, most in {**limits, "num_hidden_layers": _MOST_LAYERS}.items():
         value, least = getattr(own, key, None), int(key in (*_SIZES, "num_hidden_layers"))
         if value is not None and isinstance(value, int) and not least <= value <= most:
@@ -94,7 +103,9 @@ def check_sizes(config: PreTrainedConfig, where: str, what: str, fix: str) -> No
             model = AutoModelForCausalLM.from_config(config) if _is_known(config) else None
         count = sum(weight.numel() for weight in model.parameters()) if model is not None else 0
         if count > _MOST_PER_BYTE * stored:
-            raise UserError(f"{what}: config.json promises {count:,} weights, but its files have {stored:,} bytes; {fix}")
+            raise UserError(
+                f"{what}: config.json promises {count:,} weights, but its files have {stored:,} bytes; {fix}"
+            )
 
 
 def _is_known(config: PreTrainedConfig) -> bool:
@@ -149,3 +160,20 @@ def is_finite(tensor: Tensor) -> bool:
     """Whether all values are finite; a sum, which needs no mask in memory, decides unless it overflows."""
     values = tensor.float() if tensor.element_size() == 1 else tensor  # torch does not sum 8-bit floats
     return bool(values.sum().isfinite()) or bool(values.isfinite().all())
+
+
+def read_embedding(where: str) -> Tensor | None:
+    """The input embedding [v, h] in the safetensors of a folder or Hub id, of which one file is read; None without any."""
+    index, folder = "model.safetensors.index.json", Path(where)
+    if not folder.is_dir():
+        folder = hub_snapshot(where, [index], "target")
+        content: dict[str, Any] = read_json(folder / index, "target", "repair it") if (folder / index).is_file() else {}
+        names: dict[str, str] = content.get("weight_map") or {}
+        file = next((file for name, file in names.items() if name.endswith(_EMBEDDINGS)), "model.safetensors")
+        folder = hub_snapshot(where, [file], "target")
+    for path in sorted(folder.glob("*.safetensors")):
+        with loading(f"target={where!r}", "download it again"), safe_open(path, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - safe_open is no dict
+                if name.endswith(_EMBEDDINGS):
+                    return tensors.get_tensor(name)
+    return None

@@ -118,9 +118,7 @@ def _run(target: ProvenModel) -> _Run:
     before, after = states  # [2, n, h], [1, 2n, h]
     scale, head = _find_scale(target, caught.get(LAST, before), own)
     logits = target.head(packed).view(n, 2, -1).transpose(0, 1)
-    return _Run(
-        rows, scale, _difference(after.view(n, 2, -1).transpose(0, 1), before), head, _difference(logits, own)
-    )
+    return _Run(rows, scale, _difference(after.view(n, 2, -1).transpose(0, 1), before), head, _difference(logits, own))
 
 
 def _find_scale(target: ProvenModel, states: Tensor, own: Tensor) -> tuple[float, float]:
@@ -131,7 +129,9 @@ def _find_scale(target: ProvenModel, states: Tensor, own: Tensor) -> tuple[float
         return _difference(target.head(states), own)
 
     errors = {scale: error(scale) for scale in _scales(target.config)}
-    if not any(found <= _LOGITS for found in errors.values()):  # a rule that no value of the config names: fit the factor
+    if not any(
+        found <= _LOGITS for found in errors.values()
+    ):  # a rule that no value of the config names: fit the factor
         target.logit_scale = 1.0
         products = target.head(states).to(own.device)
         scale = float((products * own).sum() / products.square().sum())

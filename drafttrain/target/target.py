@@ -11,8 +11,8 @@ same thing everywhere. This subpackage is the only place that knows the insides 
     fetch.py, convert_gguf.py: getting one
 
 A family needs no code here. Any decoder-only model whose layers call the transformers attention interface works unpatched;
-`Target.wrap` proves it on eight tokens (proof.py), logits included. Unsupported are recurrent layers, chunked attention and models
-with attention code of their own; the error says which.
+`Target.wrap` proves it on eight tokens (proof.py), logits included. Unsupported are recurrent layers, chunked attention and
+models with attention code of their own; the error says which.
 
 A Target holds no state of a call: threads may run forwards of one Target at a time, each with a context of its own.
 """
@@ -40,7 +40,7 @@ from transformers import (
 )
 
 from drafttrain.batch import TargetOutput
-from drafttrain.errors import UserError, first_line
+from drafttrain.errors import UserError
 from drafttrain.ops.packing import PackedLinear, cpu_has_bfloat16, pack
 from drafttrain.ops.tree_attention import AttentionForm
 from drafttrain.target.attention import (
@@ -60,7 +60,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _SERVED = {"full_attention", "sliding_attention"}
 _RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 _LOADABLE = (
-    "give a folder with config.json, safetensors and tokenizer, a reachable Hub id, or fetch one: drafttrain fetch smollm2-135m"
+    "give a folder with config.json, safetensors and tokenizer, a Hub id, or fetch one: drafttrain fetch smollm2-135m"
 )
 _packing = threading.Lock()
 Tokenizer = PreTrainedTokenizerBase | None  # None only for models that tests build
