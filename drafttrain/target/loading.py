@@ -34,6 +34,11 @@ _PREDICTION = (
 )  # of a module stored as a further layer (DeepSeek, GLM)
 _MOST_LAYERS, _MOST = 1000, 2**24  # of a config's decoder layers, and of any other of its counts and sizes
 _SIZES = ("hidden_size", "vocab_size", "num_attention_heads")
+_REPORTERS = (
+    "modeling_utils",
+    "utils.loading_report",
+    "distributed.tensor_parallel",
+)  # modules that log reports of a load
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "tok_embeddings.weight")
 # Weights per byte of the files: 4 bits each, and some that are tied.
 _MOST_PER_BYTE = 4
@@ -45,7 +50,7 @@ def loading(what: str, fix: str) -> Iterator[None]:
 
     Its own reports of missing weights, many lines on stderr, are left out: `check_loaded` names them.
     """
-    quiet = logging.getLogger("transformers.modeling_utils"), logging.getLogger("transformers.utils.loading_report")
+    quiet = [logging.getLogger(f"transformers.{name}") for name in _REPORTERS]
     levels = [logger.level for logger in quiet]
     for logger in quiet:
         logger.setLevel(logging.CRITICAL)
@@ -71,7 +76,8 @@ def load_language_model(where: str, what: str, fix: str, **options: Any) -> Any:
     Raises:
         UserError: not loadable; weights that are missing, unknown, of another shape or not finite.
     """
-    safe = {} if "gguf_file" in options else {"use_safetensors": True}
+    # Weights of another shape are reported by name with the others.
+    safe = {} if "gguf_file" in options else {"use_safetensors": True, "ignore_mismatched_sizes": True}
     with loading(what, fix):
         if safe:
             check_sizes(AutoConfig.from_pretrained(where, **_remote(options)), where, what, fix)

@@ -243,10 +243,15 @@ class Target:
         return getattr(self.config, "max_position_embeddings", None)
 
     def _find_eos(self) -> list[int]:
-        ids: set[int] = set()
+        found: list[object] = []
         for source in (getattr(self.model, "generation_config", None), self.config, self.tokenizer):
             eos = getattr(source, "eos_token_id", None)
-            ids.update(eos if isinstance(eos, (list, tuple)) else [] if eos is None else [eos])
+            found += eos if isinstance(eos, (list, tuple)) else [] if eos is None else [eos]
+        ids = {eos for eos in found if isinstance(eos, int) and not isinstance(eos, bool)}
+        if len(ids) != len({*map(repr, found)}):
+            raise unsupported(
+                self.name, self.model, f"has eos_token_id={found!r:.80}, which must be token ids; correct it"
+            )
         return sorted(ids)
 
     # -- facts --------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from safetensors.torch import load, load_file, save, save_file
 from drafttrain.drafters.registry import decoding_settings, load_drafter
 from drafttrain.export import import_drafter
 from drafttrain.target import Target, load_shell
-from tests.fuzz import Fault, file_faults, fuzz, json_faults, outcome, seeds, text_faults
+from tests.fuzz import JSON_FAULTS, Fault, file_faults, fuzz, json_faults, outcome, seeds, text_faults
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 KINDS = sorted(path.name for path in (FIXTURES / "drafters").glob("*"))
@@ -68,17 +68,11 @@ def changed(original, folder, name, fault, seed):
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(original, folder)
     file, random = folder / name, Random(seed)
-    if fault.name in {each.name for each in json_fault_list()}:
+    if fault in JSON_FAULTS:
         file.write_text(json.dumps(fault.apply(json.loads(file.read_text()), random)))
     else:
         file.write_bytes(fault.apply(file.read_bytes(), random))
     return folder
-
-
-def json_fault_list():
-    from tests.fuzz import JSON_FAULTS
-
-    return JSON_FAULTS
 
 
 @functools.cache
@@ -100,7 +94,7 @@ def check(border, fault, call):
 
 
 @pytest.mark.thorough
-@fuzz(examples=30)
+@fuzz(examples=8)
 @given(fault=st.one_of(file_faults(), tensor_faults()), seed=seeds())
 def test_target_weights(fault, seed, folder):
     changed(FIXTURES / "target", folder, "model.safetensors", fault, seed)
@@ -108,18 +102,24 @@ def test_target_weights(fault, seed, folder):
 
 
 @pytest.mark.thorough
-@fuzz(examples=60)
+@fuzz(examples=8)
 @given(
     fault=st.one_of(text_faults(), json_faults()), name=st.sampled_from(["config", "generation_config"]), seed=seeds()
 )
 def test_target_config(fault, name, seed, folder):
     changed(FIXTURES / "target", folder, f"{name}.json", fault, seed)
     outcome(f"target: {name}.json", fault.name, lambda: Target.load(str(folder), "float32", "cpu"))
-    outcome(f"target without weights: {name}.json", fault.name, lambda: load_shell(str(folder)))
+
+
+@fuzz(examples=20)
+@given(fault=st.one_of(text_faults(), json_faults()), seed=seeds())
+def test_shell_config(fault, seed, folder):
+    changed(FIXTURES / "target", folder, "config.json", fault, seed)
+    outcome("target without weights: config.json", fault.name, lambda: load_shell(str(folder)))
 
 
 @pytest.mark.thorough
-@fuzz(examples=20)
+@fuzz(examples=4)
 @given(fault=text_faults(), name=st.sampled_from(["tokenizer.json", "tokenizer_config.json"]), seed=seeds())
 def test_target_tokenizer(fault, name, seed, folder):
     changed(FIXTURES / "target", folder, name, fault, seed)
@@ -127,7 +127,7 @@ def test_target_tokenizer(fault, name, seed, folder):
 
 
 @pytest.mark.thorough
-@fuzz(examples=20)
+@fuzz(examples=8)
 @given(fault=st.one_of(text_faults(), json_faults()), seed=seeds(), sharded=st.sampled_from(["target", "eagle3_vllm"]))
 def test_index(fault, seed, sharded, folder, tmp_path_factory):
     original = tmp_path_factory.mktemp("sharded") / "it"
@@ -152,7 +152,7 @@ def test_index(fault, seed, sharded, folder, tmp_path_factory):
 
 
 @pytest.mark.thorough
-@fuzz(examples=60)
+@fuzz(examples=20)
 @given(fault=st.one_of(file_faults(), tensor_faults()), kind=st.sampled_from(KINDS), seed=seeds())
 def test_drafter_weights(fault, kind, seed, folder):
     changed(FIXTURES / "drafters" / kind, folder, "model.safetensors", fault, seed)
@@ -160,14 +160,14 @@ def test_drafter_weights(fault, kind, seed, folder):
 
 
 @pytest.mark.thorough
-@fuzz(examples=100)
+@fuzz(examples=30)
 @given(fault=st.one_of(text_faults(), json_faults()), kind=st.sampled_from(KINDS), seed=seeds())
 def test_drafter_config(fault, kind, seed, folder):
     changed(FIXTURES / "drafters" / kind, folder, "config.json", fault, seed)
     outcome("drafter: config.json", fault.name, lambda: load_drafter(str(folder), target()))
 
 
-@fuzz(examples=40)
+@fuzz(examples=30)
 @given(fault=st.one_of(text_faults(), json_faults()), seed=seeds())
 def test_drafter_decoding(fault, seed, folder):
     changed(FIXTURES / "drafters" / "eagle3", folder, "decoding.json", fault, seed)
@@ -175,7 +175,7 @@ def test_drafter_decoding(fault, seed, folder):
 
 
 @pytest.mark.thorough
-@fuzz(examples=10)
+@fuzz(examples=4)
 @given(fault=st.one_of(text_faults(), json_faults()), seed=seeds())
 def test_draft_model_meta(fault, seed, folder):
     changed(FIXTURES / "drafters" / "draft_model", folder, "drafttrain.json", fault, seed)
@@ -192,7 +192,7 @@ def read(folder, pickles=False):
 
 
 @pytest.mark.thorough
-@fuzz(examples=60)
+@fuzz(examples=20)
 @given(fault=st.one_of(file_faults(), tensor_faults()), form=st.sampled_from(FORMS), seed=seeds())
 def test_import_weights(fault, form, seed, folder):
     changed(FIXTURES / "exports" / form, folder, "model.safetensors", fault, seed)
@@ -200,7 +200,7 @@ def test_import_weights(fault, form, seed, folder):
 
 
 @pytest.mark.thorough
-@fuzz(examples=80)
+@fuzz(examples=30)
 @given(fault=st.one_of(text_faults(), json_faults()), form=st.sampled_from(FORMS), seed=seeds())
 def test_import_config(fault, form, seed, folder):
     changed(FIXTURES / "exports" / form, folder, "config.json", fault, seed)
@@ -208,7 +208,7 @@ def test_import_config(fault, form, seed, folder):
 
 
 @pytest.mark.thorough
-@fuzz(examples=30)
+@fuzz(examples=10)
 @given(fault=file_faults(), form=st.sampled_from(FORMS), seed=seeds())
 def test_import_pickles(fault, form, seed, folder, tmp_path_factory):
     original = tmp_path_factory.mktemp("pickled") / "it"

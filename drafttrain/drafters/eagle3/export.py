@@ -19,13 +19,15 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from drafttrain.drafters.common.llama_layers import LAYER_KEYS, layer_keys, unsupported_by_llama
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
 from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Shipping, Trained
 from drafttrain.errors import UserError
-from drafttrain.files import Json
+from drafttrain.files import Json, violation
 from drafttrain.formats.public_names import public_name, write_clean_json
 from drafttrain.formats.weights import (
     check_kept_ids,
@@ -48,6 +50,36 @@ HEAD_KEYS: Json = {
     "norm_output": False,
 }
 Head = TypeVar("Head", bound=Eagle3)
+
+
+class _Layer(TypedDict, total=False):
+    """Keys of a decoder layer that a published config.json may hold; sizes and flags are checked by `Eagle3Config`."""
+
+    layer_types: list[str] | None
+    sliding_window: int | None
+    rope_parameters: Json | None
+    rope_scaling: Json | None
+    rope_theta: float | None
+    partial_rotary_factor: float | None
+    logit_scale: float | None
+
+
+class _EagleKeys(TypedDict, total=False):
+    """SGLang's `eagle_config`."""
+
+    use_aux_hidden_state: bool | None
+    norm_before_fc: bool | None
+    eagle_aux_hidden_state_layer_ids: list[int] | None
+
+
+class _Published(_Layer, total=False):
+    """A head's config.json in one of both forms."""
+
+    transformer_layer_config: _Layer
+    eagle_config: _EagleKeys | None
+    eagle_aux_hidden_state_layer_ids: list[int] | None
+    norm_before_fc: bool | None
+    embed_requires_grad: bool | None
 
 
 # -- unsupported features -------------------------------------------------------------------------------------------
@@ -145,6 +177,10 @@ def make_head(
     Raises:
         UserError: the config describes what ours cannot compute, or the weights do not fit it.
     """
+    try:
+        TypeAdapter(_Published).validate_python(config, strict=True)
+    except ValidationError as error:
+        raise UserError(f"{where}: config.json has {violation(error)}; get an intact copy of it") from error
     found = {name.removeprefix("model.").replace("layers.0.", "midlayer."): w for name, w in weights.items()}
     with torch.device("meta"):
         drafter = cls(cls.config_class(**_our_fields(config, found, target, where), **more))
@@ -364,7 +400,7 @@ class Eagle3Shipping(Eagle3Files[Eagle3]):
         if "speculators_model_type" in config:
             return config["speculators_model_type"] == "eagle3"
         architectures = config.get("architectures")
-        return isinstance(architectures, list) and any("Eagle3" in name for name in architectures)
+        return isinstance(architectures, list) and any("Eagle3" in str(name) for name in architectures)
 
     def read(self, folder: Path, target: Json, allow_pickle: bool = False) -> Eagle3:
         config = read_config(folder)
