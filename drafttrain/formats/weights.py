@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -49,9 +50,9 @@ def weight_files(folder: Path) -> list[Path]:
         return [path for path in [folder / "model.safetensors"] if path.is_file()]
     named = read_json(index, "checkpoint", _REPAIR, _Index)["weight_map"].values()
     files = [folder / Path(name).name for name in sorted(set(named))]  # a name with a folder in it could point anywhere
-    if missing := [path.name for path in files if not path.is_file()]:
+    if missing := [path.name for path in files if not os.path.isfile(path)]:  # also for names that no path can have
         raise UserError(
-            f"{str(folder)!r}: {missing[0]}, which {index.name} names, cannot be read (no such file); {_REPAIR}"
+            f"{str(folder)!r}: {missing[0]!r:.80}, which {index.name} names, cannot be read (no such file); {_REPAIR}"
         )
     return files
 

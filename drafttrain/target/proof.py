@@ -55,7 +55,7 @@ def unsupported(name: str, model: PreTrainedModel, fault: str) -> UserError:
     return UserError(f"target={name!r} ({type(model).__name__}) {fault}")
 
 
-class _Run(NamedTuple):
+class _ProofRun(NamedTuple):
     """What the forwards showed: relative errors of packed states, of the head on the model's own states, and of all together."""
 
     rows: InterleavedRows
@@ -100,7 +100,7 @@ def prove(target: ProvenModel) -> tuple[list[AttentionForm], float]:
     return [forms[layers.index(i)] for i in range(target.num_layers)], run.scale
 
 
-def _run(target: ProvenModel) -> _Run:
+def _run(target: ProvenModel) -> _ProofRun:
     n = _TOKENS
     ids = (torch.arange(1, 2 * n + 1, device=target.device) * target.vocab_size // (2 * n + 2)).view(2, n)
     rows, positions = InterleavedRows(n), torch.arange(n, device=target.device).repeat_interleave(2)[None]
@@ -118,7 +118,9 @@ def _run(target: ProvenModel) -> _Run:
     before, after = states  # [2, n, h], [1, 2n, h]
     scale, head = _find_scale(target, caught.get(LAST, before), own)
     logits = target.head(packed).view(n, 2, -1).transpose(0, 1)
-    return _Run(rows, scale, _difference(after.view(n, 2, -1).transpose(0, 1), before), head, _difference(logits, own))
+    return _ProofRun(
+        rows, scale, _difference(after.view(n, 2, -1).transpose(0, 1), before), head, _difference(logits, own)
+    )
 
 
 def _find_scale(target: ProvenModel, states: Tensor, own: Tensor) -> tuple[float, float]:

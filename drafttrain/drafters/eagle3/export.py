@@ -52,7 +52,7 @@ HEAD_KEYS: Json = {
 Head = TypeVar("Head", bound=Eagle3)
 
 
-class _Layer(TypedDict, total=False):
+class _PublishedLayer(TypedDict, total=False):
     """Keys of a decoder layer that a published config.json may hold; sizes and flags are checked by `Eagle3Config`."""
 
     layer_types: list[str] | None
@@ -72,10 +72,10 @@ class _EagleKeys(TypedDict, total=False):
     eagle_aux_hidden_state_layer_ids: list[int] | None
 
 
-class _Published(_Layer, total=False):
+class _Published(_PublishedLayer, total=False):
     """A head's config.json in one of both forms."""
 
-    transformer_layer_config: _Layer
+    transformer_layer_config: _PublishedLayer
     eagle_config: _EagleKeys | None
     eagle_aux_hidden_state_layer_ids: list[int] | None
     norm_before_fc: bool | None
@@ -270,7 +270,9 @@ def _our_fields(config: Json, weights: Mapping[str, Tensor], target: Json, where
     width = fields["target_hidden_size"] or fields["hidden_size"]
     for key, theirs in (("hidden_size", width), ("vocab_size", fields["vocab_size"])):
         if theirs != target[key]:
-            raise UserError(f"{where} is for a target with {key}={theirs}, but {target['name']!r} has {target[key]}")
+            raise UserError(
+                f"{where} is for a target with {key}={theirs!r:.80}, but {target['name']!r} has {target[key]}"
+            )
     fields["feature_layers"] = _feature_layers(config, width, weights, target, where)
     return {**fields, "target": target}
 
