@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import threading
 from collections.abc import Sequence
@@ -42,6 +43,7 @@ from transformers import (
 from drafttrain.batch import TargetOutput
 from drafttrain.errors import UserError, first_line
 from drafttrain.ops.packing import PackedLinear, cpu_has_bfloat16, pack
+from drafttrain.ops.sampling import SamplingParams
 from drafttrain.ops.tree_attention import AttentionForm
 from drafttrain.target.attention import (
     ATTENTION,
@@ -53,8 +55,10 @@ from drafttrain.target.attention import (
     hook_features,
 )
 from drafttrain.target.fetch import cached_model
+from drafttrain.target.generation import LogitsRules, check_file, ignored_line
 from drafttrain.target.native_body import NATIVE_ROWS, NativeBody
 
+logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # transformers' names of layer types: with plain attention, and with a state.
 _SERVED = {"full_attention", "sliding_attention"}
@@ -144,6 +148,8 @@ class Target:
         self.vocab_size: int = head.weight.shape[0]
         self.layers = self._find_layers()
         self.eos_ids = self._find_eos()
+        assert self.rules is not None  # wrong values are an error here, not in the first call
+        self._named_ignored = False
         self.forms: list[AttentionForm] = []
         self._packed = False
         self._native: NativeBody | None = None
@@ -173,6 +179,7 @@ class Target:
         """
         where, place = resolve_target(name), resolve_device(device)
         wanted = resolve_dtype(dtype, place)
+        check_file(where, name)
         spread = {"device_map": device_map, "max_memory": share_of_gpus()} if device_map else {}
         try:
             tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
@@ -280,7 +287,18 @@ class Target:
         for source in (getattr(self.model, "generation_config", None), self.config, self.tokenizer):
             eos = getattr(source, "eos_token_id", None)
             ids.update(eos if isinstance(eos, (list, tuple)) else [] if eos is None else [eos])
-        return sorted(ids)
+        return sorted(id_ for id_ in ids if 0 <= id_ < self.vocab_size)  # others (-1: none) never occur
+
+    def rules_for(self, sampling: SamplingParams, rules: LogitsRules | None = None) -> LogitsRules:
+        """How a call processes logits: its own rules, else the target's; a repetition penalty in `sampling` replaces theirs.
+
+        The first call that uses the target's logs a line on what its generation_config sets and decoding does not apply.
+        """
+        if rules is None and not self._named_ignored:
+            self._named_ignored = True
+            if line := ignored_line(getattr(self.model, "generation_config", None), sampling, self.name):
+                logger.warning(line)
+        return (self.rules if rules is None else rules).under(sampling)
 
     # -- facts --------------------------------------------------------------------------------------------------
 
@@ -291,6 +309,11 @@ class Target:
     @property
     def compute_dtype(self) -> torch.dtype:
         return next(self.model.parameters()).dtype
+
+    @property
+    def rules(self) -> LogitsRules:
+        """What its generation_config does to logits, as it is now; see `rules_for`."""
+        return LogitsRules.of(getattr(self.model, "generation_config", None), self.vocab_size, self.name)
 
     @property
     def default_feature_layers(self) -> tuple[int, ...]:
@@ -467,6 +490,7 @@ def load_shell(name: str, trust_remote_code: bool = False) -> Target:
     Raises UserError: no config or tokenizer can be loaded by that name.
     """
     path = resolve_target(name)
+    check_file(path, name)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)

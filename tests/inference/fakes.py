@@ -14,6 +14,7 @@ from drafttrain.batch import TargetOutput, TokenTree
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.target import Target
+from drafttrain.target.generation import LogitsRules
 
 VOCAB = 60
 
@@ -107,6 +108,9 @@ class MarkovTarget:
 
     def head(self, hidden):
         return hidden
+
+    def rules_for(self, sampling, rules=None):
+        return LogitsRules()
 
 
 def sharpen(model: nn.Module, seed: int) -> None:

@@ -1,0 +1,316 @@
+"""A target's generation_config changes our tokens as it changes those of transformers' generate."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+import drafttrain
+from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.drafters.ngram.model import NgramDrafter
+from drafttrain.errors import UserError
+from drafttrain.inference import SamplingParams, generate, generate_batch, static
+from drafttrain.inference.decode import stream
+from drafttrain.inference.responses import ResponseEngine, ResponseRequest
+from drafttrain.target import Target
+from drafttrain.target.generation import AppliedKeys, LogitsRules, ignored_line
+from tests.conftest import make_tokenizer
+from tests.drafters.layer_kinds import make_kind
+from tests.inference.fakes import ANY, FakeDrafter, sharpen
+
+VOCAB = 60
+COUNT = 24
+PROMPTS = [[5, 9, 11, 9, 11, 30, 2, 9, 11, 4, 44, 9], [7], [30, 31, 30, 31, 30]]
+
+
+def make_model(seed=8):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+    special = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0, "tie_word_embeddings": False}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=VOCAB, max_position_embeddings=512, **special))
+    sharpen(model, seed)
+    return model.eval()
+
+
+MODEL = make_model()
+
+
+def hf(settings, prompt, count=COUNT, model=MODEL, **options):
+    """Tokens of transformers' generate for one prompt."""
+    model.generation_config = GenerationConfig(**{"pad_token_id": 0, **copy.deepcopy(settings)})
+    ids = torch.tensor([prompt])
+    options = {"do_sample": False, "attention_mask": torch.ones_like(ids), "max_new_tokens": count, **options}
+    return model.generate(ids, **options)[0, len(prompt) :].tolist()
+
+
+def tiny(settings, tokenizer=None) -> Target:
+    model = copy.deepcopy(MODEL)
+    model.generation_config = GenerationConfig(**{"pad_token_id": 0, **copy.deepcopy(settings)})
+    return Target.wrap(model, tokenizer, name="tiny")
+
+
+PLAIN = [hf({}, prompt) for prompt in PROMPTS]
+A, B, C = PLAIN[0][:3]
+ENDS = [PLAIN[0][3], PLAIN[2][5], PLAIN[1][4]]
+# By key, settings that change the greedy answer of at least one prompt.
+RULES = {
+    "repetition_penalty": {"repetition_penalty": 1.7},
+    "repetition_penalty_int": {"repetition_penalty": 0.6, "eos_token_id": ENDS},
+    "encoder_repetition_penalty": {"encoder_repetition_penalty": 3.0},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
+    "encoder_no_repeat_ngram_size": {"encoder_no_repeat_ngram_size": 1},
+    "bad_words_ids": {"bad_words_ids": [[A], [PLAIN[2][1]]], "eos_token_id": ENDS},
+    "bad_words_ids_long": {"bad_words_ids": [[A, B], [PROMPTS[1][0], PLAIN[1][0]], [1, 2, 3]]},
+    "sequence_bias": {"sequence_bias": [[[A], -9.0], [[PLAIN[2][0]], -30]]},
+    "sequence_bias_long": {"sequence_bias": [[[A, B], -30.0], [[40], 4.0], [[9, A], float("-inf")]]},
+    "min_length": {"min_length": 16, "eos_token_id": ENDS},
+    "min_new_tokens": {"min_new_tokens": 9, "eos_token_id": ENDS},
+    "min_new_tokens_over_min_length": {"min_new_tokens": 2, "min_length": 40, "eos_token_id": ENDS},
+    "forced_bos_token_id": {"forced_bos_token_id": 33},
+    "forced_eos_token_id": {"forced_eos_token_id": 6},
+    "forced_eos_token_ids": {"forced_eos_token_id": [50, 6], "eos_token_id": [6, 50]},
+    "suppress_tokens": {"suppress_tokens": [A, C, 17]},
+    "begin_suppress_tokens": {"begin_suppress_tokens": [PLAIN[i][0] for i in range(3)]},
+    "begin_after_bos": {"begin_suppress_tokens": [PLAIN[1][1]], "forced_bos_token_id": PLAIN[1][0]},
+    "exponential_decay_length_penalty": {"exponential_decay_length_penalty": [4, 1.3], "eos_token_id": [ENDS[0], 13]},
+    "remove_invalid_values": {"remove_invalid_values": True, "suppress_tokens": [A]},
+    "all_at_once": {
+        "sequence_bias": [[[40, 41], 2.0]],
+        "repetition_penalty": 1.2,
+        "no_repeat_ngram_size": 3,
+        "bad_words_ids": [[A, B], [12]],
+        "min_new_tokens": 5,
+        "suppress_tokens": [C],
+        "begin_suppress_tokens": [A],
+        "eos_token_id": ENDS,
+    },
+}
+
+
+def drafters(target, wants):
+    """Drafters with their trees; the last one proposes true continuations, so that deep nodes are walked."""
+    yield None, "none"
+    yield NgramDrafter(), "chain:4"
+    yield make_kind("eagle3", target).eval(), "dynamic:3,3,8"
+    if len(wants) == 1:
+        yield FakeDrafter(wants[0], 0.8, nodes=16, vocab=VOCAB), str(ANY)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", RULES)
+def test_greedy_tokens_are_those_of_transformers(name):
+    settings = RULES[name]
+    numeric = {**settings, "sequence_bias": [[i, float(b)] for i, b in settings.get("sequence_bias", [])] or None}
+    want = [hf(numeric, prompt) for prompt in PROMPTS]
+    ends = {"eos_token_id": settings.get("eos_token_id")}
+    assert want != [hf(ends, prompt) for prompt in PROMPTS], "the settings change nothing"
+    target = tiny(settings)
+    accepted = 0
+    for prompts, wants in ((PROMPTS[:1], want[:1]), (PROMPTS, want)):
+        for drafter, spec in drafters(target, wants):
+            tree = TreeSpec.parse(spec)
+            made = generate_batch(target, drafter, prompts, max_new_tokens=COUNT, spec=tree, max_rows=len(prompts))
+            assert [generation.tokens for generation in made] == wants, (spec, len(prompts))
+            accepted = max(accepted, *(generation.stats.accepted_length for generation in made))
+    assert accepted > 1.3
+
+
+def test_every_applied_key_is_tested():
+    assert {key for settings in RULES.values() for key in settings} >= set(AppliedKeys.__annotations__)
+
+
+@pytest.mark.parametrize("name", ["repetition_penalty", "suppress_tokens", "begin_suppress_tokens", "min_new_tokens"])
+def test_streams_and_responses_apply_them_too(name):
+    settings = RULES[name]
+    want = [hf(settings, prompt) for prompt in PROMPTS]
+    target = tiny(settings)
+    rounds = stream(target, NgramDrafter(), PROMPTS[0], max_new_tokens=COUNT, spec=TreeSpec.parse("chain:4"))
+    assert list(itertools.chain.from_iterable(rounds)) == want[0]
+    for slots in (1, 3):
+        engine = ResponseEngine(target, slots, max_length=100)
+        requests = [ResponseRequest(str(i), ids, COUNT, target.eos_ids) for i, ids in enumerate(PROMPTS)]
+        done = {each.key: each.tokens for each in engine.run(requests, SamplingParams())}
+        assert [done[str(i)] for i in range(len(PROMPTS))] == want
+
+
+def test_a_follow_up_turn_and_a_shared_prefix_are_part_of_the_text():
+    settings = {"repetition_penalty": 1.6, "min_new_tokens": 6, "begin_suppress_tokens": [A], "eos_token_id": ENDS}
+    target, system = tiny(settings), list(range(20, 44))
+    turns = {}
+
+    def follow_up(finished):
+        turns.setdefault(finished.key, []).append(finished)
+        return [3, 8] if len(turns[finished.key]) == 1 else None
+
+    requests = [ResponseRequest(str(i), system + ids, 10, target.eos_ids) for i, ids in enumerate(PROMPTS)]
+    list(ResponseEngine(target, 3, max_length=100).run(requests, SamplingParams(), follow_up=follow_up))
+    for i, ids in enumerate(PROMPTS):
+        first, second = turns[str(i)]
+        assert first.tokens == hf(settings, system + ids, 10)
+        assert second.tokens == hf(settings, system + ids + first.tokens + [3, 8], 10)
+
+
+def test_static_passes_apply_them(monkeypatch):
+    monkeypatch.setattr(static, "_serves", lambda device: True)
+    settings = RULES["all_at_once"]
+    want = [hf(settings, prompt) for prompt in PROMPTS]
+    ran = []
+    run = static.StaticStep.run
+    monkeypatch.setattr(static.StaticStep, "run", lambda self: ran.append(self.choose) or run(self))
+    made = generate_batch(tiny(settings), NgramDrafter(), PROMPTS, max_new_tokens=COUNT, max_rows=3)
+    assert [generation.tokens for generation in made] == want
+    assert ran and not any(ran)
+
+
+def test_without_rules_nothing_is_processed(monkeypatch):
+    """The settings that most models have (special tokens, sampling defaults) leave the argmax of raw logits in charge."""
+    monkeypatch.setattr("drafttrain.inference.verify._choose", None)
+    monkeypatch.setattr("drafttrain.inference.verify.ProcessedText.process", None)
+    harmless = {"eos_token_id": 3, "min_length": 0, "repetition_penalty": 1, "bad_words_ids": None, "suppress_tokens": []}
+    made = generate(tiny({**harmless, "do_sample": True, "temperature": 0.6}), NgramDrafter(), PROMPTS[0], max_new_tokens=8)
+    assert made.tokens == hf({"eos_token_id": 3}, PROMPTS[0], 8)
+
+
+# -- sampling ---------------------------------------------------------------------------------------------------------
+
+SAMPLED = {
+    "reads_the_text": {"repetition_penalty": 1.8, "no_repeat_ngram_size": 1, "min_new_tokens": 1, "eos_token_id": [0]},
+    "logits_alone": {"suppress_tokens": [2], "sequence_bias": [[[1], 1.5]]},
+}
+
+
+def small(settings) -> Target:
+    """Six tokens, so that a distribution of pairs can be counted."""
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=6, max_position_embeddings=64, eos_token_id=None))
+    sharpen(model, 4)
+    model.generation_config = GenerationConfig(**settings)
+    return Target.wrap(model.eval(), None, name="small")
+
+
+def pair_probabilities(target, settings, prompt):
+    """[v, v] exact, by transformers' processors at each prefix; zero after a token that ends the answer but for itself."""
+    config = GenerationConfig(**settings)
+    config._eos_token_tensor = torch.tensor(settings["eos_token_id"]) if "eos_token_id" in settings else None
+    processors = target.model._get_logits_processor(
+        config, input_ids_seq_length=len(prompt), encoder_input_ids=torch.tensor([prompt])
+    )
+
+    def p(text):
+        ids = torch.tensor([text])
+        return processors(ids, target.head(target.forward(ids, ()).last_hidden[:, -1]))[0].softmax(-1).double()
+
+    first = p(prompt)
+    return torch.stack([first[token] * p([*prompt, token]) for token in range(6)])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", SAMPLED)
+@pytest.mark.parametrize("spec", ["none", "fanout:2x1", "fanout:2x1@sample"])
+def test_sampled_tokens_follow_the_processed_distribution(name, spec):
+    settings, prompt, count = SAMPLED[name], [3, 1, 4], 4000
+    target = small(settings)
+    want = pair_probabilities(target, settings, prompt)
+    drafter = None if spec == "none" else make_kind("eagle3", target).eval()
+    options = {"spec": TreeSpec.parse(spec), "sampling": SamplingParams(1.0), "eos_ids": (), "max_rows": 100}
+    if "eos_token_id" in settings:
+        options["eos_ids"] = settings["eos_token_id"]
+    made = generate_batch(target, drafter, [prompt] * count, max_new_tokens=3, **options)
+    seen = torch.zeros(6, 6, dtype=torch.float64)
+    for generation in made:
+        if len(generation.tokens) > 1:  # a first token that ends the answer has no second one
+            seen[generation.tokens[0], generation.tokens[1]] += 1
+    if "eos_token_id" in settings:
+        want[settings["eos_token_id"]] = 0
+    if spec != "none":
+        assert sum(generation.stats.accepted_length > 1 for generation in made) > count / 20
+    assert seen[want == 0].sum() == 0
+    kept = want * count >= 5
+    rest = (seen.sum() - seen[kept].sum())[None], ((want.sum() - want[kept].sum()) * count)[None]
+    got, expected = (torch.cat((table, last)) for table, last in zip((seen[kept], want[kept] * count), rest, strict=True))
+    expected *= got.sum() / expected.sum()
+    assert chisquare(got[expected > 0], expected[expected > 0]).pvalue > 1e-3
+
+
+def test_no_token_left_to_sample_is_an_error():
+    target = small({"suppress_tokens": [0, 1, 2, 3, 4, 5]})
+    with pytest.raises(UserError, match="bans every token at some position"):
+        generate(target, None, [1, 2], max_new_tokens=2, sampling=SamplingParams(1.0))
+
+
+# -- the caller's own settings, and what is not applied ------------------------------------------------------------------
+
+
+def test_the_callers_own_penalty_wins():
+    model = copy.deepcopy(MODEL)
+    model.generation_config = GenerationConfig(repetition_penalty=1.7, suppress_tokens=[C], pad_token_id=0)
+    options = {"max_new_tokens": COUNT, "drafter": "ngram", "tree": "chain:4"}
+    for penalty, same in ((None, {"repetition_penalty": 1.7}), (1.0, {}), (1.2, {"repetition_penalty": 1.2})):
+        got = drafttrain.generate(model, PROMPTS[0], repetition_penalty=penalty, **options)
+        assert got.tokens == hf({"suppress_tokens": [C], **same}, PROMPTS[0]), penalty
+    target = tiny({"repetition_penalty": 1.7})
+    assert generate(target, None, PROMPTS[0], max_new_tokens=COUNT, rules=LogitsRules()).tokens == PLAIN[0]
+
+
+def test_a_changed_generation_config_counts_at_once():
+    target = tiny({})
+    target.model.generation_config.suppress_tokens = [A]
+    assert generate(target, None, PROMPTS[0], max_new_tokens=COUNT).tokens == hf({"suppress_tokens": [A]}, PROMPTS[0])
+
+
+def test_what_is_not_applied_is_named_once_per_target(caplog):
+    settings = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "num_beams": 4, "guidance_scale": 2.0, "chat_format": 1}
+    target = tiny(settings, make_tokenizer(VOCAB))
+    with caplog.at_level(logging.WARNING, logger="drafttrain"):
+        for _ in range(3):
+            generate(target, NgramDrafter(), [5], max_new_tokens=3)
+        list(ResponseEngine(target, 2, 50).run([ResponseRequest("0", [5], 3, ())], SamplingParams()))
+    (record,) = [record for record in caplog.records if record.name.startswith("drafttrain")]
+    line = record.getMessage()
+    assert len(line.splitlines()) == 1
+    for part in ("target 'tiny'", "temperature=0.6", "num_beams=4", "chat_format=1", "set temperature, top_p"):
+        assert part in line
+    assert "repetition_penalty" not in line
+
+
+def test_nothing_is_said_where_everything_is_applied():
+    applied = {"eos_token_id": 3, "repetition_penalty": 1.1, "min_length": 4, "suppress_tokens": [5], "num_beams": 1}
+    assert ignored_line(GenerationConfig(**applied, temperature=0.3), SamplingParams(), "t") == ""
+    sampled = GenerationConfig(**applied, do_sample=True, temperature=0.3, top_p=0.9)
+    assert ignored_line(sampled, SamplingParams(0.3, top_p=0.9), "t") == ""
+    assert "set temperature=1" in ignored_line(GenerationConfig(do_sample=True), SamplingParams(), "t")
+    assert "max_new_tokens and stop" in ignored_line(GenerationConfig(max_length=40), SamplingParams(), "t")
+    assert ignored_line(None, SamplingParams(), "t") == ""
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"suppress_tokens": [3, 60]}, "suppress_tokens with token id 60, outside the vocabulary of 60 tokens"),
+        ({"bad_words_ids": [[3], [4, 99]]}, "bad_words_ids with token id 99"),
+        ({"sequence_bias": [[[3, 77], 1.0]]}, "sequence_bias with token id 77"),
+        ({"forced_bos_token_id": 10**30}, "forced_bos_token_id with token id 10000"),
+        ({"repetition_penalty": -1.0}, "repetition_penalty=-1.0: input should be greater"),
+        ({"min_new_tokens": 2.5}, "min_new_tokens=2.5: input should be a valid integer"),
+        ({"sequence_bias": [[[1], float("nan")]]}, "the bias must be a number"),
+    ],
+)
+def test_wrong_values_are_refused_when_the_target_is_wrapped(settings, message):
+    with pytest.raises(UserError, match=r"target='tiny': generation_config has .*" + message.replace(".", r"\.")):
+        tiny(settings)
+
+
+def test_rules_that_contradict_each_other_are_refused():
+    target = tiny({"bad_words_ids": [[4]], "eos_token_id": 4})  # transformers drops the end from the list, and fails
+    with pytest.raises(UserError, match="generation_config cannot be applied"):
+        generate(target, None, [5], max_new_tokens=3)
+
+
+def test_end_tokens_outside_the_vocabulary_never_occur():
+    assert tiny({"eos_token_id": [4, -1, 4000]}).eos_ids == [4]
