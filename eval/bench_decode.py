@@ -26,7 +26,7 @@ from benchmark import against, alternate, median, write_result
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from drafttrain.evaluation.suites import load_suite, render, take_evenly
-from drafttrain.inference import Decoder, SamplingParams
+from drafttrain.inference import Decoder
 from drafttrain.inference.engine import Engine
 from drafttrain.target import DTYPES, Target, resolve_device, resolve_dtype
 

@@ -111,11 +111,11 @@ def run(args: argparse.Namespace) -> int:
 def backend_rules(backend: str, target: Target) -> LogitsRules:
     """What a backend applies of the target's generation_config: all rules, the repetition penalty, or what a server does."""
     if backend != "vllm":
-        return target.rules if backend == "local" else LogitsRules()
-    left = ", ".join(key for key in target.rules.settings if key != "repetition_penalty")
+        return target.generation.rules if backend == "local" else LogitsRules()
+    left = ", ".join(key for key in target.generation.rules.settings if key != "repetition_penalty")
     if left:
         logger.warning("backend=vllm does not apply %s of the target's generation_config; --backend local does", left)
-    return LogitsRules().under(SamplingParams(repetition_penalty=target.rules.repetition_penalty))
+    return LogitsRules().under(SamplingParams(repetition_penalty=target.generation.rules.repetition_penalty))
 
 
 def read_prompts(path: Path) -> list[Conversation]:

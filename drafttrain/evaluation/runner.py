@@ -173,7 +173,7 @@ def describe(settings: EvalSettings, target: Target, suite: Suite) -> Json:
         "suite_digest": suite.digest,
         **({"suite_licence": suite.license} if suite.license else {}),
         "decoding": {
-            **target.rules.recorded(settings.sampling),
+            **target.generation.rules.recorded(settings.sampling),
             "max_new_tokens": settings.max_new_tokens,
             "batch_size": settings.batch_size,
             "seed": settings.seed,
@@ -335,7 +335,7 @@ def hf_sides(
     model, end = load(target.path), target.eos_ids or None
     pad = target.tokenizer.pad_token_id if target.tokenizer is not None else None
     pad = end[0] if pad is None and end else pad
-    rules = target.rules_for(sampling)
+    rules = target.generation.rules_for(sampling)
     model.generation_config = GenerationConfig(**rules.settings, eos_token_id=end, pad_token_id=pad)
     choice: dict[str, object] = {"do_sample": not sampling.greedy}
     if not sampling.greedy:

@@ -378,7 +378,7 @@ class Decoder:
         self.pace = pace or (Adaptive(self.spec) if self.drafter is not None and self.spec.adaptive else None)
         self.sampling = sampling or SamplingParams()
         self.spec.check(self.sampling)
-        self.rules = target.rules_for(self.sampling, rules)
+        self.rules = target.generation.rules_for(self.sampling, rules)
         self.eos_ids = frozenset(target.eos_ids if eos_ids is None else eos_ids)
         self.stop, self.max_rows = check_stop(stop, target), max_rows
         self.cache, self.graphs = TreeCache(0), graphs

@@ -163,7 +163,7 @@ class _Run:
         follow_up: FollowUp | None,
     ):
         self.owner, self.source, self.sampling, self.seed, self.follow_up = owner, source, sampling, seed, follow_up
-        self.rules = owner.target.rules_for(sampling, owner.rules)
+        self.rules = owner.target.generation.rules_for(sampling, owner.rules)
         self.device = owner.target.device
         self.queue = deque(islice(source, 2 * owner.slots))
         self.prefix = _shared_prefix([request.prompt_ids for request in self.queue])

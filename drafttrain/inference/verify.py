@@ -22,7 +22,7 @@ is drawn from the residual of p and compared with the other children.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -91,21 +91,24 @@ class ProcessedText:
         return logits
 
 
-def processed(verifiers: Sequence[Verifier], logits: Tensor) -> Tensor:
-    """Logits [m, v] after each sequence's own processors; unchanged where there are none.
+def texts_of(verifiers: Iterable[Verifier]) -> list[ProcessedText]:
+    """The texts of sequences whose logits are processed; empty if none are."""
+    return [verifier.text for verifier in verifiers if verifier.text is not None]
+
+
+def processed(texts: Sequence[ProcessedText], logits: Tensor, sampling: SamplingParams) -> Tensor:
+    """Logits [m, v] of the next token of each text, after its processors; unchanged without texts.
 
     Raises:
         UserError: sampling, and no token is left.
     """
-    first = verifiers[0].text
-    if first is None:
+    if not texts:
         return logits
-    texts = [verifier.text for verifier in verifiers if verifier.text is not None]
-    if first.alike is not None and all(text.alike == first.alike for text in texts):
-        logits = first.process(logits)
+    if texts[0].alike is not None and all(text.alike == texts[0].alike for text in texts):
+        logits = texts[0].process(logits)
     else:  # lengths differ, and padding would be read as text
         logits = torch.cat([text.process(row[None]) for text, row in zip(texts, logits, strict=True)])
-    if not verifiers[0].sampler.params.greedy and bool((logits.amax(-1) == -torch.inf).any()):
+    if not sampling.greedy and bool((logits.amax(-1) == -torch.inf).any()):
         raise UserError("generation_config bans every token at some position; remove one of the keys that ban tokens")
     return logits
 
@@ -200,8 +203,10 @@ def _sample_roots(verifiers: Sequence[Verifier], logits: Tensor) -> list[Verdict
     """The next token of sequences without trees, each by its next number of `uniforms`; logits [b, v]."""
     numbers = [next(verifier.uniforms) for verifier in verifiers if verifier.uniforms is not None]
     uniforms = torch.tensor(numbers, dtype=torch.float64, device=logits.device)
-    tokens = sample(processed(verifiers, logits), verifiers[0].sampler.params, uniforms).tolist()
-    _append(verifiers, tokens)
+    texts, sampling = texts_of(verifiers), verifiers[0].sampler.params
+    tokens = sample(processed(texts, logits, sampling), sampling, uniforms).tolist()
+    for text, token in zip(texts, tokens, strict=False):
+        text.add(token)
     return [Verdict([], [token], token in verifier.eos_ids) for verifier, token in zip(verifiers, tokens, strict=True)]
 
 
@@ -234,19 +239,13 @@ class _Walk:
 
 def _choose(walks: list[_Walk], logits: Tensor, sampling: SamplingParams) -> list[int]:
     """The next token of each walk; logits [m, v] at the nodes that the walks have reached."""
-    verifiers = [walk.verifier for walk in walks]
-    logits = processed(verifiers, logits)
-    tokens = (argmax(logits) if sampling.greedy else _sample(walks, probabilities(logits, sampling).double())).tolist()
-    _append(verifiers, tokens)
-    return tokens
-
-
-def _append(verifiers: Sequence[Verifier], tokens: Sequence[int]) -> None:
-    """Adds the next token to each sequence's text, where processors read it."""
-    if verifiers[0].text is not None:
-        for verifier, token in zip(verifiers, tokens, strict=True):
-            if verifier.text is not None:
-                verifier.text.add(token)
+    texts = texts_of(walk.verifier for walk in walks)
+    logits = processed(texts, logits, sampling)
+    tokens = argmax(logits) if sampling.greedy else _sample(walks, probabilities(logits, sampling).double())
+    numbers = tokens.tolist()
+    for text, token in zip(texts, numbers, strict=False):
+        text.add(token)  # the tokens of a walk so far are the path that its next node adds to the text
+    return numbers
 
 
 def _sample(walks: list[_Walk], p: Tensor) -> Tensor:

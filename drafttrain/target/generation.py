@@ -7,7 +7,8 @@ transformers builds the processors (`GenerationMixin._get_logits_processor`), so
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping
+import logging
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,22 +24,28 @@ from drafttrain.errors import UserError, first_line
 from drafttrain.files import Json, read_json, violation
 from drafttrain.ops.sampling import SamplingParams
 
+logger = logging.getLogger(__name__)
 _FIX = f"correct the target's {GENERATION_CONFIG_NAME}, or remove the key"
 
 
 def _bias(pair: list) -> list:
     ids, bias = pair if len(pair) == 2 else (None, None)
-    if not (isinstance(ids, list) and ids and all(type(i) is int and i >= 0 for i in ids)):
+    if not isinstance(ids, list) or not ids or any(type(token) is not int or token < 0 for token in ids):
         raise ValueError("must be [[token ids], bias]")
-    if type(bias) not in (int, float) or not bias < float("inf"):
+    if not isinstance(bias, (int, float)) or not bias < float("inf"):
         raise ValueError("the bias must be a number, or -inf")
+    return pair
+
+
+def _decay(pair: list) -> list:
+    if len(pair) != 2 or type(pair[0]) is not int or pair[0] < 0 or not 0 <= pair[1] <= 10:
+        raise ValueError("must be [tokens before it begins, factor from 0 to 10]")
     return pair
 
 
 Count = Annotated[int, Field(ge=0)]
 Tokens = list[Count]
 Penalty = Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)]
-Growth = Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)]
 
 
 class AppliedKeys(TypedDict, total=False):
@@ -56,7 +63,7 @@ class AppliedKeys(TypedDict, total=False):
     forced_eos_token_id: Count | Tokens | None
     suppress_tokens: Tokens | None
     begin_suppress_tokens: Tokens | None
-    exponential_decay_length_penalty: Annotated[list[Growth | Count], Field(min_length=2, max_length=2)] | None
+    exponential_decay_length_penalty: Annotated[list[int | float], AfterValidator(_decay)] | None
     remove_invalid_values: bool | None
 
 
@@ -71,11 +78,11 @@ _TOKENS = ("bad_words_ids", "sequence_bias", "forced_bos_token_id", "forced_eos_
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 _LIMITS = ("max_length", "max_new_tokens", "max_time", "stop_strings")
 # Keys without a counterpart here, with the value that means off (None always does).
-_UNSUPPORTED: Json = {"num_beams": 1, "num_return_sequences": 1, "num_beam_groups": 1, "diversity_penalty": 0.0}
-_UNSUPPORTED |= {"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "guidance_scale": 1, "token_healing": False}
+_UNSUPPORTED: Json = dict.fromkeys(("top_h", "watermarking_config", "penalty_alpha", "constraints", "force_words_ids"))
 _UNSUPPORTED |= dict.fromkeys(
-    ("top_h", "watermarking_config", "penalty_alpha", "dola_layers", "constraints", "force_words_ids")
+    ("num_beams", "num_return_sequences", "num_beam_groups", "typical_p", "guidance_scale"), 1
 )
+_UNSUPPORTED |= dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "diversity_penalty", "token_healing", "dola_layers"), 0)
 
 
 @dataclass(frozen=True)
@@ -107,7 +114,9 @@ class LogitsRules:
             beyond = [token for token in _ids(key, settings.get(key)) if token >= vocab_size]
             if beyond:
                 rule = f"outside the vocabulary of {vocab_size} tokens"
-                raise UserError(f"target={target!r}: generation_config has {key} with token id {beyond[0]}, {rule}; {_FIX}")
+                raise UserError(
+                    f"target={target!r}: generation_config has {key} with token id {beyond[0]}, {rule}; {_FIX}"
+                )
         for key in {"repetition_penalty", "encoder_repetition_penalty"} & settings.keys():
             settings[key] = float(settings[key])  # transformers refuses a penalty of 2
         if "sequence_bias" in settings:
@@ -153,7 +162,9 @@ class LogitsRules:
         Raises:
             UserError: rules that contradict each other.
         """
-        settings = {key: value for key, value in self.settings.items() if key != "exponential_decay_length_penalty" or eos_ids}
+        settings = {
+            key: value for key, value in self.settings.items() if key != "exponential_decay_length_penalty" or eos_ids
+        }
         try:
             config = GenerationConfig(**copy.deepcopy(settings), do_sample=False, max_length=len(prompt) + limit)
             config._eos_token_tensor = torch.tensor(sorted(eos_ids), device=prompt.device) if eos_ids else None
@@ -162,6 +173,51 @@ class LogitsRules:
             )
         except (ValueError, TypeError) as error:
             raise UserError(f"generation_config cannot be applied ({first_line(error)}); {_FIX}") from error
+
+
+class TargetGeneration:
+    """What a target's generation_config asks of decoding.
+
+    Args:
+        model: the target's. vocab_size: rows of its head. name: the target's, for messages.
+
+    Raises:
+        UserError: wrong values.
+    """
+
+    def __init__(self, model: Any, vocab_size: int, name: str):
+        self.model, self.vocab_size, self.name = model, vocab_size, name
+        self._named = False
+        _ = self.rules  # checks the values
+
+    @property
+    def config(self) -> GenerationConfig | None:
+        return getattr(self.model, "generation_config", None)
+
+    @property
+    def rules(self) -> LogitsRules:
+        """The rules of the config as it is now."""
+        return LogitsRules.of(self.config, self.vocab_size, self.name)
+
+    def rules_for(self, sampling: SamplingParams, rules: LogitsRules | None = None) -> LogitsRules:
+        """How a call processes logits: its own rules, else the target's; a repetition penalty in `sampling` replaces theirs.
+
+        The first call that uses the target's logs a line on what its generation_config sets and decoding does not apply.
+        """
+        if rules is None and not self._named:
+            self._named = True
+            if line := ignored_line(self.config, sampling, self.name):
+                logger.warning(line)
+        return (self.rules if rules is None else rules).under(sampling)
+
+
+def end_tokens(sources: Iterable[Any], vocab_size: int) -> list[int]:
+    """The eos_token_id of all sources that can occur; some models write -1 for none."""
+    ids: set[int] = set()
+    for source in sources:
+        eos = getattr(source, "eos_token_id", None)
+        ids.update(eos if isinstance(eos, (list, tuple)) else [] if eos is None else [eos])
+    return sorted(token for token in ids if 0 <= token < vocab_size)
 
 
 def _ids(key: str, value: Any) -> Iterator[int]:
@@ -173,45 +229,50 @@ def _ids(key: str, value: Any) -> Iterator[int]:
             yield from _ids("", each[0] if key == "sequence_bias" else each)
 
 
-def check_file(path: str, target: str) -> None:
-    """Checks the generation_config.json of a folder or Hub id; transformers replaces a damaged one by defaults, silently.
+def read_generation_config(path: str, target: str) -> GenerationConfig | None:
+    """The checked generation_config.json of a folder or Hub id; None if it has none.
+
+    transformers reads it while it loads a model, but replaces a damaged one by defaults without a word.
 
     Raises:
         UserError: not JSON, or a value that transformers or decoding refuses.
     """
-    quiet = {f"_raise_exceptions_for_{cause}": False for cause in ("missing_entries", "gated_repo", "connection_errors")}
+    quiet = {
+        f"_raise_exceptions_for_{cause}": False for cause in ("missing_entries", "gated_repo", "connection_errors")
+    }
     file = cached_file(path, GENERATION_CONFIG_NAME, **quiet)  # type: ignore[arg-type]
     if file is None:
-        return
-    content = read_json(Path(file), "target", _FIX, _File)
+        return None
+    content: Json = {**read_json(Path(file), "target", _FIX, _File)}
     try:
-        GenerationConfig(**content)
+        return GenerationConfig.from_dict(content)
     except Exception as error:  # wrong values raise errors of many classes there
-        raise UserError(f"target={target!r}: {GENERATION_CONFIG_NAME} is refused ({first_line(error)}); {_FIX}") from error
+        raise UserError(
+            f"target={target!r}: {GENERATION_CONFIG_NAME} is refused ({first_line(error)}); {_FIX}"
+        ) from error
 
 
 def ignored_line(config: GenerationConfig | None, sampling: SamplingParams, target: str) -> str:
     """One line on the keys that a generation_config sets and decoding does not apply; empty if there are none."""
-    values: Json = config.to_dict() if config is not None else {}
-    found: Json = {}
-    fixes = []
+    if config is None:
+        return ""
+    values = {key: value for key, value in config.to_dict().items() if value is not None}
+    sampled: Json = {}
     if values.get("do_sample") or not sampling.greedy:
-        wanted = {"do_sample": True} if values.get("do_sample") and sampling.greedy else {}
-        wanted |= {key: value for key in _SAMPLING if (value := values.get(key)) not in (None, getattr(sampling, key))}
-        if wanted:
-            found |= wanted
-            fixes.append(f"to sample as it says, set {', '.join(k for k in wanted if k != 'do_sample') or 'temperature=1'}")
-    limits = {key: values[key] for key in _LIMITS if values.get(key) is not None}
-    if limits:
-        found |= limits
-        fixes.append("max_new_tokens and stop limit answers")
-    known = GenerationConfig().to_dict()
+        sampled = {key: values[key] for key in _SAMPLING if values.get(key) not in (None, getattr(sampling, key))}
+    if values.get("do_sample") and sampling.greedy:
+        sampled |= {"temperature": values.get("temperature", 1.0), "do_sample": True}
+    limits = {key: values[key] for key in _LIMITS if key in values}
     others = {key: values[key] for key, off in _UNSUPPORTED.items() if values.get(key) not in (None, off)}
-    others |= {key: value for key, value in values.items() if key not in known and key not in AppliedKeys.__annotations__}
-    if others:
-        found |= others
-        fixes.append(f"{', '.join(list(others)[:8])} cannot be applied")
-    named = [f"{key}={value!r}"[:60] for key, value in found.items()]
-    more = f" and {len(named) - 8} more" if len(named) > 8 else ""
-    text = f"target {target!r}: decoding does not apply {', '.join(named[:8])}{more} of its generation_config; {'; '.join(fixes)}"
-    return " ".join(text.split()) if found else ""
+    known = GenerationConfig().to_dict()
+    others |= {key: value for key, value in values.items() if key not in known}
+    fixes = {
+        f"to sample as it says, set {', '.join(key for key in sampled if key != 'do_sample')}": sampled,
+        "limit answers by max_new_tokens and stop": limits,
+        "the others have no counterpart" if sampled or limits else "they have no counterpart": others,
+    }
+    shown = [f"{key}={value!r}"[:60] for key, value in (sampled | limits | others).items()]
+    more = f" and {len(shown) - 8} more" if len(shown) > 8 else ""
+    fix = "; ".join(text for text, keys in fixes.items() if keys)
+    line = f"target {target!r}: decoding does not apply {', '.join(shown[:8])}{more} of its generation_config; {fix}"
+    return " ".join(line.split()) if shown else ""

@@ -96,5 +96,7 @@ def test_bytes(fault, seed, folder, loaded):
 def test_token_ids_outside_the_vocabulary_are_refused(key, value, folder):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 261, key: value}))
     for load_target in (load_shell, lambda name: Target.load(name, "float32", "cpu")):
-        said = outcome("target: generation_config.json", "token id", lambda load_target=load_target: load_target(str(folder)))
+        said = outcome(
+            "target: generation_config.json", "token id", lambda load_target=load_target: load_target(str(folder))
+        )
         assert key in said and ("100000" in said or "-1" in said)

@@ -171,8 +171,16 @@ def test_without_rules_nothing_is_processed(monkeypatch):
     """The settings that most models have (special tokens, sampling defaults) leave the argmax of raw logits in charge."""
     monkeypatch.setattr("drafttrain.inference.verify._choose", None)
     monkeypatch.setattr("drafttrain.inference.verify.ProcessedText.process", None)
-    harmless = {"eos_token_id": 3, "min_length": 0, "repetition_penalty": 1, "bad_words_ids": None, "suppress_tokens": []}
-    made = generate(tiny({**harmless, "do_sample": True, "temperature": 0.6}), NgramDrafter(), PROMPTS[0], max_new_tokens=8)
+    harmless = {
+        "eos_token_id": 3,
+        "min_length": 0,
+        "repetition_penalty": 1,
+        "bad_words_ids": None,
+        "suppress_tokens": [],
+    }
+    made = generate(
+        tiny({**harmless, "do_sample": True, "temperature": 0.6}), NgramDrafter(), PROMPTS[0], max_new_tokens=8
+    )
     assert made.tokens == hf({"eos_token_id": 3}, PROMPTS[0], 8)
 
 
@@ -273,7 +281,14 @@ def test_a_changed_generation_config_counts_at_once():
 
 
 def test_what_is_not_applied_is_named_once_per_target(caplog):
-    settings = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "num_beams": 4, "guidance_scale": 2.0, "chat_format": 1}
+    settings = {
+        "do_sample": True,
+        "temperature": 0.6,
+        "top_p": 0.9,
+        "num_beams": 4,
+        "guidance_scale": 2.0,
+        "chat_format": 1,
+    }
     target = tiny(settings, make_tokenizer(VOCAB))
     with caplog.at_level(logging.WARNING, logger="drafttrain"):
         for _ in range(3):
@@ -292,7 +307,7 @@ def test_nothing_is_said_where_everything_is_applied():
     assert ignored_line(GenerationConfig(**applied, temperature=0.3), SamplingParams(), "t") == ""
     sampled = GenerationConfig(**applied, do_sample=True, temperature=0.3, top_p=0.9)
     assert ignored_line(sampled, SamplingParams(0.3, top_p=0.9), "t") == ""
-    assert "set temperature=1" in ignored_line(GenerationConfig(do_sample=True), SamplingParams(), "t")
+    assert "temperature=1.0, do_sample=True" in ignored_line(GenerationConfig(do_sample=True), SamplingParams(), "t")
     assert "max_new_tokens and stop" in ignored_line(GenerationConfig(max_length=40), SamplingParams(), "t")
     assert ignored_line(None, SamplingParams(), "t") == ""
 
