@@ -13,6 +13,7 @@ from hypothesis import given
 
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.ngram.model import NgramDrafter
+from drafttrain.errors import UserError
 from drafttrain.inference import SamplingParams, generate
 from drafttrain.target import Target, load_shell
 from tests.fuzz import file_faults, fuzz, json_faults, outcome, seeds, text_faults
@@ -100,3 +101,15 @@ def test_token_ids_outside_the_vocabulary_are_refused(key, value, folder):
             "target: generation_config.json", "token id", lambda load_target=load_target: load_target(str(folder))
         )
         assert key in said and ("100000" in said or "-1" in said)
+
+
+def test_a_readable_file_is_applied_and_a_damaged_one_is_not_replaced_by_defaults(folder):
+    """transformers takes any file that it cannot read for a missing one."""
+    path = folder / "generation_config.json"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps({"suppress_tokens": [7]}).encode())
+    for load_target in (load_shell, lambda name: Target.load(name, "float32", "cpu")):
+        assert load_target(str(folder)).generation.rules.settings == {"suppress_tokens": [7]}
+    path.write_text('{"suppress_tokens": [7]')
+    for load_target in (load_shell, lambda name: Target.load(name, "float32", "cpu")):
+        with pytest.raises(UserError, match=r"generation_config.json' is not JSON"):
+            load_target(str(folder))
