@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import logging
 
@@ -25,10 +26,11 @@ from tests.drafters.layer_kinds import make_kind
 from tests.inference.fakes import ANY, FakeDrafter, sharpen
 
 VOCAB = 60
-COUNT = 24
+COUNT = 20
 PROMPTS = [[5, 9, 11, 9, 11, 30, 2, 9, 11, 4, 44, 9], [7], [30, 31, 30, 31, 30]]
 
 
+@functools.cache
 def make_model(seed=8):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
     special = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0, "tie_word_embeddings": False}
@@ -37,11 +39,9 @@ def make_model(seed=8):
     return model.eval()
 
 
-MODEL = make_model()
-
-
-def hf(settings, prompt, count=COUNT, model=MODEL, **options):
+def hf(settings, prompt, count=COUNT, **options):
     """Tokens of transformers' generate for one prompt."""
+    model = make_model()
     model.generation_config = GenerationConfig(**{"pad_token_id": 0, **copy.deepcopy(settings)})
     ids = torch.tensor([prompt])
     options = {"do_sample": False, "attention_mask": torch.ones_like(ids), "max_new_tokens": count, **options}
@@ -49,47 +49,88 @@ def hf(settings, prompt, count=COUNT, model=MODEL, **options):
 
 
 def tiny(settings, tokenizer=None) -> Target:
-    model = copy.deepcopy(MODEL)
+    model = copy.deepcopy(make_model())
     model.generation_config = GenerationConfig(**{"pad_token_id": 0, **copy.deepcopy(settings)})
     return Target.wrap(model, tokenizer, name="tiny")
 
 
-PLAIN = [hf({}, prompt) for prompt in PROMPTS]
-A, B, C = PLAIN[0][:3]
-ENDS = [PLAIN[0][3], PLAIN[2][5], PLAIN[1][4]]
-# By key, settings that change the greedy answer of at least one prompt.
-RULES = {
-    "repetition_penalty": {"repetition_penalty": 1.7},
-    "repetition_penalty_int": {"repetition_penalty": 0.6, "eos_token_id": ENDS},
-    "encoder_repetition_penalty": {"encoder_repetition_penalty": 3.0},
-    "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
-    "encoder_no_repeat_ngram_size": {"encoder_no_repeat_ngram_size": 1},
-    "bad_words_ids": {"bad_words_ids": [[A], [PLAIN[2][1]]], "eos_token_id": ENDS},
-    "bad_words_ids_long": {"bad_words_ids": [[A, B], [PROMPTS[1][0], PLAIN[1][0]], [1, 2, 3]]},
-    "sequence_bias": {"sequence_bias": [[[A], -9.0], [[PLAIN[2][0]], -30]]},
-    "sequence_bias_long": {"sequence_bias": [[[A, B], -30.0], [[40], 4.0], [[9, A], float("-inf")]]},
-    "min_length": {"min_length": 16, "eos_token_id": ENDS},
-    "min_new_tokens": {"min_new_tokens": 9, "eos_token_id": ENDS},
-    "min_new_tokens_over_min_length": {"min_new_tokens": 2, "min_length": 40, "eos_token_id": ENDS},
-    "forced_bos_token_id": {"forced_bos_token_id": 33},
-    "forced_eos_token_id": {"forced_eos_token_id": 6},
-    "forced_eos_token_ids": {"forced_eos_token_id": [50, 6], "eos_token_id": [6, 50]},
-    "suppress_tokens": {"suppress_tokens": [A, C, 17]},
-    "begin_suppress_tokens": {"begin_suppress_tokens": [PLAIN[i][0] for i in range(3)]},
-    "begin_after_bos": {"begin_suppress_tokens": [PLAIN[1][1]], "forced_bos_token_id": PLAIN[1][0]},
-    "exponential_decay_length_penalty": {"exponential_decay_length_penalty": [4, 1.3], "eos_token_id": [ENDS[0], 13]},
-    "remove_invalid_values": {"remove_invalid_values": True, "suppress_tokens": [A]},
-    "all_at_once": {
-        "sequence_bias": [[[40, 41], 2.0]],
-        "repetition_penalty": 1.2,
-        "no_repeat_ngram_size": 3,
-        "bad_words_ids": [[A, B], [12]],
-        "min_new_tokens": 5,
-        "suppress_tokens": [C],
-        "begin_suppress_tokens": [A],
-        "eos_token_id": ENDS,
-    },
-}
+@functools.cache
+def plain() -> list[list[int]]:
+    """The greedy answers to the prompts without rules."""
+    return [hf({}, prompt) for prompt in PROMPTS]
+
+
+def ends() -> list[int]:
+    """Tokens of the plain answers, one of each, to end answers with."""
+    return [plain()[0][3], plain()[2][5], plain()[1][4]]
+
+
+NAMES = [
+    "repetition_penalty",
+    "rewarded_repetition",
+    "penalty_as_integer",
+    "encoder_repetition_penalty",
+    "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size",
+    "bad_words_ids",
+    "bad_words_ids_long",
+    "sequence_bias",
+    "sequence_bias_long",
+    "min_length",
+    "min_new_tokens",
+    "min_new_tokens_over_min_length",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "forced_eos_token_ids",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "begin_after_bos",
+    "exponential_decay_length_penalty",
+    "remove_invalid_values",
+    "all_at_once",
+]
+
+
+@functools.cache
+def rules() -> dict[str, dict]:
+    """By name, settings that change the greedy answer of at least one prompt."""
+    a, b, c = plain()[0][:3]
+    return {
+        "repetition_penalty": {"repetition_penalty": 1.7},
+        "rewarded_repetition": {"repetition_penalty": 0.6, "eos_token_id": ends()},
+        "penalty_as_integer": {"repetition_penalty": 2},
+        "encoder_repetition_penalty": {"encoder_repetition_penalty": 3.0},
+        "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
+        "encoder_no_repeat_ngram_size": {"encoder_no_repeat_ngram_size": 1},
+        "bad_words_ids": {"bad_words_ids": [[a], [plain()[2][1]]], "eos_token_id": ends()},
+        "bad_words_ids_long": {"bad_words_ids": [[a, b], [PROMPTS[1][0], plain()[1][0]], [1, 2, 3]]},
+        "sequence_bias": {"sequence_bias": [[[a], -9.0], [[plain()[2][0]], -30]]},
+        "sequence_bias_long": {"sequence_bias": [[[a, b], -30.0], [[40], 4.0], [[9, a], float("-inf")]]},
+        "min_length": {"min_length": 16, "eos_token_id": ends()},
+        "min_new_tokens": {"min_new_tokens": 9, "eos_token_id": ends()},
+        "min_new_tokens_over_min_length": {"min_new_tokens": 2, "min_length": 40, "eos_token_id": ends()},
+        "forced_bos_token_id": {"forced_bos_token_id": 33},
+        "forced_eos_token_id": {"forced_eos_token_id": 6},
+        "forced_eos_token_ids": {"forced_eos_token_id": [50, 6], "eos_token_id": [6, 50]},
+        "suppress_tokens": {"suppress_tokens": [a, c, 17]},
+        "begin_suppress_tokens": {"begin_suppress_tokens": [plain()[i][0] for i in range(3)]},
+        "begin_after_bos": {"begin_suppress_tokens": [plain()[1][1]], "forced_bos_token_id": plain()[1][0]},
+        "exponential_decay_length_penalty": {
+            "exponential_decay_length_penalty": [4, 1.3],
+            "eos_token_id": [ends()[0], 13],
+        },
+        "remove_invalid_values": {"remove_invalid_values": True, "suppress_tokens": [a]},
+        "all_at_once": {
+            "sequence_bias": [[[40, 41], 2.0]],
+            "repetition_penalty": 1.2,
+            "no_repeat_ngram_size": 3,
+            "bad_words_ids": [[a, b], [12]],
+            "min_new_tokens": 5,
+            "suppress_tokens": [c],
+            "begin_suppress_tokens": [a],
+            "eos_token_id": ends(),
+        },
+    }
 
 
 def drafters(target, wants):
@@ -102,13 +143,15 @@ def drafters(target, wants):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", NAMES)
 def test_greedy_tokens_are_those_of_transformers(name):
-    settings = RULES[name]
-    numeric = {**settings, "sequence_bias": [[i, float(b)] for i, b in settings.get("sequence_bias", [])] or None}
-    want = [hf(numeric, prompt) for prompt in PROMPTS]
-    ends = {"eos_token_id": settings.get("eos_token_id")}
-    assert want != [hf(ends, prompt) for prompt in PROMPTS], "the settings change nothing"
+    settings = rules()[name]
+    biases = [[ids, float(bias)] for ids, bias in settings.get("sequence_bias", [])] or None
+    penalty = float(settings.get("repetition_penalty", 1))  # transformers itself refuses integers
+    theirs = {**settings, "sequence_bias": biases, "repetition_penalty": penalty}
+    want = [hf(theirs, prompt) for prompt in PROMPTS]
+    end = {"eos_token_id": settings.get("eos_token_id")}
+    assert want != [hf(end, prompt) for prompt in PROMPTS], "the settings change nothing"
     target = tiny(settings)
     accepted = 0
     for prompts, wants in ((PROMPTS[:1], want[:1]), (PROMPTS, want)):
@@ -121,12 +164,13 @@ def test_greedy_tokens_are_those_of_transformers(name):
 
 
 def test_every_applied_key_is_tested():
-    assert {key for settings in RULES.values() for key in settings} >= set(AppliedKeys.__annotations__)
+    assert list(rules()) == NAMES
+    assert {key for settings in rules().values() for key in settings} >= set(AppliedKeys.__annotations__)
 
 
 @pytest.mark.parametrize("name", ["repetition_penalty", "suppress_tokens", "begin_suppress_tokens", "min_new_tokens"])
 def test_streams_and_responses_apply_them_too(name):
-    settings = RULES[name]
+    settings = rules()[name]
     want = [hf(settings, prompt) for prompt in PROMPTS]
     target = tiny(settings)
     rounds = stream(target, NgramDrafter(), PROMPTS[0], max_new_tokens=COUNT, spec=TreeSpec.parse("chain:4"))
@@ -139,7 +183,12 @@ def test_streams_and_responses_apply_them_too(name):
 
 
 def test_a_follow_up_turn_and_a_shared_prefix_are_part_of_the_text():
-    settings = {"repetition_penalty": 1.6, "min_new_tokens": 6, "begin_suppress_tokens": [A], "eos_token_id": ENDS}
+    settings = {
+        "repetition_penalty": 1.6,
+        "min_new_tokens": 6,
+        "begin_suppress_tokens": [plain()[0][0]],
+        "eos_token_id": ends(),
+    }
     target, system = tiny(settings), list(range(20, 44))
     turns = {}
 
@@ -157,7 +206,7 @@ def test_a_follow_up_turn_and_a_shared_prefix_are_part_of_the_text():
 
 def test_static_passes_apply_them(monkeypatch):
     monkeypatch.setattr(static, "_serves", lambda device: True)
-    settings = RULES["all_at_once"]
+    settings = rules()["all_at_once"]
     want = [hf(settings, prompt) for prompt in PROMPTS]
     ran = []
     run = static.StaticStep.run
@@ -231,7 +280,7 @@ def pair_probabilities(target, settings, prompt):
     ],
 )
 def test_sampled_tokens_follow_the_processed_distribution(name, spec):
-    settings, prompt, count = SAMPLED[name], [4, 1, 4], 2000
+    settings, prompt, count = SAMPLED[name], [4, 1, 4], 1500
     target, ends = small(settings), settings.get("eos_token_id", [])
     want = pair_probabilities(target, settings, prompt) * count
     want[ends] = 0  # a first token that ends the answer has no second one
@@ -264,20 +313,22 @@ def test_no_token_left_to_sample_is_an_error():
 
 
 def test_the_callers_own_penalty_wins():
-    model = copy.deepcopy(MODEL)
-    model.generation_config = GenerationConfig(repetition_penalty=1.7, suppress_tokens=[C], pad_token_id=0)
+    model = copy.deepcopy(make_model())
+    model.generation_config = GenerationConfig(repetition_penalty=1.7, suppress_tokens=[plain()[0][2]], pad_token_id=0)
     options = {"max_new_tokens": COUNT, "drafter": "ngram", "tree": "chain:4"}
     for penalty, same in ((None, {"repetition_penalty": 1.7}), (1.0, {}), (1.2, {"repetition_penalty": 1.2})):
         got = drafttrain.generate(model, PROMPTS[0], repetition_penalty=penalty, **options)
-        assert got.tokens == hf({"suppress_tokens": [C], **same}, PROMPTS[0]), penalty
+        assert got.tokens == hf({"suppress_tokens": [plain()[0][2]], **same}, PROMPTS[0]), penalty
     target = tiny({"repetition_penalty": 1.7})
-    assert generate(target, None, PROMPTS[0], max_new_tokens=COUNT, rules=LogitsRules()).tokens == PLAIN[0]
+    assert generate(target, None, PROMPTS[0], max_new_tokens=COUNT, rules=LogitsRules()).tokens == plain()[0]
 
 
 def test_a_changed_generation_config_counts_at_once():
     target = tiny({})
-    target.model.generation_config.suppress_tokens = [A]
-    assert generate(target, None, PROMPTS[0], max_new_tokens=COUNT).tokens == hf({"suppress_tokens": [A]}, PROMPTS[0])
+    target.model.generation_config.suppress_tokens = [plain()[0][0]]
+    assert generate(target, None, PROMPTS[0], max_new_tokens=COUNT).tokens == hf(
+        {"suppress_tokens": [plain()[0][0]]}, PROMPTS[0]
+    )
 
 
 def test_what_is_not_applied_is_named_once_per_target(caplog):
@@ -338,7 +389,7 @@ def test_rules_that_contradict_each_other_are_refused():
 
 
 def test_a_ban_of_the_end_itself_is_void_as_in_transformers():
-    settings = {"bad_words_ids": [[ENDS[0]]], "eos_token_id": ENDS[0]}
+    settings = {"bad_words_ids": [[ends()[0]]], "eos_token_id": ends()[0]}
     assert generate(tiny(settings), None, PROMPTS[0], max_new_tokens=COUNT).tokens == hf(settings, PROMPTS[0])
 
 
