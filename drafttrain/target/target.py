@@ -19,7 +19,6 @@ A Target holds no state of a call: threads may run forwards of one Target at a t
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -34,7 +33,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -51,6 +49,7 @@ from drafttrain.target.attention import (
     hook_features,
 )
 from drafttrain.target.fetch import cached_model
+from drafttrain.target.generation import TargetGeneration, end_tokens, read_generation_config
 from drafttrain.target.loading import check_sizes, load_language_model, loading
 from drafttrain.target.native_body import NATIVE_ROWS, NativeBody
 from drafttrain.target.proof import prove, unsupported
@@ -123,6 +122,7 @@ class Target:
         hidden_size, vocab_size, num_layers: h, rows of the head, number of decoder layers.
         max_positions: the longest sequence that it reads, or None if nothing limits it.
         eos_ids: every token id that ends a response.
+        generation: what its generation_config asks of decoding.
         forms: how each layer attends; empty without weights.
         idle_steps: captured decoding steps (CUDA graphs) between two calls of the decoder, see `take_idle_steps`.
     """
@@ -145,7 +145,8 @@ class Target:
         self.lm_head: nn.Linear | PackedLinear = head
         self.vocab_size: int = head.weight.shape[0]
         self.layers = self._find_layers()
-        self.eos_ids = self._find_eos()
+        self.generation = TargetGeneration(model, self.vocab_size, name)
+        self.eos_ids = end_tokens((self.generation.config, self.config, tokenizer), self.vocab_size)
         self.forms: list[AttentionForm] = []
         self._packed = False
         self._native: NativeBody | None = None
@@ -176,11 +177,14 @@ class Target:
         """
         where, place = resolve_target(name), resolve_device(device)
         wanted = resolve_dtype(dtype, place)
+        generation = read_generation_config(where, name)
         spread = {"device_map": device_map, "max_memory": share_of_gpus()} if device_map else {}
         with loading(f"target={name!r}", _LOADABLE):
             tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
         options: dict[str, Any] = {"dtype": wanted, "trust_remote_code": trust_remote_code, **spread}
         model = load_language_model(where, f"target={name!r}", _LOADABLE, **options)
+        if generation is not None:
+            model.generation_config = generation
         if not device_map:
             model = model.to(place)
         return cls.wrap(model, tokenizer, name, where, wanted)
@@ -241,18 +245,6 @@ class Target:
         if rope.get("rope_type") == "longrope":
             return rope.get("original_max_position_embeddings") or self.config.original_max_position_embeddings
         return getattr(self.config, "max_position_embeddings", None)
-
-    def _find_eos(self) -> list[int]:
-        found: list[object] = []
-        for source in (getattr(self.model, "generation_config", None), self.config, self.tokenizer):
-            eos = getattr(source, "eos_token_id", None)
-            found += eos if isinstance(eos, (list, tuple)) else [] if eos is None else [eos]
-        ids = {eos for eos in found if isinstance(eos, int) and not isinstance(eos, bool)}
-        if len(ids) != len({*map(repr, found)}):
-            raise unsupported(
-                self.name, self.model, f"has eos_token_id={found!r:.80}, which must be token ids; correct it"
-            )
-        return sorted(ids)
 
     # -- facts --------------------------------------------------------------------------------------------------
 
@@ -422,14 +414,15 @@ def load_shell(name: str, trust_remote_code: bool = False) -> Target:
     Raises UserError: no config or tokenizer can be loaded by that name.
     """
     path, what = resolve_target(name), f"target={name!r}: config and tokenizer"
+    generation = read_generation_config(path, name)
     with loading(what, "give a folder or Hub id"):
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         check_sizes(config, "", what, "give a folder or Hub id")
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    with contextlib.suppress(OSError):  # many targets have none; config and tokenizer name the end of sequence too
-        model.generation_config = GenerationConfig.from_pretrained(path)
+    if generation is not None:  # many targets have none; config and tokenizer name the end of sequence too
+        model.generation_config = generation
     return Target.wrap(model, tokenizer, name, path)
 
 
