@@ -15,7 +15,14 @@ from drafttrain.errors import UserError
 from drafttrain.target.attention import LAST
 
 META = {
-    "target": {"name": "tiny", "hidden_size": 4, "tokenizer": "abc"},
+    "target": {
+        "name": "tiny",
+        "model_type": "llama",
+        "hidden_size": 4,
+        "num_layers": 3,
+        "vocab_size": 10,
+        "tokenizer": "abc",
+    },
     "sampling": {"temperature": 1.0, "seed": 0},
     "features": {"layers": [1, 2], "dtype": "bfloat16"},
 }
@@ -116,13 +123,13 @@ def test_foreign_folder_and_running_writer(tmp_path):
 
 
 def test_unreadable_data(tmp_path):
-    with pytest.raises(UserError, match=r"is not a data set \(meta.json cannot be read: FileNotFoundError\)"):
+    with pytest.raises(UserError, match=r"is not a data set \(it holds no meta.json\); make one: drafttrain generate"):
         load_records(tmp_path)
     write(tmp_path, [])
     with pytest.raises(UserError, match=r"is empty.*run drafttrain generate"):
         load_records(tmp_path)
     (tmp_path / "part-0000.jsonl").write_text('{"id": 3,\n')
-    with pytest.raises(UserError, match=r"part-0000.jsonl line 1: not JSON .*; delete that line"):
+    with pytest.raises(UserError, match=r"part-0000.jsonl line 1: .*invalid JSON.*; delete that line"):
         load_records(tmp_path)
     (tmp_path / "meta.json").write_text(json.dumps({"format": 99}))
     with pytest.raises(UserError, match="has format 99, this drafttrain reads 1"):
