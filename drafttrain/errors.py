@@ -14,7 +14,9 @@ class UserError(Exception):
 
     def __init__(self, message: str):
         line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)
-        super().__init__(line if len(line) <= _LONGEST else f"{line[: _LONGEST // 2]} [...] {line[-_LONGEST // 2 + 8 :]}")
+        super().__init__(
+            line if len(line) <= _LONGEST else f"{line[: _LONGEST // 2]} [...] {line[-_LONGEST // 2 + 8 :]}"
+        )
 
 
 def first_line(error: BaseException) -> str:

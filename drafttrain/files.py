@@ -9,9 +9,11 @@ import json
 import os
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import TypeVar
 
 from drafttrain.errors import UserError, first_line
 
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from safetensors import safe_open
 
 Json = dict[str, Any]  # a JSON object
-T = TypeVar("T")
+T = TypeVar("T", default=Json)
 
 
 def cache_folder() -> Path:
@@ -102,7 +104,7 @@ def read_text(path: Path, key: str, fix: str) -> str:
 
 
 @contextlib.contextmanager
-def reading(path: Path, key: str, fix: str) -> Iterator[None]:
+def reading(path: Path | str, key: str, fix: str) -> Iterator[None]:
     """Reports whatever a library raises about the content of `path` as a UserError; see `read_text`."""
     try:
         yield
@@ -144,7 +146,7 @@ def parse_json(text: str) -> Any:
 
 
 @functools.cache
-def _adapter(schema: type[T]) -> TypeAdapter[T]:
+def _adapter(schema: Hashable) -> TypeAdapter:
     from pydantic import TypeAdapter
 
     return TypeAdapter(schema)
@@ -180,8 +182,10 @@ def check_json(content: object, where: str, fix: str, schema: type) -> None:
 
 
 def violation(error: ValidationError) -> str:
-    """The first violation of a pydantic schema: `place=value: rule`."""
+    """The first violation of a pydantic schema: `place=value: rule`, or why the text is not JSON."""
     first = error.errors(include_url=False)[0]
+    if first["type"] == "json_invalid":
+        return f"not JSON ({first['ctx']['error']})"
     place = ".".join(map(str, first["loc"])) or "the content"
     shown, rule = repr(first["input"]), " ".join(first["msg"].split())
     if first["type"] == "missing":  # pydantic's input is then all that surrounds it
@@ -218,7 +222,11 @@ def read_jsonl(
                 line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
                 where = f"{path} line {number}"
                 try:
-                    row = parse_json(line.decode()) if schema is dict else _adapter(schema).validate_json(line, strict=True)
+                    row = (
+                        parse_json(line.decode())
+                        if schema is dict
+                        else _adapter(schema).validate_json(line, strict=True)
+                    )
                 except UnicodeDecodeError as error:
                     raise UserError(f"{where}: not UTF-8 text ({error}); convert it first") from error
                 except ValidationError as error:
@@ -227,7 +235,7 @@ def read_jsonl(
                     raise UserError(f"{where}: not JSON ({error}); {fix}") from error
                 if not isinstance(row, dict):
                     raise UserError(f"{where}: {type(row).__name__} instead of a JSON object per line")
-                yield number, row
+                yield number, row  # type: ignore[misc]  # mypy loses T
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); give a JSONL file") from error
 

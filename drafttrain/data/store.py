@@ -22,7 +22,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -470,6 +470,6 @@ class FeatureStore:
             if tensor.is_floating_point() and not math.isfinite(tensor.sum(dtype=torch.float32)):
                 return f"{name} holds NaN or infinite values"
         ids = found.get("topk_ids", torch.zeros(1))
-        if len(ids) and not (0 <= ids.min() and ids.max() < self.vocab_size):
+        if len(ids) and not (ids.min() >= 0 and ids.max() < self.vocab_size):
             return f"topk_ids are outside the target's vocabulary of {self.vocab_size}"
         return ""

@@ -9,12 +9,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from rich.console import Console
+from rich.text import Text
 
 from drafttrain.drafters.registry import decoding_file, decoding_settings
 from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import load_results, summarize, training_record
 from drafttrain.files import Json, write_json
+from drafttrain.progress import plain_console
 
 HELP = """Say why acceptance is what it is, from results.json, and what to do.
 
@@ -202,9 +203,11 @@ def _temperature(results: Json, others: Sequence[Json]) -> Json | None:
 
 def print_findings(findings: Sequence[Json]) -> None:
     """Prints two lines per finding: the figures and the advice."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = plain_console(soft_wrap=True)
     for each in findings:
-        console.print(f"[bold]{each['cause']}[/bold]: {each['figures']}\n  -> {each['advice']}")
+        console.print(
+            Text(each["cause"], style="bold").append(f": {each['figures']}\n  -> {each['advice']}", "not bold")
+        )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -129,7 +129,7 @@ def test_unreadable_data(tmp_path):
     with pytest.raises(UserError, match=r"is empty.*run drafttrain generate"):
         load_records(tmp_path)
     (tmp_path / "part-0000.jsonl").write_text('{"id": 3,\n')
-    with pytest.raises(UserError, match=r"part-0000.jsonl line 1: .*invalid JSON.*; delete that line"):
+    with pytest.raises(UserError, match=r"part-0000.jsonl line 1: not JSON .*; delete that line"):
         load_records(tmp_path)
     (tmp_path / "meta.json").write_text(json.dumps({"format": 99}))
     with pytest.raises(UserError, match="has format 99, this drafttrain reads 1"):
