@@ -9,7 +9,7 @@ import json
 import os
 import re
 import sysconfig
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -146,7 +146,7 @@ def parse_json(text: str) -> Any:
 
 
 @functools.cache
-def _adapter(schema: Hashable) -> TypeAdapter:
+def _adapter(schema: type) -> TypeAdapter:
     from pydantic import TypeAdapter
 
     return TypeAdapter(schema)
@@ -212,6 +212,7 @@ def read_jsonl(
     """
     from pydantic import ValidationError
 
+    adapter = None if schema is dict else _adapter(schema)  # type: ignore[arg-type]  # TypedDicts are hashable
     if not path.is_file():
         raise UserError(f"{path}: no such file; give a JSONL file, one JSON object per line")
     try:
@@ -222,11 +223,7 @@ def read_jsonl(
                 line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
                 where = f"{path} line {number}"
                 try:
-                    row = (
-                        parse_json(line.decode())
-                        if schema is dict
-                        else _adapter(schema).validate_json(line, strict=True)
-                    )
+                    row = parse_json(line.decode()) if adapter is None else adapter.validate_json(line, strict=True)
                 except UnicodeDecodeError as error:
                     raise UserError(f"{where}: not UTF-8 text ({error}); convert it first") from error
                 except ValidationError as error:
