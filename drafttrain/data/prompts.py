@@ -60,11 +60,30 @@ class PromptSummary(TypedDict):
     settings: Json
 
 
+class PromptMessage(TypedDict):
+    """A turn."""
+
+    role: str
+    content: str
+
+
+class ChatPrompt(TypedDict):
+    """A prompt of turns."""
+
+    messages: Annotated[list[PromptMessage], Field(min_length=1)]
+
+
+class TextPrompt(TypedDict):
+    """A beginning to continue."""
+
+    text: str
+
+
 class WrittenPrompt(TypedDict):
     """A line of FILE.partial: the answer to a numbered request, as a prompt or the reason to drop it."""
 
     number: Annotated[int, Field(ge=0)]
-    result: Json | str
+    result: ChatPrompt | TextPrompt | str
 
 
 def dataset_rows(name: str, subset: str | None, split: str, columns: dict[str, str], seed: int) -> Iterator[Json]:

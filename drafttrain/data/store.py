@@ -464,7 +464,7 @@ class FeatureStore:
             wanted = (*n, *columns.get(name, (self.top_k,)))
             if tuple(tensor.shape) != wanted:
                 return f"{name} has the shape {list(tensor.shape)} instead of {list(wanted)}"
-            if tensor.is_floating_point() != (name != "topk_ids"):
+            if not (tensor.dtype == torch.int32 if name == "topk_ids" else tensor.is_floating_point()):
                 return f"{name} has the type {tensor.dtype}"
             # One pass without a copy: NaN and infinity survive the sum.
             if tensor.is_floating_point() and not math.isfinite(tensor.sum(dtype=torch.float32)):
