@@ -111,7 +111,7 @@ def _writable_folder(root: Path) -> Path:
 
 
 def _is_sound(path: Path) -> bool:
-    """Whether an Arrow file is complete and its offsets are in order: damaged ones would crash whoever reads a row."""
+    """Whether an Arrow file is complete and its offsets are in order: damaged ones would crash the reader of a row."""
     try:
         with pa.memory_map(str(path)) as source:
             pa.ipc.open_stream(source).read_all().validate(full=True)

@@ -256,7 +256,7 @@ def load_results(name: str, sweeps: bool = False) -> Json:
     content: Json = read_json(path, "results", fix)
     if is_sweep(content) and not sweeps:
         raise UserError(
-            f"results={name!r} is a sweep's summary; give the results of one of its cells, which lie beside it"
+            f"results={name!r} is a sweep's summary; give the results of one of its cells, which are in the same folder"
         )
     check_json(content, f"results={name!r}", fix, SweepSummary if is_sweep(content) else Results)
     return content

@@ -48,18 +48,9 @@ def collected(path: Path) -> None:
     parser = ArgumentParser()
     prompts.add_arguments(parser)
     output = path.with_name(f"{chance.random()}.out")
-    words = [
-        "--source",
-        "file",
-        "--input",
-        str(path),
-        "--output",
-        str(output),
-        "--no-exclude-suites",
-        "--exclude",
-        str(path),
-    ]
+    words = ["--source", "file", "--input", str(path), "--output", str(output), "--no-exclude-suites"]
     prompts.run(parser.parse_args(words))
+    list(prompts.evaluation_texts([path], False))
 
 
 def conversations(path: Path) -> None:
