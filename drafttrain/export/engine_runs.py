@@ -142,5 +142,5 @@ def run_side(python: str, script: Path, job: Json, environment: dict[str, str]) 
             raise UserError(f"engine-python={python!r} cannot run {script.name} ({error}); {fix}") from error
         if done.returncode or not answer.is_file():
             lines = [line for line in done.stderr.strip().splitlines() if line.strip()][-12:]
-            raise UserError(f"the engine stopped (exit code {done.returncode}): " + "\n  ".join(lines))
+            raise UserError(f"the engine stopped (exit code {done.returncode}): " + " | ".join(lines))
         return json.loads(answer.read_text())
