@@ -276,7 +276,7 @@ class CpuPlan:
             sizes = (1, count, n, width) if query.dim() == 4 else (n, count, width)
             if tensors[name].shape != sizes:
                 raise ValueError(f"{name} has shape {list(tensors[name].shape)}, must have {list(sizes)}")
-        if e % 16 or ve % 16 or not kv_heads or heads % kv_heads:
+        if e % 16 or ve % 16 or not kv_heads or not heads or heads % kv_heads:
             raise ValueError(f"heads={heads}, kv_heads={kv_heads}, widths {e} and {ve}: widths must be multiples of 16")
         if values.shape[:2] != keys.shape[:2] or slots < self.slots:
             found = f"keys {list(keys.shape)} and values {list(values.shape)}"

@@ -162,6 +162,8 @@ class TreeCache:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]) -> Tensor:
         """Stores the new keys and values of a layer and attends; see `AttentionContext.attend`. Packed, so b = 1."""
         fresh = (query, key, value)
+        if not query.dtype == key.dtype == value.dtype or not query.is_floating_point():
+            raise TypeError(f"query {query.dtype}, key {key.dtype} and value {value.dtype} must share a float dtype")
         if query.device.type == "cpu" and query.dtype.itemsize < 4:
             query, key, value = query.float(), key.float(), value.float()
         if layer not in self._layers:
