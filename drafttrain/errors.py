@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from drafttrain.credentials import redact
+
 
 class UserError(Exception):
-    """Bad input. The message is one line that names the key, the value, the rule and the fix; commands exit with 2."""
+    """Bad input. The message is one line that names the key, the value, the rule and the fix; commands exit with 2.
+
+    Credentials in the message are replaced: values that users name may hold them, and so may other libraries' errors.
+    """
+
+    def __init__(self, message: str = ""):
+        super().__init__(redact(message))
 
 
 def first_line(error: BaseException) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from drafttrain.credentials import redact
 from drafttrain.errors import UserError, first_line
 
 if TYPE_CHECKING:
@@ -71,8 +72,8 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
-    """Replaces a JSON file; see `write_text`."""
-    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    """Replaces a JSON file; see `write_text`. Credentials in it are replaced, see `redact`."""
+    write_text(path, json.dumps(redact(dict(content)), indent=2, ensure_ascii=False) + "\n")
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
@@ -171,7 +172,7 @@ class JsonlLog:
     """
 
     def __init__(self, path: Path, settings: Json):
-        self.path = path
+        self.path, settings = path, redact(settings)
         lines = [row for _, row in read_jsonl(path, growing=True)] if path.is_file() else []
         if lines and lines[0] != settings:
             raise UserError(f"{path} was begun with {differences(lines[0], settings)}; use those, or give --overwrite")

@@ -222,8 +222,8 @@ class LayerStack:
         self._layers = np.array([layer.address for layer in layers], dtype=np.uint64)
         sinks = [None if form["sinks"] is None else form["sinks"].float().contiguous() for form in forms]
         self._kept = (layers, sinks)
-        self.hidden, self.rotary_dims = layers[0].hidden, [layer.rotary_dim for layer in layers]
-        self.table_of = list(table_of)
+        self.hidden = layers[0].hidden
+        self._widths = set(zip(table_of, (layer.rotary_dim for layer in layers), strict=True))  # of rotary tables
         for layer, form, sink, table in zip(layers, forms, sinks, table_of, strict=True):
             if {layer.hidden, layer.width} != {self.hidden} or table < 0:
                 raise ValueError(
@@ -261,9 +261,9 @@ class LayerStack:
                 f"the cache holds {buffers.slots} slots of {buffers.shapes}, the call needs {plan.slots} of {self.shapes} "
                 "in multiples of 16"
             )
-        if max(self.table_of) >= len(tables) or sorted({i for i in wanted if 0 <= i <= count}) != wanted:
+        if sorted({i for i in wanted if 0 <= i <= count}) != wanted or max(self._widths)[0] >= len(tables):
             raise ValueError(f"wanted={wanted} must ascend from 0 to {count} at most; {len(tables)} rotary tables")
-        for i, width in set(zip(self.table_of, self.rotary_dims, strict=True)):
+        for i, width in self._widths:
             check("cosine", tables[i][0], (n, width))
             check("sine", tables[i][1], (n, width))
         caught = x.new_empty((n, len(wanted), hidden))

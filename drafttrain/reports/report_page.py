@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from drafttrain.credentials import redact
 from drafttrain.evaluation.metrics import BASELINES, accepted_length_histogram, rounds_of
 from drafttrain.files import Json
 from drafttrain.reports.charts import Chart, Series, Span, svg
@@ -349,7 +350,7 @@ def _settings(runs: Sequence[Json]) -> list[tuple[str, list[str], bool]]:
         decoding = {**run["decoding"], "tree": run["decoding"].get("tree", {}).get("spec", "")}
         decoding = {"tree": decoding.pop("tree"), **decoding}
         table = {**{key: run[key] for key in shown if key in run}, **decoding, "drafttrain": run.get("drafttrain", "")}
-        table |= {**run.get("versions", {}), "command": " ".join(run.get("command", []))}
+        table |= {**run.get("versions", {}), "command": " ".join(redact(run.get("command", [])))}
         tables.append({key: str(value) for key, value in table.items()})
     keys = dict.fromkeys(key for table in tables for key in table)
     rows = [(key, [table.get(key, _DASH) for table in tables]) for key in keys]
