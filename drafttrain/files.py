@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import sysconfig
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -209,6 +210,28 @@ def first_change(before: Json, now: Json) -> str:
 def differences(before: Json, now: Json) -> str:
     """`key=value, ...` of the earlier settings that differ now."""
     return ", ".join(f"{key}={before.get(key)!r}" for key in {**before, **now} if before.get(key) != now.get(key))
+
+
+def unreachable(url: str, seconds: float) -> str:
+    """Why a server sends no answer within this time; '' if it sends any. Proxies of the environment are used.
+
+    A thread asks, because looking up a name knows no time limit.
+    """
+    import httpx
+
+    reasons = [f"no answer within {seconds:g} s"]
+
+    def ask() -> None:
+        try:
+            httpx.head(url, timeout=seconds)
+            reasons.append("")
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, OSError) as error:
+            reasons.append("" if "CERTIFICATE" in str(error) else first_line(error))  # clients may know other certificates
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return redact(reasons[-1])
 
 
 def is_hub_id(name: str) -> bool:

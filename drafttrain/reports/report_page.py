@@ -87,17 +87,17 @@ def _with_values(charts: Sequence[Chart]) -> list[Chart]:
     return [chart for chart in charts if any(value is not None for one in chart.series for value in one.values)]
 
 
-def page(runs: Sequence[Json], names: Sequence[str], charts: Sequence[Chart], identity: Sequence[str]) -> str:
+def page(runs: Sequence[Json], names: Sequence[str], charts: Sequence[Chart], notes: Sequence[list[str]]) -> str:
     """Renders the page.
 
     Args:
-        runs, names: results and their names. charts: of `make_charts`. identity: per run, `identity_line`.
+        runs, names: results and their names. charts: of `make_charts`. notes: per run, lines below its verdict.
     """
     named = list(zip(names, runs, strict=True))
     return render_page(
         "report.html",
         title=names[0] if len(runs) == 1 else f"{len(runs)} drafters compared" if runs else "Sweep",
-        runs=list(zip(names, runs, identity, strict=True)),
+        runs=list(zip(names, runs, notes, strict=True)),
         verdicts=[verdict(run["overall"]) for run in runs],
         tiles=_tiles(runs[0]) if len(runs) == 1 else [],
         comparison=_comparison(runs),
