@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+from typing import NoReturn
 
+from drafttrain.credentials import redact
 from drafttrain.environment import __version__
 from drafttrain.errors import UserError
 
@@ -36,9 +38,16 @@ COMMANDS = {  # command -> (module below drafttrain, help)
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    """argparse's, whose errors repeat what was typed: without credentials."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(redact(message))
+
+
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="drafttrain",
         description="Train a drafter that makes a language model answer faster without changing a single token.",
         epilog="`drafttrain COMMAND --help` explains each command with an example.",

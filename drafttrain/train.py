@@ -26,6 +26,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from drafttrain.batch import Batch
 from drafttrain.config import TrainConfig, load_config
+from drafttrain.credentials import redact
 from drafttrain.data.loader import (
     collate,
     count_tokens,
@@ -79,6 +80,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def setup(config_path: str, overrides: list[str]) -> tuple[TrainConfig, TrainingArguments]:
     """Reads the recipe."""
     config = load_config(config_path, overrides, [f.name for f in fields_of(TrainingArguments)])
+    if token := config.trainer.pop("hub_token", None):
+        os.environ["HF_TOKEN"] = str(
+            token
+        )  # where the Hub's client finds it; recipes are recorded, and so are arguments
     options: Json = {
         "logging_steps": 10,
         "save_strategy": "steps",
@@ -355,7 +360,7 @@ def run(args: argparse.Namespace) -> int:
     """The command: setup, prepare, fit, finish, and a line about the result."""
     config, training_args = setup(args.config, args.overrides)
     summary_file = Path(config.output_dir) / "training.json"
-    as_saved = json.loads(json.dumps(asdict(config)))
+    as_saved = redact(json.loads(json.dumps(asdict(config))))
     if config.resume and read_training(summary_file.parent).get("config") == as_saved:
         print(f"{config.output_dir} is already trained with this configuration (resume=false trains it again)")
         return 0

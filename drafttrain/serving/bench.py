@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import torch
 
+from drafttrain.credentials import redact
 from drafttrain.environment import describe_environment
 from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import percentiles
@@ -129,7 +130,10 @@ async def measure(
                 for name, server in order[::-1] if number % 2 else order:
                     cells[name].append(await run_step(args, client, server, step, shifted))
                     meter.advance(note=f"{cells[name][-1]['tokens_per_second']:.1f} tokens/s")
-    return {name: {"url": server.url, "model": server.model, "cells": cells[name]} for name, server in servers.items()}
+    return {
+        name: {"url": redact(server.url), "model": server.model, "cells": cells[name]}
+        for name, server in servers.items()
+    }
 
 
 def _headers(args: argparse.Namespace) -> dict[str, str]:
