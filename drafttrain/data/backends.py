@@ -150,12 +150,22 @@ class _TextReply(TypedDict):
     choices: Annotated[list[_TextChoice], Field(min_length=1)]
 
 
-class _Model(TypedDict):
+class ListedModel(TypedDict):
     id: str
 
 
-class _Models(TypedDict):
-    data: Annotated[list[_Model], Field(min_length=1)]
+class ModelList(TypedDict):
+    """What a server answers to /v1/models."""
+
+    data: Annotated[list[ListedModel], Field(min_length=1)]
+
+
+def key_headers(variable: str) -> dict[str, str]:
+    """The header with the API key that an environment variable holds; none without a key. Raises UserError: no key at all."""
+    key = os.environ.get(variable, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise UserError(f"the environment variable {variable} holds characters that no key has; set it again")
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 class OpenAIBackend(Backend):
@@ -177,13 +187,9 @@ class OpenAIBackend(Backend):
         self.urls = [url.rstrip("/") if url.rstrip("/").endswith("/v1") else url.rstrip("/") + "/v1" for url in urls]
         if not self.urls:
             raise UserError("backend=openai needs --url, for example --url http://localhost:8000/v1")
-        key = os.environ.get("OPENAI_API_KEY", "").strip()
-        if not (key.isascii() and key.isprintable()):
-            raise UserError("the environment variable OPENAI_API_KEY holds characters that no key has; set it again")
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.concurrency = _IN_FLIGHT * len(self.urls)
         pool = httpx.Limits(max_connections=self.concurrency)
-        self.client = httpx.Client(headers=headers, limits=pool)
+        self.client = httpx.Client(headers=key_headers("OPENAI_API_KEY"), limits=pool)
         self._count = threading.Lock()
         self._closing = threading.Event()
         self._reached: set[str] = set()  # servers that have replied
@@ -195,7 +201,7 @@ class OpenAIBackend(Backend):
         Raises UserError: the server cannot be reached, or lists no models.
         """
         try:
-            listed = self._retried(lambda _: self._send("GET", f"{url}/models", None, _Models))["data"][0]["id"]
+            listed = self._retried(lambda _: self._send("GET", f"{url}/models", None, ModelList))["data"][0]["id"]
         except BadReply as bad:
             if bad.reason == _UNREACHABLE:
                 raise UserError(

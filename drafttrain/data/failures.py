@@ -10,6 +10,11 @@ from pathlib import Path
 from drafttrain.files import complete_bytes, read_jsonl, replacing
 
 
+def one_line(text: str, most: int = 200) -> str:
+    """A text from outside as part of a message: printable characters on one line."""
+    return "".join(letter if letter.isprintable() else " " for letter in " ".join(text.split()))[:most]
+
+
 class BadReply(Exception):
     """A reply that holds no answer. It costs one conversation, not the run.
 
@@ -20,7 +25,7 @@ class BadReply(Exception):
     """
 
     def __init__(self, reason: str, detail: str = "", retry: bool = False, pause: float = 0.0):
-        line = "".join(letter if letter.isprintable() else " " for letter in " ".join(detail.split()))[:200]
+        line = one_line(detail)
         super().__init__(f"{reason}: {line}" if line else reason)
         self.reason, self.detail, self.retry, self.pause = reason, line, retry, pause
 
