@@ -7,6 +7,7 @@ by the signal itself, therefore ends the process after GRACE seconds.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -28,6 +29,8 @@ def interrupt(number: int, frame: object = None) -> None:
     global _received
     if not _received:
         _received = number
+        if logging := sys.modules.get("logging"):
+            logging.disable()  # asyncio and others would log the exception with its traceback
         raise Interrupted
 
 
@@ -47,6 +50,7 @@ def install() -> None:
     signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
     threading.Thread(target=_watch, args=(signals,), daemon=True).start()
     os.register_at_fork(after_in_child=_in_child)
+    atexit.register(_leave)  # registered first, so it runs last
     report = sys.unraisablehook  # prints `Exception ignored in ...`
     sys.unraisablehook = lambda unraisable: None if _received else report(unraisable)
 
@@ -64,6 +68,14 @@ def _watch(signals: int) -> None:
                 for child in sys.modules[library].active_children():
                     child.kill()
             os._exit(128 + number)
+
+
+def _leave() -> None:
+    """Leaves out that Python takes its modules apart, which takes seconds with torch and which nothing could cut short."""
+    if _received:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+        os._exit(128 + _received)
 
 
 def _in_child() -> None:
