@@ -39,9 +39,9 @@ COMMANDS = {  # command -> (module below drafttrain, help)
 
 def main(argv: list[str] | None = None) -> int:
     """Runs a command; returns its exit status. argv: None for the arguments of this process, which then ends on signals."""
-    if argv is None:
-        interrupts.install()
     try:
+        if argv is None:
+            interrupts.install()
         return run(sys.argv[1:] if argv is None else argv)
     except BaseException as error:  # a signal inside an import or a loader may come out as another exception
         if number := interrupts.cause(error):

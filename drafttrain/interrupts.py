@@ -14,6 +14,8 @@ import signal
 import sys
 import threading
 import time
+from types import FrameType
+from typing import NoReturn
 
 GRACE = 1.5  # seconds from the signal to the end of the process at the latest
 _received = 0  # the signal that ends this process
@@ -24,14 +26,19 @@ class Interrupted(KeyboardInterrupt):
     """A signal ends the command. Libraries treat it as Ctrl-C."""
 
 
-def interrupt(number: int, frame: object = None) -> None:
+def interrupt(number: int, frame: FrameType | None = None) -> None:
     """The signals' handler. Further signals change nothing: the process is ending."""
     global _received
-    if not _received:
-        _received = number
-        if logging := sys.modules.get("logging"):
-            logging.disable()  # asyncio and others would log the exception with its traceback
-        raise Interrupted
+    if _received:
+        return
+    _received = number
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            _exit(number)  # an exception inside the import of a C++ library may abort the process
+        frame = frame.f_back
+    if logging := sys.modules.get("logging"):
+        logging.disable()  # asyncio and others would log the exception with its traceback
+    raise Interrupted
 
 
 def install() -> None:
@@ -60,14 +67,19 @@ def _watch(signals: int) -> None:
     while number := os.read(signals, 1)[0]:
         if signal.getsignal(number) is interrupt:  # training answers signals itself: SaveOnTerm
             time.sleep(GRACE)
-            if _saying.acquire(blocking=False):
-                show_cursor = "\x1b[?25h" if os.isatty(2) else ""  # progress bars hide it
-                with contextlib.suppress(OSError):
-                    os.write(2, f"{show_cursor}{_line(number)}\n".encode())
-            for library in {"multiprocessing", "multiprocess"} & sys.modules.keys():
-                for child in sys.modules[library].active_children():
-                    child.kill()
-            os._exit(128 + number)
+            _exit(number)
+
+
+def _exit(number: int) -> NoReturn:
+    """Ends the process from anywhere: writes the line, unless it is written, and leaves no child behind."""
+    if _saying.acquire(blocking=False):
+        show_cursor = "\x1b[?25h" if os.isatty(2) else ""  # progress bars hide it
+        with contextlib.suppress(OSError):
+            os.write(2, f"{show_cursor}{_line(number)}\n".encode())
+    for library in {"multiprocessing", "multiprocess"} & sys.modules.keys():
+        for child in getattr(sys.modules[library], "active_children", list)():  # missing while the module is imported
+            child.kill()
+    os._exit(128 + number)
 
 
 def _leave() -> None:

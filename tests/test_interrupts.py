@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,13 +34,13 @@ SIGNALS = pytest.mark.parametrize("number", LINES, ids=["SIGINT", "SIGTERM"])
 class Command:
     """A command in a process of its own, in `folder`; its output goes to files there."""
 
-    def __init__(self, folder: Path, words: list[str], **environment: str):
+    def __init__(self, folder: Path, words: list[str], script: str = "", **environment: str):
         self.folder, self.words = folder, words
         self.out, self.err = folder / "stdout", folder / "stderr"
         variables = {**os.environ, "PYTHONPATH": str(FIXTURES.parents[1]), **environment}
         with self.out.open("w") as out, self.err.open("w") as err:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "drafttrain.cli", *words],
+                [sys.executable, *([script] if script else ["-m", "drafttrain.cli"]), *words],
                 cwd=folder,
                 env=variables,
                 stdout=out,
@@ -85,7 +86,9 @@ class Command:
         seconds, said = time.monotonic() - began, self.err.read_text()
         if file := os.environ.get("INTERRUPT_TIMES"):
             with open(file, "a") as times:
-                times.write(f"{self.words[0]}\t{moment}\t{signal.Signals(number).name}\t{seconds:.2f}\n")
+                times.write(
+                    f"{(self.words or ['script'])[0]}\t{moment}\t{signal.Signals(number).name}\t{seconds:.2f}\n"
+                )
         assert self.process.returncode == 128 + number, said[-2000:]
         assert not any(word in said for word in ("Traceback", "Exception ignored", "error:", "Error")), said[-2000:]
         lines = said.strip().splitlines()
@@ -139,15 +142,15 @@ def test_generation_keeps_what_was_finished(folder, monkeypatch):
 
 
 @pytest.mark.thorough
-def test_while_a_server_hangs(folder):
+def test_while_a_server_hangs(folder, monkeypatch):
     with FaultyServer(script={f"Name {i} songs.": "hang" for i in range(2, 12)}) as server:
         command = Command(folder, [*GENERATE, "--backend", "openai", "--url", server.url])
         part = folder / "out" / "part-0000.jsonl"
         assert command.wait_for(lambda: server.struck["hang"] == 10 and len(lines_of(part)) == MANY - 10)
         command.ends(signal.SIGTERM, moment="a server hangs")
+    monkeypatch.chdir(folder)
     with FaultyServer() as server:
-        again = Command(folder, [*GENERATE, "--backend", "openai", "--url", server.url])
-        assert again.process.wait(120) == 0 and len(server.requests) == 10
+        assert cli.main([*GENERATE, "--backend", "openai", "--url", server.url]) == 0 and len(server.requests) == 10
     assert len({json.loads(line)["id"] for line in lines_of(part)}) == len(lines_of(part)) == MANY
 
 
@@ -189,13 +192,70 @@ def test_training_saves_first(folder):
     assert list(folder.glob("run/checkpoint-*/trainer_state.json"))
 
 
+STUCK = {
+    "in C": 'hashlib.pbkdf2_hmac("sha256", b"", b"", 10**10)',  # one call, without a look at signals
+    "swallowed": """
+        while True:
+            try:
+                time.sleep(60)
+            except BaseException:
+                pass""",
+    "a thread": "threading.Thread(target=time.sleep, args=(60,)).start(); time.sleep(60)",
+    "another error": """
+        try:
+            time.sleep(60)
+        except BaseException as error:
+            raise RuntimeError("a loader failed") from error""",
+    "a deleted object": """
+        class Slow:
+            def __del__(self):
+                time.sleep(60)
+        Slow()
+        time.sleep(60)""",
+    "an event loop": """
+        async def busy():
+            loop = asyncio.get_running_loop()
+            while True:
+                await loop.run_in_executor(None, time.sleep, 0.01)
+        async def both():
+            await asyncio.gather(busy(), busy())
+        asyncio.run(both())""",
+    "a forked child": """
+        import multiprocessing
+        multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,)).start()
+        time.sleep(60)""",
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("stuck", STUCK)
+def test_whatever_the_main_thread_does(tmp_path, stuck):
+    """A process that is stuck ends by its watching thread."""
+    body = textwrap.indent(textwrap.dedent(STUCK[stuck]).strip(), "    ")
+    script = tmp_path / "script.py"
+    script.write_text(f"""
+import asyncio, hashlib, sys, threading, time
+from drafttrain import cli
+def run(argv):
+    print("running", flush=True)
+{body}
+cli.run = run
+sys.exit(cli.main())
+""")
+    command = Command(tmp_path, [], script=str(script))
+    assert command.wait_for(lambda: "running" in command.out.read_text())
+    time.sleep(0.3)
+    command.ends(signal.SIGINT, moment=stuck)
+    assert lines_of(command.err) == [LINES[signal.SIGINT] + ": run the same command again to continue"]
+
+
 # -- every command ----------------------------------------------------------------------------------------------------
 
 TARGET, DRAFTER = ["--target", "target"], ["--drafter", "drafters/eagle3"]
 HUB = {"HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_x"}
 # Words of each command. URL stands for a server that hangs.
 WORDS: dict[str, list[str]] = {
-    "fetch": ["user/model", "--source", "hub"],
+    "fetch": ["smollm2-135m", "--source", "hub", "--cache-dir", "cache"],
     "prompts": ["--source", "magpie", *TARGET, "--count", "5000", "--output", "p.jsonl", "--slots", "4"],
     "generate": [*GENERATE[1:], "--slots", "2", "--max-new-tokens", "200"],
     "features": ["--data", "data", *TARGET],
@@ -232,7 +292,8 @@ def test_every_command_ends(folder, name, moment, number):
         )
         words = [server.url if word == "URL" else word for word in WORDS[name]]
         command = Command(folder, [name, *words], **{**HUB, "HF_ENDPOINT": server.url})
-        going = command.wait_for(command.listening if moment == "start" else command.loads_torch)
+        early = moment == "start" or name == "fetch"  # which loads no torch
+        going = command.wait_for(command.listening if early else command.loads_torch)
         if going and moment.endswith("later"):
             until = time.monotonic() + int(moment[0])
             going = command.wait_for(lambda: time.monotonic() > until)
