@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from drafttrain.cli import main
+from drafttrain.errors import UserError
+from drafttrain.files import JsonlLog
 
 FIXTURES = Path(__file__).parent / "fixtures"
 MODELS = "--target target --drafter drafters/eagle3 --dtype float32"
@@ -21,8 +23,6 @@ QUICK = "--max-new-tokens 16"
 # Words of every command that writes, and what it writes.
 WRITERS = {
     "prompts": ("prompts --source file --input chats.jsonl --output out/p.jsonl", "out"),
-    "magpie": ("prompts --source magpie --target target --dtype float32 --count 3 --slots 2 --max-prompt-tokens 16 --min-chars 1 "
-               "--output out/p.jsonl", "out"),
     "generate": ("generate --target target --dtype float32 --prompts prompts.jsonl --output out --max-new-tokens 8 --slots 4 "
                  "--max-length 256 --features default", "out"),
     "features": ("features --data data --dtype float32", "data/features"),
@@ -44,7 +44,7 @@ WRITERS = {
     "push-data": ("push-data --data data --repo a/b --prompt-license own --dry-run --output out", "out"),
     "train": ("train run.yaml output_dir=out", "out"),
 }  # fmt: skip
-SLOW = ("train", "magpie", "page", "sweep", "tune")
+SLOW = ("train", "page", "picture", "push", "sweep", "tune")
 
 
 @contextlib.contextmanager
@@ -98,3 +98,21 @@ def test_a_full_disk_costs_one_line(home, capsys, command):
 @pytest.mark.parametrize("command", list(WRITERS))
 def test_a_disk_that_is_full_at_any_byte(home, capsys, command):
     fills(command, [0, 1, 40, 100, 300, 900, 3_000, 9_000, 20_000, 50_000, 150_000, 0], capsys)
+
+
+@pytest.mark.parametrize("size", range(0, 90, 7))
+def test_a_log_holds_whole_lines_whatever_was_written(tmp_path, size):
+    """The log of `prompts --source magpie` and of `eval`."""
+    rows = [{"number": number} for number in range(4)]
+    path = tmp_path / "log"
+    with pytest.raises(UserError, match="cannot be written"), full_at(size):
+        with contextlib.closing(JsonlLog(path, {"seed": 1})) as log:
+            for row in [*rows, {"text": "x" * 100}]:
+                log.add(row)
+    kept = path.read_bytes()
+    assert not kept or kept.endswith(b"\n")
+    with contextlib.closing(JsonlLog(path, {"seed": 1})) as log:
+        assert log.rows == rows[: len(log.rows)]
+        for row in rows[len(log.rows) :]:
+            log.add(row)
+    assert path.read_text().count("\n") == 5
