@@ -105,10 +105,14 @@ def test_a_log_holds_whole_lines_whatever_was_written(tmp_path, size):
     """The log of `prompts --source magpie` and of `eval`."""
     rows = [{"number": number} for number in range(4)]
     path = tmp_path / "log"
-    with pytest.raises(UserError, match="cannot be written"), full_at(size):
-        with contextlib.closing(JsonlLog(path, {"seed": 1})) as log:
+
+    def write():
+        with full_at(size), contextlib.closing(JsonlLog(path, {"seed": 1})) as log:
             for row in [*rows, {"text": "x" * 100}]:
                 log.add(row)
+
+    with pytest.raises(UserError, match="cannot be written"):
+        write()
     kept = path.read_bytes()
     assert not kept or kept.endswith(b"\n")
     with contextlib.closing(JsonlLog(path, {"seed": 1})) as log:
