@@ -276,7 +276,7 @@ def test_a_drafter_folder_may_name_its_tree(tmp_path):
     (tmp_path / "decoding.json").write_text('{"tree": "dynamic:4,6,16"}')
     assert default_tree(str(tmp_path)) == "dynamic:4,6,16"
     (tmp_path / "decoding.json").write_text("{}")
-    with pytest.raises(runner.UserError, match=r"decoding.json.*tree=.*: field required; .* or pass a tree"):
+    with pytest.raises(runner.UserError, match=r"decoding.json.*tree: field required; .* or pass a tree"):
         default_tree(str(tmp_path))
 
 
