@@ -148,8 +148,9 @@ def test_imports_of_others_checkpoints(target, tmp_path):
     described |= {"rope_theta": 77.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
     config.write_text(json.dumps(described))
     save_file({f"model.{k}" if "midlayer" in k else k: v for k, v in weights.items()}
-              | {"embed_tokens.weight": torch.zeros(300, 32)}, file)  # fmt: skip
-    back = SHIPPING.read(tmp_path, target.identity())
+              | {"embed_tokens.weight": target.embed_weight.half()}, file)  # fmt: skip
+    target.model.save_pretrained(tmp_path / "target")
+    back = SHIPPING.read(tmp_path, {**target.identity(), "name": str(tmp_path / "target")})
     assert back.config.feature_layers == (2, 4, 6)
     rope = back.config.rope_parameters
     assert (rope["rope_type"], rope["rope_theta"], rope["factor"]) == ("linear", 77.0, 2.0)
