@@ -23,7 +23,8 @@ Import reads {_READS}.
       --output runs/eagle3-llama
   drafttrain eval --target meta-llama/Llama-3.1-8B-Instruct --drafter runs/eagle3-llama --output results.json
 
-Before the drafter is kept, it is exported and checked as by drafttrain verify. Of the target only config and tokenizer are read.
+Before the drafter is kept, it is exported and checked as by drafttrain verify. Of the target only config and tokenizer are read,
+and the embedding if the drafter brings one.
 Nothing runs on load: weights are safetensors, unless --allow-pickle admits a .bin file."""
 
 

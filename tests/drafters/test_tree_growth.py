@@ -212,7 +212,7 @@ def test_paths_may_come_from_a_file(tmp_path):
     with pytest.raises(UserError, match=r"input should be a valid list; give a list of lists of ranks"):
         TreeSpec.parse(f"paths:{file}")
     file.write_text("[[0]")
-    with pytest.raises(UserError, match="cannot be read as JSON"):
+    with pytest.raises(UserError, match="is not JSON"):
         TreeSpec.parse(f"paths:{file}")
 
 
