@@ -31,6 +31,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from drafttrain.batch import Batch
 from drafttrain.config import TrainConfig, load_config
+from drafttrain.credentials import redact
 from drafttrain.data.loader import (
     collate,
     count_tokens,
@@ -48,6 +49,7 @@ from drafttrain.drafters.registry import decoding_file, kind_class
 from drafttrain.environment import __version__
 from drafttrain.errors import UserError
 from drafttrain.evaluation.held_out import acceptance, first_prompts
+from drafttrain.evaluation.metrics import read_training
 from drafttrain.files import Json, write_json
 from drafttrain.losses import parse_loss
 from drafttrain.target import Target
@@ -66,6 +68,10 @@ START_TOKENS = 60_000  # enough for a regression over a few thousand inputs and 
 def setup(config_path: str, overrides: list[str]) -> tuple[TrainConfig, TrainingArguments]:
     """Reads the recipe."""
     config = load_config(config_path, overrides, [f.name for f in fields_of(TrainingArguments)])
+    if token := config.trainer.pop("hub_token", None):
+        os.environ["HF_TOKEN"] = str(
+            token
+        )  # where the Hub's client finds it; recipes are recorded, and so are arguments
     options: Json = {
         "logging_steps": 10,
         "save_strategy": "steps",
@@ -166,7 +172,6 @@ def load_target_and_records(config: TrainConfig, args: TrainingArguments) -> tup
     target = Target.load(
         config.target, config.dtype, str(args.device), config.trust_remote_code, config.target_device_map
     )
-    target.check_head()
     if records is None:
         return target, load_text(config.data, target, config.max_length)
     check_data(read_meta(config.data), stored_features(Path(config.data).expanduser()), target, config.data)
@@ -344,8 +349,8 @@ def run(args: argparse.Namespace) -> int:
     """The command: setup, prepare, fit, finish, and a line about the result."""
     config, training_args = setup(args.config, args.overrides)
     summary_file = Path(config.output_dir) / "training.json"
-    as_saved = json.loads(json.dumps(asdict(config)))
-    if config.resume and summary_file.is_file() and json.loads(summary_file.read_text())["config"] == as_saved:
+    as_saved = redact(json.loads(json.dumps(asdict(config))))
+    if config.resume and read_training(summary_file.parent).get("config") == as_saved:
         print(f"{config.output_dir} is already trained with this configuration (resume=false trains it again)")
         return 0
     with explained(training_args):

@@ -16,6 +16,7 @@ import httpx
 import torch
 from rich.markup import escape
 
+from drafttrain.credentials import redact
 from drafttrain.data.backends import key_headers
 from drafttrain.environment import describe_environment
 from drafttrain.errors import UserError
@@ -134,7 +135,7 @@ async def measure(
         if args.url2:
             servers["url2"] = await connect(client, args.url2, args.model2, _headers(args))
         found: dict[str, Json] = {
-            name: {"url": server.url, "model": server.model, "cells": []} for name, server in servers.items()
+            name: {"url": redact(server.url), "model": server.model, "cells": []} for name, server in servers.items()
         }
         for server in servers.values():
             for number in range(args.warm_up):
