@@ -5,7 +5,6 @@ A thin layer over `drafttrain.inference` that turns names into models and prompt
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import decoding_settings, default_tree
 from drafttrain.drafters.registry import load_drafter as load_for_target
 from drafttrain.errors import UserError
+from drafttrain.files import read_json
 from drafttrain.inference import Decoder, SamplingParams, strip_padding
 from drafttrain.inference.decode import DecoderOptions
 from drafttrain.inference.sequence import TextStream
@@ -44,7 +44,7 @@ def generate(
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
-    repetition_penalty: float = 1.0,
+    repetition_penalty: float | None = None,
     seed: int = 0,
     stop: str | Sequence[str] = (),
     batch_size: int = 8,
@@ -63,7 +63,8 @@ def generate(
         tree: the tree of a round, such as chain:3, fanout:4x2x1 or dynamic:5,8,24. Defaults to the drafter's
             decoding.json, else chain:3.
         max_new_tokens: upper limit per prompt.
-        temperature, top_k, top_p, min_p, repetition_penalty: as in transformers; temperature 0 decodes greedily.
+        temperature, top_k, top_p, min_p: as in transformers; temperature 0 decodes greedily.
+        repetition_penalty: as in transformers; 1 turns it off, None is what the model's generation_config says.
         seed: prompt i samples with seed + i.
         stop: strings that end an answer; the text ends before them.
         batch_size: prompts at a time.
@@ -108,7 +109,7 @@ def stream(
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
-    repetition_penalty: float = 1.0,
+    repetition_penalty: float | None = None,
     seed: int = 0,
     stop: str | Sequence[str] = (),
 ) -> Iterator[str]:
@@ -160,7 +161,7 @@ def evaluate(target: str, drafter: str, output: str | Path, **options: Any) -> d
     if unknown:
         raise UserError(f"evaluate: {unknown[0]} is no option of drafttrain eval; see its --help")
     eval_command.run(args)
-    return json.loads(Path(output).expanduser().read_text())
+    return {**read_json(Path(output).expanduser(), "output", "measure again")}
 
 
 def _pieces(text: TextStream, rounds: Iterator[tuple[int, list[int]]]) -> Iterator[str]:
