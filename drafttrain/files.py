@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from drafttrain.errors import UserError, first_line
+from drafttrain.errors import UserError, first_line, shown
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -125,8 +125,7 @@ def violation(error: ValidationError) -> str:
     """The first violation of a pydantic schema: `place=value: rule`."""
     first = error.errors(include_url=False)[0]
     place = ".".join(map(str, first["loc"])) or "the content"
-    shown = repr(first["input"])
-    return f"{place}={shown if len(shown) <= 80 else shown[:77] + '...'}: {' '.join(first['msg'].split()).lower()}"
+    return f"{place}={shown(first['input'])}: {' '.join(first['msg'].split()).lower()}"
 
 
 def read_jsonl(

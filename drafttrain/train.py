@@ -14,10 +14,8 @@ if __name__ == "__main__" and __package__ in (None, ""):
 
 import argparse
 import json
-import os
 import time
 from dataclasses import asdict, dataclass
-from dataclasses import fields as fields_of
 
 import torch
 from datasets import Dataset
@@ -44,22 +42,26 @@ from drafttrain.environment import __version__
 from drafttrain.errors import UserError
 from drafttrain.evaluation.held_out import acceptance, first_prompts
 from drafttrain.files import Json, write_json
+from drafttrain.flags import CommandParser
 from drafttrain.losses import parse_loss
 from drafttrain.target import Target
+from drafttrain.training import arguments
 from drafttrain.training.callbacks import DecodeHeldOut, ProgressLines, SaveOnTerm, TimeBudget, gather_drafter
 from drafttrain.training.feature_sources import BatchSource, NoTarget, TargetSource
 from drafttrain.training.on_policy import OnPolicy, OnPolicyOptions
 from drafttrain.training.trainer import DrafterTrainer, explained, find_checkpoint, newest_checkpoint
+from drafttrain.values import Place, adder, key_table
 
 HELP = """Train a drafter from a YAML recipe.
 
   accelerate launch drafttrain/train.py configs/smollm2-135m/eagle3.yaml data=runs/data max_steps=500
   drafttrain train configs/smollm2-135m/eagle3.yaml drafter.ttt_steps=3     (one process, same result)
 
-Keys are those of TrainConfig (kind, target, data, output_dir, init, drafter.*, loss, dtype, target_device_map, max_length,
-packing, on_policy, validation, max_minutes, cache_gb, decode_prompts, decode_steps, decode_tokens, decode_tree, resume)
-and every field of transformers TrainingArguments. Start an interrupted run again to continue it from its newest checkpoint;
-a finished run is left unchanged. SIGTERM saves a checkpoint first and exits with status 143."""
+Start an interrupted run again to continue it from its newest checkpoint; a finished run is left unchanged. SIGTERM saves a
+checkpoint first and exits with status 143. A recipe's keys are these, and every field of transformers TrainingArguments;
+docs/reference.md has their types and ranges:
+
+""" + key_table(TrainConfig)
 
 TERMINATED = 143  # what a shell reports for a process that SIGTERM ended
 MIN_COVERAGE = 0.95  # a continued drafter whose vocabulary covers less of the new data gets a note
@@ -67,7 +69,7 @@ START_TOKENS = 60_000  # enough for a regression over a few thousand inputs and 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", help="YAML recipe, see configs/")
+    adder(parser)("config", Place, help="YAML recipe, see configs/")
     replaces = "replace a value of the recipe; a.b=c sets b in a"
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=replaces)
 
@@ -76,34 +78,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def setup(config_path: str, overrides: list[str]) -> tuple[TrainConfig, TrainingArguments]:
-    """Reads the recipe."""
-    config = load_config(config_path, overrides, [f.name for f in fields_of(TrainingArguments)])
-    options: Json = {
-        "logging_steps": 10,
-        "save_strategy": "steps",
-        "save_steps": 200,
-        "save_total_limit": 2,
-        "report_to": "none",
-        "remove_unused_columns": False,
-        "disable_tqdm": True,
-        "train_sampling_strategy": "group_by_length",
-        "max_grad_norm": 0.5,
-        "adam_beta2": 0.95,
-        "dataloader_pin_memory": False,
-        "use_cpu": os.environ.get("DS_ACCELERATOR") == "cpu",
-        **config.trainer,
-        "output_dir": config.output_dir,
-    }
-    if isinstance(options["report_to"], str):
-        options["report_to"] = [options["report_to"]]
-    if "wandb" in options["report_to"]:
-        os.environ.setdefault("WANDB_PROJECT", "drafttrain")
-    if config.max_minutes > 0:
-        options["num_train_epochs"] = 10_000  # TimeBudget ends the run, so epochs must not
-    try:
-        return config, TrainingArguments(**options)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"config={config_path!r}: {' '.join(str(error).split())}") from error
+    """Reads the recipe and checks every value that needs neither target nor data."""
+    config = load_config(config_path, overrides, arguments.KEYS)
+    arguments.check_recipe(config)
+    return config, arguments.training_arguments(config)
 
 
 def check_pretraining(config: TrainConfig) -> None:
@@ -141,8 +119,6 @@ class Prepared:
 
 def prepare(config: TrainConfig, args: TrainingArguments) -> Prepared:
     """Loads target and data, builds the drafter, and finds the checkpoint to resume from."""
-    if config.loss != "next_token":
-        parse_loss(config.loss)  # reports a mistake before a model loads
     check_pretraining(config)
     set_seed(args.seed)
     target, records = load_target_and_records(config, args)
@@ -374,9 +350,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
+    parser = CommandParser(description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
     try:
+        add_arguments(parser)
         return run(parser.parse_args())
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -23,6 +23,7 @@ from drafttrain.files import Json, read_jsonl, write_json
 from drafttrain.flags import add_sampling_flags, add_target_flags, load_target, sampling_of
 from drafttrain.progress import Progress
 from drafttrain.target import Target, load_shell
+from drafttrain.values import Amount, Count, Place, Size, adder, value
 
 HELP = """let the target answer the prompts: the distillation data
 
@@ -39,16 +40,21 @@ _LEAST_RESPONSE = 16  # response tokens that a prompt must leave below --max-len
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add = adder(parser)
     add_target_flags(parser)
-    add("--prompts", required=True, help='JSONL: {"id", "messages": [...]} or {"id", "text"} a line')
-    add("--output", required=True, help="folder of the data set")
+    add("--prompts", Place, required=True, help='JSONL: {"id", "messages": [...]} or {"id", "text"} a line')
+    add("--output", Place, required=True, help="folder of the data set")
     add_sampling_flags(parser, temperature=1.0)
-    add("--max-new-tokens", type=int, default=512, help="of a response (default: %(default)s)")
-    add("--max-length", type=int, default=2048, help="tokens of a conversation (default: %(default)s)")
-    add("--slots", default="auto", help="sequences that run together (default: auto, by free memory)")
-    add("--max-tokens", type=int, default=0, help="stop after this many response tokens of this process")
-    add("--max-minutes", type=float, default=0, help="stop after this time; running responses are cut and marked")
+    add("--max-new-tokens", Count, default=512, help="of a response (default: %(default)s)")
+    add("--max-length", Count, default=2048, help="tokens of a conversation (default: %(default)s)")
+    add(
+        "--slots",
+        value(Count, or_word="auto"),
+        default="auto",
+        help="sequences that run together (default: by memory)",
+    )
+    add("--max-tokens", Size, default=0, help="stop after this many response tokens of this process")
+    add("--max-minutes", Amount, default=0, help="stop after this time; running responses are cut and marked")
     add("--features", default="none", help="target states to store: none, default, or 2,15,27")
     add("--backend", default="local", choices=["local", "openai", "vllm", "existing"])
     add("--url", action="append", default=[], help="server of --backend openai; repeat it for several")
@@ -63,9 +69,6 @@ def run(args: argparse.Namespace) -> int:
     """
     share, sampling = Share.of_process(), sampling_of(args)
     limits = {key: getattr(args, key) for key in ("max_new_tokens", "max_length", "seed")}
-    for key in ("max_new_tokens", "max_length"):
-        if limits[key] < 1:
-            raise UserError(f"{key}={limits[key]} must be at least 1")
     if args.overwrite and share.world > 1:
         raise UserError("overwrite=True with several processes deletes the others' work; delete the folder yourself")
     if args.features != "none" and args.backend != "local":

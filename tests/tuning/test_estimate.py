@@ -98,7 +98,7 @@ def test_the_command(tmp_path, capsys):
     assert content["advice"] in capsys.readouterr().out.replace("\n", " ")
     for more, message in (
         (("--device", "abacus"), "device='abacus' is not one of h100"),
-        (("--batches", "1,b"), "batches='1,b' is no list"),
+        (("--batches", "1,b"), "--batches='b' must be a whole number"),
         (("--context", "0"), "context=0 must be above 0"),
         (("--results", "/no/file"), "results='/no/file' cannot be read"),
     ):

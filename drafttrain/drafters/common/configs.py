@@ -6,8 +6,9 @@ transformers makes dataclasses of these classes: the annotated fields are what c
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
+from pydantic import Field
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
@@ -16,8 +17,15 @@ from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.target import Target
 from drafttrain.target.attention import LAST
+from drafttrain.values import AnyText, Count, Depth, Fraction, PositiveAmount, PositiveFraction, Size, check, kinds_of
 
-WEIGHTINGS = ("exp", "dpace")
+Width = Annotated[int, Field(ge=0, le=2**20)]  # 0 where it follows from others
+Heads = Annotated[int, Field(ge=1, le=2**16)]
+Layers = Annotated[int, Field(ge=1, le=1024)]
+Decay = Annotated[float, Field(gt=0, le=10)]
+Block = Annotated[int, Field(ge=2, le=256)]
+Smoothing = Annotated[float, Field(ge=0, le=0.999)]
+Nodes = Annotated[int, Field(ge=1, le=1024)]
 # Rotary scalings for positions beyond those of pretraining. Scalings that depend on the length of the current sequence are
 # unsupported: cached keys would have to change while it grows.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -28,7 +36,7 @@ class TargetedConfig(PreTrainedConfig):
 
     Attributes:
         recipe_keys: fields that a run may change when it continues a drafter; the weights depend on all others.
-        at_least_one: integer fields that must be 1 or more. width_field: the field that holds the target's hidden size.
+        width_field: the field that holds the target's hidden size.
         vocab_size: of the target. draft_vocab_size: d, kept tokens; 0 keeps the target's whole vocabulary.
         loss: as a recipe writes it. target: the target's identity, compared before use.
 
@@ -37,20 +45,18 @@ class TargetedConfig(PreTrainedConfig):
     """
 
     recipe_keys: ClassVar[tuple[str, ...]] = ("loss",)
-    at_least_one: ClassVar[tuple[str, ...]] = ()
     width_field: ClassVar[str] = ""
-    vocab_size: int = 0
-    draft_vocab_size: int = 0
-    loss: str = "kl"
+    vocab_size: Size = 0
+    draft_vocab_size: Size = 0
+    loss: AnyText = "kl"
     target: Json = field(default_factory=dict)
 
     def __post_init__(self, **kwargs: Any) -> None:
         self.drafter_kind = self.kind()
         self.draft_vocab_size = self.draft_vocab_size or self.vocab_size
         self.target = self.target or {}
-        for name in self.at_least_one:
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}={getattr(self, name)}: must be at least 1")
+        for name, kind in kinds_of(type(self)).items():  # type: ignore[arg-type]
+            setattr(self, name, check(name, getattr(self, name), kind))
         self.check()
         super().__post_init__(**{"tie_word_embeddings": False, **kwargs})
 
@@ -83,8 +89,8 @@ class HeadsConfig(TargetedConfig):
     """
 
     recipe_keys: ClassVar[tuple[str, ...]] = ("depth_decay", "tree_nodes", "loss")
-    depth_decay: float = 0.8
-    tree_nodes: int = 16
+    depth_decay: Decay = 0.8
+    tree_nodes: Nodes = 16
 
 
 class DecoderConfig(TargetedConfig):
@@ -97,18 +103,17 @@ class DecoderConfig(TargetedConfig):
         max_position_embeddings: read by serving engines; unused here.
     """
 
-    at_least_one: ClassVar[tuple[str, ...]] = ("num_hidden_layers",)
     target_width: ClassVar[bool] = False
-    hidden_size: int = 64
-    intermediate_size: int = 0
-    num_attention_heads: int = 4
-    num_key_value_heads: int = 0
-    head_dim: int = 0
-    num_hidden_layers: int = 1
-    rms_norm_eps: float = 1e-5
-    rope_theta: float = 10000.0
+    hidden_size: Width = 64
+    intermediate_size: Width = 0
+    num_attention_heads: Heads = 4
+    num_key_value_heads: Width = 0
+    head_dim: Width = 0
+    num_hidden_layers: Layers = 1
+    rms_norm_eps: Fraction = 1e-5
+    rope_theta: PositiveAmount = 10000.0
     rope_parameters: Json | None = None
-    max_position_embeddings: int = 131072
+    max_position_embeddings: Count = 131072
 
     def __post_init__(self, **kwargs: Any) -> None:
         self.rope_parameters = dict(self.rope_parameters or {})
@@ -160,15 +165,14 @@ class LayerConfig(DecoderConfig):
     """
 
     recipe_keys: ClassVar[tuple[str, ...]] = ("ttt_steps", "depth_decay", "depth_share", "loss")
-    at_least_one = ("num_hidden_layers", "ttt_steps")
     qk_norm: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
-    hidden_act: str = "silu"
-    sliding_window: int = 0
-    ttt_steps: int = 4
-    depth_decay: float = 0.8
-    depth_share: float = 1.0
+    hidden_act: AnyText = "silu"
+    sliding_window: Size | None = 0
+    ttt_steps: Depth = 4
+    depth_decay: Decay = 0.8
+    depth_share: PositiveFraction = 1.0
 
     def check(self) -> None:
         super().check()
@@ -210,15 +214,15 @@ class BlockConfig(DecoderConfig):
     target_width = True
     # What `DraftLayer` reads and published checkpoints fix.
     qk_norm, attention_bias, mlp_bias, hidden_act, sliding_window = True, False, False, "silu", 0
-    num_hidden_layers: int = 2
-    feature_layers: tuple[int, ...] = ()
-    block_size: int = 8
-    mask_token_id: int | None = None
+    num_hidden_layers: Layers = 2
+    feature_layers: tuple[Size, ...] = ()
+    block_size: Block = 8
+    mask_token_id: Size | None = None
     train_head: bool = False
-    anchor_share: float = 1.0
-    weighting: str = "exp"
-    gamma: float = 4.0
-    dpace_alpha: float = 0.5
+    anchor_share: PositiveFraction = 1.0
+    weighting: Literal["exp", "dpace"] = "exp"
+    gamma: PositiveAmount = 4.0
+    dpace_alpha: Smoothing = 0.5
 
     @property
     def depth(self) -> int:
@@ -227,23 +231,10 @@ class BlockConfig(DecoderConfig):
 
     def check(self) -> None:
         super().check()
-        self.feature_layers = tuple(self.feature_layers)
-        if self.block_size < 2:
-            raise UserError(
-                f"block_size={self.block_size}: a block holds the last token and at least 1 to predict; use 8"
-            )
         if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
             raise UserError(
                 f"mask_token_id={self.mask_token_id} is no token of the target, which has {self.vocab_size}; drop the key to "
                 "learn an embedding"
-            )
-        if not 0 < self.anchor_share <= 1:
-            raise UserError(f"anchor_share={self.anchor_share} must be in (0, 1]; 1 trains on every block")
-        if self.weighting not in WEIGHTINGS:
-            raise UserError(f"weighting={self.weighting!r} is not one of {', '.join(WEIGHTINGS)}")
-        if self.gamma <= 0 or not 0 <= self.dpace_alpha < 1:
-            raise UserError(
-                f"gamma={self.gamma} must be above 0 and dpace_alpha={self.dpace_alpha} in [0, 1); their defaults are 4 and 0.5"
             )
 
     @classmethod
