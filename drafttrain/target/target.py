@@ -40,7 +40,7 @@ from transformers import (
 )
 
 from drafttrain.batch import TargetOutput
-from drafttrain.errors import UserError, first_line
+from drafttrain.errors import UserError, first_line, shown
 from drafttrain.ops.packing import PackedLinear, cpu_has_bfloat16, pack
 from drafttrain.ops.tree_attention import AttentionForm
 from drafttrain.target.attention import (
@@ -71,17 +71,29 @@ def resolve_dtype(name: str, device: torch.device | None = None) -> torch.dtype:
     if name == "auto" and device is not None:
         fast = device.type == "cuda" or (device.type == "cpu" and cpu_has_bfloat16())
         return torch.bfloat16 if fast else torch.float32
-    if name not in DTYPES:
+    if not isinstance(name, str) or name not in DTYPES:
         names = DTYPES if device is None else ["auto", *DTYPES]
-        raise UserError(f"dtype={name!r} is not one of {', '.join(names)}")
+        raise UserError(f"dtype={shown(name)} is not one of {', '.join(names)}")
     return DTYPES[name]
 
 
 def resolve_device(name: str = "auto") -> torch.device:
-    """'auto' is this process's GPU, or the CPU if there is none."""
-    if name != "auto":
-        return torch.device(name)
-    return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
+    """The device of a name. 'auto' is this process's GPU, or the CPU if there is none.
+
+    Raises UserError for a device that torch does not know, or that this machine lacks.
+    """
+    if name == "auto":
+        name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+    found = torch.accelerator.current_accelerator(check_available=True)
+    count = 0 if found is None else torch.accelerator.device_count()
+    try:
+        device = torch.device(name)
+        if device.type == "cpu" or (found is not None and device.type == found.type and (device.index or 0) < count):
+            return device
+    except (RuntimeError, TypeError, ValueError):  # torch lists all types that it was ever built for
+        pass
+    here = ["auto", "cpu", *([found.type] if found else []), *(f"{found.type}:{n}" for n in range(count) if found)]
+    raise UserError(f"device={shown(name)} is not one of {', '.join(here)}, which this machine has")
 
 
 def share_of_gpus() -> dict[int | str, int] | None:

@@ -31,7 +31,7 @@ from drafttrain.evaluation.metrics import load_results
 from drafttrain.files import Json, write_json
 from drafttrain.reports.output import table_of, wide_console
 from drafttrain.target import resolve_target
-from drafttrain.values import Amount, Count, File, Name, PositiveAmount, PositiveFraction, Size, adder, value, values
+from drafttrain.values import Amount, Count, File, Name, PositiveAmount, PositiveFraction, adder, value, values
 
 HELP = """Expected speed-up, cost and break-even on other hardware, from sizes and a measured acceptance profile.
 
@@ -249,7 +249,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--bits", "per weight and cached number", PositiveAmount, 16.0)
     batches = ",".join(map(str, BATCHES))
     adder(parser)("--batches", values(Count), default=batches, help="sequences at a time (default: %(default)s)")
-    add("--context", "tokens that each sequence has", Size, 1024)
+    add("--context", "tokens that each sequence has", Count, 1024)
     add("--price", "of the devices per hour: adds the cost per million tokens", Amount)
     add("--output", "JSON file with the same figures")
 
