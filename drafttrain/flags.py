@@ -75,9 +75,8 @@ class CommandParser(argparse.ArgumentParser):
             else:
                 message = f"{flag}: {problem}"
         elif message.startswith("unrecognized arguments: "):
-            word = message.partition(": ")[2].split()[0]
-            known = [flag for flag in self._option_string_actions if flag.startswith("--")]
-            close = self._close(word.partition("=")[0], known)
+            word = message.partition(": ")[2].split()[0].partition("=")[0]
+            close = self._close(word, [flag for flag in self._option_string_actions if flag.startswith("--")])
             message = f"{shown(word)} is no flag of this command{close or f'; see {self.prog} --help'}"
         elif message.startswith("the following arguments are required: "):
             message = f"{message.partition(': ')[2]} must be given; see {self.prog} --help"

@@ -81,7 +81,7 @@ def rule(kind: object) -> str:
         described = [info.description for info in args[1:] if getattr(info, "description", None)]
         return described[-1] if described else rule(args[0]) + _range(args[1:])
     if origin is Literal:
-        return f"one of {', '.join(str(value) or 'empty' for value in args)}"
+        return "one of " * (len(args) > 1) + ", ".join(str(value) or "empty" for value in args)
     if origin in (Union, UnionType):
         named = [text for text in map(rule, args) if text]
         return " or ".join(dict.fromkeys(named))
@@ -205,10 +205,8 @@ def value(kind: Any, form: Callable[[Any], Any] = lambda found: found, or_word: 
     Args:
         form: applied to the value, such as Path. or_word: a word that is taken as it is, such as auto.
     """
-    described = f"{or_word} or {rule(kind)}" if or_word else rule(kind)
-    return reader(
-        lambda word: word if or_word and word == or_word else form(check("", word, kind, words=True)), described
-    )
+    wanted = Literal[or_word] | kind if or_word else kind  # type: ignore[valid-type]
+    return reader(lambda word: form(check("", word, wanted, words=True)), rule(wanted))
 
 
 def values(kind: Any, most: int = 64) -> Reader:

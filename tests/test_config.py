@@ -32,7 +32,11 @@ def test_overrides_reach_inside_and_read_numbers_as_people_write_them(tmp_path):
         (GOOD, ["knid=eagle3"], "unknown config key 'knid'.*did you mean kind"),
         ("target: t\ndata: d\n", [], "config key 'output_dir' is missing.*output_dir=..."),
         (GOOD, ["max_steps"], "override 'max_steps' is not of the form key=value"),
-        (GOOD + "max_length: long\n", [], "max_length='long' must be a whole number from 1 to 2147483647 .tokens used of a conversation.; the default is 2048"),
+        (
+            GOOD + "max_length: long\n",
+            [],
+            "max_length='long' must be a whole number from 1 to 2147483647 .tokens used of a conversation.; the default is 2048",
+        ),
         (GOOD + "drafter: 3\n", [], "drafter=3 must be key: value pairs"),
         ("a: [1\n", [], "is not valid YAML"),
         ("- a\n", [], "must hold key: value lines, not list"),

@@ -168,15 +168,10 @@ def make_backend(
     return LocalBackend(target, settings, slots, layers)
 
 
-def choose_slots(text: str, target: Target, max_length: int, features: int = 0) -> int:
-    """Reads --slots. 'auto' takes 128 (256 on a GPU), or fewer if they would fill more than half of the free memory.
-
-    Raises UserError: neither 'auto' nor a positive number.
-    """
-    if text != "auto":
-        if not text.isdigit() or int(text) < 1:
-            raise UserError(f"slots={text!r} must be auto or a positive number")
-        return int(text)
+def choose_slots(slots: int | str, target: Target, max_length: int, features: int = 0) -> int:
+    """The value of --slots. 'auto' is 128 (256 on a GPU), or fewer if they would fill more than half of the free memory."""
+    if isinstance(slots, int):
+        return slots
     config = target.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -212,7 +212,7 @@ def test_paths_may_come_from_a_file(tmp_path):
     with pytest.raises(UserError, match="must hold a list of lists of ranks"):
         TreeSpec.parse(f"paths:{file}")
     file.write_text("[[0]")
-    with pytest.raises(UserError, match="is not JSON.*must hold a list of lists"):
+    with pytest.raises(UserError, match=r"is not JSON.*must hold a list of lists"):
         TreeSpec.parse(f"paths:{file}")
 
 

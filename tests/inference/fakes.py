@@ -99,6 +99,7 @@ class MarkovTarget:
     max_positions = None
 
     def __init__(self, vocab=4, seed=0):
+        self.vocab_size = vocab
         self.table = torch.randn(vocab, vocab, generator=torch.Generator().manual_seed(seed))
 
     def forward(self, input_ids, feature_layers, position_ids=None, context=None):

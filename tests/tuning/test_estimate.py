@@ -99,8 +99,8 @@ def test_the_command(tmp_path, capsys):
     for more, message in (
         (("--device", "abacus"), "device='abacus' is not one of h100"),
         (("--batches", "1,b"), "--batches='b' must be a whole number"),
-        (("--context", "0"), "context=0 must be above 0"),
-        (("--results", "/no/file"), "results='/no/file' cannot be read"),
+        (("--context", "0"), "--context='0' must be a whole number from 1"),
+        (("--results", "/no/file"), "--results='/no/file' must be an existing file"),
     ):
         assert cli.main([*arguments, *more]) == 2
         assert message in capsys.readouterr().err

@@ -78,11 +78,6 @@ class TreeSpec:
             raise UserError(f"{named} must be text such as chain:3")
         body, *options = text.strip().split("@", 20)
         spec = _parse_shape(named, body)
-        if (
-            max(spec.budget, spec.depth) > MOST_NODES
-            or max(spec.depth, spec.top_k if spec.paths == () else 0) > MOST_DEPTH
-        ):
-            raise _too_large(named)
         for option in options:
             fields = _option_fields(option)
             if not fields or spec.shape == "none":
@@ -184,7 +179,10 @@ def _parse_paths(named: str, rest: str) -> TreeSpec:
         fix = "it must hold a list of lists of ranks, such as [[0], [1], [0, 0]]"
         found = read_json(path, f"{named}: file", fix, list[list[int]])
     else:
-        found = [[_whole(rank) for rank in path.split("-", MOST_DEPTH)] for path in rest.split(",", MOST_NODES)]
+        nodes = [path.split("-", MOST_DEPTH) for path in rest.split(",", MOST_NODES)]
+        if len(nodes) > MOST_NODES or max(map(len, nodes)) > MOST_DEPTH:
+            raise _too_large(named)
+        found = [list(map(_whole, node)) for node in nodes]
     paths = tuple(sorted({tuple(path) for path in found}, key=lambda path: (len(path), path)))
     if not paths or not paths[0] or min(map(min, paths)) < 0:
         raise _no_tree(named)
