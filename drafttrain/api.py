@@ -142,7 +142,7 @@ def load_drafter(name: str, model: Model, tokenizer: Tokenizer = None) -> Drafte
     Raises:
         UserError: nothing there, not one of our drafters, or trained for another target.
     """
-    return load_for_target(name, _target(model, tokenizer))
+    return load_for_target(check("drafter", name, Place), _target(model, tokenizer))
 
 
 def evaluate(target: str, drafter: str, output: str | Path, **options: Any) -> dict[str, Any]:
@@ -189,7 +189,9 @@ def _decoder(
     target = _target(model, tokenizer)
     if isinstance(drafter, str):
         tree = default_tree(drafter) if tree is None else tree
-        drafter = load_for_target(drafter, target)
+        drafter = load_for_target(check("drafter", drafter, Place), target)
+    elif not (drafter is None or isinstance(drafter, Drafter)):
+        raise UserError(f"drafter={shown(drafter)} must be a name, a drafter from load_drafter, or None")
     options["spec"] = None if tree is None else TreeSpec.parse(tree)
     return Decoder(target, drafter, **options)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,7 +34,8 @@ MostSteps = Annotated[int, Field(ge=-1, le=10**9)]
 Epochs = Annotated[float, Field(ge=1e-6, le=1e6)]
 Interval = Annotated[float, Field(ge=1e-6, le=1e9)]
 LearningRate = Annotated[float, Field(ge=0, le=100)]
-_MOST_VALUES, _MOST_LEVELS = 10_000, 32  # of a recipe, aliases counted each time
+_MOST_VALUES, _MOST_LEVELS, _LONGEST = 10_000, 32, 200_000  # of a recipe, aliases counted each time; characters
+_DEEP = re.compile(r"(?:[\[{]\s*){33}")  # PyYAML takes seconds for these
 
 
 @dataclass
@@ -131,6 +133,9 @@ def read_yaml(text: str, where: str) -> Any:
     Raises:
         UserError: broken YAML, a key that occurs twice, another kind of value, or too many or too deep ones.
     """
+    large = f"{where} holds more than {_MOST_VALUES} values or {_MOST_LEVELS} levels; write a plain recipe"
+    if len(text) > _LONGEST or _DEEP.search(text):
+        raise UserError(large)
     try:
         found = yaml.load(text, _Loader)
     except Exception as error:  # besides YAMLError: numbers of 5000 digits, impossible dates, empty tags, deep nesting
@@ -141,9 +146,7 @@ def read_yaml(text: str, where: str) -> Any:
         place, value, level = waiting.pop()
         count += 1
         if count > _MOST_VALUES or level > _MOST_LEVELS:
-            raise UserError(
-                f"{where} holds more than {_MOST_VALUES} values or {_MOST_LEVELS} levels; write a plain recipe"
-            )
+            raise UserError(large)
         if isinstance(value, dict):
             if odd := [name for name in value if not isinstance(name, str)]:
                 raise UserError(f"{where}: key {shown(odd[0])} is not text; put it in quotes")

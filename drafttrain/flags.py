@@ -56,7 +56,12 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
         for word in args or ():
             check("argument", word, AnyText)
-        return super().parse_known_args(args, namespace)
+            if word.startswith("--") and word.endswith("=--"):  # argparse would take the value for the end of the flags
+                raise UserError(f"{word[:-3]}='--' is no value; drop it, or write the one that is meant")
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:  # reported here, where the command's flags are known
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
 
     def error(self, message: str) -> NoReturn:
         message = " ".join(message.split())
