@@ -67,10 +67,10 @@ Penalty = Annotated[float, Limits(ge=0.01, le=100)]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 FileDtype = Literal["float32", "bfloat16", "float16"]
 DeviceMap = Literal["", "auto", "balanced", "balanced_low_0", "sequential"]
-AnyText = Annotated[str, AfterValidator(_text), Limits(description="text without NUL and broken characters")]
+AnyText = Annotated[str, AfterValidator(_text), Limits(description="text without NUL")]
 # A path, a Hub id or another name that may become part of a path.
-Name = Annotated[str, AfterValidator(_place), Limits(description="a name or path that exists or could be made")]
-Place = Annotated[Name, Limits(min_length=1, description="a name or path that exists or could be made, not empty")]
+Name = Annotated[str, AfterValidator(_place), Limits(description="a name or path of printable characters")]
+Place = Annotated[Name, Limits(min_length=1, description="a name or path of printable characters, not empty")]
 File = Annotated[Name, AfterValidator(_file), Limits(description="an existing file")]
 
 

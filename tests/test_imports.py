@@ -19,6 +19,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "drafttrain"
 # neighbours or from later ones. There are no exceptions; imports inside functions count too.
 ORDER = [
     ["errors", "moved"],
+    ["values"],
     ["files", "environment", "batch", "progress", "config"],
     ["ops"],
     ["losses", "target"],

@@ -24,7 +24,8 @@ from drafttrain.errors import UserError
 from drafttrain.files import first_change, write_json
 from drafttrain.flags import add_target_flags, load_target
 from drafttrain.progress import Progress
-from drafttrain.target import DTYPES, Target
+from drafttrain.target import Target
+from drafttrain.target.devices import DTYPES
 from drafttrain.values import DeviceMap, Place, Size, adder
 
 HELP = """store the target's hidden states of a data set, for training without running the target
