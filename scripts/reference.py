@@ -63,7 +63,7 @@ def flags(command: str) -> Iterator[tuple[object, ...]]:
     for action in parser._actions:
         if action.dest == "help":
             continue
-        names = ", ".join(f"`{name}`" for name in action.option_strings or [action.metavar or action.dest])
+        names = f"`{(action.option_strings or [action.metavar or action.dest])[0]}`"
         wanted = getattr(action.type, "rule", "" if action.nargs == 0 else "text")
         if action.choices is not None:
             wanted = f"one of {', '.join(map(str, action.choices))}"

@@ -20,7 +20,8 @@ PACKAGE = Path(__file__).resolve().parents[1] / "drafttrain"
 ORDER = [
     ["errors", "moved"],
     ["values"],
-    ["files", "environment", "batch", "progress", "config"],
+    ["files", "environment", "batch", "progress"],
+    ["config"],
     ["ops"],
     ["losses", "target"],
     ["formats"],
