@@ -18,7 +18,7 @@ from drafttrain.data.conversation import ChatRenderer, Conversation
 from drafttrain.data.masks import conversation_records
 from drafttrain.data.store import FeatureWriter, Share, Store, check_space
 from drafttrain.environment import __version__
-from drafttrain.errors import UserError
+from drafttrain.errors import UserError, shown
 from drafttrain.files import Json, read_jsonl, write_json
 from drafttrain.flags import add_sampling_flags, add_target_flags, load_target, sampling_of
 from drafttrain.progress import Progress
@@ -135,7 +135,7 @@ def parse_layers(text: str, target: Target) -> tuple[int, ...]:
         layers = (-1,)  # fails the check below
     if len(set(layers)) < len(layers) or not all(0 <= layer <= target.num_layers for layer in layers):
         raise UserError(
-            f"features={text!r} must be none, default, or distinct layers from 0 to {target.num_layers}, as 2,15,27"
+            f"features={shown(text)} must be none, default, or distinct layers from 0 to {target.num_layers}, as 2,15,27"
         )
     return layers
 

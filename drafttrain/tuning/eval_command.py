@@ -10,7 +10,7 @@ from pathlib import Path
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import load_drafter
-from drafttrain.errors import UserError
+from drafttrain.errors import UserError, shown
 from drafttrain.evaluation.diagnose import print_findings
 from drafttrain.evaluation.metrics import BASELINES, HF_SPECULATIVE
 from drafttrain.evaluation.runner import EvalSettings, evaluate
@@ -84,7 +84,9 @@ def parse_baselines(text: str) -> list[str]:
     names = [] if text == "none" else [name.strip() for name in text.split(",")]
     unknown = [name for name in names if name not in ALL_BASELINES]
     if unknown:
-        raise UserError(f"baselines={text!r}: {unknown[0]!r} is not one of {', '.join(ALL_BASELINES)}; or write none")
+        raise UserError(
+            f"baselines={shown(text)}: {shown(unknown[0])} is not one of {', '.join(ALL_BASELINES)}; or write none"
+        )
     return names
 
 

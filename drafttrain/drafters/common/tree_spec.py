@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -13,7 +12,7 @@ from pathlib import Path
 from drafttrain.errors import UserError, shown
 from drafttrain.files import Json, read_json
 from drafttrain.ops.sampling import SamplingParams
-from drafttrain.values import Name, check
+from drafttrain.values import Name, check, number
 
 MOST_NODES, MOST_DEPTH = 1024, 256  # of any tree; MOST_DEPTH bounds the children per node of a dynamic tree too
 _LONGEST_FILE = 1_000_000  # bytes
@@ -201,11 +200,7 @@ def _parse_paths(named: str, rest: str) -> TreeSpec:
 def _option_fields(option: str) -> Json:
     """The fields that an option sets; none for an unknown option or value."""
     name, _, value = option.partition("=")
-    if (
-        name in ("stop", "alone")
-        and re.fullmatch(r"[0-9]*\.?[0-9]+(e[+-]?[0-9]+)?", value[:40])
-        and 1e-6 <= float(value[:40]) < 1
-    ):
+    if name in ("stop", "alone") and 1e-6 <= (number(value) or 0) < 1:
         return {name: float(value)}
     if name == "match" and 0 < _whole(value) <= MOST_NODES:
         return {name: int(value)}
