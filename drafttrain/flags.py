@@ -154,7 +154,8 @@ def add_sampling_flags(
     add("--top-k", Size, default=0, help="0 keeps all tokens (default: %(default)s)")
     if penalties:
         add("--min-p", Fraction, default=0.0, help="0 keeps all tokens (default: %(default)s)")
-        add("--repetition-penalty", Penalty, default=1.0, help="1: none; applies to greedy decoding too")
+        more = "also of greedy decoding; 1 turns it off (default: as the target's generation_config says)"
+        add("--repetition-penalty", Penalty, help=more)
     if seed:
         add("--seed", Seed, default=0, help="of the sampling (default: %(default)s)")
 

@@ -162,7 +162,7 @@ def check_fields(settings: Any, prefix: str = "", words: bool = False) -> None:
     for one in fields(settings):
         default = default_of(one)
         fix = f" ({one.metadata['meaning']})" if "meaning" in one.metadata else ""
-        fix += f"; the default is {shown(default)}" if default not in (MISSING, "", {}, ()) else ""
+        fix += f"; the default is {shown(default)}" if default not in (MISSING, None, "", {}, ()) else ""
         value = check(prefix + one.name, getattr(settings, one.name), kinds[one.name], fix, words)
         object.__setattr__(settings, one.name, value)
 
