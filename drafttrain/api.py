@@ -5,7 +5,6 @@ A thin layer over `drafttrain.inference` that turns names into models and prompt
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Number
 from pathlib import Path
@@ -22,6 +21,7 @@ from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import decoding_settings, default_tree
 from drafttrain.drafters.registry import load_drafter as load_for_target
 from drafttrain.errors import UserError, first_line, shown
+from drafttrain.files import read_json
 from drafttrain.flags import CommandParser
 from drafttrain.inference import Decoder, SamplingParams, strip_padding
 from drafttrain.inference.decode import DecoderOptions
@@ -172,7 +172,7 @@ def evaluate(target: str, drafter: str, output: str | Path, **options: Any) -> d
     except UserError as error:
         raise UserError(f"evaluate: {error}") from error
     eval_command.run(args)
-    return json.loads(Path(output).expanduser().read_text())
+    return {**read_json(Path(output).expanduser(), "output", "measure again")}
 
 
 def _pieces(text: TextStream, rounds: Iterator[tuple[int, list[int]]]) -> Iterator[str]:

@@ -85,7 +85,7 @@ class CommandParser(argparse.ArgumentParser):
             message = f"{shown(word)} is no flag of this command{close or f'; see {self.prog} --help'}"
         elif message.startswith("the following arguments are required: "):
             message = f"{message.partition(': ')[2]} must be given; see {self.prog} --help"
-        raise UserError(message if len(message) <= 900 else message[:900] + " ...")
+        raise UserError(message)
 
     @staticmethod
     def _close(word: str, known: Sequence[str]) -> str:

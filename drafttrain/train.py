@@ -5,15 +5,20 @@ setup -> prepare -> fit -> finish       reads top to bottom; the step itself is 
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 
-if __name__ == "__main__" and __package__ in (None, ""):
-    # Launched as a script, Python puts this folder first on the path; our modules must be found by their full names only.
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+if __name__ == "__main__":  # before torch loads, which takes seconds in which a signal may arrive
+    if __package__ in (None, ""):
+        # Launched as a script, Python puts this folder first on the path; our modules must be found by their full names only.
+        sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    sys.argv.insert(1, "train")
+    sys.exit(importlib.import_module("drafttrain.cli").main())
 
 import argparse
 import json
+import signal
 import time
 from dataclasses import asdict, dataclass
 
@@ -24,6 +29,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from drafttrain.batch import Batch
 from drafttrain.config import TrainConfig, load_config
+from drafttrain.credentials import redact
 from drafttrain.data.loader import (
     collate,
     count_tokens,
@@ -41,8 +47,8 @@ from drafttrain.drafters.registry import decoding_file, kind_class
 from drafttrain.environment import __version__
 from drafttrain.errors import UserError
 from drafttrain.evaluation.held_out import acceptance, first_prompts
+from drafttrain.evaluation.metrics import read_training
 from drafttrain.files import Json, write_json
-from drafttrain.flags import CommandParser
 from drafttrain.losses import parse_loss
 from drafttrain.target import Target
 from drafttrain.training import arguments
@@ -50,28 +56,9 @@ from drafttrain.training.callbacks import DecodeHeldOut, ProgressLines, SaveOnTe
 from drafttrain.training.feature_sources import BatchSource, NoTarget, TargetSource
 from drafttrain.training.on_policy import OnPolicy, OnPolicyOptions
 from drafttrain.training.trainer import DrafterTrainer, explained, find_checkpoint, newest_checkpoint
-from drafttrain.values import Place, adder, key_table
 
-HELP = """Train a drafter from a YAML recipe.
-
-  accelerate launch drafttrain/train.py configs/smollm2-135m/eagle3.yaml data=runs/data max_steps=500
-  drafttrain train configs/smollm2-135m/eagle3.yaml drafter.ttt_steps=3     (one process, same result)
-
-Start an interrupted run again to continue it from its newest checkpoint; a finished run is left unchanged. SIGTERM saves a
-checkpoint first and exits with status 143. A recipe's keys are these, and every field of transformers TrainingArguments;
-docs/reference.md has their types and ranges:
-
-""" + key_table(TrainConfig)
-
-TERMINATED = 143  # what a shell reports for a process that SIGTERM ended
 MIN_COVERAGE = 0.95  # a continued drafter whose vocabulary covers less of the new data gets a note
 START_TOKENS = 60_000  # enough for a regression over a few thousand inputs and for accuracies; more changes little
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    adder(parser)("config", Place, help="YAML recipe, see configs/")
-    replaces = "replace a value of the recipe; a.b=c sets b in a"
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help=replaces)
 
 
 # -- setup: the recipe ------------------------------------------------------------------------------------------------
@@ -154,7 +141,6 @@ def load_target_and_records(config: TrainConfig, args: TrainingArguments) -> tup
     target = Target.load(
         config.target, config.dtype, str(args.device), config.trust_remote_code, config.target_device_map
     )
-    target.check_head()
     if records is None:
         return target, load_text(config.data, target, config.max_length)
     check_data(read_meta(config.data), stored_features(Path(config.data).expanduser()), target, config.data)
@@ -240,7 +226,7 @@ def begin_from_least_squares(drafter: TrainableDrafter, rows: Dataset, source: B
 
 
 def fit(config: TrainConfig, args: TrainingArguments, run: Prepared) -> tuple[DrafterTrainer, float]:
-    """Trains from the checkpoint or from the start; returns the trainer and the seconds it took. SIGTERM exits here."""
+    """Trains from the checkpoint or from the start; returns the trainer and the seconds it took. SIGTERM and Ctrl-C exit here."""
     budget = [TimeBudget.after(config.max_minutes, run.checkpoint)] if config.max_minutes > 0 else []
     trainer = DrafterTrainer(
         model=run.drafter,
@@ -266,8 +252,9 @@ def fit(config: TrainConfig, args: TrainingArguments, run: Prepared) -> tuple[Dr
         if term.received:
             if args.process_index == 0:
                 where = newest_checkpoint(args)
-                print(f"SIGTERM: saved {where}; the same command continues from there", file=sys.stderr, flush=True)
-            sys.exit(TERMINATED)
+                name = signal.Signals(term.received).name
+                print(f"{name}: saved {where}; the same command continues from there", file=sys.stderr, flush=True)
+            sys.exit(128 + term.received)
     return trainer, time.perf_counter() - start
 
 
@@ -331,8 +318,8 @@ def run(args: argparse.Namespace) -> int:
     """The command: setup, prepare, fit, finish, and a line about the result."""
     config, training_args = setup(args.config, args.overrides)
     summary_file = Path(config.output_dir) / "training.json"
-    as_saved = json.loads(json.dumps(asdict(config)))
-    if config.resume and summary_file.is_file() and json.loads(summary_file.read_text())["config"] == as_saved:
+    as_saved = redact(json.loads(json.dumps(asdict(config))))
+    if config.resume and read_training(summary_file.parent).get("config") == as_saved:
         print(f"{config.output_dir} is already trained with this configuration (resume=false trains it again)")
         return 0
     with explained(training_args):
@@ -347,17 +334,3 @@ def run(args: argparse.Namespace) -> int:
             f"{decoded}{held.get('eval_accepted_length', float('nan')):.2f} estimated\ndrafter: {config.output_dir}"
         )
     return 0
-
-
-def main() -> int:
-    parser = CommandParser(description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
-    try:
-        add_arguments(parser)
-        return run(parser.parse_args())
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -62,7 +62,6 @@ def run(args: argparse.Namespace) -> int:
     meta, records = read_meta(root), load_records(root)
     name = args.target or meta["target"]["name"]
     target = load_target(args, name, args.target_device_map)
-    target.check_head()
     if meta["target"]["tokenizer"] != target.identity()["tokenizer"]:
         raise UserError(f"data={args.data!r} was tokenized for target {meta['target']['name']!r}, not for {name!r}")
     if args.top_k > target.vocab_size:

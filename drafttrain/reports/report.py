@@ -7,6 +7,7 @@ from pathlib import Path
 
 from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import is_sweep, load_results
+from drafttrain.evaluation.plausibility import implausible
 from drafttrain.files import Json, write_text
 from drafttrain.reports import report_page
 from drafttrain.reports.charts import picture
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     output = Path(args.output).expanduser()
     if output.suffix not in FORMATS:
         raise UserError(f"output={args.output!r}: the ending must be one of {', '.join(FORMATS)}")
-    loaded = [(name, load_results(name)) for name in args.results]
+    loaded = [(name, load_results(name, sweeps=True)) for name in args.results]
     runs = {index: content for index, (_, content) in enumerate(loaded) if not is_sweep(content)}
     sweeps = [content for _, content in loaded if is_sweep(content)]
     for results in runs.values():
@@ -56,7 +57,7 @@ def write_report(files: list[str], runs: list[Json], sweeps: list[Json], output:
     """Writes the page, and a PNG of each chart into a folder next to it. files: of the runs. Raises UserError if it cannot."""
     names = report_page.run_names(runs, files)
     drawn = report_page.make_charts(runs, names, sweeps)
-    write_text(output, report_page.page(runs, names, drawn, [identity_line(run) for run in runs]))
+    write_text(output, report_page.page(runs, names, drawn, [[identity_line(run), *warnings_of(run)] for run in runs]))
     for chart in drawn:
         picture([[chart]], output.with_name(f"{output.stem}_charts") / f"{chart.key}.png")
 
@@ -93,6 +94,11 @@ def identity_line(results: Json) -> str:
     )
 
 
+def warnings_of(results: Json) -> list[str]:
+    """A line for each figure that cannot be right."""
+    return [f"implausible: {reason}" for reason in implausible(results)]
+
+
 def print_results(results: Json) -> None:
     """Prints a table with a row per category and one for all prompts, the headline, and the line about identical outputs."""
     overall = results["overall"]
@@ -109,7 +115,8 @@ def print_results(results: Json) -> None:
     if overall["speedup_vs_fastest"] is not None:
         line += f", {overall['speedup_vs_fastest']:.2f}x the faster baseline"
     console.print(line)
-    console.print(identity_line(results), soft_wrap=True)
+    for line in (identity_line(results), *warnings_of(results)):
+        console.print(line, soft_wrap=True, markup=False)
 
 
 def _row(name: str, figures: Json) -> list[str]:

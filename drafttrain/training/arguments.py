@@ -39,6 +39,10 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
     types = get_type_hints(TrainingArguments)
     for name in config.trainer.keys() - TrainerKeys.__dataclass_fields__.keys():
         config.trainer[name] = check(name, config.trainer[name], types[name], words=True)
+    if token := config.trainer.pop("hub_token", None):
+        os.environ["HF_TOKEN"] = str(
+            token
+        )  # where the Hub's client finds it; recipes are recorded, and so are arguments
     options: Json = {
         **vars(TrainerKeys()),
         "save_strategy": "steps",

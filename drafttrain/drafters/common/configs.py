@@ -19,7 +19,9 @@ from drafttrain.target import Target
 from drafttrain.target.attention import LAST
 from drafttrain.values import AnyText, Count, Depth, Fraction, PositiveAmount, PositiveFraction, Size, check, kinds_of
 
-Width = Annotated[int, Field(ge=0, le=2**20)]  # 0 where it follows from others
+Width = Annotated[int, Field(ge=1, le=2**20)]
+OwnWidth = Annotated[int, Field(ge=0, le=2**20)]  # 0 where it follows from others
+FeatureLayer = Annotated[int, Field(ge=-1, le=1024)]
 Heads = Annotated[int, Field(ge=1, le=2**16)]
 Layers = Annotated[int, Field(ge=1, le=1024)]
 Decay = Annotated[float, Field(gt=0, le=10)]
@@ -105,10 +107,10 @@ class DecoderConfig(TargetedConfig):
 
     target_width: ClassVar[bool] = False
     hidden_size: Width = 64
-    intermediate_size: Width = 0
+    intermediate_size: OwnWidth = 0
     num_attention_heads: Heads = 4
-    num_key_value_heads: Width = 0
-    head_dim: Width = 0
+    num_key_value_heads: OwnWidth = 0
+    head_dim: OwnWidth = 0
     num_hidden_layers: Layers = 1
     rms_norm_eps: Fraction = 1e-5
     rope_theta: PositiveAmount = 10000.0
@@ -215,7 +217,7 @@ class BlockConfig(DecoderConfig):
     # What `DraftLayer` reads and published checkpoints fix.
     qk_norm, attention_bias, mlp_bias, hidden_act, sliding_window = True, False, False, "silu", 0
     num_hidden_layers: Layers = 2
-    feature_layers: tuple[Size, ...] = ()
+    feature_layers: tuple[FeatureLayer, ...] = ()
     block_size: Block = 8
     mask_token_id: Size | None = None
     train_head: bool = False

@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
 
 from drafttrain.errors import UserError, shown
 from drafttrain.files import Json, read_json
@@ -16,6 +19,11 @@ from drafttrain.values import Name, check, number
 
 MOST_NODES, MOST_DEPTH = 1024, 256  # of any tree; MOST_DEPTH bounds the children per node of a dynamic tree too
 _LONGEST_FILE = 1_000_000  # bytes
+
+# A file's content: the ranks on the path to each node.
+_Paths = Annotated[
+    list[Annotated[list[Annotated[int, Field(ge=0, le=1_000_000)]], Field(min_length=1)]], Field(min_length=1)
+]
 
 
 @dataclass(frozen=True)

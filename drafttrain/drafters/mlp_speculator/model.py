@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafttrain.drafters.common.configs import HeadsConfig, Layers, Width
+from drafttrain.drafters.common.configs import HeadsConfig, Layers, OwnWidth, Width
 from drafttrain.drafters.common.path_heads import PathHeads
 from drafttrain.target import Target
 
@@ -38,7 +38,7 @@ class MlpSpeculatorConfig(HeadsConfig):
     attribute_map = {"hidden_size": "emb_dim"}
     width_field = "emb_dim"
     emb_dim: Width = 64
-    inner_dim: Width = 0
+    inner_dim: OwnWidth = 0
     n_predict: Layers = 3
     tie_weights: bool = False
     scale_input: bool = True
