@@ -201,9 +201,9 @@ def test_evaluate_gives_the_results_of_the_command(target_dir, tmp_path):
     results = evaluate(str(target_dir), "ngram", tmp_path / "r.json", baselines="none", **options)
     assert results["kind"] == "ngram" and results["overall"]["prompts"] == 1
     assert results == json.loads((tmp_path / "r.json").read_text())
-    with pytest.raises(UserError, match="--colour is no option of drafttrain eval"):
+    with pytest.raises(UserError, match="evaluate: '--colour' is no flag of this command"):
         evaluate(str(target_dir), "ngram", tmp_path / "r.json", colour="red")
-    with pytest.raises(UserError, match="invalid int value"):
+    with pytest.raises(UserError, match="evaluate: --limit='few' must be a whole number from 1"):
         evaluate(str(target_dir), "ngram", tmp_path / "r.json", limit="few")
 
 

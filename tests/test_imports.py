@@ -20,7 +20,9 @@ PACKAGE = Path(__file__).resolve().parents[1] / "drafttrain"
 ORDER = [
     ["credentials", "interrupts", "moved"],
     ["errors"],
-    ["files", "environment", "batch", "progress", "config"],
+    ["values"],
+    ["files", "environment", "batch", "progress"],
+    ["config"],
     ["ops"],
     ["losses", "target"],
     ["formats"],

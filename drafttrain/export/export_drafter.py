@@ -21,6 +21,7 @@ from drafttrain.export.serving_recipes import as_text, engine_depth, recipes, tu
 from drafttrain.flags import WEIGHTS_HELP, add_drafter_flag
 from drafttrain.formats.public_names import public_name
 from drafttrain.target import resolve_dtype
+from drafttrain.values import Depth, FileDtype, Name, Place, adder
 
 HELP = f"""Write a drafter in the form that an engine loads, and print how to serve it.
 
@@ -34,21 +35,17 @@ A drafter with features that the format does not support is an error that lists 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add = adder(parser)
     add_drafter_flag(parser, trained=True)
     add("--format", required=True, choices=FORMATS, help="whose format; see above")
-    add("--output", required=True, help="folder to write")
-    add("--dtype", default="bfloat16", help=WEIGHTS_HELP)
-    add(
-        "--target", default="", help="name in recipes, and source of a missing tokenizer (default: the recorded target)"
-    )
-    add("--speculative-tokens", type=int, help="drafted per round (default: the depth in decoding.json, else 3)")
+    add("--output", Place, required=True, help="folder to write")
+    add("--dtype", FileDtype, default="bfloat16", help=WEIGHTS_HELP)
+    add("--target", Name, default="", help="name in recipes; has the tokenizer (default: the recorded one)")
+    add("--speculative-tokens", Depth, help="drafted per round (default: the depth in decoding.json, else 3)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns the exit status."""
-    if args.speculative_tokens is not None and args.speculative_tokens < 1:
-        raise UserError(f"speculative-tokens={args.speculative_tokens} must be at least 1")
     trained, output = find_drafter(args.drafter), Path(args.output).expanduser()
     depth = args.speculative_tokens or engine_depth(trained, tuned_tree(trained.folder))
     target = args.target or trained.target_name

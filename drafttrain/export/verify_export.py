@@ -24,6 +24,7 @@ from drafttrain.flags import TARGET_HELP, add_drafter_flag
 from drafttrain.formats.public_names import write_clean_json
 from drafttrain.formats.write_gguf import write_gguf
 from drafttrain.target import Target, resolve_dtype
+from drafttrain.values import Count, Depth, File, FileDtype, Name, Place, adder
 
 HELP = """Prove that an exported drafter computes what it computes here.
 
@@ -41,27 +42,24 @@ TOLERANCE = 0.05  # of the accepted length, relative
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add = adder(parser)
     add_drafter_flag(parser, trained=True)
-    add("--exported", help="folder written by drafttrain export (default: export it now, for the engine)")
+    add("--exported", Place, help="folder written by drafttrain export (default: export it now, for the engine)")
     add("--format", choices=FORMATS, help="of what is exported now (default: the engine's, else the kind's first)")
-    add("--dtype", default="bfloat16", help="of what is exported now, and of the target: bfloat16, float16, float32")
+    add("--dtype", FileDtype, default="bfloat16", help="of what is exported now, and of the target")
     engines = ("auto", "none", *engine_runs.ENGINES)
     add("--engine", choices=engines, default="auto", help="also run it there (default: vllm or llama.cpp if installed)")
-    add("--engine-python", default=sys.executable, help="interpreter that has vllm, or xllamacpp for llama.cpp")
-    add("--target", default="", help=f"{TARGET_HELP} (default: the recorded one)")
-    add("--suite", default="drafttrain", help="where prompts come from: a suite's name or JSONL file")
-    add("--prompts", type=int, default=8, help="at most, taken evenly from all categories")
-    add("--max-new-tokens", type=int, default=64, help="per answer")
-    add("--speculative-tokens", type=int, help="length of the chain (default: the tuned depth, else 3)")
-    add("--output", help="JSON file to write")
+    add("--engine-python", File, default=sys.executable, help="interpreter that has vllm, or xllamacpp for llama.cpp")
+    add("--target", Name, default="", help=f"{TARGET_HELP} (default: the recorded one)")
+    add("--suite", Place, default="drafttrain", help="where prompts come from: a suite's name or JSONL file")
+    add("--prompts", Count, default=8, help="at most, taken evenly from all categories")
+    add("--max-new-tokens", Count, default=64, help="per answer")
+    add("--speculative-tokens", Depth, help="length of the chain (default: the tuned depth, else 3)")
+    add("--output", Place, help="JSON file to write")
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns 0 if everything agrees, else 1."""
-    for key in ("prompts", "max_new_tokens", "speculative_tokens"):
-        if (value := vars(args)[key]) is not None and value < 1:
-            raise UserError(f"{key.replace('_', '-')}={value} must be at least 1")
     trained = find_drafter(args.drafter)
     kind = shipping(trained.kind)
     if not kind.formats:

@@ -27,6 +27,7 @@ from drafttrain.formats.weights import read_config
 from drafttrain.hub.upload import add_publishing_flags, make_empty, publish, write_card
 from drafttrain.reports.report import draw, identity_line
 from drafttrain.target import resolve_dtype, resolve_target
+from drafttrain.values import File, FileDtype, Name, Place, adder
 
 HELP = """Publish a drafter on the Hugging Face Hub with a model card made from measured results.
 
@@ -40,19 +41,19 @@ and GGUF are published; local paths and tokens are kept out. Afterwards: drafttr
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--drafter", required=True, help="a trained drafter's folder")
+    add = adder(parser)
+    add("--drafter", Place, required=True, help="a trained drafter's folder")
     add_publishing_flags(parser)
     add("--license", "--licence", default="", help="of the drafter, as the Hub spells it, such as apache-2.0 (default: the "
         "target's, where drafttrain fetch noted it)")  # fmt: skip
-    add("--results", nargs="+", default=[], help="files that drafttrain eval wrote for this drafter")
+    add("--results", File, nargs="+", default=[], help="files that drafttrain eval wrote for this drafter")
     add("--without-evaluation", action="store_true", help="publish although nothing was measured; the card says so")
     add("--accept-implausible", action="store_true", help="publish figures that cannot be right, such as a baseline that "
         "varies more than 3x between prompts (drafttrain report names them)")  # fmt: skip
-    add("--base-model", default="", help="the target's Hub id (default: the recorded name)")
-    add("--data", default="", help="the training data's folder, for the card (default: the recorded one, if it exists)")
-    add("--dataset", default="", help="Hub id of the training data, if published (drafttrain push-data)")
-    add("--dtype", default="bfloat16", help=WEIGHTS_HELP)
+    add("--base-model", Name, default="", help="the target's Hub id (default: the recorded name)")
+    add("--data", Name, default="", help="training data's folder, for the card (default: the recorded one)")
+    add("--dataset", Name, default="", help="Hub id of the training data, if published (drafttrain push-data)")
+    add("--dtype", FileDtype, default="bfloat16", help=WEIGHTS_HELP)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -36,6 +36,7 @@ from drafttrain.progress import Progress
 from drafttrain.reports.output import table_of, wide_console
 from drafttrain.target import Target
 from drafttrain.tuning.replay import CYCLES, DEPTH, CostModel, Track, chances, measure_costs, recall, record, replay
+from drafttrain.values import Count, File, Place, adder
 
 HELP = """Find the fastest tree for a drafter on this machine, and keep it as the drafter's default.
 
@@ -232,23 +233,20 @@ def measure(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
-    add = parser.add_argument
+    add = adder(parser)
     add_target_flags(parser)
     add_drafter_flag(parser)
     add_sampling_flags(parser, seed=False)
-    add("--calibrate", metavar="FILE", help="typical prompts (JSONL: messages, turns or text; default: built-in ones)")
-    add("--prompts", type=int, default=ROWS, help="prompts at most (default: %(default)s)")
-    add("--max-new-tokens", type=int, default=TOKENS, help="per prompt (default: %(default)s)")
-    add("--repeats", type=int, default=REPEATS, help="of the final measurement (default: %(default)s)")
-    add("--output", default="tune.json", help="what was measured and predicted")
+    add("--calibrate", File, metavar="FILE", help="JSONL of messages, turns or text (default: built-in prompts)")
+    add("--prompts", Count, default=ROWS, help="prompts at most (default: %(default)s)")
+    add("--max-new-tokens", Count, default=TOKENS, help="per prompt (default: %(default)s)")
+    add("--repeats", Count, default=REPEATS, help="of the final measurement (default: %(default)s)")
+    add("--output", Place, default="tune.json", help="what was measured and predicted")
     add("--dry-run", action="store_true", help="leave the drafter's decoding.json as it is")
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command. Raises UserError for values out of range, nothing to tune, or anything that cannot be loaded."""
-    for name, value in (("prompts", args.prompts), ("repeats", args.repeats)):
-        if value < 1:
-            raise UserError(f"{name}={value} must be at least 1")
     if args.max_new_tokens < 16:
         raise UserError(f"max-new-tokens={args.max_new_tokens} tells too little about a tree; use 16 or more")
     settings = TuneSettings(sampling_of(args), args.max_new_tokens, args.repeats)

@@ -209,10 +209,10 @@ def test_paths_may_come_from_a_file(tmp_path):
     file.write_text(json.dumps([[0], [0, 0], [1], [0, 1]]))
     assert str(TreeSpec.parse(f"paths:{file}@sample")) == "paths:0,1,0-0,0-1@sample"
     file.write_text('{"a": 1}')
-    with pytest.raises(UserError, match=r"input should be a valid list; give a list of lists of ranks"):
+    with pytest.raises(UserError, match="must hold a list of lists of ranks"):
         TreeSpec.parse(f"paths:{file}")
     file.write_text("[[0]")
-    with pytest.raises(UserError, match="is not JSON"):
+    with pytest.raises(UserError, match=r"is not JSON.*must hold a list of lists"):
         TreeSpec.parse(f"paths:{file}")
 
 

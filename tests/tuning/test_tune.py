@@ -202,10 +202,10 @@ def test_a_drafter_that_does_not_pay_is_called_so(target, capsys):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--prompts", "0"), "prompts=0 must be at least 1"),
+        (("--prompts", "0"), "--prompts='0' must be a whole number from 1"),
         (("--max-new-tokens", "4"), "max-new-tokens=4 tells too little"),
         (("--drafter", "none"), "drafter='none' drafts nothing"),
-        (("--calibrate", "/no/file"), "calibrate='/no/file' cannot be read"),
+        (("--calibrate", "/no/file"), "--calibrate='/no/file' must be an existing file"),
     ],
 )
 def test_bad_input_is_named(target_dir, tmp_path, capsys, more, message):

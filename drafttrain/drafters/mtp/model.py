@@ -24,7 +24,7 @@ from torch.nn import RMSNorm
 from drafttrain.batch import Batch
 from drafttrain.drafters.base import Source
 from drafttrain.drafters.common import starts
-from drafttrain.drafters.common.configs import LastStateConfig
+from drafttrain.drafters.common.configs import Decay, LastStateConfig, Layers
 from drafttrain.drafters.common.layer_model import LayerDrafter
 from drafttrain.drafters.common.layers import DraftLayer
 from drafttrain.errors import UserError
@@ -42,8 +42,8 @@ class MTPConfig(LastStateConfig):
     """
 
     model_type = "drafttrain_mtp"
-    modules: int = 1
-    depth_decay: float = 0.6
+    modules: Layers = 1
+    depth_decay: Decay = 0.6
 
     def check(self) -> None:
         super().check()
