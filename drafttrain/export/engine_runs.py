@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +15,7 @@ from transformers import GenerationConfig
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
-from drafttrain.files import Json
+from drafttrain.files import Json, scratch_folder
 from drafttrain.inference import generate
 from drafttrain.target import Target
 from drafttrain.target.generation import LogitsRules
@@ -131,8 +130,8 @@ def run_side(python: str, script: Path, job: Json, environment: dict[str, str]) 
     Raises:
         UserError: no such interpreter, or the engine failed, with the last lines that it wrote.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        path, answer = Path(folder) / "job.json", Path(folder) / "answer.json"
+    with scratch_folder() as folder:
+        path, answer = folder / "job.json", folder / "answer.json"
         path.write_text(json.dumps({**job, "answer": str(answer)}))
         command = [python, str(script), str(path)]
         try:

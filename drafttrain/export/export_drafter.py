@@ -16,9 +16,9 @@ from drafttrain.drafters.shipping import (
     format_lines,
     shipping,
 )
-from drafttrain.errors import UserError
 from drafttrain.export.serving_recipes import as_text, engine_depth, recipes, tuned_tree
 from drafttrain.flags import WEIGHTS_HELP, add_drafter_flag
+from drafttrain.folders import OutputFolder, check_folder, inputs_of
 from drafttrain.formats.public_names import public_name
 from drafttrain.target import resolve_dtype
 from drafttrain.values import Depth, FileDtype, Name, Place, adder
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns the exit status."""
-    trained, output = find_drafter(args.drafter), Path(args.output).expanduser()
+    output, trained = check_folder(args.output, "export", inputs_of(args)), find_drafter(args.drafter)
     depth = args.speculative_tokens or engine_depth(trained, tuned_tree(trained.folder))
     target = args.target or trained.target_name
     files = export(trained, args.format, output, resolve_dtype(args.dtype), target, depth)
@@ -68,6 +68,8 @@ def export(
     Raises:
         UserError: the format does not support the drafter, or the output cannot be written.
     """
-    if output.resolve() == trained.folder.resolve():
-        raise UserError(f"output={str(output)!r} is the drafter's own folder; choose another")
-    return check_expressible(trained, form).write(trained, form, ExportRequest(output, dtype, target, depth))
+    kind = check_expressible(trained, form)
+    inputs = [("drafter", str(trained.folder)), ("target", target)]
+    with OutputFolder(output, "export", inputs) as folder, folder.staged() as part:
+        files = kind.write(trained, form, ExportRequest(part, dtype, target, depth))
+        return [folder.path / file.relative_to(part) for file in files]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
@@ -19,8 +18,9 @@ from drafttrain.export import engine_runs
 from drafttrain.export.engine_runs import EngineJob
 from drafttrain.export.export_drafter import export
 from drafttrain.export.serving_recipes import engine_depth, tuned_tree
-from drafttrain.files import Json
+from drafttrain.files import Json, scratch_folder
 from drafttrain.flags import TARGET_HELP, add_drafter_flag
+from drafttrain.folders import inputs_of, output_file
 from drafttrain.formats.public_names import write_clean_json
 from drafttrain.formats.write_gguf import write_gguf
 from drafttrain.target import Target, resolve_dtype
@@ -60,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns 0 if everything agrees, else 1."""
+    output = output_file(args.output, "verify", inputs_of(args)) if args.output is not None else None
     trained = find_drafter(args.drafter)
     kind = shipping(trained.kind)
     if not kind.formats:
@@ -71,8 +72,8 @@ def run(args: argparse.Namespace) -> int:
         known = ", ".join(kind.verifiable)
         raise UserError(f"engine={args.engine!r} runs no {trained.kind!r} drafter; choose {known} or none")
     form = args.format or kind.verifiable.get(args.engine) or next(iter(kind.formats))
-    with tempfile.TemporaryDirectory() as scratch:
-        exported = Path(args.exported).expanduser() if args.exported else Path(scratch) / "export"
+    with scratch_folder() as scratch:
+        exported = Path(args.exported).expanduser() if args.exported else scratch / "export"
         if not args.exported:
             export(trained, form, exported, resolve_dtype(args.dtype), args.target or trained.target_name, depth)
         if not exported.is_dir():
@@ -82,12 +83,12 @@ def run(args: argparse.Namespace) -> int:
         print(f"files: as an engine loads them, they compute what the drafter does ({figures})")
         agree = True
         if args.engine != "none":
-            found |= _compare_engine(args, trained, exported, depth, Path(scratch))
+            found |= _compare_engine(args, trained, exported, depth, scratch)
             agree = abs(found["accepted_length_ratio"] - 1) <= TOLERANCE
-    if args.output:
+    if output is not None:
         command = [Path(sys.argv[0]).name, *sys.argv[1:]]
         found = {**describe_environment(torch.device("cpu")), "command": command, **found}
-        write_clean_json(Path(args.output).expanduser(), found)
+        write_clean_json(output, found)
         print(f"wrote {args.output}")
     if not agree:
         print(f"the accepted lengths differ by more than {TOLERANCE:.0%}", file=sys.stderr)

@@ -9,7 +9,6 @@ the target does. Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
 
 import gguf
@@ -20,7 +19,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from drafttrain.errors import UserError
-from drafttrain.files import Json, replacing, writing
+from drafttrain.files import Json, replacing, scratch_folder, writing
 from drafttrain.formats.weights import read_weights
 
 Data = tuple[np.ndarray, gguf.GGMLQuantizationType]  # a tensor as the file holds it
@@ -174,7 +173,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase, 
     model = described["model"]
     if model["type"] != "BPE":
         raise UserError(f"tokenizers of type {model['type']} are not written to GGUF; BPE is")
-    with tempfile.TemporaryDirectory() as scratch:  # gguf reads files; these hold what the tokenizer does, nothing else
+    with scratch_folder() as scratch:  # gguf reads files; these hold what the tokenizer does, nothing else
         tokenizer.save_pretrained(scratch)
         special = gguf.SpecialVocab(scratch, load_merges=True, special_token_types=("bos", "eos", "pad", "unk"))
     if not special.merges:

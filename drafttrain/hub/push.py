@@ -24,7 +24,7 @@ from drafttrain.files import Json
 from drafttrain.flags import WEIGHTS_HELP
 from drafttrain.formats.public_names import public_name, shorten, write_clean_json
 from drafttrain.formats.weights import read_config
-from drafttrain.hub.upload import add_publishing_flags, make_empty, publish, write_card
+from drafttrain.hub.upload import add_publishing_flags, publish, write_card
 from drafttrain.reports.report import draw, identity_line
 from drafttrain.target import resolve_dtype, resolve_target
 from drafttrain.values import File, FileDtype, Name, Place, adder
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         check_results(trained, name, run_results)
     check_plausible(args, results)
     message = "Update the drafter, its results and its card"
-    return publish(args, "model", message, lambda folder: prepare(args, trained, results, folder))
+    return publish(args, "push", "model", message, lambda folder: prepare(args, trained, results, folder))
 
 
 def check_plausible(args: argparse.Namespace, results: Sequence[Json]) -> None:
@@ -94,12 +94,7 @@ def check_results(trained: Trained, name: str, results: Json) -> None:
 
 
 def prepare(args: argparse.Namespace, trained: Trained, results: Sequence[Json], folder: Path) -> None:
-    """Writes all files of the repository.
-
-    Raises:
-        UserError: the folder holds other files or cannot be written.
-    """
-    make_empty(folder, "README.md", "decoding.json")
+    """Writes all files of the repository into an empty folder. Raises UserError: it cannot be written."""
     base_model = base_model_name(trained, args.base_model)
     kind, tree = shipping(trained.kind), tuned_tree(trained.folder, results)
     request = ExportRequest(folder, resolve_dtype(args.dtype), base_model, engine_depth(trained, tree))

@@ -31,6 +31,7 @@ from drafttrain.environment import describe_environment
 from drafttrain.errors import UserError
 from drafttrain.files import Json, read_jsonl, write_json
 from drafttrain.flags import add_drafter_flag, add_sampling_flags, add_target_flags, load_target, sampling_of
+from drafttrain.folders import inputs_of, output_file
 from drafttrain.inference import Decoder, SamplingParams, token_limit
 from drafttrain.progress import Progress
 from drafttrain.reports.output import table_of, wide_console
@@ -250,6 +251,10 @@ def run(args: argparse.Namespace) -> int:
     if args.max_new_tokens < 16:
         raise UserError(f"max-new-tokens={args.max_new_tokens} tells too little about a tree; use 16 or more")
     settings = TuneSettings(sampling_of(args), args.max_new_tokens, args.repeats)
+    output, place = output_file(args.output, "tune", inputs_of(args)), decoding_file(args.drafter)
+    writes_tree = not args.dry_run and place.parent.joinpath("config.json").is_file()
+    if writes_tree:
+        output_file(place, "decoding", key="drafter")
     target = load_target(args).pack()
     drafter = load_drafter(args.drafter, target)
     if drafter is None:
@@ -264,10 +269,9 @@ def run(args: argparse.Namespace) -> int:
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         **tune(target, drafter, prompts, settings),
     }
-    write_json(Path(args.output).expanduser(), result)
+    write_json(output, result)
     print_result(result)
-    place = decoding_file(args.drafter)
-    if not args.dry_run and place.parent.joinpath("config.json").is_file():
+    if writes_tree:
         keys = ("device", "dtype", "drafter", "predicted_speedup", "measured_speedup")
         old = decoding_settings(args.drafter)
         write_json(place, {**old, "tree": result["tree"], "tuned": {key: result[key] for key in keys}})
