@@ -107,11 +107,11 @@ def test_a_log_holds_whole_lines_whatever_was_written(tmp_path, size):
     path = tmp_path / "log"
 
     def write():
-        with contextlib.closing(JsonlLog(path, {"seed": 1})) as log:
+        with full_at(size), contextlib.closing(JsonlLog(path, {"seed": 1})) as log:
             for row in [*rows, {"text": "x" * 100}]:
                 log.add(row)
 
-    with pytest.raises(UserError, match="cannot be written"), full_at(size):
+    with pytest.raises(UserError, match="cannot be written"):
         write()
     kept = path.read_bytes()
     assert not kept or kept.endswith(b"\n")
