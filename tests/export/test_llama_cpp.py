@@ -1,27 +1,34 @@
 """llama.cpp itself on exported files: targets of every family that is written, tiny drafters, and rules for cutting text.
 
-LLAMA_PYTHON names the interpreter of an environment with xllamacpp (scripts/verify_llama_cpu.sh makes one).
+LLAMA_PYTHON names the interpreter of an environment with xllamacpp (pip install xllamacpp==2026.10.11549).
 """
 
 from __future__ import annotations
 
 import os
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from drafttrain.batch import Batch
 from drafttrain.drafters.registry import load_drafter
 from drafttrain.drafters.shipping import GGUF_NAME, ExportRequest, check_expressible, find_drafter
 from drafttrain.export import engine_runs
+from drafttrain.formats.gguf_tokenizer import RULES
 from drafttrain.formats.write_gguf import write_gguf
 from drafttrain.inference import generate
 from drafttrain.target import Target
+from tests import engine_arithmetic
 from tests.drafters.layer_kinds import make_kind
 from tests.drafters.test_eagle3 import run_step
 from tests.formats.test_write_gguf import ROPE, make_checkpoint
 
+SIDE = Path(engine_arithmetic.__file__).with_name("llama_tokens_side.py")
 PYTHON = os.environ.get("LLAMA_PYTHON", "")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not PYTHON, reason="LLAMA_PYTHON is not set")]
 KEPT = torch.arange(20, 290)
@@ -80,3 +87,31 @@ def test_every_round_is_ours(tmp_path, family, kind, options):
     assert theirs["tokens"] == mine["tokens"] == texts
     assert theirs["accepted_length"] == pytest.approx(mine["accepted_length"], rel=0.02)
     assert mine["accepted_length"] > 1.3
+
+
+@pytest.mark.parametrize("parts", list(RULES), ids=RULES.get)
+def test_text_is_cut_as_the_tokenizer_cuts_it(tmp_path, parts):
+    """Every pair of neighboring bytes of the text is a merge, so a cut elsewhere gives other tokens."""
+    text = (
+        "Hello  WORLDly iPhone's I'LL x1234567 3.14\n\n  def f(a,b):\n\treturn a/b //\n été ÉTÉ naïve 中文字 ... !?\n"
+    )
+    symbols = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)[0][0]
+    pairs = list(dict.fromkeys(pairwise(symbols)))
+    vocab = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    for left, right in pairs:
+        vocab.setdefault(left + right, len(vocab))
+    raw = Tokenizer(models.BPE(vocab=vocab, merges=pairs))
+    named = {
+        "bytes": pre_tokenizers.ByteLevel(add_prefix_space=False),
+        "digits": pre_tokenizers.Digits(individual_digits=True),
+    }
+    steps = [named.get(part) or pre_tokenizers.Split(Regex(part), "isolated") for part in parts]
+    if parts[-1] != "bytes":
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    raw.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    raw.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<|im_start|>", eos_token="<|im_end|>")
+    make_checkpoint(tmp_path / "hf", "llama", tokenizer, vocab_size=len(tokenizer))
+    file = write_gguf(tmp_path / "hf", tmp_path / "m.gguf", "float32")
+    job = {"target": str(file), "text": text}
+    assert engine_runs.run_side(PYTHON, SIDE, job, dict(os.environ))["tokens"] == tokenizer(text).input_ids
