@@ -13,6 +13,7 @@ Sources, of release b11549: src/models/{eagle3,dflash}.cpp and common/speculativ
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -147,43 +148,57 @@ class GgufHeads(Shipping[D]):
             return super().check(trained, exported)
         where, original = repr(str(exported / GGUF_NAME)), self.load(trained)
         keys, found = read_gguf(exported / GGUF_NAME)
+        if (dtype := dtype_of(keys)) is None:
+            raise UserError(f"{where} has file type {keys.get('general.file_type')}; export again")
         try:
-            back = self._read_back(original, keys, found, where)
+            self._check_keys(original, keys, found, where)
         except KeyError as error:
             raise UserError(f"{where} has no {error}, which llama.cpp needs; export again") from error
-        return compare_drafters(original, back, dtype_of(keys), self.checked_depth(back.config.to_dict()), where)
+        back = self._read_back(original, found, dtype, where)
+        return compare_drafters(original, back, dtype, self.checked_depth(back.config.to_dict()), where)
 
-    def _read_back(self, original: D, keys: Json, found: dict[str, Tensor], where: str) -> D:
-        """The drafter that llama.cpp makes of a file. original: gives what a file leaves to the target."""
+    def _check_keys(self, original: D, keys: Json, found: Mapping[str, Tensor], where: str) -> None:
+        """Raises UserError if a file describes another drafter."""
         arch, config = keys["general.architecture"], original.config
         if arch != self.gguf_arch:
             raise UserError(f"{where} is of architecture {arch}, and the drafter is written as {self.gguf_arch}")
-        kept = found.pop("d2t", torch.arange(config.vocab_size))
-        shape = {"vocab_size": config.vocab_size, "draft_vocab_size": len(kept), "target": config.target}
         own = {name.removeprefix(f"{arch}."): value for name, value in keys.items()}
-        back = type(original)(
-            type(config)(**layer_fields(keys, config), **shape, **self.gguf_fields(own, original))  # type: ignore[operator]
-        )
-        back.kept_ids.copy_(kept)
-        state = {"kept_ids": kept}
+        fields = {**layer_fields(keys, config), **self.gguf_fields(own, original)}
+        known = {**vars(config), **rope_of(config)}
+        fields |= fields.pop("rope_parameters")
+        for name, value in fields.items():
+            ours = known.get(name)
+            if not _agree(value, ours):
+                raise UserError(f"{where} says {name}={value!r}, and the drafter has {ours!r}; pass its own export")
+        kept = found.get("d2t", torch.arange(config.vocab_size))
+        if not torch.equal(kept, original.kept_ids):
+            raise UserError(f"{where} keeps other tokens than the drafter (d2t); pass its own export")
+
+    def _read_back(self, original: D, found: dict[str, Tensor], dtype: torch.dtype, where: str) -> D:
+        """The drafter that llama.cpp makes of a file whose keys are the drafter's."""
+        back, config = original.blank(), original.config
+        state = {"kept_ids": found.pop("d2t", original.kept_ids)}
+        back.kept_ids.copy_(state["kept_ids"])
         names = {name: self.gguf_name(name, back) for name in back.state_dict() if name not in ("kept_ids", "mask")}
-        if (factors := rope_factors(back.config)) is not None:
-            _check_same("rope_freqs.weight", found.pop("rope_freqs.weight"), torch.from_numpy(factors), where)
-        lent = {"token_embd.weight", "output.weight"} & (found.keys() - set(names.values()))
-        if lent:
+        rows: dict[str, Tensor] = {}
+        if (factors := rope_factors(config)) is not None:
+            rows["rope_freqs.weight"] = torch.from_numpy(factors)
+        if {"token_embd.weight", "output.weight"} & (found.keys() - set(names.values())):
             target = Target.load(config.target["name"], "float32", "cpu")
-            table, rows = found.get("token_embd.weight"), target.head_weight
-            if table is not None:
-                size = target.vocab_size
-                _check_same("token_embd.weight", table[:size], _stored(target.embed(torch.arange(size)), keys), where)
-                state |= {"mask": table[size]} if _rows(back) > size else {}
-            if "output.weight" in lent:
-                _check_same("output.weight", found["output.weight"], _stored(rows[kept], keys), where)
-        weights = self.gguf_own({name: value for name, value in found.items() if name not in lent}, back, original)
+            lent = self.gguf_weights(original, target)
+            rows |= {name: lent[name].to(dtype).float() for name in lent.keys() - names.values() - {"d2t"}}
+        for name, expected in rows.items():
+            if name not in found or not torch.equal(found.pop(name), expected):
+                raise UserError(f"{where} computes something else: {name} is not the target's; export again")
+        if "mask" in back.state_dict():
+            state["mask"] = rows["token_embd.weight"][-1]
+        weights = self.gguf_own(found, back, original)
         check_names(weights, {theirs: tuple(back.state_dict()[name].shape) for name, theirs in names.items()}, where)
-        back.load_state_dict(
-            state | {name: self._rotate(theirs, weights[theirs], back, True) for name, theirs in names.items()}
-        )
+        for name, theirs in names.items():
+            state[name] = self._rotate(theirs, weights[theirs], back, back=True)
+            if not state[name].isfinite().all():
+                raise UserError(f"{where}: {theirs} holds values that are not finite; use an earlier checkpoint")
+        back.load_state_dict(state)
         return back
 
     def _rotate(self, name: str, value: Tensor, drafter: D, back: bool = False) -> Tensor:
@@ -209,11 +224,8 @@ def _mask_id(drafter: TrainableDrafter) -> int | None:
     return getattr(drafter.config, "mask_token_id", None)
 
 
-def _stored(rows: Tensor, keys: Json) -> Tensor:
-    """Rows as a file rounds them."""
-    return rows.to(dtype_of(keys)).float()
-
-
-def _check_same(name: str, found: Tensor, expected: Tensor, where: str) -> None:
-    if not torch.equal(found, expected):
-        raise UserError(f"{where} computes something else: {name} is not the target's; export again")
+def _agree(value: object, ours: object) -> bool:
+    """Whether a file's value is ours; GGUF rounds to float32."""
+    if isinstance(value, float) and isinstance(ours, int | float):
+        return math.isclose(value, ours, rel_tol=1e-6)
+    return value == (tuple(ours) if isinstance(ours, list) else ours)

@@ -69,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
     print(f"wrote {', '.join(str(path) for path in files)}\n")
     made = recipes(trained, str(output), public_name(target) if target else "TARGET", args.speculative_tokens)
     engines = shipping(trained.kind).formats[args.format].engines
-    print(as_text([recipe for recipe in made if recipe.engine in engines]))
+    text = as_text([recipe for recipe in made if recipe.engine in engines])
+    print(text.replace(f"-m {TARGET_GGUF}", f"-m {output / TARGET_GGUF}") if args.target_gguf else text)
     return 0
 
 

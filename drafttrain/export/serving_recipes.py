@@ -28,7 +28,8 @@ trtllm-serve {target} --backend pytorch --extra_llm_api_options speculative.yaml
 # Triton: the same keys in all_models/llmapi/tensorrt_llm/1/model.yaml, beside
 #   model: {target}
 # then: python3 scripts/launch_triton_server.py --model_repo=all_models/llmapi""",
-    "llama.cpp": "llama-server -m target.gguf {settings}",
+    "llama.cpp": """# target.gguf: {target} as GGUF of any type; drafttrain export --format gguf --target-gguf float16 writes one
+llama-server -m target.gguf {settings}""",
     "transformers": """model = AutoModelForCausalLM.from_pretrained("{target}")
 assistant = AutoModelForCausalLM.from_pretrained("{drafter}")
 assistant.generation_config.num_assistant_tokens = {depth}

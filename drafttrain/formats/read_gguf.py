@@ -34,15 +34,16 @@ def read_gguf(path: Path) -> tuple[Json, dict[str, Tensor]]:
             stored, whole = tensor.data, tensor.tensor_type == gguf.GGMLQuantizationType.I64
             values = stored if whole else gguf.quants.dequantize(stored, tensor.tensor_type)
             tensors[tensor.name] = torch.tensor(values)  # copied out of the mapped file
-    except (OSError, ValueError, KeyError, IndexError) as error:
+    except Exception as error:  # the reader's errors come in many classes
         raise UserError(f"{str(path)!r} is no complete GGUF file ({first_line(error)}); export again") from error
     return keys, tensors
 
 
-def dtype_of(keys: Json) -> torch.dtype:
-    """The type of a file's matrices."""
-    name = next(name for name, (_, kind) in TYPES.items() if kind == keys["general.file_type"])
-    return getattr(torch, name)
+def dtype_of(keys: Json) -> torch.dtype | None:
+    """The type of a file's matrices, None for a type that torch does not have."""
+    named = [name for name, (_, kind) in TYPES.items() if kind == keys.get("general.file_type")]
+    dtype = getattr(torch, named[0], None) if named else None
+    return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def layer_fields(keys: Json, like: PreTrainedConfig) -> Json:

@@ -172,7 +172,12 @@ def test_what_is_lost_in_a_file_is_noticed(targets, tmp_path, capsys):
     trained(targets["llama"], tmp_path / "second", "eagle3", kept=KEPT, num_key_value_heads=4)
     check = ["verify", "--drafter", str(tmp_path / "second"), "--exported", str(tmp_path / "out"), "--engine", "none"]
     assert main(check) == 2
-    assert "computes something else than the drafter" in capsys.readouterr().err
+    assert "says num_key_value_heads=2, and the drafter has 4; pass its own export" in capsys.readouterr().err
+    changed, third = trained(targets["llama"], tmp_path / "third", "eagle3", kept=KEPT)
+    changed.fc.weight.data.mul_(-1)
+    changed.save_pretrained(tmp_path / "third")
+    with pytest.raises(UserError, match="computes something else than the drafter"):
+        shipping("eagle3").check(third, tmp_path / "out")
     path = tmp_path / "out" / GGUF_NAME
     path.write_bytes(path.read_bytes()[:5000])
     with pytest.raises(UserError, match=r"draft.gguf' is no complete GGUF file .*export again"):
@@ -223,7 +228,9 @@ def test_the_tokenizer_is_needed_and_a_block_has_one_length(targets, tmp_path, c
     assert "target-gguf='q8_0' goes with --format gguf, not 'vllm'" in capsys.readouterr().err
     assert main(["export", *args, "--format", "gguf", "--target-gguf", "q8_0", "--output", out]) == 0
     printed = capsys.readouterr().out
-    assert "--spec-type draft-dflash" in printed and "--spec-draft-n-max 7" in printed
+    assert (
+        f"llama-server -m {out}/target.gguf --spec-type draft-dflash" in printed and "--spec-draft-n-max 7" in printed
+    )
     types = {
         tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / "out" / "target.gguf").tensors
     }

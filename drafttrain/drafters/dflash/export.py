@@ -62,7 +62,6 @@ class BlockFiles(GgufHeads[Block]):
             "feature_layers": tuple(keys["target_layers"]),
             "block_size": keys["block_size"],
             "mask_token_id": None if mask == like.config.vocab_size else mask,
-            "train_head": like.config.train_head,
         }
 
     def checked_depth(self, config: Json) -> int:

@@ -32,16 +32,15 @@ class DSparkShipping(BlockFiles[DSpark]):
     def gguf_keys(self, drafter: DSpark) -> Json:
         return {**super().gguf_keys(drafter), "has_confidence_head": True}
 
-    def gguf_fields(self, keys: Json, like: DSpark) -> Json:
-        return {**super().gguf_fields(keys, like), "markov_rank": like.config.markov_rank}
-
     def gguf_weights(self, drafter: DSpark, target: Target) -> dict[str, Tensor]:
         made = super().gguf_weights(drafter, target)
         made["markov_w1.weight"] = drafter.markov_in.weight[_own_ids(drafter)]
         return made
 
     def gguf_own(self, found: dict[str, Tensor], back: DSpark, original: DSpark) -> dict[str, Tensor]:
-        rows, ids = found["markov_w1.weight"], _own_ids(back)
+        rows, ids = found.get("markov_w1.weight"), _own_ids(back)
+        if rows is None or rows.shape != (len(ids), back.config.markov_rank):
+            return found
         table = original.markov_in.weight.detach().float().clone()  # [d + 1, r]; the last row may stand for no token
         table[ids] = rows
         return {**found, "markov_w1.weight": table}
