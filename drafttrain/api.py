@@ -44,7 +44,7 @@ def generate(
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
-    repetition_penalty: float = 1.0,
+    repetition_penalty: float | None = None,
     seed: int = 0,
     stop: str | Sequence[str] = (),
     batch_size: int = 8,
@@ -63,7 +63,8 @@ def generate(
         tree: the tree of a round, such as chain:3, fanout:4x2x1 or dynamic:5,8,24. Defaults to the drafter's
             decoding.json, else chain:3.
         max_new_tokens: upper limit per prompt.
-        temperature, top_k, top_p, min_p, repetition_penalty: as in transformers; temperature 0 decodes greedily.
+        temperature, top_k, top_p, min_p: as in transformers; temperature 0 decodes greedily.
+        repetition_penalty: as in transformers; 1 turns it off, None is what the model's generation_config says.
         seed: prompt i samples with seed + i.
         stop: strings that end an answer; the text ends before them.
         batch_size: prompts at a time.
@@ -108,7 +109,7 @@ def stream(
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
-    repetition_penalty: float = 1.0,
+    repetition_penalty: float | None = None,
     seed: int = 0,
     stop: str | Sequence[str] = (),
 ) -> Iterator[str]:

@@ -82,7 +82,8 @@ def add_sampling_flags(
     add("--top-k", type=int, default=0, help="0 keeps all tokens (default: %(default)s)")
     if penalties:
         add("--min-p", type=float, default=0.0, help="0 keeps all tokens (default: %(default)s)")
-        add("--repetition-penalty", type=float, default=1.0, help="1 changes nothing; also applies to greedy decoding")
+        more = "also of greedy decoding; 1 turns it off (default: as the target's generation_config says)"
+        add("--repetition-penalty", type=float, help=more)
     if seed:
         add("--seed", type=int, default=0, help="of the sampling (default: %(default)s)")
 

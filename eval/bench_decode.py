@@ -26,7 +26,7 @@ from benchmark import against, alternate, median, write_result
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from drafttrain.evaluation.suites import load_suite, render, take_evenly
-from drafttrain.inference import Decoder, SamplingParams
+from drafttrain.inference import Decoder
 from drafttrain.inference.engine import Engine
 from drafttrain.target import DTYPES, Target, resolve_device, resolve_dtype
 
@@ -73,7 +73,7 @@ def tree_rounds(target: Target, prompts: list[list[int]], repeats: int, graphs: 
     generator = torch.Generator().manual_seed(0)
     times: dict[int, list[float]] = {n: [] for n in (0, *NODES)}
     for prompt in prompts:
-        engine = Engine(target, len(prompt) + max(NODES) + 1, 1, SamplingParams(), graphs=graphs)
+        engine = Engine(target, len(prompt) + max(NODES) + 1, 1, True, graphs=graphs)
         with closing(engine):
             engine.read(0, torch.tensor(prompt, device=target.device))
             for repeat in range(repeats + 1):

@@ -263,6 +263,7 @@ class VllmBackend(Backend):
                 temperature=sampling.temperature,
                 top_k=sampling.top_k or -1,  # vLLM's value for "off"
                 top_p=sampling.top_p,
+                repetition_penalty=sampling.repetition_penalty,
                 max_tokens=self.settings.allowance(it),
                 stop_token_ids=sorted(renderer.stop_ids),
                 detokenize=False,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 import os
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,8 +23,12 @@ from drafttrain.environment import __version__
 from drafttrain.errors import UserError
 from drafttrain.files import Json, read_jsonl, write_json
 from drafttrain.flags import add_sampling_flags, add_target_flags, load_target, sampling_of
+from drafttrain.ops.sampling import SamplingParams
 from drafttrain.progress import Progress
 from drafttrain.target import Target, load_shell
+from drafttrain.target.generation import LogitsRules
+
+logger = logging.getLogger(__name__)
 
 HELP = """let the target answer the prompts: the distillation data
 
@@ -76,10 +82,13 @@ def run(args: argparse.Namespace) -> int:
     if args.backend == "local":
         target.check_head()
     layers = parse_layers(args.features, target)
+    rules = backend_rules(args.backend, target)
+    if args.backend == "vllm":
+        sampling = replace(sampling, repetition_penalty=rules.under(sampling).repetition_penalty)
     settings = ResponseSettings(ChatRenderer(target), sampling, **limits)
     meta = {
         "target": target.identity(),
-        "sampling": {"max_length": args.max_length} if existing else {**vars(sampling), **limits},
+        "sampling": {"max_length": args.max_length} if existing else {**rules.recorded(sampling), **limits},
         "backend": args.backend,
         "features": {"layers": list(layers), "dtype": "bfloat16"} if layers else None,
     }
@@ -97,6 +106,16 @@ def run(args: argparse.Namespace) -> int:
         dropped = this_run["dropped"].get("answer_beyond_max_length", 0)
         report(args, store, this_run, len(store.done_ids()) + dropped if existing else len(conversations), share)
     return 0
+
+
+def backend_rules(backend: str, target: Target) -> LogitsRules:
+    """What a backend applies of the target's generation_config: all rules, the repetition penalty, or what a server does."""
+    if backend != "vllm":
+        return target.generation.rules if backend == "local" else LogitsRules()
+    left = ", ".join(key for key in target.generation.rules.settings if key != "repetition_penalty")
+    if left:
+        logger.warning("backend=vllm does not apply %s of the target's generation_config; --backend local does", left)
+    return LogitsRules().under(SamplingParams(repetition_penalty=target.generation.rules.repetition_penalty))
 
 
 def read_prompts(path: Path) -> list[Conversation]:

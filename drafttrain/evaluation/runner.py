@@ -173,7 +173,7 @@ def describe(settings: EvalSettings, target: Target, suite: Suite) -> Json:
         "suite_digest": suite.digest,
         **({"suite_licence": suite.license} if suite.license else {}),
         "decoding": {
-            **dataclasses.asdict(settings.sampling),
+            **target.generation.rules.recorded(settings.sampling),
             "max_new_tokens": settings.max_new_tokens,
             "batch_size": settings.batch_size,
             "seed": settings.seed,
@@ -319,8 +319,8 @@ def hf_sides(
     """transformers' generate, plain and with its own speculative decoding, on one shared model.
 
     Loads a second copy of the target in its dtype, with the attention that transformers chooses for the family (sdpa, or
-    eager where sdpa cannot express it). Replaces the model's generation settings by ours, so that all sides choose tokens
-    and end by the same rules.
+    eager where sdpa cannot express it). Replaces the model's generation settings by what ours applies, so that all sides
+    choose tokens and end by the same rules.
 
     Args:
         names: of hf_generate, hf_prompt_lookup (10 tokens from the prompt) and hf_assisted.
@@ -335,11 +335,12 @@ def hf_sides(
     model, end = load(target.path), target.eos_ids or None
     pad = target.tokenizer.pad_token_id if target.tokenizer is not None else None
     pad = end[0] if pad is None and end else pad
-    model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=pad)
+    rules = target.generation.rules_for(sampling)
+    model.generation_config = GenerationConfig(**rules.settings, eos_token_id=end, pad_token_id=pad)
     choice: dict[str, object] = {"do_sample": not sampling.greedy}
     if not sampling.greedy:
         choice |= {**dataclasses.asdict(sampling), "min_p": sampling.min_p or None}
-    choice["repetition_penalty"] = float(sampling.repetition_penalty)
+        choice["repetition_penalty"] = rules.repetition_penalty
     methods: dict[str, dict[str, object]] = {
         "hf_generate": {},
         "hf_prompt_lookup": {"prompt_lookup_num_tokens": 10},

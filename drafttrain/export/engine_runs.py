@@ -19,6 +19,7 @@ from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.inference import generate
 from drafttrain.target import Target
+from drafttrain.target.generation import LogitsRules
 
 ENGINES = ("vllm", "transformers", "llama.cpp")
 SIDES = Path(__file__).with_name("engines")  # scripts for the engines' own environments
@@ -39,7 +40,8 @@ class EngineJob(NamedTuple):
 def ours(job: EngineJob, drafter: Drafter) -> Json:
     """Runs our decoder: accepted_length (tokens committed per target pass after the prefill, bonus included), tokens."""
     spec, target = TreeSpec.parse(f"chain:{job.depth}"), job.target.pack()
-    made = [generate(target, drafter, ids, max_new_tokens=job.tokens, spec=spec) for ids in job.prompts]
+    raw = LogitsRules()  # the engines take the argmax of the logits, whatever the target's generation_config says
+    made = [generate(target, drafter, ids, max_new_tokens=job.tokens, spec=spec, rules=raw) for ids in job.prompts]
     passes = sum(generation.stats.target_passes for generation in made)
     new = sum(generation.stats.new_tokens - 1 for generation in made)
     return {"accepted_length": round(new / max(passes, 1), 4), "tokens": [generation.tokens for generation in made]}

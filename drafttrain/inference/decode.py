@@ -15,6 +15,7 @@ from drafttrain.inference.engine import Decoder, Prompt
 from drafttrain.inference.sequence import Generation, Stats
 from drafttrain.ops.sampling import SamplingParams
 from drafttrain.target import Target
+from drafttrain.target.generation import LogitsRules
 
 
 class DecoderOptions(TypedDict, total=False):
@@ -27,6 +28,7 @@ class DecoderOptions(TypedDict, total=False):
     max_rows: int
     pace: Pace | None
     graphs: bool | None
+    rules: LogitsRules | None
 
 
 def generate(

@@ -34,10 +34,11 @@ from drafttrain.errors import UserError
 from drafttrain.inference.adaptive import Adaptive, Pace, RoundReport
 from drafttrain.inference.sequence import Generation, Sequence, Stats, TextStream, check_stop, chunks, token_limit
 from drafttrain.inference.static import Pass, TargetSteps
-from drafttrain.inference.verify import Verdict, Verifier, verify_batch
+from drafttrain.inference.verify import ProcessedText, Verdict, Verifier, verify_batch
 from drafttrain.ops.sampling import SamplingParams, argmax
 from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target import Target
+from drafttrain.target.generation import LogitsRules
 
 # Most tokens of one prefill forward: bounds activations and features for prompts of any length.
 _CHUNK = 2048
@@ -52,7 +53,7 @@ class Engine:
     Args:
         target: the target.
         capacity: positions per row; `reserve` grows it. rows: most sequences at a time.
-        sampling: of all sequences.
+        plain: whether the argmax of the raw logits chooses every token: greedy without logits processors.
         drafter, spec, pace: as in `Decoder`; nothing is drafted without a drafter.
         graphs: see `TargetSteps.lease`.
         capture: without a drafter, target states that `Sequence.states` collects; see `Target.forward`.
@@ -68,7 +69,7 @@ class Engine:
         target: Target,
         capacity: int,
         rows: int,
-        sampling: SamplingParams,
+        plain: bool,
         *,
         drafter: Drafter | None = None,
         spec: TreeSpec | None = None,
@@ -89,7 +90,7 @@ class Engine:
         if self._steps is None:
             self.cache = TreeCache(capacity, rows)
         else:
-            self.cache = self._steps.open(capacity, rows, self._layers, choose=sampling.plain)
+            self.cache = self._steps.open(capacity, rows, self._layers, choose=plain)
 
     @property
     def memory(self) -> tuple[int, str]:
@@ -345,6 +346,8 @@ class Decoder:
         max_rows: most sequences at a time; the others wait for a free row.
         pace: chooses each round's tree, none larger than `spec`; an `Adaptive` one for an adaptive spec.
         graphs: False runs rounds on a GPU without CUDA graphs; see `TargetSteps.lease`.
+        rules: how logits are processed; as the target's generation_config says unless given. A repetition penalty in
+            `sampling` replaces theirs.
 
     Attributes:
         cache: of the latest call. memory: bytes and description of the largest one so far, its CUDA graphs included.
@@ -366,6 +369,7 @@ class Decoder:
         max_rows: int = 1,
         pace: Pace | None = None,
         graphs: bool | None = None,
+        rules: LogitsRules | None = None,
     ):
         if max_rows < 1:
             raise UserError(f"max_rows={max_rows} must be at least 1")
@@ -374,6 +378,7 @@ class Decoder:
         self.pace = pace or (Adaptive(self.spec) if self.drafter is not None and self.spec.adaptive else None)
         self.sampling = sampling or SamplingParams()
         self.spec.check(self.sampling)
+        self.rules = target.generation.rules_for(self.sampling, rules)
         self.eos_ids = frozenset(target.eos_ids if eos_ids is None else eos_ids)
         self.stop, self.max_rows = check_stop(stop, target), max_rows
         self.cache, self.graphs = TreeCache(0), graphs
@@ -421,7 +426,8 @@ class Decoder:
             except UserError as error:
                 raise UserError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from error
             numbers = torch.Generator().manual_seed(seed + index)
-            verifier = Verifier(self.sampling, self.eos_ids, numbers, prompt)
+            processed = ProcessedText.of(self.rules, self.target, prompt, limit, self.eos_ids)
+            verifier = Verifier(self.sampling, self.eos_ids, numbers, processed)
             text = TextStream(self.target.tokenizer, self.stop) if self.stop else None
             record = stats[index] if stats is not None else Stats()
             drafting = speculate is None or speculate[index]
@@ -437,7 +443,7 @@ class Decoder:
             self.target,
             capacity,
             min(self.max_rows, len(sequences)),
-            self.sampling,
+            self.sampling.greedy and not self.rules,
             drafter=self.drafter,
             spec=self.spec,
             pace=self.pace,

@@ -26,10 +26,11 @@ from torch import Tensor
 from drafttrain.errors import UserError
 from drafttrain.inference.engine import Engine
 from drafttrain.inference.sequence import Sequence
-from drafttrain.inference.verify import Verifier
+from drafttrain.inference.verify import ProcessedText, Verifier
 from drafttrain.ops.sampling import SamplingParams
 from drafttrain.target import Target
 from drafttrain.target.attention import LAST
+from drafttrain.target.generation import LogitsRules
 
 # Positions per row to begin with; the cache doubles until max_length when a sequence outgrows it.
 _FIRST_CAPACITY = 1024
@@ -85,6 +86,7 @@ class ResponseEngine:
         slots: sequences per step.
         max_length: most tokens of a sequence, prompt included.
         feature_layers: capture these target states (see Target.forward) and the last hidden states.
+        rules: see `Decoder`.
 
     Attributes:
         new_tokens: tokens sampled since the engine was created.
@@ -94,7 +96,12 @@ class ResponseEngine:
     """
 
     def __init__(
-        self, target: Target, slots: int = 128, max_length: int = 2048, feature_layers: Items[int] | None = None
+        self,
+        target: Target,
+        slots: int = 128,
+        max_length: int = 2048,
+        feature_layers: Items[int] | None = None,
+        rules: LogitsRules | None = None,
     ):
         if target.max_positions is not None and max_length > target.max_positions:
             raise UserError(
@@ -102,7 +109,7 @@ class ResponseEngine:
                 f"use max_length={target.max_positions}"
             )
         self.target, self.slots, self.max_length = target.pack(), slots, max_length
-        self.feature_layers = tuple(feature_layers or ())
+        self.feature_layers, self.rules = tuple(feature_layers or ()), rules
         self.new_tokens = 0
 
     @torch.no_grad()
@@ -126,12 +133,8 @@ class ResponseEngine:
                 request is read.
 
         Raises:
-            UserError: an empty prompt, one that leaves no position for a response, or a repetition penalty.
+            UserError: an empty prompt, or one that leaves no position for a response.
         """
-        if sampling.repetition_penalty != 1:
-            raise UserError(
-                f"repetition_penalty={sampling.repetition_penalty}: responses are generated without; leave it at 1"
-            )
         run = _Run(self, iter(requests), sampling, seed, follow_up)
         with closing(run.engine):
             yield from run.responses(stop)
@@ -160,6 +163,7 @@ class _Run:
         follow_up: FollowUp | None,
     ):
         self.owner, self.source, self.sampling, self.seed, self.follow_up = owner, source, sampling, seed, follow_up
+        self.rules = owner.target.generation.rules_for(sampling, owner.rules)
         self.device = owner.target.device
         self.queue = deque(islice(source, 2 * owner.slots))
         self.prefix = _shared_prefix([request.prompt_ids for request in self.queue])
@@ -169,7 +173,7 @@ class _Run:
         rows = owner.slots + bool(self.prefix)  # the prefix has a row of its own
         capture = (*owner.feature_layers, LAST) if owner.feature_layers else ()
         capacity = min(owner.max_length, _FIRST_CAPACITY)
-        self.engine = Engine(owner.target, capacity, rows, sampling, capture=capture)
+        self.engine = Engine(owner.target, capacity, rows, sampling.greedy and not self.rules, capture=capture)
 
     def responses(self, stop: Callable[[], bool] | None) -> Iterator[Finished]:
         engine, slots = self.engine, self.owner.slots
@@ -215,7 +219,7 @@ class _Run:
                 f"prompt {request.key!r} has {len(prompt)} tokens; it needs at least 1 and, with max_length={limit}, "
                 f"at most {limit - 1}: shorten it or raise max_length"
             )
-        sequence = self._turn(request, prompt, len(prompt), 0)
+        sequence = self._turn(request, prompt, prompt, 0)
         self.engine.join(sequence)
         if self.prefix and len(prompt) > len(self.prefix) and prompt[: len(self.prefix)] == self.prefix:
             self.engine.cache.copy(self.prefix_row, sequence.row, len(self.prefix))
@@ -224,9 +228,9 @@ class _Run:
         self.running[sequence.row] = _Running(request, prompt, len(prompt), sequence)
         return sequence
 
-    def _turn(self, request: ResponseRequest, unread: list[int], length: int, turn: int) -> Sequence:
-        """A sequence that reads `unread` tokens and writes a response; `length` tokens stand before the response."""
-        limit = min(request.max_new_tokens, self.owner.max_length - length)
+    def _turn(self, request: ResponseRequest, unread: list[int], before: list[int], turn: int) -> Sequence:
+        """A sequence that reads `unread` tokens and writes a response; `before` are all tokens before the response."""
+        limit = min(request.max_new_tokens, self.owner.max_length - len(before))
         prompt = torch.tensor(unread, device=self.device)
         name = f"{self.seed}/{turn}/{request.key}".encode()
         seed = int.from_bytes(hashlib.sha256(name).digest()[:8], "little", signed=True)
@@ -234,7 +238,9 @@ class _Run:
         uniforms: list[float] = []
         if not self.sampling.greedy:
             uniforms = torch.rand(request.max_new_tokens, dtype=torch.float64, generator=generator).tolist()
-        verifier = Verifier(self.sampling, request.stop_ids, generator, prompt, iter(uniforms))
+        whole = torch.tensor(before, device=self.device)  # [L]
+        text = ProcessedText.of(self.rules, self.owner.target, whole, limit, request.stop_ids)
+        verifier = Verifier(self.sampling, request.stop_ids, generator, text, iter(uniforms))
         return Sequence(0, prompt, limit, verifier)
 
     def _end(self, it: _Running) -> Iterator[Finished]:
@@ -249,7 +255,7 @@ class _Run:
         it.tokens += more
         it.start, it.turn = len(it.tokens), it.turn + 1
         row, states = it.sequence.row, it.sequence.states
-        it.sequence = self._turn(it.request, unread, len(it.tokens), it.turn)
+        it.sequence = self._turn(it.request, unread, it.tokens, it.turn)
         it.sequence.row, it.sequence.states = row, states
         self.waiting.append(it.sequence)
 

@@ -12,6 +12,9 @@ seed gives the same text with any such tree.
 Children drawn from the drafter's q (`TokenTree.proposal`): multi-round rejection, see `try_drawn`. With one child it accepts
 with probability sum_x min(p(x), q(x)); one draw from p would hit the child only with sum_x p(x) q(x).
 
+p is the distribution after the target's logits processors (generation_config). They read the text before a token, which
+differs from node to node, so they run at the nodes that a walk reaches, each with its own text.
+
 A node may have both (a match merged into a sampled tree). The drawn children are tried first. If all are rejected, the token
 is drawn from the residual of p and compared with the other children.
 """
@@ -19,16 +22,20 @@ is drawn from the residual of p and compared with the other children.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessor
 
 from drafttrain.batch import TokenTree
+from drafttrain.errors import UserError
 from drafttrain.ops.native import cpu_kernels
-from drafttrain.ops.sampling import Sampler, SamplingParams, argmax, penalize, pick, probabilities, sample
+from drafttrain.ops.sampling import Sampler, SamplingParams, argmax, pick, probabilities, sample
+from drafttrain.target import Target
+from drafttrain.target.generation import LogitsRules
 
 
 @dataclass
@@ -46,6 +53,66 @@ class Verdict:
     ended: bool
 
 
+class ProcessedText:
+    """The logits processors of a sequence, and the text that they read: the prompt and every token chosen so far.
+
+    Every node of a tree has a text of its own. A walk only descends, and what it takes is committed, so one buffer holds
+    the text of the node that the walk has reached.
+
+    Args:
+        processors: transformers' objects, in the order in which they run.
+        prompt: [L] int64, all tokens before the answer. limit: most tokens of the answer.
+        alike: texts with equal values here have processors that compute the same of the logits alone; None otherwise.
+    """
+
+    def __init__(self, processors: Sequence[LogitsProcessor], prompt: Tensor, limit: int, alike: object = None):
+        self.processors, self.alike = processors, alike
+        self._ids = torch.cat((prompt, prompt.new_zeros(limit)))[None]  # [1, L + limit]
+        self._length = len(prompt)
+
+    @classmethod
+    def of(
+        cls, rules: LogitsRules, target: Target, prompt: Tensor, limit: int, eos_ids: Collection[int]
+    ) -> ProcessedText | None:
+        """The text of a sequence that ends with `eos_ids`; None without rules."""
+        if not rules:
+            return None
+        processors = rules.processors(target.model, prompt, limit, eos_ids)
+        return cls(processors, prompt, limit, None if rules.reads_text else frozenset(eos_ids))
+
+    def add(self, token: int) -> None:
+        self._ids[0, self._length] = token
+        self._length += 1
+
+    def process(self, logits: Tensor) -> Tensor:
+        """The processed logits of the next token; logits [m, v] float32, one row if the processors read the text."""
+        for processor in self.processors:
+            logits = processor(self._ids[:, : self._length], logits)
+        return logits
+
+
+def texts_of(verifiers: Iterable[Verifier]) -> list[ProcessedText]:
+    """The texts of sequences whose logits are processed; empty if none are."""
+    return [verifier.text for verifier in verifiers if verifier.text is not None]
+
+
+def processed(texts: Sequence[ProcessedText], logits: Tensor, sampling: SamplingParams) -> Tensor:
+    """Logits [m, v] of the next token of each text, after its processors; unchanged without texts.
+
+    Raises:
+        UserError: sampling, and no token is left.
+    """
+    if not texts:
+        return logits
+    if texts[0].alike is not None and all(text.alike == texts[0].alike for text in texts):
+        logits = texts[0].process(logits)
+    else:  # lengths differ, and padding would be read as text
+        logits = torch.cat([text.process(row[None]) for text, row in zip(texts, logits, strict=True)])
+    if not sampling.greedy and bool((logits.amax(-1) == -torch.inf).any()):
+        raise UserError("generation_config bans every token at some position; remove one of the keys that ban tokens")
+    return logits
+
+
 class Verifier:
     """Verifies the rounds of one sequence, including the prefill's first token (an empty tree).
 
@@ -53,12 +120,12 @@ class Verifier:
         sampling: how the target chooses.
         eos_ids: tokens that end the sequence, also inside a path.
         generator: the sequence's own, on the CPU, so that its tokens do not depend on the rest of the batch.
-        prompt: [L] int64, where the repetition penalty starts; committed tokens are added by the verifier.
+        text: the logits processors with the text that they read; None where there are none.
         uniforms: one number per token, for sequences without a drafter. Replaces the generator.
 
     Attributes:
         sampler: for a drafter that samples its tokens; shares the generator.
-        plain: greedy without a penalty, so the argmax of the logits decides.
+        plain: greedy without processors, so the argmax of the logits decides.
     """
 
     def __init__(
@@ -66,20 +133,12 @@ class Verifier:
         sampling: SamplingParams,
         eos_ids: Collection[int],
         generator: torch.Generator,
-        prompt: Tensor,
+        text: ProcessedText | None = None,
         uniforms: Iterator[float] | None = None,
     ):
         self.sampler = Sampler(sampling, generator)
-        self.plain = sampling.plain
-        self.eos_ids, self.prompt, self.uniforms = eos_ids, prompt, uniforms
-        self._seen: Tensor | None = None
-
-    def seen(self, vocab_size: int) -> Tensor:
-        """[v] bool, tokens that occur in the text so far."""
-        if self._seen is None:
-            self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=self.prompt.device)
-            self._seen[self.prompt[self.prompt < vocab_size]] = True
-        return self._seen
+        self.plain = sampling.greedy and text is None
+        self.eos_ids, self.text, self.uniforms = eos_ids, text, uniforms
 
     def verify(self, tree: TokenTree, logits: Tensor) -> Verdict:
         """Accepts a path of a tree of n nodes; logits [n+1, v] of the target at the root and at each node."""
@@ -99,7 +158,7 @@ def verify_batch(
     """
     sampling, plain = verifiers[0].sampler.params, verifiers[0].plain
     assert all(verifier.sampler.params == sampling for verifier in verifiers)
-    if verifiers[0].uniforms is not None and not plain:
+    if verifiers[0].uniforms is not None and not sampling.greedy:
         return _sample_roots(verifiers, logits)
     starts = [0, *accumulate(len(tree) + 1 for tree in trees)]
     # From a GPU, the choices at all nodes arrive in one transfer, with the tokens. On a CPU, take the argmax of visited
@@ -144,7 +203,10 @@ def _sample_roots(verifiers: Sequence[Verifier], logits: Tensor) -> list[Verdict
     """The next token of sequences without trees, each by its next number of `uniforms`; logits [b, v]."""
     numbers = [next(verifier.uniforms) for verifier in verifiers if verifier.uniforms is not None]
     uniforms = torch.tensor(numbers, dtype=torch.float64, device=logits.device)
-    tokens = sample(logits, verifiers[0].sampler.params, uniforms).tolist()
+    texts, sampling = texts_of(verifiers), verifiers[0].sampler.params
+    tokens = sample(processed(texts, logits, sampling), sampling, uniforms).tolist()
+    for text, token in zip(texts, tokens, strict=False):
+        text.add(token)
     return [Verdict([], [token], token in verifier.eos_ids) for verifier, token in zip(verifiers, tokens, strict=True)]
 
 
@@ -177,14 +239,13 @@ class _Walk:
 
 def _choose(walks: list[_Walk], logits: Tensor, sampling: SamplingParams) -> list[int]:
     """The next token of each walk; logits [m, v] at the nodes that the walks have reached."""
-    seen: list[Tensor] = []
-    if sampling.repetition_penalty != 1:
-        seen = [walk.verifier.seen(logits.shape[-1]) for walk in walks]
-        logits = penalize(logits, torch.stack(seen), sampling.repetition_penalty)
+    texts = texts_of(walk.verifier for walk in walks)
+    logits = processed(texts, logits, sampling)
     tokens = argmax(logits) if sampling.greedy else _sample(walks, probabilities(logits, sampling).double())
-    for mask, token in zip(seen, tokens, strict=False):
-        mask[token] = True  # the tokens of a walk so far are the path that its next node adds to the text
-    return tokens.tolist()
+    numbers = tokens.tolist()
+    for text, token in zip(texts, numbers, strict=False):
+        text.add(token)  # the tokens of a walk so far are the path that its next node adds to the text
+    return numbers
 
 
 def _sample(walks: list[_Walk], p: Tensor) -> Tensor:

@@ -1,12 +1,12 @@
-"""From logits to probabilities and tokens: repetition penalty, temperature, top-k, top-p, min-p, in HF's order and float32.
+"""From logits to probabilities and tokens: temperature, top-k, top-p, min-p, in HF's order and float32.
 
 Two costs are avoided on a CPU. `torch.multinomial` takes longer than a small model's forward pass: `pick` inverts the
 cumulative distribution in two levels; sums over blocks of the vocabulary choose the block, the cumulative sum inside that block
 chooses the token. And a nucleus needs no sort of the full row: `_kept` searches the top tokens first and sorts only rows where
 the kept tokens do not fit.
 
-Source: the order and the rules are those of transformers' `generate` (RepetitionPenaltyLogitsProcessor, then
-TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper).
+Source: the order and the rules are those of transformers' `generate` (TemperatureLogitsWarper, TopKLogitsWarper,
+TopPLogitsWarper, MinPLogitsWarper). Its processors, which read the text so far, come before: see `inference/verify.py`.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ class SamplingParams:
         top_p: keep the smallest set of most likely tokens with at least this probability; 1 keeps all.
         min_p: keep tokens with at least this share of the highest probability; 0 keeps all.
         repetition_penalty: logits of tokens in the prompt or the output are divided by it if positive, multiplied if
-            negative, once however often the token occurs (CTRL, arXiv 1909.05858); 1 changes nothing.
+            negative, once however often the token occurs (CTRL, arXiv 1909.05858); 1 changes nothing, None is the
+            target's own (its generation_config).
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    repetition_penalty: float | None = None
 
     def __post_init__(self):
         if not 0 <= self.temperature < float("inf"):
@@ -57,17 +58,12 @@ class SamplingParams:
             raise UserError(f"top_p={self.top_p} must be above 0 and at most 1 (1 keeps all tokens)")
         if not 0 <= self.min_p <= 1:
             raise UserError(f"min_p={self.min_p} must be between 0 (keeps all tokens) and 1")
-        if not 0 < self.repetition_penalty < float("inf"):
+        if self.repetition_penalty is not None and not 0 < self.repetition_penalty < float("inf"):
             raise UserError(f"repetition_penalty={self.repetition_penalty} must be a positive number (1: no penalty)")
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
-
-    @property
-    def plain(self) -> bool:
-        """Whether the argmax of the raw logits decides: greedy without a penalty."""
-        return self.greedy and self.repetition_penalty == 1
 
 
 @dataclass(frozen=True)
@@ -83,25 +79,11 @@ class Sampler:
     generator: torch.Generator
 
 
-def penalize(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """The repetition penalty.
-
-    Args:
-        logits: [..., v] raw logits.
-        seen: [..., v] bool, tokens that occur in the text so far.
-
-    Returns:
-        [..., v] float32.
-    """
-    logits = logits.float()
-    return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
-
-
 def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
     """The distribution that tokens are sampled from.
 
     Args:
-        logits: [n, v], after the repetition penalty.
+        logits: [n, v], after the logits processors.
         params: not greedy.
 
     Returns:
@@ -125,7 +107,7 @@ def sample(logits: Tensor, params: SamplingParams, uniforms: Tensor | None = Non
     """Samples one token per row: `pick(probabilities(...))` in distribution, without forming full rows.
 
     Args:
-        logits: [n, v], after the repetition penalty.
+        logits: [n, v], after the logits processors.
         uniforms: [n] float64 in [0, 1), one per row; unused when greedy.
 
     Returns:

@@ -19,7 +19,6 @@ A Target holds no state of a call: threads may run forwards of one Target at a t
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -34,7 +33,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -53,6 +51,7 @@ from drafttrain.target.attention import (
     hook_features,
 )
 from drafttrain.target.fetch import cached_model
+from drafttrain.target.generation import TargetGeneration, end_tokens, read_generation_config
 from drafttrain.target.native_body import NATIVE_ROWS, NativeBody
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -120,6 +119,7 @@ class Target:
         hidden_size, vocab_size, num_layers: h, rows of the head, number of decoder layers.
         max_positions: the longest sequence that it reads, or None if nothing limits it.
         eos_ids: every token id that ends a response.
+        generation: what its generation_config asks of decoding.
         forms: how each layer attends; empty without weights.
         idle_steps: captured decoding steps (CUDA graphs) between two calls of the decoder, see `take_idle_steps`.
     """
@@ -143,7 +143,8 @@ class Target:
         self.lm_head: nn.Linear | PackedLinear = head
         self.vocab_size: int = head.weight.shape[0]
         self.layers = self._find_layers()
-        self.eos_ids = self._find_eos()
+        self.generation = TargetGeneration(model, self.vocab_size, name)
+        self.eos_ids = end_tokens((self.generation.config, self.config, tokenizer), self.vocab_size)
         self.forms: list[AttentionForm] = []
         self._packed = False
         self._native: NativeBody | None = None
@@ -173,6 +174,7 @@ class Target:
         """
         where, place = resolve_target(name), resolve_device(device)
         wanted = resolve_dtype(dtype, place)
+        generation = read_generation_config(where, name)
         spread = {"device_map": device_map, "max_memory": share_of_gpus()} if device_map else {}
         try:
             tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
@@ -184,6 +186,8 @@ class Target:
                 f"target={name!r} cannot be loaded ({first_line(error)}); give a folder with config.json, safetensors and "
                 "tokenizer, a reachable Hub id, or fetch one: drafttrain fetch smollm2-135m"
             ) from error
+        if generation is not None:
+            model.generation_config = generation  # type: ignore[assignment]  # transformers' stubs know no such attribute
         if not device_map:
             model = model.to(place)  # type: ignore[arg-type]  # transformers decorates it
         return cls.wrap(model, tokenizer, name, where, wanted)
@@ -274,13 +278,6 @@ class Target:
         if rope.get("rope_type") == "longrope":
             return rope.get("original_max_position_embeddings") or self.config.original_max_position_embeddings
         return getattr(self.config, "max_position_embeddings", None)
-
-    def _find_eos(self) -> list[int]:
-        ids: set[int] = set()
-        for source in (getattr(self.model, "generation_config", None), self.config, self.tokenizer):
-            eos = getattr(source, "eos_token_id", None)
-            ids.update(eos if isinstance(eos, (list, tuple)) else [] if eos is None else [eos])
-        return sorted(ids)
 
     # -- facts --------------------------------------------------------------------------------------------------
 
@@ -467,6 +464,7 @@ def load_shell(name: str, trust_remote_code: bool = False) -> Target:
     Raises UserError: no config or tokenizer can be loaded by that name.
     """
     path = resolve_target(name)
+    generation = read_generation_config(path, name)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -476,8 +474,8 @@ def load_shell(name: str, trust_remote_code: bool = False) -> Target:
         raise UserError(
             f"target={name!r}: config and tokenizer cannot be loaded ({first_line(error)}); give a folder or Hub id"
         ) from error
-    with contextlib.suppress(OSError):  # many targets have none; config and tokenizer name the end of sequence too
-        model.generation_config = GenerationConfig.from_pretrained(path)
+    if generation is not None:  # many targets have none; config and tokenizer name the end of sequence too
+        model.generation_config = generation
     return Target.wrap(model, tokenizer, name, path)
 
 

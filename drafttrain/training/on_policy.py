@@ -28,6 +28,7 @@ from drafttrain.files import Json
 from drafttrain.inference.responses import ResponseEngine, ResponseRequest
 from drafttrain.ops.sampling import SamplingParams
 from drafttrain.target import Target
+from drafttrain.target.generation import LogitsRules
 from drafttrain.training.callbacks import gather_drafter
 
 
@@ -129,7 +130,8 @@ class OnPolicy(TrainerCallback, ExportableState):
         drafter = gather_drafter(self.drafter, self.target, bool(requests))
         if not requests or drafter is None:
             return []
-        engine = ResponseEngine(drafter.as_target(), len(requests), self.max_length)
+        # A drafter drafts from its raw logits, so it answers from them too.
+        engine = ResponseEngine(drafter.as_target(), len(requests), self.max_length, rules=LogitsRules())
         made = []
         for done in engine.run(requests, SamplingParams(self.options.temperature), self.seed + self.round):
             if len(done.tokens) > 1:

@@ -121,6 +121,23 @@ def check_shares(output) -> None:
 
 
 @pytest.mark.thorough
+def test_answers_follow_the_targets_generation_config(chatty_dir, prompts, tmp_path, capsys):
+    path, rules = chatty_dir / "generation_config.json", {"no_repeat_ngram_size": 2, "min_new_tokens": 4}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "repetition_penalty": 1.3, **rules}))
+    assert generate(chatty_dir, prompts, tmp_path / "out", "--temperature", "0") == 0
+    sampling = read_meta(tmp_path / "out")["sampling"]
+    assert sampling["repetition_penalty"] == 1.3
+    assert sampling["generation_config"] == rules
+    target = Target.load(str(chatty_dir), "float32")
+    for row in load_records(tmp_path / "out"):
+        for start, end in row["spans"]:
+            ids = torch.tensor([row["tokens"][:start]])
+            stops = {"eos_token_id": 257, "pad_token_id": 257, "max_new_tokens": end - start}
+            want = target.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **stops)
+            assert row["tokens"][start:end] == want[0, start:].tolist()
+
+
+@pytest.mark.thorough
 def test_processes_share_the_work(chatty_dir, prompts, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in ("0", "1"):

@@ -149,6 +149,19 @@ def test_a_repetition_penalty_is_the_same_for_every_side(command, tmp_path):
     assert results["overall"]["identical_outputs"] == results["overall"]["identical_to_hf_generate"] == 1.0
 
 
+@pytest.mark.thorough
+def test_every_side_follows_the_targets_generation_config(command, target_dir, tmp_path):
+    path = target_dir / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "repetition_penalty": 1.5, "suppress_tokens": [3]}))
+    assert cli.main(command(limit=2)) == 0
+    results = read(tmp_path)
+    assert results["decoding"]["repetition_penalty"] == 1.5
+    assert results["decoding"]["generation_config"] == {"suppress_tokens": [3]}
+    assert results["overall"]["identical_outputs"] == results["overall"]["identical_to_hf_generate"] == 1.0
+    outputs = [record["outputs"] for record in results["prompts"] if "outputs" in record]
+    assert not outputs
+
+
 def test_none_drafts_nothing(command, tmp_path):
     assert cli.main(command(drafter="none", baselines="none", limit=1)) == 0
     results = read(tmp_path)

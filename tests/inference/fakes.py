@@ -14,6 +14,7 @@ from drafttrain.batch import TargetOutput, TokenTree
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.target import Target
+from drafttrain.target.generation import TargetGeneration
 
 VOCAB = 60
 
@@ -97,6 +98,7 @@ class MarkovTarget:
     name = "markov"
     eos_ids: list[int] = []
     max_positions = None
+    generation = TargetGeneration(None, 0, name)
 
     def __init__(self, vocab=4, seed=0):
         self.table = torch.randn(vocab, vocab, generator=torch.Generator().manual_seed(seed))

@@ -14,13 +14,14 @@ import pytest
 import torch
 from scipy.stats import chisquare
 from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from drafttrain.batch import Proposal, TokenTree
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.inference import SamplingParams, generate
-from drafttrain.inference.verify import Verifier, try_drawn, verify_batch
-from drafttrain.ops.sampling import draw_distinct, penalize, pick, probabilities
+from drafttrain.inference.verify import ProcessedText, Verifier, try_drawn, verify_batch
+from drafttrain.ops.sampling import draw_distinct, pick, probabilities
 from tests.drafters.growing import expand
 from tests.inference.fakes import MarkovTarget
 from tests.ops.test_sampling import transformers_says
@@ -61,6 +62,13 @@ class Case:
     kept_ids: Tensor | None = None
     rule: tuple[int, int] | None = None  # widths of a tree of likeliest tokens that is merged into the drawn one
     replace: bool = False  # a planted bug: siblings are drawn with replacement
+
+    def text(self, prompt: Tensor) -> ProcessedText | None:
+        return ProcessedText(processors, prompt, 3) if (processors := self.processors()) else None
+
+    def processors(self) -> list[LogitsProcessor]:
+        penalty = self.sampling.repetition_penalty
+        return [RepetitionPenaltyLogitsProcessor(penalty)] if penalty else []
 
     def q(self) -> Tensor:
         return probabilities(self.drafter, self.sampling)
@@ -119,7 +127,7 @@ def pairs(case: Case, count: int, seed: int = 0) -> tuple[Tensor, float]:
     start, nothing = torch.tensor([0]), TokenTree.empty()
     for _ in range(count // CHUNK):
         trees = case.trees(CHUNK, generator)
-        verifiers = [Verifier(case.sampling, (), generator, start) for _ in trees]
+        verifiers = [Verifier(case.sampling, (), generator, case.text(start)) for _ in trees]
         logits = case.target[torch.cat([part for tree in trees for part in (start, tree.tokens)])]
         verdicts = verify_batch(verifiers, trees, logits)
         accepted += sum(len(verdict.path) > 0 for verdict in verdicts)
@@ -202,15 +210,15 @@ def bulk_pairs(case: Case, judge=try_drawn, tokens=None) -> Tensor:
     q[:, kept] = case.q().double()
     first, second = case.draw(COUNT, generator) if tokens is None else tokens
     first, second = (torch.where(ids >= 0, kept[ids], -1) for ids in (first, second))
-    seen = torch.zeros(COUNT, VOCAB, dtype=torch.bool)
     last, children, chosen = torch.zeros(COUNT, dtype=torch.long), first, []
+    texts = last[:, None]  # [n, L]
     for _ in range(2):
-        seen[torch.arange(COUNT), last] = True
-        logits = penalize(case.target[last], seen, case.sampling.repetition_penalty)
+        logits = LogitsProcessorList(case.processors())(texts, case.target[last])
         uniforms = torch.rand(COUNT, 1 + children.shape[1], dtype=torch.float64, generator=generator)
         p = judge(probabilities(logits, case.sampling).double(), q[last], children, uniforms[:, 1:])
         last = pick(p, uniforms[:, 0])
         chosen.append(last)
+        texts = torch.cat((texts, last[:, None]), dim=1)
         at = first == last[:, None]  # the child that was accepted, if any, goes on with its own children
         children = torch.where(at.any(1, keepdim=True), second[torch.arange(COUNT), at.int().argmax(1)], -1)
     return torch.bincount(chosen[0] * VOCAB + chosen[1], minlength=VOCAB**2).view(VOCAB, VOCAB)

@@ -132,11 +132,6 @@ def test_sampled_output_does_not_depend_on_neighbours(target):
     assert run(target, requests[4:5], 1, sampling, seed=8)["4"].tokens != alone["4"].tokens
 
 
-def test_a_repetition_penalty_is_refused(target):
-    with pytest.raises(UserError, match=r"repetition_penalty=1.2: responses are generated without"):
-        run(target, [ResponseRequest("0", [256], 4, {257})], 1, SamplingParams(1.0, repetition_penalty=1.2))
-
-
 @pytest.mark.parametrize("make", [make_target, make_gemma], ids=["llama", "gemma3"])
 def test_captured_features_equal_the_forward(make):
     target = make()

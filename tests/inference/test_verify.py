@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from drafttrain.batch import Proposal, TokenTree
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.ngram.model import NgramDrafter
 from drafttrain.inference import SamplingParams, generate
-from drafttrain.inference.verify import Verifier, argmax_at, try_drawn, verify_batch
+from drafttrain.inference.verify import ProcessedText, Verifier, argmax_at, try_drawn, verify_batch
 from tests.inference.fakes import ANY, FakeDrafter, family
 
 #      root
@@ -20,7 +21,12 @@ HOT = SamplingParams(1.0)
 
 
 def verifier(sampling=None, eos=(), seed=0, prompt=(0,)):
-    return Verifier(sampling or SamplingParams(), eos, torch.Generator().manual_seed(seed), torch.tensor(prompt))
+    sampling = sampling or SamplingParams()
+    text = None
+    if sampling.repetition_penalty:
+        processor = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)
+        text = ProcessedText([processor], torch.tensor(prompt), limit=100)
+    return Verifier(sampling, eos, torch.Generator().manual_seed(seed), text)
 
 
 def choosing(*tokens):

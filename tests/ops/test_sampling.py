@@ -19,7 +19,6 @@ from drafttrain.ops.sampling import (
     SamplingParams,
     argmax,
     draw_distinct,
-    penalize,
     pick,
     probabilities,
     sample,
@@ -30,7 +29,7 @@ from drafttrain.ops.sampling import (
 def transformers_says(logits, params, history=None):
     """[n, v] probabilities by transformers' own processors, in the order of its generate()."""
     scores = logits
-    if params.repetition_penalty != 1:
+    if params.repetition_penalty:
         scores = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(history, scores)
     if params.temperature != 1:
         scores = TemperatureLogitsWarper(params.temperature)(history, scores)
@@ -66,8 +65,7 @@ def test_the_same_tokens_as_transformers(temperature, top_k, top_p, min_p):
     history = torch.randint(0, 2500, (16, 30), generator=generator)
     params = SamplingParams(temperature, top_k, top_p, min_p, 1.2)
     want = transformers_says(logits, params, history)
-    seen = torch.zeros(logits.shape, dtype=torch.bool).scatter_(1, history, True)
-    scores = penalize(logits, seen, 1.2)
+    scores = RepetitionPenaltyLogitsProcessor(1.2)(history, logits)
     got = probabilities(scores, params)
     assert torch.equal((got > 0).sum(-1), (want > 0).sum(-1))
     torch.testing.assert_close(got.sort(-1).values, want.sort(-1).values, rtol=2e-5, atol=1e-8)
@@ -117,8 +115,6 @@ def test_half_precision_logits_are_warped_in_float32():
     logits = torch.randn(3, 40).bfloat16()
     params = SamplingParams(0.7, 10, 0.8, 0.1)
     assert torch.equal(probabilities(logits, params), probabilities(logits.float(), params))
-    seen = torch.rand(3, 40) < 0.5
-    assert torch.equal(penalize(logits, seen, 1.3), penalize(logits.float(), seen, 1.3))
 
 
 @pytest.mark.parametrize("rows", [1, 6, 40])  # 40 rows take torch's way
