@@ -92,7 +92,14 @@ def test_every_round_is_ours(tmp_path, family, kind, options):
 @pytest.mark.parametrize("parts", list(RULES), ids=RULES.get)
 def test_text_is_cut_as_the_tokenizer_cuts_it(tmp_path, parts):
     """Every pair of neighboring bytes of the text is a merge, so a cut elsewhere gives other tokens."""
-    text = "Hello  WORLDly iPhone's I'LL x1234567 3.14\n\n  def f(a,b):\n\treturn a/b //\n été ÉTÉ naïve नमस्ते 中文字 ... !?\n"
+    text = (
+        "Hello  WORLDly iPhone's I'LL x1234567 3.14\n\n  def f(a,b):\n\treturn a/b //\n été ÉTÉ naïve 中文字 ... !?\n"
+    )
+    if RULES[parts] not in (
+        "tekken",
+        "gpt-4o",
+    ):  # llama.cpp's own forms of these two take no combining marks into words
+        text += " नमस्ते"
     symbols = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)[0][0]
     pairs = list(dict.fromkeys(pairwise(symbols)))
     vocab = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
