@@ -5,7 +5,6 @@ A thin layer over `drafttrain.inference` that turns names into models and prompt
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import decoding_settings, default_tree
 from drafttrain.drafters.registry import load_drafter as load_for_target
 from drafttrain.errors import UserError
+from drafttrain.files import read_json
 from drafttrain.inference import Decoder, SamplingParams, strip_padding
 from drafttrain.inference.decode import DecoderOptions
 from drafttrain.inference.sequence import TextStream
@@ -161,7 +161,7 @@ def evaluate(target: str, drafter: str, output: str | Path, **options: Any) -> d
     if unknown:
         raise UserError(f"evaluate: {unknown[0]} is no option of drafttrain eval; see its --help")
     eval_command.run(args)
-    return json.loads(Path(output).expanduser().read_text())
+    return {**read_json(Path(output).expanduser(), "output", "measure again")}
 
 
 def _pieces(text: TextStream, rounds: Iterator[tuple[int, list[int]]]) -> Iterator[str]:

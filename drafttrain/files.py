@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import os
+import re
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import TypeVar
 
 from drafttrain.errors import UserError, first_line
 
 if TYPE_CHECKING:
-    from pydantic import ValidationError
+    from pydantic import TypeAdapter, ValidationError
+    from safetensors import safe_open
 
 Json = dict[str, Any]  # a JSON object
-T = TypeVar("T")
+T = TypeVar("T", default=Json)
 
 
 def cache_folder() -> Path:
@@ -98,6 +103,55 @@ def read_text(path: Path, key: str, fix: str) -> str:
         raise UserError(f"{key}={str(path)!r} cannot be read ({error.strerror or first_line(error)}); {fix}") from error
 
 
+@contextlib.contextmanager
+def reading(path: Path | str, key: str, fix: str) -> Iterator[None]:
+    """Reports whatever a library raises about the content of `path` as a UserError; see `read_text`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # safetensors, torch, pyarrow, gzip and datasets raise a dozen unrelated classes
+        raise UserError(f"{key}={str(path)!r} cannot be read ({first_line(error)}); {fix}") from error
+
+
+def open_tensors(path: Path, key: str, fix: str) -> safe_open:
+    """An open safetensors file. Raises UserError: missing, damaged or incomplete."""
+    from safetensors import safe_open
+
+    with reading(path, key, fix):
+        return safe_open(path, framework="pt")
+
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def _object(pairs: list[tuple[str, object]]) -> Json:
+    """A JSON object. Raises ValueError for a repeated key, of which json keeps the last without a word."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice")
+    return found
+
+
+def parse_json(text: str) -> Any:
+    """A JSON value. Raises ValueError: not JSON, nested too deeply, a repeated key, or half a character (\\ud800)."""
+    try:
+        content = json.loads(text, object_pairs_hook=_object)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if _SURROGATE.search(text):  # valid pairs are rare enough for a second look
+        json.dumps(content, ensure_ascii=False).encode()
+    return content
+
+
+@functools.cache
+def _adapter(schema: type) -> TypeAdapter:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(schema)
+
+
 def read_json(path: Path, key: str, fix: str, schema: type[T] = dict) -> T:  # type: ignore[assignment]
     """A JSON file's content, checked against a schema.
 
@@ -108,54 +162,79 @@ def read_json(path: Path, key: str, fix: str, schema: type[T] = dict) -> T:  # t
     Raises:
         UserError: not readable, not JSON, or not of the schema; names the place in the file, its value and the rule.
     """
-    from pydantic import TypeAdapter, ValidationError
-
     text = read_text(path, key, fix)
     try:
-        content = json.loads(text)
-        TypeAdapter(schema).validate_python(content, strict=True)
-        return content
-    except ValidationError as error:
-        raise UserError(f"{key}={str(path)!r}: {violation(error)}; {fix}") from error
-    except (ValueError, RecursionError) as error:
+        content = parse_json(text)
+    except ValueError as error:
         raise UserError(f"{key}={str(path)!r} is not JSON ({first_line(error)}); {fix}") from error
+    check_json(content, f"{key}={str(path)!r}", fix, schema)
+    return content
+
+
+def check_json(content: object, where: str, fix: str, schema: type) -> None:
+    """Raises UserError, which begins with `where`, for content that is not of the schema; see `read_json`."""
+    from pydantic import ValidationError
+
+    try:
+        _adapter(schema).validate_python(content, strict=True)
+    except ValidationError as error:
+        raise UserError(f"{where}: {violation(error)}; {fix}") from error
 
 
 def violation(error: ValidationError) -> str:
-    """The first violation of a pydantic schema: `place=value: rule`."""
+    """The first violation of a pydantic schema: `place=value: rule`, or why the text is not JSON."""
     first = error.errors(include_url=False)[0]
+    if first["type"] == "json_invalid":
+        return f"not JSON ({first['ctx']['error']})"
     place = ".".join(map(str, first["loc"])) or "the content"
-    shown = repr(first["input"])
-    return f"{place}={shown if len(shown) <= 80 else shown[:77] + '...'}: {' '.join(first['msg'].split()).lower()}"
+    shown, rule = repr(first["input"]), " ".join(first["msg"].split())
+    if first["type"] == "missing":  # pydantic's input is then all that surrounds it
+        return f"{place}: {rule.lower()}"
+    return f"{place}={shown if len(shown) <= 80 else shown[:77] + '...'}: {rule[:1].lower() + rule[1:]}"
 
 
 def read_jsonl(
-    path: Path, growing: bool = False, fix: str = "the file must hold one JSON object per line"
-) -> Iterator[tuple[int, Json]]:
-    """Yields (line number, row) of every line that is not blank.
+    path: Path,
+    growing: bool = False,
+    fix: str = "the file must hold one JSON object per line",
+    schema: type[T] = dict,  # type: ignore[assignment]
+) -> Iterator[tuple[int, T]]:
+    """Yields (line number, row) of every line that is not blank. Lines end with a line feed and nothing else.
 
     Args:
         growing: leave out a last line without a line break: it is being written, or its writer was killed.
-        fix: ends the error about a line that is not JSON.
+        fix: ends the error about a line that is not JSON or not of the schema.
+        schema: a TypedDict, see `read_json`; rows are then reduced to its keys. pydantic parses and checks a line faster than
+            `json.loads` parses it.
 
     Raises:
-        UserError: no such file, not UTF-8, or a line that is no JSON object.
+        UserError: no such file, not UTF-8, or a line that is no JSON object or not of the schema.
     """
+    from pydantic import ValidationError
+
+    adapter = None if schema is dict else _adapter(schema)  # type: ignore[arg-type]  # TypedDicts are hashable
     if not path.is_file():
         raise UserError(f"{path}: no such file; give a JSONL file, one JSON object per line")
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip() or (growing and not line.endswith(b"\n")):
-                continue
-            try:
-                row = json.loads(line)
-            except UnicodeDecodeError as error:
-                raise UserError(f"{path}: not UTF-8 text ({error}); convert it first") from error
-            except ValueError as error:
-                raise UserError(f"{path} line {number}: not JSON ({error}); {fix}") from error
-            if not isinstance(row, dict):
-                raise UserError(f"{path} line {number}: {type(row).__name__} instead of a JSON object per line")
-            yield number, row
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.strip() or (growing and not line.endswith(b"\n")):
+                    continue
+                line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+                where = f"{path} line {number}"
+                try:
+                    row = parse_json(line.decode()) if adapter is None else adapter.validate_json(line, strict=True)
+                except UnicodeDecodeError as error:
+                    raise UserError(f"{where}: not UTF-8 text ({error}); convert it first") from error
+                except ValidationError as error:
+                    raise UserError(f"{where}: {violation(error)}; {fix}") from error
+                except ValueError as error:
+                    raise UserError(f"{where}: not JSON ({error}); {fix}") from error
+                if not isinstance(row, dict):
+                    raise UserError(f"{where}: {type(row).__name__} instead of a JSON object per line")
+                yield number, row  # type: ignore[misc]  # mypy loses T
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); give a JSONL file") from error
 
 
 class JsonlLog:
@@ -166,15 +245,21 @@ class JsonlLog:
     Attributes:
         rows: the results, those of earlier runs included.
 
+    Args:
+        schema: of a result; see `read_json`.
+
     Raises:
-        UserError: the file was begun with other settings.
+        UserError: the file was begun with other settings, or a line is damaged.
     """
 
-    def __init__(self, path: Path, settings: Json):
+    def __init__(self, path: Path, settings: Json, schema: type = dict):
         self.path = path
-        lines = [row for _, row in read_jsonl(path, growing=True)] if path.is_file() else []
+        fix = "delete that line to redo its result, or the file to start again"
+        lines = [row for _, row in read_jsonl(path, growing=True, fix=fix)] if path.is_file() else []
         if lines and lines[0] != settings:
             raise UserError(f"{path} was begun with {differences(lines[0], settings)}; use those, or give --overwrite")
+        for number, row in enumerate(lines[1:], 1):
+            check_json(row, f"{path} result {number}", fix, schema)
         self.rows: list[Json] = lines[1:]
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("ab")

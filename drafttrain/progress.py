@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import sys
 import time
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 
 _LINE_SECONDS = 15.0  # between plain lines
+
+
+def plain_console(**options: Any) -> Console:
+    """A console that shows text as it is: names of users' categories and files may look like markup, [bold] or :smile:."""
+    return Console(markup=False, emoji=False, highlight=False, **options)
 
 
 class Progress:
@@ -22,9 +28,9 @@ class Progress:
         self.began = self.printed = time.monotonic()
         self.bar: Bar | None = None
         if sys.stderr.isatty():
-            fields = TextColumn("{task.fields[rate]} {task.fields[left]} {task.fields[note]}")
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), fields)
-            self.bar = Bar(*columns, console=Console(stderr=True))
+            fields = TextColumn("{task.fields[rate]} {task.fields[left]} {task.fields[note]}", markup=False)
+            columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), fields)
+            self.bar = Bar(*columns, console=plain_console(stderr=True))
             self.task = self.bar.add_task(label, total=total, rate="", left="", note="")
 
     def __enter__(self) -> Progress:

@@ -43,6 +43,7 @@ from drafttrain.drafters.registry import decoding_file, kind_class
 from drafttrain.environment import __version__
 from drafttrain.errors import UserError
 from drafttrain.evaluation.held_out import acceptance, first_prompts
+from drafttrain.evaluation.metrics import read_training
 from drafttrain.files import Json, write_json
 from drafttrain.losses import parse_loss
 from drafttrain.target import Target
@@ -178,7 +179,6 @@ def load_target_and_records(config: TrainConfig, args: TrainingArguments) -> tup
     target = Target.load(
         config.target, config.dtype, str(args.device), config.trust_remote_code, config.target_device_map
     )
-    target.check_head()
     if records is None:
         return target, load_text(config.data, target, config.max_length)
     check_data(read_meta(config.data), stored_features(Path(config.data).expanduser()), target, config.data)
@@ -356,7 +356,7 @@ def run(args: argparse.Namespace) -> int:
     config, training_args = setup(args.config, args.overrides)
     summary_file = Path(config.output_dir) / "training.json"
     as_saved = json.loads(json.dumps(asdict(config)))
-    if config.resume and summary_file.is_file() and json.loads(summary_file.read_text())["config"] == as_saved:
+    if config.resume and read_training(summary_file.parent).get("config") == as_saved:
         print(f"{config.output_dir} is already trained with this configuration (resume=false trains it again)")
         return 0
     with explained(training_args):

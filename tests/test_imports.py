@@ -139,6 +139,7 @@ def test_no_module_hides_a_package():
 OTHER_WORDS = {
     ("cli", "ngram"),  # the command ngram-store, which writes what a kind reads
     ("data", "ngram"),  # runs of words that texts share
+    ("target", "mtp"),  # the prefix of prediction modules in published targets
     ("config", "eagle3"),  # what a recipe trains that names no kind
 }
 

@@ -111,6 +111,25 @@ def long_functions(root: Path = ROOT) -> list[str]:
     return found
 
 
+# Readers that belong to libraries' own layouts, or to messages between our own processes.
+UNCHECKED_JSON = {"weights.py", "registry.py", "model.py", "engine_runs.py"}
+
+
+def unchecked_json(root: Path = ROOT) -> list[str]:
+    """Places that parse a file's JSON without the checks of files.py: json.load, or json.loads of a read_text()."""
+    found = []
+    for path in python_files(root):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not (
+                isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and "json" in ast.dump(node.func)
+            ):
+                continue
+            reads = any(isinstance(part, ast.Attribute) and part.attr == "read_text" for part in ast.walk(node))
+            if node.func.attr == "loads" and reads and path.name not in UNCHECKED_JSON:
+                found.append(f"{path.relative_to(root)}:{node.lineno}")
+    return found
+
+
 def prose_files() -> Iterator[Path]:
     """Everything that people read: code with its comments and messages, docs, recipes, scripts."""
     patterns = (
@@ -139,6 +158,15 @@ def words_to_replace() -> Iterator[str]:
 
 def test_the_package_stays_small():
     assert line_count() <= MOST_LINES
+
+
+def test_json_files_are_read_with_checks():
+    assert unchecked_json() == []
+
+
+def test_consoles_show_users_text_as_it_is():
+    made = [path.name for path in python_files() if re.search(r"\bConsole\(", path.read_text())]
+    assert made == ["progress.py"]
 
 
 @pytest.mark.thorough

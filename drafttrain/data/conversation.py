@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from drafttrain.data.chat import closing_token, has_template, prompt_ids, turn_glue
+from drafttrain.data.row_formats import are_messages, row_id
 from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.target import Target
@@ -66,17 +67,14 @@ class Conversation:
     def from_row(row: Json, where: str) -> Conversation:
         """Reads {"id", "messages"} or {"id", "text"}; drops assistant messages, because the target answers again.
 
-        Raises UserError: neither, or messages without a user turn or of an unknown form.
+        Raises UserError: neither, an id of another type, or messages without a user turn or of an unknown form.
         """
-        conversation = Conversation(str(row["id"]), str(row.get("source") or ""))
+        conversation = Conversation(row_id(row["id"], where), str(row.get("source") or ""))
         if isinstance(row.get("text"), str) and row["text"] and "messages" not in row:
             conversation.text = row["text"]
             return conversation
         messages = row.get("messages")
-        if not isinstance(messages, list) or not all(
-            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
-            for m in messages
-        ):
+        if messages is None or not are_messages(messages):
             raise UserError(f'{where}: needs "text", or "messages" as a list of {{"role": ..., "content": ...}}')
         turn: Turn = []
         for message in [*messages, {"role": "assistant"}]:  # the added one closes the last turn

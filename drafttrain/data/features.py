@@ -62,7 +62,6 @@ def run(args: argparse.Namespace) -> int:
     if args.top_k < 0 or args.max_length < 0:
         raise UserError(f"top_k={args.top_k} and max_length={args.max_length} must not be negative")
     target = load_target(args, name, args.target_device_map)
-    target.check_head()
     if meta["target"]["tokenizer"] != target.identity()["tokenizer"]:
         raise UserError(f"data={args.data!r} was tokenized for target {meta['target']['name']!r}, not for {name!r}")
     if args.top_k > target.vocab_size:

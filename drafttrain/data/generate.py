@@ -79,8 +79,6 @@ def run(args: argparse.Namespace) -> int:
     existing = args.backend == "existing"
     conversations = [] if existing else read_prompts(Path(args.prompts).expanduser())
     target = load_target(args) if args.backend == "local" else load_shell(args.target, args.trust_remote_code)
-    if args.backend == "local":
-        target.check_head()
     layers = parse_layers(args.features, target)
     rules = backend_rules(args.backend, target)
     if args.backend == "vllm":

@@ -13,7 +13,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from drafttrain.errors import UserError
-from drafttrain.files import Json, read_jsonl
+from drafttrain.files import Json, read_jsonl, read_text
 from drafttrain.target import Target
 
 _OPEN_ROWS = 64  # number of open bins: more pack tighter but search slower
@@ -65,13 +65,13 @@ def is_text(data: str) -> bool:
 def _documents(path: Path) -> Iterator[str]:
     """A .txt file is one document; a .jsonl file one per line, under "text"."""
     if path.suffix == ".txt":
-        yield path.read_text(encoding="utf-8")
+        yield read_text(path, "data", "give a .txt, a .jsonl of {'text': ...}, or a data set folder")
         return
     wanted = 'write {"text": "..."} or delete the line'
     for number, row in read_jsonl(path, fix=wanted):
-        if "text" not in row:
-            raise UserError(f"{path} line {number}: no key 'text'; {wanted}")
-        yield str(row["text"])
+        if not isinstance(row.get("text"), str):
+            raise UserError(f"{path} line {number}: no text under the key 'text'; {wanted}")
+        yield row["text"]
 
 
 def load_text(data: str, target: Target, max_length: int) -> Dataset:
@@ -110,12 +110,17 @@ def load_text(data: str, target: Target, max_length: int) -> Dataset:
 
 
 def count_tokens(records: Iterable[Json], vocab_size: int) -> Tensor:
-    """Occurrences [v] int64 of each id in the responses of records {tokens, spans}."""
+    """Occurrences [v] int64 of each id in the responses of records {tokens, spans}. Raises UserError: an id beyond v."""
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for record in records:
         tokens = torch.as_tensor(record["tokens"])
         for start, end in record["spans"]:
-            counts += torch.bincount(tokens[start:end], minlength=vocab_size)
+            found = torch.bincount(tokens[start:end], minlength=vocab_size)
+            if len(found) > vocab_size:
+                raise UserError(
+                    f"data: token {len(found) - 1} is outside the target's vocabulary of {vocab_size}; use its own data"
+                )
+            counts += found
     return counts
 
 

@@ -137,7 +137,7 @@ def load_openings(name: str) -> list[str]:
     if name in ("builtin", "none"):
         return list(BUILTIN_OPENINGS) if name == "builtin" else []
     try:
-        with open(name, encoding="utf-8") as file:
+        with open(name, encoding="utf-8-sig") as file:
             lines = [line.rstrip("\n").replace("\\n", "\n") for line in file if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"openings={name!r} cannot be read ({error}); give builtin, none, or a text file") from error

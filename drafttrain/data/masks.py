@@ -17,7 +17,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from drafttrain.data.chat import Message, decode, encode, render_text
-from drafttrain.data.row_formats import parse_row
+from drafttrain.data.row_formats import parse_row, row_id
 from drafttrain.errors import UserError
 from drafttrain.files import Json, read_jsonl
 
@@ -65,7 +65,10 @@ def conversation_records(tokenizer: PreTrainedTokenizerBase, path: Path) -> Iter
                 f"{path} line {number}: no conversation in a known format with text in every turn; clean the file "
                 "with: drafttrain prompts --source file"
             )
-        id, source = str(row.get("id", number)), {"source": str(row.get("source") or path.name)}
+        id, source = (
+            row_id(row.get("id", number), f"{path} line {number}"),
+            {"source": str(row.get("source") or path.name)},
+        )
         try:
             yield conversation_record(tokenizer, messages, id) | source
         except TemplateRewrites:

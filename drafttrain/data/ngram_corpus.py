@@ -9,6 +9,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from drafttrain.data.chat import render_text, text_ids
+from drafttrain.data.row_formats import are_messages
 from drafttrain.data.store import load_records, read_meta
 from drafttrain.drafters.ngram_store.model import NgramTable
 from drafttrain.errors import UserError
@@ -66,15 +67,15 @@ def texts(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]
     """Token ids of the documents in a file. Raises UserError: it cannot be read, or a row without text or messages."""
     if path.suffix == ".jsonl":
         for number, row in read_jsonl(path):
-            if row.get("messages"):
+            if row.get("messages") and are_messages(row["messages"]):
                 yield text_ids(tokenizer, render_text(tokenizer, row["messages"]))
-            elif isinstance(row.get("text"), str):
+            elif isinstance(row.get("text"), str) and not row.get("messages"):
                 yield tokenizer(row["text"]).input_ids
             else:
                 raise UserError(f"{path} line {number}: no text and no messages; each line needs one of them")
     else:
         try:
-            with path.open(encoding="utf-8") as file:
+            with path.open(encoding="utf-8-sig") as file:
                 for line in file:
                     yield tokenizer(line).input_ids
         except (OSError, UnicodeDecodeError) as error:

@@ -5,21 +5,31 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from rich.console import Console
+from pydantic import Field
 from rich.table import Table
+from typing_extensions import TypedDict
 
 from drafttrain.data.filters import Filter, PromptLimits, stable_id
 from drafttrain.data.row_formats import Prompt, parse_row, prompt_texts
-from drafttrain.errors import UserError, first_line
-from drafttrain.files import Json, JsonlLog, differences, read_jsonl, suites_folder, write_json, write_jsonl
+from drafttrain.errors import UserError
+from drafttrain.files import (
+    Json,
+    JsonlLog,
+    differences,
+    read_json,
+    read_jsonl,
+    reading,
+    suites_folder,
+    write_json,
+    write_jsonl,
+)
 from drafttrain.flags import add_target_flags, load_target, load_tokenizer
-from drafttrain.progress import Progress
+from drafttrain.progress import Progress, plain_console
 
 if TYPE_CHECKING:
     from drafttrain.data.magpie import PromptWriter
@@ -40,7 +50,40 @@ Prompts are shuffled by --seed and filtered by length. Duplicates are dropped, a
 consecutive words with a file of --exclude or with the evaluation suites of drafttrain. An interrupted magpie run
 continues when run again; a finished file is not changed."""
 
+_SUMMARY_FIX = "delete it and give --overwrite, or give another --output"
 _READ_AHEAD = 10_000  # rows of a streamed data set that are shuffled together
+
+
+class PromptSummary(TypedDict):
+    """FILE.summary.json."""
+
+    settings: Json
+
+
+class PromptMessage(TypedDict):
+    """A turn."""
+
+    role: str
+    content: str
+
+
+class ChatPrompt(TypedDict):
+    """A prompt of turns."""
+
+    messages: Annotated[list[PromptMessage], Field(min_length=1)]
+
+
+class TextPrompt(TypedDict):
+    """A beginning to continue."""
+
+    text: str
+
+
+class WrittenPrompt(TypedDict):
+    """A line of FILE.partial: the answer to a numbered request, as a prompt or the reason to drop it."""
+
+    number: Annotated[int, Field(ge=0)]
+    result: ChatPrompt | TextPrompt | str
 
 
 def dataset_rows(name: str, subset: str | None, split: str, columns: dict[str, str], seed: int) -> Iterator[Json]:
@@ -50,14 +93,14 @@ def dataset_rows(name: str, subset: str | None, split: str, columns: dict[str, s
     """
     from datasets import load_dataset
 
-    try:
-        stream = load_dataset(name, subset, split=split, streaming=True)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"source={name!r} (subset {subset}, split {split}) cannot be loaded: {first_line(error)}; give magpie, file, "
-            "a reachable Hub id, or a local folder, and a --split that exists"
-        ) from error
-    for row in stream.shuffle(seed=seed, buffer_size=_READ_AHEAD):
+    fix = f"give magpie, file, a reachable Hub id or a local folder, with a --subset and a --split of it ({subset}, {split})"
+    with reading(name, "source", fix):
+        rows = iter(load_dataset(name, subset, split=split, streaming=True).shuffle(seed=seed, buffer_size=_READ_AHEAD))
+    while True:
+        with reading(name, "source", fix):
+            row = next(rows, None)
+        if row is None:
+            return
         missing = [theirs for theirs in columns.values() if theirs not in row]
         if missing:
             raise UserError(f"columns: {name} has no column {missing[0]!r}; it has {', '.join(row)}")
@@ -160,7 +203,9 @@ def magpie_prompts(args: argparse.Namespace, keep: Filter, target: Target, log: 
     def answers(start: int) -> Iterator[Finished]:
         return engine.run(writer.requests(start), sampling, args.seed)
 
-    return write_prompts(writer, answers, JsonlLog(log, settings), keep, args.count, args.max_minutes, args.seed)
+    return write_prompts(
+        writer, answers, JsonlLog(log, settings, WrittenPrompt), keep, args.count, args.max_minutes, args.seed
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -202,7 +247,7 @@ def run(args: argparse.Namespace) -> int:
         for path in (args.output, summary, partial):
             path.unlink(missing_ok=True)
     if args.output.exists():
-        before = json.loads(summary.read_text())["settings"] if summary.exists() else {}
+        before = read_json(summary, "summary", _SUMMARY_FIX, PromptSummary)["settings"] if summary.exists() else {}
         if before != settings:
             what = differences(before, settings) if before else "unknown settings (it has no summary file)"
             raise UserError(f"{args.output} was made with {what}; give --overwrite, or another --output")
@@ -234,7 +279,7 @@ def run(args: argparse.Namespace) -> int:
     for reason, count in keep.dropped.most_common():
         table.add_row(f"dropped: {reason}", str(count), style="dim")
     table.add_row("kept", str(len(rows)), style="bold")
-    Console(file=sys.stdout).print(table)
+    plain_console().print(table)
     print(args.output)
     return 0
 

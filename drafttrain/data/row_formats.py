@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from drafttrain.errors import UserError
 from drafttrain.files import Json
 
 Prompt = Json  # {"messages": [{"role", "content"}, ...]} or {"text": str}
@@ -42,6 +43,22 @@ def parse_row(row: Json) -> Prompt | None:
             answers = [row[name] for name in _ANSWERS if _filled(row.get(name))]
             return _prompt([_message("user", question), *(_message("assistant", answer) for answer in answers[:1])])
     return {"text": row["text"]} if _filled(row.get("text")) else None
+
+
+def row_id(value: object, where: str) -> str:
+    """A row's id as text. Raises UserError, which begins with `where`: neither text nor a whole number."""
+    if not isinstance(value, str | int) or isinstance(value, bool) or value == "":
+        raise UserError(
+            f"{where}: id={value!r} must be text or a whole number; drafttrain prompts --source file writes ids"
+        )
+    return str(value)
+
+
+def are_messages(value: object) -> bool:
+    """Whether a value is a list of {"role": text, "content": text, ...}, as chat templates read."""
+    return isinstance(value, list) and all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in value
+    )
 
 
 def prompt_texts(prompt: Prompt) -> list[str]:

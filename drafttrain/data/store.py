@@ -4,7 +4,7 @@
     DIR/part-0003.jsonl                     one line per conversation, written by process 3
     DIR/features/part-0003-00012.safetensors  states of some of them, complete or absent
     DIR/features/features.json              their settings, if `drafttrain features` wrote them
-    DIR/arrow/                              the cache of `load_records`, memory-mapped by datasets
+    DIR/arrow/                              the cache of `load_records`, see record_cache.py
 
 A line {"id", "tokens", "spans": [[start, end], ...], "finish": ["stop" | "length", ...], "source"}: spans are the
 responses' token ranges, end exclusive, stop token included; finish names per span how it ended. Lines are only appended,
@@ -18,38 +18,75 @@ import errno
 import fcntl
 import hashlib
 import json
+import math
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
-from datasets import Dataset, Features, Value
-from datasets import Sequence as ListOf
+from datasets import Dataset
+from pydantic import Field
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from typing_extensions import NotRequired, TypedDict
 
+from drafttrain.data.record_cache import StoredLine, cached_records, stored_lines
 from drafttrain.environment import __version__
 from drafttrain.errors import UserError
-from drafttrain.files import Json, complete_bytes, first_change, is_disk_full, read_jsonl, replacing, write_json
+from drafttrain.files import (
+    Json,
+    check_json,
+    complete_bytes,
+    first_change,
+    is_disk_full,
+    open_tensors,
+    read_json,
+    reading,
+    replacing,
+    write_json,
+)
 from drafttrain.target.attention import LAST
 
 FORMAT = 1
 _SYNC_SECONDS = 5.0  # between calls of fsync
 _SHARD_BYTES = 64_000_000
+_STATES_FIX = "store the states again: drafttrain features --data DIR --overwrite"
+_SHARD_FIX = "delete this file, and store its states again: drafttrain features --data DIR"
 _BOOKKEEPING = ("format", "drafttrain", "counts")  # keys of meta.json that are no settings
-_COLUMNS = Features(
-    {
-        "id": Value("string"),
-        "tokens": ListOf(Value("int32")),
-        "spans": ListOf(ListOf(Value("int32"))),
-        "finish": ListOf(Value("string")),
-        "source": Value("string"),
-    }
-)
+
+
+class TargetIdentity(TypedDict):
+    """The target that wrote a data set or its states: `Target.identity()`."""
+
+    name: str
+    model_type: str
+    hidden_size: Annotated[int, Field(ge=1)]
+    num_layers: Annotated[int, Field(ge=1)]
+    vocab_size: Annotated[int, Field(ge=1)]
+    tokenizer: str
+
+
+class StoredStates(TypedDict):
+    """Settings of stored states: features.json, or `features` in meta.json."""
+
+    layers: list[Annotated[int, Field(ge=0)]]
+    dtype: NotRequired[str]
+    top_k: NotRequired[Annotated[int, Field(ge=0)]]
+    target: NotRequired[TargetIdentity]
+
+
+class DataMeta(TypedDict):
+    """meta.json. `sampling` and other keys are settings that all runs into one data set share."""
+
+    target: TargetIdentity
+    features: NotRequired[StoredStates | None]
+    sampling: NotRequired[Json]
+    counts: NotRequired[Json]
 
 
 @dataclass(frozen=True)
@@ -70,18 +107,16 @@ class Share:
 
 
 def read_meta(directory: str | Path) -> Json:
-    """The meta.json of a data set. Raises UserError: no data set there, or one of another format."""
-    path = Path(directory).expanduser() / "meta.json"
-    try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"data={str(directory)!r} is not a data set ({path.name} cannot be read: {type(error).__name__}); "
-            "make one: drafttrain generate --target T --prompts P.jsonl --output DIR"
-        ) from error
+    """The meta.json of a data set. Raises UserError: no data set there, a damaged one, or one of another format."""
+    path, name = Path(directory).expanduser() / "meta.json", str(directory)
+    fix = "make one: drafttrain generate --target T --prompts P.jsonl --output DIR"
+    if not path.is_file():
+        raise UserError(f"data={name!r} is not a data set (it holds no meta.json); {fix}")
+    fix = f"restore that file, or {fix}"
+    meta: Json = read_json(path, "data", fix)
     if (held := meta.get("format")) != FORMAT:
-        name = str(directory)
         raise UserError(f"data={name!r} has format {held!r}, this drafttrain reads {FORMAT}; generate it again")
+    check_json(meta, f"data={str(path)!r}", fix, DataMeta)
     return meta
 
 
@@ -108,34 +143,24 @@ def _parts(directory: Path) -> list[Path]:
     return sorted(directory.glob("part-*.jsonl"))
 
 
-def _lines(parts: Iterable[Path]) -> Iterator[Json]:
-    """Complete lines of the parts."""
-    for part in parts:
-        yield from (row for _, row in read_jsonl(part, growing=True, fix="delete that line to redo its conversation"))
-
-
-def _records(parts: list[tuple[str, int, int]]) -> Iterator[Json]:
-    seen: set[str] = set()
-    for record in _lines(Path(path) for path, _, _ in parts):
-        if record["id"] not in seen:
-            seen.add(record["id"])
-            yield {name: record[name] for name in _COLUMNS}
+def _lines(directory: Path) -> Iterator[StoredLine]:
+    """Complete lines of all parts."""
+    for part in _parts(directory):
+        yield from (line for _, line in stored_lines(part))
 
 
 def load_records(directory: str | Path) -> Dataset:
     """All conversations as a memory-mapped `datasets.Dataset` with the columns of a line.
 
-    Raises UserError: no data set there, or an empty one.
+    Raises UserError: no data set there, an empty one, or a damaged line.
     """
     root = Path(directory).expanduser()
-    read_meta(root)
-    # datasets caches by these arguments, so parts with another size or time are read again.
-    stamps = [(str(part), part.stat().st_size, part.stat().st_mtime_ns) for part in _parts(root)]
-    if not any(size for _, size, _ in stamps) or next(_records(stamps), None) is None:
+    meta = read_meta(root)
+    rows = cached_records(root, _parts(root), meta["target"]["vocab_size"])
+    if not len(rows):
         name = str(directory)
         raise UserError(f"data={name!r} is empty: no conversation in its part-*.jsonl; run drafttrain generate")
-    cache = str(root / "arrow")
-    return Dataset.from_generator(_records, gen_kwargs={"parts": stamps}, features=_COLUMNS, cache_dir=cache)
+    return rows
 
 
 class Store:
@@ -207,7 +232,7 @@ class Store:
 
     def done_ids(self) -> set[str]:
         """Ids of the conversations in all parts."""
-        return {record["id"] for record in _lines(_parts(self.directory))}
+        return {record["id"] for record in _lines(self.directory)}
 
     def append(self, record: Json) -> None:
         """Appends one conversation, completely or not at all. Raises UserError: the disk is full."""
@@ -230,7 +255,7 @@ class Store:
         """Flushes, updates the counts in meta.json, and returns them."""
         os.fsync(self._file)
         counts = {"conversations": 0, "responses": 0, "response_tokens": 0, "truncated": 0}
-        for record in _lines(_parts(self.directory)):
+        for record in _lines(self.directory):
             counts["conversations"] += 1
             counts["responses"] += len(record["spans"])
             counts["response_tokens"] += sum(end - start for start, end in record["spans"])
@@ -342,12 +367,14 @@ def stored_features(root: Path) -> Json | None:
     """Settings of a data set's stored states: {"layers", "dtype", "top_k"}; None if it has none.
 
     `drafttrain features` writes its own description; `drafttrain generate --features` notes them in meta.json.
+
+    Raises UserError: a damaged description.
     """
-    try:
-        return json.loads((root / "features" / "features.json").read_text(encoding="utf-8"))
-    except OSError:
-        held = read_meta(root).get("features")
-        return {"top_k": 0, **held} if held else None
+    path = root / "features" / "features.json"
+    if path.exists():
+        return {"top_k": 0, **read_json(path, "data", _STATES_FIX, StoredStates)}
+    held = read_meta(root).get("features")
+    return {"top_k": 0, **held} if held else None
 
 
 class FeatureStore:
@@ -358,14 +385,27 @@ class FeatureStore:
         columns: [start, end) ranges of stored features to return, in the requested order (None in place of a range for the
             last state); None for all.
         top_k: number of most likely tokens stored in place of last states; 0 if last states are stored.
+        layers, width, vocab_size: of the stored features, to check them by; 0 layers for a store that is only asked which
+            conversations it holds.
+
+    Raises:
+        UserError: a damaged shard.
     """
 
-    def __init__(self, directory: Path, columns: list[tuple[int, int] | None] | None = None, top_k: int = 0):
-        self.columns, self.top_k = columns, top_k
+    def __init__(
+        self,
+        directory: Path,
+        columns: list[tuple[int, int] | None] | None = None,
+        top_k: int = 0,
+        layers: int = 0,
+        width: int = 0,
+        vocab_size: int = 0,
+    ):
+        self.columns, self.top_k, self.layers, self.width, self.vocab_size = columns, top_k, layers, width, vocab_size
         self._files: dict[Path, safe_open] = {}
         self._where: dict[str, Path] = {}  # conversation -> shard
         for shard in sorted((directory / "features").glob("part-*.safetensors")):
-            with safe_open(shard, framework="pt") as file:
+            with open_tensors(shard, "data", _SHARD_FIX) as file:
                 for key in file.keys():  # noqa: SIM118 - safe_open is no dict
                     self._where[key.rsplit("/", 1)[0]] = shard
 
@@ -379,10 +419,11 @@ class FeatureStore:
         # Last states are stored with the features, unless top-k tokens are stored in their place.
         if not set(feature_layers) <= {*held["layers"], *(() if held["top_k"] else (LAST,))}:
             return None
-        layers, width = held["layers"], (held.get("target") or read_meta(root)["target"])["hidden_size"]
+        target = held.get("target") or read_meta(root)["target"]
+        layers, width = held["layers"], target["hidden_size"]
         place = {layer: (i * width, (i + 1) * width) for i, layer in enumerate(layers)}
-        columns = [place.get(layer) for layer in feature_layers]
-        return FeatureStore(root, None if list(feature_layers) == layers else columns, held["top_k"])
+        columns = None if list(feature_layers) == layers else [place.get(layer) for layer in feature_layers]
+        return FeatureStore(root, columns, held["top_k"], len(layers), width, target["vocab_size"])
 
     def __len__(self) -> int:
         return len(self._where)
@@ -395,16 +436,40 @@ class FeatureStore:
 
         "features" [n, f*h], and either "last_hidden" [n, h], or "topk_ids" [n, k] int32 (most likely first), "topk_logits"
         [n, k] and "log_z" [n] float32, the log of the softmax denominator over the full vocabulary.
+
+        Raises:
+            UserError: a damaged shard, a tensor that is missing or has another shape, or values that no target computes.
         """
         shard = self._where.get(key)
         if shard is None:
             return None
         if shard not in self._files:
-            self._files[shard] = safe_open(shard, framework="pt")
+            self._files[shard] = open_tensors(shard, "data", _SHARD_FIX)
         names = ("topk_ids", "topk_logits", "log_z") if self.top_k else ("last_hidden",)
-        found = {name: self._files[shard].get_tensor(f"{key}/{name}") for name in ("features", *names)}
+        with reading(shard, "data", _SHARD_FIX):
+            found = {name: self._files[shard].get_tensor(f"{key}/{name}") for name in ("features", *names)}
+        if fault := self._fault(found):
+            raise UserError(f"data={str(shard)!r}, conversation {key!r}: {fault}; {_SHARD_FIX}")
         if self.columns is not None:
             stored = found["features"]  # [n, layers*h]
             parts = [found["last_hidden"] if part is None else stored[:, slice(*part)] for part in self.columns]
             found["features"] = torch.cat([stored[:, :0], *parts], dim=-1)  # [n, f*h]
         return found
+
+    def _fault(self, found: dict[str, Tensor]) -> str:
+        """What is wrong with a conversation's tensors; '' if nothing is."""
+        n = found["features"].shape[:1]  # [rows]
+        columns = {"features": (self.layers * self.width,), "last_hidden": (self.width,), "log_z": ()}
+        for name, tensor in found.items():
+            wanted = (*n, *columns.get(name, (self.top_k,)))
+            if tuple(tensor.shape) != wanted:
+                return f"{name} has the shape {list(tensor.shape)} instead of {list(wanted)}"
+            if not (tensor.dtype == torch.int32 if name == "topk_ids" else tensor.is_floating_point()):
+                return f"{name} has the type {tensor.dtype}"
+            # One pass without a copy: NaN and infinity survive the sum.
+            if tensor.is_floating_point() and not math.isfinite(tensor.sum(dtype=torch.float32)):
+                return f"{name} holds NaN or infinite values"
+        ids = found.get("topk_ids", torch.zeros(1))
+        if len(ids) and not (ids.min() >= 0 and ids.max() < self.vocab_size):
+            return f"topk_ids are outside the target's vocabulary of {self.vocab_size}"
+        return ""

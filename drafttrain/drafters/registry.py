@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from typing_extensions import NotRequired, TypedDict
 
 from drafttrain import drafters
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.combined import CombinedDrafter
 from drafttrain.errors import UserError
-from drafttrain.files import Json, hub_snapshot, is_hub_id
+from drafttrain.files import Json, hub_snapshot, is_hub_id, read_json
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import round_to_int8
 from drafttrain.target import Target, resolve_target
@@ -25,6 +25,22 @@ from drafttrain.target import Target, resolve_target
 # Lies next to a drafter whose config.json is another library's, and records that it is ours and of which kind.
 META_FILE = "drafttrain.json"
 _PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt"]
+
+
+class _Decoding(TypedDict):
+    """decoding.json: the default tree, and categories of requests that are decoded without the drafter."""
+
+    tree: str
+    off: NotRequired[list[str]]
+
+
+class _Kind(TypedDict):
+    """What a config.json says about the kind."""
+
+    drafter_kind: NotRequired[str | None]
+    architectures: NotRequired[list[str] | None]
+
+
 _BOOLS = {"true": True, "false": False}
 
 
@@ -174,13 +190,8 @@ def decoding_settings(name: str) -> Json:
         path = drafter_folder(first) / path.name
     if not path.is_file():
         return {}
-    try:
-        settings = json.loads(path.read_text())
-        str(settings["tree"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f'{path} has no tree ({error!r}); write {{"tree": "chain:3"}}, or pass a tree') from error
-    if not isinstance(settings.get("off", []), list):
-        raise UserError(f'{path}: off={settings["off"]!r} must be a list of categories, such as ["translation"]')
+    fix = 'write {"tree": "chain:3", "off": ["translation"]}, or pass a tree'
+    settings: Any = read_json(path, "decoding", fix, _Decoding)
     return settings
 
 
@@ -212,12 +223,9 @@ def kind_of(name: str, key: str = "drafter") -> str:
     """
     if name == "none" or is_untrained(name):
         return name
-    try:
-        config = json.loads((drafter_folder(name, key) / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{key}={name!r}: config.json cannot be read ({error}); train one or check the path") from error
-    if config.get("drafter_kind"):
-        return config["drafter_kind"]
+    config: Any = read_json(drafter_folder(name, key) / "config.json", key, "train one, or check the path", _Kind)
+    if kind := config.get("drafter_kind"):
+        return kind
     if set(config.get("architectures") or ()) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
         return next(kind for kind in kinds() if kind_class(kind).loads_language_models)
     raise UserError(

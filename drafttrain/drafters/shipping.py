@@ -58,11 +58,7 @@ class Trained:
         Raises:
             UserError: its weights do not fit its config.
         """
-        try:
-            return registry.load_trained(str(self.folder))
-        except (OSError, ValueError, RuntimeError) as error:
-            reason = first_line(error)
-            raise UserError(f"drafter={str(self.folder)!r} cannot be loaded ({reason}); train it again") from error
+        return registry.load_trained(str(self.folder))
 
 
 def find_drafter(name: str) -> Trained:
@@ -215,6 +211,9 @@ class Shipping(Generic[D]):
             if reasons := self.unsupported(trained, form):
                 print(f"no {form} format: {'; '.join(reasons)}")
                 continue
+            if reason := self.withheld(trained, form):
+                print(f"no {form} format: {reason}")
+                continue
             self.write(trained, form, request._replace(output=request.output / form))
             files.append((f"{form}/model.safetensors", f"{described.text}, for {', '.join(described.engines)}"))
         return files
@@ -236,6 +235,10 @@ class Shipping(Generic[D]):
             print(f"no GGUF file: {error}")
             return []
         return [(GGUF_NAME, f"{self.formats['gguf'].text}, for llama.cpp")]
+
+    def withheld(self, trained: Trained, form: str) -> str:
+        """Why `publish` leaves out a format that the drafter can be exported in; empty if it does not."""
+        return ""
 
     # -- checking -----------------------------------------------------------------------------------------------
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from rich.console import Console
+from rich.text import Text
 
 from drafttrain.drafters.registry import decoding_file, decoding_settings
 from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import load_results, summarize, training_record
 from drafttrain.files import Json, write_json
+from drafttrain.progress import plain_console
 
 HELP = """Say why acceptance is what it is, from results.json, and what to do.
 
@@ -49,12 +50,17 @@ def diagnose(results: Json, training: Json | None = None, others: Sequence[Json]
     Returns:
         The arguments of `finding`, by name; the first finding is the verdict.
     """
-    if not results["overall"]["target_passes"] or results["decoding"]["tree"].get("shape") == "none":
+    if not results["overall"]["target_passes"] or _tree(results).get("shape") == "none":
         return []
     training = training or {}
     found = [_verdict(results), _mismatch(results, training), _vocabulary(results), _depth(results, training)]
     found += [_context(results, training), _categories(results), _cost(results), _temperature(results, others)]
     return [each for each in found if each is not None]
+
+
+def _tree(results: Json) -> Json:
+    """The measured tree; empty where an earlier version did not record it."""
+    return results["decoding"].get("tree", {})
 
 
 def _verdict(results: Json) -> Json:
@@ -101,7 +107,7 @@ def _mismatch(results: Json, training: Json) -> Json | None:
 
 
 def _vocabulary(results: Json) -> Json | None:
-    known = [record for record in results["prompts"] if "covered" in record]
+    known = [record for record in results.get("prompts", []) if "covered" in record]
     tokens = sum(record["sides"]["drafter"]["tokens"] for record in known)
     covered = sum(record["covered"] * record["sides"]["drafter"]["tokens"] for record in known) / max(tokens, 1)
     if not tokens or covered >= COVERAGE:
@@ -131,7 +137,7 @@ def _depth(results: Json, training: Json) -> Json | None:
 
 
 def _context(results: Json, training: Json) -> Json | None:
-    records = sorted(results["prompts"], key=lambda record: record["prompt_tokens"])
+    records = sorted(results.get("prompts", []), key=lambda record: record["prompt_tokens"])
     third = len(records) // 3
     if third < FEWEST:
         return None
@@ -191,7 +197,7 @@ def _temperature(results: Json, others: Sequence[Json]) -> Json | None:
     best = max(cooler, key=lambda other: other["overall"]["accepted_length"], default=None)
     if best is None or ours >= LESS * (best["overall"]["accepted_length"] - 1):
         return None
-    draw = "" if results["decoding"]["tree"].get("sampled") else "draw the drafts too (--tree chain:3@sample), or "
+    draw = "" if _tree(results).get("sampled") else "draw the drafts too (--tree chain:3@sample), or "
     return finding(
         "temperature",
         f"accepted tokens per round: {best['overall']['accepted_length'] - 1:.2f} at temperature "
@@ -202,9 +208,11 @@ def _temperature(results: Json, others: Sequence[Json]) -> Json | None:
 
 def print_findings(findings: Sequence[Json]) -> None:
     """Prints two lines per finding: the figures and the advice."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = plain_console(soft_wrap=True)
     for each in findings:
-        console.print(f"[bold]{each['cause']}[/bold]: {each['figures']}\n  -> {each['advice']}")
+        console.print(
+            Text(each["cause"], style="bold").append(f": {each['figures']}\n  -> {each['advice']}", "not bold")
+        )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -233,8 +241,8 @@ def apply(drafter: str, results: Json) -> None:
     if not place.parent.joinpath("config.json").is_file():
         message = f"drafter={drafter!r} is no drafter's folder, so there is no decoding.json; give --drafter FOLDER"
         raise UserError(message)
-    settings = decoding_settings(drafter) or {"tree": results["decoding"]["tree"]["spec"]}
-    plain = {record["category"] for record in results["prompts"] if record.get("speculation") is False}
+    settings = decoding_settings(drafter) or {"tree": _tree(results).get("spec", "chain:3")}
+    plain = {record["category"] for record in results.get("prompts", []) if record.get("speculation") is False}
     known = set(results["categories"]) - plain
     off = sorted({*slow_categories(results)} & known | set(settings.get("off", ())) - known)
     write_json(place, {**settings, "off": off})

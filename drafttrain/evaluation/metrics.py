@@ -28,7 +28,8 @@ from pathlib import Path
 import numpy as np
 
 from drafttrain.errors import UserError
-from drafttrain.files import Json, JsonlLog, read_jsonl, writing
+from drafttrain.evaluation.results_schema import PartialLine, Results, SweepSummary, TrainingRecord
+from drafttrain.files import Json, JsonlLog, check_json, read_json, read_jsonl, writing
 from drafttrain.inference import Generation
 
 RESAMPLES = 1000
@@ -233,31 +234,38 @@ def folder_state(name: str) -> list[tuple[str, int, int]]:
 
 
 def training_record(drafter: str) -> Json:
-    """The training.json in a drafter's folder; empty without one."""
-    path = Path(drafter.partition("+")[0]).expanduser() / "training.json"
-    return json.loads(path.read_text()) if path.is_file() else {}
+    """The training.json in a drafter's folder; empty without one. Raises UserError: a damaged one."""
+    return read_training(Path(drafter.partition("+")[0]).expanduser())
 
 
-def is_sweep(content: object) -> bool:
-    """Whether the content of a JSON file has the form of a sweep's summary."""
-    return isinstance(content, dict) and isinstance(content.get("cells"), list) and bool(content["cells"])
+def read_training(folder: Path) -> Json:
+    """See `training_record`."""
+    path = folder / "training.json"
+    fix = "restore that file, or delete it and go without its figures"
+    return {**read_json(path, "training", fix, TrainingRecord)} if path.is_file() else {}
 
 
-def load_results(name: str) -> Json:
-    """Reads a results file or a sweep's summary. Raises UserError for a missing file, or one with other content."""
-    try:
-        results = json.loads(Path(name).expanduser().read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"results={name!r} cannot be read ({error}); give a file that drafttrain eval wrote") from error
-    if is_sweep(results) or (isinstance(results, dict) and {"overall", "categories", "decoding"} <= results.keys()):
-        return results
-    raise UserError(f"results={name!r} is not a results file (no overall figures); give one that drafttrain eval wrote")
+def is_sweep(content: Json) -> bool:
+    """Whether the content of a JSON file is a sweep's summary rather than results."""
+    return "cells" in content
+
+
+def load_results(name: str, sweeps: bool = False) -> Json:
+    """Reads a results file, or with `sweeps` also a sweep's summary. Raises UserError: missing, damaged, or other content."""
+    path, fix = Path(name).expanduser(), "give a file that drafttrain eval wrote"
+    content: Json = read_json(path, "results", fix)
+    if is_sweep(content) and not sweeps:
+        raise UserError(
+            f"results={name!r} is a sweep's summary; give the results of one of its cells, which are in the same folder"
+        )
+    check_json(content, f"results={name!r}", fix, SweepSummary if is_sweep(content) else Results)
+    return content
 
 
 class PartialResults:
     """`<output>.partial.jsonl`: a first line with the hash of the settings, then one line per finished question.
 
-    It replaces a file of other settings. Raises UserError if it cannot be written.
+    It replaces a file of other settings. Raises UserError if it cannot be written, or holds a damaged line.
 
     Attributes:
         tree: the result of the tree search, {"tree", "tree_search"}; None before the search.
@@ -266,12 +274,14 @@ class PartialResults:
 
     def __init__(self, output: Path, key: str):
         path, settings = output.with_name(output.name + ".partial.jsonl"), {"settings": key}
+        fix = "delete that file to answer all questions again"
         with writing(output):
-            if path.is_file() and next((row for _, row in read_jsonl(path, growing=True)), None) != settings:
+            if path.is_file() and next((row for _, row in read_jsonl(path, growing=True, fix=fix)), None) != settings:
                 path.unlink()
-            self._log = JsonlLog(path, settings)
-        self.tree: Json | None = next((row for row in self._log.rows if "tree" in row), None)
-        self.records = {row["question"]: row["records"] for row in self._log.rows if "question" in row}
+            self._log = JsonlLog(path, settings, PartialLine)
+        rows = self._log.rows
+        self.tree: Json | None = next((row for row in rows if row.keys() >= {"tree", "tree_search"}), None)
+        self.records = {row["question"]: row["records"] for row in rows if row.keys() >= {"question", "records"}}
 
     def add_tree(self, tree: str, tree_search: list[Json]) -> None:
         """Stores the result of the tree search."""

@@ -116,7 +116,6 @@ def evaluate(settings: EvalSettings, target: Target, drafter: Drafter | None, su
         UserError: prompts that do not fit, or an output that cannot be written.
     """
     questions = take_evenly(suite.questions, settings.limit)
-    target.check_head()
     check_lengths(target, questions, settings.max_new_tokens)
     head = describe(settings, target, suite)
     # A tree named by the user applies to all categories.

@@ -14,19 +14,34 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
+from pydantic import Field
 from transformers import PreTrainedTokenizerBase
+from typing_extensions import NotRequired, TypedDict
 
 from drafttrain.data.chat import Message, prompt_ids
-from drafttrain.errors import UserError, first_line
-from drafttrain.files import Json, read_jsonl, suites_folder
+from drafttrain.errors import UserError
+from drafttrain.files import Json, check_json, parse_json, read_jsonl, reading, suites_folder
 
 # SPEED-Bench replaces texts that NVIDIA may not redistribute by this note; NVIDIA's script fetches them.
 _MASKED = "FULL BENCHMARK DATA SHOULD BE FETCHED"
 # Spec-Bench reports six tasks and counts MT-bench's eight categories as one of them.
 _MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
+_ROW_FIX = "correct or delete that row; each needs turns, a list of texts (FastChat's question format)"
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".csv")
+
+
+# One line without control characters, which would change a terminal's state.
+Category = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$")]
+
+
+class SuiteRow(TypedDict):
+    """A line of a suite's file, in FastChat's question format."""
+
+    question_id: NotRequired[str | int | None]
+    category: NotRequired[Category | None]
+    turns: Annotated[list[Annotated[str, Field(pattern=r"\S")]], Field(min_length=1)]
 
 
 @dataclass(frozen=True)
@@ -131,11 +146,11 @@ def load_suite(name: str) -> Suite:
     if path is not None:
         questions = tuple(
             Question(
-                str(row.get("question_id", index)),
-                str(row.get("category", "all")),
-                _checked(row.get("turns"), f"{path} line {line}:", " (FastChat question format)"),
+                str(index if row.get("question_id") is None else row["question_id"]),
+                row.get("category") or "all",
+                tuple(row["turns"]),
             )
-            for index, (line, row) in enumerate(read_jsonl(path))
+            for index, (_, row) in enumerate(read_jsonl(path, fix=_ROW_FIX, schema=SuiteRow))
         )
         content, license_name = path.read_bytes(), ""
     else:
@@ -145,12 +160,6 @@ def load_suite(name: str) -> Suite:
     if not questions:
         raise UserError(f"suite={name!r} holds no questions; each line is a JSON object with turns")
     return Suite(name, questions, hashlib.sha256(content).hexdigest()[:16], license_name)
-
-
-def _checked(turns: object, where: str, note: str = "") -> tuple[str, ...]:
-    if isinstance(turns, list) and turns and all(isinstance(turn, str) and turn.strip() for turn in turns):
-        return tuple(turns)
-    raise UserError(f"{where} turns must be a non-empty list of non-empty strings{note}")
 
 
 def take_evenly(questions: Sequence[Question], limit: int | None) -> list[Question]:
@@ -193,10 +202,11 @@ def _read_public(name: str, path: str) -> Iterator[Question]:
                 f"{where} row {index + 1} has the keys {keys}, which is not {name}'s format (no {error}); "
                 "give the benchmark's own file, or JSON lines with turns"
             ) from error
-        turns = _checked(turns, f"{where} row {index + 1}: its")
+        key, category = row.get("question_id", row.get(suite.id_key)), suite.category(row) or name
+        read = {"question_id": index if key is None else key, "category": category, "turns": turns}
+        check_json(read, f"{where} row {index + 1}", _ROW_FIX, SuiteRow)
         masked += any(turn.startswith(_MASKED) for turn in turns)
-        key = row.get("question_id", row.get(suite.id_key))
-        yield Question(str(index if key is None else key), suite.category(row) or name, turns)
+        yield Question(str(read["question_id"]), category, tuple(turns))
     if masked:
         raise UserError(
             f"{where}: {masked} rows hold only a note that their text must be fetched from its owner; prepare the set with "
@@ -206,25 +216,18 @@ def _read_public(name: str, path: str) -> Iterator[Question]:
 
 def _hub_rows(name: str, suite: PublicSuite) -> Iterable[Json]:
     from datasets import load_dataset
-    from datasets.exceptions import DatasetsError
 
-    try:
+    with reading(suite.source, f"suite={name!r}: source", f"go online once, or give its file as {name}:FILE"):
         if suite.source.startswith("https://"):
             return load_dataset("json", data_files=suite.source, split=suite.split)
         return load_dataset(suite.source, suite.config, split=suite.split)
-    except (OSError, ValueError, DatasetsError) as error:
-        raise UserError(
-            f"suite={name!r} cannot be loaded from {suite.source} ({first_line(error)}); go online once, or give its file as "
-            f"{name}:FILE"
-        ) from error
 
 
 def _local_rows(where: str, suite: PublicSuite, path: Path) -> Iterator[Json]:
     for file in _files(where, suite, path):
-        try:
-            yield from _file_rows(file)
-        except (OSError, ValueError) as error:
-            raise UserError(f"{where}: {file} cannot be read ({error}); check the file") from error
+        with reading(file, "suite", "check the file"):
+            rows = _file_rows(file)
+        yield from rows
 
 
 def _files(where: str, suite: PublicSuite, path: Path) -> list[Path]:
@@ -244,7 +247,7 @@ def _files(where: str, suite: PublicSuite, path: Path) -> list[Path]:
 
 
 def _file_rows(file: Path) -> Iterable[Json]:
-    """Reads the rows of one file. Raises OSError or ValueError, also for broken JSON, parquet and CSV."""
+    """The rows of one file. pyarrow, gzip and json raise errors of many classes for a damaged one."""
     if file.name.endswith((".parquet", ".csv")):
         import pyarrow.csv
         import pyarrow.parquet
@@ -252,7 +255,7 @@ def _file_rows(file: Path) -> Iterable[Json]:
         read = pyarrow.parquet.read_table if file.suffix == ".parquet" else pyarrow.csv.read_csv
         return read(file).to_pylist()
     raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
-    text = raw.decode("utf-8")
+    text = raw.decode("utf-8-sig")
     if file.suffix == ".json" and text.lstrip().startswith("["):
-        return json.loads(text)
-    return [json.loads(line) for line in text.splitlines() if line.strip()]
+        return parse_json(text)
+    return [parse_json(line) for line in text.split("\n") if line.strip()]  # splitlines would break a line at U+2028

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
@@ -20,6 +20,7 @@ from drafttrain.files import Json
 from drafttrain.inference import generate
 from drafttrain.target import Target
 from drafttrain.target.generation import LogitsRules
+from drafttrain.target.loading import load_language_model
 
 ENGINES = ("vllm", "transformers", "llama.cpp")
 SIDES = Path(__file__).with_name("engines")  # scripts for the engines' own environments
@@ -101,7 +102,7 @@ def transformers(job: EngineJob, drafter: Path) -> Json:
     """Runs transformers' assisted generation in this process, on models of its own."""
     target = job.target
     model, assistant = (
-        AutoModelForCausalLM.from_pretrained(path, dtype=target.compute_dtype, use_safetensors=True).eval()
+        load_language_model(str(path), repr(str(path)), "export again", dtype=target.compute_dtype).eval()
         for path in (target.path, drafter)
     )
     for each in (model, assistant):
@@ -146,5 +147,5 @@ def run_side(python: str, script: Path, job: Json, environment: dict[str, str]) 
             raise UserError(f"engine-python={python!r} cannot run {script.name} ({error}); {fix}") from error
         if done.returncode or not answer.is_file():
             lines = [line for line in done.stderr.strip().splitlines() if line.strip()][-12:]
-            raise UserError(f"the engine stopped (exit code {done.returncode}): " + "\n  ".join(lines))
+            raise UserError(f"the engine stopped (exit code {done.returncode}): " + " | ".join(lines))
         return json.loads(answer.read_text())

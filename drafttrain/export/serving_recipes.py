@@ -76,7 +76,10 @@ def recipes(
             made.append(Recipe(engine, reasons=unsupported[form] or [f"it knows no drafter of kind {trained.kind}"]))
             continue
         place, before = drafter, ""
-        if published and form not in kind.in_root:
+        if published and kind.withheld(trained, form):
+            place = f"{drafter.rpartition('/')[2]}-{form}"
+            before = f"drafttrain export --drafter {drafter} --format {form} --output {place}\n"
+        elif published and form not in kind.in_root:
             place, before = f"{drafter}/{form}", f'hf download {drafter} --include "{form}/*" --local-dir {drafter}\n'
         elif published and form == "gguf":
             before = f"hf download {drafter} {GGUF_NAME} --local-dir {drafter}\n"

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from drafttrain.errors import UserError, first_line
-from drafttrain.files import Json, write_json, writing
+from drafttrain.files import Json, read_json, write_json, writing
+from drafttrain.target.loading import check_finite
 
 Shapes = dict[str, tuple[int, ...]]  # a checkpoint's tensors: name -> shape
 
 _PICKLES = ("pytorch_model.bin", "model.bin", "model.pt", "pytorch_model.pt", "model.pth")
+_REPAIR = "export or download again"
 _TABLES = {"d2t": torch.int64, "t2d": torch.bool}  # tensors of EAGLE-3's forms that are no weights
+
+
+class _Index(TypedDict):
+    weight_map: dict[str, str]
 
 
 def read_config(folder: Path, name: str = "config.json", missing: Json | None = None) -> Json:
@@ -26,18 +34,48 @@ def read_config(folder: Path, name: str = "config.json", missing: Json | None = 
     Raises:
         UserError: no such file and no `missing`, or not a JSON object.
     """
-    path = folder / name
-    if missing is not None and not path.is_file():
+    if missing is not None and not (folder / name).is_file():
         return missing
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    return read_json(folder / name, "checkpoint", "repair it, or give a checkpoint's folder")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors of a checkpoint: those that its index names, or model.safetensors; empty if it has none.
+
+    Raises:
+        UserError: a damaged index, or one that names files that are missing.
+    """
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return [path for path in [folder / "model.safetensors"] if path.is_file()]
+    named = read_json(index, "checkpoint", _REPAIR, _Index)["weight_map"].values()
+    files = [folder / Path(name).name for name in sorted(set(named))]  # a name with a folder in it could point anywhere
+    if missing := [path.name for path in files if not os.path.isfile(path)]:  # also for names that no path can have
         raise UserError(
-            f"{str(folder)!r}: {name} cannot be read ({error}); repair it, or give a checkpoint's folder"
-        ) from error
-    if not isinstance(config, dict):
-        raise UserError(f"{str(folder)!r}: {name} must hold an object, not {type(config).__name__}")
-    return config
+            f"{str(folder)!r}: {missing[0]!r:.80}, which {index.name} names, cannot be read (no such file); {_REPAIR}"
+        )
+    return files
+
+
+@contextlib.contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    """Reports safetensors' errors, which come in several classes, as a UserError."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{str(folder)!r}: safetensors cannot be read ({reason}); {_REPAIR}") from error
+
+
+def file_shapes(folder: Path) -> Shapes:
+    """The shapes of a checkpoint's tensors, from the headers of its safetensors alone. Raises UserError as `read_weights`."""
+    shapes: Shapes = {}
+    for path in weight_files(folder):
+        with _reading(folder), safe_open(path, "pt") as file:
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    if not shapes:
+        raise UserError(f"{str(folder)!r} has no model.safetensors with weights; give a checkpoint's folder")
+    return shapes
 
 
 def read_weights(folder: Path, allow_pickle: bool = False) -> dict[str, Tensor]:
@@ -49,17 +87,9 @@ def read_weights(folder: Path, allow_pickle: bool = False) -> dict[str, Tensor]:
     Raises:
         UserError: no weights, damaged ones, or only pickles without `allow_pickle`.
     """
-    index = folder / "model.safetensors.index.json"
-    try:
-        if index.is_file():
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            files = [folder / Path(name).name for name in names]  # a name with a folder in it could point anywhere
-        else:
-            files = [path for path in [folder / "model.safetensors"] if path.is_file()]
-        if files:
+    if files := weight_files(folder):
+        with _reading(folder):
             return {name: tensor for file in files for name, tensor in load_file(file).items()}
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise UserError(f"{str(folder)!r}: safetensors cannot be read ({error}); export or download again") from error
     pickles = [folder / name for name in _PICKLES if (folder / name).is_file()]
     if not pickles:
         raise UserError(f"{str(folder)!r} has no model.safetensors; give a checkpoint's folder")
@@ -68,13 +98,39 @@ def read_weights(folder: Path, allow_pickle: bool = False) -> dict[str, Tensor]:
             f"{pickles[0].name} in {str(folder)!r} is a pickle, which can run code when loaded; ask its author for "
             "safetensors, or pass --allow-pickle to read it with torch's weights_only check"
         )
+    return read_pickle(pickles[0])
+
+
+def read_pickle(path: Path) -> dict[str, Tensor]:
+    """The tensors of a dict that torch has saved, read by torch.load(weights_only=True); other values are left out.
+
+    Raises:
+        UserError: more than tensors and plain values, or damaged.
+    """
     try:
-        return torch.load(pickles[0], map_location="cpu", weights_only=True)
+        found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # pickle errors come in many classes
-        raise UserError(f"{pickles[0].name} holds more than tensors, or is damaged ({first_line(error)})") from error
+        raise UserError(f"{path.name} holds more than tensors, or is damaged ({first_line(error):.200})") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path.name} must hold tensors by name, not {type(found).__name__}")
+    return {str(name): value for name, value in found.items() if isinstance(value, Tensor)}
 
 
-def check_names(found: Mapping[str, Tensor], expected: Shapes, where: str) -> None:
+def check_kept_ids(kept: Tensor, vocab_size: int, where: str) -> None:
+    """Checks that kept ids [d] are ascending ids of the target's vocabulary, each once; raises UserError if not."""
+    whole = kept.dtype == torch.int64 and kept.dim() == 1 and len(kept) > 0
+    if not whole or int(kept.min()) < 0 or int(kept.max()) >= vocab_size or bool((kept[1:] <= kept[:-1]).any()):
+        raise UserError(
+            f"{where}: the kept ids (kept_ids or d2t) must be ascending ids of the target's {vocab_size} tokens, each once; "
+            "train or export again"
+        )
+
+
+def _shape(entry: Tensor | tuple[int, ...]) -> tuple[int, ...]:
+    return entry if isinstance(entry, tuple) else tuple(entry.shape)
+
+
+def check_names(found: Mapping[str, Tensor] | Shapes, expected: Shapes, where: str) -> None:
     """Checks that names and shapes are exactly the expected ones.
 
     Raises:
@@ -82,10 +138,11 @@ def check_names(found: Mapping[str, Tensor], expected: Shapes, where: str) -> No
     """
     for word, names in (("lacks", expected.keys() - found.keys()), ("has unknown", found.keys() - expected.keys())):
         if names:
-            raise UserError(f"{where} {word} weights: {', '.join(sorted(names)[:5])}")
+            shown = ", ".join(sorted(names)[:5])
+            raise UserError(f"{where} {word} weights: {shown:.300}; config.json does not describe its files")
     for name, shape in expected.items():
-        if tuple(found[name].shape) != tuple(shape):
-            raise UserError(f"{where}: {name} has shape {list(found[name].shape)}, must be {list(shape)}")
+        if _shape(found[name]) != tuple(shape):
+            raise UserError(f"{where}: {name} has shape {list(_shape(found[name]))}, must be {list(shape)}")
 
 
 def check_weights(found: Mapping[str, Tensor], expected: Shapes, config: Json, where: str) -> torch.dtype:
@@ -109,8 +166,7 @@ def check_weights(found: Mapping[str, Tensor], expected: Shapes, config: Json, w
         wanted = _TABLES.get(key, dtype)
         if tensor.dtype != wanted:
             raise UserError(f"{where}: {key} has dtype {tensor.dtype}, must be {wanted}; export again")
-        if not tensor.isfinite().all():
-            raise UserError(f"{where}: {key} holds values that are not finite; use an earlier checkpoint")
+    check_finite(found.items(), where, "use an earlier checkpoint")
     return dtype
 
 

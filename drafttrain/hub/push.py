@@ -16,7 +16,7 @@ from pathlib import Path
 from drafttrain.data.store import read_meta
 from drafttrain.drafters.shipping import ExportRequest, Trained, find_drafter, shipping
 from drafttrain.errors import UserError
-from drafttrain.evaluation.metrics import load_results
+from drafttrain.evaluation.metrics import load_results, read_training
 from drafttrain.export.serving_recipes import engine_depth, recipes, tuned_tree
 from drafttrain.files import Json
 from drafttrain.flags import WEIGHTS_HELP
@@ -91,7 +91,7 @@ def prepare(args: argparse.Namespace, trained: Trained, results: Sequence[Json],
     files = kind.publish(trained, request)
     write_clean_json(folder / "decoding.json", {"tree": str(tree)})
     files.append(("decoding.json", "the tree to draft, as measured to be fastest" if results else "the tree to draft"))
-    training = read_config(trained.folder, "training.json", missing={})  # none for a drafter from elsewhere
+    training = read_training(trained.folder)  # none for a drafter from elsewhere
     if training:
         write_clean_json(folder / "training.json", _public_training(training))
         files.append(("training.json", "recipe, steps, time and held-out figures of the training"))

@@ -71,7 +71,7 @@ def prepare(args: argparse.Namespace, folder: Path) -> None:
         identity=identity,
         counts=counts,
         sources=sources.most_common(10),
-        sampling=list(meta["sampling"].items()),
+        sampling=list(meta.get("sampling", {}).items()),
         backend=shorten(str(meta.get("backend", "local"))),
         prompt_license=args.prompt_license,
     )

@@ -9,11 +9,12 @@ from rich.console import Console, RenderableType
 from rich.table import Column, Table
 
 from drafttrain.environment import __version__
+from drafttrain.progress import plain_console
 
 
 def wide_console() -> Console:
     """The terminal; files and pipes, which have no width, get at least 140 columns."""
-    console = Console(highlight=False)
+    console = plain_console()
     if not console.is_terminal:
         console.width = max(console.width, 140)
     return console

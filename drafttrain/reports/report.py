@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     output = Path(args.output).expanduser()
     if output.suffix not in FORMATS:
         raise UserError(f"output={args.output!r}: the ending must be one of {', '.join(FORMATS)}")
-    loaded = [(name, load_results(name)) for name in args.results]
+    loaded = [(name, load_results(name, sweeps=True)) for name in args.results]
     runs = {index: content for index, (_, content) in enumerate(loaded) if not is_sweep(content)}
     sweeps = [content for _, content in loaded if is_sweep(content)]
     for results in runs.values():

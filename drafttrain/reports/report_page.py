@@ -257,7 +257,7 @@ def _sweep_charts(sweep: Json, number: int) -> Iterable[Chart]:
         yield _crossover(lines, f"crossover{suffix}")
     for key in others:
         rest = [other for other in _AXES if other != key]
-        own = {str(s[key]): f for s, f in cells if all(s.get(other) == cells[0][0].get(other) for other in rest)}
+        own = {str(s.get(key)): f for s, f in cells if all(s.get(other) == cells[0][0].get(other) for other in rest)}
         series = [_series("speed-up", list(own.values()), 1, "speedup_vs_fastest")]
         title, note = f"Speed-up by {_AXES[key]}", "Over the faster baseline, all else as in the sweep's first cell."
         yield Chart(f"sweep_{key}{suffix}", title, note, "bars", list(own), series, show=_times, reference=1.0)

@@ -27,6 +27,7 @@ from drafttrain.flags import add_drafter_flag, add_sampling_flags, add_target_fl
 from drafttrain.inference import Decoder, Stats
 from drafttrain.inference.verify import Verdict
 from drafttrain.ops.sampling import probabilities
+from drafttrain.progress import plain_console
 from drafttrain.reports.output import render_page
 
 HELP = """Show who produced each token of one answer, and what a round drafted.
@@ -218,7 +219,7 @@ def pieces_of(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[str
 
 def print_trace(trace: Trace, chosen: int, console: Console | None = None) -> None:
     """Prints the colored answer, the rounds and the chosen round's tree."""
-    console = console or Console(highlight=False)
+    console = console or plain_console()
     console.print(Text.assemble(*((piece.text, _shade(piece.depth)) for piece in trace.pieces)))
     legend = Text("\ntarget's own")
     for depth in trace.depths:

@@ -61,7 +61,7 @@ _active = _Active()
 
 
 @contextlib.contextmanager
-def attention_context(context: AttentionContext, caught: dict[int, Tensor] | None = None) -> Iterator[None]:
+def attention_context(context: AttentionContext | None, caught: dict[int, Tensor] | None = None) -> Iterator[None]:
     """While active, every target forward in this thread attends through `context`; `caught` receives the hooked features."""
     previous = _active.context, _active.caught
     _active.context, _active.caught = context, caught
@@ -124,7 +124,8 @@ def _attention(module, query, key, value, attention_mask, dropout=0.0, scaling=N
             raise UserError(f"{type(module).__name__} brings its own mask or position bias, which no context can apply")
         scaling, window = query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("sliding_window")
         form = AttentionForm(scaling=scaling, window=window, softcap=softcap, sinks=sinks)
-        return context.attend(getattr(module, "layer_idx", -1), query, key, value, **form), None
+        out = context.attend(getattr(module, "layer_idx", -1), query, key, value, **form)
+        return out.contiguous(), None  # as transformers' own functions return it; some families take views of it
     # Without a context (transformers' own generate, for example) the model computes what it did before it was wrapped.
     options = {"dropout": dropout, "scaling": scaling, **kwargs}
     if softcap is None and sinks is None:

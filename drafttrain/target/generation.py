@@ -212,11 +212,14 @@ class TargetGeneration:
 
 
 def end_tokens(sources: Iterable[Any], vocab_size: int) -> list[int]:
-    """The eos_token_id of all sources that can occur; some models write -1 for none."""
-    ids: set[int] = set()
+    """The eos_token_id of all sources that can occur; some models write -1 for none. Raises UserError for other values."""
+    found: list[object] = []
     for source in sources:
         eos = getattr(source, "eos_token_id", None)
-        ids.update(eos if isinstance(eos, (list, tuple)) else [] if eos is None else [eos])
+        found += eos if isinstance(eos, (list, tuple)) else [] if eos is None else [eos]
+    ids = {token for token in found if isinstance(token, int) and not isinstance(token, bool)}
+    if wrong := [token for token in found if not isinstance(token, int) or isinstance(token, bool)]:
+        raise UserError(f"eos_token_id={wrong[0]!r:.80} of the target must be a token id; correct its config.json")
     return sorted(token for token in ids if 0 <= token < vocab_size)
 
 

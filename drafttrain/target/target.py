@@ -3,16 +3,16 @@
 Everything that runs the target (training, response generation, tree verification) goes through `Target`, so features mean the
 same thing everywhere. This subpackage is the only place that knows the insides of transformers' models:
 
-    target.py        Target: load or wrap a model, prove that it can be served, run it
+    target.py        Target: load or wrap a model, run it
+    proof.py         proves that states and logits through our attention are the model's own
+    loading.py       loads models whose files hold exactly what their config promises
     attention.py     the registered attention function and feature hooks, through which a model's layers reach our cache
     native_body.py   the same forward as a few C calls, for decoding on a CPU
     fetch.py, convert_gguf.py: getting one
 
 A family needs no code here. Any decoder-only model whose layers call the transformers attention interface works unpatched;
-`Target.wrap` proves it on eight tokens: the model runs two rows with its own attention, then both interleaved in one row through
-ours, and the states must agree. So nothing but attention mixes tokens, position ids are honored, and no mask, bias or window is
-lost. Unsupported are recurrent layers, chunked attention and models with attention code of their own; the error says which.
-`check_head` proves likewise that `head(last_hidden)` gives the model's logits, scale and soft cap included.
+`Target.wrap` proves it on eight tokens (proof.py), logits included. Unsupported are recurrent layers, chunked attention and
+models with attention code of their own; the error says which.
 
 A Target holds no state of a call: threads may run forwards of one Target at a time, each with a context of its own.
 """
@@ -38,26 +38,29 @@ from transformers import (
 )
 
 from drafttrain.batch import TargetOutput
-from drafttrain.errors import UserError, first_line
+from drafttrain.errors import UserError
 from drafttrain.ops.packing import PackedLinear, cpu_has_bfloat16, pack
 from drafttrain.ops.tree_attention import AttentionForm
 from drafttrain.target.attention import (
-    ATTENTION,
     LAST,
     AttentionContext,
     CausalRows,
-    InterleavedRows,
     attention_context,
     hook_features,
 )
 from drafttrain.target.fetch import cached_model
 from drafttrain.target.generation import TargetGeneration, end_tokens, read_generation_config
+from drafttrain.target.loading import check_sizes, load_language_model, loading
 from drafttrain.target.native_body import NATIVE_ROWS, NativeBody
+from drafttrain.target.proof import prove, unsupported
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # transformers' names of layer types: with plain attention, and with a state.
 _SERVED = {"full_attention", "sliding_attention"}
 _RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+_LOADABLE = (
+    "give a folder with config.json, safetensors and tokenizer, a Hub id, or fetch one: drafttrain fetch smollm2-135m"
+)
 _packing = threading.Lock()
 Tokenizer = PreTrainedTokenizerBase | None  # None only for models that tests build
 
@@ -135,11 +138,10 @@ class Target:
         self.max_positions = self._find_max_positions()
         self.embed_scale: float = getattr(self.config, "embedding_multiplier", None) or 1.0
         self.softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
-        self.logit_scale: float = getattr(self.config, "logit_scale", None) or 1.0
-        self.logit_scale /= getattr(self.config, "logits_scaling", None) or 1.0
+        self.logit_scale = 1.0  # `prove` finds it
         head = self.model.get_output_embeddings()
         if head is None:
-            raise _unsupported(name, model, "has no language-model head")
+            raise unsupported(name, model, "has no language-model head")
         self.lm_head: nn.Linear | PackedLinear = head
         self.vocab_size: int = head.weight.shape[0]
         self.layers = self._find_layers()
@@ -170,26 +172,21 @@ class Target:
                 Inputs and outputs are on the first one.
 
         Raises:
-            UserError: nothing loadable there, an unknown dtype, or a model without the attention interface.
+            UserError: nothing loadable there, an unknown dtype, weights that are missing, unknown or not finite, or a model
+                whose states or logits through our attention are not its own.
         """
         where, place = resolve_target(name), resolve_device(device)
         wanted = resolve_dtype(dtype, place)
         generation = read_generation_config(where, name)
         spread = {"device_map": device_map, "max_memory": share_of_gpus()} if device_map else {}
-        try:
+        with loading(f"target={name!r}", _LOADABLE):
             tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
-            model = AutoModelForCausalLM.from_pretrained(
-                where, dtype=wanted, trust_remote_code=trust_remote_code, use_safetensors=True, **spread
-            )
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"target={name!r} cannot be loaded ({first_line(error)}); give a folder with config.json, safetensors and "
-                "tokenizer, a reachable Hub id, or fetch one: drafttrain fetch smollm2-135m"
-            ) from error
+        options: dict[str, Any] = {"dtype": wanted, "trust_remote_code": trust_remote_code, **spread}
+        model = load_language_model(where, f"target={name!r}", _LOADABLE, **options)
         if generation is not None:
-            model.generation_config = generation  # type: ignore[assignment]  # transformers' stubs know no such attribute
+            model.generation_config = generation
         if not device_map:
-            model = model.to(place)  # type: ignore[arg-type]  # transformers decorates it
+            model = model.to(place)
         return cls.wrap(model, tokenizer, name, where, wanted)
 
     @classmethod
@@ -207,12 +204,13 @@ class Target:
         A draft model, which runs the same way but is trained, is wrapped with freeze=False.
 
         Raises:
-            UserError: a model that an attention context cannot run, with its class name and the reason.
+            UserError: a model that an attention context cannot run, or whose logits we do not reproduce, with its class name
+                and the reason.
         """
         dtype = dtype or next(model.parameters()).dtype
         reason = _unservable(model)
         if reason is not None:
-            raise _unsupported(name, model, f"{reason}; use a target with plain attention")
+            raise unsupported(name, model, f"{reason}; use a target with plain attention")
         model.eval()
         if freeze:
             if dtype == torch.bfloat16 and model.device.type == "cpu" and not cpu_has_bfloat16():
@@ -220,40 +218,8 @@ class Target:
             model.requires_grad_(False)
         target = cls(model, tokenizer, name, path, dtype)
         if model.device.type != "meta":  # a model without weights stands for one that runs elsewhere
-            target._take_over_attention()
+            target.forms, target.logit_scale = prove(target)
         return target
-
-    @torch.no_grad()
-    def _take_over_attention(self) -> None:
-        """Routes the attention through our interface, and proves on two rows of four tokens that the states stay the same.
-
-            row a    a0 a1 a2 a3                     model's own attention, two rows
-            row b    b0 b1 b2 b3
-            packed   a0 b0 a1 b1 a2 b2 a3 b3         our attention, one row; positions 0 0 1 1 2 2 3 3
-
-        Raises:
-            UserError: layers that do not call the interface, a window that is not passed on, or other states.
-        """
-        n = 4
-        ids = (torch.arange(1, 2 * n + 1, device=self.device) * self.vocab_size // (2 * n + 2)).view(2, n)
-        own = self.body(input_ids=ids, use_cache=False).last_hidden_state.float()
-        self.model.set_attn_implementation(ATTENTION)
-        rows, positions = InterleavedRows(n), torch.arange(n, device=self.device).repeat_interleave(2)[None]
-        with attention_context(rows):
-            packed = self.body(input_ids=ids.t().reshape(1, -1), position_ids=positions, use_cache=False)
-        fault, layers, forms = "", [layer for layer, _ in rows.forms], [form for _, form in rows.forms]
-        states = packed.last_hidden_state.float().view(n, 2, -1).transpose(0, 1)  # [2, n, h]
-        error = (states - own).norm() / own.norm()
-        if sorted(layers) != list(range(self.num_layers)):
-            fault = f"calls the transformers attention interface for layers {sorted(layers)}"
-        elif rows.masked - {form["window"] for form in forms}:
-            fault = f"does not pass its window of {max(rows.masked)} tokens to the attention interface"
-        # In half precision rounding may send a token to another expert; unrelated states would differ by 1.4.
-        elif not error <= (1e-2 if self.compute_dtype == torch.float32 else 0.5):
-            fault = f"computes other states for packed rows than for one row (relative error {error:.2g})"
-        if fault:
-            raise _unsupported(self.name, self.model, f"{fault}; use a target with plain attention")
-        self.forms = [forms[layers.index(i)] for i in range(self.num_layers)]
 
     def pack(self) -> Target:
         """Packs the weights for fast inference on a CPU (no effect elsewhere). Costs a second copy of the weights."""
@@ -263,13 +229,14 @@ class Target:
                 pack(self.model)
                 self.lm_head = self.model.get_output_embeddings()
                 self._native, self._packed = native, True
+                self._hooked.clear()  # packing replaces linear layers, hooks included (OPT-350m's projection has one)
         return self
 
     def _find_layers(self) -> nn.ModuleList:
         for module in self.body.modules():
             if isinstance(module, nn.ModuleList) and len(module) == self.num_layers:
                 return module
-        raise _unsupported(self.name, self.model, f"has no list of {self.num_layers} decoder layers")
+        raise unsupported(self.name, self.model, f"has no list of {self.num_layers} decoder layers")
 
     def _find_max_positions(self) -> int | None:
         # LongRoPE (Phi-3) changes the keys of all positions once a sequence is longer than the original length. Cached keys
@@ -416,23 +383,6 @@ class Target:
                 hook_features(project_out if layer == LAST and project_out else self.layers[layer], layer)
             self._hooked.add(layer)
 
-    @torch.no_grad()
-    def check_head(self) -> None:
-        """Proves on one token that head(last_hidden) is what the model itself returns.
-
-        Raises UserError: the model does something to its logits that `head` does not know.
-        """
-        ids = torch.full((1, 2), min(3, self.vocab_size - 1), device=self.device)
-        ours = self.head(self.forward(ids, ()).last_hidden)
-        with attention_context(CausalRows(ids.shape[1])):
-            theirs = self.model(input_ids=ids, use_cache=False).logits.float()
-        if not torch.allclose(ours, theirs, rtol=2e-2, atol=2e-2 * theirs.abs().max().item()):
-            raise _unsupported(self.name, self.model, "transforms its logits in an unknown way")
-
-
-def _unsupported(name: str, model: PreTrainedModel, fault: str) -> UserError:
-    return UserError(f"target={name!r} ({type(model).__name__}) {fault}")
-
 
 def _unservable(model: PreTrainedModel) -> str | None:
     """Why a model cannot attend through a context, as far as its class and config show; None if no reason is found."""
@@ -463,17 +413,14 @@ def load_shell(name: str, trust_remote_code: bool = False) -> Target:
 
     Raises UserError: no config or tokenizer can be loaded by that name.
     """
-    path = resolve_target(name)
+    path, what = resolve_target(name), f"target={name!r}: config and tokenizer"
     generation = read_generation_config(path, name)
-    try:
+    with loading(what, "give a folder or Hub id"):
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        check_sizes(config, "", what, "give a folder or Hub id")
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"target={name!r}: config and tokenizer cannot be loaded ({first_line(error)}); give a folder or Hub id"
-        ) from error
     if generation is not None:  # many targets have none; config and tokenizer name the end of sequence too
         model.generation_config = generation
     return Target.wrap(model, tokenizer, name, path)

@@ -5,23 +5,29 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import sys
 import time
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import torch
 from datasets import Dataset
+from pydantic import Field
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import Sampler
-from transformers import TrainingArguments
+from transformers import TrainerState, TrainingArguments
+from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import EvalLoopOutput, get_last_checkpoint, rotate_checkpoints
+from typing_extensions import NotRequired, TypedDict
 
 from drafttrain.drafters.registry import decoding_file
 from drafttrain.environment import peak_memory
 from drafttrain.errors import UserError
-from drafttrain.files import is_disk_full
+from drafttrain.files import Json, is_disk_full, open_tensors, read_json, reading
 from drafttrain.training.callbacks import TimeBudget
 from drafttrain.training.on_policy import OnPolicy
 from drafttrain.training.step import StepTrainer, count_anchors
@@ -209,6 +215,44 @@ def _move(partial: Path, root: Path, name: str) -> None:
     shutil.rmtree(partial, ignore_errors=True)
 
 
+class SavedState(TypedDict):
+    """A checkpoint's trainer_state.json, as far as a resumed run depends on it."""
+
+    global_step: Annotated[int, Field(ge=0)]
+    max_steps: int
+    epoch: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
+    best_global_step: NotRequired[int | None]
+    best_metric: NotRequired[float | None]
+    best_model_checkpoint: NotRequired[str | None]
+    log_history: list[Json]
+    stateful_callbacks: NotRequired[dict[str, Json | list[Json]]]
+
+
+def damage(checkpoint: Path, needed: Sequence[str] = ()) -> str:
+    """Why a checkpoint cannot be resumed from, as a line; '' for a sound one. Reads all of it but the weights' values.
+
+    Args:
+        needed: patterns of file names that must be there; transformers goes on without a word if the optimizer's is not.
+    """
+    try:
+        state = read_json(checkpoint / "trainer_state.json", "checkpoint", "it is skipped", SavedState)
+        if state["global_step"] != int(checkpoint.name.rpartition("-")[2]):
+            return f"trainer_state.json is that of step {state['global_step']}"
+        with reading(checkpoint / "trainer_state.json", "checkpoint", "it is skipped"):
+            TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+        for file in sorted(checkpoint.rglob("*.safetensors")):
+            open_tensors(file, "checkpoint", "it is skipped")
+        for file in sorted(path for path in checkpoint.glob("*") if path.suffix in (".pt", ".pth")):
+            with reading(file, "checkpoint", "it is skipped"), zipfile.ZipFile(file) as archive:  # as torch writes
+                if bad := archive.testzip():
+                    raise ValueError(f"the checksum of {bad} is wrong")
+                with safe_globals():
+                    torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except UserError as error:
+        return str(error)
+    return next((f"it holds no {pattern}" for pattern in needed if not any(checkpoint.rglob(pattern))), "")
+
+
 def newest_checkpoint(args: TrainingArguments) -> str | None:
     """The newest checkpoint in output_dir, if there is one."""
     place = str(args.output_dir)
@@ -216,23 +260,33 @@ def newest_checkpoint(args: TrainingArguments) -> str | None:
 
 
 def find_checkpoint(args: TrainingArguments, resume: bool) -> str | None:
-    """The checkpoint to resume from; with resume=False the checkpoints of an earlier run are deleted.
+    """The checkpoint to resume from: the newest that is not damaged, with a line about each one that is.
 
-    Without a checkpoint, so is what belongs to the earlier drafter whose weights this run replaces: its tuned decoding
-    settings, its training summary and its adapter.
+    With resume=False the checkpoints of an earlier run are deleted. Without a checkpoint, so is what belongs to the earlier
+    drafter whose weights this run replaces: its tuned decoding settings, its training summary and its adapter.
+
+    Raises UserError: every checkpoint is damaged.
     """
     place = Path(str(args.output_dir))
     if not resume:
         with args.main_process_first(desc="deleting old checkpoints"):
             for old in place.glob("checkpoint-*"):
                 shutil.rmtree(old, ignore_errors=True)
-    checkpoint = newest_checkpoint(args)
-    if checkpoint is None:
-        with args.main_process_first(desc="deleting an old drafter's settings"):
-            for path in (decoding_file(str(place)), place / "training.json"):
-                path.unlink(missing_ok=True)
-            shutil.rmtree(place / "adapter", ignore_errors=True)
-    return checkpoint
+    found = [path for path in place.glob("checkpoint-*") if path.is_dir() and path.name.rpartition("-")[2].isdecimal()]
+    for path in sorted(found, key=lambda path: -int(path.name.rpartition("-")[2])):
+        others = args.save_only_model or any(path.glob("global_step*"))  # DeepSpeed's own layout
+        needed = () if others else ("*.safetensors", "optimizer.pt", "scheduler.pt", "rng_state*.pth")
+        if not (fault := damage(path, needed)):
+            return str(path)
+        if args.process_index == 0:
+            print(f"{path} is damaged and not used: {fault}", file=sys.stderr, flush=True)
+    if found:
+        raise UserError(f"output_dir={str(place)!r}: all checkpoints are damaged; start again with resume=false")
+    with args.main_process_first(desc="deleting an old drafter's settings"):
+        for old in (decoding_file(str(place)), place / "training.json"):
+            old.unlink(missing_ok=True)
+        shutil.rmtree(place / "adapter", ignore_errors=True)
+    return None
 
 
 # -- failures ----------------------------------------------------------------------------------------------------

@@ -16,19 +16,20 @@ Source: the roofline model (Williams et al. 2009); speed-up tau / (c * gamma + c
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
-from safetensors import safe_open
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from drafttrain.drafters.registry import is_untrained
 from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import load_results
-from drafttrain.files import Json, write_json
+from drafttrain.files import Json, check_json, open_tensors, read_json, write_json
 from drafttrain.flags import number_list
 from drafttrain.reports.output import table_of, wide_console
 from drafttrain.target import resolve_target
@@ -100,9 +101,29 @@ class Sizes:
         return max(moved / device.bandwidth, done / device.flops) + device.overhead
 
 
+_Number = Annotated[int, Field(ge=1, le=10**9)]
+
+
+class ModelSizes(TypedDict, total=False):
+    """The part of a decoder's config.json that decides its size."""
+
+    hidden_size: _Number
+    num_hidden_layers: _Number
+    num_attention_heads: _Number
+    num_key_value_heads: _Number | None
+    head_dim: _Number | None
+    num_local_experts: _Number | None
+    num_experts: _Number | None
+    num_experts_per_tok: _Number
+    intermediate_size: _Number | None
+    moe_intermediate_size: _Number | None
+    vocab_size: _Number
+
+
 def sizes_of(config: Json) -> Sizes:
     """Sizes by a decoder's config.json: gated MLPs, in all layers experts if in any. Raises UserError for missing keys."""
-    config = {**config, **config.get("text_config", {})}
+    config = {**config, **(config.get("text_config") or {})}
+    check_json(config, "target: config.json", "give --target-params instead", ModelSizes)
     try:
         h, layers, heads = (config[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
         kv_heads = config.get("num_key_value_heads") or heads
@@ -128,7 +149,7 @@ def drafter_params(folder: Path) -> float:
         raise UserError(f"drafter={str(folder)!r} holds no safetensors file; give --drafter-params")
     count = 0.0
     for file in files:
-        with safe_open(file, "pt") as weights:
+        with open_tensors(file, "drafter", "give --drafter-params") as weights:
             count += sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
     return count
 
@@ -308,9 +329,9 @@ def target_config(name: str) -> Json:
             from huggingface_hub import hf_hub_download
 
             path = Path(hf_hub_download(name, "config.json"))
-        return json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"target={name!r}: no config.json ({error}); give --target-params instead") from error
+    return {**read_json(path, "target", "give --target-params instead")}
 
 
 def advice(rows: Sequence[Json]) -> str:

@@ -15,9 +15,10 @@ from drafttrain.drafters.registry import load_drafter
 from drafttrain.errors import UserError
 from drafttrain.evaluation import runner
 from drafttrain.evaluation.metrics import fingerprint, folder_state
+from drafttrain.evaluation.results_schema import Results
 from drafttrain.evaluation.runner import EvalSettings
 from drafttrain.evaluation.suites import Question, Suite, load_suite, render
-from drafttrain.files import Json, write_json
+from drafttrain.files import Json, read_json, write_json
 from drafttrain.flags import TARGET_HELP, number_list
 from drafttrain.inference import SamplingParams, token_limit
 from drafttrain.reports.output import table_of, wide_console
@@ -145,8 +146,9 @@ def key_of(args: argparse.Namespace, cell: Json, suite: Suite) -> str:
 
 
 def finished(path: Path, key: str) -> Json | None:
-    """The results of a cell that was measured before with the same key."""
-    results = json.loads(path.read_text()) if path.is_file() else {}
+    """The results of a cell that was measured before with the same key. Raises UserError: damaged ones."""
+    fix = "delete that file to measure its cell again"
+    results: Json = {**read_json(path, "results", fix, Results)} if path.is_file() else {}
     return results if results.get("sweep", {}).get("key") == key else None
 
 

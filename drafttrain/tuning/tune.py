@@ -22,6 +22,7 @@ from statistics import median
 from typing import NamedTuple
 
 from drafttrain.data.chat import prompt_ids
+from drafttrain.data.row_formats import parse_row
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.combined import parts_of
 from drafttrain.drafters.common.tree_spec import TreeSpec
@@ -104,11 +105,13 @@ def calibration_prompts(
 
 def _messages(row: Json) -> list[dict[str, str]]:
     """The conversation of a row up to where the assistant answers."""
-    if row.get("messages"):
-        messages = [{"role": message["role"], "content": message["content"]} for message in row["messages"]]
-        return messages[:-1] if messages[-1]["role"] == "assistant" else messages
-    turns = row.get("turns") or ([row["text"]] if row.get("text") else [])
-    return [{"role": "user", "content": turn} for turn in turns[:1]]
+    prompt = parse_row(row) or {}
+    if "text" in prompt:
+        return [{"role": "user", "content": prompt["text"]}]
+    messages = prompt.get("messages", [])
+    if isinstance(row.get("turns"), list):
+        return messages[:1]
+    return messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
 
 
 def candidates(drafter: Drafter) -> list[TreeSpec]:

@@ -186,7 +186,7 @@ def test_dataset_source_with_mapped_columns(tmp_path, capsys):
     assert prompts(*args, "prompt=ask") == 0
     assert len(lines(tmp_path / "out.jsonl")) == 7
     assert prompts("--source", tmp_path / "none", "--output", tmp_path / "x.jsonl") == 2
-    assert "cannot be loaded" in capsys.readouterr().err
+    assert "cannot be read" in capsys.readouterr().err
 
 
 def test_token_limits_use_the_targets_tokenizer(tmp_path, target_dir):
@@ -368,7 +368,7 @@ def test_requests_run_on_the_real_engine(target, template):
         (("--source", "file", "--input", "no.jsonl"), "no.jsonl: no such file; give a JSONL file"),
         (("--source", "file", "--input", "bad.jsonl"), "bad.jsonl line 2: not JSON"),
         (("--source", "file", "--input", "list.jsonl"), "list.jsonl line 1: list instead of a JSON object per line"),
-        (("--source", "file", "--input", "latin.jsonl"), "latin.jsonl: not UTF-8 text"),
+        (("--source", "file", "--input", "latin.jsonl"), "latin.jsonl line 1: not UTF-8 text"),
         (("--source", "file", "--input", "none.jsonl"), "source=file: no prompt is left (unknown format 1)"),
         (("--source", "file", "--input", "empty.jsonl"), "source=file: no prompt is left (the source is empty)"),
         (

@@ -15,7 +15,14 @@ from drafttrain.errors import UserError
 from drafttrain.target.attention import LAST
 
 META = {
-    "target": {"name": "tiny", "hidden_size": 4, "tokenizer": "abc"},
+    "target": {
+        "name": "tiny",
+        "model_type": "llama",
+        "hidden_size": 4,
+        "num_layers": 3,
+        "vocab_size": 10,
+        "tokenizer": "abc",
+    },
     "sampling": {"temperature": 1.0, "seed": 0},
     "features": {"layers": [1, 2], "dtype": "bfloat16"},
 }
@@ -116,7 +123,7 @@ def test_foreign_folder_and_running_writer(tmp_path):
 
 
 def test_unreadable_data(tmp_path):
-    with pytest.raises(UserError, match=r"is not a data set \(meta.json cannot be read: FileNotFoundError\)"):
+    with pytest.raises(UserError, match=r"is not a data set \(it holds no meta.json\); make one: drafttrain generate"):
         load_records(tmp_path)
     write(tmp_path, [])
     with pytest.raises(UserError, match=r"is empty.*run drafttrain generate"):

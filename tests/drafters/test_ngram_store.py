@@ -181,7 +181,7 @@ def test_bad_names_are_named(target, tmp_path, name, message):
 
 def test_the_command_counts_data_sets_and_texts(target, target_dir, tmp_path, capsys):
     fingerprint = tokenizer_fingerprint(target.tokenizer)
-    with Store(tmp_path / "data", {"target": {"tokenizer": fingerprint}}, 0) as data:
+    with Store(tmp_path / "data", {"target": target.identity()}, 0) as data:
         row = {"id": "a", "tokens": [9, 8, 1, 2, 1, 2, 30], "spans": [[2, 6]], "finish": ["stop"], "source": "test"}
         data.append(row)
     file = str(tmp_path / "out" / "store.safetensors")

@@ -15,13 +15,21 @@ def prompt(category="chat", accepted=1, seconds=1.0, prompt_tokens=50, covered=1
     tokens = 1 + 10 * (1 + accepted)
     ours = side(tokens, seconds, [(accepted, offered, 10)], draft=draft, target=0.5)
     plain = side(tokens, 0.1 * tokens, [(0, 0, tokens - 1)], target=0.1 * tokens)
-    return {**record(category, ours, plain), "prompt_tokens": prompt_tokens, "covered": covered}
+    return {
+        "question_id": "q",
+        "turn": 0,
+        **record(category, ours, plain),
+        "prompt_tokens": prompt_tokens,
+        "covered": covered,
+    }
 
 
 def results_of(records, temperature=0.0, **more):
     return {
         "target": "t",
         "drafter": "d",
+        "suite": "s",
+        "dtype": "float32",
         "decoding": {"temperature": temperature, "tree": {"spec": "chain:2", "shape": "chain", "sampled": False}},
         "overall": summarize(records),
         "categories": by_category(records),

@@ -127,7 +127,7 @@ def test_offline_says_what_to_do(monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     with pytest.raises(
-        UserError, match=r"(?s)^suite='gsm8k' cannot be loaded from openai/gsm8k \(Couldn't reach [^\n]*gsm8k:FILE$"
+        UserError, match=r"(?s)^suite='gsm8k': source='openai/gsm8k' cannot be read \(Couldn't [^\n]*gsm8k:FILE$"
     ):
         load_suite("gsm8k")
 
@@ -136,9 +136,9 @@ def test_offline_says_what_to_do(monkeypatch):
     ("rows", "message"),
     [
         ([{"text": "a"}], "row 1 has the keys text, which is not gsm8k's format"),
-        ([{"question": "a"}, {"question": " "}], "row 2: its turns must be"),
+        ([{"question": "a"}, {"question": " "}], "row 2: turns.0="),
         ([["a"]], "row 1 has the keys of a list"),
-        ([{"turns": "abc"}], "row 1: its turns must be"),
+        ([{"turns": "abc"}], "row 1: turns=.abc.: input should be a valid list"),
         ([{"turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM ..."]}, {"turns": ["a"]}], "1 rows hold only a note"),
         ([], "holds no questions"),
     ],
@@ -153,7 +153,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
         load_suite(f"gsm8k:{tmp_path / 'nope.jsonl'}")
     broken = tmp_path / "broken.parquet"
     broken.write_bytes(b"not parquet")
-    with pytest.raises(UserError, match=r"broken\.parquet cannot be read"):
+    with pytest.raises(UserError, match=r"broken\.parquet. cannot be read"):
         load_suite(f"gsm8k:{broken}")
     for name in ("a.jsonl", "b.jsonl"):
         write(tmp_path / name, ROWS["gsm8k"])

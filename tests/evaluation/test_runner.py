@@ -18,6 +18,7 @@ from drafttrain.tuning import eval_command
 from drafttrain.tuning import tune as tuning
 from tests.conftest import make_target
 from tests.drafters.test_eagle3 import make_drafter
+from tests.evaluation import test_metrics as metrics
 
 QUESTIONS = [
     {"question_id": "q1", "category": "chat", "turns": ["hello there", "and again"]},
@@ -215,20 +216,23 @@ def test_an_interrupted_run_goes_on(command, tmp_path, monkeypatch):
     assert not partial.exists()
 
 
+RECORD = {"question_id": "a", "turn": 0, "prompt_tokens": 5, **metrics.record("chat", metrics.OURS, metrics.PLAIN)}
+
+
 def test_other_settings_do_not_reuse_records(tmp_path):
     output = tmp_path / "r.json"
     partial = PartialResults(output, "one")
     partial.add_tree("chain:2", [])
-    partial.add_question("0:a", [{"turn": 0}])
+    partial.add_question("0:a", [RECORD])
     same = PartialResults(output, "one")
-    assert same.records == {"0:a": [{"turn": 0}]}
+    assert same.records == {"0:a": [RECORD]}
     assert same.tree == {"tree": "chain:2", "tree_search": []}
     other = PartialResults(output, "two")
     assert (other.records, other.tree) == ({}, None)
 
 
 def test_a_partial_file_keeps_texts_with_any_line_separator(tmp_path):
-    records = [{"outputs": {"drafter": "one\u2028two\x85three"}}]
+    records = [{**RECORD, "outputs": {"drafter": "one\u2028two\x85three"}}]
     PartialResults(tmp_path / "r.json", "key").add_question("0:a", records)
     for _ in range(2):  # opening the file rewrites it
         assert PartialResults(tmp_path / "r.json", "key").records == {"0:a": records}
@@ -272,7 +276,7 @@ def test_a_drafter_folder_may_name_its_tree(tmp_path):
     (tmp_path / "decoding.json").write_text('{"tree": "dynamic:4,6,16"}')
     assert default_tree(str(tmp_path)) == "dynamic:4,6,16"
     (tmp_path / "decoding.json").write_text("{}")
-    with pytest.raises(runner.UserError, match=r"decoding.json has no tree .* or pass a tree"):
+    with pytest.raises(runner.UserError, match=r"decoding.json.*tree=.*: field required; .* or pass a tree"):
         default_tree(str(tmp_path))
 
 

@@ -38,10 +38,10 @@ def test_the_digest_follows_the_content(tmp_path):
     [
         ("", "holds no questions"),
         ("{broken", "line 1: not JSON"),
-        ('{"turns": ["a"]}\n{"turns": []}', "line 2: turns must be a non-empty list"),
-        ('{"text": "a"}', "line 1: turns must be a non-empty list"),
-        ('{"turns": ["a", ""]}', "line 1: turns must be a non-empty list of non-empty strings"),
-        ("[1]", "line 1: list instead of a JSON object"),
+        ('{"turns": ["a"]}\n{"turns": []}', "line 2: turns=\\[\\]: list should have at least 1 item"),
+        ('{"text": "a"}', "line 1: turns: field required; correct or delete"),
+        ('{"turns": ["a", ""]}', "line 1: turns.1='': string should match"),
+        ("[1]", "line 1: the content=.*should be an object"),
     ],
 )
 def test_bad_files_are_named(tmp_path, content, message):

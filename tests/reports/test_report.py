@@ -61,8 +61,8 @@ def test_a_picture_without_baselines(results, tmp_path):
     ("content", "output", "message"),
     [
         (None, "r.png", "cannot be read"),
-        ("{broken", "r.png", "cannot be read"),
-        ('{"sides": {}}', "r.png", "is not a results file"),
+        ("{broken", "r.png", "is not JSON"),
+        ('{"sides": {}}', "r.png", "target: field required; give a file that drafttrain eval wrote"),
         ("{}", "r.docx", "the ending must be one of .html, .png, .svg, .pdf"),
     ],
 )

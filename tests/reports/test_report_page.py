@@ -24,7 +24,7 @@ def results(drafter="ngram", tree="chain:2", same=False, outputs=True):
         record("code", OURS, PLAIN, PLAIN, same=same),
     ]
     for number, one in enumerate(records):
-        one |= {"question_id": str(number), "turn": 0}
+        one |= {"question_id": str(number), "turn": 0, "prompt_tokens": 5}
     if outputs and not same:
         records[1]["outputs"] = {"drafter": "if a < b: left()", "autoregressive": "if a < b: right() <script>"}
     content = {

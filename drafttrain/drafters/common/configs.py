@@ -5,9 +5,11 @@ transformers makes dataclasses of these classes: the annotated fields are what c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import field
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
+from pydantic import Field, TypeAdapter, ValidationError
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
@@ -21,6 +23,19 @@ WEIGHTINGS = ("exp", "dpace")
 # Rotary scalings for positions beyond those of pretraining. Scalings that depend on the length of the current sequence are
 # unsupported: cached keys would have to change while it grows.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# What annotations of fields allow; a count is of modules, which take time to make.
+_COUNTS = ("num_hidden_layers", "ttt_steps", "num_heads", "blocks", "modules", "n_predict")
+_SCHEMAS: dict[str, TypeAdapter] = {
+    "int": TypeAdapter(Annotated[int, Field(ge=0, le=2**31)]),
+    "count": TypeAdapter(Annotated[int, Field(le=1000)]),
+    "int | None": TypeAdapter[int | None](int | None),
+    "float": TypeAdapter(Annotated[float, Field(allow_inf_nan=False)]),
+    "bool": TypeAdapter(bool),
+    "str": TypeAdapter(str),
+    "tuple[int, ...]": TypeAdapter(Sequence[Annotated[int, Field(ge=-1, le=2**31)]]),
+    "Json": TypeAdapter(Json),
+    "Json | None": TypeAdapter[Json | None](Json | None),
+}
 
 
 class TargetedConfig(PreTrainedConfig):
@@ -28,7 +43,8 @@ class TargetedConfig(PreTrainedConfig):
 
     Attributes:
         recipe_keys: fields that a run may change when it continues a drafter; the weights depend on all others.
-        at_least_one: integer fields that must be 1 or more. width_field: the field that holds the target's hidden size.
+        at_least_one: integer fields that must be 1 or more. empty_as_null: fields that may be None.
+        width_field: the field that holds the target's hidden size.
         vocab_size: of the target. draft_vocab_size: d, kept tokens; 0 keeps the target's whole vocabulary.
         loss: as a recipe writes it. target: the target's identity, compared before use.
 
@@ -38,6 +54,7 @@ class TargetedConfig(PreTrainedConfig):
 
     recipe_keys: ClassVar[tuple[str, ...]] = ("loss",)
     at_least_one: ClassVar[tuple[str, ...]] = ()
+    empty_as_null: ClassVar[tuple[str, ...]] = ("target", "rope_parameters", "sliding_window", "lora")
     width_field: ClassVar[str] = ""
     vocab_size: int = 0
     draft_vocab_size: int = 0
@@ -46,6 +63,7 @@ class TargetedConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         self.drafter_kind = self.kind()
+        self._check_types()
         self.draft_vocab_size = self.draft_vocab_size or self.vocab_size
         self.target = self.target or {}
         for name in self.at_least_one:
@@ -53,6 +71,20 @@ class TargetedConfig(PreTrainedConfig):
                 raise UserError(f"{name}={getattr(self, name)}: must be at least 1")
         self.check()
         super().__post_init__(**{"tie_word_embeddings": False, **kwargs})
+
+    def _check_types(self) -> None:
+        """Checks every field that our classes declare against its annotation, and integers against a plausible size."""
+        for owner in type(self).__mro__:
+            for name, kind in (
+                vars(owner).get("__annotations__", {}).items() if issubclass(owner, TargetedConfig) else ()
+            ):
+                rule = _SCHEMAS.get("count" if kind == "int" and name in _COUNTS else kind)
+                value = getattr(self, name)
+                try:
+                    if rule is not None and (value is not None or name not in self.empty_as_null):
+                        rule.validate_python(value, strict=True)
+                except ValidationError as error:
+                    raise UserError(f"{name}={value!r:.80}: {error.errors()[0]['msg'].lower()}") from error
 
     def check(self) -> None:
         """Derives values that are 0 or empty, and raises UserError for values that cannot work."""
@@ -97,7 +129,7 @@ class DecoderConfig(TargetedConfig):
         max_position_embeddings: read by serving engines; unused here.
     """
 
-    at_least_one: ClassVar[tuple[str, ...]] = ("num_hidden_layers",)
+    at_least_one: ClassVar[tuple[str, ...]] = ("num_hidden_layers", "hidden_size", "num_attention_heads")
     target_width: ClassVar[bool] = False
     hidden_size: int = 64
     intermediate_size: int = 0
@@ -160,7 +192,7 @@ class LayerConfig(DecoderConfig):
     """
 
     recipe_keys: ClassVar[tuple[str, ...]] = ("ttt_steps", "depth_decay", "depth_share", "loss")
-    at_least_one = ("num_hidden_layers", "ttt_steps")
+    at_least_one = (*DecoderConfig.at_least_one, "ttt_steps")
     qk_norm: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False

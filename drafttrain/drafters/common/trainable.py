@@ -16,9 +16,15 @@ from drafttrain.drafters.common.layers import CacheShape, DraftLayer, Rotary
 from drafttrain.drafters.registry import drafter_folder, kind_of
 from drafttrain.errors import UserError
 from drafttrain.files import Json
+from drafttrain.formats.weights import Shapes, check_kept_ids, check_names, file_shapes, read_weights
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import pack
 from drafttrain.target import Target
+from drafttrain.target.loading import check_finite, loading
+
+_REPAIR = "use the folder as training or import wrote it"
+# What a drafter records about its target, beside its name, and what must agree.
+RECORDED: dict[str, type] = {"hidden_size": int, "num_layers": int, "vocab_size": int, "tokenizer": str}
 
 
 class TrainableDrafter(Drafter, PreTrainedModel):
@@ -108,7 +114,48 @@ class TrainableDrafter(Drafter, PreTrainedModel):
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        return cls.from_pretrained(str(folder), use_safetensors=True)
+        """A saved drafter.
+
+        Raises:
+            UserError: files whose tensors are not exactly those that config.json describes, values that are not finite, kept
+                ids that are none, or no recorded target.
+        """
+        what = f"drafter={str(folder)!r}"
+        with loading(what, _REPAIR):
+            config = cls.config_class.from_pretrained(str(folder))
+        if missing := [key for key in RECORDED if not isinstance(config.target.get(key), RECORDED[key])]:
+            raise UserError(f"{what}: config.json records no target.{missing[0]}; {_REPAIR}")
+        cls.check_files(folder, config)
+        with loading(what, _REPAIR):
+            drafter: Any = cls.from_pretrained(str(folder), use_safetensors=True)
+        drafter.finish_loading(folder)
+        check_finite((*drafter.named_parameters(), *drafter.named_buffers()), what, _REPAIR)
+        check_kept_ids(drafter.kept_ids, config.vocab_size, what)
+        return drafter
+
+    @classmethod
+    def check_files(cls, folder: Path, config: Any) -> None:
+        """Checks names and shapes of a folder's tensors against a drafter of this config; raises UserError."""
+        what = f"drafter={str(folder)!r}"
+        with loading(what, _REPAIR), torch.device("meta"):
+            shapes = {name: tuple(value.shape) for name, value in cls(config).state_dict().items()}
+        found = file_shapes(folder)
+        check_names(found, cls.stored_shapes(shapes, found, config), what)
+
+    @classmethod
+    def stored_shapes(cls, shapes: Shapes, found: Shapes, config: Any) -> Shapes:
+        """The shapes that a file must hold, for a drafter of `shapes`; found: those that it holds."""
+        return shapes
+
+    def finish_loading(self, folder: Path) -> None:
+        """Reads what a file stores in another form."""
+
+    def load_checkpoint(self, folder: str | Path) -> bool:
+        """Checks a training checkpoint, which the trainer loads by names; one of several shards it checks itself."""
+        if (Path(folder) / "model.safetensors").is_file():
+            self.check_files(Path(folder), self.config)
+            check_finite(read_weights(Path(folder)).items(), f"checkpoint={str(folder)!r}", "delete it")
+        return False
 
     def blank(self) -> Self:
         return type(self)(self.config)
@@ -120,11 +167,16 @@ class TrainableDrafter(Drafter, PreTrainedModel):
     def bind(self, target: Target) -> None:
         """Compares the recorded target's hidden size, depth, vocabulary and tokenizer; attaches its embedding."""
         recorded, actual = self.config.target, target.identity()
-        for key in ("hidden_size", "num_layers", "vocab_size", "tokenizer"):
+        for key in RECORDED:
             if key in recorded and recorded[key] != actual[key]:
                 raise UserError(
                     f"drafter was trained for target {recorded.get('name')!r} with {key}={recorded[key]!r}, but target "
                     f"{actual['name']!r} has {key}={actual[key]!r}; use its own target, or train a drafter for this one"
+                )
+        for key, theirs in (("vocab_size", target.vocab_size), (self.config.width_field, target.hidden_size)):
+            if key and getattr(self.config, key) != theirs:
+                raise UserError(
+                    f"drafter has {key}={getattr(self.config, key)}, but target {target.name!r} has {theirs}; use its own target"
                 )
         if max(self.feature_layers, default=0) > target.num_layers:
             raise UserError(

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
 
 from drafttrain.errors import UserError
-from drafttrain.files import Json
+from drafttrain.files import Json, read_json
 from drafttrain.ops.sampling import SamplingParams
+
+# A file's content: the ranks on the path to each node.
+_Paths = Annotated[
+    list[Annotated[list[Annotated[int, Field(ge=0, le=1_000_000)]], Field(min_length=1)]], Field(min_length=1)
+]
 
 
 @dataclass(frozen=True)
@@ -152,19 +159,16 @@ def _parse_shape(text: str, body: str) -> TreeSpec:
 def _parse_paths(text: str, rest: str) -> TreeSpec:
     """Raises ValueError for a text that is no list of paths, UserError for a missing file or a tree that lacks a node."""
     if rest.endswith(".json"):
-        try:
-            found = json.loads(Path(rest).expanduser().read_text())
-        except (OSError, ValueError) as error:
-            raise UserError(f"tree={text!r}: {rest} cannot be read as JSON ({error}); check the path") from error
-        if not isinstance(found, list) or not all(isinstance(path, list) and path for path in found):
-            raise UserError(f"tree={text!r}: {rest} must hold a list of lists of ranks, such as [[0], [1], [0, 0]]")
+        fix = "give a list of lists of ranks, such as [[0], [1], [0, 0]]"
+        found = read_json(Path(rest).expanduser(), f"tree={text!r}: paths", fix, _Paths)
     else:
-        found = [path.split("-") for path in rest.split(",")]
-    paths = tuple(sorted({tuple(int(rank) for rank in path) for path in found}, key=lambda path: (len(path), path)))
+        found = [[int(rank) for rank in path.split("-")] for path in rest.split(",")]
+    paths = tuple(sorted({tuple(path) for path in found}, key=lambda path: (len(path), path)))
     if not paths or min(map(min, paths)) < 0:
         raise ValueError
+    known = set(paths)
     for path in paths:
-        if path[:-1] and path[:-1] not in paths:
+        if path[:-1] and path[:-1] not in known:
             node, parent = ("-".join(map(str, p)) for p in (path, path[:-1]))
             raise UserError(f"tree={text!r}: node {node} has no parent; add {parent}")
     below = ranks_below(paths).items()

@@ -2,8 +2,9 @@
 
 config.json   a Qwen3 config of the layers, block_size, dflash_config {mask_token_id, target_layer_ids: ours - 1}
 weights       fc, hidden_norm, norm, layers.{i}.* as ours; with a pruned vocabulary or a trained head also lm_head and d2t
-mask          a learned one is mask_embedding.pt, the only form that vLLM reads it in; it stands for one token id, for
-              which a token that the drafter does not keep is taken
+mask          a learned one is mask_embedding.pt, the only form that vLLM reads it in, by torch.load(weights_only=True); it
+              stands for one token id, for which a token that the drafter does not keep is taken. A pickle is not published:
+              the Hub gets our own format, from which `drafttrain export` writes this one
 
 Sources: vllm/model_executor/models/qwen3_dflash.py and vllm/v1/spec_decode/dflash.py of vLLM 0.32.
 """
@@ -24,7 +25,7 @@ from drafttrain.drafters.gguf_heads import GgufHeads
 from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Trained
 from drafttrain.errors import UserError
 from drafttrain.files import Json, writing
-from drafttrain.formats.weights import dtype_name, write_checkpoint
+from drafttrain.formats.weights import dtype_name, read_pickle, write_checkpoint
 from drafttrain.target import Target
 
 _MASK_FILE = "mask_embedding.pt"
@@ -90,6 +91,11 @@ class DFlashShipping(BlockFiles[DFlash]):
             "vLLM provides features in ascending order": layers != sorted(layers),
         }
         return [f"feature_layers={layers}: {reason}" for reason, found in checks.items() if found]
+
+    def withheld(self, trained: Trained, form: str) -> str:
+        learned = trained.config.get("mask_token_id") is None
+        reason = f"vLLM reads a learned mask from {_MASK_FILE} alone, and pickles are not published"
+        return f"{reason}; users of the repository write it by drafttrain export --format {form}" if learned else ""
 
     def write(self, trained: Trained, form: str, request: ExportRequest) -> list[Path]:
         """Writes config.json, model.safetensors and, for a learned mask, mask_embedding.pt; GGUF as the base class."""
@@ -161,7 +167,8 @@ class DFlashShipping(BlockFiles[DFlash]):
 
     def exported_weights(self, exported: Path) -> dict[str, Tensor]:
         weights, path = super().exported_weights(exported), exported / _MASK_FILE
-        return {**weights, "mask": torch.load(path, weights_only=True)["embedding"]} if path.is_file() else weights
+        mask = read_pickle(path).get("embedding") if path.is_file() else None
+        return weights if mask is None else {**weights, "mask": mask}
 
     def compare(self, original: DFlash, back: DFlash, dtype: torch.dtype, depth: int, where: str) -> Json:
         """Compares a frozen head's rows with the target's; the drafts then use the same random head."""

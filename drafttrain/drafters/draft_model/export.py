@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from drafttrain.drafters.draft_model.model import DraftModel
 from drafttrain.drafters.registry import META_FILE
 from drafttrain.drafters.shipping import FORMATS, GGUF_NAME, ExportRequest, Format, Shipping, Trained
-from drafttrain.errors import UserError, first_line
+from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.formats.public_names import write_clean_json
 from drafttrain.formats.weights import dtype_name, read_config
 from drafttrain.formats.write_gguf import write_gguf
 from drafttrain.target import load_shell, resolve_target
+from drafttrain.target.loading import load_language_model
 
 _PLAIN = Format("a draft model as plain HF checkpoint", ("transformers", "vLLM", "SGLang", "TensorRT-LLM, Triton"))
+_AGAIN = "train it again, or use the folder as training wrote it"
 _TOLERANCE = 2e-2  # of the largest log-probability: two loaders of one file agree up to rounding
 
 
@@ -68,12 +69,9 @@ class DraftModelShipping(Shipping[DraftModel]):
         Raises:
             UserError: logits that differ beyond rounding.
         """
-        ours = AutoModelForCausalLM.from_pretrained(trained.folder, dtype=torch.float32, use_safetensors=True)
-        form: Json = {"gguf_file": GGUF_NAME} if (exported / GGUF_NAME).is_file() else {"use_safetensors": True}
-        try:
-            theirs = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32, **form)
-        except (OSError, ValueError) as error:
-            raise UserError(f"{str(exported)!r} is no language model ({first_line(error)}); export again") from error
+        ours = load_language_model(str(trained.folder), f"drafter={str(trained.folder)!r}", _AGAIN, dtype=torch.float32)
+        form: Json = {"gguf_file": GGUF_NAME} if (exported / GGUF_NAME).is_file() else {}
+        theirs = load_language_model(str(exported), repr(str(exported)), "export again", dtype=torch.float32, **form)
         if theirs.config.vocab_size != ours.config.vocab_size:
             raise UserError(
                 f"{str(exported)!r} has vocab_size={theirs.config.vocab_size}, the draft model {ours.config.vocab_size}; "
@@ -107,20 +105,8 @@ class DraftModelShipping(Shipping[DraftModel]):
 
 
 def _load_complete(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """A language model without our own config keys.
-
-    Raises:
-        UserError: no causal language model, or one whose weights and config disagree.
-    """
-    try:
-        options = {"dtype": dtype, "use_safetensors": True, "output_loading_info": True}
-        loaded: object = AutoModelForCausalLM.from_pretrained(folder, **options)
-    except (OSError, ValueError) as error:
-        raise UserError(f"drafter={str(folder)!r} is no causal language model ({first_line(error)})") from error
-    model, info = cast(tuple[PreTrainedModel, dict[str, set[str]]], loaded)
-    wrong = sorted(map(str, {*info["missing_keys"], *info["unexpected_keys"]}))
-    if wrong:
-        raise UserError(f"drafter={str(folder)!r}: weights and config disagree on {', '.join(wrong[:3])}")
+    """A language model without our own config keys; raises UserError if its weights and config disagree."""
+    model = load_language_model(str(folder), f"drafter={str(folder)!r}", _AGAIN, dtype=dtype)
     for key in ("drafter_kind", "target", "loss"):
         model.config.__dict__.pop(key, None)
     return model

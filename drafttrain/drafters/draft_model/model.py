@@ -17,7 +17,6 @@ saved as a plain checkpoint of its own architecture, which vLLM, transformers an
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Sequence
 from dataclasses import field
 from pathlib import Path
@@ -36,6 +35,7 @@ from drafttrain.drafters.registry import META_FILE
 from drafttrain.environment import __version__
 from drafttrain.errors import UserError
 from drafttrain.files import Json, write_json
+from drafttrain.formats.weights import read_config
 from drafttrain.losses import StoredTopK, linear_divergence
 from drafttrain.ops.tree_attention import TreeLayout
 from drafttrain.ops.tree_cache import TreeCache
@@ -140,11 +140,14 @@ class DraftModel(TrainableDrafter):
     # -- loading and saving -------------------------------------------------------------------------------------
 
     @classmethod
+    def load(cls, folder: Path) -> DraftModel:  # type: ignore[override]
+        return cls.from_pretrained(str(folder))
+
+    @classmethod
     def from_pretrained(cls, name: str, use_safetensors: bool = True) -> DraftModel:  # type: ignore[override]
         """Loads what `save_pretrained` wrote, or any causal language model with its tokenizer, in float32."""
         lm, tokenizer = language_models.from_checkpoint(name)
-        meta = Path(name).expanduser() / META_FILE
-        recorded = json.loads(meta.read_text()) if meta.is_file() else {}
+        recorded = read_config(Path(name).expanduser(), META_FILE, missing={})
         # A trained adapter is merged into the saved weights.
         own = {key: recorded[key] for key in ("layers", "embedding", "config", "loss", "target") if key in recorded}
         return cls(lm, tokenizer, DraftModelConfig(**own), name)
@@ -191,7 +194,6 @@ class DraftModel(TrainableDrafter):
     def bind(self, target: Target) -> None:
         """Checks that token ids mean the same to both. Any target with this vocabulary fits, whatever its size."""
         language_models.check_vocabulary(self.tokenizer, target, self.runner.name)
-        self.runner.check_head()
         self.target_vocab_size = target.vocab_size
         self.kept_ids = torch.arange(min(self.vocab_size, target.vocab_size), device=target.device)
 

@@ -18,9 +18,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from drafttrain.errors import UserError, first_line
+from drafttrain.errors import UserError
 from drafttrain.files import Json
+from drafttrain.formats.weights import Shapes, check_names, read_weights
 from drafttrain.target import Target, resolve_target
+from drafttrain.target.loading import check_finite, load_language_model, loading
 
 _LORA = {"r": 8, "alpha": 16, "targets": "all-linear", "dropout": 0.0}
 _PEFT_NAMES = {"alpha": "lora_alpha", "targets": "target_modules", "dropout": "lora_dropout"}
@@ -118,32 +120,33 @@ def from_checkpoint(name: str) -> tuple[Any, Any]:
     """Loads (model in float32, tokenizer) by folder, Hub id or the short name of a fetched model.
 
     Raises:
-        UserError: no model, or no tokenizer next to it.
+        UserError: no model, one whose weights are not exactly those that its config describes, or no tokenizer next to it.
     """
-    where = resolve_target(name)
-    try:
-        lm = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, use_safetensors=True)
-        tokenizer = AutoTokenizer.from_pretrained(where)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"drafter={name!r} cannot be loaded as a draft model ({first_line(error)}); give a folder or Hub id with "
-            "config.json, safetensors and the tokenizer's files"
-        ) from error
-    return lm, tokenizer
+    where, what = resolve_target(name), f"drafter={name!r} as a draft model"
+    fix = "give a folder or Hub id with config.json, safetensors and the tokenizer's files"
+    lm = load_language_model(where, what, fix, dtype=torch.float32)
+    with loading(what, fix):
+        return lm, AutoTokenizer.from_pretrained(where)
 
 
 def load_weights(lm: Any, folder: Path) -> None:
     """Loads weights that `save_pretrained` wrote to a folder; raises UserError if they are another model's."""
-    state = {
-        name: value for shard in sorted(folder.glob("model*.safetensors")) for name, value in load_file(shard).items()
+    state, tied = read_weights(folder), set(lm.all_tied_weights_keys)  # tied weights are stored once
+    expected = {
+        name: tuple(value.shape) for name, value in lm.state_dict().items() if name in state or name not in tied
     }
-    result = lm.load_state_dict(state, strict=False)
-    missing = set(result.missing_keys) - set(lm.all_tied_weights_keys)  # tied weights are stored once
-    if missing or result.unexpected_keys:
-        raise UserError(
-            f"{folder}: weights of another model ({sorted([*missing, *result.unexpected_keys])[0]}); choose another "
-            "output_dir, or resume=false"
-        )
+    check_state(state, expected, folder)
+    lm.load_state_dict(state, strict=False)
+
+
+def check_state(state: dict[str, Tensor], expected: Shapes, folder: Path) -> None:
+    """Checks a checkpoint of the same training; raises UserError if it is another model's or not finite."""
+    fix = "choose another output_dir, or resume=false"
+    try:
+        check_names(state, expected, str(folder))
+    except UserError as error:
+        raise UserError(f"{error}: weights of another model; {fix}") from error
+    check_finite(state.items(), str(folder), fix)
 
 
 def check_vocabulary(tokenizer: Any, target: Target, name: str) -> None:
@@ -209,13 +212,10 @@ def save_adapter(lm: Any, state: dict[str, Tensor], folder: Path) -> None:
 
 
 def load_adapter(lm: nn.Module, folder: Path) -> None:
-    """Loads the weights that `save_adapter` wrote."""
-    state = load_file(folder / _WEIGHTS)
+    """Loads the weights that `save_adapter` wrote; raises UserError if they do not fit."""
+    with loading(f"{folder}/{_WEIGHTS}", "choose another output_dir, or resume=false"):
+        state = load_file(folder / _WEIGHTS)
     own = {name.removeprefix(_PREFIX): value for name, value in state.items()}
-    result: Any = set_peft_model_state_dict(lm, own, adapter_name=_ADAPTER)
-    missing = [name for name in result.missing_keys if ".lora_" in name]
-    if result.unexpected_keys or missing:
-        raise UserError(
-            f"{folder}: the adapter does not fit this model ({[*result.unexpected_keys, *missing][0]}); resume with the "
-            "same drafter.lora and drafter.layers"
-        )
+    expected = get_peft_model_state_dict(lm, adapter_name=_ADAPTER, save_embedding_layers=False)
+    check_state(own, {name: tuple(value.shape) for name, value in expected.items()}, folder)
+    set_peft_model_state_dict(lm, own, adapter_name=_ADAPTER)

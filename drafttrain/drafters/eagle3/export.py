@@ -20,18 +20,28 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from drafttrain.drafters.common.llama_layers import LAYER_KEYS, layer_keys, unsupported_by_llama
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
 from drafttrain.drafters.gguf_heads import RELEASE, GgufHeads
 from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Shipping, Trained
 from drafttrain.errors import UserError
-from drafttrain.files import Json
+from drafttrain.files import Json, violation
 from drafttrain.formats.public_names import public_name, write_clean_json
-from drafttrain.formats.weights import check_names, dtype_name, read_config, read_weights, write_checkpoint
+from drafttrain.formats.weights import (
+    check_kept_ids,
+    check_names,
+    dtype_name,
+    read_config,
+    read_weights,
+    write_checkpoint,
+)
 from drafttrain.formats.write_gguf import ROPES
-from drafttrain.target import architectures_of
+from drafttrain.target import architectures_of, resolve_target
+from drafttrain.target.loading import check_finite, read_embedding
 
 # Keys beyond a decoder layer's, and the default where a checkpoint lacks one. Fields without a key of one value: qk_norm (a
 # model type), sliding_window (with layer types), rope, feature_layers.
@@ -45,6 +55,36 @@ HEAD_KEYS: Json = {
 Head = TypeVar("Head", bound=Eagle3)
 
 
+class _PublishedLayer(TypedDict, total=False):
+    """Keys of a decoder layer that a published config.json may hold; sizes and flags are checked by `Eagle3Config`."""
+
+    layer_types: list[str] | None
+    sliding_window: int | None
+    rope_parameters: Json | None
+    rope_scaling: Json | None
+    rope_theta: float | None
+    partial_rotary_factor: float | None
+    logit_scale: float | None
+
+
+class _EagleKeys(TypedDict, total=False):
+    """SGLang's `eagle_config`."""
+
+    use_aux_hidden_state: bool | None
+    norm_before_fc: bool | None
+    eagle_aux_hidden_state_layer_ids: list[int] | None
+
+
+class _Published(_PublishedLayer, total=False):
+    """A head's config.json in one of both forms."""
+
+    transformer_layer_config: _PublishedLayer
+    eagle_config: _EagleKeys | None
+    eagle_aux_hidden_state_layer_ids: list[int] | None
+    norm_before_fc: bool | None
+    embed_requires_grad: bool | None
+
+
 # -- unsupported features -------------------------------------------------------------------------------------------
 
 
@@ -55,14 +95,12 @@ def unsupported_features(drafter: Eagle3, engine: str) -> list[str]:
         engine: "vllm" or "sglang" (whose rules TensorRT-LLM's loader shares).
     """
     config: Eagle3Config = drafter.config  # type: ignore[assignment]
-    fields, layers, kept = config.to_dict(), list(config.feature_layers), drafter.kept_ids.cpu()
-    permuted = len(kept) == config.vocab_size and not torch.equal(kept, torch.arange(len(kept)))
+    fields, layers = config.to_dict(), list(config.feature_layers)
     unordered = layers != sorted(set(layers))
     checks = {
         f"hidden_size={config.hidden_size} differs from the target's {config.target_hidden_size}: the engine concatenates the "
         "target's embedding and the state and needs both of one width": config.target_hidden_size != config.hidden_size,
         f"feature_layers={layers}: the engine collects target states in ascending order, each once": unordered,
-        "the whole vocabulary is kept, but in another order, for which the engine has no table": permuted,
     }
     if engine == "vllm":
         lacks = "with qk_norm: vLLM's class for normed queries and keys (Qwen3) has"
@@ -142,23 +180,54 @@ def make_head(
     Raises:
         UserError: the config describes what ours cannot compute, or the weights do not fit it.
     """
+    try:
+        TypeAdapter(_Published).validate_python(config, strict=True)
+    except ValidationError as error:
+        raise UserError(f"{where}: config.json has {violation(error)}; get an intact copy of it") from error
     found = {name.removeprefix("model.").replace("layers.0.", "midlayer."): w for name, w in weights.items()}
     with torch.device("meta"):
         drafter = cls(cls.config_class(**_our_fields(config, found, target, where), **more))
     d, v = drafter.config.draft_vocab_size, drafter.config.vocab_size
     if "d2t" not in found and d != v:
         raise UserError(f"{where} keeps {d} of {v} tokens, but has no d2t")
-    found["kept_ids"] = kept = found.pop("d2t", torch.zeros(d)).long() + torch.arange(d)  # [d] int64
-    # Engines bring the target's embedding, and some trainers store copies of what belongs to the target.
-    for name in ("t2d", "embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight"):
+    shift = found.pop("d2t", torch.zeros(d, dtype=torch.int64))
+    if shift.shape != (d,) or shift.is_floating_point():
+        raise UserError(f"{where}: d2t must hold {d} integers, not {list(shift.shape)} {shift.dtype}")
+    found["kept_ids"] = kept = shift.long() + torch.arange(d)  # [d] int64
+    if (embedding := found.pop("embed_tokens.weight", None)) is not None:
+        _check_embedding(embedding, target["name"], where)
+    # Some trainers store copies of what belongs to the target, which the head does not compute with.
+    for name in ("t2d", "verifier_norm.weight", "verifier_lm_head.weight"):
         found.pop(name, None)
     check_names(found, {name: tuple(value.shape) for name, value in drafter.state_dict().items()}, where)
-    if not 0 <= int(kept.min()) <= int(kept.max()) < v:
-        raise UserError(f"{where}: d2t points outside of the target's {v} tokens")
+    check_kept_ids(kept, v, where)
+    check_finite(found.items(), where, "get an intact copy of it")
     dtype = found["fc.weight"].dtype
     state = {name: w if name == "kept_ids" else w.to(dtype) for name, w in found.items()}
     drafter.load_state_dict(state, strict=True, assign=True)
     return drafter.eval()
+
+
+def _check_embedding(embedding: Tensor, target: str, where: str) -> None:
+    """Checks that an embedding that comes with a head is the target's, which our heads read: up to its format, by value.
+
+    Raises:
+        UserError: it differs, or the target's weights are not at hand.
+    """
+    own = read_embedding(resolve_target(target))
+    if own is None:
+        raise UserError(
+            f"{where} brings an embed_tokens, and target {target!r} has no safetensors here to compare it with; give the "
+            "target's folder with its weights"
+        )
+    rows = min(len(own), len(embedding))  # either may be padded
+    ours, theirs = own[:rows], embedding[:rows]
+    same = ours.shape == theirs.shape and any(torch.equal(ours.to(x), theirs.to(x)) for x in (ours.dtype, theirs.dtype))
+    if not same:
+        raise UserError(
+            f"{where} brings an embed_tokens that differs from the target's; ours read the target's, so the head would draft "
+            "something else: import a head that shares the target's embedding"
+        )
 
 
 def _check_foreign(config: Json, layer: Json, weights: Mapping[str, Tensor], where: str) -> None:
@@ -204,7 +273,9 @@ def _our_fields(config: Json, weights: Mapping[str, Tensor], target: Json, where
     width = fields["target_hidden_size"] or fields["hidden_size"]
     for key, theirs in (("hidden_size", width), ("vocab_size", fields["vocab_size"])):
         if theirs != target[key]:
-            raise UserError(f"{where} is for a target with {key}={theirs}, but {target['name']!r} has {target[key]}")
+            raise UserError(
+                f"{where} is for a target with {key}={theirs!r:.80}, but {target['name']!r} has {target[key]}"
+            )
     fields["feature_layers"] = _feature_layers(config, width, weights, target, where)
     return {**fields, "target": target}
 
@@ -369,7 +440,7 @@ class Eagle3Shipping(GgufHeads[Eagle3], Eagle3Files[Eagle3]):
         if "speculators_model_type" in config:
             return config["speculators_model_type"] == "eagle3"
         architectures = config.get("architectures")
-        return isinstance(architectures, list) and any("Eagle3" in name for name in architectures)
+        return isinstance(architectures, list) and any("Eagle3" in str(name) for name in architectures)
 
     def read(self, folder: Path, target: Json, allow_pickle: bool = False) -> Eagle3:
         config = read_config(folder)

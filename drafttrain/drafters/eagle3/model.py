@@ -12,10 +12,9 @@ Which keys a query sees, and why decoding computes what was trained: common/laye
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn import RMSNorm
 
@@ -24,6 +23,7 @@ from drafttrain.drafters.common.configs import LayerConfig
 from drafttrain.drafters.common.layer_model import LayerDrafter
 from drafttrain.drafters.common.layers import DraftLayer
 from drafttrain.files import Json
+from drafttrain.formats.weights import Shapes, file_shapes, read_weights
 from drafttrain.ops.cpu_layers import DraftWeights
 from drafttrain.target import Target
 
@@ -76,16 +76,19 @@ class Eagle3(LayerDrafter):
         self.finish(config.num_hidden_layers)
 
     @classmethod
-    def load(cls, folder: Path) -> Self:
-        """A saved drafter. Published checkpoints hold the kept ids as the engines' d2t: target id minus drafter id."""
-        loaded: Any = cls.from_pretrained(folder, use_safetensors=True, output_loading_info=True)
-        drafter, info = loaded
-        if "kept_ids" in info["missing_keys"]:
-            drafter.kept_ids = torch.arange(drafter.config.draft_vocab_size)
-            if drafter.config.draft_vocab_size != drafter.config.vocab_size:
-                with safe_open(folder / "model.safetensors", "pt") as file:
-                    drafter.kept_ids += file.get_tensor("d2t")
-        return drafter
+    def stored_shapes(cls, shapes: Shapes, found: Shapes, config: Any) -> Shapes:
+        """Published checkpoints hold the kept ids as the engines' d2t (target id minus drafter id) and t2d, or leave them out."""
+        if "kept_ids" in found:
+            return shapes
+        tables = {"d2t": (config.draft_vocab_size,), "t2d": (config.vocab_size,)}
+        kept = config.draft_vocab_size != config.vocab_size
+        return {name: shape for name, shape in shapes.items() if name != "kept_ids"} | (tables if kept else {})
+
+    def finish_loading(self, folder: Path) -> None:
+        if "kept_ids" not in (found := file_shapes(folder)):
+            self.kept_ids = torch.arange(self.config.draft_vocab_size)
+            if "d2t" in found:
+                self.kept_ids += read_weights(folder)["d2t"].long()
 
     @property
     def decoder_layers(self) -> list[DraftLayer]:

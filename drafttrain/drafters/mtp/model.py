@@ -31,6 +31,7 @@ from drafttrain.errors import UserError
 from drafttrain.files import Json, hub_snapshot
 from drafttrain.ops.cpu_layers import DraftWeights
 from drafttrain.target import Target
+from drafttrain.target.loading import check_finite, loading
 
 
 class MTPConfig(LastStateConfig):
@@ -119,8 +120,15 @@ class MTP(LayerDrafter):
         shapes, state = read_native(target)
         drafter = cls(MTPConfig.for_target(target, **{**shapes, **options}, draft_vocab_size=len(kept_ids)))
         drafter.initialize(target, kept_ids)
+        where, block = f"init='native': the prediction module of target {target.name!r}", drafter.blocks[0]
+        expected = {"norm.weight", *(name for name, _ in block.named_parameters())}
+        if wrong := sorted(expected ^ state.keys()):
+            raise UserError(
+                f"{where} {'has unknown' if wrong[0] in state else 'lacks'} weights: {wrong[0]}; use init=target"
+            )
+        check_finite(state.items(), where, "use init=target")
         for name, weight in state.items():
-            ours = drafter.norm.weight if name == "norm.weight" else drafter.blocks[0].get_parameter(name)
+            ours = drafter.norm.weight if name == "norm.weight" else block.get_parameter(name)
             if ours.shape != weight.shape:
                 raise UserError(
                     f"init='native': {name} of target {target.name!r} is {list(weight.shape)}, not {list(ours.shape)} as in a "
@@ -219,7 +227,7 @@ def read_native(target: Target) -> tuple[Json, dict[str, Tensor]]:
                 f"init='native': the prediction module of target {target.name!r} is {what} ({prefix}{name}), and only dense "
                 "ones with plain attention are supported; use init=target"
             )
-        with safe_open(path, "pt") as file:
+        with loading(f"target={target.path!r}", "download it again"), safe_open(path, "pt") as file:
             state[ours] = file.get_tensor(prefix + name).float()
     offset = _norm_offset(target)
     for name in state:
@@ -227,14 +235,14 @@ def read_native(target: Target) -> tuple[Json, dict[str, Tensor]]:
             state[name] = state[name] + offset
     if form.swapped:
         state["eh_proj.weight"] = torch.cat(state["eh_proj.weight"].chunk(2, dim=1)[::-1], dim=1)
+    gate = state.get("layer.mlp.gate_proj.weight", torch.empty(1, 1))
     shapes: Json = {
-        "intermediate_size": len(state["layer.mlp.gate_proj.weight"]),
+        "intermediate_size": len(gate),
         "qk_norm": "layer.self_attn.q_norm.weight" in state,
     }
     if "layer.self_attn.q_proj.bias" in state:
         shapes["attention_bias"] = True  # of all four; one that is missing is zero
-        output = state["layer.self_attn.o_proj.weight"]
-        state.setdefault("layer.self_attn.o_proj.bias", output.new_zeros(len(output)))
+        state.setdefault("layer.self_attn.o_proj.bias", torch.zeros(target.hidden_size))
     return shapes, state
 
 
@@ -245,7 +253,7 @@ def _find(target: Target) -> tuple[_Form, str, dict[str, Path]]:
         folder = hub_snapshot(target.path, ["*.safetensors"], "target")
     files: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
+        with loading(f"target={target.path!r}", "download it again"), safe_open(path, "pt") as file:
             files |= dict.fromkeys(file.keys(), path)
     for form in (_DEEPSEEK, _QWEN, _MIMO):
         prefix = form.module.format(n=target.num_layers)

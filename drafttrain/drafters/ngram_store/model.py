@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.numpy import save_file
 from torch import Tensor
 
@@ -27,6 +27,7 @@ from drafttrain.batch import TokenTree
 from drafttrain.drafters.base import Drafter, Session
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
+from drafttrain.files import reading
 from drafttrain.ops.sampling import Sampler
 from drafttrain.target import Target, tokenizer_fingerprint
 
@@ -97,17 +98,34 @@ class NgramTable(NamedTuple):
 
     @staticmethod
     def load(file: str | Path) -> tuple[NgramTable, str]:
-        """Returns the table and its tokenizer's fingerprint; raises UserError for a missing file or another format."""
-        try:
-            with safe_open(Path(file).expanduser(), framework="numpy") as store:
-                about = store.metadata() or {}
-                if about.get("format") != _FORMAT:
-                    raise UserError(f"ngram_store={str(file)!r} is no n-gram store; build one: drafttrain ngram-store")
-                arrays = {name: store.get_tensor(name) for name in ("hashes", "starts", "tokens", "counts")}
-        except (OSError, SafetensorError) as error:
-            fix = "build one: drafttrain ngram-store"
-            raise UserError(f"ngram_store={str(file)!r} cannot be read ({error}); {fix}") from error
-        return NgramTable(**arrays, max_n=int(about["max_n"])), about["tokenizer"]
+        """Returns the table and its tokenizer's fingerprint.
+
+        Raises UserError: a missing file, another format, or a table that breaks the rules of the class.
+        """
+        fix = "build one: drafttrain ngram-store"
+        with reading(file, "ngram_store", fix), safe_open(Path(file).expanduser(), framework="numpy") as store:
+            about = store.metadata() or {}
+            if about.get("format") != _FORMAT:
+                raise UserError(f"ngram_store={str(file)!r} is no n-gram store; {fix}")
+            arrays = {name: store.get_tensor(name) for name in ("hashes", "starts", "tokens", "counts")}
+            table, tokenizer = NgramTable(**arrays, max_n=int(about["max_n"])), about["tokenizer"]
+            if rule := table.broken_rule():
+                raise UserError(f"ngram_store={str(file)!r} is damaged ({rule}); {fix}")
+        return table, tokenizer
+
+    def broken_rule(self) -> str:
+        """The rule of the class that a table from a file breaks; '' for a sound one."""
+        contexts, entries = len(self.hashes), len(self.tokens)
+        types = {"hashes": np.uint64, "starts": np.int64, "tokens": np.int32, "counts": np.int32}
+        if any(getattr(self, name).ndim != 1 or getattr(self, name).dtype != wanted for name, wanted in types.items()):
+            return "its columns have other types or shapes"
+        if len(self.starts) != contexts + 1 or len(self.counts) != entries or self.max_n < 1:
+            return "its columns have lengths that do not fit together, or max_n is below 1"
+        if self.starts[0] != 0 or self.starts[-1] != entries or (np.diff(self.starts) < 1).any():
+            return "its contexts do not divide its entries"
+        if (self.hashes[1:] <= self.hashes[:-1]).any():
+            return "its hashes do not ascend"
+        return "" if not entries or min(self.tokens.min(), self.counts.min() - 1) >= 0 else "it counts negative values"
 
 
 def _blocks(documents: Iterable[Sequence[int]]) -> Iterable[tuple[np.ndarray, np.ndarray]]:
@@ -185,6 +203,11 @@ class NgramStoreDrafter(Drafter):
             raise UserError(
                 f"ngram_store={self.file!r} was built with tokenizer {self.tokenizer!r}, but target {target.name!r} has "
                 f"{actual!r}; build one for this target: drafttrain ngram-store"
+            )
+        if self.table is not None and len(self.table.tokens) and self.table.tokens.max() >= target.vocab_size:
+            raise UserError(
+                f"ngram_store={self.file!r} holds token {self.table.tokens.max()}, which is outside target {target.name!r}'s "
+                f"vocabulary of {target.vocab_size}; build one for this target: drafttrain ngram-store"
             )
 
     def start(self, prompt_ids: Tensor, max_length: int) -> NgramStoreSession:

@@ -1,0 +1,127 @@
+"""Conversations as a memory-mapped table: the schema of a stored line, and the Arrow file that is built from the lines once.
+
+The file holds checked rows only, appears complete or not at all, and is built again if it is damaged or a part has changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import pyarrow as pa
+from datasets import Dataset, Features, Value
+from datasets import Sequence as ListOf
+from filelock import FileLock
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from drafttrain.errors import UserError
+from drafttrain.files import cache_folder, read_jsonl, replacing, writing
+
+LINE_FIX = "delete that line to redo its conversation"
+_LAYOUT = 1  # of the Arrow file; part of its name
+_BATCH_ROWS = 1000
+_COLUMNS = Features(
+    {
+        "id": Value("string"),
+        "tokens": ListOf(Value("int32")),
+        "spans": ListOf(ListOf(Value("int32"))),
+        "finish": ListOf(Value("string")),
+        "source": Value("string"),
+    }
+)
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class StoredLine(TypedDict):
+    """A line of a data set's parts; `data/store.py` describes it."""
+
+    id: Annotated[str, Field(min_length=1)]
+    tokens: Annotated[list[Count], Field(min_length=1)]
+    spans: list[Annotated[list[Count], Field(min_length=2, max_length=2)]]
+    finish: list[str]
+    source: str
+
+
+def stored_lines(part: Path) -> Iterator[tuple[int, StoredLine]]:
+    """The complete lines of a part with their numbers. Raises UserError: a damaged one."""
+    return read_jsonl(part, growing=True, fix=LINE_FIX, schema=StoredLine)
+
+
+def _broken_rule(line: StoredLine, vocab_size: int) -> str:
+    """The rule that a line breaks beyond its schema; '' for a sound one."""
+    end, length = 0, len(line["tokens"])
+    for start, stop in line["spans"]:
+        if not end <= start <= stop <= length:
+            return f"spans={line['spans']}: spans must be ascending ranges within the {length} tokens"
+        end = stop
+    if len(line["finish"]) != len(line["spans"]):
+        return f"finish={line['finish']}: there must be one entry for each of the {len(line['spans'])} spans"
+    if max(line["tokens"]) >= vocab_size:
+        return f"tokens: {max(line['tokens'])} is outside the target's vocabulary of {vocab_size}"
+    return ""
+
+
+def _rows(parts: Sequence[Path], vocab_size: int) -> Iterator[StoredLine]:
+    """Checked rows, each id once: several processes may have answered the same prompt."""
+    seen: set[str] = set()
+    for part in parts:
+        for number, line in stored_lines(part):
+            if rule := _broken_rule(line, vocab_size):
+                raise UserError(f"{part} line {number}: {rule}; {LINE_FIX}")
+            if line["id"] not in seen:
+                seen.add(line["id"])
+                yield line
+
+
+def cached_records(root: Path, parts: Sequence[Path], vocab_size: int) -> Dataset:
+    """The conversations of the parts. Raises UserError: a damaged line, or no place for the Arrow file.
+
+    The file lies in root/arrow with what datasets derives from it; if nothing can be written there, in drafttrain's cache.
+    """
+    stamps = [(part.name, part.stat().st_size, part.stat().st_mtime_ns) for part in parts]
+    name = hashlib.sha256(json.dumps([_LAYOUT, vocab_size, stamps]).encode()).hexdigest()[:16]
+    folder = _writable_folder(root)
+    path = folder / f"records-{name}.arrow"
+    with writing(path), FileLock(folder / ".lock"):
+        for file in folder.glob("*.arrow"):
+            if not _is_sound(file):
+                file.unlink()
+        if not path.exists():
+            _write(path, _rows(parts, vocab_size))
+    return Dataset.from_file(str(path))
+
+
+def _writable_folder(root: Path) -> Path:
+    """root/arrow, or a folder of drafttrain's cache if the data set is read-only."""
+    places = root / "arrow", cache_folder() / "arrow" / hashlib.sha256(str(root.resolve()).encode()).hexdigest()[:16]
+    for place in places:
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=place):
+                return place
+        except OSError:
+            continue
+    raise UserError(f"data={str(root)!r}: neither {places[0]} nor {places[1]} can be written; set DRAFTTRAIN_CACHE")
+
+
+def _is_sound(path: Path) -> bool:
+    """Whether an Arrow file is complete and its offsets are in order: damaged ones would crash the reader of a row."""
+    try:
+        with pa.memory_map(str(path)) as source:
+            pa.ipc.open_stream(source).read_all().validate(full=True)
+    except (pa.ArrowException, OSError):
+        return False
+    return True
+
+
+def _write(path: Path, rows: Iterator[StoredLine]) -> None:
+    schema = _COLUMNS.arrow_schema
+    with replacing(path) as file, pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, schema) as stream:
+        while batch := list(itertools.islice(rows, _BATCH_ROWS)):
+            stream.write_batch(pa.RecordBatch.from_pylist(batch, schema=schema))

@@ -1,0 +1,240 @@
+"""What results.json, a sweep's summary.json and training.json hold, as far as anything reads it. Other keys are kept.
+
+`drafttrain eval`, `sweep` and `train` write these files; `report`, `diagnose`, `estimate`, `push` and resumed runs read them.
+Fields that earlier versions did not write are NotRequired.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+from typing_extensions import NotRequired, TypedDict
+
+from drafttrain.evaluation.suites import Category
+from drafttrain.files import Json
+
+# Beyond these no measurement lies, and charts and sums overflow.
+Amount = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=0, le=10**15)]
+Depth = Annotated[int, Field(ge=0, le=100_000)]
+Span = Annotated[list[Amount], Field(min_length=2, max_length=2)]
+Round = Annotated[list[Count], Field(min_length=3, max_length=3)]  # accepted, offered, count
+
+
+def _offered(rounds: list[list[int]]) -> list[list[int]]:
+    if any(not accepted <= offered <= 100_000 for accepted, offered, _ in rounds):
+        raise ValueError("a round must not accept more tokens than it offered")
+    return rounds
+
+
+class PlainSide(TypedDict):
+    """A prompt's answer by another engine."""
+
+    tokens: Count
+    seconds: Amount
+
+
+class EngineSide(PlainSide):
+    """A prompt's answer by our engine."""
+
+    latency: Amount
+    ttft: Amount
+    passes: Count
+    draft_seconds: Amount
+    target_seconds: Amount
+    rounds: Annotated[list[Round], AfterValidator(_offered)]
+
+
+class Sides(TypedDict):
+    """A prompt's answers."""
+
+    drafter: EngineSide
+    autoregressive: NotRequired[EngineSide]
+    hf_generate: NotRequired[PlainSide]
+    hf_prompt_lookup: NotRequired[PlainSide]
+    hf_assisted: NotRequired[PlainSide]
+
+
+class PromptRecord(TypedDict):
+    """One turn of a question; `evaluation/metrics.py` describes it."""
+
+    question_id: str
+    turn: Count
+    category: Category
+    prompt_tokens: Count
+    sides: Sides
+    identical: dict[str, bool]
+    outputs: NotRequired[dict[str, str]]
+    memory: NotRequired[Count | None]
+    covered: NotRequired[Share]
+    speculation: NotRequired[bool]
+
+
+class PartialLine(TypedDict, total=False):
+    """A line of FILE.partial.jsonl: the result of the tree search, or a question's records."""
+
+    tree: str
+    tree_search: list[Json] | None
+    question: str
+    records: list[PromptRecord]
+
+
+class ByDepth(TypedDict):
+    """Acceptance by depth."""
+
+    conditional: list[Share]
+    joint: list[Share]
+
+
+def _even(shares: ByDepth) -> ByDepth:
+    if len(shares["conditional"]) != len(shares["joint"]):
+        raise ValueError("conditional and joint must have the same number of depths")
+    return shares
+
+
+class Percentiles(TypedDict):
+    """In milliseconds."""
+
+    p50: Amount
+    p95: Amount
+    p99: Amount
+
+
+class BaselineFigures(TypedDict):
+    """Figures of a baseline."""
+
+    tokens_per_second: Amount
+    ttft_ms: NotRequired[Percentiles]
+    tpot_ms: NotRequired[Percentiles]
+
+
+class Intervals(TypedDict):
+    """95 % intervals."""
+
+    accepted_length: Span | None
+    speedup: dict[str, Span | None]
+
+
+class Figures(TypedDict):
+    """`evaluation.metrics.summarize`."""
+
+    prompts: Count
+    tokens: Count
+    target_passes: Count
+    accepted_length: Amount
+    acceptance_rate: Amount
+    acceptance_by_depth: Annotated[ByDepth, AfterValidator(_even)]
+    accepted_length_histogram: NotRequired[list[Count]]
+    tokens_per_second: Amount
+    ttft_ms: Percentiles
+    tpot_ms: Percentiles
+    draft_fraction: Amount
+    mbsu: Amount
+    baselines: dict[str, BaselineFigures]
+    speedup: dict[str, Amount]
+    speedup_vs_fastest: Amount | None
+    identical_outputs: Share | None
+    identical_to_hf_generate: Share | None
+    confidence: NotRequired[Intervals]
+
+
+class TreeNote(TypedDict):
+    """A `TreeSpec` and its text form."""
+
+    spec: str
+    shape: NotRequired[str]
+    depth: NotRequired[Depth]
+    budget: NotRequired[Depth]
+    sampled: NotRequired[bool]
+
+
+class Decoding(TypedDict):
+    """Settings of the measured decoding."""
+
+    temperature: Amount
+    tree: NotRequired[TreeNote]
+
+
+class SweepSettings(TypedDict, total=False):
+    """A cell's place on each axis of a sweep."""
+
+    dtype: str
+    tree: str | None
+    temperature: Amount
+    batch_size: Annotated[int, Field(ge=1)]
+    context: Count
+
+
+class SweepNote(TypedDict):
+    """What a sweep adds to the results of a cell. key: hash of all that they depend on."""
+
+    cell: SweepSettings
+    key: str
+
+
+class Results(TypedDict):
+    """results.json."""
+
+    target: str
+    drafter: str
+    suite: str
+    dtype: str
+    kind: NotRequired[str]
+    decoding: Decoding
+    overall: Figures
+    categories: dict[Category, Figures]
+    prompts: NotRequired[list[PromptRecord]]
+    diagnosis: NotRequired[list[Json]]
+    versions: NotRequired[dict[str, str]]
+    command: NotRequired[list[str]]
+    sweep: NotRequired[SweepNote]
+
+
+class SweepFigures(TypedDict, total=False):
+    """Figures of a cell in a sweep's summary; older summaries have them under `overall`."""
+
+    speedup: dict[str, Amount]
+    speedup_vs_fastest: Amount | None
+    confidence: Intervals
+
+
+class SweepCell(SweepFigures, SweepSettings, total=False):
+    """A cell of a sweep's summary; older ones have the settings beside the figures."""
+
+    cell: SweepSettings
+    spec: str
+    overall: SweepFigures
+
+
+class SweepSummary(TypedDict):
+    """A sweep's summary.json."""
+
+    cells: Annotated[list[SweepCell], Field(min_length=1)]
+
+
+class DrafterOptions(TypedDict, total=False):
+    """Options of a kind that figures are compared with."""
+
+    ttt_steps: Depth
+
+
+class TrainedWith(TypedDict, total=False):
+    """The recipe of a training run."""
+
+    target: str
+    data: str
+    max_length: Count
+    drafter: DrafterOptions
+
+
+HeldOut = TypedDict("HeldOut", {"eval_agree@1": NotRequired[Share]})
+
+
+class TrainingRecord(TypedDict, total=False):
+    """training.json."""
+
+    config: TrainedWith
+    held_out: HeldOut
+    parameters: Count

@@ -1,0 +1,185 @@
+"""Loading language models: exactly the weights that the config promises came, all finite, or one line says what is wrong.
+
+transformers initializes weights that a file lacks at random and drops those that the model does not have, with a warning at most.
+Both compute something else than the published model, so both are errors here. Allowed are tied weights, which are stored once,
+buffers of older versions, and parts that no language model reads: towers of other modalities and prediction modules (MTP).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from drafttrain.errors import UserError
+from drafttrain.files import hub_snapshot, read_json
+
+# Buffers that earlier versions of transformers stored, and parts that are not the language model's.
+_BUFFERS = re.compile(r"(rotary_emb\.inv_freq|\.attn\.(masked_)?bias|\.attention\.(masked_)?bias|position_ids)$")
+_APART = re.compile(
+    r"^(model\.|language_model\.)*(mtp|vision|visual|audio|image|speech|multi_modal|mm_|embed_(vision|audio))"
+)
+_PREDICTION = (
+    "eh_proj.weight",
+    "enorm.weight",
+    "hnorm.weight",
+)  # of a module stored as a further layer (DeepSeek, GLM)
+_MOST_LAYERS, _MOST = 1000, 2**24  # of a config's decoder layers, and of any other of its counts and sizes
+_SIZES = ("hidden_size", "vocab_size", "num_attention_heads")
+_REPORTERS = (
+    "modeling_utils",
+    "utils.loading_report",
+    "distributed.tensor_parallel",
+)  # modules that log reports of a load
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "tok_embeddings.weight")
+# Weights per byte of the files: 4 bits each, and some that are tied.
+_MOST_PER_BYTE = 4
+
+
+@contextlib.contextmanager
+def loading(what: str, fix: str) -> Iterator[None]:
+    """Reports any failure of a library's loader, whose errors come in many classes, as one line: WHAT cannot be loaded.
+
+    Its own reports of missing weights, many lines on stderr, are left out: `check_loaded` names them.
+    """
+    quiet = [logging.getLogger(f"transformers.{name}") for name in _REPORTERS]
+    levels = [logger.level for logger in quiet]
+    for logger in quiet:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"{what} cannot be loaded ({reason[:300]}); {fix}") from error
+    finally:
+        for logger, level in zip(quiet, levels, strict=True):
+            logger.setLevel(level)
+
+
+def load_language_model(where: str, what: str, fix: str, **options: Any) -> Any:
+    """A causal language model with exactly the weights that its config promises.
+
+    Args:
+        where: folder or Hub id. what: names the model in errors (`target='...'`). fix: what the user can do, ends the error.
+        options: of `from_pretrained`; weights are safetensors unless they name a gguf_file.
+
+    Raises:
+        UserError: not loadable; weights that are missing, unknown, of another shape or not finite.
+    """
+    # Weights of another shape are reported by name with the others.
+    safe = {} if "gguf_file" in options else {"use_safetensors": True, "ignore_mismatched_sizes": True}
+    with loading(what, fix):
+        if safe:
+            check_sizes(AutoConfig.from_pretrained(where, **_remote(options)), where, what, fix)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(where, output_loading_info=True, **safe, **options)
+    model, info = loaded
+    check_loaded(model, info, what, fix)
+    return model
+
+
+def _remote(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {"trust_remote_code": options.get("trust_remote_code", False)}
+
+
+def check_sizes(config: PreTrainedConfig, where: str, what: str, fix: str) -> None:
+    """Checks, before anything is allocated, that a config's counts and sizes are plausible and that its files can hold them.
+
+    Raises:
+        UserError: names the key, or the number of weights.
+    """
+    own = config.get_text_config()
+    limits = dict.fromkeys((*_SIZES, *(key for key in vars(own) if key.startswith("num_"))), _MOST)
+    for key, most in {**limits, "num_hidden_layers": _MOST_LAYERS}.items():
+        value, least = getattr(own, key, None), int(key in (*_SIZES, "num_hidden_layers"))
+        if value is not None and isinstance(value, int) and not least <= value <= most:
+            raise UserError(f"{what}: {key}={value} in config.json must be {least} to {most}; {fix}")
+    stored = sum(path.stat().st_size for path in Path(where).glob("*.safetensors"))
+    if stored:  # a Hub id has none here
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config) if _is_known(config) else None
+        count = sum(weight.numel() for weight in model.parameters()) if model is not None else 0
+        if count > _MOST_PER_BYTE * stored:
+            raise UserError(
+                f"{what}: config.json promises {count:,} weights, but its files have {stored:,} bytes; {fix}"
+            )
+
+
+def _is_known(config: PreTrainedConfig) -> bool:
+    """Whether the config's class is transformers' own: code of others is built once only."""
+    return type(config).__module__.startswith("transformers.")
+
+
+def check_loaded(model: nn.Module, info: Mapping[str, Any], what: str, fix: str) -> None:
+    """Checks a loader's report and the loaded values.
+
+    Args:
+        info: of `from_pretrained(output_loading_info=True)`.
+
+    Raises:
+        UserError: names the first weights that are missing, unknown, of another shape or not finite.
+    """
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    names = {
+        "lack": set(map(str, info.get("missing_keys") or ())) - set(tied),
+        "have unknown": set(_not_apart(map(str, info.get("unexpected_keys") or ()))),
+        "have another shape of": {str(entry[0]) for entry in info.get("mismatched_keys") or ()},
+    }
+    for word, wrong in names.items():
+        if wrong:
+            shown = ", ".join(sorted(wrong)[:3])
+            raise UserError(f"{what}: config.json does not describe its files, which {word} weights {shown}; {fix}")
+    check_finite(model.named_parameters(), what, fix)
+
+
+def _not_apart(names: Iterable[str]) -> Iterator[str]:
+    """The names that are not of buffers, towers and prediction modules."""
+    names = list(names)
+    modules = {name.removesuffix(part) for name in names for part in _PREDICTION if name.endswith(part)}
+    for name in names:
+        if not (_BUFFERS.search(name) or _APART.search(name) or name.startswith(tuple(modules))):
+            yield name
+
+
+def check_finite(tensors: Iterable[tuple[str, Tensor]], what: str, fix: str) -> None:
+    """Reads every tensor once: its sum is finite if all values are. Tensors without data (offloaded) are skipped.
+
+    Raises:
+        UserError: names the first tensor that holds NaN or infinity.
+    """
+    for name, tensor in tensors:
+        if tensor.is_floating_point() and tensor.device.type != "meta" and not is_finite(tensor):
+            raise UserError(f"{what}: {name} holds values that are not finite; {fix}")
+
+
+@torch.no_grad()
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all values are finite; a sum, which needs no mask in memory, decides unless it overflows."""
+    values = tensor.float() if tensor.element_size() == 1 else tensor  # torch does not sum 8-bit floats
+    return bool(values.sum().isfinite()) or bool(values.isfinite().all())
+
+
+def read_embedding(where: str) -> Tensor | None:
+    """The input embedding [v, h] in the safetensors of a folder or Hub id, of which one file is read; None without any."""
+    index, folder = "model.safetensors.index.json", Path(where)
+    if not folder.is_dir():
+        folder = hub_snapshot(where, [index], "target")
+        content: dict[str, Any] = read_json(folder / index, "target", "repair it") if (folder / index).is_file() else {}
+        names: dict[str, str] = content.get("weight_map") or {}
+        file = next((file for name, file in names.items() if name.endswith(_EMBEDDINGS)), "model.safetensors")
+        folder = hub_snapshot(where, [file], "target")
+    for path in sorted(folder.glob("*.safetensors")):
+        with loading(f"target={where!r}", "download it again"), safe_open(path, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - safe_open is no dict
+                if name.endswith(_EMBEDDINGS):
+                    return tensors.get_tensor(name)
+    return None

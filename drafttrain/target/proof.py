@@ -1,0 +1,158 @@
+"""The proof that a model runs through our attention: states and logits are its own.
+
+Two rows of four tokens run with the model's own attention, then both interleaved in one row through ours:
+
+    row a    a0 a1 a2 a3                     model's own attention, two rows
+    row b    b0 b1 b2 b3
+    packed   a0 b0 a1 b1 a2 b2 a3 b3         our attention, one row; positions 0 0 1 1 2 2 3 3
+
+The states must agree: so nothing but attention mixes tokens, position ids are honored, and no mask, bias or window is lost. And
+`head` must give the model's logits. Families multiply logits by a value of their config or divide by it, under names that do not
+tell which: the factor is the one that reproduces the model's logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from drafttrain.batch import TargetOutput
+from drafttrain.errors import UserError
+from drafttrain.ops.tree_attention import AttentionForm
+from drafttrain.target.attention import ATTENTION, LAST, AttentionContext, InterleavedRows, attention_context
+
+_TOKENS = 4  # of each row
+# Largest relative errors. In half precision rounding may send a token to another expert; unrelated states would differ by 1.4.
+_STATES, _STATES_HALF = 1e-2, 0.5
+_LOGITS, _LOGITS_HALF = 1e-3, 2e-2  # of the head alone, on the model's own states
+
+
+class ProvenModel(Protocol):
+    """What the proof reads of a `Target`, whose module imports this one."""
+
+    model: Any
+    body: Any
+    config: Any
+    name: str
+    num_layers: int
+    vocab_size: int
+    logit_scale: float
+
+    @property
+    def compute_dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+    def hook(self, layers: Sequence[int], /) -> None: ...
+    def head(self, hidden: Tensor, /) -> Tensor: ...
+    def forward(self, ids: Tensor, layers: Sequence[int], at: Tensor, context: AttentionContext, /) -> TargetOutput: ...
+
+
+def unsupported(name: str, model: PreTrainedModel, fault: str) -> UserError:
+    return UserError(f"target={name!r} ({type(model).__name__}) {fault}")
+
+
+class _ProofRun(NamedTuple):
+    """What the forwards showed: relative errors of packed states, of the head on the model's own states, and of all together."""
+
+    rows: InterleavedRows
+    scale: float
+    states: float
+    head: float
+    logits: float
+
+
+@torch.no_grad()
+def prove(target: ProvenModel) -> tuple[list[AttentionForm], float]:
+    """Routes a model's attention through our interface and proves that its states and logits stay the same.
+
+    Returns:
+        How each layer attends, and the factor on the head's products.
+
+    Raises:
+        UserError: layers that do not call the interface, a window that is not passed on, other states or logits; names the
+            relative error.
+    """
+    half, advice = target.compute_dtype.itemsize < 4, "use a target with plain attention"
+    try:
+        run = _run(target)
+    except UserError:
+        raise
+    except Exception as error:  # code of other libraries, which meets our attention for the first time
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        fault = f"fails on a proof of {2 * _TOKENS} tokens ({reason}); {advice}"
+        raise unsupported(target.name, target.model, fault) from error
+    layers, forms, fault = [layer for layer, _ in run.rows.forms], [form for _, form in run.rows.forms], ""
+    if sorted(layers) != list(range(target.num_layers)):
+        fault = f"calls the transformers attention interface for layers {sorted(layers)}"
+    elif run.rows.masked - {form["window"] for form in forms}:
+        fault = f"does not pass its window of {max(run.rows.masked)} tokens to the attention interface"
+    elif not run.states <= (_STATES_HALF if half else _STATES):
+        fault = f"computes other states for packed rows than for one row (relative error {run.states:.2g})"
+    elif not run.head <= (_LOGITS_HALF if half else _LOGITS) or not run.logits <= (_STATES_HALF if half else _STATES):
+        fault = f"transforms its logits in an unknown way (relative error of ours {max(run.head, run.logits):.2g})"
+        advice = "use a target whose logits are its head's products, scaled or soft-capped as its config says"
+    if fault:
+        raise unsupported(target.name, target.model, f"{fault}; {advice}")
+    return [forms[layers.index(i)] for i in range(target.num_layers)], run.scale
+
+
+def _run(target: ProvenModel) -> _ProofRun:
+    n = _TOKENS
+    ids = (torch.arange(1, 2 * n + 1, device=target.device) * target.vocab_size // (2 * n + 2)).view(2, n)
+    rows, positions = InterleavedRows(n), torch.arange(n, device=target.device).repeat_interleave(2)[None]
+    states: list[Tensor] = []  # what the body returns, per forward
+    caught: dict[int, Tensor] = {}
+    target.hook(())  # which catches what the head reads, where that is not what the body returns
+    hook = target.body.register_forward_hook(lambda _module, _args, out: states.append(out.last_hidden_state))
+    try:
+        with attention_context(None, caught):
+            own = target.model(input_ids=ids, use_cache=False).logits.float()  # [2, n, v]
+        target.model.set_attn_implementation(ATTENTION)
+        packed = target.forward(ids.t().reshape(1, -1), (), positions, rows).last_hidden
+    finally:
+        hook.remove()
+    before, after = states  # [2, n, h], [1, 2n, h]
+    scale, head = _find_scale(target, caught.get(LAST, before), own)
+    logits = target.head(packed).view(n, 2, -1).transpose(0, 1)
+    return _ProofRun(
+        rows, scale, _difference(after.view(n, 2, -1).transpose(0, 1), before), head, _difference(logits, own)
+    )
+
+
+def _find_scale(target: ProvenModel, states: Tensor, own: Tensor) -> tuple[float, float]:
+    """The factor on the head's products that reproduces the model's logits best, set on the target, and its relative error."""
+
+    def error(scale: float) -> float:
+        target.logit_scale = scale
+        return _difference(target.head(states), own)
+
+    errors = {scale: error(scale) for scale in _scales(target.config)}
+    if not any(
+        found <= _LOGITS for found in errors.values()
+    ):  # a rule that no value of the config names: fit the factor
+        target.logit_scale = 1.0
+        products = target.head(states).to(own.device)
+        scale = float((products * own).sum() / products.square().sum())
+        errors[scale] = error(scale)
+    best = min(errors, key=lambda scale: (errors[scale] != errors[scale], errors[scale]))  # NaN last
+    target.logit_scale = best
+    return best, errors[best]
+
+
+def _scales(config: PreTrainedConfig) -> Iterator[float]:
+    """Factors that a config's values may mean: one, each value that scales something of the head, and its inverse."""
+    yield 1.0
+    for key, value in vars(config).items():
+        named = any(word in key for word in ("logit", "head", "output")) and ("scal" in key or "mult" in key)
+        if named and isinstance(value, (int, float)) and value:
+            yield from (float(value), 1.0 / value)
+
+
+def _difference(ours: Tensor, theirs: Tensor) -> float:
+    """Relative error; NaN if either is not finite."""
+    ours, theirs = ours.to(theirs.device).float(), theirs.float()
+    return float((ours - theirs).norm() / theirs.norm())
