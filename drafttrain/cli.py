@@ -9,7 +9,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+from typing import NoReturn
 
+from drafttrain import interrupts
+from drafttrain.credentials import redact
 from drafttrain.environment import __version__
 from drafttrain.errors import UserError
 
@@ -18,7 +21,7 @@ COMMANDS = {  # command -> (module below drafttrain, help)
     "prompts": ("data.prompts", "collect prompts, clean them, and drop those of evaluation suites"),
     "generate": ("data.generate", "let the target answer the prompts: the distillation data"),
     "features": ("data.features", "store the target's hidden states of a data set, to train without the target"),
-    "train": ("train", "train a drafter from a config (same as accelerate launch drafttrain/train.py)"),
+    "train": ("train_command", "train a drafter from a config (same as accelerate launch drafttrain/train.py)"),
     "ngram-store": ("data.ngram_corpus", "count the n-grams of a corpus: a drafter without training"),
     "eval": ("tuning.eval_command", "measure a drafter in the lossless tree decoder against two baselines"),
     "tune": ("tuning.tune", "find the fastest tree for a drafter on this machine"),
@@ -36,9 +39,31 @@ COMMANDS = {  # command -> (module below drafttrain, help)
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    """argparse's, whose errors repeat what was typed: without credentials."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(redact(message))
+
+
 def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(
+    """Runs a command; returns its exit status. argv: None for the arguments of this process, which then ends on signals."""
+    try:
+        if argv is None:
+            interrupts.install()
+        return run(sys.argv[1:] if argv is None else argv)
+    except BaseException as error:  # a signal inside an import or a loader may come out as another exception
+        if number := interrupts.cause(error):
+            return interrupts.end(number)
+        if not isinstance(error, UserError):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def run(argv: list[str]) -> int:
+    """Parses the arguments and runs the command."""
+    parser = _Parser(
         prog="drafttrain",
         description="Train a drafter that makes a language model answer faster without changing a single token.",
         epilog="`drafttrain COMMAND --help` explains each command with an example.",
@@ -58,14 +83,7 @@ def main(argv: list[str] | None = None) -> int:
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     args = parser.parse_args(argv)
-    try:
-        return args.run(args) or 0
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; run the same command again to continue", file=sys.stderr)
-        return 130
+    return args.run(args) or 0
 
 
 if __name__ == "__main__":

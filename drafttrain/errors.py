@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from drafttrain.credentials import redact
+
 _LONGEST = 900  # characters of a message
 
 
@@ -9,11 +11,12 @@ class UserError(Exception):
     """Bad input. The message is one line that names the key, the value, the rule and the fix; commands exit with 2.
 
     Line breaks, control characters and lone surrogates, which values from files may hold, are shown escaped; a message that
-    quotes too much is cut in the middle.
+    quotes too much is cut in the middle. Credentials are replaced: values that users name may hold them, and so may other
+    libraries' errors.
     """
 
-    def __init__(self, message: str):
-        line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)
+    def __init__(self, message: str = ""):
+        line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in redact(message))
         super().__init__(
             line if len(line) <= _LONGEST else f"{line[: _LONGEST // 2]} [...] {line[-_LONGEST // 2 + 8 :]}"
         )

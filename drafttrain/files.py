@@ -9,12 +9,14 @@ import json
 import os
 import re
 import sysconfig
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import TypeVar
 
+from drafttrain.credentials import redact
 from drafttrain.errors import UserError, first_line
 
 if TYPE_CHECKING:
@@ -76,8 +78,8 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
-    """Replaces a JSON file; see `write_text`."""
-    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    """Replaces a JSON file; see `write_text`. Credentials in it are replaced, see `redact`."""
+    write_text(path, json.dumps(redact(dict(content)), indent=2, ensure_ascii=False) + "\n")
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
@@ -253,7 +255,7 @@ class JsonlLog:
     """
 
     def __init__(self, path: Path, settings: Json, schema: type = dict):
-        self.path = path
+        self.path, settings = path, redact(settings)
         fix = "delete that line to redo its result, or the file to start again"
         lines = [row for _, row in read_jsonl(path, growing=True, fix=fix)] if path.is_file() else []
         if lines and lines[0] != settings:
@@ -293,6 +295,30 @@ def first_change(before: Json, now: Json) -> str:
 def differences(before: Json, now: Json) -> str:
     """`key=value, ...` of the earlier settings that differ now."""
     return ", ".join(f"{key}={before.get(key)!r}" for key in {**before, **now} if before.get(key) != now.get(key))
+
+
+def unreachable(url: str, seconds: float) -> str:
+    """Why a server sends no answer within this time; '' if it sends any. Proxies of the environment are used.
+
+    A thread asks, because looking up a name knows no time limit.
+    """
+    import httpx
+
+    reasons = [f"no answer within {seconds:g} s"]
+
+    def ask() -> None:
+        try:
+            httpx.head(url, timeout=seconds)
+            reasons.append("")
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, OSError) as error:
+            reasons.append(
+                "" if "CERTIFICATE" in str(error) else first_line(error)
+            )  # clients may know other certificates
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return redact(reasons[-1])
 
 
 def is_hub_id(name: str) -> bool:

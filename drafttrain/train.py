@@ -5,16 +5,21 @@ setup -> prepare -> fit -> finish       reads top to bottom; the step itself is 
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 
-if __name__ == "__main__" and __package__ in (None, ""):
-    # Launched as a script, Python puts this folder first on the path; our modules must be found by their full names only.
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+if __name__ == "__main__":  # before torch loads, which takes seconds in which a signal may arrive
+    if __package__ in (None, ""):
+        # Launched as a script, Python puts this folder first on the path; our modules must be found by their full names only.
+        sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    sys.argv.insert(1, "train")
+    sys.exit(importlib.import_module("drafttrain.cli").main())
 
 import argparse
 import json
 import os
+import signal
 import time
 from dataclasses import asdict, dataclass
 from dataclasses import fields as fields_of
@@ -26,6 +31,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from drafttrain.batch import Batch
 from drafttrain.config import TrainConfig, load_config
+from drafttrain.credentials import redact
 from drafttrain.data.loader import (
     collate,
     count_tokens,
@@ -52,25 +58,8 @@ from drafttrain.training.feature_sources import BatchSource, NoTarget, TargetSou
 from drafttrain.training.on_policy import OnPolicy, OnPolicyOptions
 from drafttrain.training.trainer import DrafterTrainer, explained, find_checkpoint, newest_checkpoint
 
-HELP = """Train a drafter from a YAML recipe.
-
-  accelerate launch drafttrain/train.py configs/smollm2-135m/eagle3.yaml data=runs/data max_steps=500
-  drafttrain train configs/smollm2-135m/eagle3.yaml drafter.ttt_steps=3     (one process, same result)
-
-Keys are those of TrainConfig (kind, target, data, output_dir, init, drafter.*, loss, dtype, target_device_map, max_length,
-packing, on_policy, validation, max_minutes, cache_gb, decode_prompts, decode_steps, decode_tokens, decode_tree, resume)
-and every field of transformers TrainingArguments. Start an interrupted run again to continue it from its newest checkpoint;
-a finished run is left unchanged. SIGTERM saves a checkpoint first and exits with status 143."""
-
-TERMINATED = 143  # what a shell reports for a process that SIGTERM ended
 MIN_COVERAGE = 0.95  # a continued drafter whose vocabulary covers less of the new data gets a note
 START_TOKENS = 60_000  # enough for a regression over a few thousand inputs and for accuracies; more changes little
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", help="YAML recipe, see configs/")
-    replaces = "replace a value of the recipe; a.b=c sets b in a"
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help=replaces)
 
 
 # -- setup: the recipe ------------------------------------------------------------------------------------------------
@@ -79,6 +68,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def setup(config_path: str, overrides: list[str]) -> tuple[TrainConfig, TrainingArguments]:
     """Reads the recipe."""
     config = load_config(config_path, overrides, [f.name for f in fields_of(TrainingArguments)])
+    if token := config.trainer.pop("hub_token", None):
+        os.environ["HF_TOKEN"] = str(
+            token
+        )  # where the Hub's client finds it; recipes are recorded, and so are arguments
     options: Json = {
         "logging_steps": 10,
         "save_strategy": "steps",
@@ -264,7 +257,7 @@ def begin_from_least_squares(drafter: TrainableDrafter, rows: Dataset, source: B
 
 
 def fit(config: TrainConfig, args: TrainingArguments, run: Prepared) -> tuple[DrafterTrainer, float]:
-    """Trains from the checkpoint or from the start; returns the trainer and the seconds it took. SIGTERM exits here."""
+    """Trains from the checkpoint or from the start; returns the trainer and the seconds it took. SIGTERM and Ctrl-C exit here."""
     budget = [TimeBudget.after(config.max_minutes, run.checkpoint)] if config.max_minutes > 0 else []
     trainer = DrafterTrainer(
         model=run.drafter,
@@ -290,8 +283,9 @@ def fit(config: TrainConfig, args: TrainingArguments, run: Prepared) -> tuple[Dr
         if term.received:
             if args.process_index == 0:
                 where = newest_checkpoint(args)
-                print(f"SIGTERM: saved {where}; the same command continues from there", file=sys.stderr, flush=True)
-            sys.exit(TERMINATED)
+                name = signal.Signals(term.received).name
+                print(f"{name}: saved {where}; the same command continues from there", file=sys.stderr, flush=True)
+            sys.exit(128 + term.received)
     return trainer, time.perf_counter() - start
 
 
@@ -355,7 +349,7 @@ def run(args: argparse.Namespace) -> int:
     """The command: setup, prepare, fit, finish, and a line about the result."""
     config, training_args = setup(args.config, args.overrides)
     summary_file = Path(config.output_dir) / "training.json"
-    as_saved = json.loads(json.dumps(asdict(config)))
+    as_saved = redact(json.loads(json.dumps(asdict(config))))
     if config.resume and read_training(summary_file.parent).get("config") == as_saved:
         print(f"{config.output_dir} is already trained with this configuration (resume=false trains it again)")
         return 0
@@ -371,17 +365,3 @@ def run(args: argparse.Namespace) -> int:
             f"{decoded}{held.get('eval_accepted_length', float('nan')):.2f} estimated\ndrafter: {config.output_dir}"
         )
     return 0
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
-    try:
-        return run(parser.parse_args())
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -270,7 +270,9 @@ def test_a_drafter_with_results_is_prepared_for_the_hub(home, target):
         "results/eagle3.json",
         "results/sampled.json",
     ]
-    assert main(["push", *words, "--base-model", "some/target", "--dry-run", "--output", "published"]) == 0
+    words += ["--base-model", "some/target", "--dry-run", "--output", "published"]
+    assert main(["push", *words]) == 2, "its tuning predicted 1.02x and measured 0.80x"
+    assert main(["push", *words, "--accept-implausible"]) == 0
     card = Path("published/README.md").read_text()
     assert f"{read('results/eagle3.json')['overall']['accepted_length']:.2f}" in card
     entry = next(entry for entry in EXPECTED["imported"] if "vllm" in entry["checkpoint"])

@@ -7,6 +7,7 @@ of the target's tokenizer, with response spans known from how the conversation w
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import random
 import threading
@@ -14,25 +15,37 @@ import time
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from itertools import islice
+from queue import SimpleQueue
+from typing import Annotated, Literal
 
 import httpx
+from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from drafttrain.data.chat import text_ids
 from drafttrain.data.conversation import ChatRenderer, Conversation
+from drafttrain.data.failures import BadReply
 from drafttrain.errors import UserError
-from drafttrain.files import Json
+from drafttrain.files import Json, violation
 from drafttrain.inference.responses import Finished, ResponseEngine, ResponseRequest
 from drafttrain.ops.sampling import SamplingParams
 from drafttrain.target import Target
 
 _IN_FLIGHT = 32  # requests per server
 _WAVE = 512  # conversations passed to vLLM together
-_RETRIES = 6
+_TIMEOUT = 600.0  # seconds of a server's reply
+_MOST_BYTES = 64_000_000  # of a server's reply
+_TRIES = 6  # of a request
 _FIRST_PAUSE = 0.5  # seconds before the first retry; doubles with each
-Ended = tuple[Conversation, Finished | None]  # a conversation, and the engine's result if that captures hidden states
+_LONGEST_PAUSE = 60.0  # seconds that a server may ask to wait before a retry
+_IN_A_ROW = 32  # conversations that fail in a row end the run
+_SENT = {"Content-Type": "application/json"}
+_UNREACHABLE = "no connection"
+# A conversation, and the engine's result if that captures hidden states, or why it has no complete answer.
+Ended = tuple[Conversation, Finished | BadReply | None]
 
 
 @dataclass(frozen=True)
@@ -48,6 +61,16 @@ class ResponseSettings:
     def allowance(self, it: Conversation) -> int:
         """Most tokens of the conversation's next response."""
         return min(self.max_new_tokens, self.max_length - len(it.tokens))
+
+    def accept(self, it: Conversation, tokens: list[int], finish: str) -> None:
+        """Appends a response that another program generated. Raises BadReply: no tokens, or none of the target's."""
+        size, room = self.renderer.target.vocab_size, self.max_length - len(it.tokens)
+        if not tokens:
+            raise BadReply("no text", "the answer is empty")
+        for token in tokens:
+            if type(token) is not int or not 0 <= token < size:
+                raise BadReply("token ids", f"{token!r} is not in the target's vocabulary of {size}")
+        it.accept(tokens[:room], finish if len(tokens) <= room else "length")
 
     def next_turn(self, it: Conversation) -> list[int] | None:
         """Appends the next prompt to the conversation; None when it ends."""
@@ -103,11 +126,56 @@ class LocalBackend(Backend):
             yield it, finished
 
 
+class _Message(TypedDict):
+    content: str
+
+
+class _ChatChoice(TypedDict):
+    message: _Message
+    finish_reason: Literal[
+        "stop", "length"
+    ]  # of others (content_filter, abort, tool_calls) the text is not the target's
+
+
+class _TextChoice(TypedDict):
+    text: str
+    finish_reason: Literal["stop", "length"]
+
+
+class _ChatReply(TypedDict):
+    choices: Annotated[list[_ChatChoice], Field(min_length=1)]
+
+
+class _TextReply(TypedDict):
+    choices: Annotated[list[_TextChoice], Field(min_length=1)]
+
+
+class ListedModel(TypedDict):
+    id: str
+
+
+class ModelList(TypedDict):
+    """What a server answers to /v1/models."""
+
+    data: Annotated[list[ListedModel], Field(min_length=1)]
+
+
+def key_headers(variable: str) -> dict[str, str]:
+    """The header with the API key that an environment variable holds; none without a key. Raises UserError: no key at all."""
+    key = os.environ.get(variable, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise UserError(f"the environment variable {variable} holds characters that no key has; set it again")
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
 class OpenAIBackend(Backend):
     """Servers with OpenAI's chat completion API (vLLM, SGLang, llama.cpp), queried concurrently.
 
     The reply's text is tokenized here. The tokens may be split differently from those that the server sampled; training
     is unaffected, because inputs and loss mask use the same tokens.
+
+    A bad reply costs one conversation. The run ends where no reply can be good: a server that cannot be reached at the start,
+    a refused key, `_IN_A_ROW` failed conversations in a row.
 
     Args:
         urls: base addresses with or without '/v1'; conversations are spread over them.
@@ -119,65 +187,91 @@ class OpenAIBackend(Backend):
         self.urls = [url.rstrip("/") if url.rstrip("/").endswith("/v1") else url.rstrip("/") + "/v1" for url in urls]
         if not self.urls:
             raise UserError("backend=openai needs --url, for example --url http://localhost:8000/v1")
-        headers = {"Authorization": f"Bearer {key}"} if (key := os.environ.get("OPENAI_API_KEY")) else {}
         self.concurrency = _IN_FLIGHT * len(self.urls)
         pool = httpx.Limits(max_connections=self.concurrency)
-        self.client = httpx.Client(timeout=httpx.Timeout(600.0, connect=10.0), headers=headers, limits=pool)
+        self.client = httpx.Client(headers=key_headers("OPENAI_API_KEY"), limits=pool)
         self._count = threading.Lock()
-        self.models = {url: model or self._first_model(url) for url in self.urls}
+        self._closing = threading.Event()
+        self._reached: set[str] = set()  # servers that have replied
+        self.models = {url: self._model(url, model) for url in self.urls}
 
-    def _first_model(self, url: str) -> str:
-        """The first model that a server lists; an error if the server cannot be reached."""
+    def _model(self, url: str, given: str) -> str:
+        """The model's name in requests to a server: as given, else the first that the server lists.
+
+        Raises UserError: the server cannot be reached, or lists no models.
+        """
         try:
-            return self.client.get(f"{url}/models").raise_for_status().json()["data"][0]["id"]
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise UserError(
-                f"url={url!r} cannot be reached ({type(error).__name__}: {error}); start it, or check the address"
-            ) from error
-        except (ValueError, LookupError, TypeError) as error:
-            raise UserError(f"url={url!r} lists no models; name one with --model") from error
+            listed = self._retried(lambda _: self._send("GET", f"{url}/models", None, ModelList))["data"][0]["id"]
+        except BadReply as bad:
+            if bad.reason == _UNREACHABLE:
+                raise UserError(
+                    f"url={url!r} cannot be reached ({bad.detail}); start it, or check the address"
+                ) from bad
+            if not given:
+                raise UserError(f"url={url!r} lists no models ({bad}); name one with --model") from bad
+            return given  # servers need not list models
+        return given or listed
 
     def run(self, conversations: Iterable[Conversation], stop: Callable[[], bool]) -> Iterator[Ended]:
         source = enumerate(iter(conversations))
-        pending: set[Future[Conversation]] = set()
-        with ThreadPoolExecutor(self.concurrency) as pool:
-            try:
-                while True:
-                    if not stop():
-                        for number, it in islice(source, self.concurrency - len(pending)):
-                            pending.add(pool.submit(self._converse, it, self.urls[number % len(self.urls)]))
-                    if not pending:
-                        return
-                    done, pending = wait(pending, return_when=FIRST_COMPLETED)
-                    for future in done:
-                        it = future.result()
-                        if it.spans:  # conversations without a response are not stored
-                            yield it, None
-            finally:
-                for future in pending:
-                    future.cancel()
+        ended: SimpleQueue[tuple[Conversation, Exception | None]] = SimpleQueue()
+        running = row = 0  # conversations in flight; failed ones in a row
+        fatal: Exception | None = None
 
-    def _converse(self, it: Conversation, url: str) -> Conversation:
-        """All turns of one conversation with one server, which may keep its prefix cached."""
+        def converse(number: int, it: Conversation) -> None:
+            try:
+                self._converse(it, number)
+            except Exception as error:  # raised in the main thread
+                ended.put((it, error))
+            else:
+                ended.put((it, None))
+
+        try:
+            while True:
+                if fatal is None and not stop():
+                    for job in islice(source, self.concurrency - running):
+                        # Daemon threads: a process that ends does not wait for servers that hang.
+                        threading.Thread(target=converse, args=job, daemon=True).start()
+                        running += 1
+                if fatal is not None and ended.empty():  # everything that has arrived is stored
+                    raise fatal
+                if not running:
+                    return
+                it, problem = ended.get()
+                running -= 1
+                if problem is None or isinstance(problem, BadReply):
+                    yield it, problem
+                    row = row + 1 if problem else 0
+                    if row == _IN_A_ROW:
+                        fatal = UserError(
+                            f"url={', '.join(self.urls)}: {row} conversations in a row failed, the last with {problem}; finished "
+                            "conversations are kept: check the server and run the same command again to continue"
+                        )
+                else:
+                    fatal = fatal or problem
+        finally:
+            self._closing.set()
+            if not running:
+                self.client.close()
+
+    def _converse(self, it: Conversation, number: int) -> None:
+        """All turns of one conversation with one server, which may keep its prefix cached. Raises BadReply."""
         renderer = self.settings.renderer
         while True:
-            text, finish = self._query(it, url)
+            text, finish = self._query(it, number)
             # Servers strip the stop token.
             tokens = text_ids(renderer.tokenizer, text) + ([renderer.closing_id] if finish == "stop" else [])
-            if not tokens:  # an empty reply; nothing to train on
-                return it
+            self.settings.accept(it, tokens, finish)
             it.replies.append(text)
-            it.accept(tokens, finish)
             with self._count:
                 self._new_tokens += len(tokens)
             if self.settings.next_turn(it) is None:
-                return it
+                return
 
-    def _query(self, it: Conversation, url: str) -> tuple[str, str]:
-        """The next response's text and finish reason."""
+    def _query(self, it: Conversation, number: int) -> tuple[str, str]:
+        """The next response's text and finish reason. A retry goes to the next server."""
         sampling = self.settings.sampling
         body: Json = {
-            "model": self.models[url],
             "max_tokens": self.settings.allowance(it),
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -187,41 +281,88 @@ class OpenAIBackend(Backend):
         if sampling.top_k:
             body["top_k"] = sampling.top_k
         if not it.turns:
-            answer = self._post(f"{url}/completions", {**body, "prompt": it.text})
+            body["prompt"] = it.text
         else:
-            messages = list(it.turns[0])
+            body["messages"] = list(it.turns[0])
             for reply, turn in zip(it.replies, it.turns[1:], strict=False):
-                messages += [{"role": "assistant", "content": reply}, *turn]
-            answer = self._post(f"{url}/chat/completions", {**body, "messages": messages})
-        try:
-            choice = answer["choices"][0]
-            text = choice["message"]["content"] if it.turns else choice["text"]
-            return text or "", "stop" if choice.get("finish_reason") == "stop" else "length"
-        except (LookupError, TypeError) as error:
-            raise UserError(f"url={url!r} answered without choices: {str(answer)[:200]}") from error
+                body["messages"] += [{"role": "assistant", "content": reply}, *turn]
 
-    def _post(self, url: str, body: Json) -> Json:
-        """Posts a request. HTTP 429 and 5xx, time-outs and broken connections are retried with growing pauses."""
-        problem = ""
-        for attempt in range(_RETRIES):
-            if attempt:
-                time.sleep(_FIRST_PAUSE * 2 ** (attempt - 1) * random.uniform(0.75, 1.25))
+        path, schema = ("chat/completions", _ChatReply) if it.turns else ("completions", _TextReply)
+
+        def send(attempt: int) -> Json:
+            url = self.urls[(number + attempt) % len(self.urls)]
+            return self._send("POST", f"{url}/{path}", {"model": self.models[url], **body}, schema)
+
+        choice = self._retried(send)["choices"][0]
+        text = choice["message"]["content"] if it.turns else choice["text"]
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise BadReply("not Unicode", f"the answer holds half a surrogate pair at {error.start}") from error
+        return text, choice["finish_reason"]
+
+    def _retried(self, send: Callable[[int], Json]) -> Json:
+        """The result of `send(attempt)`, tried again with growing pauses where that may help."""
+        for attempt in range(_TRIES - 1):
             try:
-                answer = self.client.post(url, json=body)
-                status, text = answer.status_code, answer.text[:200]
-                if answer.is_success:
-                    return answer.json()
-                if status != 429 and status < 500:
-                    raise UserError(f"url={url!r} refuses the request (HTTP {status}): {text}")
-                problem = f"HTTP {status}: {text}"
-            except httpx.TransportError as error:
-                problem = f"{type(error).__name__}: {error}"
-            except ValueError as error:
-                raise UserError(f"url={url!r} did not answer with JSON: {text}") from error
-        raise UserError(
-            f"url={url!r} gave no answer in {_RETRIES} tries ({problem}); finished conversations are kept: check the "
-            "server and run the same command again to continue"
-        )
+                return send(attempt)
+            except BadReply as bad:
+                if not bad.retry or self._closing.is_set():
+                    raise
+                self._closing.wait(max(bad.pause, _FIRST_PAUSE * 2**attempt * random.uniform(0.75, 1.25)))
+        return send(_TRIES - 1)
+
+    def _send(self, method: str, url: str, body: Json | None, schema: type) -> Json:
+        """Sends a request once; returns the reply, checked against the schema. Raises BadReply; UserError for a refused key."""
+        seconds = _TIMEOUT if body is not None else min(30.0, _TIMEOUT)
+        host, until, content = url.partition("/v1")[0], time.monotonic() + seconds, bytearray()
+        try:
+            text = None if body is None else json.dumps(body)
+            timeout = httpx.Timeout(seconds, connect=min(10.0, seconds))
+            with self.client.stream(method, url, content=text, headers=_SENT, timeout=timeout) as reply:
+                for chunk in reply.iter_bytes():
+                    content += chunk
+                    if len(content) > _MOST_BYTES or time.monotonic() > until:
+                        raise BadReply("endless", f"{len(content)} bytes and no end")
+        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
+            raise BadReply(_UNREACHABLE, _named(error), retry=host in self._reached) from error
+        except httpx.TimeoutException as error:
+            raise BadReply("time-out", f"no reply in {seconds:g} s ({_named(error)})") from error
+        except httpx.DecodingError as error:
+            raise BadReply("bad encoding", _named(error), retry=True) from error
+        except httpx.TransportError as error:
+            raise BadReply("connection lost", _named(error), retry=True) from error
+        self._reached.add(host)
+        status, shown = reply.status_code, content[:500].decode(errors="replace")
+        if status == 401:  # the server's text may repeat the key
+            raise UserError(f"url={url!r} refuses the key (HTTP 401); set the environment variable OPENAI_API_KEY")
+        if status != 200:
+            retry = status in (408, 425, 429) or status >= 500
+            moved = f"redirects to {reply.headers.get('location', '')}" if 300 <= status < 400 else shown
+            raise BadReply(f"HTTP {status}", moved, retry, _retry_after(reply))
+        try:
+            return TypeAdapter(schema).validate_python(json.loads(content), strict=True)
+        except ValidationError as error:
+            raise BadReply("malformed", violation(error)) from error
+        except (ValueError, RecursionError) as error:
+            raise BadReply("not JSON", shown) from error
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _retry_after(reply: httpx.Response) -> float:
+    """Seconds that a reply's Retry-After (seconds or a date) asks to wait, at most _LONGEST_PAUSE; 0 without one."""
+    text = reply.headers.get("retry-after", "")
+    try:
+        seconds = float(text)
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(text).timestamp() - time.time()
+        except (ValueError, TypeError, OverflowError):
+            return 0.0
+    return min(seconds, _LONGEST_PAUSE) if seconds > 0 else 0.0
 
 
 class VllmBackend(Backend):
@@ -250,13 +391,14 @@ class VllmBackend(Backend):
         source = iter(conversations)
         while not stop() and (wave := list(islice(source, _WAVE))):
             while wave:
-                self._respond(wave)
-                going = [self.settings.next_turn(it) is not None for it in wave]
-                yield from ((it, None) for it, goes in zip(wave, going, strict=True) if not goes)
+                failed = self._respond(wave)
+                going = [it.id not in failed and self.settings.next_turn(it) is not None for it in wave]
+                yield from ((it, failed.get(it.id)) for it, goes in zip(wave, going, strict=True) if not goes)
                 wave = [it for it, goes in zip(wave, going, strict=True) if goes]
 
-    def _respond(self, wave: list[Conversation]) -> None:
-        """Appends the next response to each conversation."""
+    def _respond(self, wave: list[Conversation]) -> dict[str, BadReply]:
+        """Appends the next response to each conversation; returns those without one, by id."""
+        failed = dict[str, BadReply]()
         sampling, renderer = self.settings.sampling, self.settings.renderer
         params = [
             self._params(
@@ -278,4 +420,8 @@ class VllmBackend(Backend):
                 reason = completion.stop_reason
                 tokens.append(reason if isinstance(reason, int) else renderer.closing_id)
             self._new_tokens += len(tokens)
-            it.accept(tokens, "stop" if stopped else "length")
+            try:
+                self.settings.accept(it, tokens, "stop" if stopped else "length")
+            except BadReply as bad:
+                failed[it.id] = bad
+        return failed

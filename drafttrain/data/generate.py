@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from drafttrain.data.backends import Backend, LocalBackend, OpenAIBackend, ResponseSettings, VllmBackend
 from drafttrain.data.conversation import ChatRenderer, Conversation
+from drafttrain.data.failures import BadReply, Failures
 from drafttrain.data.masks import conversation_records
 from drafttrain.data.store import FeatureWriter, Share, Store, check_space
 from drafttrain.environment import __version__
@@ -211,6 +212,7 @@ def generate_missing(
     writer = FeatureWriter(store) if args.features != "none" else None
     dropped = {"prompt_too_long": 0, "turns_not_reached": 0}
     least = min(_LEAST_RESPONSE, settings.max_new_tokens)
+    failures = Failures(store.directory, store.rank)
     stored = tokens = 0
     began = time.perf_counter()
 
@@ -219,7 +221,9 @@ def generate_missing(
         seconds, made = time.perf_counter() - began, backend.new_tokens
         by_tokens = made / args.max_tokens if args.max_tokens > 0 else 0.0
         by_time = seconds / (60 * args.max_minutes) if args.max_minutes > 0 else 0.0
-        note = f"{made} response tokens, {made / max(seconds, 1e-9):.0f} tokens/s"
+        note = f"{made} response tokens, {made / max(seconds, 1e-9):.0f} tokens/s" + (
+            f", failed: {failures}" if failures.counts else ""
+        )
         progress.advance(count, note, max(by_tokens, by_time))
         return max(by_tokens, by_time)
 
@@ -233,21 +237,35 @@ def generate_missing(
                 show(1)
 
     with Progress("generate", len(todo), "conversations") as progress:
-        for it, finished in backend.run(opened(), lambda: show(0) >= 1):
-            record = it.record()
-            if writer is None:
-                store.append(record)
-            else:
-                assert finished is not None and finished.features is not None and finished.last_hidden is not None
-                fed = len(record["tokens"]) - 1  # the last token was never an input
-                writer.append(record, finished.features[:fed], finished.last_hidden[:fed])
-            stored += 1
-            tokens += sum(end - start for start, end in it.spans)
-            dropped["turns_not_reached"] += it.total_turns - len(it.spans)
-            show(1)
-        if writer is not None:
-            writer.flush()
-    return run_counts(stored, tokens, time.perf_counter() - began, dropped)
+        try:
+            for it, finished in backend.run(opened(), lambda: show(0) >= 1):
+                if isinstance(finished, BadReply):
+                    failures.add(it.id, finished)
+                    show(1)
+                    continue
+                record = it.record()
+                if writer is None:
+                    store.append(record)
+                else:
+                    assert finished is not None and finished.features is not None and finished.last_hidden is not None
+                    fed = len(record["tokens"]) - 1  # the last token was never an input
+                    writer.append(record, finished.features[:fed], finished.last_hidden[:fed])
+                stored += 1
+                tokens += sum(end - start for start, end in it.spans)
+                dropped["turns_not_reached"] += it.total_turns - len(it.spans)
+                show(1)
+        finally:  # an interrupted run keeps the states of what was finished
+            if writer is not None:
+                writer.flush()
+    done = store.done_ids()
+    failures.settle(done)
+    if failures.counts and not done:
+        raise UserError(
+            f"no conversation has got an answer ({failures}; the last reply: {failures.last}); check the server and the name "
+            f"of its model, and run the same command again; {failures.path} lists the reasons"
+        )
+    counts = run_counts(stored, tokens, time.perf_counter() - began, dropped)
+    return {**counts, "failed": dict(failures.counts)}
 
 
 def store_existing(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, store: Store, share: Share) -> Json:
@@ -330,3 +348,10 @@ def report(args: argparse.Namespace, store: Store, this_run: Json, prompts: int,
         + (f"; dropped: {dropped}" if dropped else ""),
         flush=True,
     )
+    if failed := this_run.get("failed"):
+        reasons = ", ".join(f"{reason} {count}" for reason, count in failed.items())
+        print(
+            f"failed: {sum(failed.values())} conversations ({reasons}), listed in {args.output}/failed-{share.rank:04d}.jsonl; "
+            "run the same command again to ask for them again",
+            flush=True,
+        )

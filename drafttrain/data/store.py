@@ -358,9 +358,8 @@ class FeatureWriter(ShardWriter):
 
     def flush(self) -> None:
         super().flush()
-        for record in self._records:
-            self.store.append(record)
-        self._records = []
+        while self._records:  # an interrupted flush is called again and must store none twice
+            self.store.append(self._records.pop(0))
 
 
 def stored_features(root: Path) -> Json | None:

@@ -14,9 +14,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from drafttrain.data.store import read_meta
+from drafttrain.drafters.registry import decoding_settings
 from drafttrain.drafters.shipping import ExportRequest, Trained, find_drafter, shipping
 from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import load_results, read_training
+from drafttrain.evaluation.plausibility import implausible
 from drafttrain.export.serving_recipes import engine_depth, recipes, tuned_tree
 from drafttrain.files import Json
 from drafttrain.flags import WEIGHTS_HELP
@@ -45,6 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "target's, where drafttrain fetch noted it)")  # fmt: skip
     add("--results", nargs="+", default=[], help="files that drafttrain eval wrote for this drafter")
     add("--without-evaluation", action="store_true", help="publish although nothing was measured; the card says so")
+    add("--accept-implausible", action="store_true", help="publish figures that cannot be right, such as a baseline that "
+        "varies more than 3x between prompts (drafttrain report names them)")  # fmt: skip
     add("--base-model", default="", help="the target's Hub id (default: the recorded name)")
     add("--data", default="", help="the training data's folder, for the card (default: the recorded one, if it exists)")
     add("--dataset", default="", help="Hub id of the training data, if published (drafttrain push-data)")
@@ -62,8 +66,18 @@ def run(args: argparse.Namespace) -> int:
         )
     for name, run_results in zip(args.results, results, strict=True):
         check_results(trained, name, run_results)
+    check_plausible(args, results)
     message = "Update the drafter, its results and its card"
     return publish(args, "model", message, lambda folder: prepare(args, trained, results, folder))
+
+
+def check_plausible(args: argparse.Namespace, results: Sequence[Json]) -> None:
+    """Raises UserError for figures that cannot be right, unless --accept-implausible is set."""
+    sources = {f"results={name!r}": content for name, content in zip(args.results, results, strict=True)}
+    sources["decoding.json of the drafter"] = decoding_settings(args.drafter)
+    for name, content in sources.items():
+        if not args.accept_implausible and (reasons := implausible(content)):
+            raise UserError(f"{name} is implausible: {reasons[0]}; or publish it as it is: --accept-implausible")
 
 
 def check_results(trained: Trained, name: str, results: Json) -> None:

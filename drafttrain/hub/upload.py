@@ -9,19 +9,22 @@ import argparse
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import yaml
+from httpx import HTTPError, InvalidURL
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 from jinja2 import Environment, StrictUndefined
 
+from drafttrain.credentials import find_secret, redact
 from drafttrain.environment import __version__
 from drafttrain.errors import UserError, first_line
-from drafttrain.files import Json, writing
+from drafttrain.files import Json, unreachable, writing
 
 _TEXT = (".json", ".md", ".jsonl", ".yaml", ".jinja", ".txt")
-_TOKEN = re.compile(r"hf_[A-Za-z0-9]{20,}")
+_HEAD = 32 * 2**20  # bytes of a GGUF file that are searched: its metadata and vocabulary come first
+_REACHED = 8.0  # seconds within which the Hub must answer
 # Places that exist on one machine only, in running text and in JSON.
 _LOCAL = re.compile(r"(?<![\w.:/])(?:~/|/(?:home|Users|root|tmp|var|mnt|work|data|opt|srv|private|scratch)/)[^\s\"'`]*")
 
@@ -49,12 +52,20 @@ def publish(args: argparse.Namespace, kind: str, message: str, prepare: Callable
         raise UserError(f"repo={args.repo!r} must be user/name or organization/name")
     if args.dry_run and not args.output:
         raise UserError("dry-run leaves the prepared folder for you to look at; name it: --output DIR")
+    if not args.dry_run:
+        check_reachable(args.repo)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(args.output).expanduser() if args.output else Path(scratch) / "repository"
-        prepare(folder)
-        files = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-        names = sorted(name for name in files if ".cache" not in name.parts)
-        check_private(folder, names)
+        existed = folder.exists()
+        try:
+            prepare(folder)
+            files = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+            names = sorted(name for name in files if ".cache" not in name.parts)
+            check_private(folder, names)
+        except UserError:
+            if not existed:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
         print(f"{kind} {args.repo}: {len(names)} files in {folder}")
         for name in names:
             print(f"  {(folder / name).stat().st_size:>12,}  {name}")
@@ -91,27 +102,55 @@ def write_card(folder: Path, template: str, metadata: Json, **values: object) ->
     environment.filters["link"] = lambda model: f"[{model}](https://huggingface.co/{model})" if "/" in model else model
     kept = {key: value for key, value in metadata.items() if value}
     front = yaml.safe_dump(kept, sort_keys=False, allow_unicode=True).strip()
-    card = environment.from_string(source).render(version=__version__, metadata=front, **values)
+    card = redact(environment.from_string(source).render(version=__version__, metadata=front, **values))
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def check_private(folder: Path, names: list[Path]) -> None:
-    """Searches the text files that are about to be published for local paths and tokens.
+    """Searches the files that are about to be published for credentials, and those of text for local paths.
 
     Raises:
-        UserError: found one; names the file, but not the token.
+        UserError: found one; names the file and the kind, but not the secret.
     """
     home = str(Path.home())
+    for name in names:
+        for number, line in _lines(folder / name):
+            if kind := find_secret(line):
+                place = f"{name} line {number}" if name.suffix in _TEXT else f"the metadata of {name}"
+                raise UserError(f"{place} holds what looks like {kind}; remove it before publishing")
     for name in (name for name in names if name.suffix in _TEXT):
         text = (folder / name).read_text(encoding="utf-8", errors="replace")
-        if _TOKEN.search(text):
-            raise UserError(f"{name} holds what looks like a Hub token; remove it before publishing")
         found = _LOCAL.search(text)
         if found or (len(home) > 1 and home in text):
             where = found.group(0) if found else home
             raise UserError(
                 f"{name} names a local path, {where}; publish names or Hub ids (--base-model, --results, ...)"
             )
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Numbered lines of a text file; of a file with weights, only of its metadata."""
+    with path.open("rb") as file:
+        if path.suffix == ".safetensors":
+            yield 1, file.read(int.from_bytes(file.read(8), "little")).decode(errors="replace")
+            return
+        for number, line in enumerate(file, 1):
+            yield number, line.decode(errors="replace")
+            if path.suffix not in _TEXT and file.tell() > _HEAD:
+                return
+
+
+def check_reachable(repo: str) -> None:
+    """Raises UserError unless the Hub answers soon. Its client alone retries for more than a minute."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        raise UserError(f"repo={repo!r}: HF_HUB_OFFLINE is set; unset it to publish, or use --dry-run")
+    if reason := unreachable(constants.ENDPOINT, _REACHED):
+        raise UserError(
+            f"repo={repo!r}: {constants.ENDPOINT} does not answer ({reason}); check the network and its proxy settings "
+            "(HTTPS_PROXY), then run the command again"
+        )
 
 
 def upload(folder: Path, repo: str, kind: str, private: bool, message: str, tag: str = "") -> str:
@@ -144,18 +183,18 @@ def upload(folder: Path, repo: str, kind: str, private: bool, message: str, tag:
             tag = here[-1] if here else f"v{max(numbers, default=0) + 1}"
         if not any(ref.name == tag and ref.target_commit == done.oid for ref in refs):
             api.create_tag(repo, tag=tag, revision=done.oid, repo_type=kind)
-    except (OSError, ValueError, RuntimeError) as error:  # HfHubHTTPError is an OSError
+    except (OSError, ValueError, RuntimeError, HTTPError, InvalidURL) as error:  # HfHubHTTPError is an OSError
         raise UserError(f"repo={repo!r}: {_explain(error)}") from error
     prefix = "datasets/" if kind == "dataset" else ""
-    return f"{api.endpoint}/{prefix}{repo}/tree/{tag}"
+    return redact(f"{api.endpoint}/{prefix}{repo}/tree/{tag}")
 
 
 def _explain(error: Exception) -> str:
-    """What stopped an upload and what to do, without tokens."""
+    """What stopped an upload and what to do."""
     if isinstance(error, LocalTokenNotFoundError):
         return "not logged in; run hf auth login, or set HF_TOKEN"
     status = error.response.status_code if isinstance(error, HfHubHTTPError) and error.response is not None else 0
-    shown = (f"HTTP {status}, " if status else "") + _TOKEN.sub("hf_...", first_line(error))
+    shown = (f"HTTP {status}, " if status else "") + first_line(error)
     reasons = {
         401: "the Hub does not accept the token (401); run hf auth login, or set HF_TOKEN to a valid one",
         403: "the token may not write there (403); use a write token of an account that may",

@@ -191,7 +191,9 @@ def argmax_at(logits: Tensor, rows: Sequence[int]) -> list[int]:
     kernels = cpu_kernels() if readable else None
     if kernels is None:
         return argmax(logits[rows]).tolist()
-    begin, v, tokens = logits.data_ptr(), logits.shape[1], []
+    begin, (count, v), tokens = logits.data_ptr(), logits.shape, []
+    if not all(0 <= row < count for row in rows) or not v:
+        raise ValueError(f"rows={list(rows)} must be from 0 to {count - 1}, of logits [{count}, {v}]")
     token, value = ctypes.c_int64(), ctypes.c_float()
     for row in rows:
         kernels.likeliest(begin + row * v * 4, 1, v, 1, ctypes.byref(token), ctypes.byref(value), None)

@@ -64,6 +64,10 @@ def fused_step(
     width, launches, row_weight = z.shape[1], plan(loss), row_weight.float().contiguous()
     only_ce = not measure and {term.name for term in loss.terms} == {"ce"}
     y = z if only_ce else targets.kernel_logits(index, z)  # [c, d]
+    if y.shape != z.shape or y.stride(1) != 1 or not len(index) == len(row_weight) == len(z):
+        raise ValueError(
+            f"targets {list(y.shape)}, index [{len(index)}] and weights [{len(row_weight)}] must fit {list(z.shape)}"
+        )
     values = torch.empty(len(z), dtype=torch.float32, device=z.device)
     alpha, agree = torch.empty_like(values), torch.empty_like(values, dtype=torch.bool)
     # A gradient in place would overwrite the logits that a second launch reads.

@@ -110,7 +110,7 @@ void tree_attention(const float *query, long head_stride, long token_stride, con
         slots = max(slots, part->prefix + part->held + part->n);
     }
     /* One thread computes the blocks of one key head, so that its cache holds the keys. */
-    long tasks = count * kv_heads * blocks, chunk = count == 1 ? (tasks + threads - 1) / threads : blocks;
+    long tasks = count * kv_heads * blocks, chunk = max(1, count == 1 ? (tasks + threads - 1) / threads : blocks);
 #pragma omp parallel num_threads(threads) if (tasks > 1)
     {
         vec *transposed = aligned_alloc(sizeof(vec), (e + slots) * sizeof(vec)), *scores = transposed + e;

@@ -15,15 +15,17 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from drafttrain.ops.native import built_kernels
+from drafttrain.ops.native import built_kernels, check
 from drafttrain.ops.packing import FORMATS, pack_gated, pack_panels
 from drafttrain.ops.tree_attention import AttentionForm, CpuPlan
+from drafttrain.ops.tree_cache import Addresses
 
 # Attention of a caller: query [n, heads, e], key and value [n, kv_heads, e] -> [n, heads * e].
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -84,10 +86,6 @@ def _struct(kind: type[_Layer | _Draft], **content: Tensor | float | None) -> tu
     kept = {name: value.detach().contiguous() for name, value in content.items() if isinstance(value, Tensor)}
     formats = {f"{name}_format": FORMATS[value.dtype] for name, value in kept.items() if f"{name}_format" in fields}
     assert content.keys() <= fields, "ctypes ignores names that are no fields"
-    assert all(value.device.type == "cpu" for value in kept.values()), "the kernels read CPU memory"
-    assert all(kept[name].dtype == torch.float32 for name in kept if f"{name}_format" not in formats), (
-        "norms are float32"
-    )
     return kind(**content | formats | {name: value.data_ptr() for name, value in kept.items()}), list(kept.values())
 
 
@@ -102,6 +100,9 @@ class DecoderLayer:
         norms: other RMS-norm factors by name; a missing one is not applied. `input_norm` [h] is before the attention,
             `attended_norm` and `mlp_out_norm` [h] after attention and MLP (Gemma), `query_norm` and `key_norm` [e] per head
             (Qwen3, Gemma 3).
+
+    Raises:
+        ValueError, TypeError: sizes that do not fit together, weights of another dtype or device.
     """
 
     def __init__(
@@ -120,6 +121,20 @@ class DecoderLayer:
         width, hidden, inner = projections[0].in_features, attention.o_proj.out_features, mlp.down_proj.in_features
         self.head_dim = e = attention.head_dim
         self.heads, self.kv_heads = (module.out_features // e for module in projections[:2])
+        self.width, self.hidden, self.rotary_dim = width, hidden, rotary_dim
+        if not self.kv_heads or self.heads % self.kv_heads or not 0 <= rotary_dim <= e or rotary_dim % 2:
+            sizes = f"heads={self.heads}, kv_heads={self.kv_heads}, head_dim={e}, rotary_dim={rotary_dim}"
+            raise ValueError(f"{sizes}: key heads must divide heads, and rotary_dim be even and at most head_dim")
+        rows, keys = self.heads * e, self.kv_heads * e
+        for name, module, size in (
+            *(("q_proj", attention.q_proj, (rows, width)), ("k_proj", attention.k_proj, (keys, width))),
+            *(("v_proj", attention.v_proj, (keys, width)), ("o_proj", attention.o_proj, (hidden, rows))),
+            *(("gate_proj", mlp.gate_proj, (inner, hidden)), ("up_proj", mlp.up_proj, (inner, hidden))),
+            ("down_proj", mlp.down_proj, (hidden, inner)),
+        ):
+            check(name, module.weight.contiguous(), size)
+            if module.bias is not None and (module not in projections or len(biases) != 3):
+                raise ValueError(f"{name} has a bias; only queries, keys and values together may have one")
         panels = {
             "qkv": pack_panels(torch.cat([module.weight for module in projections]).detach()),
             "o": pack_panels(attention.o_proj.weight.detach()),
@@ -127,6 +142,10 @@ class DecoderLayer:
             "down": pack_panels(mlp.down_proj.weight.detach()),
         }
         norms |= {"qkv_bias": torch.cat(biases) if biases else None, "mlp_norm": mlp_norm}
+        lengths = {"qkv_bias": rows + 2 * keys, "input_norm": width, "query_norm": e, "key_norm": e}
+        for name, factor in norms.items():
+            if factor is not None:
+                check(name, factor.contiguous(), (lengths.get(name, hidden),))
         numbers = {"width": width, "hidden": hidden, "inner": inner, "rotary_dim": rotary_dim, "gelu": gelu, "eps": eps}
         numbers |= {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": e}
         self._layer, self._kept = _struct(_Layer, **panels, **norms, **numbers)
@@ -143,7 +162,10 @@ class DecoderLayer:
             Query [n, heads, e], key and value [n, kv_heads, e], views of one buffer.
         """
         sizes = (self.heads, self.kv_heads, self.kv_heads)
-        out = torch.empty(x.shape[0], sum(sizes), self.head_dim)
+        check("x", x, (len(x), self.width))
+        for name, table in (("cosine", cosine), ("sine", sine)):
+            check(name, table.squeeze(1) if table.dim() == 3 else table, (len(x), self.rotary_dim))
+        out = x.new_empty(x.shape[0], sum(sizes), self.head_dim)
         pointers = x.data_ptr(), x.shape[0], cosine.data_ptr(), sine.data_ptr(), out.data_ptr()
         self._kernels.layer_before_attention(self.address, *pointers, torch.get_num_threads())
         query, key, value = out.split(sizes, dim=1)
@@ -152,6 +174,8 @@ class DecoderLayer:
     def finish(self, x: Tensor, attended: Tensor) -> None:
         """The half after the attention: adds output projection and MLP to x [n, h], in place; attended [n, heads * e]."""
         attended, threads = attended.contiguous(), torch.get_num_threads()
+        check("x", x, (len(x), self.hidden))
+        check("attended", attended.flatten(), (len(x) * self.heads * self.head_dim,))
         self._kernels.layer_after_attention(self.address, x.data_ptr(), attended.data_ptr(), x.shape[0], threads)
 
     def forward(
@@ -187,6 +211,9 @@ class LayerStack:
     Attributes:
         shapes: (kv_heads, head_dim) of each layer's keys and values.
         served: whether the C attention supports these head widths.
+
+    Raises:
+        ValueError: layers, forms and tables that do not fit together.
     """
 
     def __init__(self, layers: Sequence[DecoderLayer], forms: Sequence[AttentionForm], table_of: Sequence[int]):
@@ -195,6 +222,17 @@ class LayerStack:
         self._layers = np.array([layer.address for layer in layers], dtype=np.uint64)
         sinks = [None if form["sinks"] is None else form["sinks"].float().contiguous() for form in forms]
         self._kept = (layers, sinks)
+        self.hidden = layers[0].hidden
+        self._widths = set(zip(table_of, (layer.rotary_dim for layer in layers), strict=True))  # of rotary tables
+        for layer, form, sink, table in zip(layers, forms, sinks, table_of, strict=True):
+            if {layer.hidden, layer.width} != {self.hidden} or table < 0:
+                raise ValueError(
+                    f"a layer of width {layer.width} to {layer.hidden} does not continue one of {self.hidden}"
+                )
+            if (form["window"] or 0) < 0 or (form["softcap"] or 0) < 0:
+                raise ValueError(f"window={form['window']}, softcap={form['softcap']}: none may be negative")
+            if sink is not None:
+                check("sinks", sink, (layer.heads,))
         rows = [
             (0 if sink is None else sink.data_ptr(), form["window"] or 0, table, form["scaling"], form["softcap"] or 0)
             for form, sink, table in zip(forms, sinks, table_of, strict=True)
@@ -203,26 +241,37 @@ class LayerStack:
         self._kernels = built_kernels()
 
     def forward(
-        self, x: Tensor, tables: Sequence[tuple[Tensor, Tensor]], plan: CpuPlan, buffers: np.ndarray, wanted: list[int]
+        self, x: Tensor, tables: Sequence[tuple[Tensor, Tensor]], plan: CpuPlan, buffers: Addresses, wanted: list[int]
     ) -> Tensor:
         """Runs the layers over x [n, h] in place and stores the new keys and values.
 
         Args:
             tables: cosine and sine [n, rotary_dim] of each rotary table.
             plan: where each token stands.
-            buffers: [4, layers] int64, see `TreeCache.addresses`.
+            buffers: of a cache, see `TreeCache.addresses`.
             wanted: ascending layers whose inputs are returned; the number of layers means the last layer's output.
 
         Returns:
             [n, len(wanted), h].
         """
-        n, hidden = x.shape
-        caught = torch.empty((n, len(wanted), hidden))
-        slots = np.ascontiguousarray(buffers.T)  # [layers, 4], struct buffers of cpu_layers.c
+        n, hidden, count = plan.tokens, self.hidden, len(self._layers)
+        check("x", x, (n, hidden))
+        if not self.served or buffers.shapes != self.shapes or buffers.slots < plan.slots:
+            raise ValueError(
+                f"the cache holds {buffers.slots} slots of {buffers.shapes}, the call needs {plan.slots} of {self.shapes} "
+                "in multiples of 16"
+            )
+        if sorted({i for i in wanted if 0 <= i <= count}) != wanted or max(self._widths)[0] >= len(tables):
+            raise ValueError(f"wanted={wanted} must ascend from 0 to {count} at most; {len(tables)} rotary tables")
+        for i, width in self._widths:
+            check("cosine", tables[i][0], (n, width))
+            check("sine", tables[i][1], (n, width))
+        caught = x.new_empty((n, len(wanted), hidden))
+        slots = np.ascontiguousarray(buffers.table)  # [layers, 4], struct buffers of cpu_layers.c
         rotary = np.array([part.data_ptr() for pair in tables for part in pair], dtype=np.uint64)
         features = np.array(wanted, dtype=np.int64)
         self._kernels.body_forward(
-            *(self._layers.ctypes.data, self._forms.ctypes.data, slots.ctypes.data, len(self._layers)),
+            *(self._layers.ctypes.data, self._forms.ctypes.data, slots.ctypes.data, count),
             *(x.data_ptr(), n, rotary.ctypes.data, plan.address),
             *(features.ctypes.data, len(wanted), caught.data_ptr(), torch.get_num_threads()),
         )
@@ -249,10 +298,29 @@ class DraftStep:
     """One depth of a drafter with decoder layers, for tokens of one sequence.
 
     A depth over a few tokens reads some megabytes of weights in half a millisecond; torch's forty operations took longer.
+
+    Raises:
+        ValueError, TypeError: layers and weights that do not fit together.
     """
 
     def __init__(self, layers: Sequence[DecoderLayer], weights: DraftWeights):
         self.vocabulary, self.hidden = weights.head.shape
+        self.embed_width, h, joined = weights.embed_width, self.hidden, weights.embed_width + self.hidden
+        self.cache_shape = (layers[0].kv_heads, layers[0].head_dim)
+        self.rotary_dim, self.count = layers[0].rotary_dim, len(layers)
+        for i, layer in enumerate(layers):
+            reads = h if i or weights.project is not None else joined
+            form = layer.heads, layer.kv_heads, layer.head_dim, layer.rotary_dim
+            same = form == (layers[0].heads, *self.cache_shape, self.rotary_dim)
+            if (layer.width, layer.hidden) != (reads, h) or not same or layer.head_dim % 16:
+                raise ValueError(
+                    f"layer {i} maps {layer.width} to {layer.hidden}, heads {form}; {reads} to {h} expected"
+                )
+        sizes: dict[str, tuple[int, ...]] = {"head": (self.vocabulary, h), "project": (h, joined)}
+        sizes |= {"embed_norm": (weights.embed_width,), "state_norm": (h,), "norm": (h,)}
+        for name, size in sizes.items():
+            if (tensor := vars(weights)[name]) is not None:
+                check(name, tensor.contiguous(), size)
         addresses = (ctypes.c_void_p * len(layers))(*(layer.address for layer in layers))
         panels = {"head": pack_panels(weights.head.detach())}
         if weights.project is not None:
@@ -286,8 +354,21 @@ class DraftStep:
         Returns:
             What the next depth reads [n, h], and logits [queries, d].
         """
-        n = states.shape[0]
-        out, logits = torch.empty(n, self.hidden), torch.empty(queries, self.vocabulary)
+        n, (kv_heads, e) = plan.tokens, self.cache_shape
+        check("embeds", embeds, (n, self.embed_width))
+        check("states", states, (n, self.hidden))
+        for name, table in zip(("cosine", "sine"), tables, strict=True):
+            check(name, table, (len(table), 1, self.rotary_dim))
+            if len(table) < plan.positions:
+                raise ValueError(f"{name} has {len(table)} positions, but the tokens reach {plan.positions}")
+        if plan.sequences != 1 or not 0 <= queries <= n or window < 0 or len(buffers) != self.count:
+            found = f"sequences={plan.sequences}, queries={queries}, window={window}, buffers={len(buffers)}"
+            raise ValueError(f"{found}: must be 1, from 0 to {n}, from 0 on, and {self.count}")
+        for buffer in chain.from_iterable(buffers):
+            check("keys and values", buffer, (kv_heads, buffers[0][0].shape[1], e))
+        if buffers[0][0].shape[1] < plan.slots:
+            raise ValueError(f"keys and values have {buffers[0][0].shape[1]} slots, but the tokens need {plan.slots}")
+        out, logits = states.new_empty(n, self.hidden), states.new_empty(queries, self.vocabulary)
         keys, values = zip(*buffers, strict=True)
         pointers = ctypes.c_void_p * len(buffers)
         self._kernels.draft_step(

@@ -1,19 +1,29 @@
-"""Builds and loads the C kernels of cpu.c and cpu_layers.c: compiled once on each machine, kept in the cache folder."""
+"""Builds, keeps and loads the C kernels of cpu.c and cpu_layers.c, and checks what Python passes to them.
+
+A kernel reads and writes at addresses, so a wrong argument is a crash or worse. Each wrapper therefore checks its arguments
+first and raises ValueError or TypeError; structures that many calls share (plans, packed layers) are checked once, when they
+are built.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import logging
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
 
-from drafttrain.files import cache_folder
+import torch
+from torch import Tensor
+
+from drafttrain.files import cache_folder, replacing
 
 logger = logging.getLogger(__name__)
 
@@ -32,39 +42,49 @@ _ARGUMENTS = {
     "body_forward": "PPPL PLP P PLPI",
     "draft_step": "PPPLPP PPL PL PPLI",
 }
+_LARGEST = 64 * 2**20  # bytes that are read of a kept build; the real one has about 0.1 MB
+
+
+def check(name: str, tensor: Tensor, sizes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
+    """Raises TypeError or ValueError unless a kernel may read a tensor: this dtype and shape, contiguous, in CPU memory."""
+    if tensor.dtype is not dtype:
+        raise TypeError(f"{name} is {tensor.dtype}, but the kernel reads {dtype}; convert it first")
+    if tensor.shape != sizes:
+        raise ValueError(f"{name} has shape {list(tensor.shape)}, must have {list(sizes)}")
+    if not tensor.is_cpu or not tensor.is_contiguous():
+        state = f"is on {tensor.device}" if not tensor.is_cpu else f"has strides {tensor.stride()}"
+        raise ValueError(f"{name} {state}, but the kernel reads contiguous CPU memory")
 
 
 @cache
 def cpu_kernels() -> ctypes.CDLL | None:
     """The built library, or None if it cannot be built; callers then use torch.
 
-    The file's name holds a hash of source, flags, compiler and processor, so machines that share a home folder never run
-    each other's instructions. torch is loaded before and brings an OpenMP runtime of the same name, so both share one pool
-    of threads. The library has no state of its own, and ctypes releases the GIL during a call: threads may call it at once.
+    torch is loaded before and brings an OpenMP runtime of the same name, so both share one pool of threads. The library has
+    no state of its own, and ctypes releases the GIL during a call: threads may call it at once.
     """
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", ""), "cc", "gcc", "clang"))), None)
     if compiler is None:
         logger.warning("no C compiler (cc) found: decoding on this CPU uses torch's slower kernels")
         return None
-    recipe = (_SOURCE.read_text(), _SOURCE.with_name("cpu.c").read_text(), *_FLAGS, compiler, _processor())
-    digest = hashlib.sha256("\0".join(recipe).encode()).hexdigest()[:16]
-    path = cache_folder() / "native" / f"cpu-{digest}.so"
     try:
-        if not path.is_file():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-                built = Path(folder) / "built.so"
-                command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(built), "-lm"]
-                subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
-                built.replace(path)  # atomic: processes that start together never load half a file
-        library = ctypes.CDLL(str(path))
+        name, folder = _name(compiler), _private_folder(cache_folder() / "kernels")
+        kept = _kept(folder, name) if folder else None
+        if kept is not None and (library := _load(kept)) is not None:
+            return library
+        with tempfile.TemporaryDirectory() as scratch:  # private
+            built = Path(scratch) / "built.so"
+            command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(built), "-lm"]
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+            if folder:
+                _keep(built, folder, name)
+            library = _load(built)
     except (OSError, subprocess.SubprocessError) as error:
         reason = (getattr(error, "stderr", None) or str(error)).strip()
         logger.warning("ops/cpu.c cannot be built (%s); decoding uses torch's slower kernels", reason[-300:])
         return None
-    for name, arguments in _ARGUMENTS.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = [_TYPES[letter] for letter in arguments.replace(" ", "")], None
+    if library is None:
+        logger.warning("the built ops/cpu.c cannot be loaded; decoding uses torch's slower kernels")
     return library
 
 
@@ -74,6 +94,88 @@ def built_kernels() -> ctypes.CDLL:
     kernels = cpu_kernels()
     assert kernels is not None, "check cpu_kernels() first"
     return kernels
+
+
+# -- the kept build: FOLDER/cpu-(hash of the recipe)-(hash of the content).so -------------------------------------------
+
+
+def _name(compiler: str) -> str:
+    """`cpu-HASH` of source, flags, compiler with its version, and processor: machines that share a home folder never run each
+    other's instructions."""
+    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True, timeout=60).stdout
+    sources = (_SOURCE.read_text(), _SOURCE.with_name("cpu.c").read_text())
+    recipe = (*sources, *_FLAGS, str(Path(compiler).resolve()), version, _processor())
+    return "cpu-" + _digest("\0".join(recipe).encode())[:16]
+
+
+def _private_folder(folder: Path) -> Path | None:
+    """The folder of kept builds, which only this user may enter; None, with a line that says why, where it is another's."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        logger.warning("%s cannot be used (%s): the kernels are built again for this process", folder, error.strerror)
+        return None
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:
+        return folder
+    logger.warning(
+        "%s is not a private folder of this user: the kernels are built again for this process; remove it, or run chmod 700 %s",
+        folder,
+        folder,
+    )
+    return None
+
+
+def _kept(folder: Path, name: str) -> Path | None:
+    """The kept build; deletes those that are damaged or that others could have written."""
+    for path in folder.glob(f"{name}-*.so"):
+        with contextlib.suppress(OSError):  # of a link (O_NOFOLLOW), or a file without rights
+            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            found, content = os.fstat(file), os.pread(file, _LARGEST, 0)
+            own = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
+            if own and path.stem == f"{name}-{_digest(content)}":
+                # What was read is what is loaded. The descriptor stays open, because the loader knows libraries by name.
+                opened = Path(f"/proc/self/fd/{file}")
+                return opened if opened.exists() else path
+            os.close(file)
+        _delete(path)
+    return None
+
+
+def _keep(built: Path, folder: Path, name: str) -> None:
+    """Copies a build to the folder in one step: processes that start together never load half a file."""
+    content = built.read_bytes()
+    try:
+        with replacing(folder / f"{name}-{_digest(content)}.so") as part:
+            part.write_bytes(content)
+            part.chmod(0o700)
+        for other in folder.glob(f"{name}-*.so"):
+            if _digest(content) not in other.name:  # lacks a function, or comes from another build of the same recipe
+                _delete(other)
+    except OSError as error:  # a full disk
+        logger.warning("%s cannot keep the kernels (%s): the next process builds them again", folder, error.strerror)
+
+
+def _delete(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:32]
+
+
+def _load(path: Path) -> ctypes.CDLL | None:
+    """Loads a library; None if it is none, or lacks a function."""
+    try:
+        library = ctypes.CDLL(str(path))
+        for name, arguments in _ARGUMENTS.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = [_TYPES[letter] for letter in arguments.replace(" ", "")], None
+    except (OSError, AttributeError):
+        return None
+    return library
 
 
 def _processor() -> str:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafttrain.ops.native import built_kernels, cpu_kernels
+from drafttrain.ops.native import built_kernels, check, cpu_kernels
 
 SKINNY_ROWS = 32  # up to here memory bandwidth decides and skinny_linear is faster than MKL; above, arithmetic decides
 # MKL chooses its blocking from the row count given when packing; 128 was fastest or equal for every count from 1 to 128.
@@ -88,13 +88,24 @@ def pack_gated(weight: Tensor) -> Tensor:
     return pack_panels(torch.stack(halves, dim=1).flatten(0, 2))
 
 
+def check_panels(name: str, panels: Tensor, width: int, out: int) -> None:
+    """Raises TypeError or ValueError unless these are the panels of an [out, width] weight; see `pack_panels`."""
+    if panels.dtype not in FORMATS:
+        raise TypeError(f"{name} is {panels.dtype}, must be panels of `pack_panels`")
+    size = 2 * _LANES * (width + (4 if panels.dtype == torch.int8 else 0))  # int8 panels end with float32 factors
+    if panels.numel() != -(-out // (2 * _LANES)) * size or not panels.is_cpu or not panels.is_contiguous():
+        raise ValueError(f"{name} of shape {list(panels.shape)} is no packed [{out}, {width}] weight in CPU memory")
+
+
 def skinny_linear(x: Tensor, panels: Tensor, out: int) -> Tensor:
     """x [rows, in] float32, contiguous; panels from `pack_panels`. Returns [rows, out] float32.
 
     A row's result does not depend on the other rows, to the bit.
     """
-    rows, width = x.shape
-    y = torch.empty((rows, out))
+    rows, width = len(x), x.shape[-1]
+    check("x", x, (rows, width))
+    check_panels("panels", panels, width, out)
+    y = x.new_empty((rows, out))  # not torch.empty, whose dtype users may change
     form, threads = FORMATS[panels.dtype], torch.get_num_threads()
     built_kernels().skinny_linear(x.data_ptr(), rows, width, panels.data_ptr(), form, y.data_ptr(), out, threads)
     return y
@@ -132,6 +143,9 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out], in the weight's dtype."""
+        if x.dim() == 0 or x.shape[-1] != self.in_features or x.dtype != self.weight.dtype:
+            found = f"{x.dtype} of shape {list(x.shape)}"
+            raise ValueError(f"x is {found}, must be {self.weight.dtype} of shape [..., {self.in_features}]")
         rows = x.numel() // self.in_features
         if self.skinny and rows <= SKINNY_ROWS:
             if self.panels is None:
@@ -158,12 +172,18 @@ class PackedRMSNorm(nn.Module):
     def __init__(self, weight: Tensor, eps: float):
         super().__init__()
         self.weight, self.eps = weight.detach().contiguous(), eps
+        check("weight", self.weight, (weight.numel(),))
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., width] float32 -> the same shape."""
-        x, width = x.contiguous(), x.shape[-1]
+        width = len(self.weight)
+        if x.dtype is not torch.float32:
+            raise TypeError(f"x is {x.dtype}, but a packed norm reads torch.float32; convert it first")
+        if not x.is_cpu or x.dim() == 0 or x.shape[-1] != width:
+            raise ValueError(f"x has shape {list(x.shape)} on {x.device}, must be [..., {width}] on the CPU")
+        x = x.contiguous()
         y = torch.empty_like(x)
-        rows = x.numel() // width
+        rows = x.numel() // width if width else 0
         built_kernels().rms_norm(x.data_ptr(), self.weight.data_ptr(), self.eps, y.data_ptr(), rows, width)
         return y
 

@@ -165,7 +165,9 @@ def _kernel_reads(logits: Tensor) -> bool:
 def _highest(logits: Tensor, width: int, log_sum: Tensor | None) -> tuple[Tensor, Tensor]:
     """Values and ids [n, width] of the highest logits; fills log_sum [n] with the rows' log-sum-exp."""
     n, v = logits.shape
-    ids, values = torch.empty(n, width, dtype=torch.long), logits.new_empty(n, width)
+    if not 0 < width <= v:
+        raise ValueError(f"width={width} must be from 1 to the {v} tokens of a row")
+    ids, values = logits.new_empty(n, width, dtype=torch.long), logits.new_empty(n, width)
     sums = None if log_sum is None else log_sum.data_ptr()
     kernels = cpu_kernels()
     assert kernels is not None

@@ -55,14 +55,19 @@ class TreeLayout:
     def __init__(self, prefix_len: int, parents: Sequence[int] | None = None, count: int | None = None, held: int = 0):
         self.prefix_len, self.parents, self.held = prefix_len, parents, held
         if parents is None:
-            assert count is not None, "a chain needs its length"
+            if count is None or held:
+                raise ValueError(f"count={count}, held={held}: a chain needs its length and holds no tokens")
             self.count, self.tree_depths = count, np.arange(count)
         else:
             self.count = len(parents) + 1 - held
             depths = [0]
             for parent in parents:
+                if not -1 <= parent < len(depths) - 1:
+                    raise ValueError(f"parents[{len(depths) - 1}]={parent} must be -1 or an earlier node")
                 depths.append(depths[parent + 1] + 1)
             self.tree_depths = np.asarray(depths)
+        if min(prefix_len, held, self.count) < 0:
+            raise ValueError(f"prefix_len={prefix_len}, held={held}, count={self.count}: none may be negative")
         self.depths = self.tree_depths[held:]
         self._masks: dict[tuple[object, ...], tuple[int, Tensor | None]] = {}
 
@@ -172,14 +177,24 @@ class CpuPlan:
 
     Attributes:
         address: of the kernel's struct plan, which no call writes to.
+        tokens: N, new tokens of all sequences. slots, positions: how many the kernel reads or writes, from 0 on.
     """
 
     def __init__(self, parts: Sequence[tuple[int, TreeLayout]]):
         rows, begin, node = [], 0, 0
+        self.slots = self.positions = 0
         for slot, layout in parts:
+            tree = layout.held + layout.count
+            if slot < 0 or tree > _KERNEL_TOKENS:
+                raise ValueError(
+                    f"slot={slot}, {tree} tokens: slots begin at 0, and a tree has {_KERNEL_TOKENS} at most"
+                )
             rows.append((slot, layout.prefix_len, begin, layout.count, layout.held, node))
             begin += layout.count
-            node += layout.held + layout.count
+            node += tree
+            self.slots = max(self.slots, slot + layout.prefix_len + tree)
+            self.positions = max(self.positions, layout.prefix_len + int(layout.tree_depths.max(initial=-1)) + 1)
+        self.tokens, self.sequences = begin, len(rows)
         self._parts = np.array(rows, dtype=np.int64)
         self._ancestors = np.array([bits for _, layout in parts for bits in layout.ancestors], dtype=np.uint64)
         self._depths = np.concatenate([layout.tree_depths for _, layout in parts]).astype(np.int32)
@@ -218,10 +233,14 @@ class CpuPlan:
 
         Returns:
             [1, N, heads, value_dim].
+
+        Raises:
+            TypeError, ValueError: a dtype, shape, stride or device that the kernel does not read; see `serves`.
         """
+        self._check(query, keys, values, new, form)
         axis = 0 if query.dim() == 3 else 2  # of tokens
         heads, n, e, kv_heads, ve = query.shape[1], query.shape[axis], query.shape[-1], len(keys), values.shape[-1]
-        out = torch.empty((1, n, heads, ve))
+        out = query.new_empty((1, n, heads, ve))
         sinks = None if form["sinks"] is None else form["sinks"].float().contiguous()
         rows = [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in new or ()]
         fresh = [number for tensor in rows for number in (tensor.data_ptr(), tensor.stride(1), tensor.stride(axis))]
@@ -233,6 +252,46 @@ class CpuPlan:
             *(None if sinks is None else sinks.data_ptr(), torch.get_num_threads()),
         )
         return out
+
+    def _check(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        new: tuple[Tensor, Tensor] | None,
+        form: AttentionForm,
+    ) -> None:
+        tensors = {"query": query, "keys": keys, "values": values}
+        if new is not None:
+            tensors |= {"new key": new[0], "new value": new[1]}
+        for name, tensor in tensors.items():
+            if tensor.dtype is not torch.float32 or not tensor.is_cpu:
+                raise TypeError(f"{name} is {tensor.dtype} on {tensor.device}, must be torch.float32 on the CPU")
+        if query.dim() not in (3, 4) or keys.dim() != 3 or values.dim() != 3:
+            raise ValueError("query must be [1, heads, N, e] or [N, heads, e], keys and values [kv_heads, slots, e]")
+        heads, (kv_heads, slots, e), ve, n = query.shape[1], keys.shape, values.shape[2], self.tokens
+        served = {"query": (heads, e), "new key": (kv_heads, e), "new value": (kv_heads, ve)}
+        for name in served.keys() & tensors.keys():
+            count, width = served[name]
+            sizes = (1, count, n, width) if query.dim() == 4 else (n, count, width)
+            if tensors[name].shape != sizes:
+                raise ValueError(f"{name} has shape {list(tensors[name].shape)}, must have {list(sizes)}")
+        if e % 16 or ve % 16 or not kv_heads or not heads or heads % kv_heads:
+            raise ValueError(f"heads={heads}, kv_heads={kv_heads}, widths {e} and {ve}: widths must be multiples of 16")
+        if values.shape[:2] != keys.shape[:2] or slots < self.slots:
+            found = f"keys {list(keys.shape)} and values {list(values.shape)}"
+            raise ValueError(f"{found} must be [kv_heads, slots, width] with at least {self.slots} slots")
+        if query.stride(-1) != 1 or keys.stride()[1:] != (e, 1) or values.stride()[1:] != (ve, 1):
+            raise ValueError("the last dimension of query, and the last two of keys and values, must be contiguous")
+        sinks, window, softcap = form["sinks"], form["window"], form["softcap"]
+        if (
+            (sinks is not None and (sinks.numel() != heads or not sinks.is_cpu))
+            or (window or 0) < 0
+            or (softcap or 0) < 0
+        ):
+            raise ValueError(
+                f"window={window}, softcap={softcap} may not be negative; sinks must be [{heads}] on the CPU"
+            )
 
 
 def _in_blocks(query: Tensor, key: Tensor, value: Tensor, prefix: int, form: AttentionForm) -> Tensor:

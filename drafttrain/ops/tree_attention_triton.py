@@ -104,7 +104,8 @@ def pack_plan(layouts: Sequence[TreeLayout], rows: Sequence[int], shape: PlanSha
     counts = [layout.count for layout in layouts]
     pads, spare = shape.tokens - sum(counts), [0] * (shape.rows - len(layouts))
     counts[-1] += pads
-    assert pads >= 0 and max(counts) <= shape.max_new, "the plan's shape is too small"
+    if pads < 0 or max(counts) > shape.max_new or len(rows) != len(layouts) or min(rows) < 0:
+        raise ValueError(f"rows={list(rows)} with {counts} tokens do not fit the plan's shape {tuple(shape)}")
     offsets = np.cumsum([0, *counts, *spare])  # [R+1]
     ancestors = np.zeros((shape.tokens, shape.words), np.uint32)
     for start, layout in zip(offsets, layouts):  # noqa: B905 (spare rows have no layout)
@@ -266,6 +267,26 @@ def _device_limits(index: int) -> tuple[int, int]:
     return facts["multiprocessor_count"], facts["max_shared_mem"]
 
 
+def _check(query: Tensor, keys: Tensor, values: Tensor, plan: PackedPlan, sinks: Tensor | None) -> None:
+    """Raises TypeError or ValueError for what the kernels would read wrongly. Cache rows and lengths, which live on the device,
+    were checked by `TreeCache.open` and `pack_plan`."""
+    heads, (_, kv_heads, _, width) = query.shape[1], keys.shape
+    if not query.dtype == keys.dtype == values.dtype:
+        raise TypeError(f"queries {query.dtype}, keys {keys.dtype} and values {values.dtype} must share a dtype")
+    if not query.stride(3) == keys.stride(3) == values.stride(3) == 1:
+        raise ValueError("the last dimension of queries, keys and values must be contiguous")
+    if len(plan.positions) != query.shape[2] or len(query) != 1:
+        raise ValueError(
+            f"queries {list(query.shape)}: the plan is of another forward, with {len(plan.positions)} tokens"
+        )
+    if query.shape[3] != width or keys.shape[:3] != values.shape[:3] or heads % kv_heads:
+        found = f"queries {list(query.shape)}, keys {list(keys.shape)} and values {list(values.shape)}"
+        raise ValueError(f"{found} do not fit together")
+    tensors = (keys, values, *plan[:-1], *(() if sinks is None else (sinks,)))
+    if any(tensor.device != query.device for tensor in tensors) or (sinks is not None and sinks.shape != (heads,)):
+        raise ValueError(f"keys, values, plan and sinks [{heads}] must be on {query.device}")
+
+
 def _launch(
     query: Tensor,
     keys: Tensor,
@@ -281,9 +302,7 @@ def _launch(
     _, heads, count, width = query.shape
     kv_heads, capacity, value_width = keys.shape[1], keys.shape[2], values.shape[3]
     group, row_count = heads // kv_heads, len(plan.rows)
-    assert query.dtype == keys.dtype == values.dtype, "queries, keys and values share a dtype"
-    assert query.stride(3) == keys.stride(3) == values.stride(3) == 1, "the last dimension must be contiguous"
-    assert len(plan.positions) == count, "the plan is of another forward"
+    _check(query, keys, values, plan, sinks)
     if geometry is None:
         span = capacity if window is None else min(capacity, window + plan.max_new)
         pairs, groups = plan.max_new * group, row_count * kv_heads

@@ -13,21 +13,36 @@ from __future__ import annotations
 import ctypes
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from itertools import chain
-from typing import Unpack
+from itertools import chain, pairwise
+from typing import NamedTuple, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from drafttrain.errors import UserError
-from drafttrain.ops.native import cpu_kernels
+from drafttrain.ops.native import check, cpu_kernels
 from drafttrain.ops.tree_attention import AttentionForm, CpuPlan, TreeLayout, tree_attention
 from drafttrain.ops.tree_attention_triton import PackedPlan, has_triton, packed_tree_attention
 
 # Longer pieces are prompts. Fused causal attention reads them faster than a kernel for few tokens.
 _KERNEL_TOKENS = 256
 Moves = Sequence[tuple[int, Sequence[int]]]
+
+
+class Addresses(NamedTuple):
+    """Where the buffers of a cache are, for kernels that run several layers.
+
+    Attributes:
+        table: [layers, 4] int64: addresses of keys and values, and their strides from head to head in numbers.
+        slots: of each buffer. shapes: (kv_heads, head_dim) per layer.
+        buffers: what the addresses point to, which must live as long.
+    """
+
+    table: np.ndarray
+    slots: int
+    shapes: list[tuple[int, int]]
+    buffers: list[tuple[Tensor, Tensor]]
 
 
 def _on_gpu(query: Tensor) -> bool:
@@ -69,7 +84,7 @@ class TreeCache:
         self._plan_device: torch.device | None = None
         self._cpu_plan: CpuPlan | None = None
         self._planned = False
-        self._addresses: np.ndarray | None = None
+        self._addresses: Addresses | None = None
 
     @property
     def opened(self) -> list[tuple[int, TreeLayout]]:
@@ -101,6 +116,8 @@ class TreeCache:
 
     def copy(self, source: int, row: int, count: int) -> None:
         """Fills a row with the first `count` committed positions of another row: a prefix that both share."""
+        if not (0 <= source < self.rows and 0 <= row < self.rows and 0 <= count <= self.lengths[source]):
+            raise ValueError(f"source={source}, row={row}, count={count}: not among {self.rows} rows, or not committed")
         begin, end = source * self.capacity, row * self.capacity
         for pair in self._layers.values():
             for buffer in pair:
@@ -116,7 +133,11 @@ class TreeCache:
 
         Raises:
             UserError: a row's tokens do not fit.
+            ValueError: a row that does not exist or occurs twice.
         """
+        named = [row for row, _ in new]
+        if len(set(named)) < len(named) or not all(0 <= row < self.rows for row in named):
+            raise ValueError(f"rows={named} must be distinct numbers from 0 to {self.rows - 1}")
         self._open, self._slots, self._plan = [], None, None
         self._cpu_plan, self._planned = None, False
         for row, shape in new:
@@ -125,10 +146,10 @@ class TreeCache:
                 layout = shape
             else:
                 layout = TreeLayout(length, count=shape) if isinstance(shape, int) else TreeLayout(length, shape)
-            if length + layout.held + layout.count > self.capacity:
+            if layout.prefix_len + layout.held + layout.count > self.capacity:
                 raise UserError(
-                    f"the key/value cache holds {self.capacity} positions, but {length} + {layout.held + layout.count} "
-                    "are needed; use a smaller tree or fewer new tokens"
+                    f"the key/value cache holds {self.capacity} positions, but {layout.prefix_len} + "
+                    f"{layout.held + layout.count} are needed; use a smaller tree or fewer new tokens"
                 )
             self._open.append((row, layout))
         return [layout for _, layout in self._open]
@@ -141,6 +162,8 @@ class TreeCache:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]) -> Tensor:
         """Stores the new keys and values of a layer and attends; see `AttentionContext.attend`. Packed, so b = 1."""
         fresh = (query, key, value)
+        if not query.dtype == key.dtype == value.dtype or not query.is_floating_point():
+            raise TypeError(f"query {query.dtype}, key {key.dtype} and value {value.dtype} must share a float dtype")
         if query.device.type == "cpu" and query.dtype.itemsize < 4:
             query, key, value = query.float(), key.float(), value.float()
         if layer not in self._layers:
@@ -165,21 +188,26 @@ class TreeCache:
             self._planned = True
         return self._cpu_plan
 
-    def addresses(self, shapes: Sequence[tuple[int, int]]) -> np.ndarray:
-        """[4, layers] int64 for kernels that run several layers: addresses of keys and of values, and their strides from
-        head to head in numbers.
+    def addresses(self, shapes: list[tuple[int, int]]) -> Addresses:
+        """Where the buffers are.
 
         Args:
             shapes: (kv_heads, head_dim) per layer, float32 on the CPU. Missing buffers are allocated.
+
+        Raises:
+            ValueError, TypeError: a buffer has another form.
         """
-        if self._addresses is None or self._addresses.shape[1] != len(shapes):
+        if self._addresses is None or self._addresses.shapes != shapes:
             for layer, (heads, width) in enumerate(shapes):
                 if layer not in self._layers:
                     like = torch.empty((1, heads, 0, width), dtype=torch.float32)
                     self._layers[layer] = (self._allocate(like), self._allocate(like))
-            pairs = [self._layers[layer] for layer in range(len(shapes))]
-            columns = [(k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0)) for k, v in pairs]
-            self._addresses = np.array(columns, dtype=np.int64).T
+            pairs, slots = [self._layers[layer] for layer in range(len(shapes))], self.rows * self.capacity
+            for (heads, width), pair in zip(shapes, pairs, strict=True):
+                for buffer in pair:
+                    check("keys and values", buffer, (heads, slots, width))
+            rows = [(k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0)) for k, v in pairs]
+            self._addresses = Addresses(np.array(rows, dtype=np.int64), slots, list(shapes), pairs)
         return self._addresses
 
     def store(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
@@ -238,6 +266,10 @@ class TreeCache:
         """Keeps, per part of the last forward, the given tokens behind L, in path order (ascending indices)."""
         moves: list[tuple[int, list[int]]] = []
         for (row, layout), indices in zip(self._open, kept, strict=True):
+            if indices and not 0 <= indices[0] <= indices[-1] < layout.held + layout.count:
+                raise ValueError(
+                    f"kept={list(indices)} must be among the {layout.held + layout.count} tokens of row {row}"
+                )
             begin = row * self.capacity + layout.prefix_len
             moved = next((i for i, index in enumerate(indices) if i != index), len(indices))
             if moved < len(indices):
@@ -254,12 +286,21 @@ class SlotMover:
 
     Args:
         buffers: [kv_heads, slots, e] each, the last dimension contiguous.
+
+    Raises:
+        ValueError: a buffer of another form, or (`move`) moves beyond the slots, not ascending, or of common slots.
     """
 
     def __init__(self, buffers: Iterable[Tensor]):
         alike = defaultdict(list)
         for buffer in buffers:
+            if buffer.dim() != 3 or (buffer.stride(2) != 1 and buffer.shape[2] > 1):
+                raise ValueError(
+                    f"a buffer has shape {list(buffer.shape)} and strides {buffer.stride()}, must be "
+                    "[kv_heads, slots, e] with e contiguous"
+                )
             alike[buffer.device, buffer.shape, buffer.stride(), buffer.dtype].append(buffer)
+        self.slots = min((shape[1] for _, shape, *_ in alike), default=0)
         addresses = lambda group: np.array([buffer.data_ptr() for buffer in group], dtype=np.int64)  # noqa: E731
         self._groups = [(group, addresses(group)) for group in alike.values()]
 
@@ -270,6 +311,19 @@ class SlotMover:
             moves: (first goal, sources) per path; the sources go to the slots from the first goal on. Sources ascend and no
                 source is below its goal; paths do not touch each other's slots.
         """
+        moves = [(first, sources) for first, sources in moves if len(sources)]
+        if not moves or not self._groups:
+            return
+        touched: set[int] = set()
+        for first, sources in moves:
+            own = {*range(first, first + len(sources)), *sources}
+            rising = all(a < b for a, b in pairwise((first - 1, *sources)))
+            if first < 0 or sources[-1] >= self.slots or not rising or own & touched:
+                raise ValueError(
+                    f"move of {list(sources)} to {first}: sources must ascend, lie at or above their goals and below the "
+                    f"{self.slots} slots, and not be of another path"
+                )
+            touched |= own
         for buffers, addresses in self._groups:
             if buffers[0].is_cuda and has_triton():
                 _launch(buffers[0], addresses, moves)

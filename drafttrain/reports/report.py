@@ -7,6 +7,7 @@ from pathlib import Path
 
 from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import is_sweep, load_results
+from drafttrain.evaluation.plausibility import implausible
 from drafttrain.files import Json, write_text
 from drafttrain.reports import report_page
 from drafttrain.reports.charts import picture
@@ -54,7 +55,7 @@ def write_report(files: list[str], runs: list[Json], sweeps: list[Json], output:
     """Writes the page, and a PNG of each chart into a folder next to it. files: of the runs. Raises UserError if it cannot."""
     names = report_page.run_names(runs, files)
     drawn = report_page.make_charts(runs, names, sweeps)
-    write_text(output, report_page.page(runs, names, drawn, [identity_line(run) for run in runs]))
+    write_text(output, report_page.page(runs, names, drawn, [[identity_line(run), *warnings_of(run)] for run in runs]))
     for chart in drawn:
         picture([[chart]], output.with_name(f"{output.stem}_charts") / f"{chart.key}.png")
 
@@ -91,6 +92,11 @@ def identity_line(results: Json) -> str:
     )
 
 
+def warnings_of(results: Json) -> list[str]:
+    """A line for each figure that cannot be right."""
+    return [f"implausible: {reason}" for reason in implausible(results)]
+
+
 def print_results(results: Json) -> None:
     """Prints a table with a row per category and one for all prompts, the headline, and the line about identical outputs."""
     overall = results["overall"]
@@ -107,7 +113,8 @@ def print_results(results: Json) -> None:
     if overall["speedup_vs_fastest"] is not None:
         line += f", {overall['speedup_vs_fastest']:.2f}x the faster baseline"
     console.print(line)
-    console.print(identity_line(results), soft_wrap=True)
+    for line in (identity_line(results), *warnings_of(results)):
+        console.print(line, soft_wrap=True, markup=False)
 
 
 def _row(name: str, figures: Json) -> list[str]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from drafttrain.credentials import redact
 from drafttrain.evaluation.metrics import BASELINES, accepted_length_histogram, rounds_of
 from drafttrain.files import Json
 from drafttrain.reports.charts import Chart, Series, Span, svg
@@ -86,17 +87,17 @@ def _with_values(charts: Sequence[Chart]) -> list[Chart]:
     return [chart for chart in charts if any(value is not None for one in chart.series for value in one.values)]
 
 
-def page(runs: Sequence[Json], names: Sequence[str], charts: Sequence[Chart], identity: Sequence[str]) -> str:
+def page(runs: Sequence[Json], names: Sequence[str], charts: Sequence[Chart], notes: Sequence[list[str]]) -> str:
     """Renders the page.
 
     Args:
-        runs, names: results and their names. charts: of `make_charts`. identity: per run, `identity_line`.
+        runs, names: results and their names. charts: of `make_charts`. notes: per run, lines below its verdict.
     """
     named = list(zip(names, runs, strict=True))
     return render_page(
         "report.html",
         title=names[0] if len(runs) == 1 else f"{len(runs)} drafters compared" if runs else "Sweep",
-        runs=list(zip(names, runs, identity, strict=True)),
+        runs=list(zip(names, runs, notes, strict=True)),
         verdicts=[verdict(run["overall"]) for run in runs],
         tiles=_tiles(runs[0]) if len(runs) == 1 else [],
         comparison=_comparison(runs),
@@ -349,7 +350,7 @@ def _settings(runs: Sequence[Json]) -> list[tuple[str, list[str], bool]]:
         decoding = {**run["decoding"], "tree": run["decoding"].get("tree", {}).get("spec", "")}
         decoding = {"tree": decoding.pop("tree"), **decoding}
         table = {**{key: run[key] for key in shown if key in run}, **decoding, "drafttrain": run.get("drafttrain", "")}
-        table |= {**run.get("versions", {}), "command": " ".join(run.get("command", []))}
+        table |= {**run.get("versions", {}), "command": " ".join(redact(run.get("command", [])))}
         tables.append({key: str(value) for key, value in table.items()})
     keys = dict.fromkeys(key for table in tables for key in table)
     rows = [(key, [table.get(key, _DASH) for table in tables]) for key in keys]

@@ -14,7 +14,10 @@ from pathlib import Path
 
 import httpx
 import torch
+from rich.markup import escape
 
+from drafttrain.credentials import redact
+from drafttrain.data.backends import key_headers
 from drafttrain.environment import describe_environment
 from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import percentiles
@@ -32,7 +35,8 @@ HELP = """Measure an OpenAI-compatible server under load, or two of them side by
 --concurrency keeps a constant number of requests in flight; --request-rate sends requests at random times at an average rate,
 whether or not the server keeps up. Each step ends after --requests requests or --seconds, whichever is first. With --url2 (for
 example the same model without speculation) the servers alternate at every step and never run at the same time. Acceptance is
-read from the Prometheus page of a server that has vLLM's or SGLang's speculation metrics."""
+read from the Prometheus page of a server that has vLLM's or SGLang's speculation metrics. A bad reply counts as a failed
+request. After an interruption, OUTPUT.partial holds the finished steps."""
 
 LATENCIES = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "itl_ms": "ITL", "latency_ms": "whole"}
 Send = Callable[[int], Awaitable[Answer]]  # sends the request of this number
@@ -67,18 +71,27 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command; returns 1 if every request of a server failed. Raises UserError for a server that does not answer."""
     steps = parse_steps(args)
     suite = load_suite(args.suite)
-    servers = asyncio.run(measure(args, steps, [question.turns[0] for question in suite.questions]))
-    results = {
-        **describe_environment(torch.device("cpu")),
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        **({"note": args.note} if args.note else {}),
-        "workload": {**{key: vars(args)[key] for key in WORKLOAD}, "suite_digest": suite.digest},
-        "servers": servers,
-        "comparison": compare(*servers.values()) if len(servers) == 2 else [],
-    }
     output = Path(args.output).expanduser()
-    write_json(output, results)
-    print_results(results)
+    partial = output.with_name(f"{output.name}.partial")
+
+    def results(servers: dict[str, Json]) -> Json:
+        complete = len(servers) == 2 and len({len(server["cells"]) for server in servers.values()}) == 1
+        return {
+            **describe_environment(torch.device("cpu")),
+            "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+            **({"note": args.note} if args.note else {}),
+            "workload": {**{key: vars(args)[key] for key in WORKLOAD}, "suite_digest": suite.digest},
+            "servers": servers,
+            "comparison": compare(*servers.values()) if complete else [],
+        }
+
+    def keep(servers: dict[str, Json]) -> None:
+        write_json(partial, results(servers))
+
+    servers = asyncio.run(measure(args, steps, [question.turns[0] for question in suite.questions], keep))
+    write_json(output, results(servers))
+    partial.unlink(missing_ok=True)
+    print_results(results(servers))
     print(f"wrote {output}")
     return int(any(all(cell["completed"] == 0 for cell in server["cells"]) for server in servers.values()))
 
@@ -103,9 +116,15 @@ def parse_steps(args: argparse.Namespace) -> list[dict[str, float]]:
 
 
 async def measure(
-    args: argparse.Namespace, steps: Sequence[dict[str, float]], prompts: Sequence[str]
+    args: argparse.Namespace,
+    steps: Sequence[dict[str, float]],
+    prompts: Sequence[str],
+    keep: Callable[[dict[str, Json]], None],
 ) -> dict[str, Json]:
-    """Runs every step on every server, alternating. Returns the `servers` of the results, by name (url, url2)."""
+    """Runs every step on every server, alternating. Returns the `servers` of the results, by name (url, url2).
+
+    keep: called with those so far after each step, so that an interruption loses only the running one.
+    """
     body = {"max_tokens": args.max_tokens, "temperature": args.temperature}
     body |= {"ignore_eos": True} if args.ignore_eos else {}
     bodies = [{"messages": [{"role": "user", "content": prompt}], **body} for prompt in prompts]
@@ -115,7 +134,9 @@ async def measure(
         servers = {"url": await connect(client, args.url, args.model, _headers(args))}
         if args.url2:
             servers["url2"] = await connect(client, args.url2, args.model2, _headers(args))
-        cells: dict[str, list[Json]] = {name: [] for name in servers}
+        found: dict[str, Json] = {
+            name: {"url": redact(server.url), "model": server.model, "cells": []} for name, server in servers.items()
+        }
         for server in servers.values():
             for number in range(args.warm_up):
                 answer = await ask(client, server, bodies[number % len(bodies)], args.timeout)
@@ -127,9 +148,12 @@ async def measure(
                 shifted = [bodies[(number * args.requests + i) % len(bodies)] for i in range(args.requests)]
                 order = list(servers.items())
                 for name, server in order[::-1] if number % 2 else order:
-                    cells[name].append(await run_step(args, client, server, step, shifted))
-                    meter.advance(note=f"{cells[name][-1]['tokens_per_second']:.1f} tokens/s")
-    return {name: {"url": server.url, "model": server.model, "cells": cells[name]} for name, server in servers.items()}
+                    cell = await run_step(args, client, server, step, shifted)
+                    found[name]["cells"].append(cell)
+                    keep(found)
+                    failed = "".join(f", {count} {kind}" for kind, count in cell["errors"].items())
+                    meter.advance(note=f"{cell['tokens_per_second']:.1f} tokens/s{failed}")
+    return found
 
 
 def _headers(args: argparse.Namespace) -> dict[str, str]:
@@ -137,7 +161,7 @@ def _headers(args: argparse.Namespace) -> dict[str, str]:
         return {}
     if args.api_key_env not in os.environ:
         raise UserError(f"api-key-env={args.api_key_env!r}: no such environment variable; set it to the key")
-    return {"Authorization": f"Bearer {os.environ[args.api_key_env]}"}
+    return key_headers(args.api_key_env)
 
 
 async def run_step(
@@ -250,7 +274,7 @@ def print_results(results: Json) -> None:
             times = [" / ".join(f"{v:.0f}" for v in cell[key].values()) for key in LATENCIES]
             cells = [_step(cell), str(cell["completed"]), errors, f"{cell['tokens_per_second']:.1f}", *times]
             rows.append([*cells, f"{length:.2f}" if length else "\u2013"])
-        console.print(table_of(headings, rows, f"{name}: {server['url']}, {server['model']}", right=True))
+        console.print(table_of(headings, rows, escape(f"{name}: {server['url']}, {server['model']}"), right=True))
         if not all(cell["tokens_counted"] for cell in server["cells"] if cell["completed"]):
             console.print("this server does not count tokens: each piece of text counts as one")
     if results["comparison"]:

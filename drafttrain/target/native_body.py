@@ -197,7 +197,10 @@ def native_layer(layer: nn.Module, rotary_dim: int) -> DecoderLayer | None:
         "key_norm": factor.get("k_norm"),
     }
     mlp_norm = factor["pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"]
-    return DecoderLayer(attention, mlp, rotary_dim, eps.pop(), gelu, mlp_norm=mlp_norm, **used)
+    try:
+        return DecoderLayer(attention, mlp, rotary_dim, eps.pop(), gelu, mlp_norm=mlp_norm, **used)
+    except ValueError:  # modules of these names with other shapes
+        return None
 
 
 def _is_gelu(activation: nn.Module) -> bool | None:

@@ -77,27 +77,40 @@ class TimeBudget(TrainerCallback, ExportableState):
 
 
 class SaveOnTerm(TrainerCallback):
-    """SIGTERM (a scheduler taking the machine back) ends training after the current step, with a checkpoint.
+    """SIGTERM (a scheduler taking the machine back) or Ctrl-C ends training after the current step, with a checkpoint.
 
-    All processes save at the same step, whichever of them receives the signal. The context manager installs the handler and
-    restores the previous one, however training ends.
+    All processes save at the same step, whichever of them receives the signal. A second Ctrl-C ends at once. The context
+    manager installs the handler and restores the previous ones, however training ends.
 
     Attributes:
-        received: a signal has arrived.
+        received: the signal that has arrived; 0 for none.
     """
 
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
     def __init__(self) -> None:
-        self.received = False
+        self.received = 0
 
     def __enter__(self) -> SaveOnTerm:
-        self._before = signal.signal(signal.SIGTERM, lambda *_: setattr(self, "received", True))
+        heard = (number for number in self.SIGNALS if signal.getsignal(number) is not signal.SIG_IGN)
+        self._before = {number: signal.signal(number, self._take) for number in heard}
         return self
 
     def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
+        for number, handler in self._before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+
+    def _take(self, number: int, frame: object) -> None:
+        again, self.received = bool(self.received), self.received or number
+        if number == signal.SIGINT and again:
+            self.__exit__()
+            signal.raise_signal(number)
+        elif number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
+            # print() inside a handler fails if it interrupts another print().
+            os.write(2, b"interrupted: saving a checkpoint after this step; Ctrl-C again ends at once\n")
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_) -> None:
-        self.received = max_over_ranks(float(self.received), args.device) > 0
+        self.received = int(max_over_ranks(self.received, args.device))
         if self.received:
             control.should_save = control.should_training_stop = True
 

@@ -132,8 +132,9 @@ def test_openai_goes_on_after_a_server_died(target_dir, prompts, tmp_path, capsy
         options += ["--url", server.url]
         assert generate(target_dir, prompts, tmp_path / "out", *options) == 2
         error = capsys.readouterr().err
-        assert "gave no answer in 6 tries (HTTP 500" in error
+        assert 'no conversation has got an answer (HTTP 500 6; the last reply: HTTP 500: {"error": "no"})' in error
         assert "run the same command again" in error
+        assert len(server.requests) == 6 * 6, "six tries each"
         server.failures.clear()
         assert generate(target_dir, prompts, tmp_path / "out", *options) == 0
     check_rows(tokenizer, {row["id"]: row for row in load_records(tmp_path / "out")})
@@ -146,17 +147,18 @@ def test_unreachable_server(target_dir, prompts, tmp_path, capsys):
     assert generate(target_dir, prompts, tmp_path / "a", "--backend", "openai", "--url", url) == 2
     assert f"url='{url}/v1' cannot be reached (ConnectError" in capsys.readouterr().err
     assert generate(target_dir, prompts, tmp_path / "b", "--backend", "openai", "--url", url, "--model", "m") == 2
-    assert "gave no answer in 6 tries (ConnectError" in capsys.readouterr().err
+    assert f"url='{url}/v1' cannot be reached (ConnectError" in capsys.readouterr().err
 
 
 @pytest.mark.thorough
 def test_refusing_server(target_dir, prompts, tmp_path, capsys):
     with Server([400] * 100) as server:
         assert generate(target_dir, prompts, tmp_path / "a", "--backend", "openai", "--url", server.url) == 2
-        assert "refuses the request (HTTP 400)" in capsys.readouterr().err
+        assert "no conversation has got an answer (HTTP 400 6" in capsys.readouterr().err
+        assert len(server.requests) == 6, "what the client did wrong is not repeated"
     with Server(models=False) as server:
         assert generate(target_dir, prompts, tmp_path / "b", "--backend", "openai", "--url", server.url) == 2
-        assert "lists no models; name one with --model" in capsys.readouterr().err
+        assert "lists no models (malformed: data=[]" in capsys.readouterr().err
 
 
 def test_vllm_not_installed(target_dir, prompts, tmp_path, capsys, monkeypatch):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from drafttrain.batch import Batch
+from drafttrain.cli import main
 from drafttrain.data.store import FeatureStore, FeatureWriter, Store
 from drafttrain.drafters.common.path_heads import likeliest_paths
 from drafttrain.drafters.common.tree_spec import TreeSpec
@@ -14,7 +15,6 @@ from drafttrain.errors import UserError
 from drafttrain.inference import Decoder, SamplingParams, generate
 from drafttrain.ops.packing import pack
 from drafttrain.ops.sampling import Sampler
-from drafttrain.train import main
 from drafttrain.training.feature_sources import TargetSource
 from tests.conftest import make_target
 from tests.drafters.test_eagle3 import make_batch, run_step
@@ -277,12 +277,11 @@ def test_stored_last_states_serve_without_the_target(target, tmp_path):
 
 
 @pytest.mark.thorough
-def test_a_training_run_starts_by_least_squares_and_leaves_a_tree(target, target_dir, tmp_path, capsys, monkeypatch):
+def test_a_training_run_starts_by_least_squares_and_leaves_a_tree(target, target_dir, tmp_path, capsys):
     drafter = {"draft_vocab_size": 255, "num_heads": 2, "tree_nodes": 5}
     data = write_data(tmp_path / "data", target)
     words = write_recipe(tmp_path, target_dir, data, kind="medusa", drafter=drafter, decode_prompts=0)
-    monkeypatch.setattr("sys.argv", ["train.py", *words])
-    assert main() == 0
+    assert main(["train", *words]) == 0
     out = capsys.readouterr().out
     assert "least-squares start" in out and "default tree" in out
     folder = str(tmp_path / "drafter")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from drafttrain import cli, train
+from drafttrain import cli
 from tests.evaluation.test_runner import suite  # noqa: F401 - a fixture
 from tests.training.test_train import write_data
 
@@ -34,13 +33,7 @@ def compare(script, monkeypatch):
     def execute(command, log, minutes):
         words = command[2:] if command[1].endswith("train.py") else command[3:]
         module.ran.append(log.stem)
-        if words[0] == "eval":
-            status = cli.main(words)
-        else:
-            parser = argparse.ArgumentParser()
-            train.add_arguments(parser)
-            status = train.run(parser.parse_args(words))
-        if status:
+        if status := cli.run(words if words[0] == "eval" else ["train", *words]):
             raise RuntimeError(f"exit status {status}")
 
     monkeypatch.setattr(module, "execute", execute)

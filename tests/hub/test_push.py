@@ -151,7 +151,10 @@ def test_private_things_are_found(tmp_path):
     assert shorten(
         {"a": ["/home/me/run/x.json", "data=/tmp/d", "user/name", "runs/a/b+ngram", "https://a/b/c", "a / b"]}
     ) == {"a": ["x.json", "data=d", "user/name", "b+ngram", "https://a/b/c", "a / b"]}
-    for text, message in ((f"see {TOKEN}", "looks like a Hub token"), ("in /home/somebody/x", "/home/somebody/x")):
+    for text, message in (
+        (f"see {TOKEN}", "looks like a Hugging Face token"),
+        ("in /home/somebody/x", "/home/somebody/x"),
+    ):
         (tmp_path / "README.md").write_text(text)
         with pytest.raises(UserError, match=message) as caught:
             check_private(tmp_path, [Path("README.md")])

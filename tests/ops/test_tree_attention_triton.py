@@ -363,3 +363,25 @@ def test_full_size_on_a_gpu_and_replayed_from_a_graph(dtype):
     graph.replay()
     want = reference(query.float(), keys.float(), values.float(), longer, forward.rows, **options)
     torch.testing.assert_close(got.float(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda q, k, v: (q.bfloat16(), k, v),
+        lambda q, k, v: (q[:, :, :-1], k, v),
+        lambda q, k, v: (q[..., :8], k, v),
+        lambda q, k, v: (q[:, :3], k, v),
+        lambda q, k, v: (q, k, v[:, :, :-1]),
+        lambda q, k, v: (q, k.transpose(2, 3).contiguous().transpose(2, 3), v),
+        lambda q, k, v: (q, k.to("meta"), v),
+    ],
+)
+def test_what_does_not_fit_the_plan_is_refused_before_a_launch(change):
+    plan = PackedPlan.build([TreeLayout(5, [-1, -1, 0]), TreeLayout(7, count=2)])
+    query, keys, values = torch.randn(1, 4, 6, 16), torch.randn(2, 2, 20, 16), torch.randn(2, 2, 20, 16)
+    form = {"scaling": 1.0, "window": None, "softcap": None, "sinks": None}
+    with pytest.raises((ValueError, TypeError)):
+        module._launch(*change(query, keys, values), plan, **form)
+    with pytest.raises(ValueError, match="do not fit the plan's shape"):
+        pack_plan([TreeLayout(5, [-1])], [-1], PlanShape(1, 2, 2, 1))

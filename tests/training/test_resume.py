@@ -178,23 +178,43 @@ def test_wandb_has_the_values(whole):
 
 
 @pytest.mark.thorough
-def test_sigterm_saves_first_and_the_run_goes_on(tiny, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_signal_saves_first_and_the_run_goes_on(tiny, tmp_path, monkeypatch, capsys, number):
     words, plain = recipe(tmp_path, tiny, decode_prompts=0), DrafterTrainer.compute_loss
 
     def signalled(self, *args, **kwargs):
         if self.state.global_step == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
         return plain(self, *args, **kwargs)
 
     monkeypatch.setattr(DrafterTrainer, "compute_loss", signalled)
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.getsignal(number)
     with pytest.raises(SystemExit) as stopped:
         main(["train", *words])
-    assert stopped.value.code == 143
-    assert "checkpoint-2; the same command continues from there" in capsys.readouterr().err
-    assert signal.getsignal(signal.SIGTERM) == before
+    assert stopped.value.code == 128 + number
+    assert f"{number.name}: saved" in (said := capsys.readouterr().err)
+    assert "checkpoint-2; the same command continues from there" in said
+    assert signal.getsignal(number) == before
     assert main(["train", *words, "max_steps=3"]) == 0
     assert "checkpoint-2" in capsys.readouterr().out
+
+
+@pytest.mark.thorough
+def test_a_second_ctrl_c_ends_at_once(tiny, tmp_path, monkeypatch, capfd):
+    words, plain = recipe(tmp_path, tiny, decode_prompts=0), DrafterTrainer.compute_loss
+
+    def signalled(self, *args, **kwargs):
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+        return plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(DrafterTrainer, "compute_loss", signalled)
+    before = signal.getsignal(signal.SIGINT)
+    assert main(["train", *words]) == 130
+    said = capfd.readouterr().err
+    assert "saving a checkpoint after this step; Ctrl-C again ends at once" in said
+    assert said.strip().splitlines()[-1].startswith("interrupted; what was finished is kept")
+    assert signal.getsignal(signal.SIGINT) == before and not list(tmp_path.glob("*/checkpoint-*"))
 
 
 def test_a_time_budget_is_what_a_checkpoint_left_of_it(tmp_path):

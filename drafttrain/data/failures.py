@@ -1,0 +1,64 @@
+"""Conversations that a server gave no answer to: why, how many, and the file that lists them."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Collection
+from pathlib import Path
+
+from drafttrain.files import complete_bytes, read_jsonl, replacing
+
+
+def one_line(text: str, most: int = 200) -> str:
+    """A text from outside as part of a message: printable characters on one line."""
+    return "".join(letter if letter.isprintable() else " " for letter in " ".join(text.split()))[:most]
+
+
+class BadReply(Exception):
+    """A reply that holds no answer. It costs one conversation, not the run.
+
+    Attributes:
+        reason: its kind, by which failures are counted, such as `HTTP 500` or `not JSON`.
+        detail: one line about this reply.
+        retry: whether another try in the same run may help; pause: seconds that the server asks to wait before.
+    """
+
+    def __init__(self, reason: str, detail: str = "", retry: bool = False, pause: float = 0.0):
+        line = one_line(detail)
+        super().__init__(f"{reason}: {line}" if line else reason)
+        self.reason, self.detail, self.retry, self.pause = reason, line, retry, pause
+
+
+class Failures:
+    """A process's failed conversations: counted by reason, and listed in DIR/failed-0003.jsonl.
+
+    A line is {"id", "reason", "detail"}. The list keeps entries of earlier runs until their conversations are stored.
+    """
+
+    def __init__(self, directory: Path, rank: int):
+        self.path = directory / f"failed-{rank:04d}.jsonl"
+        self.counts: Counter[str] = Counter()
+        self.last: BadReply | None = None
+
+    def add(self, key: str, bad: BadReply) -> None:
+        self.counts[bad.reason] += 1
+        self.last = bad
+        with self.path.open("ab") as file:
+            file.truncate(complete_bytes(self.path))  # a killed process may have left part of a line
+            file.write((json.dumps({"id": key, "reason": bad.reason, "detail": bad.detail}) + "\n").encode())
+
+    def settle(self, done: Collection[str]) -> None:
+        """Drops what has been stored meanwhile from the lists of all processes."""
+        for path in self.path.parent.glob("failed-*.jsonl"):
+            rows = {str(row.get("id")): row for _, row in read_jsonl(path, growing=True)}
+            left = [row for key, row in rows.items() if key not in done]
+            if not left:
+                path.unlink()
+            elif path == self.path:  # another process may be adding to its own
+                with replacing(path) as part:
+                    part.write_text("".join(json.dumps(row) + "\n" for row in left))
+
+    def __str__(self) -> str:
+        """`HTTP 500 7, time-out 3`, most frequent first; '' without a failure."""
+        return ", ".join(f"{reason} {count}" for reason, count in self.counts.most_common())

@@ -1,0 +1,110 @@
+"""Before and during an upload: a Hub that is not there, and what a refused push leaves behind."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import time
+from pathlib import Path
+
+import httpx
+import huggingface_hub
+import pytest
+from huggingface_hub import constants
+
+from drafttrain.errors import UserError
+from drafttrain.hub import upload
+from tests.hub.hub_server import TOKEN, HubServer
+
+
+def arguments(**values: object) -> argparse.Namespace:
+    known = {"repo": "writer/head", "private": False, "dry_run": False, "output": None, "tag": ""}
+    return argparse.Namespace(**{**known, **values})
+
+
+def closed_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]
+
+
+@pytest.fixture
+def online(monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def refusal(*prepared: str) -> str:
+    with pytest.raises(UserError) as caught:
+        upload.publish(arguments(), "model", "message", lambda folder: prepared.append("x"))
+    assert not prepared, "nothing is prepared for a Hub that is not there"
+    assert len(str(caught.value).splitlines()) == 1
+    return str(caught.value)
+
+
+def test_a_hub_that_refuses_is_named_at_once(online, monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://me:secret9@127.0.0.1:{closed_port()}")
+    began = time.monotonic()
+    message = refusal()
+    assert time.monotonic() - began < 5
+    assert "does not answer" in message and "HTTPS_PROXY" in message and "secret9" not in message
+
+
+def test_a_hub_that_is_silent_is_named_in_time(online, monkeypatch):
+    assert upload._REACHED <= 9
+    monkeypatch.setattr(upload, "_REACHED", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        assert "does not answer" in refusal()
+
+
+def test_a_name_without_an_address(online, monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://nowhere.invalid")
+    monkeypatch.setattr(upload, "_REACHED", 2.0)
+    assert "http://nowhere.invalid does not answer" in refusal()
+
+
+def test_the_proxy_of_the_environment_is_used(online, monkeypatch):
+    with HubServer() as proxy:
+        monkeypatch.setenv("HTTP_PROXY", proxy.url)
+        monkeypatch.setattr(constants, "ENDPOINT", "http://nowhere.invalid")
+        upload.check_reachable("a/b")
+        assert proxy.log == ["HEAD http://nowhere.invalid"] or proxy.log == ["HEAD http://nowhere.invalid/"]
+
+
+def test_offline_mode_is_said(monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE is set; unset it to publish, or use --dry-run" in refusal()
+
+
+@pytest.mark.parametrize(
+    "error", [httpx.ConnectError("no route"), httpx.ReadTimeout("slow"), httpx.InvalidURL("bad"), OSError("reset")]
+)
+def test_a_connection_that_breaks_later_is_one_line(error, monkeypatch, tmp_path):
+    def broken(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "whoami", broken)
+    with pytest.raises(UserError, match=r"the upload broke off .*; run the same command again"):
+        upload.upload(tmp_path, "a/b", "model", False, "message")
+
+
+@pytest.mark.parametrize("existed", [False, True])
+def test_a_refused_push_leaves_no_folder_behind(tmp_path, existed):
+    out = tmp_path / "out"
+    if existed:
+        out.mkdir()
+
+    def prepare(folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        (folder / "README.md").write_text("a card")
+        (folder / "meta.json").write_text(json.dumps({"note": f"by {TOKEN}"}))
+
+    with pytest.raises(
+        UserError, match=r"meta.json line 1 holds what looks like a Hugging Face token; remove it"
+    ) as caught:
+        upload.publish(arguments(dry_run=True, output=str(out)), "model", "message", prepare)
+    assert TOKEN not in str(caught.value)
+    assert not out.exists() or existed
