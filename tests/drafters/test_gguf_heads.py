@@ -66,7 +66,7 @@ def written(target, folder, kind, dtype=torch.float32, **options):
     [
         {},
         {"kept": KEPT, "norm_before_residual": True},
-        {"kept": KEPT.flip(0), "feature_layers": (3, 0, 1), "num_key_value_heads": 4, "head_dim": 6},
+        {"kept": KEPT[::2], "feature_layers": (3, 0, 1), "num_key_value_heads": 4, "head_dim": 6},
         {"rope_parameters": LLAMA3},
     ],
     ids=lambda options: "-".join(options) or "plain",

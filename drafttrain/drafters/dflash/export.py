@@ -93,7 +93,7 @@ class DFlashShipping(BlockFiles[DFlash]):
         return [f"feature_layers={layers}: {reason}" for reason, found in checks.items() if found]
 
     def withheld(self, trained: Trained, form: str) -> str:
-        learned = trained.config.get("mask_token_id") is None
+        learned = form == "vllm" and trained.config.get("mask_token_id") is None
         reason = f"vLLM reads a learned mask from {_MASK_FILE} alone, and pickles are not published"
         return f"{reason}; users of the repository write it by drafttrain export --format {form}" if learned else ""
 
