@@ -35,7 +35,7 @@ KEPT = torch.arange(20, 290)
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("llama", "eagle3", {}),
     ("llama3", "eagle3", {"norm_before_residual": True, "kept": KEPT}),
-    ("qwen3", "eagle3", {"qk_norm": False, "kept": KEPT[::2]}),
+    ("qwen3", "eagle3", {"qk_norm": False, "kept": KEPT}),
     ("llama", "eagle3", {"feature_layers": (3, 0, 2), "rope_parameters": {**ROPE, "rope_type": "linear", "factor": 2.0}}),
     ("llama", "dflash", {"mask_token_id": 7}),
     ("llama", "dflash", {"feature_layers": (0, 3, 1, 2), "kept": KEPT, "num_hidden_layers": 3}),
