@@ -204,8 +204,10 @@ class Shipping(Generic[D]):
         drafter = trained.load()
         drafter.config.target = {**trained.target, "name": request.target}
         drafter.to(request.dtype).save_pretrained(request.output)  # type: ignore[arg-type]
-        files = [("model.safetensors", "the drafter, for drafttrain")]
+        files = [("model.safetensors", "the drafter, for drafttrain"), *self.publish_gguf(trained, request)]
         for form, described in self.formats.items():
+            if form == "gguf":
+                continue
             if reasons := self.unsupported(trained, form):
                 print(f"no {form} format: {'; '.join(reasons)}")
                 continue
@@ -215,6 +217,24 @@ class Shipping(Generic[D]):
             self.write(trained, form, request._replace(output=request.output / form))
             files.append((f"{form}/model.safetensors", f"{described.text}, for {', '.join(described.engines)}"))
         return files
+
+    def publish_gguf(self, trained: Trained, request: ExportRequest) -> list[tuple[str, str]]:
+        """Writes draft.gguf into a repository's root, where kind and drafter can be; prints the reason where they cannot.
+
+        Returns:
+            As `publish`.
+        """
+        if "gguf" not in self.formats:
+            return []
+        try:
+            if reasons := self.unsupported(trained, "gguf"):
+                raise UserError("; ".join(reasons))
+            # request.target is a public name; the tokenizer is with the target that the drafter was trained for.
+            self.write(trained, "gguf", request._replace(target=trained.target_name or request.target))
+        except UserError as error:
+            print(f"no GGUF file: {error}")
+            return []
+        return [(GGUF_NAME, f"{self.formats['gguf'].text}, for llama.cpp")]
 
     def withheld(self, trained: Trained, form: str) -> str:
         """Why `publish` leaves out a format that the drafter can be exported in; empty if it does not."""
@@ -283,10 +303,14 @@ class Shipping(Generic[D]):
         """Settings with which each of ENGINES drafts with this kind; an engine without an entry knows no such drafter.
 
         vLLM: keys of --speculative-config (method). SGLang: flags of launch_server (speculative-algorithm). TensorRT-LLM:
-        keys of speculative_config (decoding_type). llama.cpp, transformers: none. Model and number of tokens are added;
-        a value here wins, and None drops the key.
+        keys of speculative_config (decoding_type). llama.cpp: flags of llama-server (spec-type). transformers: none. Model
+        and number of tokens are added; a value here wins, and None drops the key.
         """
         return self.serving
+
+    def block_depth(self, trained: Trained) -> int:
+        """Tokens per round of kinds that draft one number of them, whatever is asked; 0 for others."""
+        return 0
 
     # -- importing ----------------------------------------------------------------------------------------------
 

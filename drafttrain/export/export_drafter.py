@@ -16,12 +16,18 @@ from drafttrain.drafters.shipping import (
     format_lines,
     shipping,
 )
+from drafttrain.errors import UserError
 from drafttrain.export.serving_recipes import as_text, engine_depth, recipes, tuned_tree
+from drafttrain.files import hub_snapshot, is_hub_id
 from drafttrain.flags import WEIGHTS_HELP, add_drafter_flag
 from drafttrain.folders import OutputFolder, check_folder, inputs_of
 from drafttrain.formats.public_names import public_name
-from drafttrain.target import resolve_dtype
+from drafttrain.formats.write_gguf import TYPES, write_gguf
+from drafttrain.target import resolve_dtype, resolve_target
 from drafttrain.values import Depth, FileDtype, Name, Place, adder
+
+TARGET_GGUF = "target.gguf"
+_TARGET_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt"]
 
 HELP = f"""Write a drafter in the form that an engine loads, and print how to serve it.
 
@@ -29,6 +35,7 @@ HELP = f"""Write a drafter in the form that an engine loads, and print how to se
 
 {format_lines()}
 
+--format gguf --target-gguf float16 also writes the target as GGUF file, where none is at hand.
 A drafter with features that the format does not support is an error that lists them. Check the result by:
 
   drafttrain verify --drafter runs/drafter --exported runs/export"""
@@ -41,20 +48,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", Place, required=True, help="folder to write")
     add("--dtype", FileDtype, default="bfloat16", help=WEIGHTS_HELP)
     add("--target", Name, default="", help="name in recipes; has the tokenizer (default: the recorded one)")
+    more = f"with --format gguf: also write the target, as {TARGET_GGUF} of this type"
+    add("--target-gguf", choices=TYPES, help=more)
     add("--speculative-tokens", Depth, help="drafted per round (default: the depth in decoding.json, else 3)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns the exit status."""
+    if args.target_gguf and args.format != "gguf":
+        raise UserError(f"target-gguf={args.target_gguf!r} goes with --format gguf, not {args.format!r}; drop the flag")
     output, trained = check_folder(args.output, "export", inputs_of(args)), find_drafter(args.drafter)
     depth = args.speculative_tokens or engine_depth(trained, tuned_tree(trained.folder))
     target = args.target or trained.target_name
     files = export(trained, args.format, output, resolve_dtype(args.dtype), target, depth)
+    if args.target_gguf:
+        files.append(write_target(target, output / TARGET_GGUF, args.target_gguf))
     print(f"wrote {', '.join(str(path) for path in files)}\n")
     made = recipes(trained, str(output), public_name(target) if target else "TARGET", args.speculative_tokens)
     engines = shipping(trained.kind).formats[args.format].engines
-    print(as_text([recipe for recipe in made if recipe.engine in engines]))
+    text = as_text([recipe for recipe in made if recipe.engine in engines])
+    print(text.replace(f"-m {TARGET_GGUF}", f"-m {output / TARGET_GGUF}") if args.target_gguf else text)
     return 0
+
+
+def write_target(name: str, output: Path, kind: str) -> Path:
+    """Writes a target as GGUF file of a type in TYPES.
+
+    Raises:
+        UserError: no target is named, or it is of a family that is not written.
+    """
+    if not name:
+        raise UserError("target-gguf: the drafter does not record its target; pass --target")
+    path = resolve_target(name)
+    folder = hub_snapshot(path, _TARGET_FILES, "target", ignore=["*/*"]) if is_hub_id(path) else Path(path)
+    return write_gguf(folder, output, kind)
 
 
 def export(

@@ -28,8 +28,8 @@ trtllm-serve {target} --backend pytorch --extra_llm_api_options speculative.yaml
 # Triton: the same keys in all_models/llmapi/tensorrt_llm/1/model.yaml, beside
 #   model: {target}
 # then: python3 scripts/launch_triton_server.py --model_repo=all_models/llmapi""",
-    "llama.cpp": "llama-server -m target.gguf --spec-type draft-simple --spec-draft-model {drafter}/{gguf} "
-    "--spec-draft-n-max {depth}",
+    "llama.cpp": """# target.gguf: {target} as GGUF of any type; drafttrain export --format gguf --target-gguf float16 writes one
+llama-server -m target.gguf {settings}""",
     "transformers": """model = AutoModelForCausalLM.from_pretrained("{target}")
 assistant = AutoModelForCausalLM.from_pretrained("{drafter}")
 assistant.generation_config.num_assistant_tokens = {depth}
@@ -83,7 +83,7 @@ def recipes(
             place, before = f"{drafter}/{form}", f'hf download {drafter} --include "{form}/*" --local-dir {drafter}\n'
         elif published and form == "gguf":
             before = f"hf download {drafter} {GGUF_NAME} --local-dir {drafter}\n"
-        words = {"target": target, "drafter": place, "depth": theirs.depth, "gguf": GGUF_NAME}
+        words = {"target": target, "drafter": place, "depth": theirs.depth}
         settings = _settings(engine, place, theirs, options[engine])
         made.append(Recipe(engine, before + _COMMANDS[engine].format(**words, settings=settings)))
     _, plus, side = str((fastest(results) or {}).get("kind", "")).partition("+")
@@ -104,11 +104,16 @@ def _settings(engine: str, drafter: str, tree: TreeSpec, options: Mapping[str, o
             "speculative-num-draft-tokens": nodes + 1,
         },
         "TensorRT-LLM, Triton": {"decoding_type": None, "max_draft_len": tree.depth, "speculative_model": drafter},
+        "llama.cpp": {
+            "spec-type": None,
+            "spec-draft-model": f"{drafter}/{GGUF_NAME}",
+            "spec-draft-n-max": tree.depth,
+        },
     }
     chosen = {key: value for key, value in {**defaults.get(engine, {}), **options}.items() if value is not None}
     if engine == "vLLM":
         return json.dumps(chosen)
-    if engine == "SGLang":  # two flags per line
+    if engine in ("SGLang", "llama.cpp"):  # two flags per line
         flags = [f"--{flag} {value}" for flag, value in chosen.items()]
         return " \\\n  ".join([flags[0], *(" ".join(flags[at : at + 2]) for at in range(1, len(flags), 2))])
     return "\n".join(f"  {key}: {value}" for key, value in chosen.items())
@@ -129,9 +134,11 @@ def fastest(results: Sequence[Json]) -> Json | None:
 
 
 def engine_depth(trained: Trained, tree: TreeSpec) -> int:
-    """Speculative tokens for an engine: the tree's depth, at most the depth that the drafter reaches."""
-    key = shipping(trained.kind).depth_key
-    return min(tree.depth, trained.config[key]) if key else tree.depth
+    """Speculative tokens for an engine: the tree's depth, at most what the drafter reaches; all of a block."""
+    kind = shipping(trained.kind)
+    if fixed := kind.block_depth(trained):
+        return fixed
+    return min(tree.depth, trained.config[kind.depth_key]) if kind.depth_key else tree.depth
 
 
 def tuned_tree(folder: Path, results: Sequence[Json] = (), default_depth: int = 3) -> TreeSpec:

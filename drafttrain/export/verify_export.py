@@ -22,6 +22,7 @@ from drafttrain.files import Json, scratch_folder
 from drafttrain.flags import TARGET_HELP, add_drafter_flag
 from drafttrain.folders import inputs_of, output_file
 from drafttrain.formats.public_names import write_clean_json
+from drafttrain.formats.weights import dtype_name
 from drafttrain.formats.write_gguf import write_gguf
 from drafttrain.target import Target, resolve_dtype
 from drafttrain.values import Count, Depth, File, FileDtype, Name, Place, adder
@@ -66,6 +67,9 @@ def run(args: argparse.Namespace) -> int:
     if not kind.formats:
         raise UserError(f"drafter={args.drafter!r}: no engine format is known for kind {trained.kind!r} to verify")
     depth = args.speculative_tokens or engine_depth(trained, tuned_tree(trained.folder))
+    if depth != (kind.block_depth(trained) or depth):
+        fixed = kind.block_depth(trained)
+        raise UserError(f"speculative-tokens={depth}: this drafter drafts blocks of {fixed} tokens; drop the flag")
     if args.engine == "auto":
         args.engine = installed_engine(kind)
     if args.engine not in ("none", *kind.verifiable):
@@ -117,8 +121,9 @@ def _compare_engine(args: argparse.Namespace, trained: Trained, exported: Path, 
     elif args.engine == "transformers":
         theirs = engine_runs.transformers(job, exported)
     else:
-        target_file = write_gguf(Path(target.path), scratch / "target.gguf", resolve_dtype(args.dtype))
-        theirs = engine_runs.llama_cpp(job, target_file, exported / GGUF_NAME)
+        target_file = write_gguf(Path(target.path), scratch / "target.gguf", dtype_name(resolve_dtype(args.dtype)))
+        kind = str(shipping(trained.kind).options(trained)["llama.cpp"]["spec-type"])
+        theirs = engine_runs.llama_cpp(job, target_file, exported / GGUF_NAME, kind)
     drafter = load_drafter(str(trained.folder), target)
     assert drafter is not None, "a folder is no 'none'"
     mine = engine_runs.ours(job, drafter)

@@ -1,4 +1,4 @@
-"""DFlash drafters as vLLM loads them (`DFlashDraftModel`).
+"""DFlash drafters as vLLM loads them (`DFlashDraftModel`), and block drafters as GGUF files for llama.cpp.
 
 config.json   a Qwen3 config of the layers, block_size, dflash_config {mask_token_id, target_layer_ids: ours - 1}
 weights       fc, hidden_norm, norm, layers.{i}.* as ours; with a pruned vocabulary or a trained head also lm_head and d2t
@@ -13,12 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
 
+import gguf
 import torch
 from torch import Tensor
 
+from drafttrain.drafters.common.block import BlockDrafter
 from drafttrain.drafters.dflash.model import DFlash, DFlashConfig
-from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Shipping, Trained
+from drafttrain.drafters.gguf_heads import GgufHeads
+from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Trained
 from drafttrain.errors import UserError
 from drafttrain.files import Json, writing
 from drafttrain.formats.weights import dtype_name, read_pickle, write_checkpoint
@@ -31,14 +35,55 @@ _SAME = (
 )  # fmt: skip
 
 
-class DFlashShipping(Shipping[DFlash]):
-    """vLLM alone; our own format goes to the Hub too."""
+Block = TypeVar("Block", bound=BlockDrafter)
+
+
+class BlockFiles(GgufHeads[Block]):
+    """Block drafters in llama.cpp's dflash model, whose target layers are those whose input it reads, as ours are."""
+
+    formats = {"gguf": Format("a block drafter as GGUF file", ("llama.cpp",))}
+    verifiable = {"llama.cpp": "gguf"}
+    in_root = ("gguf",)
+    gguf_arch = "dflash"
+    gguf_layers = gguf.MODEL_ARCH.QWEN3
+    gguf_names = {"fc.weight": "fc.weight", "hidden_norm.weight": "enc.output_norm.weight"}
+
+    def gguf_keys(self, drafter: Block) -> Json:
+        return {
+            "target_layers": list(drafter.config.feature_layers),
+            "target_hidden_size": drafter.config.hidden_size,
+            "block_size": drafter.config.block_size,
+            "attention.causal": False,
+            "sample_from_anchor": False,  # a block predicts at its masks, not at the last committed token
+        }
+
+    def gguf_fields(self, keys: Json, like: Block) -> Json:
+        mask = keys["tokenizer.ggml.mask_token_id"]
+        return {
+            "feature_layers": tuple(keys["target_layers"]),
+            "block_size": keys["block_size"],
+            "mask_token_id": None if mask == like.config.vocab_size else mask,
+        }
+
+    def checked_depth(self, config: Json) -> int:
+        return config["block_size"] - 1
+
+    def block_depth(self, trained: Trained) -> int:
+        return trained.config["block_size"] - 1
+
+    def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
+        return {"llama.cpp": {"spec-type": f"draft-{trained.kind}"}}
+
+
+class DFlashShipping(BlockFiles[DFlash]):
+    """vLLM and llama.cpp; our own format goes to the Hub too."""
 
     description = "a DFlash drafter (arXiv 2602.06036), blocks of {block_size}, {layers}, {parameters} parameters"
-    formats = {"vllm": Format("DFlash as DFlashDraftModel", ("vLLM",))}
+    formats = {"vllm": Format("DFlash as DFlashDraftModel", ("vLLM",)), **BlockFiles.formats}
 
     def unsupported(self, trained: Trained, form: str) -> list[str]:
-        if found := super().unsupported(trained, form):
+        found = super().unsupported(trained, form)
+        if found or form != "vllm":
             return found
         layers, last = list(trained.config.get("feature_layers", ())), trained.target.get("num_layers", 0)
         checks = {
@@ -48,12 +93,14 @@ class DFlashShipping(Shipping[DFlash]):
         return [f"feature_layers={layers}: {reason}" for reason, found in checks.items() if found]
 
     def withheld(self, trained: Trained, form: str) -> str:
-        learned = trained.config.get("mask_token_id") is None
+        learned = form == "vllm" and trained.config.get("mask_token_id") is None
         reason = f"vLLM reads a learned mask from {_MASK_FILE} alone, and pickles are not published"
         return f"{reason}; users of the repository write it by drafttrain export --format {form}" if learned else ""
 
     def write(self, trained: Trained, form: str, request: ExportRequest) -> list[Path]:
-        """Writes config.json, model.safetensors and, for a learned mask, mask_embedding.pt."""
+        """Writes config.json, model.safetensors and, for a learned mask, mask_embedding.pt; GGUF as the base class."""
+        if form == "gguf":
+            return super().write(trained, form, request)
         target = Target.load(request.target or trained.target_name, "float32", "cpu")
         if target.embed_scale != 1.0:
             scale = f"the target scales its embeddings by {target.embed_scale:g}, and vLLM's class does not"
@@ -132,13 +179,10 @@ class DFlashShipping(Shipping[DFlash]):
             back.lm_head = None
         return super().compare(original, back, dtype, depth, where)
 
-    def checked_depth(self, config: Json) -> int:
-        return config["block_size"] - 1
-
     def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
         # vLLM drafts one mask per requested token, and the drafter knows one number of them.
-        depth = trained.config.get("block_size", 8) - 1
-        return {"vLLM": {"method": "dflash", "num_speculative_tokens": depth}}
+        depth = self.block_depth(trained)
+        return {**super().options(trained), "vLLM": {"method": "dflash", "num_speculative_tokens": depth}}
 
 
 SHIPPING = DFlashShipping()

@@ -13,7 +13,7 @@ from drafttrain.drafters.shipping import FORMATS, GGUF_NAME, ExportRequest, Form
 from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.formats.public_names import write_clean_json
-from drafttrain.formats.weights import read_config
+from drafttrain.formats.weights import dtype_name, read_config
 from drafttrain.formats.write_gguf import write_gguf
 from drafttrain.target import load_shell, resolve_target
 from drafttrain.target.loading import load_language_model
@@ -36,7 +36,7 @@ class DraftModelShipping(Shipping[DraftModel]):
         "vLLM": {"method": "draft_model"},
         "SGLang": {"speculative-algorithm": "STANDALONE"},
         "TensorRT-LLM, Triton": {"decoding_type": "DraftTarget"},
-        "llama.cpp": {},
+        "llama.cpp": {"spec-type": "draft-simple"},
         "transformers": {},
     }
 
@@ -53,7 +53,7 @@ class DraftModelShipping(Shipping[DraftModel]):
         if form == "gguf":
             if tokenizer is None:
                 raise UserError("format='gguf' needs a tokenizer, and the drafter has none; pass --target")
-            return [write_gguf(trained.folder, request.output / GGUF_NAME, request.dtype, tokenizer)]
+            return [write_gguf(trained.folder, request.output / GGUF_NAME, dtype_name(request.dtype), tokenizer)]
         model.save_pretrained(request.output)
         if tokenizer is not None:
             AutoTokenizer.from_pretrained(tokenizer).save_pretrained(request.output)
@@ -101,12 +101,7 @@ class DraftModelShipping(Shipping[DraftModel]):
             (META_FILE, "kind, target and beginning of the draft model, for drafttrain"),
             ("model.safetensors", "the draft model, for transformers, vLLM, SGLang, TensorRT-LLM and drafttrain"),
         ]
-        try:
-            self.write(trained, "gguf", local)
-            files.append((GGUF_NAME, "the same for llama.cpp"))
-        except UserError as error:
-            print(f"no GGUF file: {error}")
-        return files
+        return files + self.publish_gguf(trained, request)
 
 
 def _load_complete(folder: Path, dtype: torch.dtype) -> PreTrainedModel:

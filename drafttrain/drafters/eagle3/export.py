@@ -8,8 +8,9 @@
     config keys       LAYER_KEYS in transformer_layer_config,   all in one config
                       HEAD_KEYS in the config
 
-The embedding stays out: engines share the target's, as we do. Sources: vLLM 0.32 models/{llama,qwen3}_eagle3.py and
-transformers_utils/configs/speculators; SGLang srt/models/llama_eagle3.py; speculators models/eagle3.
+The embedding stays out: engines share the target's, as we do. llama.cpp's form is in drafters/gguf_heads.py. Sources: vLLM 0.32
+models/{llama,qwen3}_eagle3.py and transformers_utils/configs/speculators; SGLang srt/models/llama_eagle3.py; speculators
+models/eagle3.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing_extensions import TypedDict
 
 from drafttrain.drafters.common.llama_layers import LAYER_KEYS, layer_keys, unsupported_by_llama
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
+from drafttrain.drafters.gguf_heads import RELEASE, GgufHeads
 from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Shipping, Trained
 from drafttrain.errors import UserError
 from drafttrain.files import Json, violation
@@ -37,6 +39,7 @@ from drafttrain.formats.weights import (
     read_weights,
     write_checkpoint,
 )
+from drafttrain.formats.write_gguf import ROPES
 from drafttrain.target import architectures_of, resolve_target
 from drafttrain.target.loading import check_finite, read_embedding
 
@@ -347,7 +350,7 @@ class Eagle3Files(Shipping[Head]):
         return back.state_dict()  # `make_head` has filled it
 
 
-class Eagle3Shipping(Eagle3Files[Eagle3]):
+class Eagle3Shipping(GgufHeads[Eagle3], Eagle3Files[Eagle3]):
     """A repository's root holds the flat form with our own keys in its config, speculators/ the other form."""
 
     description = (
@@ -357,14 +360,46 @@ class Eagle3Shipping(Eagle3Files[Eagle3]):
     formats = {
         "vllm": Format("EAGLE-3 in speculators' form", ("vLLM",)),
         "sglang": Format("EAGLE-3 as LlamaForCausalLMEagle3", ("SGLang", "TensorRT-LLM, Triton", "vLLM")),
+        "gguf": Format("EAGLE-3 as GGUF file", ("llama.cpp",)),
     }
-    verifiable = {"vllm": "vllm"}
-    in_root = ("vllm", "sglang")
+    verifiable = {"vllm": "vllm", "llama.cpp": "gguf"}
+    in_root = ("vllm", "sglang", "gguf")
+    gguf_arch = "eagle3"
+    gguf_ropes = ROPES
+    gguf_names = {"fc.weight": "fc.weight", "midlayer.hidden_norm.weight": "blk.0.attn_norm_2.weight"}
     reads = "EAGLE-3 heads in speculators' form or as LlamaForCausalLMEagle3"
     no_format = "an EAGLE-3 head reads the target's states and is no language model of its own, as a draft_model is"
 
     def unsupported(self, trained: Trained, form: str) -> list[str]:
-        return super().unsupported(trained, form) or unsupported_features(self.load(trained), form)
+        found = super().unsupported(trained, form)
+        return found if form not in ("vllm", "sglang") else found or unsupported_features(self.load(trained), form)
+
+    def gguf_keys(self, drafter: Eagle3) -> Json:
+        config, layers = drafter.config, list(drafter.config.feature_layers)
+        return {
+            "target_layers": layers,
+            "extract_layers": layers,  # the key's name in earlier releases
+            "target_hidden_size": config.target_hidden_size,
+            "norm_before_residual": config.norm_before_residual,
+        }
+
+    def gguf_fields(self, keys: Json, like: Eagle3) -> Json:
+        fields = {key: keys[key] for key in ("target_hidden_size", "norm_before_residual")}
+        return {**fields, "feature_layers": tuple(keys["target_layers"])}
+
+    def gguf_unsupported(self, drafter: Eagle3) -> list[str]:
+        config: Eagle3Config = drafter.config  # type: ignore[assignment]
+        lacks = f"llama.cpp {RELEASE}"
+        layers, count = config.feature_layers, config.num_hidden_layers
+        ignored = ("attention_bias", "mlp_bias", "qk_norm", "fc_norm", "norm_output")
+        checks = {
+            f"{len(layers)} feature layers: {lacks} takes three": len(layers) != 3,
+            f"num_hidden_layers={count}: {lacks} computes one layer": count != 1,
+            f"hidden_size={config.hidden_size} differs from the target's {config.target_hidden_size}: {lacks} reads the "
+            "target's embedding": config.hidden_size != config.target_hidden_size,
+        } | {f"{key}: {lacks} has no such thing in its eagle3 model": getattr(config, key) for key in ignored}
+        found = [reason for reason, unsupported in checks.items() if unsupported]
+        return [*unsupported_by_llama(config), *found, *super().gguf_unsupported(drafter)]
 
     def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
         layers = tuple(trained.config.get("feature_layers", ()))
@@ -375,6 +410,7 @@ class Eagle3Shipping(Eagle3Files[Eagle3]):
             "vLLM": {"method": "eagle3"},
             "SGLang": {"speculative-algorithm": "EAGLE3"},
             "TensorRT-LLM, Triton": tensorrt,
+            "llama.cpp": {"spec-type": "draft-eagle3"},
         }
 
     def publish(self, trained: Trained, request: ExportRequest) -> list[tuple[str, str]]:
@@ -385,7 +421,8 @@ class Eagle3Shipping(Eagle3Files[Eagle3]):
         if reasons := unsupported_features(head, "vllm"):
             print(f"in drafttrain's own format only: {'; '.join(reasons)}")
             head.to(request.dtype).save_pretrained(folder)  # type: ignore[arg-type]
-            return [("model.safetensors", "the head, for drafttrain; no engine supports it, see below")]
+            whom = "the head, for drafttrain; other engines do not support it, see below"
+            return [("model.safetensors", whom), *self.publish_gguf(trained, request)]
         own = {key: value for key, value in config.to_diff_dict().items() if value not in (None, 0) and key != "dtype"}
         for form, place in (("vllm", folder / "speculators"), ("sglang", folder)):
             described = self.engine_config(head, form, request)
@@ -396,6 +433,7 @@ class Eagle3Shipping(Eagle3Files[Eagle3]):
         return [
             ("model.safetensors", f"the head as {described['architectures'][0]}, for {engines}"),
             ("speculators/model.safetensors", "the head in speculators' form, for vLLM and speculators"),
+            *self.publish_gguf(trained, request),
         ]
 
     def recognizes(self, config: Mapping[str, object]) -> bool:
