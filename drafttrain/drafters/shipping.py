@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar, cast
 
 import torch
+from packaging.version import InvalidVersion, Version
 from torch import Tensor
 
 from drafttrain.drafters import registry
@@ -25,13 +26,40 @@ from drafttrain.files import Json
 from drafttrain.formats.weights import check_weights, read_config, read_weights, write_checkpoint
 
 FORMATS = ("vllm", "sglang", "transformers", "gguf")
-# Engines in the order of the recipes, and the format whose rules each follows.
+
+
+class Engine(NamedTuple):
+    """An inference engine, in the release whose loader decides what it supports."""
+
+    name: str
+    form: str  # one of FORMATS: the files that it loads
+    release: str
+
+    def before(self, release: str) -> bool:
+        """Whether this release is older than another."""
+        return Version(self.release) < Version(release)
+
+    def of_release(self, release: str) -> Engine:
+        """The engine in another release; the same for an empty one. Raises UserError: no version number."""
+        try:
+            return self._replace(release=str(Version(release))) if release else self
+        except InvalidVersion as error:
+            raise UserError(
+                f"engine-version={release!r} is no version number; write for example {self.release}"
+            ) from error
+
+
+# In the order of the recipes. The releases are those whose sources the rules were read from; the first engine of a format is
+# the one that the format is written for.
 ENGINES = {
-    "vLLM": "vllm",
-    "SGLang": "sglang",
-    "TensorRT-LLM, Triton": "sglang",
-    "llama.cpp": "gguf",
-    "transformers": "transformers",
+    engine.name: engine
+    for engine in (
+        Engine("vLLM", "vllm", "0.32.0"),
+        Engine("SGLang", "sglang", "0.5.23"),
+        Engine("TensorRT-LLM, Triton", "sglang", "1.3"),  # its main branch after 1.2.1
+        Engine("llama.cpp", "gguf", "11549"),
+        Engine("transformers", "transformers", "5.17"),
+    )
 }
 GGUF_NAME = "draft.gguf"  # the file of the gguf format
 _DEPTH = 4  # tokens of the chains that prove an export
@@ -158,10 +186,13 @@ class Shipping(Generic[D]):
 
     # -- writing ------------------------------------------------------------------------------------------------
 
-    def unsupported(self, trained: Trained, form: str) -> list[str]:
-        """The drafter's features that a format (and the engines that follow its rules) does not support; empty if none.
+    def unsupported(self, trained: Trained, form: str, engine: Engine | None = None) -> list[str]:
+        """The drafter's features that an engine does not support in a format; empty if none.
 
         Overriding methods return what this one returns first.
+
+        Args:
+            engine: by default the one that the format is written for, see `engine_of`.
         """
         return [] if form in self.formats else [self.no_format.format(form=form, kind=trained.kind)]
 
@@ -303,6 +334,11 @@ class Shipping(Generic[D]):
         raise NotImplementedError(str(folder))
 
 
+def engine_of(form: str) -> Engine:
+    """The engine that a format is written for."""
+    return next(engine for engine in ENGINES.values() if engine.form == form)
+
+
 def shipped_kinds() -> list[str]:
     """The kinds that have an export module."""
     return list(registry.kind_folders("export.py"))
@@ -326,14 +362,17 @@ def format_lines() -> str:
     return "\n".join(lines)
 
 
-def check_expressible(trained: Trained, form: str) -> Shipping:
+def check_expressible(trained: Trained, form: str, release: str = "") -> Shipping:
     """The shipping of the drafter's kind, if the format supports the drafter.
+
+    Args:
+        release: of the format's engine; the newest known one unless given.
 
     Raises:
         UserError: unsupported features, every one.
     """
     kind = shipping(trained.kind)
-    if reasons := kind.unsupported(trained, form):
+    if reasons := kind.unsupported(trained, form, engine_of(form).of_release(release)):
         others = [other for other in kind.formats if other != form and not kind.unsupported(trained, other)]
         fix = f"--format {' or '.join(others)} can" if others else "drafttrain eval, generate and push work with it"
         raise UserError(f"format={form!r} cannot express this drafter: {'; '.join(reasons)}; {fix}")

@@ -17,6 +17,7 @@ from drafttrain.data.store import read_meta
 from drafttrain.drafters.shipping import ExportRequest, Trained, find_drafter, shipping
 from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import load_results
+from drafttrain.export.batch_schedule import SCHEDULE_HELP, batch_schedule
 from drafttrain.export.serving_recipes import engine_depth, recipes, tuned_tree
 from drafttrain.files import Json
 from drafttrain.flags import WEIGHTS_HELP
@@ -45,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "target's, where drafttrain fetch noted it)")  # fmt: skip
     add("--results", nargs="+", default=[], help="files that drafttrain eval wrote for this drafter")
     add("--without-evaluation", action="store_true", help="publish although nothing was measured; the card says so")
+    add("--schedule", default="", help=SCHEDULE_HELP)
     add("--base-model", default="", help="the target's Hub id (default: the recorded name)")
     add("--data", default="", help="the training data's folder, for the card (default: the recorded one, if it exists)")
     add("--dataset", default="", help="Hub id of the training data, if published (drafttrain push-data)")
@@ -60,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
             "results: there is no evaluation to publish; run drafttrain eval --output results.json and pass --results "
             "results.json, or pass --without-evaluation"
         )
+    args.batch_schedule = batch_schedule(Path(args.schedule).expanduser()) if args.schedule else None
     for name, run_results in zip(args.results, results, strict=True):
         check_results(trained, name, run_results)
     message = "Update the drafter, its results and its card"
@@ -127,7 +130,7 @@ def prepare(args: argparse.Namespace, trained: Trained, results: Sequence[Json],
         training=shorten(training),
         repo=args.repo,
         plots=["plots/results.png"] if runs else [],
-        recipes=recipes(trained, args.repo, base_model, results=results, published=True),
+        recipes=recipes(trained, args.repo, base_model, results=results, published=True, schedule=args.batch_schedule),
         files=files,
         data=read_meta(args.data or recorded) if args.data or has_data else None,
         dataset=args.dataset,

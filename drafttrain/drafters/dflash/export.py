@@ -1,11 +1,13 @@
-"""DFlash drafters as vLLM loads them (`DFlashDraftModel`).
+"""DFlash drafters as vLLM, SGLang and TensorRT-LLM load them (`DFlashDraftModel`).
 
 config.json   a Qwen3 config of the layers, block_size, dflash_config {mask_token_id, target_layer_ids: ours - 1}
 weights       fc, hidden_norm, norm, layers.{i}.* as ours; with a pruned vocabulary or a trained head also lm_head and d2t
 mask          a learned one is mask_embedding.pt, the only form that vLLM reads it in; it stands for one token id, for
               which a token that the drafter does not keep is taken
 
-Sources: vllm/model_executor/models/qwen3_dflash.py and vllm/v1/spec_decode/dflash.py of vLLM 0.32.
+SGLang draws from the target's embedding and head alone: it has no place for a pruned vocabulary, a trained head or a learned
+mask. Sources: vllm/model_executor/models/qwen3_dflash.py and vllm/v1/spec_decode/dflash.py of vLLM 0.32;
+srt/models/dflash.py and srt/speculative/dflash_utils.py of SGLang 0.5.11 to 0.5.23; TensorRT-LLM's features/speculative-decoding.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.drafters.dflash.model import DFlash, DFlashConfig
-from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Shipping, Trained
+from drafttrain.drafters.shipping import Engine, Exported, ExportRequest, Format, Shipping, Trained, engine_of
 from drafttrain.errors import UserError
 from drafttrain.files import Json, writing
 from drafttrain.formats.weights import dtype_name, write_checkpoint
@@ -31,20 +33,34 @@ _SAME = (
 
 
 class DFlashShipping(Shipping[DFlash]):
-    """vLLM alone; our own format goes to the Hub too."""
+    """One checkpoint form for three engines; our own format goes to the Hub too."""
 
     description = "a DFlash drafter (arXiv 2602.06036), blocks of {block_size}, {layers}, {parameters} parameters"
-    formats = {"vllm": Format("DFlash as DFlashDraftModel", ("vLLM",))}
+    formats = {
+        "vllm": Format("DFlash as DFlashDraftModel", ("vLLM",)),
+        "sglang": Format("DFlash without head and mask of its own", ("SGLang", "TensorRT-LLM, Triton")),
+    }
 
-    def unsupported(self, trained: Trained, form: str) -> list[str]:
-        if found := super().unsupported(trained, form):
+    def unsupported(self, trained: Trained, form: str, engine: Engine | None = None) -> list[str]:
+        if found := super().unsupported(trained, form, engine):
             return found
-        layers, last = list(trained.config.get("feature_layers", ())), trained.target.get("num_layers", 0)
+        engine, config = engine or engine_of(form), trained.config
+        layers, last = list(config.get("feature_layers", ())), trained.target.get("num_layers", 0)
+        name, where = engine.name, f"feature_layers={layers}: {engine.name} provides"
         checks = {
-            f"vLLM provides the inputs of layers 1 to {last - 1} only": any(layer in (0, last) for layer in layers),
-            "vLLM provides features in ascending order": layers != sorted(layers),
+            f"{where} the inputs of layers 1 to {last - 1} only": any(layer in (0, last) for layer in layers),
+            f"{where} features in ascending order": layers != sorted(layers),
         }
-        return [f"feature_layers={layers}: {reason}" for reason, found in checks.items() if found]
+        if form == "sglang":
+            kept, v = config.get("draft_vocab_size"), config.get("vocab_size")
+            checks |= {
+                f"draft_vocab_size={kept}: {name} drafts over the whole vocabulary of {v} tokens": kept != v,
+                f"train_head=true: {name} drafts with the target's head": bool(config.get("train_head")),
+                f"mask_token_id=null, a learned mask: {name} takes a token's embedding": config.get("mask_token_id")
+                is None,
+                "SGLang has DFlash since 0.5.11": name == "SGLang" and engine.before("0.5.11"),
+            }
+        return [reason for reason, found in checks.items() if found]
 
     def write(self, trained: Trained, form: str, request: ExportRequest) -> list[Path]:
         """Writes config.json, model.safetensors and, for a learned mask, mask_embedding.pt."""
@@ -131,7 +147,16 @@ class DFlashShipping(Shipping[DFlash]):
     def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
         # vLLM drafts one mask per requested token, and the drafter knows one number of them.
         depth = trained.config.get("block_size", 8) - 1
-        return {"vLLM": {"method": "dflash", "num_speculative_tokens": depth}}
+        return {
+            "vLLM": {"method": "dflash", "num_speculative_tokens": depth},
+            "SGLang": {
+                "speculative-algorithm": "DFLASH",
+                "speculative-num-steps": None,
+                "speculative-eagle-topk": None,
+                "speculative-num-draft-tokens": depth + 1,  # its block, the last committed token included
+            },
+            "TensorRT-LLM, Triton": {"decoding_type": "DFlash", "max_draft_len": depth},
+        }
 
 
 SHIPPING = DFlashShipping()
