@@ -119,8 +119,14 @@ class ExportRequest(NamedTuple):
 
     output: Path  # folder to write
     dtype: torch.dtype = torch.bfloat16  # of the weights
-    target: str = ""  # the target's name, empty if unknown; for keys that name it, and for a tokenizer
+    target: str = ""  # the target's name, empty if unknown; for keys that name it
     depth: int = 3  # speculative tokens per round, where a format records them
+    source: str = ""  # where the target's config, tokenizer and weights are; `target` unless given
+
+    @property
+    def target_files(self) -> str:
+        """The folder or name from which the target's files load."""
+        return self.source or self.target
 
 
 class Exported(NamedTuple):

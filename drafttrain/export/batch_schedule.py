@@ -16,7 +16,7 @@ from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.files import Json, read_json
 
-SCHEDULE_HELP = "summary.json of drafttrain sweep, or the output of drafttrain estimate: recipes then draft by batch size (vLLM, SGLang)"
+SCHEDULE_HELP = "a sweep's summary.json or an estimate's output: recipes of vLLM and SGLang then draft by batch size"
 _LARGEST = 4096  # batch size where the last entry ends; engines carry it on
 
 

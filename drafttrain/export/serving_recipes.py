@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from drafttrain.drafters.common.tree_spec import TreeSpec
-from drafttrain.drafters.registry import default_tree
+from drafttrain.drafters.registry import decoding_settings, default_tree
 from drafttrain.drafters.shipping import ENGINES, GGUF_NAME, Trained, shipping
 from drafttrain.export.batch_schedule import Entry, sglang_config, vllm_keys
 from drafttrain.files import Json
 
+_TREES = ("SGLang", "TensorRT-LLM, Triton")  # engines that draft dynamic trees; the others draft chains
 # What to type, per engine. settings: see `_settings`.
 _COMMANDS = {
     "vLLM": "vllm serve {target} --speculative-config '{settings}'",
@@ -73,6 +74,7 @@ def recipes(
     unsupported = {name: kind.unsupported(trained, engine.form, engine) for name, engine in ENGINES.items()}
     options, most = kind.options(trained), engine_depth(trained, tree)
     theirs = tree if most == tree.depth else TreeSpec.parse(f"chain:{most}")
+    chain = TreeSpec.parse(f"chain:{depth or engine_chain(trained, results)}")
     made = []
     for engine, (_, form, _) in ENGINES.items():
         if unsupported[engine] or engine not in options:
@@ -83,8 +85,8 @@ def recipes(
             place, before = f"{drafter}/{form}", f'hf download {drafter} --include "{form}/*" --local-dir {drafter}\n'
         elif published and form == "gguf":
             before = f"hf download {drafter} {GGUF_NAME} --local-dir {drafter}\n"
-        words = {"target": target, "drafter": place, "depth": theirs.depth, "gguf": GGUF_NAME}
-        settings = _settings(engine, place, theirs, options[engine], schedule)
+        words = {"target": target, "drafter": place, "depth": chain.depth, "gguf": GGUF_NAME}
+        settings = _settings(engine, place, theirs if engine in _TREES else chain, options[engine], schedule)
         if "--speculative-adaptive-config" in settings:
             before += f"echo '{json.dumps(sglang_config(schedule or []))}' > adaptive.json\n"
         made.append(Recipe(engine, before + _COMMANDS[engine].format(**words, settings=settings)))
@@ -144,6 +146,15 @@ def fastest(results: Sequence[Json]) -> Json | None:
     """The measured run with the highest speed-up; None if no run drafted."""
     measured = [run for run in results if run["decoding"].get("tree", {}).get("depth")]
     return max(measured, key=lambda run: run["overall"].get("speedup_vs_fastest") or 0.0, default=None)
+
+
+def engine_chain(trained: Trained, results: Sequence[Json] = ()) -> int:
+    """Speculative tokens for engines that draft chains: of the fastest measured chain, else tune's, else the tree's depth."""
+    measured = fastest([run for run in results if run["decoding"].get("tree", {}).get("spec", "").startswith("chain:")])
+    if measured is not None:
+        return engine_depth(trained, TreeSpec.parse(measured["decoding"]["tree"]["spec"]))
+    tuned = decoding_settings(str(trained.folder)).get("chain")
+    return engine_depth(trained, TreeSpec.parse(tuned) if tuned else tuned_tree(trained.folder, results))
 
 
 def engine_depth(trained: Trained, tree: TreeSpec) -> int:

@@ -90,7 +90,8 @@ def prepare(args: argparse.Namespace, trained: Trained, results: Sequence[Json],
     make_empty(folder, "README.md", "decoding.json")
     base_model = base_model_name(trained, args.base_model)
     kind, tree = shipping(trained.kind), tuned_tree(trained.folder, results)
-    request = ExportRequest(folder, resolve_dtype(args.dtype), base_model, engine_depth(trained, tree))
+    depth = engine_depth(trained, tree)
+    request = ExportRequest(folder, resolve_dtype(args.dtype), base_model, depth, source=trained.target_name)
     files = kind.publish(trained, request)
     write_clean_json(folder / "decoding.json", {"tree": str(tree)})
     files.append(("decoding.json", "the tree to draft, as measured to be fastest" if results else "the tree to draft"))
@@ -104,7 +105,9 @@ def prepare(args: argparse.Namespace, trained: Trained, results: Sequence[Json],
         suite, temperature = _slug(public.get("suite", "suite")), public["decoding"]["temperature"]
         name = f"results/{number}-{suite}-t{temperature:g}.json"
         write_clean_json(folder / name, public)
-        runs.append((name, shorten(public), identity_line(public).capitalize()))
+        runs.append(
+            (name, {**shorten(public), "alone": _alone(run_results, results)}, identity_line(public).capitalize())
+        )
         files.append((name, "all measured figures, prompt by prompt"))
     if runs:
         draw([public for _, public, _ in runs], folder / "plots" / "results.png")
@@ -135,6 +138,21 @@ def prepare(args: argparse.Namespace, trained: Trained, results: Sequence[Json],
         data=read_meta(args.data or recorded) if args.data or has_data else None,
         dataset=args.dataset,
     )
+
+
+def _alone(run: Json, results: Sequence[Json]) -> float | None:
+    """The accepted length of the trained drafter alone where a run merged matches into its tree; None if not measured."""
+    kind, plus, _ = str(run.get("kind", "")).partition("+")
+
+    def same(other: Json) -> bool:
+        settings = ("temperature", "top_k", "top_p", "max_new_tokens")
+        return (
+            other.get("kind") == kind
+            and other.get("suite") == run.get("suite")
+            and all(other["decoding"].get(key) == run["decoding"].get(key) for key in settings)
+        )
+
+    return next((other["overall"]["accepted_length"] for other in results if plus and same(other)), None)
 
 
 def base_model_name(trained: Trained, given: str) -> str:

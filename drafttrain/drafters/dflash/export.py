@@ -64,7 +64,7 @@ class DFlashShipping(Shipping[DFlash]):
 
     def write(self, trained: Trained, form: str, request: ExportRequest) -> list[Path]:
         """Writes config.json, model.safetensors and, for a learned mask, mask_embedding.pt."""
-        target = Target.load(request.target or trained.target_name, "float32", "cpu")
+        target = Target.load(request.target_files or trained.target_name, "float32", "cpu")
         if target.embed_scale != 1.0:
             scale = f"the target scales its embeddings by {target.embed_scale:g}, and vLLM's class does not"
             raise UserError(f"this drafter cannot be written for vLLM: {scale}")

@@ -47,7 +47,7 @@ class DraftModelShipping(Shipping[DraftModel]):
 
     def write(self, trained: Trained, form: str, request: ExportRequest) -> list[Path]:
         """Loads the model once, to prove that its checkpoint is complete, and writes it."""
-        tokenizer = _tokenizer_folder(trained, request.target)
+        tokenizer = _tokenizer_folder(trained, request.target_files)
         model = _load_complete(trained.folder, request.dtype)
         if form == "gguf":
             if tokenizer is None:
@@ -91,8 +91,7 @@ class DraftModelShipping(Shipping[DraftModel]):
         return {"max_log_prob_difference": worst, "largest_log_prob": scale, "same_argmax": agree}
 
     def publish(self, trained: Trained, request: ExportRequest) -> list[tuple[str, str]]:
-        local = request._replace(target=trained.target_name)  # where a tokenizer may be
-        self.write(trained, "transformers", local)
+        self.write(trained, "transformers", request)
         described = {
             **read_config(trained.folder, META_FILE, missing={}),
             "drafter_kind": trained.kind,
@@ -104,7 +103,7 @@ class DraftModelShipping(Shipping[DraftModel]):
             ("model.safetensors", "the draft model, for transformers, vLLM, SGLang, TensorRT-LLM and drafttrain"),
         ]
         try:
-            self.write(trained, "gguf", local)
+            self.write(trained, "gguf", request)
             files.append((GGUF_NAME, "the same for llama.cpp"))
         except UserError as error:
             print(f"no GGUF file: {error}")

@@ -100,7 +100,7 @@ def unsupported_features(drafter: Eagle3, engine: Engine) -> list[str]:
 def _speculators_config(config: Eagle3Config, head: Json, decoder: Json, request: ExportRequest) -> Json:
     verifier = {
         "name_or_path": public_name(request.target) if request.target else "",
-        "architectures": architectures_of(request.target),
+        "architectures": architectures_of(request.target_files),
     }
     proposal = {"proposal_type": "greedy", "speculative_tokens": request.depth}
     return {
