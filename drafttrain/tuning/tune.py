@@ -276,7 +276,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.dry_run and place.parent.joinpath("config.json").is_file():
         keys = ("device", "dtype", "drafter", "predicted_speedup", "measured_speedup")
         old = decoding_settings(args.drafter)
-        chain = result["chain"] and result["chain"]["tree"]
+        chain = result["chain"] and result["chain"]["tree"].partition("@")[0]
         tuned = {key: result[key] for key in keys}
         write_json(place, {**old, "tree": result["tree"], "chain": chain, "tuned": tuned})
         print(f"wrote {place}: the drafter's default from now on")
