@@ -119,6 +119,19 @@ def test_names_and_keys_are_the_engines(target, tmp_path):
     assert "d2t" not in load_file(write_eagle3(make_head(target, draft_vocab_size=0), tmp_path / "w", FLAT)[1])
 
 
+def test_stored_rotary_frequencies_must_be_the_configs(target, tmp_path):
+    """Some trainers store them; dropping others than those of the config would change what the head computes."""
+    head = make_head(target, rope_theta=5000.0)
+    _, file = write_eagle3(head, tmp_path, FLAT)
+    weights, stored = load_file(file), head.rotary.frequencies
+    assert stored.shape == (head.config.head_dim // 2,) and stored[0] == 1.0
+    save_file({**weights, "midlayer.self_attn.rotary_emb.inv_freq": stored.bfloat16()}, file)
+    assert SHIPPING.read(tmp_path, target.identity()).config.rope_theta == 5000.0
+    save_file({**weights, "midlayer.self_attn.rotary_emb.inv_freq": stored * 0.5}, file)
+    with pytest.raises(UserError, match=r"inv_freq is not what config.json's rope_parameters give"):
+        SHIPPING.read(tmp_path, target.identity())
+
+
 def test_what_a_form_cannot_say_is_refused_with_every_reason(target, tmp_path):
     head = make_head(target, feature_layers=(6, 3), draft_vocab_size=0)
     head.kept_ids.copy_(head.kept_ids.flip(0))

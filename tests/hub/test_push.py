@@ -95,6 +95,18 @@ def test_the_target_is_read_where_it_is_and_named_as_published(work, tmp_path, m
     assert json.loads((tmp_path / "out-dflash" / "vllm" / "config.json").read_text())["num_target_layers"] == 8
 
 
+@pytest.mark.thorough
+def test_a_published_drafter_is_imported_as_it_was_trained(work, tmp_path):
+    target = Target.load(str(work / "target"), "float32")
+    make_head(target, ttt_steps=6, depth_share=0.5, depth_decay=0.7).save_pretrained(tmp_path / "drafter")
+    push = ["push", "--drafter", str(tmp_path / "drafter"), "--repo", "writer/head", "--without-evaluation"]
+    assert main([*push, "--base-model", "someone/base", "--dry-run", "--output", str(tmp_path / "out")]) == 0
+    back = ["import", "--checkpoint", str(tmp_path / "out"), "--target", str(work / "target")]
+    assert main([*back, "--output", str(tmp_path / "back")]) == 0
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert (config["ttt_steps"], config["depth_share"], config["depth_decay"]) == (6, 0.5, 0.7)
+
+
 def test_a_card_shows_what_the_drafter_accepts_alone(work, tmp_path):
     """Engines draft without our merged matches, so a merged figure alone would promise too much."""
     alone = json.loads((work / "results.json").read_text())

@@ -164,6 +164,13 @@ def make_head(
     with torch.device("meta"):
         drafter = cls(cls.config_class(**_our_fields(config, found, target, where), **more))
     d, v = drafter.config.draft_vocab_size, drafter.config.vocab_size
+    for name in [name for name in found if name.endswith("rotary_emb.inv_freq")]:
+        if not torch.allclose(
+            found.pop(name).float(), drafter.rotary.frequencies, rtol=1e-2
+        ):  # may be stored as bfloat16
+            raise UserError(
+                f"{where}: {name} is not what config.json's rope_parameters give; ask its author which one holds"
+            )
     if "d2t" not in found and d != v:
         raise UserError(f"{where} keeps {d} of {v} tokens, but has no d2t")
     found["kept_ids"] = kept = found.pop("d2t", torch.zeros(d)).long() + torch.arange(d)  # [d] int64
@@ -224,7 +231,9 @@ def _our_fields(config: Json, weights: Mapping[str, Tensor], target: Json, where
         if theirs != target[key]:
             raise UserError(f"{where} is for a target with {key}={theirs}, but {target['name']!r} has {target[key]}")
     fields["feature_layers"] = _feature_layers(config, width, weights, target, where)
-    return {**fields, "target": target}
+    # A drafter of ours that was published says how it was trained.
+    trained = {key: config[key] for key in Eagle3Config.recipe_keys if "drafter_kind" in config and key in config}
+    return {**fields, **trained, "target": target}
 
 
 def _feature_layers(
