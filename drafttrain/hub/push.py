@@ -135,7 +135,7 @@ def prepare(args: argparse.Namespace, trained: Trained, results: Sequence[Json],
         plots=["plots/results.png"] if runs else [],
         recipes=recipes(trained, args.repo, base_model, results=results, published=True, schedule=args.batch_schedule),
         files=files,
-        data=read_meta(args.data or recorded) if args.data or has_data else None,
+        data=read_meta(args.data or recorded) if args.data or has_data else training.get("data_set") or None,
         dataset=args.dataset,
     )
 

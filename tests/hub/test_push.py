@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -105,6 +106,19 @@ def test_a_published_drafter_is_imported_as_it_was_trained(work, tmp_path):
     assert main([*back, "--output", str(tmp_path / "back")]) == 0
     config = json.loads((tmp_path / "back" / "config.json").read_text())
     assert (config["ttt_steps"], config["depth_share"], config["depth_decay"]) == (6, 0.5, 0.7)
+
+
+def test_a_card_names_the_data_of_a_training_elsewhere(work, tmp_path):
+    shutil.copytree(work / "drafter", tmp_path / "drafter")
+    file = tmp_path / "drafter" / "training.json"
+    record = json.loads(file.read_text())
+    record["config"]["data"] = "/not/here"
+    facts = {"counts": {"conversations": 77, "response_tokens": 1234}, "sampling": {"temperature": 0.7}}
+    file.write_text(json.dumps({**record, "data_set": facts}))
+    push = ["push", "--drafter", str(tmp_path / "drafter"), "--repo", "writer/head", "--without-evaluation"]
+    assert main([*push, "--base-model", "someone/base", "--dry-run", "--output", str(tmp_path / "out")]) == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "77 conversations with 1234 tokens that the target wrote itself (temperature 0.7" in card
 
 
 def test_a_card_shows_what_the_drafter_accepts_alone(work, tmp_path):
