@@ -61,6 +61,7 @@ ENGINES = {
         Engine("transformers", "transformers", "5.17"),
     )
 }
+TARGET_OVERRIDES = "hf_overrides"  # among vLLM's options: keys that the target's config gets, not the drafter's
 GGUF_NAME = "draft.gguf"  # the file of the gguf format
 _DEPTH = 4  # tokens of the chains that prove an export
 
@@ -316,9 +317,9 @@ class Shipping(Generic[D]):
     def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
         """Settings with which each of ENGINES drafts with this kind; an engine without an entry knows no such drafter.
 
-        vLLM: keys of --speculative-config (method). SGLang: flags of launch_server (speculative-algorithm). TensorRT-LLM:
-        keys of speculative_config (decoding_type). llama.cpp, transformers: none. Model and number of tokens are added;
-        a value here wins, and None drops the key.
+        vLLM: keys of --speculative-config (method), and TARGET_OVERRIDES. SGLang: flags of launch_server
+        (speculative-algorithm). TensorRT-LLM: keys of speculative_config (decoding_type). llama.cpp, transformers: none. Model
+        and number of tokens are added; a value here wins, and None drops the key.
         """
         return self.serving
 

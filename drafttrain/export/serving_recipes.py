@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import decoding_settings, default_tree
-from drafttrain.drafters.shipping import ENGINES, GGUF_NAME, Trained, shipping
+from drafttrain.drafters.shipping import ENGINES, GGUF_NAME, TARGET_OVERRIDES, Trained, shipping
 from drafttrain.export.batch_schedule import Entry, sglang_config, vllm_keys
 from drafttrain.files import Json
 
 _TREES = ("SGLang", "TensorRT-LLM, Triton")  # engines that draft dynamic trees; the others draft chains
 # What to type, per engine. settings: see `_settings`.
 _COMMANDS = {
-    "vLLM": "vllm serve {target} --speculative-config '{settings}'",
+    "vLLM": "vllm serve {target} {overrides}--speculative-config '{settings}'",
     "SGLang": "python -m sglang.launch_server --model-path {target} {settings}",
     "TensorRT-LLM, Triton": """cat > speculative.yaml <<'EOF'
 speculative_config:
@@ -85,8 +85,10 @@ def recipes(
             place, before = f"{drafter}/{form}", f'hf download {drafter} --include "{form}/*" --local-dir {drafter}\n'
         elif published and form == "gguf":
             before = f"hf download {drafter} {GGUF_NAME} --local-dir {drafter}\n"
-        words = {"target": target, "drafter": place, "depth": chain.depth, "gguf": GGUF_NAME}
-        settings = _settings(engine, place, theirs if engine in _TREES else chain, options[engine], schedule)
+        own = dict(options[engine])
+        overrides = f"--hf-overrides '{json.dumps(own.pop(TARGET_OVERRIDES))}' " if TARGET_OVERRIDES in own else ""
+        words = {"target": target, "drafter": place, "depth": chain.depth, "gguf": GGUF_NAME, "overrides": overrides}
+        settings = _settings(engine, place, theirs if engine in _TREES else chain, own, schedule)
         if "--speculative-adaptive-config" in settings:
             before += f"echo '{json.dumps(sglang_config(schedule or []))}' > adaptive.json\n"
         made.append(Recipe(engine, before + _COMMANDS[engine].format(**words, settings=settings)))

@@ -86,11 +86,16 @@ def test_peagle_files_compute_what_the_drafter_does(tmp_path, options):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("options", [{}, {"rope_parameters": YARN}], ids=len)
-def test_mtp_files_compute_what_the_drafter_does(tmp_path, options):
-    head = trained(tmp_path, "mtp", train_head=False, **options)
+def test_mtp_files_compute_what_the_drafter_does(tmp_path):
+    head = trained(tmp_path, "mtp", train_head=False)
+    target = make_target(layers=8)
+    target.model.save_pretrained(tmp_path / "target")
+    target.tokenizer.save_pretrained(tmp_path / "target")
     kind = check_expressible(head, "vllm")
-    kind.write(head, "vllm", ExportRequest(tmp_path / "out", torch.float32))
+    kind.write(head, "vllm", ExportRequest(tmp_path / "out", torch.float32, source=str(tmp_path / "target")))
+    wide = trained(tmp_path / "wide", "mtp", train_head=False, num_key_value_heads=4)
+    with pytest.raises(UserError, match=r"num_key_value_heads=4 \(there 2\); train it without"):
+        kind.write(wide, "vllm", ExportRequest(tmp_path / "out2", torch.float32, source=str(tmp_path / "target")))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["architectures"] == ["MiMoForCausalLM"] and config["num_nextn_predict_layers"] == 1
     weights = load_file(tmp_path / "out" / "model.safetensors")

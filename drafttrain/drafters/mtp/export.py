@@ -7,23 +7,35 @@
     layer.*       *, a Qwen2 layer: queries, keys and values have biases, here zero
     norm          final_layernorm
 
-vLLM takes any folder whose config names MiMoForCausalLM for such a module and gives it the target's embedding and head, so the
-target need not be MiMo. It drafts over the whole vocabulary, whatever was kept, and reads a zero embedding at position 0.
+vLLM takes any folder whose config names MiMoForCausalLM for such a module. It gives the module the shapes of the target's layers
+(by the target's config, which `--hf-overrides` tells the number of modules) and the target's embedding and head, so the target
+need not be MiMo. It drafts over the whole vocabulary, whatever was kept, and reads a zero embedding at position 0.
 Sources: vLLM 0.32 models/mimo_mtp.py, config/speculative.py (hf_config_override), v1/spec_decode/llm_base_proposer.py.
 """
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from drafttrain.drafters.common.llama_layers import LAYER_KEYS, layer_keys, unsupported_by_llama
 from drafttrain.drafters.mtp.model import MIMO, MTP, MTPConfig
-from drafttrain.drafters.shipping import Engine, Exported, ExportRequest, Format, Shipping, Trained
+from drafttrain.drafters.shipping import TARGET_OVERRIDES, Engine, Exported, ExportRequest, Format, Shipping, Trained
 from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.formats.weights import dtype_name
+from drafttrain.target import load_shell
 
+_SHAPE = (
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "rope_parameters",
+)
 _BIASED = ("q_proj", "k_proj", "v_proj")
 
 
@@ -37,7 +49,7 @@ class MTPShipping(Shipping[MTP]):
 
     formats = {"vllm": Format("a prediction module as MiMo's", ("vLLM",))}
     verifiable = {"vllm": "vllm"}
-    serving = {"vLLM": {"method": "mtp"}}
+    serving = {"vLLM": {"method": "mtp", TARGET_OVERRIDES: {"num_nextn_predict_layers": 1}}}
     no_format = (
         "the engine reads prediction modules out of the target's own checkpoint, for families that come with one; train an "
         "eagle1 or eagle3 drafter for serving there"
@@ -60,6 +72,19 @@ class MTPShipping(Shipping[MTP]):
             "mlp_bias: the engine's MLP has none": config.mlp_bias,
         }
         return [*unsupported_by_llama(config), *(reason for reason, found in checks.items() if found)]
+
+    def write(self, trained: Trained, form: str, request: ExportRequest) -> list[Path]:
+        """As of most kinds. Raises UserError also for layers of another shape than the target's, which the engine reads."""
+        target = load_shell(request.target_files or trained.target_name)
+        ours, theirs = vars(self.load(trained).config), vars(MTPConfig.for_target(target))
+        wrong = [f"{key}={ours[key]} (there {theirs[key]})" for key in _SHAPE if ours[key] != theirs[key]]
+        wrong += [f"embeddings times {target.embed_scale:g}"] if target.embed_scale != 1.0 else []
+        if wrong:
+            raise UserError(
+                f"this drafter cannot be written for vLLM, which gives it the layers of target {target.name!r}: "
+                f"{', '.join(wrong)}; train it without these drafter.* keys"
+            )
+        return super().write(trained, form, request)
 
     def engine_config(self, drafter: MTP, form: str, request: ExportRequest) -> Json:
         config: MTPConfig = drafter.config  # type: ignore[assignment]
