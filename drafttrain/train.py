@@ -133,8 +133,13 @@ def prepare(config: TrainConfig, args: TrainingArguments, output: OutputFolder |
     checkpoint = find_checkpoint(args, config.resume, output)
     if config.init == "target" and checkpoint is None and source.has_states:
         begin_from_least_squares(drafter, train_rows, source)
-    facts = {"parameters": parameters, "vocabulary": vocab}
+    facts = {"parameters": parameters, "vocabulary": vocab, "data_set": data_facts(config.data)}
     return Prepared(target, drafter, train_rows, held_out, source, on_policy, checkpoint, facts, output)
+
+
+def data_facts(data: str) -> Json:
+    """Counts and sampling of a data set, for a model card that is written where the data is not; empty for a text."""
+    return {} if is_text(data) else {key: read_meta(data).get(key) or {} for key in ("counts", "sampling")}
 
 
 def load_target_and_records(config: TrainConfig, args: TrainingArguments) -> tuple[Target, Dataset]:

@@ -1,4 +1,4 @@
-"""DFlash drafters as vLLM loads them (`DFlashDraftModel`), and block drafters as GGUF files for llama.cpp.
+"""DFlash drafters as vLLM, SGLang and TensorRT-LLM load them (`DFlashDraftModel`), and block drafters as GGUF files.
 
 config.json   a Qwen3 config of the layers, block_size, dflash_config {mask_token_id, target_layer_ids: ours - 1}
 weights       fc, hidden_norm, norm, layers.{i}.* as ours; with a pruned vocabulary or a trained head also lm_head and d2t
@@ -6,7 +6,9 @@ mask          a learned one is mask_embedding.pt, the only form that vLLM reads 
               stands for one token id, for which a token that the drafter does not keep is taken. A pickle is not published:
               the Hub gets our own format, from which `drafttrain export` writes this one
 
-Sources: vllm/model_executor/models/qwen3_dflash.py and vllm/v1/spec_decode/dflash.py of vLLM 0.32.
+SGLang draws from the target's embedding and head alone: it has no place for a pruned vocabulary, a trained head or a learned
+mask. Sources: vllm/model_executor/models/qwen3_dflash.py and vllm/v1/spec_decode/dflash.py of vLLM 0.32;
+srt/models/dflash.py and srt/speculative/dflash_utils.py of SGLang 0.5.11 to 0.5.23; TensorRT-LLM's features/speculative-decoding.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from torch import Tensor
 from drafttrain.drafters.common.block import BlockDrafter
 from drafttrain.drafters.dflash.model import DFlash, DFlashConfig
 from drafttrain.drafters.gguf_heads import GgufHeads
-from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Trained
+from drafttrain.drafters.shipping import Engine, Exported, ExportRequest, Format, Trained, engine_of
 from drafttrain.errors import UserError
 from drafttrain.files import Json, writing
 from drafttrain.formats.weights import dtype_name, read_pickle, write_checkpoint
@@ -76,21 +78,36 @@ class BlockFiles(GgufHeads[Block]):
 
 
 class DFlashShipping(BlockFiles[DFlash]):
-    """vLLM and llama.cpp; our own format goes to the Hub too."""
+    """One checkpoint form for three engines, GGUF for llama.cpp; our own format goes to the Hub too."""
 
     description = "a DFlash drafter (arXiv 2602.06036), blocks of {block_size}, {layers}, {parameters} parameters"
-    formats = {"vllm": Format("DFlash as DFlashDraftModel", ("vLLM",)), **BlockFiles.formats}
+    formats = {
+        "vllm": Format("DFlash as DFlashDraftModel", ("vLLM",)),
+        "sglang": Format("DFlash without head and mask of its own", ("SGLang", "TensorRT-LLM, Triton")),
+        **BlockFiles.formats,
+    }
 
-    def unsupported(self, trained: Trained, form: str) -> list[str]:
-        found = super().unsupported(trained, form)
-        if found or form != "vllm":
+    def unsupported(self, trained: Trained, form: str, engine: Engine | None = None) -> list[str]:
+        found = super().unsupported(trained, form, engine)
+        if found or form == "gguf":
             return found
-        layers, last = list(trained.config.get("feature_layers", ())), trained.target.get("num_layers", 0)
+        engine, config = engine or engine_of(form), trained.config
+        layers, last = list(config.get("feature_layers", ())), trained.target.get("num_layers", 0)
+        name, where = engine.name, f"feature_layers={layers}: {engine.name} provides"
         checks = {
-            f"vLLM provides the inputs of layers 1 to {last - 1} only": any(layer in (0, last) for layer in layers),
-            "vLLM provides features in ascending order": layers != sorted(layers),
+            f"{where} the inputs of layers 1 to {last - 1} only": any(layer in (0, last) for layer in layers),
+            f"{where} features in ascending order": layers != sorted(layers),
         }
-        return [f"feature_layers={layers}: {reason}" for reason, found in checks.items() if found]
+        if form == "sglang":
+            kept, v = config.get("draft_vocab_size"), config.get("vocab_size")
+            checks |= {
+                f"draft_vocab_size={kept}: {name} drafts over the whole vocabulary of {v} tokens": kept != v,
+                f"train_head=true: {name} drafts with the target's head": bool(config.get("train_head")),
+                f"mask_token_id=null, a learned mask: {name} takes a token's embedding": config.get("mask_token_id")
+                is None,
+                "SGLang has DFlash since 0.5.11": name == "SGLang" and engine.before("0.5.11"),
+            }
+        return [reason for reason, found in checks.items() if found]
 
     def withheld(self, trained: Trained, form: str) -> str:
         learned = form == "vllm" and trained.config.get("mask_token_id") is None
@@ -101,7 +118,7 @@ class DFlashShipping(BlockFiles[DFlash]):
         """Writes config.json, model.safetensors and, for a learned mask, mask_embedding.pt; GGUF as the base class."""
         if form == "gguf":
             return super().write(trained, form, request)
-        target = Target.load(request.target or trained.target_name, "float32", "cpu")
+        target = Target.load(request.target_files or trained.target_name, "float32", "cpu")
         if target.embed_scale != 1.0:
             scale = f"the target scales its embeddings by {target.embed_scale:g}, and vLLM's class does not"
             raise UserError(f"this drafter cannot be written for vLLM: {scale}")
@@ -182,7 +199,17 @@ class DFlashShipping(BlockFiles[DFlash]):
     def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
         # vLLM drafts one mask per requested token, and the drafter knows one number of them.
         depth = self.block_depth(trained)
-        return {**super().options(trained), "vLLM": {"method": "dflash", "num_speculative_tokens": depth}}
+        return {
+            **super().options(trained),
+            "vLLM": {"method": "dflash", "num_speculative_tokens": depth},
+            "SGLang": {
+                "speculative-algorithm": "DFLASH",
+                "speculative-num-steps": None,
+                "speculative-eagle-topk": None,
+                "speculative-num-draft-tokens": depth + 1,  # its block, the last committed token included
+            },
+            "TensorRT-LLM, Triton": {"decoding_type": "DFlash", "max_draft_len": depth},
+        }
 
 
 SHIPPING = DFlashShipping()
