@@ -6,28 +6,42 @@ A thin layer over `drafttrain.inference` that turns names into models and prompt
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Number
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from typing_extensions import TypedDict
 
 from drafttrain.data.chat import has_template, prompt_ids
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import decoding_settings, default_tree
 from drafttrain.drafters.registry import load_drafter as load_for_target
-from drafttrain.errors import UserError
+from drafttrain.errors import UserError, first_line, shown
 from drafttrain.files import read_json
+from drafttrain.flags import CommandParser
 from drafttrain.inference import Decoder, SamplingParams, strip_padding
 from drafttrain.inference.decode import DecoderOptions
 from drafttrain.inference.sequence import TextStream
 from drafttrain.target import Target
+from drafttrain.values import AnyText, Place, check
+
+
+class Turn(TypedDict):
+    """A chat message."""
+
+    role: AnyText
+    content: AnyText
+
 
 # Text, token ids, or chat messages [{"role": ..., "content": ...}, ...].
 Prompt = str | Sequence[int] | Tensor | Sequence[Mapping[str, str]]
 # Several prompts: a list of them, or a tokenizer's output (input_ids, attention_mask), which may also hold one.
 Prompts = Prompt | Sequence[Prompt] | Mapping[str, Any]
+TextPrompt = AnyText | list[Turn]
 Model = str | PreTrainedModel | Target
 Tokenizer = PreTrainedTokenizerBase | None
 
@@ -84,6 +98,7 @@ def generate(
     several = _is_several(prompt)
     ids = [_ids(decoder.target, each) for each in (_split(prompt) if several else [prompt])]
     off = decoding_settings(drafter).get("off", []) if isinstance(drafter, str) else []
+    category = check("category", category, AnyText | tuple[AnyText, ...])
     categories = [category] * len(ids) if isinstance(category, str) else category
     if len(categories) != len(ids):
         raise UserError(f"category has {len(categories)} entries for {len(ids)} prompts; give one each, or one for all")
@@ -128,7 +143,7 @@ def load_drafter(name: str, model: Model, tokenizer: Tokenizer = None) -> Drafte
     Raises:
         UserError: nothing there, not one of our drafters, or trained for another target.
     """
-    return load_for_target(name, _target(model, tokenizer))
+    return load_for_target(check("drafter", name, Place), _target(model, tokenizer))
 
 
 def evaluate(target: str, drafter: str, output: str | Path, **options: Any) -> dict[str, Any]:
@@ -144,22 +159,18 @@ def evaluate(target: str, drafter: str, output: str | Path, **options: Any) -> d
     Raises:
         UserError: an unknown option, a value out of range, or anything that cannot be loaded.
     """
-    import argparse
-
     from drafttrain.tuning import eval_command
 
-    parser = argparse.ArgumentParser(exit_on_error=False)
+    parser = CommandParser(prog="drafttrain eval", add_help=False, allow_abbrev=False)
     eval_command.add_arguments(parser)
-    words = ["--target", target, "--drafter", drafter, "--output", str(output)]
-    for name, value in options.items():
+    words = []
+    for name, value in {"target": target, "drafter": drafter, "output": output, **options}.items():
         flag = f"--{name.replace('_', '-')}"
-        words += [flag] if value is True else [] if value in (None, False) else [flag, str(value)]
+        words += [flag] if value is True else [] if value is None or value is False else [f"{flag}={value}"]
     try:
-        args, unknown = parser.parse_known_args(words)
-    except argparse.ArgumentError as error:
-        raise UserError(f"evaluate: {error}; see drafttrain eval --help") from error
-    if unknown:
-        raise UserError(f"evaluate: {unknown[0]} is no option of drafttrain eval; see its --help")
+        args = parser.parse_args(words)
+    except UserError as error:
+        raise UserError(f"evaluate: {error}") from error
     eval_command.run(args)
     return {**read_json(Path(output).expanduser(), "output", "measure again")}
 
@@ -178,9 +189,11 @@ def _decoder(
 ) -> Decoder:
     target = _target(model, tokenizer)
     if isinstance(drafter, str):
-        tree = tree or default_tree(drafter)
-        drafter = load_for_target(drafter, target)
-    options["spec"] = TreeSpec.parse(tree) if tree else None
+        tree = default_tree(drafter) if tree is None else tree
+        drafter = load_for_target(check("drafter", drafter, Place), target)
+    elif not (drafter is None or isinstance(drafter, Drafter)):
+        raise UserError(f"drafter={shown(drafter)} must be a name, a drafter from load_drafter, or None")
+    options["spec"] = None if tree is None else TreeSpec.parse(tree)
     return Decoder(target, drafter, **options)
 
 
@@ -188,17 +201,23 @@ def _target(model: Model, tokenizer: Tokenizer) -> Target:
     if isinstance(model, Target):
         return model
     if isinstance(model, str):
-        return Target.load(model).pack()
+        return Target.load(check("model", model, Place)).pack()
+    if not isinstance(model, PreTrainedModel):
+        raise UserError(f"model={shown(model)} must be a name, a loaded transformers model or a Target")
     return Target.wrap(model, tokenizer, model.name_or_path or type(model).__name__)
 
 
 def _is_several(prompt: Any) -> bool:
     """Whether this is a list of prompts or a padded batch. One prompt is text, ids in one dimension, or a list of messages."""
     if isinstance(prompt, Mapping):
-        return _is_several(prompt["input_ids"])
-    if isinstance(prompt, Tensor):
-        return prompt.dim() > 1
-    return not isinstance(prompt, str) and len(prompt) > 0 and not isinstance(prompt[0], (int, Mapping))
+        return _is_several(prompt.get("input_ids"))
+    if hasattr(prompt, "shape"):  # of torch or numpy
+        return len(prompt.shape) > 1
+    if not isinstance(prompt, Sequence):
+        raise UserError(
+            f"prompt={shown(prompt)} must be text, token ids, messages, a tokenizer's output, or a list of these"
+        )
+    return not isinstance(prompt, str) and len(prompt) > 0 and not isinstance(prompt[0], (Number, Mapping))
 
 
 def _split(prompts: Any) -> Sequence[Any]:
@@ -212,14 +231,20 @@ def _split(prompts: Any) -> Sequence[Any]:
 def _ids(target: Target, prompt: Any) -> Tensor | Sequence[int]:
     """Token ids of one prompt."""
     if isinstance(prompt, Mapping):
-        return prompt["input_ids"]
-    chat = not isinstance(prompt, (str, Tensor)) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+        return _ids(target, prompt.get("input_ids"))
+    chat = isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
     if not isinstance(prompt, str) and not chat:
         return prompt
+    check(
+        "prompt", [dict(turn) if isinstance(turn, Mapping) else turn for turn in prompt] if chat else prompt, TextPrompt
+    )
     if target.tokenizer is None:
         raise UserError(f"prompt={prompt!r} is text, but the model has no tokenizer; pass tokenizer= or token ids")
     if chat and not has_template(target.tokenizer):
         raise UserError(
             f"prompt is a chat, but the tokenizer of {target.name!r} has no chat template; give text instead"
         )
-    return prompt_ids(target.tokenizer, prompt)
+    try:
+        return prompt_ids(target.tokenizer, prompt)
+    except TemplateError as error:
+        raise UserError(f"prompt: the chat template of {target.name!r} refuses it ({first_line(error)})") from error

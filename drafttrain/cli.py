@@ -9,10 +9,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from typing import NoReturn
 
 from drafttrain import interrupts
-from drafttrain.credentials import redact
 from drafttrain.environment import __version__
 from drafttrain.errors import UserError
 
@@ -39,13 +37,6 @@ COMMANDS = {  # command -> (module below drafttrain, help)
 }
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse's, whose errors repeat what was typed: without credentials."""
-
-    def error(self, message: str) -> NoReturn:
-        super().error(redact(message))
-
-
 def main(argv: list[str] | None = None) -> int:
     """Runs a command; returns its exit status. argv: None for the arguments of this process, which then ends on signals."""
     try:
@@ -63,7 +54,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(argv: list[str]) -> int:
     """Parses the arguments and runs the command."""
-    parser = _Parser(
+    from drafttrain.flags import CommandParser  # imports pydantic; the handlers of signals come first
+
+    parser = CommandParser(
         prog="drafttrain",
         description="Train a drafter that makes a language model answer faster without changing a single token.",
         epilog="`drafttrain COMMAND --help` explains each command with an example.",

@@ -3,52 +3,108 @@
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
+from pydantic import Field
 
-from drafttrain.errors import UserError
+from drafttrain.errors import UserError, shown
+from drafttrain.files import read_text
+from drafttrain.values import (
+    Amount,
+    AnyText,
+    Count,
+    DeviceMap,
+    Dtype,
+    Fraction,
+    Name,
+    Seed,
+    Size,
+    check_fields,
+    key,
+)
 
 Options = dict[str, Any]  # keys of a recipe
+Validation = Annotated[float, Field(ge=0, le=0.9)]
+CacheSize = Annotated[float, Field(ge=-1, le=1e6)]
+MostSteps = Annotated[int, Field(ge=-1, le=10**9)]
+Epochs = Annotated[float, Field(ge=1e-6, le=1e6)]
+Interval = Annotated[float, Field(ge=1e-6, le=1e9)]
+LearningRate = Annotated[float, Field(ge=0, le=100)]
+_MOST_VALUES, _MOST_LEVELS, _LONGEST = 10_000, 32, 200_000  # of a recipe, aliases counted each time; characters
+_DEEP = re.compile(r"(?:[\[{]\s*){33}")  # PyYAML takes seconds for these
 
 
 @dataclass
 class TrainConfig:
-    """The recipe's keys of ours. All other keys of a recipe are fields of transformers TrainingArguments."""
+    """The recipe's keys of ours. All other keys of a recipe are fields of transformers TrainingArguments.
 
-    kind: str = "eagle3"  # drafter kind, a folder of drafttrain/drafters
-    target: str = ""  # short name, folder or Hub id
-    data: str = ""  # folder written by `drafttrain generate`; a text file for loss=next_token
-    output_dir: str = ""  # receives the drafter, its checkpoints and training.json
-    # 'target' copies the target's weights, 'random' does not, 'native' takes the drafter that the target's checkpoint holds;
-    # any other value names a drafter to continue.
-    init: str = "target"
-    drafter: Options = field(
-        default_factory=dict
-    )  # of the kind's config: draft_vocab_size, ttt_steps, feature_layers, ...
-    # Between target and drafter, see docs/training.md: kl, js:0.5, lk_lambda, 0.9*kl+0.1*ce, kl@2, ...
-    # next_token pretrains a draft model without the target.
-    loss: str = "kl"
-    # Of training/on_policy.py, which lets the drafter write a share of the responses; empty for none.
-    on_policy: Options = field(default_factory=dict)
-    dtype: str = "auto"  # the frozen target's: auto, float32, bfloat16
-    target_device_map: str = ""  # 'auto' spreads a target too large for one GPU over several; empty keeps it on one
-    max_length: int = 2048  # tokens used of a conversation
-    packing: bool = (
-        False  # fill rows of max_length tokens with several conversations, which do not attend to each other
+    Raises:
+        UserError: a value of another type, or out of range.
+    """
+
+    kind: Name = key("eagle3", "drafter kind, a folder of drafttrain/drafters")
+    target: Name = key("", "short name, folder or Hub id")
+    data: Name = key("", "folder written by `drafttrain generate`; a text file for loss=next_token")
+    output_dir: Name = key("", "receives the drafter, its checkpoints and training.json")
+    init: Name = key(
+        "target",
+        "`target` copies the target's weights, `random` does not, `native` takes the drafter that the target's checkpoint "
+        "holds; any other value names a drafter to continue",
     )
-    validation: float = 0.02  # share of conversations held out
-    max_minutes: float = 0.0  # training time, by which the learning rate then decays too; 0 ends by steps instead
-    cache_gb: float = -1.0  # memory for target features kept across epochs; -1 means 4 on a CPU and none on a GPU
-    decode_prompts: int = 8  # held-out prompts that the decoder continues during training; 0 for none
-    decode_steps: int = 0  # steps between measurements; 0 means with every checkpoint
-    decode_tokens: int = 64  # per answer
-    decode_tree: str = "chain:4"  # see `drafttrain eval`
-    resume: bool = True  # continue from the newest checkpoint in output_dir; false deletes them and starts over
-    trust_remote_code: bool = False  # run code of the target's repository
+    drafter: Options = key({}, "options of the kind: draft_vocab_size, ttt_steps, feature_layers, ...")
+    loss: AnyText = key("kl", "kl, js:0.5, lk_lambda, 0.9*kl+0.1*ce, ...; next_token pretrains a draft model")
+    on_policy: Options = key({}, "the drafter writes a share of the responses: share, refresh_steps, ...")
+    dtype: Dtype = key("auto", "of the frozen target")
+    target_device_map: DeviceMap = key("", "auto spreads a target too large for one GPU over several")
+    max_length: Count = key(2048, "tokens used of a conversation")
+    packing: bool = key(
+        False, "fill rows of max_length tokens with several conversations, which do not attend to each other"
+    )
+    validation: Validation = key(0.02, "share of conversations held out")
+    max_minutes: Amount = key(0.0, "training time, by which the learning rate then decays too; 0 ends by steps instead")
+    cache_gb: CacheSize = key(-1.0, "memory for target features kept across epochs; -1 means 4 on a CPU and 0 on a GPU")
+    decode_prompts: Size = key(8, "held-out prompts that the decoder continues during training; 0 for none")
+    decode_steps: Size = key(0, "steps between measurements; 0 measures with every checkpoint")
+    decode_tokens: Count = key(64, "tokens per answer of these prompts")
+    decode_tree: AnyText = key("chain:4", "tree of these answers, as in `drafttrain eval`")
+    resume: bool = key(True, "continue from the newest checkpoint in output_dir; false deletes them and starts over")
+    trust_remote_code: bool = key(False, "run code of the target's repository")
     trainer: Options = field(default_factory=dict)  # the remaining keys, for TrainingArguments
+
+    def __post_init__(self) -> None:
+        check_fields(self, words=True)
+
+
+@dataclass
+class TrainerKeys:
+    """Keys of transformers TrainingArguments with a range or a default of ours; all others keep their type and default."""
+
+    learning_rate: LearningRate = key(5e-5, "highest learning rate")
+    max_steps: MostSteps = key(-1, "optimizer steps; -1 trains num_train_epochs")
+    num_train_epochs: Epochs = key(3.0, "passes over the data")
+    per_device_train_batch_size: Count = key(8, "rows per device and micro-batch")
+    per_device_eval_batch_size: Count = key(8, "rows per device in evaluations")
+    gradient_accumulation_steps: Count = key(1, "micro-batches per optimizer step")
+    warmup_steps: Amount = key(0.0, "steps until the highest learning rate; below 1 a share of all steps")
+    weight_decay: Fraction = key(0.0, "of AdamW")
+    adam_beta1: Fraction = key(0.9, "of AdamW")
+    adam_beta2: Fraction = key(0.95, "of AdamW")
+    adam_epsilon: Fraction = key(1e-8, "of AdamW")
+    max_grad_norm: Amount = key(0.5, "longer gradients are clipped; 0 clips none")
+    logging_steps: Interval = key(10, "optimizer steps between logs; below 1 a share of all steps")
+    save_steps: Interval = key(200, "optimizer steps between checkpoints; below 1 a share of all steps")
+    save_total_limit: Count | None = key(2, "checkpoints to keep; null keeps all")
+    dataloader_num_workers: Size = key(0, "processes that load rows")
+    ddp_timeout: Count = key(1800, "seconds")
+    seed: Seed = key(42, "of weights, order and noise")
+    data_seed: Seed | None = key(None, "of the order; null takes seed")
+
+    def __post_init__(self) -> None:
+        check_fields(self, words=True)
 
 
 def neighbours(key: str, known: list[str]) -> str:
@@ -57,72 +113,110 @@ def neighbours(key: str, known: list[str]) -> str:
     return f"; did you mean {' or '.join(close)}?" if close else f"; known keys: {', '.join(sorted(known)[:40])}"
 
 
+class _Loader(yaml.SafeLoader):
+    """Plain YAML that refuses keys which occur twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            if key_node.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {key_node.value!r} occurs twice", key_node.start_mark
+                )
+            seen |= {key_node.value} if isinstance(key_node.value, str) else set()
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(text: str, where: str) -> Any:
+    """A YAML text's content: text, finite numbers, true, false, null, lists and mappings with text as keys.
+
+    Raises:
+        UserError: broken YAML, a key that occurs twice, another kind of value, or too many or too deep ones.
+    """
+    large = f"{where} holds more than {_MOST_VALUES} values or {_MOST_LEVELS} levels; write a plain recipe"
+    if len(text) > _LONGEST or _DEEP.search(text):
+        raise UserError(large)
+    try:
+        found = yaml.load(text, _Loader)
+    except Exception as error:  # besides YAMLError: numbers of 5000 digits, impossible dates, empty tags, deep nesting
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"{where} is not valid YAML: {reason[:300]}") from error
+    count, waiting = 0, [("", found, 0)]
+    while waiting:
+        place, value, level = waiting.pop()
+        count += 1
+        if count > _MOST_VALUES or level > _MOST_LEVELS:
+            raise UserError(large)
+        if isinstance(value, dict):
+            if odd := [name for name in value if not isinstance(name, str)]:
+                raise UserError(f"{where}: key {shown(odd[0])} is not text; put it in quotes")
+            waiting += [(f"{place}.{name}"[-80:], inner, level + 1) for name, inner in value.items()]
+        elif isinstance(value, list):
+            waiting += [(place, inner, level + 1) for inner in value]
+        elif not (value is None or isinstance(value, str) or (isinstance(value, int | float) and abs(value) < 1e300)):
+            rule = "must be text, true, false, null or a finite number; put other values in quotes"
+            raise UserError(f"{where}: {place.lstrip('.') or 'value'}={shown(value)} {rule}")
+    return found
+
+
 def parse_overrides(words: list[str]) -> Options:
     """['a.b=1', 'c=x'] -> {'a': {'b': 1}, 'c': 'x'}; values are YAML.
 
     Raises:
-        UserError: a word without '='.
+        UserError: a word without '=', an empty or too long key, a group that another word sets to a value, broken YAML.
     """
     result: Options = {}
     for word in words:
-        key, equals, value = word.partition("=")
-        if not equals or not key:
-            raise UserError(f"override {word!r} is not of the form key=value (for example max_steps=100)")
-        place = result
-        *parents, last = key.lstrip("-").split(".")
-        for parent in parents:
-            place = place.setdefault(parent, {})
-        place[last] = _scalar(yaml.safe_load(value) if value else "")
+        name, equals, text = word.partition("=")
+        parts = name.lstrip("-").split(".")
+        if not equals or not all(parts) or len(parts) > _MOST_LEVELS:
+            raise UserError(f"override {shown(word)} is not of the form key=value (for example max_steps=100)")
+        content: object = read_yaml(text, f"override {shown(word)}") if text else ""
+        for part in reversed(parts):
+            content = {part: content}
+        assert isinstance(content, dict)
+        _merge(result, content, "")
     return result
 
 
-def _scalar(value: object) -> object:
-    """Text that is a number as that number: YAML 1.1 reads 3e-3 as text."""
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
+def _merge(into: Options, more: Options, place: str) -> None:
+    """Sets the entries of `more`, group by group; an empty {} replaces a group. Raises UserError for a key in no group."""
+    for name, value in more.items():
+        before = into.get(name)
+        if isinstance(value, dict) and value and before not in (None, ""):
+            if not isinstance(before, dict):
+                raise UserError(
+                    f"{place}{name}.{next(iter(value))} is set, but {place}{name}={shown(before)} is not a group; drop one"
+                )
+            _merge(before, value, f"{place}{name}.")
+        else:
+            into[name] = value
 
 
 def load_config(path: str, overrides: list[str], trainer_keys: list[str]) -> TrainConfig:
     """Reads a YAML recipe, whose keys are ours or among trainer_keys (TrainingArguments), and applies the overrides.
 
     Raises:
-        UserError: missing file, broken YAML, an unknown key (with close matches), a wrong type, a missing required key.
+        UserError: missing file, broken YAML, an unknown key (with close matches), a wrong value, a missing required key.
     """
-    file = Path(path)
-    if not file.is_file():
+    if not Path(path).is_file():
         raise UserError(f"config={path!r}: no such file; recipes are under configs/, a folder per target")
-    try:
-        raw = yaml.safe_load(file.read_text()) or {}
-    except yaml.YAMLError as error:
-        raise UserError(f"config={path!r} is not valid YAML: {' '.join(str(error).split())}") from error
+    raw = read_yaml(read_text(Path(path), "config", "give a YAML recipe"), f"config={path!r}") or {}
     if not isinstance(raw, dict):
         raise UserError(f"config={path!r} must hold key: value lines, not {type(raw).__name__}")
-    for key, value in parse_overrides(overrides).items():
-        merges = isinstance(value, dict) and value and isinstance(raw.get(key), dict)  # an empty {} replaces
-        raw[key] = {**raw[key], **value} if merges else value
-    defaults = vars(TrainConfig())
-    own = [f.name for f in fields(TrainConfig) if f.name != "trainer"]
-    values: Options = {"trainer": {}}
-    for key, value in raw.items():
-        if key in own:
-            values[key] = _typed(key, _scalar(value), type(defaults[key]))
-        elif key in trainer_keys:
-            values["trainer"][key] = _scalar(value)
-        else:
-            raise UserError(f"unknown config key {key!r} in {path}{neighbours(key, [*own, *trainer_keys])}")
-    for key in ("target", "data", "output_dir"):
-        if not values.get(key):
-            raise UserError(f"config key {key!r} is missing in {path}; set it there or on the command line: {key}=...")
-    return TrainConfig(**values)
-
-
-def _typed(key: str, value: object, wanted: type) -> object:
-    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if wanted is int and isinstance(value, float) and value.is_integer():
-        return int(value)
-    if not isinstance(value, wanted) or (wanted is not bool and isinstance(value, bool)):
-        raise UserError(f"{key}={value!r} must be of type {wanted.__name__}, not {type(value).__name__}")
-    return value
+    _merge(raw, parse_overrides(overrides), "")
+    own = [one.name for one in fields(TrainConfig) if one.name != "trainer"]
+    for name in raw:
+        if name not in own and name not in trainer_keys:
+            raise UserError(f"unknown config key {shown(name)} in {path}{neighbours(name, [*own, *trainer_keys])}")
+    config = TrainConfig(**{name: value for name, value in raw.items() if name in own})
+    config.trainer = {name: value for name, value in raw.items() if name not in own}
+    ranged = {name: value for name, value in config.trainer.items() if name in TrainerKeys.__dataclass_fields__}
+    checked = vars(TrainerKeys(**ranged))
+    config.trainer |= {name: checked[name] for name in ranged}
+    for name in ("target", "data", "output_dir"):
+        if not getattr(config, name):
+            raise UserError(
+                f"config key {name!r} is missing in {path}; set it there or on the command line: {name}=..."
+            )
+    return config

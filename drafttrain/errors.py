@@ -25,3 +25,12 @@ class UserError(Exception):
 def first_line(error: BaseException) -> str:
     """The first line of a library's error, or its type's name where it has no text."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def shown(value: object) -> str:
+    """A value in an error: its repr in one line of at most 80 characters."""
+    try:
+        text = " ".join(repr(value).split())
+    except (ValueError, RecursionError):  # more digits than Python prints, more levels than it follows
+        text = f"a {type(value).__name__} too large to show"
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import TypeVar
 
 from drafttrain.credentials import redact
-from drafttrain.errors import UserError, first_line
+from drafttrain.errors import UserError, first_line, shown
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError
@@ -279,10 +279,10 @@ def violation(error: ValidationError) -> str:
     if first["type"] == "json_invalid":
         return f"not JSON ({first['ctx']['error']})"
     place = ".".join(map(str, first["loc"])) or "the content"
-    shown, rule = repr(first["input"]), " ".join(first["msg"].split())
+    rule = " ".join(first["msg"].split())
     if first["type"] == "missing":  # pydantic's input is then all that surrounds it
         return f"{place}: {rule.lower()}"
-    return f"{place}={shown if len(shown) <= 80 else shown[:77] + '...'}: {rule[:1].lower() + rule[1:]}"
+    return f"{place}={shown(first['input'])}: {rule[:1].lower() + rule[1:]}"
 
 
 def read_jsonl(

@@ -1,4 +1,4 @@
-"""Command-line flags that several commands share: target, drafter, numeric format, device, sampling.
+"""The parser of all commands, flags' types, and the flags that several commands share: target, drafter, device, sampling.
 
 torch loads with the first function that needs it, so a command's --help stays quick.
 """
@@ -6,9 +6,27 @@ torch loads with the first function that needs it, so a command's --help stays q
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+import difflib
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from drafttrain.errors import UserError, first_line
+from drafttrain.errors import UserError, first_line, shown
+from drafttrain.values import (
+    AnyText,
+    Dtype,
+    Fraction,
+    Name,
+    Penalty,
+    Place,
+    PositiveFraction,
+    Seed,
+    Size,
+    Temperature,
+    adder,
+    check,
+    reader,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -19,6 +37,60 @@ if TYPE_CHECKING:
 TARGET_HELP = "short name, folder or Hub id"
 DTYPE_HELP = "float32, bfloat16, float16 or auto (bfloat16 where the device has it)"
 WEIGHTS_HELP = "of the weights: bfloat16 (default), float16, float32"
+
+
+def _device(word: str) -> str:
+    if word not in ("auto", "cpu"):  # these two need no torch
+        from drafttrain.target import resolve_device
+
+        resolve_device(word)
+    return word
+
+
+DEVICE = reader(_device, "auto, cpu, or an accelerator that torch finds, such as cuda or cuda:1")
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose errors are one line of UserError: `--limit='-1' must be a whole number from 1 to ...`."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        for word in args or ():
+            check("argument", word, AnyText)
+            if word.startswith("--") and word.endswith("=--"):  # argparse would take the value for the end of the flags
+                raise UserError(f"{word[:-3]}='--' is no value; drop it, or write the one that is meant")
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:  # reported here, where the command's flags are known
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
+    def error(self, message: str) -> NoReturn:
+        message = " ".join(message.split())
+        if found := re.fullmatch("argument ([^:]+?)(?:/--[^:]+)?: (.*)", message):
+            flag, problem = found.groups()
+            unknown = re.match(r"invalid choice: '?(.*?)'? \(choose from (.*)\)$", problem)
+            problem = problem.removeprefix(flag.lstrip("-"))
+            if problem.startswith("="):
+                message = flag + problem
+            elif unknown:
+                word, known = unknown[1], re.findall(r"[\w.-]+", unknown[2])
+                kind = "command " if flag == "COMMAND" else f"{flag}="
+                message = f"{kind}{shown(word)} is not one of {', '.join(known)}{self._close(word, known)}"
+            elif problem.startswith("expected"):
+                message = f"{flag} {problem}; a value that begins with - is written {flag}=VALUE"
+            else:
+                message = f"{flag}: {problem}"
+        elif message.startswith("unrecognized arguments: "):
+            word = message.partition(": ")[2].split()[0].partition("=")[0]
+            close = self._close(word, [flag for flag in self._option_string_actions if flag.startswith("--")])
+            message = f"{shown(word)} is no flag of this command{close or f'; see {self.prog} --help'}"
+        elif message.startswith("the following arguments are required: "):
+            message = f"{message.partition(': ')[2]} must be given; see {self.prog} --help"
+        raise UserError(message)
+
+    @staticmethod
+    def _close(word: str, known: Sequence[str]) -> str:
+        close = difflib.get_close_matches(word[:80], known, n=2, cutoff=0.5)
+        return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
 def add_target_flags(
@@ -33,10 +105,10 @@ def add_target_flags(
     Args:
         help, required, default: of --target. prefix: begins the help of --dtype and --device.
     """
-    add = parser.add_argument
-    add("--target", required=required, default=None if required else default, help=help)
-    add("--dtype", default="auto", help=prefix + DTYPE_HELP)
-    add("--device", default="auto", help=prefix + "cpu, cuda, cuda:N or auto")
+    add = adder(parser)
+    add("--target", Place if required else Name, required=required, default=None if required else default, help=help)
+    add("--dtype", Dtype, default="auto", help=prefix + DTYPE_HELP)
+    add("--device", DEVICE, default="auto", help=prefix + "cpu, cuda, cuda:N or auto")
     add("--trust-remote-code", action="store_true", help="run model code that comes with the target")
 
 
@@ -65,7 +137,7 @@ def add_drafter_flag(parser: argparse.ArgumentParser, trained: bool = False, mor
     from drafttrain.drafters.registry import names_help
 
     described = "a trained drafter's folder or Hub id" if trained else names_help()
-    parser.add_argument("--drafter", required=True, help=described + more)
+    adder(parser)("--drafter", Place, required=True, help=described + more)
 
 
 def add_sampling_flags(
@@ -76,16 +148,16 @@ def add_sampling_flags(
     Args:
         temperature: its default. seed: add --seed too. penalties: add --min-p and --repetition-penalty too.
     """
-    add = parser.add_argument
-    add("--temperature", type=float, default=temperature, help="0 decodes greedily (default: %(default)s)")
-    add("--top-p", type=float, default=1.0, help="1 keeps all tokens (default: %(default)s)")
-    add("--top-k", type=int, default=0, help="0 keeps all tokens (default: %(default)s)")
+    add = adder(parser)
+    add("--temperature", Temperature, default=temperature, help="0 decodes greedily (default: %(default)s)")
+    add("--top-p", PositiveFraction, default=1.0, help="1 keeps all tokens (default: %(default)s)")
+    add("--top-k", Size, default=0, help="0 keeps all tokens (default: %(default)s)")
     if penalties:
-        add("--min-p", type=float, default=0.0, help="0 keeps all tokens (default: %(default)s)")
+        add("--min-p", Fraction, default=0.0, help="0 keeps all tokens (default: %(default)s)")
         more = "also of greedy decoding; 1 turns it off (default: as the target's generation_config says)"
-        add("--repetition-penalty", type=float, help=more)
+        add("--repetition-penalty", Penalty, help=more)
     if seed:
-        add("--seed", type=int, default=0, help="of the sampling (default: %(default)s)")
+        add("--seed", Seed, default=0, help="of the sampling (default: %(default)s)")
 
 
 def sampling_of(args: argparse.Namespace) -> SamplingParams:
@@ -94,14 +166,3 @@ def sampling_of(args: argparse.Namespace) -> SamplingParams:
 
     more = {name: vars(args)[name] for name in ("min_p", "repetition_penalty") if name in vars(args)}
     return SamplingParams(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, **more)
-
-
-def number_list(name: str, text: str, kind: type[int] | type[float], least: float) -> list[float]:
-    """Reads a flag's numbers, separated by commas. Raises UserError for anything else, or a number below `least`."""
-    try:
-        numbers = [kind(part) for part in text.split(",") if part.strip()]
-    except ValueError as error:
-        raise UserError(f"{name}={text!r} is no list of numbers; write for example 1,2,4") from error
-    if any(number < least for number in numbers):
-        raise UserError(f"{name}={text!r}: every value must be at least {least}")
-    return numbers

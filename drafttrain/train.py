@@ -19,12 +19,10 @@ if __name__ == "__main__":  # before torch loads, which takes seconds in which a
 import argparse
 import contextlib
 import json
-import os
 import signal
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from dataclasses import fields as fields_of
 
 import torch
 from datasets import Dataset
@@ -56,6 +54,7 @@ from drafttrain.files import Json, write_json
 from drafttrain.folders import PARTIAL, OutputFolder, check_folder
 from drafttrain.losses import parse_loss
 from drafttrain.target import Target
+from drafttrain.training import arguments
 from drafttrain.training.callbacks import DecodeHeldOut, ProgressLines, SaveOnTerm, TimeBudget, gather_drafter
 from drafttrain.training.feature_sources import BatchSource, NoTarget, TargetSource
 from drafttrain.training.on_policy import OnPolicy, OnPolicyOptions
@@ -69,38 +68,10 @@ START_TOKENS = 60_000  # enough for a regression over a few thousand inputs and 
 
 
 def setup(config_path: str, overrides: list[str]) -> tuple[TrainConfig, TrainingArguments]:
-    """Reads the recipe."""
-    config = load_config(config_path, overrides, [f.name for f in fields_of(TrainingArguments)])
-    if token := config.trainer.pop("hub_token", None):
-        os.environ["HF_TOKEN"] = str(
-            token
-        )  # where the Hub's client finds it; recipes are recorded, and so are arguments
-    options: Json = {
-        "logging_steps": 10,
-        "save_strategy": "steps",
-        "save_steps": 200,
-        "save_total_limit": 2,
-        "report_to": "none",
-        "remove_unused_columns": False,
-        "disable_tqdm": True,
-        "train_sampling_strategy": "group_by_length",
-        "max_grad_norm": 0.5,
-        "adam_beta2": 0.95,
-        "dataloader_pin_memory": False,
-        "use_cpu": os.environ.get("DS_ACCELERATOR") == "cpu",
-        **config.trainer,
-        "output_dir": config.output_dir,
-    }
-    if isinstance(options["report_to"], str):
-        options["report_to"] = [options["report_to"]]
-    if "wandb" in options["report_to"]:
-        os.environ.setdefault("WANDB_PROJECT", "drafttrain")
-    if config.max_minutes > 0:
-        options["num_train_epochs"] = 10_000  # TimeBudget ends the run, so epochs must not
-    try:
-        return config, TrainingArguments(**options)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"config={config_path!r}: {' '.join(str(error).split())}") from error
+    """Reads the recipe and checks every value that needs neither target nor data."""
+    config = load_config(config_path, overrides, arguments.KEYS)
+    arguments.check_recipe(config)
+    return config, arguments.training_arguments(config)
 
 
 def check_pretraining(config: TrainConfig) -> None:
@@ -139,8 +110,6 @@ class Prepared:
 
 def prepare(config: TrainConfig, args: TrainingArguments, output: OutputFolder | None) -> Prepared:
     """Loads target and data, builds the drafter, and finds the checkpoint to resume from."""
-    if config.loss != "next_token":
-        parse_loss(config.loss)  # reports a mistake before a model loads
     check_pretraining(config)
     set_seed(args.seed)
     target, records = load_target_and_records(config, args)
@@ -164,8 +133,13 @@ def prepare(config: TrainConfig, args: TrainingArguments, output: OutputFolder |
     checkpoint = find_checkpoint(args, config.resume, output)
     if config.init == "target" and checkpoint is None and source.has_states:
         begin_from_least_squares(drafter, train_rows, source)
-    facts = {"parameters": parameters, "vocabulary": vocab}
+    facts = {"parameters": parameters, "vocabulary": vocab, "data_set": data_facts(config.data)}
     return Prepared(target, drafter, train_rows, held_out, source, on_policy, checkpoint, facts, output)
+
+
+def data_facts(data: str) -> Json:
+    """Counts and sampling of a data set, for a model card that is written where the data is not; empty for a text."""
+    return {} if is_text(data) else {key: read_meta(data).get(key) or {} for key in ("counts", "sampling")}
 
 
 def load_target_and_records(config: TrainConfig, args: TrainingArguments) -> tuple[Target, Dataset]:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import argparse
 
+from drafttrain.config import TrainConfig
+from drafttrain.values import Place, adder, key_table
+
 HELP = """Train a drafter from a YAML recipe.
 
   accelerate launch drafttrain/train.py configs/smollm2-135m/eagle3.yaml data=runs/data max_steps=500
   drafttrain train configs/smollm2-135m/eagle3.yaml drafter.ttt_steps=3     (one process, same result)
 
-Keys are those of TrainConfig (kind, target, data, output_dir, init, drafter.*, loss, dtype, target_device_map, max_length,
-packing, on_policy, validation, max_minutes, cache_gb, decode_prompts, decode_steps, decode_tokens, decode_tree, resume)
-and every field of transformers TrainingArguments. Start an interrupted run again to continue it from its newest checkpoint;
+Start an interrupted run again to continue it from its newest checkpoint;
 a finished run is left unchanged. Ctrl-C and SIGTERM save a checkpoint after the running step and exit with status 130 and 143;
-a second Ctrl-C ends at once."""
+a second Ctrl-C ends at once. A recipe's keys are these, and every field of transformers TrainingArguments; docs/reference.md has
+their types and ranges:
+
+""" + key_table(TrainConfig)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", help="YAML recipe, see configs/")
+    adder(parser)("config", Place, help="YAML recipe, see configs/")
     replaces = "replace a value of the recipe; a.b=c sets b in a"
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=replaces)
 

@@ -28,7 +28,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from drafttrain.evaluation.suites import load_suite, render, take_evenly
 from drafttrain.inference import Decoder
 from drafttrain.inference.engine import Engine
-from drafttrain.target import DTYPES, Target, resolve_device, resolve_dtype
+from drafttrain.target import Target
+from drafttrain.target.devices import DTYPES, resolve_device, resolve_dtype
 
 GOAL = 1.5  # times transformers' generate; also the most that a tree round may cost, in plain steps
 NODES = (1, 4, 8, 16, 31, 63)

@@ -27,7 +27,8 @@ from benchmark import against, alternate, median, result_path, write_result
 from drafttrain.data.conversation import ChatRenderer
 from drafttrain.inference.responses import ResponseEngine, ResponseRequest
 from drafttrain.ops.sampling import SamplingParams
-from drafttrain.target import DTYPES, Target
+from drafttrain.target import Target
+from drafttrain.target.devices import DTYPES
 
 GOAL = 2.0
 TASKS = (

@@ -30,7 +30,7 @@ from plain_divergence import plain_divergence
 from torch import Tensor
 
 from drafttrain.losses import TargetRows, linear_divergence, parse_loss
-from drafttrain.target import DTYPES, resolve_device
+from drafttrain.target.devices import DTYPES, resolve_device
 
 TIME_GOAL = 1 / 1.15
 MEMORY_GOAL = 0.10

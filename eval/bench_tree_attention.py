@@ -26,7 +26,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from drafttrain.ops.tree_attention import TreeLayout
 from drafttrain.ops.tree_attention_triton import PackedPlan, packed_tree_attention
-from drafttrain.target import DTYPES, resolve_device
+from drafttrain.target.devices import DTYPES, resolve_device
 
 GOAL = 2.0
 FLOOR_GOAL = 0.7

@@ -119,7 +119,7 @@ def test_kinds_of_request_that_are_switched_off(target, tmp_path):
     with pytest.raises(UserError, match="category has 1 entries for 2 prompts"):
         generate(target, [TEXT, TEXT], drafter, category=["poetry"])
     (tmp_path / "drafter" / "decoding.json").write_text('{"tree": "chain:2", "off": "poetry"}')
-    with pytest.raises(UserError, match="off='poetry' must be a list"):
+    with pytest.raises(UserError, match="off='poetry': input should be a valid list"):
         generate(target, TEXT, drafter)
 
 
@@ -201,9 +201,9 @@ def test_evaluate_gives_the_results_of_the_command(target_dir, tmp_path):
     results = evaluate(str(target_dir), "ngram", tmp_path / "r.json", baselines="none", **options)
     assert results["kind"] == "ngram" and results["overall"]["prompts"] == 1
     assert results == json.loads((tmp_path / "r.json").read_text())
-    with pytest.raises(UserError, match="--colour is no option of drafttrain eval"):
+    with pytest.raises(UserError, match="evaluate: '--colour' is no flag of this command"):
         evaluate(str(target_dir), "ngram", tmp_path / "r.json", colour="red")
-    with pytest.raises(UserError, match="invalid int value"):
+    with pytest.raises(UserError, match="evaluate: --limit='few' must be a whole number from 1"):
         evaluate(str(target_dir), "ngram", tmp_path / "r.json", limit="few")
 
 

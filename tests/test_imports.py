@@ -20,8 +20,9 @@ PACKAGE = Path(__file__).resolve().parents[1] / "drafttrain"
 ORDER = [
     ["credentials", "interrupts", "moved"],
     ["errors"],
-    ["files", "environment", "batch", "progress", "config"],
-    ["folders"],
+    ["values"],
+    ["files", "environment", "batch", "progress"],
+    ["config", "folders"],
     ["ops"],
     ["losses", "target"],
     ["formats"],

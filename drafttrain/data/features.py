@@ -26,7 +26,9 @@ from drafttrain.files import first_change, write_json
 from drafttrain.flags import add_target_flags, load_target
 from drafttrain.folders import OutputFolder, check_folder
 from drafttrain.progress import Progress
-from drafttrain.target import DTYPES, Target
+from drafttrain.target import Target
+from drafttrain.target.devices import DTYPES
+from drafttrain.values import DeviceMap, Place, Size, adder
 
 HELP = """store the target's hidden states of a data set, for training without running the target
 
@@ -42,16 +44,16 @@ _BATCH_TOKENS = 16_384  # padded tokens of one forward on a GPU; on a CPU rows r
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--data", required=True, help="folder of the data set; states go to DATA/features")
+    add = adder(parser)
+    add("--data", Place, required=True, help="folder of the data set; states go to DATA/features")
     add_target_flags(parser, "short name, folder or Hub id (default: the target named in the data)", required=False)
-    add("--target-device-map", default="", help="auto spreads the target over the process's GPUs (default: one device)")
+    add("--target-device-map", DeviceMap, default="", help="auto spreads the target over GPUs (default: one device)")
     add("--layers", default="default", help="target states to store: default, or 2,15,27")
-    add("--top-k", type=int, default=0, help="store this many most likely tokens in place of the last hidden states")
+    add("--top-k", Size, default=0, help="store this many most likely tokens in place of the last hidden states")
     add("--store-dtype", default="bfloat16", choices=["bfloat16", "float32"], help="of stored states")
-    add("--max-length", type=int, default=0, help="tokens of a conversation to store; 0 stores all")
-    add("--overwrite", action="store_true", help="replace the stored states, which are deleted when the new ones "
-        "are complete")  # fmt: skip
+    add("--max-length", Size, default=0, help="tokens of a conversation to store; 0 stores all")
+    more = "replace the stored states, which are deleted when the new ones are complete"
+    add("--overwrite", action="store_true", help=more)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,8 +64,6 @@ def run(args: argparse.Namespace) -> int:
     share, root = Share.of_process(), check_folder(args.data, "generate", key="data")
     meta, records = read_meta(root), load_records(root)
     name = args.target or meta["target"]["name"]
-    if args.top_k < 0 or args.max_length < 0:
-        raise UserError(f"top_k={args.top_k} and max_length={args.max_length} must not be negative")
     target = load_target(args, name, args.target_device_map)
     if meta["target"]["tokenizer"] != target.identity()["tokenizer"]:
         raise UserError(f"data={args.data!r} was tokenized for target {meta['target']['name']!r}, not for {name!r}")

@@ -21,7 +21,7 @@ from drafttrain.data.failures import BadReply, Failures
 from drafttrain.data.masks import conversation_records
 from drafttrain.data.store import FeatureWriter, Share, Store, check_space
 from drafttrain.environment import __version__
-from drafttrain.errors import UserError
+from drafttrain.errors import UserError, shown
 from drafttrain.files import Json, read_jsonl, write_json
 from drafttrain.flags import add_sampling_flags, add_target_flags, load_target, sampling_of
 from drafttrain.folders import check_folder, inputs_of
@@ -29,6 +29,7 @@ from drafttrain.ops.sampling import SamplingParams
 from drafttrain.progress import Progress
 from drafttrain.target import Target, load_shell
 from drafttrain.target.generation import LogitsRules
+from drafttrain.values import Amount, Count, Place, Size, adder, value
 
 logger = logging.getLogger(__name__)
 
@@ -47,16 +48,21 @@ _LEAST_RESPONSE = 16  # response tokens that a prompt must leave below --max-len
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add = adder(parser)
     add_target_flags(parser)
-    add("--prompts", required=True, help='JSONL: {"id", "messages": [...]} or {"id", "text"} a line')
-    add("--output", required=True, help="folder of the data set")
+    add("--prompts", Place, required=True, help='JSONL: {"id", "messages": [...]} or {"id", "text"} a line')
+    add("--output", Place, required=True, help="folder of the data set")
     add_sampling_flags(parser, temperature=1.0)
-    add("--max-new-tokens", type=int, default=512, help="of a response (default: %(default)s)")
-    add("--max-length", type=int, default=2048, help="tokens of a conversation (default: %(default)s)")
-    add("--slots", default="auto", help="sequences that run together (default: auto, by free memory)")
-    add("--max-tokens", type=int, default=0, help="stop after this many response tokens of this process")
-    add("--max-minutes", type=float, default=0, help="stop after this time; running responses are cut and marked")
+    add("--max-new-tokens", Count, default=512, help="of a response (default: %(default)s)")
+    add("--max-length", Count, default=2048, help="tokens of a conversation (default: %(default)s)")
+    add(
+        "--slots",
+        value(Count, or_word="auto"),
+        default="auto",
+        help="sequences that run together (default: by memory)",
+    )
+    add("--max-tokens", Size, default=0, help="stop after this many response tokens of this process")
+    add("--max-minutes", Amount, default=0, help="stop after this time; running responses are cut and marked")
     add("--features", default="none", help="target states to store: none, default, or 2,15,27")
     add("--backend", default="local", choices=["local", "openai", "vllm", "existing"])
     add("--url", action="append", default=[], help="server of --backend openai; repeat it for several")
@@ -72,9 +78,6 @@ def run(args: argparse.Namespace) -> int:
     """
     share, sampling = Share.of_process(), sampling_of(args)
     limits = {key: getattr(args, key) for key in ("max_new_tokens", "max_length", "seed")}
-    for key in ("max_new_tokens", "max_length"):
-        if limits[key] < 1:
-            raise UserError(f"{key}={limits[key]} must be at least 1")
     if args.overwrite and share.world > 1:
         raise UserError("overwrite=True with several processes deletes the others' work; delete the folder yourself")
     if args.features != "none" and args.backend != "local":
@@ -153,7 +156,7 @@ def parse_layers(text: str, target: Target) -> tuple[int, ...]:
         layers = (-1,)  # fails the check below
     if len(set(layers)) < len(layers) or not all(0 <= layer <= target.num_layers for layer in layers):
         raise UserError(
-            f"features={text!r} must be none, default, or distinct layers from 0 to {target.num_layers}, as 2,15,27"
+            f"features={shown(text)} must be none, default, or distinct layers from 0 to {target.num_layers}, as 2,15,27"
         )
     return layers
 
@@ -186,15 +189,10 @@ def make_backend(
     return LocalBackend(target, settings, slots, layers)
 
 
-def choose_slots(text: str, target: Target, max_length: int, features: int = 0) -> int:
-    """Reads --slots. 'auto' takes 128 (256 on a GPU), or fewer if they would fill more than half of the free memory.
-
-    Raises UserError: neither 'auto' nor a positive number.
-    """
-    if text != "auto":
-        if not text.isdigit() or int(text) < 1:
-            raise UserError(f"slots={text!r} must be auto or a positive number")
-        return int(text)
+def choose_slots(slots: int | str, target: Target, max_length: int, features: int = 0) -> int:
+    """The value of --slots. 'auto' is 128 (256 on a GPU), or fewer if they would fill more than half of the free memory."""
+    if isinstance(slots, int):
+        return slots
     config = target.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -32,6 +32,19 @@ from drafttrain.files import (
 from drafttrain.flags import add_target_flags, load_target, load_tokenizer
 from drafttrain.folders import inputs_of, output_file
 from drafttrain.progress import Progress, plain_console
+from drafttrain.values import (
+    Amount,
+    Count,
+    File,
+    Fraction,
+    Place,
+    PositiveFraction,
+    Seed,
+    Size,
+    Temperature,
+    adder,
+    value,
+)
 
 if TYPE_CHECKING:
     from drafttrain.data.magpie import PromptWriter
@@ -209,32 +222,32 @@ def magpie_prompts(args: argparse.Namespace, keep: Filter, target: Target, log: 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--source", required=True, help="magpie, file, or a data set id")
-    add("--output", required=True, type=Path, help="JSONL file to write; FILE.summary.json holds the counts")
-    add("--count", type=int, help="number of prompts (default: 1000 for magpie, else all)")
-    add("--input", type=Path, help="for file: the JSONL file")
+    add = adder(parser)
+    add("--source", Place, required=True, help="magpie, file, or a data set id")
+    add("--output", value(Place, Path), required=True, help="JSONL file to write; FILE.summary.json holds the counts")
+    add("--count", Count, help="number of prompts (default: 1000 for magpie, else all)")
+    add("--input", value(File, Path), help="for file: the JSONL file")
     add("--subset", help="for a data set: its configuration")
     add("--split", default="train", help="for a data set (default: train)")
     add("--columns", default="", help="for a data set: our names = its names: messages=conversations,system=preamble")
     described = "for magpie: the model that writes; its tokenizer also counts --min-tokens and --max-tokens"
     add_target_flags(parser, described, required=False, default=None, prefix="for magpie: ")
-    add("--temperature", type=float, default=0.8, help="for magpie; large models stay coherent at 1.0 (default: 0.8)")
-    add("--top-p", type=float, default=1.0, help="for magpie; below 1 is slow on a CPU (default: 1.0)")
-    add("--openings", default="builtin", help="for magpie: builtin, none, or a file with one beginning per line")
-    add("--opening-share", type=float, default=0.5, help="share of prompts that get an opening (default: 0.5)")
-    add("--max-prompt-tokens", type=int, default=256, help="for magpie: longer prompts are dropped (default: 256)")
-    add("--slots", type=int, default=128, help="for magpie: sequences that run together (default: 128)")
-    add("--max-minutes", type=float, help="for magpie: stop after this time and keep the prompts so far")
-    add("--min-chars", type=int, default=10, help="(default: 10)")
-    add("--max-chars", type=int, default=8000, help="0: no limit (default: 8000)")
-    add("--min-tokens", type=int, default=0, help="needs --target")
-    add("--max-tokens", type=int, default=0, help="needs --target")
-    add("--exclude", nargs="+", type=Path, default=[], metavar="FILE", help="evaluation files: drop overlaps with them")
+    add("--temperature", Temperature, default=0.8, help="for magpie; large models stay coherent at 1.0 (default: 0.8)")
+    add("--top-p", PositiveFraction, default=1.0, help="for magpie; below 1 is slow on a CPU (default: 1.0)")
+    add("--openings", Place, default="builtin", help="for magpie: builtin, none, or a file with one beginning per line")
+    add("--opening-share", Fraction, default=0.5, help="share of prompts that get an opening (default: 0.5)")
+    add("--max-prompt-tokens", Count, default=256, help="for magpie: longer prompts are dropped (default: 256)")
+    add("--slots", Count, default=128, help="for magpie: sequences that run together (default: 128)")
+    add("--max-minutes", Amount, help="for magpie: stop after this time and keep the prompts so far")
+    add("--min-chars", Size, default=10, help="(default: 10)")
+    add("--max-chars", Size, default=8000, help="0: no limit (default: 8000)")
+    add("--min-tokens", Size, default=0, help="needs --target")
+    add("--max-tokens", Size, default=0, help="needs --target")
+    add("--exclude", value(File, Path), nargs="+", default=[], metavar="FILE", help="drop overlaps with these")
     flag = argparse.BooleanOptionalAction
     add("--exclude-suites", action=flag, default=True, help="also drop prompts that overlap with drafttrain's suites")
-    add("--ngram", type=int, default=8, help="consecutive shared words that count as overlap (default: 8)")
-    add("--seed", type=int, default=0)
+    add("--ngram", Count, default=8, help="consecutive shared words that count as overlap (default: 8)")
+    add("--seed", Seed, default=0)
     add("--overwrite", action="store_true", help="replace an earlier result, when the new one is complete")
 
 
@@ -296,10 +309,6 @@ def _check(args: argparse.Namespace) -> None:
             no_tokenizer,
             "min_tokens and max_tokens need --target, whose tokenizer counts; or use --min-chars, --max-chars",
         ),
-        (args.count is not None and args.count < 1, f"count={args.count} must be at least 1"),
-        (args.ngram < 1, f"ngram={args.ngram} must be at least 1 word"),
-        (not 0 <= args.opening_share <= 1, f"opening_share={args.opening_share} must be between 0 and 1"),
-        (args.slots < 1, f"slots={args.slots} must be at least 1"),
         (args.max_prompt_tokens < 8, f"max_prompt_tokens={args.max_prompt_tokens} must be at least 8"),
         (0 < args.max_chars < args.min_chars, f"max_chars={args.max_chars} is below min_chars={args.min_chars}"),
     ]

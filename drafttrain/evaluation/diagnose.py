@@ -17,6 +17,7 @@ from drafttrain.evaluation.metrics import load_results, summarize, training_reco
 from drafttrain.files import Json, write_json
 from drafttrain.folders import output_file
 from drafttrain.progress import plain_console
+from drafttrain.values import File, Name, adder
 
 HELP = """Say why acceptance is what it is, from results.json, and what to do.
 
@@ -218,9 +219,9 @@ def print_findings(findings: Sequence[Json]) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
-    add = parser.add_argument
-    add("results", nargs="+", help="files written by drafttrain eval; each is diagnosed")
-    add("--drafter", default="", help="the drafter's folder (default: the one that the results name)")
+    add = adder(parser)
+    add("results", File, nargs="+", help="files written by drafttrain eval; each is diagnosed")
+    add("--drafter", Name, default="", help="the drafter's folder (default: the one that the results name)")
     add("--apply", action="store_true", help="write the categories to switch off into the drafter's decoding.json")
 
 

@@ -12,6 +12,7 @@ from drafttrain.flags import TARGET_HELP
 from drafttrain.folders import OutputFolder, inputs_of
 from drafttrain.formats.weights import read_config
 from drafttrain.target import load_shell
+from drafttrain.values import Place, adder
 
 _READS = "; ".join(filter(None, (shipping(kind).reads for kind in shipped_kinds())))
 
@@ -23,15 +24,16 @@ Import reads {_READS}.
       --output runs/eagle3-llama
   drafttrain eval --target meta-llama/Llama-3.1-8B-Instruct --drafter runs/eagle3-llama --output results.json
 
-Before the drafter is kept, it is exported and checked as by drafttrain verify. Of the target only config and tokenizer are read.
+Before the drafter is kept, it is exported and checked as by drafttrain verify. Of the target only config and tokenizer are read,
+and the embedding if the drafter brings one.
 Nothing runs on load: weights are safetensors, unless --allow-pickle admits a .bin file."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--checkpoint", required=True, help="folder or Hub id of the drafter")
-    add("--target", required=True, help=f"the model it was trained for: {TARGET_HELP}")
-    add("--output", required=True, help="folder to write")
+    add = adder(parser)
+    add("--checkpoint", Place, required=True, help="folder or Hub id of the drafter")
+    add("--target", Place, required=True, help=f"the model it was trained for: {TARGET_HELP}")
+    add("--output", Place, required=True, help="folder to write")
     add("--allow-pickle", action="store_true", help="also read .bin and .pt files (torch.load with weights_only)")
     add("--trust-remote-code", action="store_true", help="run model code that comes with the target")
 

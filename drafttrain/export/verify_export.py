@@ -22,8 +22,10 @@ from drafttrain.files import Json, scratch_folder
 from drafttrain.flags import TARGET_HELP, add_drafter_flag
 from drafttrain.folders import inputs_of, output_file
 from drafttrain.formats.public_names import write_clean_json
+from drafttrain.formats.weights import dtype_name
 from drafttrain.formats.write_gguf import write_gguf
 from drafttrain.target import Target, resolve_dtype
+from drafttrain.values import Count, Depth, File, FileDtype, Name, Place, adder
 
 HELP = """Prove that an exported drafter computes what it computes here.
 
@@ -41,33 +43,33 @@ TOLERANCE = 0.05  # of the accepted length, relative
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add = adder(parser)
     add_drafter_flag(parser, trained=True)
-    add("--exported", help="folder written by drafttrain export (default: export it now, for the engine)")
+    add("--exported", Place, help="folder written by drafttrain export (default: export it now, for the engine)")
     add("--format", choices=FORMATS, help="of what is exported now (default: the engine's, else the kind's first)")
-    add("--dtype", default="bfloat16", help="of what is exported now, and of the target: bfloat16, float16, float32")
+    add("--dtype", FileDtype, default="bfloat16", help="of what is exported now, and of the target")
     engines = ("auto", "none", *engine_runs.ENGINES)
     add("--engine", choices=engines, default="auto", help="also run it there (default: vllm or llama.cpp if installed)")
-    add("--engine-python", default=sys.executable, help="interpreter that has vllm, or xllamacpp for llama.cpp")
-    add("--target", default="", help=f"{TARGET_HELP} (default: the recorded one)")
-    add("--suite", default="drafttrain", help="where prompts come from: a suite's name or JSONL file")
-    add("--prompts", type=int, default=8, help="at most, taken evenly from all categories")
-    add("--max-new-tokens", type=int, default=64, help="per answer")
-    add("--speculative-tokens", type=int, help="length of the chain (default: the tuned depth, else 3)")
-    add("--output", help="JSON file to write")
+    add("--engine-python", File, default=sys.executable, help="interpreter that has vllm, or xllamacpp for llama.cpp")
+    add("--target", Name, default="", help=f"{TARGET_HELP} (default: the recorded one)")
+    add("--suite", Place, default="drafttrain", help="where prompts come from: a suite's name or JSONL file")
+    add("--prompts", Count, default=8, help="at most, taken evenly from all categories")
+    add("--max-new-tokens", Count, default=64, help="per answer")
+    add("--speculative-tokens", Depth, help="length of the chain (default: the tuned depth, else 3)")
+    add("--output", Place, help="JSON file to write")
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns 0 if everything agrees, else 1."""
-    for key in ("prompts", "max_new_tokens", "speculative_tokens"):
-        if (value := vars(args)[key]) is not None and value < 1:
-            raise UserError(f"{key.replace('_', '-')}={value} must be at least 1")
     output = output_file(args.output, "verify", inputs_of(args)) if args.output is not None else None
     trained = find_drafter(args.drafter)
     kind = shipping(trained.kind)
     if not kind.formats:
         raise UserError(f"drafter={args.drafter!r}: no engine format is known for kind {trained.kind!r} to verify")
     depth = args.speculative_tokens or engine_depth(trained, tuned_tree(trained.folder))
+    if depth != (kind.block_depth(trained) or depth):
+        fixed = kind.block_depth(trained)
+        raise UserError(f"speculative-tokens={depth}: this drafter drafts blocks of {fixed} tokens; drop the flag")
     if args.engine == "auto":
         args.engine = installed_engine(kind)
     if args.engine not in ("none", *kind.verifiable):
@@ -119,8 +121,9 @@ def _compare_engine(args: argparse.Namespace, trained: Trained, exported: Path, 
     elif args.engine == "transformers":
         theirs = engine_runs.transformers(job, exported)
     else:
-        target_file = write_gguf(Path(target.path), scratch / "target.gguf", resolve_dtype(args.dtype))
-        theirs = engine_runs.llama_cpp(job, target_file, exported / GGUF_NAME)
+        target_file = write_gguf(Path(target.path), scratch / "target.gguf", dtype_name(resolve_dtype(args.dtype)))
+        kind = str(shipping(trained.kind).options(trained)["llama.cpp"]["spec-type"])
+        theirs = engine_runs.llama_cpp(job, target_file, exported / GGUF_NAME, kind)
     drafter = load_drafter(str(trained.folder), target)
     assert drafter is not None, "a folder is no 'none'"
     mine = engine_runs.ours(job, drafter)

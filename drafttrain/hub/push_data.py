@@ -11,6 +11,7 @@ from drafttrain.data.store import load_records, read_meta
 from drafttrain.files import writing
 from drafttrain.formats.public_names import public_name, shorten, write_clean_json
 from drafttrain.hub.upload import add_publishing_flags, publish, write_card
+from drafttrain.values import Place, adder
 
 HELP = """Publish a distillation data set on the Hugging Face Hub with a data card.
 
@@ -22,8 +23,8 @@ again. --dry-run writes the folder and prints what would be uploaded."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--data", required=True, help="folder written by drafttrain generate")
+    add = adder(parser)
+    add("--data", Place, required=True, help="folder written by drafttrain generate")
     add("--prompt-license", "--prompt-licence", required=True, help="license of the prompts (their source's), in words")
     add("--license", "--licence", default="", help="of the data set, as the Hub spells it (default: none stated)")
     add_publishing_flags(parser)

@@ -20,6 +20,7 @@ from drafttrain.environment import __version__
 from drafttrain.errors import UserError, first_line
 from drafttrain.files import Json, scratch_folder, unreachable, write_text
 from drafttrain.folders import OutputFolder, inputs_of
+from drafttrain.values import Place, adder
 
 _TEXT = (".json", ".md", ".jsonl", ".yaml", ".jinja", ".txt")
 _HEAD = 32 * 2**20  # bytes of a GGUF file that are searched: its metadata and vocabulary come first
@@ -30,11 +31,11 @@ _LOCAL = re.compile(r"(?<![\w.:/])(?:~/|/(?:home|Users|root|tmp|var|mnt|work|dat
 
 def add_publishing_flags(parser: argparse.ArgumentParser) -> None:
     """Adds --repo, --private, --dry-run, --output and --tag."""
-    add = parser.add_argument
-    add("--repo", required=True, help="user/name or organization/name")
+    add = adder(parser)
+    add("--repo", Place, required=True, help="user/name or organization/name")
     add("--private", action="store_true", help="make the repository private, if it is created now")
     add("--dry-run", action="store_true", help="write the folder, print what would be uploaded, and stop")
-    add("--output", help="folder to prepare it in (default: a temporary one; needed with --dry-run)")
+    add("--output", Place, help="folder to prepare it in (default: a temporary one; needed with --dry-run)")
     add("--tag", default="", help="of the new revision (default: the next of v1, v2, ...)")
 
 

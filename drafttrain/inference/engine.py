@@ -32,13 +32,23 @@ from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.inference.adaptive import Adaptive, Pace, RoundReport
-from drafttrain.inference.sequence import Generation, Sequence, Stats, TextStream, check_stop, chunks, token_limit
+from drafttrain.inference.sequence import (
+    Generation,
+    Sequence,
+    Stats,
+    TextStream,
+    check_stop,
+    chunks,
+    token_ids,
+    token_limit,
+)
 from drafttrain.inference.static import Pass, TargetSteps
 from drafttrain.inference.verify import ProcessedText, Verdict, Verifier, verify_batch
 from drafttrain.ops.sampling import SamplingParams, argmax
 from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target import Target
 from drafttrain.target.generation import LogitsRules
+from drafttrain.values import Count, Seed, check
 
 # Most tokens of one prefill forward: bounds activations and features for prompts of any length.
 _CHUNK = 2048
@@ -371,8 +381,6 @@ class Decoder:
         graphs: bool | None = None,
         rules: LogitsRules | None = None,
     ):
-        if max_rows < 1:
-            raise UserError(f"max_rows={max_rows} must be at least 1")
         self.target, self.spec = target, spec or TreeSpec.parse("chain:3")
         self.drafter = None if self.spec.shape == "none" else drafter
         self.pace = pace or (Adaptive(self.spec) if self.drafter is not None and self.spec.adaptive else None)
@@ -380,7 +388,7 @@ class Decoder:
         self.spec.check(self.sampling)
         self.rules = target.generation.rules_for(self.sampling, rules)
         self.eos_ids = frozenset(target.eos_ids if eos_ids is None else eos_ids)
-        self.stop, self.max_rows = check_stop(stop, target), max_rows
+        self.stop, self.max_rows = check_stop(stop, target), check("max_rows", max_rows, Count)
         self.cache, self.graphs = TreeCache(0), graphs
         self.memory = (0, str(self.cache))
         self.observer: Observer | None = None
@@ -418,10 +426,10 @@ class Decoder:
         Raises:
             UserError: an empty prompt, one that fills the target's context, or max_new_tokens below 1.
         """
-        sequences = []
+        sequences, seed = [], check("seed", seed, Seed)
         for index, ids in enumerate(prompts):
-            prompt = torch.as_tensor(ids, dtype=torch.long, device=self.target.device).flatten()
             try:
+                prompt = token_ids(self.target, ids)
                 limit = token_limit(self.target, len(prompt), max_new_tokens)
             except UserError as error:
                 raise UserError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from error

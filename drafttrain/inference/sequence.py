@@ -6,18 +6,21 @@ tokens into text and finds stop strings.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from drafttrain.drafters.base import Session
-from drafttrain.errors import UserError
+from drafttrain.errors import UserError, shown
 from drafttrain.inference.verify import Verdict, Verifier
 from drafttrain.target import Target
+from drafttrain.values import AnyText, Count, check
 
 
 @dataclass
@@ -166,14 +169,36 @@ def chunks(lengths: Items[int], size: int) -> Iterator[list[tuple[int, int, int]
         yield chunk
 
 
+def token_ids(target: Target, prompt: Tensor | Items[int]) -> Tensor:
+    """A prompt's token ids, [L] int64 on the target's device.
+
+    Raises:
+        UserError: no whole numbers, several rows, or an id that the target's vocabulary does not have.
+    """
+    most = target.vocab_size - 1
+    try:
+        ids = torch.as_tensor(prompt)
+    except (TypeError, ValueError, RuntimeError):  # text, ragged rows, numbers of more than 64 bits
+        ids = torch.tensor(math.nan)
+    whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+    if (ids.numel() and not whole) or ids.dim() == 0 or ids.numel() != ids.shape[-1]:
+        raise UserError(f"prompt={shown(prompt)} must be token ids: one list of whole numbers from 0 to {most}")
+    ids = ids.to(target.device, torch.long).flatten()
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) <= most:
+        wrong = next(token for token in ids.tolist() if not 0 <= token <= most)
+        raise UserError(
+            f"prompt has token id {wrong}, but target {target.name!r} has 0 to {most}; use the target's own tokenizer"
+        )
+    return ids
+
+
 def token_limit(target: Target, prompt_tokens: int, max_new_tokens: int) -> int:
     """Most tokens that may follow the prompt: max_new_tokens, or less where the target's context ends first.
 
     Raises:
         UserError: an empty prompt, one that fills the context, or max_new_tokens below 1.
     """
-    if max_new_tokens < 1:
-        raise UserError(f"max_new_tokens={max_new_tokens} must be at least 1")
+    max_new_tokens = check("max_new_tokens", max_new_tokens, Count)
     if prompt_tokens < 1:
         raise UserError("prompt is empty: decoding needs at least one token; add a BOS token or some text")
     context = target.max_positions
@@ -192,7 +217,7 @@ def check_stop(stop: str | Items[str], target: Target) -> tuple[str, ...]:
     Raises:
         UserError: an empty stop string, or a target without a tokenizer.
     """
-    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    strings = (stop,) if isinstance(stop, str) else check("stop", stop, tuple[AnyText, ...])
     if "" in strings:
         raise UserError(f"stop={strings!r}: an empty string stops nothing; leave it out")
     if strings and target.tokenizer is None:

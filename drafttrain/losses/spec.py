@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import difflib
 import functools
-import math
 import re
 from dataclasses import dataclass
 
-from drafttrain.errors import UserError
+from drafttrain.errors import UserError, shown
+from drafttrain.values import number as read_number
 
 # `divergence.DIVERGENCES` maps each name to its function.
 NAMES = ("kl", "reverse_kl", "js", "tv", "tvd++", "lk_alpha", "lk_lambda", "ce")
 _DEFAULTS = {"js": 0.5, "lk_lambda": 3.0}  # parameters, of the losses that take one
 ACCEPTANCE = ("tv", "tvd++", "lk_alpha", "lk_lambda")  # they read the target's full distribution
+_MOST_TERMS = 16
 _TERM = re.compile(r"(?:([^*+:@]*)\*)?(tvd\+\+|[^*+:@]*)(?::([^*+:@]*))?(?:@([^*+:@]*))?(?:\+|$)")
 
 
@@ -62,40 +63,38 @@ def parse_loss(text: str) -> Loss:
     Raises:
         UserError: malformed, an unknown name (with close matches), or a number out of range.
     """
+    named = f"loss={shown(text)}"
+    if text.count("+") > 3 * _MOST_TERMS or len(text) > 1000:
+        raise UserError(f"{named} is too long: a loss has at most {_MOST_TERMS} terms, such as 0.9*kl+0.1*ce")
     clean, place = text.replace(" ", ""), 0
     terms: list[Term] = []
     while place < len(clean) or not terms:
         match = _TERM.match(clean, place)
         if match is None or match.end() == place:
-            raise UserError(
-                f"loss={text!r} is not [WEIGHT*]NAME[:PARAMETER][@TEMPERATURE]+...; write kl or 0.9*kl+0.1*ce"
-            )
-        terms.append(_term(text, *match.groups()))
+            raise UserError(f"{named} is not [WEIGHT*]NAME[:PARAMETER][@TEMPERATURE]+...; write kl or 0.9*kl+0.1*ce")
+        terms.append(_term(named, *match.groups()))
         place = match.end()
     if clean.endswith("+") and not clean.endswith("tvd++"):
-        raise UserError(f"loss={text!r} ends in +; drop it, or add a term")
+        raise UserError(f"{named} ends in +; drop it, or add a term")
     return Loss(tuple(terms))
 
 
-def _term(text: str, weight: str | None, name: str, parameter: str | None, temperature: str | None) -> Term:
+def _term(named: str, weight: str | None, name: str, parameter: str | None, temperature: str | None) -> Term:
     if name not in NAMES:
-        close = difflib.get_close_matches(name, NAMES, n=3, cutoff=0.5)
+        close = difflib.get_close_matches(name[:40], NAMES, n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(NAMES)}"
-        raise UserError(f"loss={text!r}: {name!r} is no loss; {hint}")
+        raise UserError(f"{named}: {shown(name)} is no loss; {hint}")
     if parameter is not None and name not in _DEFAULTS:
-        raise UserError(f"loss={text!r}: {name} takes no parameter; {' and '.join(_DEFAULTS)} do (js:0.5)")
+        raise UserError(f"{named}: {name} takes no parameter; {' and '.join(_DEFAULTS)} do (js:0.5)")
 
-    def number(what: str, given: str | None, default: float, below: float = math.inf) -> float:
-        """A number in the open range (0, below)."""
-        try:
-            value = default if given is None else float(given)
-        except ValueError:
-            value = -1.0
-        if given is not None and not 0 < value < below:
-            ends = "; its ends are kl and reverse_kl" if below == 1 else ""
-            raise UserError(f"loss={text!r}: {what} is {given!r}, but must be a number in (0, {below:g}){ends}")
+    def number(what: str, given: str | None, default: float, low: float, high: float) -> float:
+        value = default if given is None else read_number(given)
+        if value is None or (given is not None and not low <= value <= high):
+            ends = "; its ends are kl and reverse_kl" if "beta" in what else ""
+            raise UserError(f"{named}: {what} is {shown(given)}, but must be a number from {low:g} to {high:g}{ends}")
         return value
 
-    what, below = ("beta of js", 1.0) if name == "js" else (f"the parameter of {name}", math.inf)
-    chosen = number(what, parameter, _DEFAULTS.get(name, 0.0), below)
-    return Term(name, number("the weight", weight, 1.0), chosen, number("the temperature", temperature, 1.0))
+    what, high = ("beta of js", 0.999) if name == "js" else (f"the parameter of {name}", 1000.0)
+    chosen = number(what, parameter, _DEFAULTS.get(name, 0.0), 0.001, high)
+    share = number("the weight", weight, 1.0, 1e-6, 1e6)
+    return Term(name, share, chosen, number("the temperature", temperature, 1.0, 0.01, 100.0))

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from drafttrain.errors import UserError
 from drafttrain.ops.native import cpu_kernels
+from drafttrain.values import Fraction, Penalty, PositiveFraction, Size, Temperature, check_fields, key
 
 # Up to this many rows, one thread finds the top tokens faster than torch's threads.
 _FEW = 32
@@ -43,23 +44,16 @@ class SamplingParams:
             target's own (its generation_config).
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float | None = None
+    temperature: Temperature = key(0.0, "0 decodes greedily")
+    top_k: Size = key(0, "0 keeps all tokens")
+    top_p: PositiveFraction = key(1.0, "1 keeps all tokens")
+    min_p: Fraction = key(0.0, "0 keeps all tokens")
+    repetition_penalty: Penalty | None = key(None, "1 changes nothing")
 
-    def __post_init__(self):
-        if not 0 <= self.temperature < float("inf"):
-            raise UserError(f"temperature={self.temperature} must be 0 (greedy) or a positive number")
-        if self.top_k < 0:
-            raise UserError(f"top_k={self.top_k} must be 0 (keep all tokens) or a positive count")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"top_p={self.top_p} must be above 0 and at most 1 (1 keeps all tokens)")
-        if not 0 <= self.min_p <= 1:
-            raise UserError(f"min_p={self.min_p} must be between 0 (keeps all tokens) and 1")
-        if self.repetition_penalty is not None and not 0 < self.repetition_penalty < float("inf"):
-            raise UserError(f"repetition_penalty={self.repetition_penalty} must be a positive number (1: no penalty)")
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if 0 < self.temperature < 1e-4:
+            raise UserError(f"temperature={self.temperature} must be 0 (greedy) or from 0.0001 to 1000")
 
     @property
     def greedy(self) -> bool:

@@ -13,6 +13,7 @@ from drafttrain.folders import inputs_of, output_file
 from drafttrain.reports import report_page
 from drafttrain.reports.charts import picture
 from drafttrain.reports.output import table_of, wide_console
+from drafttrain.values import File, Place, adder
 
 HELP = """Show results.json as a table, and make a page or a picture of it.
 
@@ -28,8 +29,9 @@ FORMATS = (".html", ".png", ".svg", ".pdf")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
-    parser.add_argument("results", nargs="+", help="files written by drafttrain eval, and sweeps' summaries")
-    parser.add_argument("--output", default="report.png", help=f"page or picture to write ({', '.join(FORMATS)})")
+    add = adder(parser)
+    add("results", File, nargs="+", help="files written by drafttrain eval, and sweeps' summaries")
+    add("--output", Place, default="report.png", help=f"page or picture to write ({', '.join(FORMATS)})")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -29,6 +29,7 @@ from drafttrain.inference.verify import Verdict
 from drafttrain.ops.sampling import probabilities
 from drafttrain.progress import plain_console
 from drafttrain.reports.output import render_page
+from drafttrain.values import Count, Place, adder
 
 HELP = """Show who produced each token of one answer, and what a round drafted.
 
@@ -122,15 +123,15 @@ class Trace:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
-    add = parser.add_argument
+    add = adder(parser)
     add_target_flags(parser)
     add_drafter_flag(parser)
     add("--prompt", required=True, help="the user's message; the chat template is applied")
     add("--tree", help="chain:3, dynamic:5,8,24, ... (default: the tree in the drafter's decoding.json, else chain:3)")
     add_sampling_flags(parser)
-    add("--max-new-tokens", type=int, default=96, help="length of the answer")
-    add("--round", type=int, help="the round whose tree is shown")
-    add("--output", help="page to write (.html)")
+    add("--max-new-tokens", Count, default=96, help="length of the answer")
+    add("--round", Count, help="the round whose tree is shown")
+    add("--output", Place, help="page to write (.html)")
 
 
 def run(args: argparse.Namespace) -> int:

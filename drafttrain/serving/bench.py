@@ -27,6 +27,7 @@ from drafttrain.folders import inputs_of, output_file
 from drafttrain.progress import Progress
 from drafttrain.reports.output import table_of, wide_console
 from drafttrain.serving.client import Answer, Server, ask, connect, read_metrics, speculation
+from drafttrain.values import Count, Place, PositiveAmount, Seed, Size, Temperature, adder, values
 
 HELP = """Measure an OpenAI-compatible server under load, or two of them side by side.
 
@@ -46,31 +47,31 @@ WORKLOAD = ("suite", "requests", "seconds", "timeout", "max_tokens", "temperatur
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
-    add = parser.add_argument
+    add = adder(parser)
     add("--url", required=True, help="http://HOST:PORT, with or without /v1")
     add("--url2", help="a second server to compare with, such as one without speculation")
     add("--model", default="", help="name of the model in the requests (default: the first that the server lists)")
     add("--model2", default="", help="the same for --url2")
-    add("--suite", default="drafttrain", help="the questions to ask (first turns), as in drafttrain eval")
+    add("--suite", Place, default="drafttrain", help="the questions to ask (first turns), as in drafttrain eval")
     load = parser.add_mutually_exclusive_group()
-    load.add_argument("--concurrency", help="steps of requests in flight, such as 1,2,4,8 (the default)")
-    load.add_argument("--request-rate", help="steps of requests per second, such as 0.5,1,2")
-    add("--requests", type=int, default=32, help="requests of a step at most")
-    add("--seconds", type=float, default=60.0, help="no request of a step begins later than this")
-    add("--timeout", type=float, default=120.0, help="seconds after which a request has failed")
-    add("--warm-up", type=int, default=2, help="uncounted requests before each server's first step")
-    add("--max-tokens", type=int, default=128, help="of an answer")
-    add("--temperature", type=float, default=0.0, help="of the requests")
+    adder(load)("--concurrency", values(Count), help="steps of requests in flight, such as 1,2,4,8 (the default)")
+    adder(load)("--request-rate", values(PositiveAmount), help="steps of requests per second, such as 0.5,1,2")
+    add("--requests", Count, default=32, help="requests of a step at most")
+    add("--seconds", PositiveAmount, default=60.0, help="no request of a step begins later than this")
+    add("--timeout", PositiveAmount, default=120.0, help="seconds after which a request has failed")
+    add("--warm-up", Size, default=2, help="uncounted requests before each server's first step")
+    add("--max-tokens", Count, default=128, help="of an answer")
+    add("--temperature", Temperature, default=0.0, help="of the requests")
     add("--ignore-eos", action="store_true", help="ask for answers of full length (a field of vLLM and SGLang)")
     add("--api-key-env", metavar="NAME", help="environment variable with the API key, if the server wants one")
-    add("--seed", type=int, default=0, help="of the times of --request-rate")
+    add("--seed", Seed, default=0, help="of the times of --request-rate")
     add("--note", default="", help="a sentence to keep with the results, such as what else ran on the machine")
-    add("--output", default="server.json", help="results file")
+    add("--output", Place, default="server.json", help="results file")
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns 1 if every request of a server failed. Raises UserError for a server that does not answer."""
-    steps = parse_steps(args)
+    steps = steps_of(args)
     output = output_file(args.output, "bench-server", inputs_of(args))
     suite = load_suite(args.suite)
     partial = output_file(output.with_name(f"{output.name}.partial"), "bench-server")
@@ -97,23 +98,10 @@ def run(args: argparse.Namespace) -> int:
     return int(any(all(cell["completed"] == 0 for cell in server["cells"]) for server in servers.values()))
 
 
-def parse_steps(args: argparse.Namespace) -> list[dict[str, float]]:
-    """The steps of the load test as in the results, {concurrency} or {request_rate}. Raises UserError for a wrong number."""
-    for name, least in (("requests", 1), ("max_tokens", 1), ("warm_up", 0)):
-        if vars(args)[name] < least:
-            raise UserError(f"{name.replace('_', '-')}={vars(args)[name]} must be at least {least}")
-    for name in ("seconds", "timeout"):
-        if vars(args)[name] <= 0:
-            raise UserError(f"{name}={vars(args)[name]} must be positive")
-    key, kind = ("request_rate", float) if args.request_rate else ("concurrency", int)
-    text = args.request_rate or args.concurrency or "1,2,4,8"
-    try:
-        values = [kind(part) for part in text.split(",")]
-    except ValueError:
-        values = []
-    if not values or min(values) <= 0:
-        raise UserError(f"{key.replace('_', '-')}={text!r} must be positive numbers separated by commas, such as 1,2,4")
-    return [{key: value} for value in values]
+def steps_of(args: argparse.Namespace) -> list[dict[str, float]]:
+    """The steps of the load test as in the results, {concurrency} or {request_rate}."""
+    key = "request_rate" if args.request_rate else "concurrency"
+    return [{key: number} for number in args.request_rate or args.concurrency or (1, 2, 4, 8)]
 
 
 async def measure(

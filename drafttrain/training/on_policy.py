@@ -30,32 +30,29 @@ from drafttrain.ops.sampling import SamplingParams
 from drafttrain.target import Target
 from drafttrain.target.generation import LogitsRules
 from drafttrain.training.callbacks import gather_drafter
+from drafttrain.values import Count, PositiveFraction, Temperature, check_fields, key
 
 
 @dataclass(frozen=True)
 class OnPolicyOptions:
     """The recipe's `on_policy:`."""
 
-    share: float = 0.5  # of the rows that responses of the drafter replace, on average
-    refresh_steps: int = 50  # optimizer steps between refreshes
-    responses: int = 64  # per refresh, over all processes
-    temperature: float = 1.0  # of the drafter's sampling
-    max_new_tokens: int = 128  # per response
+    share: PositiveFraction = key(0.5, "of the rows that responses of the drafter replace, on average")
+    refresh_steps: Count = key(50, "optimizer steps between refreshes")
+    responses: Count = key(64, "responses per refresh, over all processes")
+    temperature: Temperature = key(1.0, "of the drafter's sampling")
+    max_new_tokens: Count = key(128, "tokens per response")
+
+    def __post_init__(self) -> None:
+        check_fields(self, "on_policy.", words=True)
 
     @classmethod
     def parse(cls, given: Json) -> OnPolicyOptions:
         """The recipe's options; raises UserError for an unknown option, or a value out of range."""
-        known = vars(cls())
-        for key, value in given.items():
-            if key not in known:
-                raise UserError(f"unknown key on_policy.{key}; there are {', '.join(known)}")
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not number or value < 0 or (value == 0 and key != "temperature"):
-                raise UserError(f"on_policy.{key}={value!r} must be a positive number")
-        options = cls(**given)
-        if options.share > 1:
-            raise UserError(f"on_policy.share={options.share} must be at most 1")
-        return options
+        for name in given:
+            if name not in cls.__dataclass_fields__:
+                raise UserError(f"unknown key on_policy.{name}; there are {', '.join(cls.__dataclass_fields__)}")
+        return cls(**given)
 
 
 class OnPolicy(TrainerCallback, ExportableState):

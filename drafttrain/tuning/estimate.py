@@ -30,10 +30,10 @@ from drafttrain.drafters.registry import is_untrained
 from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import load_results
 from drafttrain.files import Json, check_json, open_tensors, read_json, write_json
-from drafttrain.flags import number_list
 from drafttrain.folders import inputs_of, output_file
 from drafttrain.reports.output import table_of, wide_console
 from drafttrain.target import resolve_target
+from drafttrain.values import Amount, Count, File, Name, PositiveAmount, PositiveFraction, adder, value, values
 
 HELP = """Expected speed-up, cost and break-even on other hardware, from sizes and a measured acceptance profile.
 
@@ -251,35 +251,33 @@ def break_even(need: float, length: int) -> float | None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
 
-    def add(name: str, help: str, kind: type = str, default: object = None, required: bool = False) -> None:
+    def add(name: str, help: str, kind: object = Name, default: object = None, required: bool = False) -> None:
         shown = "" if default is None else " (default: %(default)s)"
-        parser.add_argument(name, help=help + shown, type=kind, default=default, required=required)
+        parser.add_argument(name, help=help + shown, type=value(kind), default=default, required=required)
 
-    add("--results", "a results.json of this drafter: its acceptance profile", required=True)
+    add("--results", "a results.json of this drafter: its acceptance profile", File, required=True)
     add("--target", "short name, folder, Hub id or config.json (default: the one that the results name)")
-    add("--target-params", "weights instead, such as 8e9; contexts then cost nothing", float)
+    add("--target-params", "weights instead, such as 8e9; contexts then cost nothing", PositiveAmount)
     add("--drafter", "the drafter's folder (default: the one that the results name)")
-    add("--drafter-params", "weights instead, such as 4e8; 0 for n-grams", float)
+    add("--drafter-params", "weights instead, such as 4e8; 0 for n-grams", Amount)
     add("--device", f"one of {', '.join(DEVICES)}", default="h100")
-    add("--bandwidth", "GB/s, instead of the device's", float)
-    add("--tflops", "dense TFLOP/s in the weights' type, instead of the device's", float)
-    add("--memory", "GB, instead of the device's", float)
-    add("--devices", "number that share the model, without loss (tensor parallel)", int, 1)
-    add("--memory-efficiency", "achieved share of the bandwidth", float, 0.75)
-    add("--compute-efficiency", "achieved share of the FLOP rate", float, 0.5)
-    add("--overhead-us", "fixed time of each pass in microseconds", float, 50.0)
-    add("--bits", "per weight and cached number", float, 16)
-    add("--batches", "sequences at a time", default=",".join(map(str, BATCHES)))
-    add("--context", "tokens that each sequence has", int, 1024)
-    add("--price", "of the devices per hour: adds the cost per million tokens", float)
+    add("--bandwidth", "GB/s, instead of the device's", PositiveAmount)
+    add("--tflops", "dense TFLOP/s in the weights' type, instead of the device's", PositiveAmount)
+    add("--memory", "GB, instead of the device's", PositiveAmount)
+    add("--devices", "number that share the model, without loss (tensor parallel)", Count, 1)
+    add("--memory-efficiency", "achieved share of the bandwidth", PositiveFraction, 0.75)
+    add("--compute-efficiency", "achieved share of the FLOP rate", PositiveFraction, 0.5)
+    add("--overhead-us", "fixed time of each pass in microseconds", Amount, 50.0)
+    add("--bits", "per weight and cached number", PositiveAmount, 16.0)
+    batches = ",".join(map(str, BATCHES))
+    adder(parser)("--batches", values(Count), default=batches, help="sequences at a time (default: %(default)s)")
+    add("--context", "tokens that each sequence has", Count, 1024)
+    add("--price", "of the devices per hour: adds the cost per million tokens", Amount)
     add("--output", "JSON file with the same figures")
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command. Raises UserError for an unknown device, an unknown size, or a value out of range."""
-    for name in ("devices", "context", "bits", "memory_efficiency", "compute_efficiency"):
-        if vars(args)[name] <= 0:
-            raise UserError(f"{name.replace('_', '-')}={vars(args)[name]} must be above 0")
     output = output_file(args.output, "estimate", inputs_of(args)) if args.output is not None else None
     results = load_results(args.results)
     device = device_of(args)
@@ -292,9 +290,10 @@ def run(args: argparse.Namespace) -> int:
         if not folder.is_dir() and not is_untrained(name):
             raise UserError(f"drafter={str(folder)!r}: no such folder; give --drafter FOLDER or --drafter-params")
         drafter = drafter_params(folder) if folder.is_dir() else 0.0
-    batches = [int(batch) for batch in number_list("batches", args.batches, int, 1)]
     profile, width = profile_of(results), args.bits / 8
-    rows = [estimate(target, drafter, profile, device, batch, args.context, width, args.price) for batch in batches]
+    rows = [
+        estimate(target, drafter, profile, device, batch, args.context, width, args.price) for batch in args.batches
+    ]
     print_rows(rows, device, profile)
     if output is not None:
         head = {"command": [Path(sys.argv[0]).name, *sys.argv[1:]], "device": asdict(device), "target": asdict(target)}

@@ -9,7 +9,7 @@ from functools import partial
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import load_drafter
-from drafttrain.errors import UserError
+from drafttrain.errors import UserError, shown
 from drafttrain.evaluation.diagnose import print_findings
 from drafttrain.evaluation.metrics import BASELINES, HF_SPECULATIVE
 from drafttrain.evaluation.runner import EvalSettings, evaluate
@@ -21,6 +21,7 @@ from drafttrain.inference import SamplingParams
 from drafttrain.reports.report import print_results
 from drafttrain.target import Target
 from drafttrain.tuning.tune import TuneSettings, calibration_prompts, search_tree
+from drafttrain.values import Count, File, Name, Place, adder
 
 HELP = """Measure a drafter in the lossless tree decoder against plain decoding.
 
@@ -35,24 +36,24 @@ ALL_BASELINES = (*BASELINES, *HF_SPECULATIVE)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
-    add = parser.add_argument
+    add = adder(parser)
     add_target_flags(parser)
     add_drafter_flag(parser, more=", or none")
-    add("--suite", default="drafttrain", help=f"{', '.join(known_suites())}, a JSONL file in FastChat's question "
+    add("--suite", Place, default="drafttrain", help=f"{', '.join(known_suites())}, a JSONL file in FastChat's question "
         "format, or NAME:FILE for a public suite in a file")  # fmt: skip
     add_sampling_flags(parser, penalties=True)
-    add("--max-new-tokens", type=int, default=128, help="per answer")
-    add("--batch-size", type=int, default=1, help="prompts at a time, on every side; --tree auto times single ones")
+    add("--max-new-tokens", Count, default=128, help="per answer")
+    add("--batch-size", Count, default=1, help="prompts at a time, on every side; --tree auto times single ones")
     add("--tree", help="none, chain:3, fanout:4x2x1, dynamic:5,8,24 or paths:0,1,0-0, optionally with @sample or @stop=P, or "
         "auto: the fastest of a list, found by timing (default: the tree in the drafter's decoding.json, else auto)"
     )  # fmt: skip
-    add("--calibrate", metavar="FILE", help="prompts for --tree auto, not the suite's (JSONL: messages, turns or text)")
-    add("--limit", type=int, help="questions at most, taken evenly from all categories")
+    add("--calibrate", File, metavar="FILE", help="prompts for --tree auto: JSONL of messages, turns or text")
+    add("--limit", Count, help="questions at most, taken evenly from all categories")
     known = f"a list of {', '.join(ALL_BASELINES)}, or none (default: %(default)s)"
     add("--baselines", default=",".join(BASELINES), help=known)
-    add("--assistant", default="", help="draft model of hf_assisted: folder or Hub id of a causal LM (default: the target's "
-        "own first layers)")  # fmt: skip
-    add("--output", default="results.json", help="results file")
+    add("--assistant", Name, default="", help="draft model of hf_assisted: a causal LM's folder or Hub id (default: the "
+        "target's own first layers)")  # fmt: skip
+    add("--output", Place, default="results.json", help="results file")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -83,7 +84,9 @@ def parse_baselines(text: str) -> list[str]:
     names = [] if text == "none" else [name.strip() for name in text.split(",")]
     unknown = [name for name in names if name not in ALL_BASELINES]
     if unknown:
-        raise UserError(f"baselines={text!r}: {unknown[0]!r} is not one of {', '.join(ALL_BASELINES)}; or write none")
+        raise UserError(
+            f"baselines={shown(text)}: {shown(unknown[0])} is not one of {', '.join(ALL_BASELINES)}; or write none"
+        )
     return names
 
 

@@ -19,12 +19,13 @@ from drafttrain.evaluation.results_schema import Results
 from drafttrain.evaluation.runner import EvalSettings
 from drafttrain.evaluation.suites import Question, Suite, load_suite, render
 from drafttrain.files import Json, read_json, write_json
-from drafttrain.flags import TARGET_HELP, number_list
+from drafttrain.flags import DEVICE, TARGET_HELP
 from drafttrain.folders import OutputFolder, inputs_of
 from drafttrain.inference import SamplingParams, token_limit
 from drafttrain.reports.output import table_of, wide_console
 from drafttrain.target import Target
 from drafttrain.tuning.eval_command import find_tree, parse_baselines
+from drafttrain.values import Count, Depth, Dtype, Place, Seed, Size, Temperature, adder, values
 
 HELP = """Measure a drafter over a range of settings; one results.json per cell, and summary.json over all of them.
 
@@ -41,25 +42,25 @@ FIGURES = ("accepted_length", "acceptance_rate", "tokens_per_second", "speedup",
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
-    add = parser.add_argument
-    add("--target", required=True, help=TARGET_HELP)
-    add("--drafter", required=True, help="as in drafttrain eval")
-    add("--suite", default="drafttrain", help="as in drafttrain eval")
-    add("--temperatures", default="0", help="a list, such as 0,0.7,1")
+    add = adder(parser)
+    add("--target", Place, required=True, help=TARGET_HELP)
+    add("--drafter", Place, required=True, help="as in drafttrain eval")
+    add("--suite", Place, default="drafttrain", help="as in drafttrain eval")
+    add("--temperatures", values(Temperature), default="0", help="a list, such as 0,0.7,1")
     add(
         "--trees", default="", help="a list split by ; or spaces, such as 'chain:3 dynamic:3,4,8' (default: as in eval)"
     )
-    add("--lengths", default="", help="speculation lengths, such as 1,2,4,8: chains, added to --trees")
-    add("--batch-sizes", default="1", help="prompts at a time, such as 1,2,4,8,16")
-    add("--contexts", default="0", help="least prompt lengths in tokens, such as 0,512,2048; 0 leaves prompts alone")
-    add("--dtypes", default="auto", help="such as bfloat16,float32")
-    add("--device", default="auto", help="cpu, cuda or auto")
-    add("--max-new-tokens", type=int, default=64, help="per answer")
-    add("--limit", type=int, help="questions at most per cell, taken evenly from all categories")
-    add("--seed", type=int, default=0, help="of the sampling")
+    add("--lengths", values(Depth), default=(), help="speculation lengths, such as 1,2,4,8: chains, added to --trees")
+    add("--batch-sizes", values(Count), default="1", help="prompts at a time, such as 1,2,4,8,16")
+    add("--contexts", values(Size), default="0", help="least prompt tokens, such as 0,512,2048; 0 changes nothing")
+    add("--dtypes", values(Dtype), default="auto", help="such as bfloat16,float32")
+    add("--device", DEVICE, default="auto", help="cpu, cuda or auto")
+    add("--max-new-tokens", Count, default=64, help="per answer")
+    add("--limit", Count, help="questions at most per cell, taken evenly from all categories")
+    add("--seed", Seed, default=0, help="of the sampling")
     add("--baselines", default="autoregressive", help="as in drafttrain eval (default: %(default)s)")
     add("--grid", action="store_true", help="cross all axes instead of varying one at a time")
-    add("--output", default="sweep", help="folder for the cells and summary.json")
+    add("--output", Place, default="sweep", help="folder for the cells and summary.json")
     add("--trust-remote-code", action="store_true", help="run model code that comes with the target")
 
 
@@ -102,19 +103,18 @@ def measure_cells(args: argparse.Namespace, folder: Path) -> list[Json]:
 
 def parse_axes(args: argparse.Namespace) -> dict[str, list[object]]:
     """The values of each axis, in the order of AXES. Raises UserError for a wrong number, or a batch larger than the limit."""
-    chains = [f"chain:{length}" for length in number_list("lengths", args.lengths, int, 1)]
+    chains = [f"chain:{length}" for length in args.lengths]
     trees = args.trees.replace(";", " ").split() + chains
-    batches = number_list("batch-sizes", args.batch_sizes, int, 1)
-    largest = max(batches, default=0)
+    batches, largest = args.batch_sizes, max(args.batch_sizes)
     if args.limit is not None and largest > args.limit:
         reason = f"{largest} prompts at a time take as many questions, but limit={args.limit}"
-        raise UserError(f"batch-sizes={args.batch_sizes!r}: {reason}; raise --limit")
+        raise UserError(f"batch-sizes={batches}: {reason}; raise --limit")
     return {
-        "dtype": [name.strip() for name in args.dtypes.split(",")],
+        "dtype": args.dtypes,
         "tree": trees or [None],
-        "temperature": [*number_list("temperatures", args.temperatures, float, 0)],
-        "batch_size": [*batches],
-        "context": [*number_list("contexts", args.contexts, int, 0)],
+        "temperature": args.temperatures,
+        "batch_size": batches,
+        "context": args.contexts,
     }
 
 

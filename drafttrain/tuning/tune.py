@@ -37,6 +37,7 @@ from drafttrain.progress import Progress
 from drafttrain.reports.output import table_of, wide_console
 from drafttrain.target import Target
 from drafttrain.tuning.replay import CYCLES, DEPTH, CostModel, Track, chances, measure_costs, recall, record, replay
+from drafttrain.values import Count, File, Place, adder
 
 HELP = """Find the fastest tree for a drafter on this machine, and keep it as the drafter's default.
 
@@ -165,19 +166,26 @@ class Search:
     def plain(self) -> Prediction:
         return next(each for each in self.ranking if each.spec.shape == "none")
 
+    @property
+    def chain(self) -> Prediction | None:
+        """The fastest chain of the trained drafter alone: what engines draft that know no trees and no merged matches."""
+        merged = any(not each.spec.matches for each in self.ranking)
+        chains = (each for each in self.ranking if each.spec.shape == "chain" and not each.spec.stop)
+        return next((each for each in chains if not (merged and each.spec.matches)), None)
+
     def table(self, count: int = 12) -> list[Json]:
         """The fastest candidates and plain decoding, as rows of results.json."""
-        plain = self.plain.tokens_per_second or 1.0
         shown = self.ranking[:count] + ([] if self.plain in self.ranking[:count] else [self.plain])
-        return [
-            {
-                "tree": str(each.spec),
-                "tokens_per_second": round(each.tokens_per_second, 3),
-                "accepted_length": round(each.accepted_length, 4),
-                "predicted_speedup": round(each.tokens_per_second / plain, 4),
-            }
-            for each in shown
-        ]
+        return [self.row(each) for each in shown]
+
+    def row(self, each: Prediction) -> Json:
+        """A candidate as a row of results.json."""
+        return {
+            "tree": str(each.spec),
+            "tokens_per_second": round(each.tokens_per_second, 3),
+            "accepted_length": round(each.accepted_length, 4),
+            "predicted_speedup": round(each.tokens_per_second / (self.plain.tokens_per_second or 1.0), 4),
+        }
 
 
 def search_tree(target: Target, drafter: Drafter, prompts: Sequence[list[int]], settings: TuneSettings) -> Search:
@@ -233,23 +241,20 @@ def measure(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
-    add = parser.add_argument
+    add = adder(parser)
     add_target_flags(parser)
     add_drafter_flag(parser)
     add_sampling_flags(parser, seed=False)
-    add("--calibrate", metavar="FILE", help="typical prompts (JSONL: messages, turns or text; default: built-in ones)")
-    add("--prompts", type=int, default=ROWS, help="prompts at most (default: %(default)s)")
-    add("--max-new-tokens", type=int, default=TOKENS, help="per prompt (default: %(default)s)")
-    add("--repeats", type=int, default=REPEATS, help="of the final measurement (default: %(default)s)")
-    add("--output", default="tune.json", help="what was measured and predicted")
+    add("--calibrate", File, metavar="FILE", help="JSONL of messages, turns or text (default: built-in prompts)")
+    add("--prompts", Count, default=ROWS, help="prompts at most (default: %(default)s)")
+    add("--max-new-tokens", Count, default=TOKENS, help="per prompt (default: %(default)s)")
+    add("--repeats", Count, default=REPEATS, help="of the final measurement (default: %(default)s)")
+    add("--output", Place, default="tune.json", help="what was measured and predicted")
     add("--dry-run", action="store_true", help="leave the drafter's decoding.json as it is")
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command. Raises UserError for values out of range, nothing to tune, or anything that cannot be loaded."""
-    for name, value in (("prompts", args.prompts), ("repeats", args.repeats)):
-        if value < 1:
-            raise UserError(f"{name}={value} must be at least 1")
     if args.max_new_tokens < 16:
         raise UserError(f"max-new-tokens={args.max_new_tokens} tells too little about a tree; use 16 or more")
     settings = TuneSettings(sampling_of(args), args.max_new_tokens, args.repeats)
@@ -276,7 +281,9 @@ def run(args: argparse.Namespace) -> int:
     if writes_tree:
         keys = ("device", "dtype", "drafter", "predicted_speedup", "measured_speedup")
         old = decoding_settings(args.drafter)
-        write_json(place, {**old, "tree": result["tree"], "tuned": {key: result[key] for key in keys}})
+        chain = result["chain"] and result["chain"]["tree"].partition("@")[0]
+        tuned = {key: result[key] for key in keys}
+        write_json(place, {**old, "tree": result["tree"], "chain": chain, "tuned": tuned})
         print(f"wrote {place}: the drafter's default from now on")
     print(f"wrote {args.output}")
     return 0
@@ -286,7 +293,8 @@ def tune(target: Target, drafter: Drafter, prompts: Sequence[list[int]], setting
     """Searches a tree, measures it against plain decoding, fixed and adaptive, and decides what to use.
 
     Returns:
-        tree: the setting to keep; picked: the fixed tree with the fastest prediction.
+        tree: the setting to keep; picked: the fixed tree with the fastest prediction; chain: the fastest chain of the
+            trained drafter alone, for engines that draft chains.
         predicted_speedup, measured_speedup: of the picked tree over plain decoding, prefill left out; relative_error:
             predicted / measured - 1. adaptive_speedup: of the same tree with @adapt.
         costs, acceptance, candidates: the basis of the prediction.
@@ -306,6 +314,7 @@ def tune(target: Target, drafter: Drafter, prompts: Sequence[list[int]], setting
     return {
         "tree": str(tree),
         "picked": str(best.spec),
+        "chain": search.chain and search.row(search.chain),
         "predicted_speedup": round(predicted, 4),
         "measured_speedup": round(measured, 4),
         "relative_error": round(predicted / measured - 1, 4),

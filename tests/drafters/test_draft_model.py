@@ -513,7 +513,7 @@ def test_a_drafter_of_bfloat16_streams_int8_and_stays_lossless(target_dir, dtype
         ("target", {}, r"drafter.layers=\[\] must be ascending layers of target 'tiny', 0 to 3"),
         ("target", {"layers": [0, 4]}, r"drafter.layers=\[0, 4\] must be ascending"),
         ("target", {"layers": [2, 1]}, r"drafter.layers=\[2, 1\] must be ascending"),
-        ("target", {"layers": [0], "embedding": "own"}, r"drafter.embedding='own' is not one of copied, shared"),
+        ("target", {"layers": [0], "embedding": "own"}, r"drafter.embedding='own' must be one of copied, shared"),
         ("target", {"layers": [0], "config": {}}, r"unknown key drafter.config for kind=draft_model with init='target'"),
         ("target", {"layers": [0], "lora": {"rank": 4}}, r"unknown key drafter.lora.rank; there are r, alpha"),
         ("target", {"layers": [0], "lora": {"targets": ["q"]}}, r"drafter.lora=.*[Tt]arget modules"),

@@ -222,7 +222,7 @@ def test_save_and_load_round_trip(target, kind, tmp_path):
     ("kind", "option"), [("medusa", "num_heads"), ("hydra", "blocks"), ("mlp_speculator", "n_predict")]
 )
 def test_impossible_sizes_are_refused(target, kind, option):
-    with pytest.raises(UserError, match=f"{option}=0: must be at least 1"):
+    with pytest.raises(UserError, match=f"{option}=0 must be a whole number from 1"):
         make_heads(target, kind, **{option: 0})
 
 

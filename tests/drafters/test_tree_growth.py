@@ -212,7 +212,7 @@ def test_paths_may_come_from_a_file(tmp_path):
     with pytest.raises(UserError, match="must hold a list of lists of ranks"):
         TreeSpec.parse(f"paths:{file}")
     file.write_text("[[0]")
-    with pytest.raises(UserError, match="cannot be read as JSON"):
+    with pytest.raises(UserError, match=r"is not JSON.*must hold a list of lists"):
         TreeSpec.parse(f"paths:{file}")
 
 
@@ -225,7 +225,7 @@ def test_paths_may_come_from_a_file(tmp_path):
         ("paths:", "is not a tree"),
         ("paths:0,-1", "is not a tree"),
         ("paths:0,1-0", "node 1-0 has no parent; add 1"),
-        ("paths:/no/file.json", "/no/file.json cannot be read"),
+        ("paths:/no/file.json", "/no/file.json' cannot be read"),
         ("chain:3@draw", "'draw' is no option; write @sample, @stop=P"),
         ("chain:3@stop=2", "'stop=2' is no option"),
         ("chain:3@stop=x", "'stop=x' is no option"),

@@ -101,6 +101,7 @@ class MarkovTarget:
     generation = TargetGeneration(None, 0, name)
 
     def __init__(self, vocab=4, seed=0):
+        self.vocab_size = vocab
         self.table = torch.randn(vocab, vocab, generator=torch.Generator().manual_seed(seed))
 
     def forward(self, input_ids, feature_layers, position_ids=None, context=None):

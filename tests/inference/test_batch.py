@@ -209,7 +209,7 @@ def test_bad_input_is_named():
     target, _ = family("llama")
     with pytest.raises(UserError, match="prompt 1: prompt is empty"):
         generate_batch(target, None, [[1], []], max_new_tokens=4)
-    with pytest.raises(UserError, match="max_rows=0 must be at least 1"):
+    with pytest.raises(UserError, match="max_rows=0 must be a whole number from 1"):
         generate_batch(target, None, [[1]], max_new_tokens=4, max_rows=0)
     assert generate_batch(target, None, [], max_new_tokens=4) == []
 

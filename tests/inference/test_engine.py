@@ -189,7 +189,7 @@ def test_bad_input_is_named():
     target = make_target(layers=1, max_position_embeddings=16)
     with pytest.raises(UserError, match="prompt is empty"):
         generate(target, None, [], max_new_tokens=4)
-    with pytest.raises(UserError, match="max_new_tokens=0 must be at least 1"):
+    with pytest.raises(UserError, match="max_new_tokens=0 must be a whole number from 1"):
         generate(target, None, [1], max_new_tokens=0)
     with pytest.raises(UserError, match="prompt has 16 tokens, but target 'tiny' reads at most 16"):
         generate(target, None, [1] * 16, max_new_tokens=4)

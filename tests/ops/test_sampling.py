@@ -193,15 +193,15 @@ def test_distinct_draws_stop_when_no_token_is_left():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"temperature": -0.1}, "temperature=-0.1 must be 0"),
+        ({"temperature": -0.1}, "temperature=-0.1 must be a number from 0 to 1000"),
         ({"temperature": float("nan")}, "temperature=nan must be"),
-        ({"top_k": -1}, "top_k=-1 must be 0"),
-        ({"top_p": 0.0}, "top_p=0.0 must be above 0"),
-        ({"top_p": 1.5}, "top_p=1.5 must be above 0 and at most 1"),
-        ({"min_p": -0.1}, "min_p=-0.1 must be between 0"),
-        ({"min_p": 1.1}, "min_p=1.1 must be between 0"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0 must be a positive number"),
-        ({"repetition_penalty": float("nan")}, "repetition_penalty=nan must be a positive number"),
+        ({"top_k": -1}, "top_k=-1 must be a whole number from 0"),
+        ({"top_p": 0.0}, "top_p=0.0 must be a number above 0 and at most 1"),
+        ({"top_p": 1.5}, "top_p=1.5 must be a number above 0 and at most 1"),
+        ({"min_p": -0.1}, "min_p=-0.1 must be a number from 0 to 1"),
+        ({"min_p": 1.1}, "min_p=1.1 must be a number from 0 to 1"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0 must be a number from 0.01"),
+        ({"repetition_penalty": float("nan")}, "repetition_penalty=nan must be a number from 0.01"),
     ],
 )
 def test_bad_values_are_named(values, message):

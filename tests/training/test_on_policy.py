@@ -159,8 +159,8 @@ def test_processes_share_the_work(target, monkeypatch):
     ("options", "message"),
     [
         ({"chance": 0.5}, r"unknown key on_policy.chance; there are share, refresh_steps"),
-        ({"share": 2}, r"on_policy.share=2 must be at most 1"),
-        ({"refresh_steps": 0}, r"on_policy.refresh_steps=0 must be a positive number"),
+        ({"share": 2}, r"on_policy.share=2 must be a number above 0 and at most 1"),
+        ({"refresh_steps": 0}, r"on_policy.refresh_steps=0 must be a whole number from 1"),
     ],
 )
 def test_each_mistake_is_said(options, message):

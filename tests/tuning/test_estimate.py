@@ -98,9 +98,9 @@ def test_the_command(tmp_path, capsys):
     assert content["advice"] in capsys.readouterr().out.replace("\n", " ")
     for more, message in (
         (("--device", "abacus"), "device='abacus' is not one of h100"),
-        (("--batches", "1,b"), "batches='1,b' is no list"),
-        (("--context", "0"), "context=0 must be above 0"),
-        (("--results", "/no/file"), "results='/no/file' cannot be read"),
+        (("--batches", "1,b"), "--batches='b' must be a whole number"),
+        (("--context", "0"), "--context='0' must be a whole number from 1"),
+        (("--results", "/no/file"), "--results='/no/file' must be an existing file"),
     ):
         assert cli.main([*arguments, *more]) == 2
         assert message in capsys.readouterr().err

@@ -153,7 +153,9 @@ def test_tune_writes_the_drafters_default(target_dir, target, tmp_path, capsys, 
     monkeypatch.setattr(tuning, "TuneSettings", partial(tuning.TuneSettings, cycles=1))
     # The pick is a tree whatever the machine does.
     monkeypatch.setattr(
-        tuning, "candidates", lambda drafter: [TreeSpec.parse(t) for t in ("none", "chain:2", "dynamic:2,4,8")]
+        tuning,
+        "candidates",
+        lambda drafter: [TreeSpec.parse(t) for t in ("none", "chain:2", "chain:3@nomatch", "dynamic:2,4,8")],
     )
     monkeypatch.setattr(
         tuning.CostModel, "round", lambda self, spec, nodes, depth: 1.0 if spec.shape == "none" else 0.5
@@ -176,6 +178,7 @@ def test_tune_writes_the_drafters_default(target_dir, target, tmp_path, capsys, 
     settings = decoding_settings(str(tmp_path / "drafter"))
     assert settings["tree"] == result["tree"]
     assert settings["off"] == ["poetry"]
+    assert settings["chain"] == "chain:3"  # for engines that know no matches
     assert settings["tuned"]["predicted_speedup"] == result["predicted_speedup"]
     assert "predicted" in capsys.readouterr().out
 
@@ -202,10 +205,10 @@ def test_a_drafter_that_does_not_pay_is_called_so(target, capsys):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--prompts", "0"), "prompts=0 must be at least 1"),
+        (("--prompts", "0"), "--prompts='0' must be a whole number from 1"),
         (("--max-new-tokens", "4"), "max-new-tokens=4 tells too little"),
         (("--drafter", "none"), "drafter='none' drafts nothing"),
-        (("--calibrate", "/no/file"), "calibrate='/no/file' cannot be read"),
+        (("--calibrate", "/no/file"), "--calibrate='/no/file' must be an existing file"),
     ],
 )
 def test_bad_input_is_named(target_dir, tmp_path, capsys, more, message):

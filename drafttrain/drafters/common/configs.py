@@ -5,11 +5,10 @@ transformers makes dataclasses of these classes: the annotated fields are what c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import field
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
@@ -18,24 +17,20 @@ from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.target import Target
 from drafttrain.target.attention import LAST
+from drafttrain.values import AnyText, Count, Depth, Fraction, PositiveAmount, PositiveFraction, Size, check, kinds_of
 
-WEIGHTINGS = ("exp", "dpace")
+Width = Annotated[int, Field(ge=1, le=2**20)]
+OwnWidth = Annotated[int, Field(ge=0, le=2**20)]  # 0 where it follows from others
+FeatureLayer = Annotated[int, Field(ge=-1, le=1024)]
+Heads = Annotated[int, Field(ge=1, le=2**16)]
+Layers = Annotated[int, Field(ge=1, le=1024)]
+Decay = Annotated[float, Field(gt=0, le=10)]
+Block = Annotated[int, Field(ge=2, le=256)]
+Smoothing = Annotated[float, Field(ge=0, le=0.999)]
+Nodes = Annotated[int, Field(ge=1, le=1024)]
 # Rotary scalings for positions beyond those of pretraining. Scalings that depend on the length of the current sequence are
 # unsupported: cached keys would have to change while it grows.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-# What annotations of fields allow; a count is of modules, which take time to make.
-_COUNTS = ("num_hidden_layers", "ttt_steps", "num_heads", "blocks", "modules", "n_predict")
-_SCHEMAS: dict[str, TypeAdapter] = {
-    "int": TypeAdapter(Annotated[int, Field(ge=0, le=2**31)]),
-    "count": TypeAdapter(Annotated[int, Field(le=1000)]),
-    "int | None": TypeAdapter[int | None](int | None),
-    "float": TypeAdapter(Annotated[float, Field(allow_inf_nan=False)]),
-    "bool": TypeAdapter(bool),
-    "str": TypeAdapter(str),
-    "tuple[int, ...]": TypeAdapter(Sequence[Annotated[int, Field(ge=-1, le=2**31)]]),
-    "Json": TypeAdapter(Json),
-    "Json | None": TypeAdapter[Json | None](Json | None),
-}
 
 
 class TargetedConfig(PreTrainedConfig):
@@ -43,7 +38,6 @@ class TargetedConfig(PreTrainedConfig):
 
     Attributes:
         recipe_keys: fields that a run may change when it continues a drafter; the weights depend on all others.
-        at_least_one: integer fields that must be 1 or more. empty_as_null: fields that may be None.
         width_field: the field that holds the target's hidden size.
         vocab_size: of the target. draft_vocab_size: d, kept tokens; 0 keeps the target's whole vocabulary.
         loss: as a recipe writes it. target: the target's identity, compared before use.
@@ -53,38 +47,20 @@ class TargetedConfig(PreTrainedConfig):
     """
 
     recipe_keys: ClassVar[tuple[str, ...]] = ("loss",)
-    at_least_one: ClassVar[tuple[str, ...]] = ()
-    empty_as_null: ClassVar[tuple[str, ...]] = ("target", "rope_parameters", "sliding_window", "lora")
     width_field: ClassVar[str] = ""
-    vocab_size: int = 0
-    draft_vocab_size: int = 0
-    loss: str = "kl"
+    vocab_size: Size = 0
+    draft_vocab_size: Size = 0
+    loss: AnyText = "kl"
     target: Json = field(default_factory=dict)
 
     def __post_init__(self, **kwargs: Any) -> None:
         self.drafter_kind = self.kind()
-        self._check_types()
         self.draft_vocab_size = self.draft_vocab_size or self.vocab_size
         self.target = self.target or {}
-        for name in self.at_least_one:
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}={getattr(self, name)}: must be at least 1")
+        for name, kind in kinds_of(type(self)).items():  # type: ignore[arg-type]
+            setattr(self, name, check(name, getattr(self, name), kind))
         self.check()
         super().__post_init__(**{"tie_word_embeddings": False, **kwargs})
-
-    def _check_types(self) -> None:
-        """Checks every field that our classes declare against its annotation, and integers against a plausible size."""
-        for owner in type(self).__mro__:
-            for name, kind in (
-                vars(owner).get("__annotations__", {}).items() if issubclass(owner, TargetedConfig) else ()
-            ):
-                rule = _SCHEMAS.get("count" if kind == "int" and name in _COUNTS else kind)
-                value = getattr(self, name)
-                try:
-                    if rule is not None and (value is not None or name not in self.empty_as_null):
-                        rule.validate_python(value, strict=True)
-                except ValidationError as error:
-                    raise UserError(f"{name}={value!r:.80}: {error.errors()[0]['msg'].lower()}") from error
 
     def check(self) -> None:
         """Derives values that are 0 or empty, and raises UserError for values that cannot work."""
@@ -115,8 +91,8 @@ class HeadsConfig(TargetedConfig):
     """
 
     recipe_keys: ClassVar[tuple[str, ...]] = ("depth_decay", "tree_nodes", "loss")
-    depth_decay: float = 0.8
-    tree_nodes: int = 16
+    depth_decay: Decay = 0.8
+    tree_nodes: Nodes = 16
 
 
 class DecoderConfig(TargetedConfig):
@@ -129,18 +105,17 @@ class DecoderConfig(TargetedConfig):
         max_position_embeddings: read by serving engines; unused here.
     """
 
-    at_least_one: ClassVar[tuple[str, ...]] = ("num_hidden_layers", "hidden_size", "num_attention_heads")
     target_width: ClassVar[bool] = False
-    hidden_size: int = 64
-    intermediate_size: int = 0
-    num_attention_heads: int = 4
-    num_key_value_heads: int = 0
-    head_dim: int = 0
-    num_hidden_layers: int = 1
-    rms_norm_eps: float = 1e-5
-    rope_theta: float = 10000.0
+    hidden_size: Width = 64
+    intermediate_size: OwnWidth = 0
+    num_attention_heads: Heads = 4
+    num_key_value_heads: OwnWidth = 0
+    head_dim: OwnWidth = 0
+    num_hidden_layers: Layers = 1
+    rms_norm_eps: Fraction = 1e-5
+    rope_theta: PositiveAmount = 10000.0
     rope_parameters: Json | None = None
-    max_position_embeddings: int = 131072
+    max_position_embeddings: Count = 131072
 
     def __post_init__(self, **kwargs: Any) -> None:
         self.rope_parameters = dict(self.rope_parameters or {})
@@ -192,15 +167,14 @@ class LayerConfig(DecoderConfig):
     """
 
     recipe_keys: ClassVar[tuple[str, ...]] = ("ttt_steps", "depth_decay", "depth_share", "loss")
-    at_least_one = (*DecoderConfig.at_least_one, "ttt_steps")
     qk_norm: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
-    hidden_act: str = "silu"
-    sliding_window: int = 0
-    ttt_steps: int = 4
-    depth_decay: float = 0.8
-    depth_share: float = 1.0
+    hidden_act: AnyText = "silu"
+    sliding_window: Size | None = 0
+    ttt_steps: Depth = 4
+    depth_decay: Decay = 0.8
+    depth_share: PositiveFraction = 1.0
 
     def check(self) -> None:
         super().check()
@@ -242,15 +216,15 @@ class BlockConfig(DecoderConfig):
     target_width = True
     # What `DraftLayer` reads and published checkpoints fix.
     qk_norm, attention_bias, mlp_bias, hidden_act, sliding_window = True, False, False, "silu", 0
-    num_hidden_layers: int = 2
-    feature_layers: tuple[int, ...] = ()
-    block_size: int = 8
-    mask_token_id: int | None = None
+    num_hidden_layers: Layers = 2
+    feature_layers: tuple[FeatureLayer, ...] = ()
+    block_size: Block = 8
+    mask_token_id: Size | None = None
     train_head: bool = False
-    anchor_share: float = 1.0
-    weighting: str = "exp"
-    gamma: float = 4.0
-    dpace_alpha: float = 0.5
+    anchor_share: PositiveFraction = 1.0
+    weighting: Literal["exp", "dpace"] = "exp"
+    gamma: PositiveAmount = 4.0
+    dpace_alpha: Smoothing = 0.5
 
     @property
     def depth(self) -> int:
@@ -259,23 +233,10 @@ class BlockConfig(DecoderConfig):
 
     def check(self) -> None:
         super().check()
-        self.feature_layers = tuple(self.feature_layers)
-        if self.block_size < 2:
-            raise UserError(
-                f"block_size={self.block_size}: a block holds the last token and at least 1 to predict; use 8"
-            )
         if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
             raise UserError(
                 f"mask_token_id={self.mask_token_id} is no token of the target, which has {self.vocab_size}; drop the key to "
                 "learn an embedding"
-            )
-        if not 0 < self.anchor_share <= 1:
-            raise UserError(f"anchor_share={self.anchor_share} must be in (0, 1]; 1 trains on every block")
-        if self.weighting not in WEIGHTINGS:
-            raise UserError(f"weighting={self.weighting!r} is not one of {', '.join(WEIGHTINGS)}")
-        if self.gamma <= 0 or not 0 <= self.dpace_alpha < 1:
-            raise UserError(
-                f"gamma={self.gamma} must be above 0 and dpace_alpha={self.dpace_alpha} in [0, 1); their defaults are 4 and 0.5"
             )
 
     @classmethod

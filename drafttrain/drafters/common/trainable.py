@@ -21,6 +21,7 @@ from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import pack
 from drafttrain.target import Target
 from drafttrain.target.loading import check_finite, loading
+from drafttrain.values import check, kinds_of
 
 _REPAIR = "use the folder as training or import wrote it"
 # What a drafter records about its target, beside its name, and what must agree.
@@ -58,11 +59,7 @@ class TrainableDrafter(Drafter, PreTrainedModel):
 
     @classmethod
     def begin(cls, target: Target, init: str, options: Json, loss: str, keep: KeepTokens | None = None) -> Self:
-        options = dict(options)
-        known = [name for name in vars(cls.config_class()) if not name.startswith("_")]
-        for name in options:
-            if name not in known:
-                raise UserError(f"unknown key drafter.{name}{neighbours(name, known)}")
+        options = cls.check_options(options)
         if init not in NEW:
             return cls._continue(target, init, options, loss)
         size = int(options.pop("draft_vocab_size", 0))
@@ -76,6 +73,21 @@ class TrainableDrafter(Drafter, PreTrainedModel):
             copied = drafter.initialize(target, kept)
             print("initialized from the target:", ", ".join(copied) or "nothing", flush=True)
         return drafter
+
+    @classmethod
+    def check_options(cls, options: Json) -> Json:
+        """A recipe's `drafter:` keys, each of its kind. Raises UserError for an unknown one, or a wrong value."""
+        kinds, known = (
+            kinds_of(cls.config_class),
+            [name for name in vars(cls.config_class()) if not name.startswith("_")],
+        )
+        for name in options:
+            if name not in known:
+                raise UserError(f"unknown key drafter.{name}{neighbours(name, known)}")
+        return {
+            name: check(f"drafter.{name}", value, kinds[name], words=True) if name in kinds else value
+            for name, value in options.items()
+        }
 
     @torch.no_grad()
     def initialize(self, target: Target, kept_ids: Tensor) -> list[str]:
@@ -175,8 +187,9 @@ class TrainableDrafter(Drafter, PreTrainedModel):
                 )
         for key, theirs in (("vocab_size", target.vocab_size), (self.config.width_field, target.hidden_size)):
             if key and getattr(self.config, key) != theirs:
+                ours = getattr(self.config, key)
                 raise UserError(
-                    f"drafter has {key}={getattr(self.config, key)}, but target {target.name!r} has {theirs}; use its own target"
+                    f"drafter is for a target with {key}={ours}, but {target.name!r} has {theirs}; use its own"
                 )
         if max(self.feature_layers, default=0) > target.num_layers:
             raise UserError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -13,9 +12,13 @@ from typing import Annotated
 
 from pydantic import Field
 
-from drafttrain.errors import UserError
+from drafttrain.errors import UserError, shown
 from drafttrain.files import Json, read_json
 from drafttrain.ops.sampling import SamplingParams
+from drafttrain.values import Name, check, number
+
+MOST_NODES, MOST_DEPTH = 1024, 256  # of any tree; MOST_DEPTH bounds the children per node of a dynamic tree too
+_LONGEST_FILE = 1_000_000  # bytes
 
 # A file's content: the ranks on the path to each node.
 _Paths = Annotated[
@@ -36,6 +39,8 @@ class TreeSpec:
     paths      paths:0,1,0-0,0-1     a fixed tree, each node by the ranks on its path: 0-1 is the second likeliest token
                                      after the likeliest one
                paths:FILE.json       the same as a list of lists, [[0], [1], [0, 0], [0, 1]] (as Medusa's choices are)
+
+    A tree has at most 1024 nodes, is at most 256 deep, and a dynamic one has at most 256 children per node.
 
     option     appended to a shape   meaning
     sampled    chain:3@sample        tokens are drawn from the drafter's own distribution, without replacement, under the
@@ -72,26 +77,27 @@ class TreeSpec:
         """Reads the text form above.
 
         Raises:
-            UserError: an unknown shape or option, a number out of its range, nodes without their parents, or options
-                that do not go together.
+            UserError: an unknown shape or option, a number out of its range, a tree that is too large, nodes without their
+                parents, or options that do not go together.
         """
-        body, *options = text.strip().split("@")
-        spec = _parse_shape(text, body)
+        named = f"tree={shown(text)}"
+        if not isinstance(text, str):
+            raise UserError(f"{named} must be text such as chain:3")
+        body, *options = text.strip().split("@", 20)
+        spec = _parse_shape(named, body)
         for option in options:
             fields = _option_fields(option)
             if not fields or spec.shape == "none":
                 raise UserError(
-                    f"tree={text!r}: {option!r} is no option; write @sample, @stop=P or @alone=P with P between 0 "
+                    f"{named}: {shown(option)} is no option; write @sample, @stop=P or @alone=P with P between 0 "
                     "and 1, @match=NODES, @nomatch or @adapt"
                 )
             spec = replace(spec, **fields)
         # Dropping drawn tokens by their outcome would leave tokens that are not distributed as q.
         if spec.sampled and spec.shape == "dynamic":
-            raise UserError(
-                f"tree={text!r}: a dynamic tree drops tokens after drawing them, which biases; use fanout:4x2x1"
-            )
+            raise UserError(f"{named}: a dynamic tree drops tokens after drawing them, which biases; use fanout:4x2x1")
         if spec.sampled and any(ranks != list(range(len(ranks))) for ranks in ranks_below(spec.paths).values()):
-            raise UserError(f"tree={text!r}: ranks of drawn siblings must be 0, 1, 2, ... without a gap")
+            raise UserError(f"{named}: ranks of drawn siblings must be 0, 1, 2, ... without a gap")
         return spec
 
     @functools.cached_property
@@ -132,45 +138,68 @@ class TreeSpec:
         return [replace(TreeSpec.parse(text), **same) for text in texts]
 
 
-def _parse_shape(text: str, body: str) -> TreeSpec:
-    shape, _, rest = body.partition(":")
-    try:
-        if shape == "none" and not rest:
-            return TreeSpec("none", 0, (), 0, 0)
-        if shape == "paths":
-            return _parse_paths(text, rest)
-        numbers = tuple(int(x) for x in rest.replace("x", ",").split(","))
-        if min(numbers) < 1:
-            raise ValueError
-        if shape == "chain" and len(numbers) == 1:
-            return TreeSpec("chain", numbers[0], (1,) * numbers[0], 1, numbers[0])
-        if shape == "fanout":
-            return TreeSpec("fanout", len(numbers), numbers, max(numbers), sum(accumulate(numbers, mul)))
-        if shape == "dynamic" and len(numbers) == 3:
-            return TreeSpec("dynamic", numbers[0], (), numbers[1], numbers[2])
-    except ValueError:
-        pass
-    raise UserError(
-        f"tree={text!r} is not a tree; write none, chain:3, fanout:4x2x1, dynamic:DEPTH,TOPK,NODES (dynamic:5,8,24), "
+def _too_large(named: str) -> UserError:
+    return UserError(
+        f"{named} is too large: a tree has at most {MOST_NODES} nodes and is at most {MOST_DEPTH} deep, a dynamic one has at "
+        f"most {MOST_DEPTH} children per node; write a smaller one, such as dynamic:5,8,24"
+    )
+
+
+def _no_tree(named: str) -> UserError:
+    return UserError(
+        f"{named} is not a tree; write none, chain:3, fanout:4x2x1, dynamic:DEPTH,TOPK,NODES (dynamic:5,8,24), "
         "paths:0,1,0-0 or paths:FILE.json"
     )
 
 
-def _parse_paths(text: str, rest: str) -> TreeSpec:
-    """Raises ValueError for a text that is no list of paths, UserError for a missing file or a tree that lacks a node."""
+def _whole(text: str) -> int:
+    """The number that a text of ASCII digits is, at most 10**9; -1 for any other text."""
+    return -1 if not (text.isascii() and text.isdigit()) else int(text) if len(text) < 10 else 10**9
+
+
+def _parse_shape(named: str, body: str) -> TreeSpec:
+    shape, _, rest = body.partition(":")
+    if shape == "none" and not rest:
+        return TreeSpec("none", 0, (), 0, 0)
+    if shape == "paths" and rest:
+        return _parse_paths(named, rest)
+    parts = rest.replace("x", ",").split(",", MOST_DEPTH)
+    numbers = tuple(map(_whole, parts[:MOST_DEPTH]))
+    if min(numbers) < 1 or len(numbers) != {"chain": 1, "dynamic": 3, "fanout": len(numbers)}.get(shape):
+        raise _no_tree(named)
+    depth, nodes, widest = numbers[0], numbers[-1], 1
+    if shape == "fanout":
+        depth, nodes, widest = len(parts), sum(accumulate(numbers, mul)), max(numbers)
+    if depth > MOST_DEPTH or nodes > MOST_NODES or (shape == "dynamic" and numbers[1] > MOST_DEPTH):
+        raise _too_large(named)
+    if shape == "dynamic":
+        return TreeSpec("dynamic", depth, (), numbers[1], nodes)
+    return TreeSpec(shape, depth, numbers if shape == "fanout" else (1,) * depth, widest, nodes)
+
+
+def _parse_paths(named: str, rest: str) -> TreeSpec:
+    """Raises UserError: no list of paths, a file that is missing or holds none, too many nodes, or a node without its parent."""
     if rest.endswith(".json"):
-        fix = "give a list of lists of ranks, such as [[0], [1], [0, 0]]"
-        found = read_json(Path(rest).expanduser(), f"tree={text!r}: paths", fix, _Paths)
+        path = Path(check(f"{named}: file", rest, Name)).expanduser()
+        if path.is_file() and path.stat().st_size > _LONGEST_FILE:
+            raise _too_large(named)
+        fix = "it must hold a list of lists of ranks, such as [[0], [1], [0, 0]]"
+        found = read_json(path, f"{named}: file", fix, list[list[int]])
     else:
-        found = [[int(rank) for rank in path.split("-")] for path in rest.split(",")]
+        nodes = [path.split("-", MOST_DEPTH) for path in rest.split(",", MOST_NODES)]
+        if len(nodes) > MOST_NODES or max(map(len, nodes)) > MOST_DEPTH:
+            raise _too_large(named)
+        found = [list(map(_whole, node)) for node in nodes]
     paths = tuple(sorted({tuple(path) for path in found}, key=lambda path: (len(path), path)))
-    if not paths or min(map(min, paths)) < 0:
-        raise ValueError
+    if not paths or not paths[0] or min(map(min, paths)) < 0:
+        raise _no_tree(named)
+    if len(found) > MOST_NODES or len(paths[-1]) > MOST_DEPTH or max(map(max, paths)) >= MOST_NODES:
+        raise _too_large(named)
     known = set(paths)
-    for path in paths:
-        if path[:-1] and path[:-1] not in known:
-            node, parent = ("-".join(map(str, p)) for p in (path, path[:-1]))
-            raise UserError(f"tree={text!r}: node {node} has no parent; add {parent}")
+    for ranks in paths:
+        if ranks[:-1] and ranks[:-1] not in known:
+            node, parent = ("-".join(map(str, some))[:80] for some in (ranks, ranks[:-1]))
+            raise UserError(f"{named}: node {node} has no parent; add {parent}")
     below = ranks_below(paths).items()
     fanout = tuple(max(len(ranks) for path, ranks in below if len(path) == d) for d in range(len(paths[-1])))
     return TreeSpec("paths", len(fanout), fanout, max(fanout), len(paths), paths)
@@ -179,9 +208,9 @@ def _parse_paths(text: str, rest: str) -> TreeSpec:
 def _option_fields(option: str) -> Json:
     """The fields that an option sets; none for an unknown option or value."""
     name, _, value = option.partition("=")
-    if name in ("stop", "alone") and re.fullmatch(r"\d*\.?\d+(e[+-]?\d+)?", value) and 0 < float(value) < 1:
+    if name in ("stop", "alone") and 1e-6 <= (number(value) or 0) < 1:
         return {name: float(value)}
-    if name == "match" and value.isdecimal() and int(value) > 0:
+    if name == "match" and 0 < _whole(value) <= MOST_NODES:
         return {name: int(value)}
     return {"sample": {"sampled": True}, "adapt": {"adaptive": True}, "nomatch": {"matches": False}}.get(option, {})
 

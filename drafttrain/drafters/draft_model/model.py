@@ -20,7 +20,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -41,9 +41,9 @@ from drafttrain.ops.tree_attention import TreeLayout
 from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target import Target
 from drafttrain.target.attention import apart
+from drafttrain.values import Name, Size
 
 _ADAPTER = "adapter"
-_EMBEDDINGS = ("copied", "shared")
 # Slots in a cache for the nodes of a growing tree; the cache grows when it needs more.
 _TREE_SLOTS = 64
 
@@ -59,13 +59,13 @@ class DraftModelConfig(TargetedConfig):
     """
 
     model_type = "drafttrain_draft_model"
-    layers: Sequence[int] = ()
-    embedding: str = "copied"
-    config: str | Json = ""
-    lora: Json = field(default_factory=dict)
+    layers: tuple[Size, ...] = ()
+    embedding: Literal["copied", "shared"] = "copied"
+    config: Name | Json = ""
+    lora: Json | None = field(default_factory=dict)
 
     def check(self) -> None:
-        self.layers, self.lora = list(self.layers), self.lora or {}
+        self.lora = self.lora or {}
 
     def described(self) -> Json:
         """Content of drafttrain.json."""
@@ -119,10 +119,8 @@ class DraftModel(TrainableDrafter):
                 raise UserError(
                     f"unknown key drafter.{key} for kind=draft_model with init={init!r}; there are {', '.join(sorted(known))}"
                 )
-        config = DraftModelConfig(**options, loss=loss, target=target.identity())
+        config = DraftModelConfig(**cls.check_options(options), loss=loss, target=target.identity())
         tokenizer = target.tokenizer
-        if config.embedding not in _EMBEDDINGS:
-            raise UserError(f"drafter.embedding={config.embedding!r} is not one of {', '.join(_EMBEDDINGS)}")
         if init == "target":
             lm = language_models.own_layers(target, config.layers, config.embedding == "shared")
         elif init == "random":

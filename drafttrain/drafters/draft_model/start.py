@@ -23,8 +23,10 @@ from drafttrain.files import Json
 from drafttrain.formats.weights import Shapes, check_names, read_weights
 from drafttrain.target import Target, resolve_target
 from drafttrain.target.loading import check_finite, load_language_model, loading
+from drafttrain.values import AnyText, Count, Depth, Fraction, PositiveAmount, check
 
 _LORA = {"r": 8, "alpha": 16, "targets": "all-linear", "dropout": 0.0}
+_LORA_KINDS = {"r": Depth, "alpha": Count | PositiveAmount, "targets": AnyText | list[AnyText], "dropout": Fraction}
 _PEFT_NAMES = {"alpha": "lora_alpha", "targets": "target_modules", "dropout": "lora_dropout"}
 _ADAPTER = "default"
 _WEIGHTS = "adapter_model.safetensors"
@@ -181,7 +183,8 @@ def add_lora(lm: nn.Module, options: Json) -> None:
     for key in options:
         if key not in _LORA:
             raise UserError(f"unknown key drafter.lora.{key}; there are {', '.join(_LORA)}")
-    chosen: Json = {_PEFT_NAMES.get(key, key): value for key, value in {**_LORA, **options}.items()}
+    given = {key: check(f"drafter.lora.{key}", value, _LORA_KINDS[key]) for key, value in {**_LORA, **options}.items()}
+    chosen: Json = {_PEFT_NAMES.get(key, key): value for key, value in given.items()}
     try:
         inject_adapter_in_model(LoraConfig(**chosen, task_type="CAUSAL_LM"), lm, _ADAPTER)
     except ValueError as error:

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from drafttrain.drafters.common.block import BlockDrafter
 from drafttrain.drafters.common.configs import BlockConfig
 from drafttrain.drafters.common.tree_growth import Logits
-from drafttrain.errors import UserError
 from drafttrain.target import Target
+from drafttrain.values import Count, PositiveAmount
 
 
 class DSparkConfig(BlockConfig):
@@ -34,16 +34,11 @@ class DSparkConfig(BlockConfig):
     model_type = "drafttrain_dspark"
     recipe_keys = (*BlockConfig.recipe_keys, "confidence_weight")
     loss: str = "0.1*ce+1.8*tv"
-    markov_rank: int = 256
-    confidence_weight: float = 1.0
+    markov_rank: Count = 256
+    confidence_weight: PositiveAmount = 1.0
 
     def check(self) -> None:
         super().check()
-        if self.markov_rank < 1 or self.confidence_weight <= 0:
-            raise UserError(
-                f"markov_rank={self.markov_rank} must be at least 1 and confidence_weight={self.confidence_weight} above 0; "
-                "without both this is kind=dflash"
-            )
         self.markov_rank = min(self.markov_rank, self.hidden_size)
 
 

@@ -27,6 +27,7 @@ from drafttrain.errors import UserError
 from drafttrain.losses import TargetRows
 from drafttrain.ops.packing import PackedLinear
 from drafttrain.target import Target
+from drafttrain.values import Depth, Weight
 
 
 class Eagle1Config(LastStateConfig):
@@ -41,19 +42,15 @@ class Eagle1Config(LastStateConfig):
 
     model_type = "drafttrain_eagle1"
     recipe_keys = (*LastStateConfig.recipe_keys, "regression", "token_weight", "feature_noise")
-    ttt_steps: int = 1
-    regression: float = 1.0
-    token_weight: float = 0.1
-    feature_noise: float = 0.1
+    ttt_steps: Depth = 1
+    regression: Weight = 1.0
+    token_weight: Weight = 0.1
+    feature_noise: Weight = 0.1
 
     def check(self) -> None:
         super().check()
-        regression, token_weight, feature_noise = self.regression, self.token_weight, self.feature_noise
-        if min(regression, token_weight, feature_noise) < 0 or regression + token_weight == 0:
-            raise UserError(
-                f"regression={regression}, token_weight={token_weight}, feature_noise={feature_noise}: none may be negative, and "
-                "one of the first two must not be 0"
-            )
+        if self.regression + self.token_weight == 0:
+            raise UserError("regression=0 and token_weight=0 leave no loss; set one above 0")
 
 
 class Eagle1(LayerDrafter):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import RMSNorm
 
 from drafttrain.drafters.common import starts
-from drafttrain.drafters.common.configs import LayerConfig
+from drafttrain.drafters.common.configs import FeatureLayer, LayerConfig, OwnWidth
 from drafttrain.drafters.common.layer_model import LayerDrafter
 from drafttrain.drafters.common.layers import DraftLayer
 from drafttrain.files import Json
@@ -39,15 +39,14 @@ class Eagle3Config(LayerConfig):
 
     model_type = "drafttrain_eagle3"
     width_field = "target_hidden_size"
-    feature_layers: tuple[int, ...] = ()
-    target_hidden_size: int = 0
+    feature_layers: tuple[FeatureLayer, ...] = ()
+    target_hidden_size: OwnWidth = 0
     fc_norm: bool = False
     norm_output: bool = False
     norm_before_residual: bool = False
 
     def check(self) -> None:
         super().check()
-        self.feature_layers = tuple(self.feature_layers)
         self.target_hidden_size = self.target_hidden_size or self.hidden_size
 
     @classmethod
@@ -59,7 +58,8 @@ class Eagle3(LayerDrafter):
     """An EAGLE-3 drafter."""
 
     config_class: Any = Eagle3Config
-    _keys_to_ignore_on_load_unexpected = ["d2t", "t2d"]
+    # Of the flat published form, see export.py.
+    _keys_to_ignore_on_load_unexpected = ["d2t", "t2d", r"layers\.\d+\.hidden_norm\.weight"]
     kind = "eagle3"
     solve_start = starts.linear_start
 

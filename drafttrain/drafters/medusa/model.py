@@ -18,7 +18,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafttrain.drafters.common.configs import HeadsConfig
+from drafttrain.drafters.common.configs import HeadsConfig, Layers, Width
 from drafttrain.drafters.common.path_heads import PathHeads
 from drafttrain.target import Target
 
@@ -32,11 +32,10 @@ class MedusaConfig(HeadsConfig):
     """
 
     model_type = "drafttrain_medusa"
-    at_least_one = ("num_heads", "blocks", "tree_nodes")
     width_field = "hidden_size"
-    hidden_size: int = 64
-    num_heads: int = 4
-    blocks: int = 1
+    hidden_size: Width = 64
+    num_heads: Layers = 4
+    blocks: Layers = 1
     shared_head: bool = False
 
 

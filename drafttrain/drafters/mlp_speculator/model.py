@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafttrain.drafters.common.configs import HeadsConfig
+from drafttrain.drafters.common.configs import HeadsConfig, Layers, OwnWidth, Width
 from drafttrain.drafters.common.path_heads import PathHeads
 from drafttrain.target import Target
 
@@ -36,11 +36,10 @@ class MlpSpeculatorConfig(HeadsConfig):
 
     model_type = "drafttrain_mlp_speculator"
     attribute_map = {"hidden_size": "emb_dim"}
-    at_least_one = ("inner_dim", "n_predict", "tree_nodes")
     width_field = "emb_dim"
-    emb_dim: int = 64
-    inner_dim: int = 0
-    n_predict: int = 3
+    emb_dim: Width = 64
+    inner_dim: OwnWidth = 0
+    n_predict: Layers = 3
     tie_weights: bool = False
     scale_input: bool = True
 

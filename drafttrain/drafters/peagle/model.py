@@ -27,6 +27,7 @@ from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
 from drafttrain.errors import UserError
 from drafttrain.ops.tree_attention import TreeLayout
 from drafttrain.target import Target
+from drafttrain.values import Size
 
 
 class PEagleConfig(Eagle3Config):
@@ -37,7 +38,7 @@ class PEagleConfig(Eagle3Config):
     """
 
     model_type = "drafttrain_peagle"
-    mask_token_id: int = 0
+    mask_token_id: Size = 0
 
     def check(self) -> None:
         super().check()

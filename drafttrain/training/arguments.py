@@ -1,0 +1,76 @@
+"""A recipe's values that need drafters or transformers to be checked, before a model loads; and TrainingArguments from them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields
+from pathlib import Path
+from typing import get_type_hints
+
+from transformers import TrainingArguments
+from transformers.integrations.integration_utils import get_available_reporting_integrations
+
+from drafttrain.config import TrainConfig, TrainerKeys
+from drafttrain.drafters.common.trainable import TrainableDrafter
+from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.drafters.registry import kind_class
+from drafttrain.errors import UserError
+from drafttrain.files import Json, read_json
+from drafttrain.losses import parse_loss
+from drafttrain.training.on_policy import OnPolicyOptions
+from drafttrain.values import check
+
+KEYS = [one.name for one in fields(TrainingArguments)]
+
+
+def check_recipe(config: TrainConfig) -> None:
+    """Raises UserError for a kind, loss, tree or option that does not exist, or is out of range."""
+    if config.loss != "next_token":
+        parse_loss(config.loss)
+    TreeSpec.parse(config.decode_tree)
+    OnPolicyOptions.parse(config.on_policy)
+    kind = kind_class(config.kind)
+    if issubclass(kind, TrainableDrafter):
+        kind.check_options(config.drafter)
+
+
+def training_arguments(config: TrainConfig) -> TrainingArguments:
+    """The trainer's arguments: the recipe's, on top of our defaults. Raises UserError for values that it refuses."""
+    types = get_type_hints(TrainingArguments)
+    for name in config.trainer.keys() - TrainerKeys.__dataclass_fields__.keys():
+        config.trainer[name] = check(name, config.trainer[name], types[name], words=True)
+    if token := config.trainer.pop("hub_token", None):
+        os.environ["HF_TOKEN"] = str(
+            token
+        )  # where the Hub's client finds it; recipes are recorded, and so are arguments
+    options: Json = {
+        **vars(TrainerKeys()),
+        "save_strategy": "steps",
+        "report_to": "none",
+        "remove_unused_columns": False,
+        "disable_tqdm": True,
+        "train_sampling_strategy": "group_by_length",
+        "dataloader_pin_memory": False,
+        "use_cpu": os.environ.get("DS_ACCELERATOR") == "cpu",
+        **config.trainer,
+        "output_dir": config.output_dir,
+    }
+    report = options["report_to"] or "none"
+    options["report_to"] = [report] if isinstance(report, str) else report
+    known = ("none", "all", *get_available_reporting_integrations())
+    for name in options["report_to"]:
+        if name not in known:
+            raise UserError(
+                f"report_to={name!r} is not one of {', '.join(known)}; install its package, or choose one of them"
+            )
+    if "wandb" in options["report_to"]:
+        os.environ.setdefault("WANDB_PROJECT", "drafttrain")
+    if isinstance(options.get("deepspeed"), str):
+        read_json(Path(options["deepspeed"]), "deepspeed", "give a DeepSpeed file such as configs/deepspeed/zero2.json")
+    if config.max_minutes > 0:
+        options["num_train_epochs"] = 10_000  # TimeBudget ends the run, so epochs must not
+    try:
+        return TrainingArguments(**options)
+    except Exception as error:  # transformers, accelerate and DeepSpeed each raise their own
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"TrainingArguments: {reason[:400]}; change that key of the recipe") from error

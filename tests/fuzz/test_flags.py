@@ -1,0 +1,204 @@
+"""Every flag of every command with every kind of wrong word: one line on stderr and exit 2, or a value in its range.
+
+Commands run up to the point where they load a model, ask a server or write: those functions are replaced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drafttrain.cli import COMMANDS, main
+from drafttrain.errors import UserError
+from drafttrain.flags import CommandParser
+from tests.fuzz import WRONG_WORDS, fuzz, outcome, wrong_words
+
+FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
+PROMPTS, RESULTS = str(FIXTURES / "prompts.jsonl"), str(next((FIXTURES / "results").glob("*.json")))
+TARGET = ["--target", str(FIXTURES / "target")]
+BOTH = [*TARGET, "--drafter", "ngram"]
+# Words with which a command's values are all valid; OUT is a file in a new folder.
+NEEDED = {
+    "fetch": ["smollm2-135m"],
+    "prompts": ["--source", "file", "--input", PROMPTS, "--output", "OUT"],
+    "generate": [*TARGET, "--prompts", PROMPTS, "--output", "OUT"],
+    "features": ["--data", str(FIXTURES / "data")],
+    "train": [str(FIXTURES / "run.yaml")],
+    "ngram-store": ["--data", str(FIXTURES / "data"), "--output", "OUT"],
+    "eval": [*BOTH, "--output", "OUT"],
+    "tune": [*BOTH, "--output", "OUT"],
+    "sweep": [*BOTH, "--output", "OUT"],
+    "diagnose": [RESULTS],
+    "estimate": ["--results", RESULTS, "--target-params", "1e8", "--drafter-params", "1e6"],
+    "report": [RESULTS],
+    "trace": [*BOTH, "--prompt", "hi"],
+    "bench-server": ["--url", "http://127.0.0.1:9", "--output", "OUT"],
+    "export": ["--drafter", "/no/drafter", "--format", "vllm", "--output", "OUT"],
+    "import": ["--checkpoint", "/no/drafter", *TARGET, "--output", "OUT"],
+    "verify": ["--drafter", "/no/drafter"],
+    "push": ["--drafter", "/no/drafter", "--repo", "a/b"],
+    "push-data": ["--data", "/no/data", "--prompt-license", "x", "--repo", "a/b"],
+}
+LOADERS = (
+    "target.fetch.fetch",
+    "data.prompts.collect",
+    "data.prompts.evaluation_texts",
+    "data.generate.load_target",
+    "data.generate.load_shell",
+    "data.features.load_target",
+    "data.ngram_corpus.NgramTable.build",
+    "train.prepare",
+    "tuning.eval_command.load_target",
+    "tuning.tune.load_target",
+    "tuning.sweep.Target.load",
+    "evaluation.diagnose.apply",
+    "reports.report.print_results",
+    "reports.trace.load_target",
+    "serving.bench.measure",
+)
+
+
+def parser_of(command: str) -> argparse.ArgumentParser:
+    parser = CommandParser(prog=f"drafttrain {command}")
+    importlib.import_module(f"drafttrain.{COMMANDS[command][0]}").add_arguments(parser)
+    return parser
+
+
+def actions(command: str) -> list[argparse.Action]:
+    return [action for action in parser_of(command)._actions if action.dest != "help"]
+
+
+FLAGS = [
+    (command, action.option_strings[0]) for command in COMMANDS for action in actions(command) if action.option_strings
+]
+# What a flag may hold as it is; every other value has a kind.
+FREE = {"--prompt", "--note", "--url", "--url2", "--model", "--model2", "--api-key-env", "--subset", "--split", "--columns",
+    "--tree", "--trees", "--baselines", "--features", "--layers", "--tag", "--license", "--prompt-license"}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("flags")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def stubs(folder):
+    def stop(*_, **__):
+        raise UserError("stub: the values are fine")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for place in LOADERS:
+            patch.setattr(f"drafttrain.{place}", stop)
+        yield
+
+
+def run(folder: Path, words: list[str], capsys) -> str:
+    """The command's line on stderr."""
+    words = [str(folder / "out" / "file") if word == "OUT" else word for word in words]
+    try:
+        status = main(words)
+    finally:
+        shutil.rmtree(folder / "out", ignore_errors=True)
+    said = capsys.readouterr().err
+    if status == 2:
+        error = [line for line in said.splitlines() if line.startswith("error: ")]
+        assert len(error) == 1 and said.endswith(error[0] + "\n"), said
+        raise UserError(error[0])
+    return said
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_value_has_a_kind(command):
+    for action in actions(command):
+        name = (action.option_strings or [action.dest])[0]
+        valueless = action.nargs == 0 or action.choices is not None
+        assert action.type not in (int, float, Path, str), f"{command} {name}: use a kind of drafttrain/values.py"
+        described = hasattr(action.type, "rule") or name in FREE or action.dest in ("name", "overrides", "device")
+        assert valueless or described, f"{command} {name} takes any text"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_valid_words_get_through(folder, command, capsys):
+    text = outcome("flag", "none", lambda: run(folder, [command, *NEEDED[command]], capsys))
+    assert "stub" in text or "/no/" in text or "HF_HUB_OFFLINE" in text or not text, text  # the last is how tests run
+
+
+@fuzz(examples=250)
+@given(flag=st.sampled_from(FLAGS), word=wrong_words())
+def test_flags(folder, capsys, flag, word):
+    command, name = flag
+    words = [command, *NEEDED[command], f"{name}={word[1]}"]
+    outcome("flag", word[0], lambda: run(folder, words, capsys))
+
+
+@fuzz(examples=100)
+@given(flag=st.sampled_from(FLAGS), word=wrong_words())
+def test_flags_with_the_value_as_the_next_word(folder, capsys, flag, word):
+    command, name = flag
+    outcome("flag", word[0], lambda: run(folder, [command, *NEEDED[command], name, word[1]], capsys))
+
+
+@fuzz(examples=60)
+@given(command=st.sampled_from(["train", "fetch", "report", "diagnose", ""]), word=wrong_words())
+def test_words_without_a_flag(folder, capsys, command, word):
+    outcome("flag", word[0], lambda: run(folder, [command, word[1]] if command else [word[1]], capsys))
+
+
+def test_numbers_stay_in_their_ranges(folder):
+    """Every flag with a kind, and every wrong word: what is accepted is finite, and of the type of the default."""
+    for command in COMMANDS:
+        for action in actions(command):
+            for word in (word for words in WRONG_WORDS.values() for word in words):
+                try:
+                    value = action.type(word) if hasattr(action.type, "rule") else None
+                except argparse.ArgumentTypeError:
+                    continue
+                for number in value if isinstance(value, list) else [value]:
+                    assert not isinstance(number, float) or (math.isfinite(number) and number >= 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["evla"], "command 'evla' is not one of fetch, .*did you mean eval"),
+        ([], "COMMAND must be given; see drafttrain --help"),
+        (["eval", *BOTH, "--limt", "3"], "'--limt' is no flag of this command; did you mean --limit"),
+        (["eval", *BOTH, "--limit", "-1"], r"--limit='-1' must be a whole number from 1 to"),
+        (["eval", *BOTH, "--limit"], "--limit expected one argument"),
+        (["eval", *BOTH, "--device", "tpu"], "--device='tpu' is not one of auto, cpu.*this machine has"),
+        (["eval", *BOTH, "--device", "cuda:77"], "--device='cuda:77' is not one of"),
+        (["eval", *BOTH, "--device", "mps"], "--device='mps' is not one of"),
+        (["eval", *BOTH, "--device", "meta"], "--device='meta' is not one of"),
+        (["eval", *BOTH, "--tree", "fanout:1000x1000"], "is too large"),
+        (["eval", *BOTH, "--temperature", "nan"], "--temperature='nan' must be a number from 0 to 1000"),
+        (["eval", "--drafter", "ngram"], "--target must be given; see drafttrain eval --help"),
+        (["eval", *BOTH, "--seed", "-1"], "--seed='-1' must be"),
+        (["eval", *BOTH, "--limit", "\u0663"], "--limit='\u0663' must be"),
+        (["eval", *BOTH, "--limit", "9" * 5000], r"--limit='9+\.\.\. must be"),
+        (["eval", *BOTH, "--suite", "a\0b"], "NUL"),
+        (["sweep", *BOTH, "--batch-sizes", ""], "--batch-sizes='' must have 1 to 64 values"),
+        (["sweep", *BOTH, "--dtypes", "int8"], "--dtypes='int8' must be one of auto"),
+        (
+            ["generate", *TARGET, "--prompts", PROMPTS, "--output", "OUT", "--backend", "cloud"],
+            "--backend='cloud' is not one of",
+        ),
+        (["train", "/no/recipe.yaml", "--resume"], "'--resume' is no flag"),
+    ],
+)
+def test_each_mistake_is_one_line(folder, capsys, words, message):
+    import re
+
+    assert re.search(message, outcome("flag", "named", lambda: run(folder, words, capsys)))
+
+
+def test_fixture_words_cover_every_command():
+    assert set(NEEDED) == set(COMMANDS) and json.loads(Path(RESULTS).read_text())

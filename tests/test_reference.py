@@ -1,0 +1,46 @@
+"""docs/reference.md, --help and the defaults of the trainer's keys."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from transformers import TrainingArguments
+
+from drafttrain.config import TrainConfig, TrainerKeys
+from drafttrain.train_command import HELP
+from drafttrain.values import default_of
+
+ROOT = Path(__file__).resolve().parents[1]
+OURS = {"logging_steps", "save_steps", "save_total_limit", "max_grad_norm", "adam_beta2"}  # defaults of ours
+
+
+def reference():
+    spec = importlib.util.spec_from_file_location("reference", ROOT / "scripts" / "reference.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.thorough
+def test_the_reference_is_up_to_date():
+    assert (ROOT / "docs" / "reference.md").read_text() == reference().page(), "run python scripts/reference.py"
+
+
+def test_help_lists_every_key_with_its_default():
+    for one in fields(TrainConfig):
+        assert one.name == "trainer" or f"\n  {one.name}" in HELP
+    assert "  max_length         tokens used of a conversation (2048)" in HELP
+
+
+def test_every_key_says_what_it_means():
+    for settings in (TrainConfig, TrainerKeys):
+        assert [one.name for one in fields(settings) if "meaning" not in one.metadata] in ([], ["trainer"])
+
+
+def test_defaults_of_the_trainers_keys_are_transformers_own_or_ours():
+    theirs = {one.name: one.default for one in fields(TrainingArguments)}
+    differing = {one.name for one in fields(TrainerKeys) if default_of(one) != theirs[one.name]}
+    assert differing == OURS
