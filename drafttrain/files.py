@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import functools
 import json
 import os
 import re
+import secrets
+import shutil
 import sysconfig
+import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -40,35 +44,121 @@ def suites_folder() -> Path:
     return repository if repository.is_dir() else Path(sysconfig.get_path("data")) / "share" / "drafttrain" / "suites"
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL_SIGNS = ("No space left", "Disk quota exceeded", "File too large", "PytorchStreamWriter", "inline_container")
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS)  # of file systems without locks
+
+
 def is_disk_full(error: BaseException) -> bool:
     """Whether the cause is a full disk; safetensors and torch wrap it in their own errors, so their text counts too."""
-    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+    if getattr(error, "errno", None) in _FULL or any(sign in str(error) for sign in _FULL_SIGNS):
         return True
-    return any(sign in str(error) for sign in ("No space left", "Disk quota exceeded", "PytorchStreamWriter"))
+    return error.__cause__ is not None and is_disk_full(error.__cause__)
+
+
+def lock(path: Path, shared: bool = False) -> int | None:
+    """Opens a file, which is created when missing, and locks it until the descriptor is closed or the process ends.
+
+    On file systems without locks it only opens the file.
+
+    Args:
+        shared: others may hold a shared lock too.
+
+    Returns:
+        The descriptor; None if another process has the lock.
+    """
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(file)
+            return None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                os.close(file)
+                raise
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file), os.stat(path)):
+                return file
+        os.close(file)  # its last holder has deleted it meanwhile
+
+
+def upgrade(file: int) -> bool:
+    """Makes a shared lock exclusive; False if others have it too."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except OSError as error:
+        return error.errno in _NO_LOCKS
+
+
+def _is_abandoned(path: Path) -> bool:
+    """Whether no process holds the lock of a file of this user."""
+    try:
+        with path.open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return os.fstat(file.fileno()).st_uid == os.geteuid()
+    except OSError:
+        return False
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Gives a temporary file in the folder of `path`. It replaces `path` if the block succeeds, and is deleted if not."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
+    """Gives a temporary file in the folder of `path`. It replaces `path` if the block succeeds, and is deleted if not.
+
+    Temporary files of `path` that killed processes have left are deleted first.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
+    left = re.compile(re.escape(f".{path.name}.") + r"([0-9a-f]{8}|\d+)")  # a process id in earlier versions
+    for name in filter(left.fullmatch, os.listdir(path.parent)):
+        if _is_abandoned(path.with_name(name)):
+            path.with_name(name).unlink(missing_ok=True)
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    while (held := lock(part)) is None:  # another process is looking at it
+        pass
     try:
         yield part
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
+        os.close(held)
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Reports a failure to write `path` as a UserError, also a full disk in safetensors' or torch's own errors."""
+def scratch_folder() -> Iterator[Path]:
+    """A temporary folder, deleted at the end. Those that killed processes have left are deleted first."""
+    name = ".drafttrain-scratch"  # locked
+    for old in Path(tempfile.gettempdir()).glob(f"drafttrain-*/{name}"):
+        if _is_abandoned(old):
+            shutil.rmtree(old.parent, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="drafttrain-") as folder:
+        held = lock(Path(folder, name))
+        try:
+            yield Path(folder)
+        finally:
+            if held is not None:
+                os.close(held)
+
+
+@contextlib.contextmanager
+def writing(path: Path, key: str = "output", reads: bool = False) -> Iterator[None]:
+    """Reports a failure to write `path` as a UserError, also a full disk in safetensors' or torch's own errors.
+
+    Args:
+        key: the setting that names the path. reads: the block reads files too, so only a full disk is known to be a failure
+            to write.
+    """
     try:
         yield
+    except UserError:
+        raise
     except Exception as error:
-        if not isinstance(error, OSError) and not is_disk_full(error):
+        if not is_disk_full(error) and (reads or not isinstance(error, OSError)):
             raise
         reason = (error.strerror if isinstance(error, OSError) else None) or first_line(error)
-        raise UserError(f"output={str(path)!r} cannot be written ({reason}); choose another place") from error
+        fix = "free some space, or choose another place" if is_disk_full(error) else "choose another place"
+        raise UserError(f"{key}={str(path)!r} cannot be written ({reason}); {fix}") from error
 
 
 def write_text(path: Path, text: str) -> None:
@@ -83,8 +173,8 @@ def write_json(path: Path, content: Mapping[str, object]) -> None:
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    """Replaces a JSON-lines file in one step."""
-    with replacing(path) as part, part.open("w", encoding="utf-8") as file:
+    """Replaces a JSON-lines file in one step. Raises UserError as `writing` does."""
+    with writing(path), replacing(path) as part, part.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
@@ -239,46 +329,81 @@ def read_jsonl(
         raise UserError(f"{path} cannot be read ({error.strerror}); give a JSONL file") from error
 
 
+def append_line(file: int, row: Json) -> None:
+    """Appends a row to a JSON-lines file, by its descriptor: completely, or not at all with an OSError."""
+    line = (json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n").encode()
+    begin = os.lseek(file, 0, os.SEEK_END)
+    try:
+        if os.write(file, line) != len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError:
+        os.ftruncate(file, begin)
+        raise
+
+
 class JsonlLog:
     """A JSON-lines file that an interrupted run continues: its settings in the first line, then one result a line.
 
-    An incomplete last line, whose writer was killed, is cut off.
+    An incomplete last line, whose writer was killed, is cut off. The file is locked until it is closed.
+
+    Args:
+        schema: of a result; see `read_json`. overwrite: begin a file of other settings again, in place of an error.
 
     Attributes:
         rows: the results, those of earlier runs included.
 
-    Args:
-        schema: of a result; see `read_json`.
-
     Raises:
-        UserError: the file was begun with other settings, or a line is damaged.
+        UserError: the file was begun with other settings, a line is damaged, it cannot be written, or another process
+            writes it.
     """
 
-    def __init__(self, path: Path, settings: Json, schema: type = dict):
+    def __init__(self, path: Path, settings: Json, schema: type = dict, overwrite: bool = False):
         self.path, settings = path, redact(settings)
         fix = "delete that line to redo its result, or the file to start again"
-        lines = [row for _, row in read_jsonl(path, growing=True, fix=fix)] if path.is_file() else []
-        if lines and lines[0] != settings:
-            raise UserError(f"{path} was begun with {differences(lines[0], settings)}; use those, or give --overwrite")
-        for number, row in enumerate(lines[1:], 1):
-            check_json(row, f"{path} result {number}", fix, schema)
-        self.rows: list[Json] = lines[1:]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab")
-        self._file.truncate(complete_bytes(path))
-        if not lines:
-            self._write(settings)
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            held = lock(path)
+        if held is None:
+            raise UserError(f"{str(path)!r} is being written by another process; wait for it, or choose another output")
+        self._file = held
+        try:
+            lines = [row for _, row in read_jsonl(path, growing=True, fix=fix)]
+            if lines and lines[0] != settings:
+                if not overwrite or lines[0].keys() != settings.keys():
+                    raise UserError(
+                        f"{path} was begun with {differences(lines[0], settings)}; use those, or give --overwrite"
+                    )
+                lines = []
+            for number, row in enumerate(lines[1:], 1):
+                check_json(row, f"{path} result {number}", fix, schema)
+            self.rows: list[Json] = lines[1:]
+            with writing(path):
+                os.ftruncate(self._file, complete_bytes(path) if lines else 0)
+            if not lines:
+                self._write(settings)
+        except BaseException:
+            self.close()
+            raise
 
     def add(self, row: Json) -> None:
+        """Adds a result. Raises UserError: it cannot be written; the file then holds all earlier ones."""
         self.rows.append(row)
         self._write(row)
 
     def _write(self, row: Json) -> None:
-        self._file.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
-        self._file.flush()
+        with writing(self.path):
+            append_line(self._file, row)
 
     def close(self) -> None:
-        self._file.close()
+        """Closes and unlocks the file, once."""
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
+
+    def remove(self) -> None:
+        """Closes and deletes the file."""
+        self.path.unlink(missing_ok=True)
+        self.close()
 
 
 def complete_bytes(path: Path) -> int:

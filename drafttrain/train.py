@@ -17,9 +17,11 @@ if __name__ == "__main__":  # before torch loads, which takes seconds in which a
     sys.exit(importlib.import_module("drafttrain.cli").main())
 
 import argparse
+import contextlib
 import json
 import signal
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 import torch
@@ -49,6 +51,7 @@ from drafttrain.errors import UserError
 from drafttrain.evaluation.held_out import acceptance, first_prompts
 from drafttrain.evaluation.metrics import read_training
 from drafttrain.files import Json, write_json
+from drafttrain.folders import PARTIAL, OutputFolder, check_folder
 from drafttrain.losses import parse_loss
 from drafttrain.target import Target
 from drafttrain.training import arguments
@@ -102,9 +105,10 @@ class Prepared:
     on_policy: OnPolicy | None  # mixes in the drafter's responses
     checkpoint: str | None  # to resume from
     facts: Json  # what training.json records about the drafter
+    output: OutputFolder | None  # of the first process
 
 
-def prepare(config: TrainConfig, args: TrainingArguments) -> Prepared:
+def prepare(config: TrainConfig, args: TrainingArguments, output: OutputFolder | None) -> Prepared:
     """Loads target and data, builds the drafter, and finds the checkpoint to resume from."""
     check_pretraining(config)
     set_seed(args.seed)
@@ -126,11 +130,16 @@ def prepare(config: TrainConfig, args: TrainingArguments) -> Prepared:
         on_policy = OnPolicy(options, drafter, train_rows, target, config.max_length, args, config.packing)
     if config.packing:
         train_rows = pack_rows(train_rows, config.max_length, args.seed)
-    checkpoint = find_checkpoint(args, config.resume)
+    checkpoint = find_checkpoint(args, config.resume, output)
     if config.init == "target" and checkpoint is None and source.has_states:
         begin_from_least_squares(drafter, train_rows, source)
-    facts = {"parameters": parameters, "vocabulary": vocab}
-    return Prepared(target, drafter, train_rows, held_out, source, on_policy, checkpoint, facts)
+    facts = {"parameters": parameters, "vocabulary": vocab, "data_set": data_facts(config.data)}
+    return Prepared(target, drafter, train_rows, held_out, source, on_policy, checkpoint, facts, output)
+
+
+def data_facts(data: str) -> Json:
+    """Counts and sampling of a data set, for a model card that is written where the data is not; empty for a text."""
+    return {} if is_text(data) else {key: read_meta(data).get(key) or {} for key in ("counts", "sampling")}
 
 
 def load_target_and_records(config: TrainConfig, args: TrainingArguments) -> tuple[Target, Dataset]:
@@ -278,7 +287,7 @@ def finish(config: TrainConfig, run: Prepared, trainer: DrafterTrainer, seconds:
     with SaveOnTerm():  # a signal must not end the process while it saves
         trainer.take_best()
         metrics = trainer.evaluate() if run.held_out is not None else {}
-        trainer.save_model()
+        save_drafter(trainer, run)
         if run.held_out is not None:
             choose_tree(trainer, run.held_out)
     state, args = trainer.state, trainer.args
@@ -299,8 +308,20 @@ def finish(config: TrainConfig, run: Prepared, trainer: DrafterTrainer, seconds:
         "processes": args.world_size,
     }
     if args.process_index == 0:
-        write_json(Path(config.output_dir) / "training.json", summary)
+        write_json(Path(str(args.output_dir)) / "training.json", summary)
     return summary
+
+
+def save_drafter(trainer: DrafterTrainer, run: Prepared) -> None:
+    """Saves the drafter in place of an earlier one, of which nothing stays unless this run continues it."""
+    keep = ("checkpoint-*", *(("decoding.json", "adapter") if run.checkpoint else ()))
+    wait = trainer.accelerator.wait_for_everyone
+    with run.output.staged(keep) if run.output else contextlib.nullcontext():
+        wait()
+        trainer.save_model(str(Path(str(trainer.args.output_dir)) / PARTIAL))
+        wait()
+    if run.output:
+        run.output.forget()
 
 
 def choose_tree(trainer: DrafterTrainer, held_out: Dataset) -> None:
@@ -314,16 +335,36 @@ def choose_tree(trainer: DrafterTrainer, held_out: Dataset) -> None:
             print(f"default tree, by held-out accuracy: {tree}", flush=True)
 
 
+def inputs_of_recipe(config: TrainConfig) -> list[tuple[str, str]]:
+    """(key, value) of what a run reads."""
+    return [(key, str(getattr(config, key))) for key in ("target", "data", "init")]
+
+
+@contextlib.contextmanager
+def claimed(config: TrainConfig, args: TrainingArguments) -> Iterator[OutputFolder | None]:
+    """Locks output_dir for all processes of this run; gives it to the first one."""
+    if args.process_index:
+        yield None
+        return
+    with OutputFolder(config.output_dir, "train", inputs_of_recipe(config), "output_dir") as output:
+        try:
+            yield output
+        except BaseException:
+            if newest_checkpoint(args) is None:  # those of an earlier run, which this one was to replace
+                output.restore()
+            raise
+
+
 def run(args: argparse.Namespace) -> int:
     """The command: setup, prepare, fit, finish, and a line about the result."""
     config, training_args = setup(args.config, args.overrides)
-    summary_file = Path(config.output_dir) / "training.json"
+    check_folder(config.output_dir, "train", inputs_of_recipe(config), "output_dir")
     as_saved = redact(json.loads(json.dumps(asdict(config))))
-    if config.resume and read_training(summary_file.parent).get("config") == as_saved:
+    if config.resume and read_training(Path(str(training_args.output_dir))).get("config") == as_saved:
         print(f"{config.output_dir} is already trained with this configuration (resume=false trains it again)")
         return 0
-    with explained(training_args):
-        prepared = prepare(config, training_args)
+    with explained(training_args), claimed(config, training_args) as output:
+        prepared = prepare(config, training_args, output)
         trainer, seconds = fit(config, training_args, prepared)
         summary = finish(config, prepared, trainer, seconds)
     if training_args.process_index == 0:

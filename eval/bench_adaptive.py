@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
-from benchmark import alternate, median, write_result
+from benchmark import alternate, median, result_path, write_result
 
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import load_drafter, load_trained
@@ -66,7 +65,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=result_path)
     args = parser.parse_args()
     target = Target.load(args.target, args.dtype, args.device).pack()
     drafter: Any = load_drafter(args.drafter, target)

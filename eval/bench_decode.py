@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmark import against, alternate, median, write_result
+from benchmark import against, alternate, median, result_path, write_result
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from drafttrain.evaluation.suites import load_suite, render, take_evenly
@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--against", type=Path, help="root of another checkout to compare with")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=result_path)
     args = parser.parse_args()
     if args.against:
         return against(args.against, "tokens_per_second", ["autoregressive", "hf_generate"], args.repeats, args.output)

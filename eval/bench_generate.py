@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import transformers
-from benchmark import against, alternate, median, write_result
+from benchmark import against, alternate, median, result_path, write_result
 
 from drafttrain.data.conversation import ChatRenderer
 from drafttrain.inference.responses import ResponseEngine, ResponseRequest
@@ -119,7 +119,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--against", type=Path, help="root of another checkout to compare with")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=result_path)
     return parser.parse_args()
 
 

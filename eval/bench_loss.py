@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from benchmark import alternate, median, write_result
+from benchmark import alternate, median, result_path, write_result
 from plain_divergence import plain_divergence
 from torch import Tensor
 
@@ -144,7 +144,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=result_path)
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     args = parser.parse_args()
     sizes = zip(("tokens", "vocabulary", "hidden", "dtype"), SIZES[resolve_device(args.device).type], strict=True)

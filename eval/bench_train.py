@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from benchmark import alternate, median, write_result
+from benchmark import alternate, median, result_path, write_result
 from side import Side, serve
 from torch import Tensor
 
@@ -223,7 +223,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--gradient-checkpointing", action="store_true", help="in our path")
     parser.add_argument("--peer-python", help="an interpreter with speculators")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=result_path)
     parser.add_argument("--work", nargs=2, metavar=("JOB", "SIDE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:

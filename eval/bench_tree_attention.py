@@ -16,12 +16,11 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from benchmark import write_result
+from benchmark import result_path, write_result
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -150,7 +149,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=result_path)
     return parser.parse_args()
 
 

@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmark import median, write_result
+from benchmark import median, result_path, write_result
 
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--tree", default="dynamic:2,6,8", help="our tuned tree, n-grams merged")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=result_path)
     args = parser.parse_args()
     target = Target.load(args.target, args.dtype).pack()
     questions = take_evenly(load_suite(args.suite).questions, args.prompts)

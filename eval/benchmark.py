@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -15,9 +16,19 @@ from typing import TypeVar
 import torch
 
 from drafttrain.environment import describe_environment
+from drafttrain.errors import UserError
 from drafttrain.files import Json, write_json
+from drafttrain.folders import output_file
 
 T = TypeVar("T")
+
+
+def result_path(text: str) -> Path:
+    """The type of --output: a place that can be written, and no file but an earlier result."""
+    try:
+        return output_file(text, "benchmark")
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def alternate(sides: Mapping[str, Callable[[], T]], repeats: int, warm_up: bool = True) -> dict[str, list[T]]:

@@ -31,7 +31,8 @@ from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import kind_class, kinds
 from drafttrain.environment import describe_environment
 from drafttrain.errors import UserError
-from drafttrain.files import Json, write_json
+from drafttrain.files import Json, write_json, write_text
+from drafttrain.folders import OutputFolder, inputs_of, output_file
 from drafttrain.progress import Progress
 from drafttrain.reports.charts import Chart, Series, picture
 
@@ -315,8 +316,7 @@ def summarize(args: argparse.Namespace, trainings: Json, entries: Sequence[Entry
     }
     write_json(args.output, summary)
     if args.table:
-        args.table.parent.mkdir(parents=True, exist_ok=True)
-        args.table.write_text(markdown(summary))
+        write_text(args.table, markdown(summary))
     return summary
 
 
@@ -362,7 +362,12 @@ def run(args: argparse.Namespace) -> Json:
 def main() -> int:
     try:
         args = arguments()
-        summary = run(args)
+        inputs = [*inputs_of(args, "folder", "table", "plot")]
+        args.output = output_file(args.output, "compare", inputs)
+        args.table = output_file(args.table, "compare table", inputs, "table") if args.table is not None else None
+        args.plot = output_file(args.plot, "report", inputs, "plot") if args.plot is not None else None
+        with OutputFolder(args.folder, "compare", inputs, "folder"):
+            summary = run(args)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

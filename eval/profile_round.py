@@ -13,10 +13,9 @@ from __future__ import annotations
 import argparse
 import time
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
-from benchmark import write_result
+from benchmark import result_path, write_result
 
 from drafttrain.drafters.combined import CombinedDrafter
 from drafttrain.drafters.common.layer_model import LayerDrafter
@@ -115,7 +114,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=result_path)
     args = parser.parse_args()
     target = Target.load(args.target, args.dtype, args.device).pack()
     drafter = load_drafter(args.drafter, target)

@@ -119,7 +119,7 @@ def test_kinds_of_request_that_are_switched_off(target, tmp_path):
     with pytest.raises(UserError, match="category has 1 entries for 2 prompts"):
         generate(target, [TEXT, TEXT], drafter, category=["poetry"])
     (tmp_path / "drafter" / "decoding.json").write_text('{"tree": "chain:2", "off": "poetry"}')
-    with pytest.raises(UserError, match="off='poetry' must be a list"):
+    with pytest.raises(UserError, match="off='poetry': input should be a valid list"):
         generate(target, TEXT, drafter)
 
 

@@ -22,7 +22,7 @@ ORDER = [
     ["errors"],
     ["values"],
     ["files", "environment", "batch", "progress"],
-    ["config"],
+    ["config", "folders"],
     ["ops"],
     ["losses", "target"],
     ["formats"],
@@ -142,6 +142,7 @@ def test_no_module_hides_a_package():
 # Words that are kinds' names and stand for something else there, or that cannot be asked for.
 OTHER_WORDS = {
     ("cli", "ngram"),  # the command ngram-store, which writes what a kind reads
+    ("folders", "ngram"),
     ("data", "ngram"),  # runs of words that texts share
     ("target", "mtp"),  # the prefix of prediction modules in published targets
     ("config", "eagle3"),  # what a recipe trains that names no kind

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from datasets import Dataset
 from torch import Tensor
 
 from drafttrain.data.generate import parse_layers
@@ -23,6 +24,7 @@ from drafttrain.data.store import (
 from drafttrain.errors import UserError
 from drafttrain.files import first_change, write_json
 from drafttrain.flags import add_target_flags, load_target
+from drafttrain.folders import OutputFolder, check_folder
 from drafttrain.progress import Progress
 from drafttrain.target import Target
 from drafttrain.target.devices import DTYPES
@@ -50,7 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--top-k", Size, default=0, help="store this many most likely tokens in place of the last hidden states")
     add("--store-dtype", default="bfloat16", choices=["bfloat16", "float32"], help="of stored states")
     add("--max-length", Size, default=0, help="tokens of a conversation to store; 0 stores all")
-    add("--overwrite", action="store_true", help="delete the stored states first")
+    more = "replace the stored states, which are deleted when the new ones are complete"
+    add("--overwrite", action="store_true", help=more)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -58,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises UserError: no data set there, one of another tokenizer, stored states of other settings, or too little disk.
     """
-    share, root = Share.of_process(), Path(args.data).expanduser()
+    share, root = Share.of_process(), check_folder(args.data, "generate", key="data")
     meta, records = read_meta(root), load_records(root)
     name = args.target or meta["target"]["name"]
     target = load_target(args, name, args.target_device_map)
@@ -69,10 +72,23 @@ def run(args: argparse.Namespace) -> int:
     layers = parse_layers(args.layers, target)
     if not layers:
         raise UserError(f"layers={args.layers!r} stores nothing; write default, or layer numbers such as 2,15,27")
-    if args.overwrite and share.world == 1:
-        shutil.rmtree(root / "features", ignore_errors=True)
-    describe(root, target, layers, args)
+    with OutputFolder(root, "generate", key="data", rank=share.rank if share.world > 1 else None) as output:
+        if args.overwrite and share.world == 1:
+            output.set_aside("features/part-*.safetensors", "features/features.json")
+        try:
+            extract(args, target, layers, share, records)
+        except BaseException:
+            if not any(root.glob("features/part-*.safetensors")):
+                output.restore()
+            raise
+        output.forget()
+    return 0
 
+
+def extract(args: argparse.Namespace, target: Target, layers: tuple[int, ...], share: Share, records: Dataset) -> None:
+    """Computes and stores the missing states of this process's conversations."""
+    root = Path(args.data).expanduser()
+    describe(root, target, layers, args)
     done = FeatureStore(root)
     limit = args.max_length or None
     todo = [(row["id"], row["tokens"][:limit]) for row in records if row["id"] not in done]
@@ -98,7 +114,6 @@ def run(args: argparse.Namespace) -> int:
                 writer.add(key, **tensors)
             progress.advance(len(group))
         writer.flush()
-    return 0
 
 
 def describe(root: Path, target: Target, layers: tuple[int, ...], args: argparse.Namespace) -> None:

@@ -24,6 +24,7 @@ from drafttrain.environment import __version__
 from drafttrain.errors import UserError, shown
 from drafttrain.files import Json, read_jsonl, write_json
 from drafttrain.flags import add_sampling_flags, add_target_flags, load_target, sampling_of
+from drafttrain.folders import check_folder, inputs_of
 from drafttrain.ops.sampling import SamplingParams
 from drafttrain.progress import Progress
 from drafttrain.target import Target, load_shell
@@ -66,7 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--backend", default="local", choices=["local", "openai", "vllm", "existing"])
     add("--url", action="append", default=[], help="server of --backend openai; repeat it for several")
     add("--model", default="", help="model name in requests to the server (default: the first it lists)")
-    add("--overwrite", action="store_true", help="delete the data set in --output first")
+    add("--overwrite", action="store_true", help="replace the data set in --output, which is deleted when the new one is "
+        "complete; other files in the folder stay")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -80,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("overwrite=True with several processes deletes the others' work; delete the folder yourself")
     if args.features != "none" and args.backend != "local":
         raise UserError(f"features={args.features!r} needs --backend local: the other backends return no hidden states")
+    check_folder(args.output, "generate", inputs_of(args))
     existing = args.backend == "existing"
     conversations = [] if existing else read_prompts(Path(args.prompts).expanduser())
     target = load_target(args) if args.backend == "local" else load_shell(args.target, args.trust_remote_code)

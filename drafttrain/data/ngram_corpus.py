@@ -13,8 +13,9 @@ from drafttrain.data.row_formats import are_messages
 from drafttrain.data.store import load_records, read_meta
 from drafttrain.drafters.ngram_store.model import NgramTable
 from drafttrain.errors import UserError
-from drafttrain.files import read_jsonl
+from drafttrain.files import read_jsonl, replacing, writing
 from drafttrain.flags import TARGET_HELP, load_tokenizer
+from drafttrain.folders import STORE, inputs_of, output_file
 from drafttrain.target import tokenizer_fingerprint
 from drafttrain.values import Count, Depth, File, Place, adder
 
@@ -39,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command. Raises UserError: not exactly one corpus, text without a target, or an unreadable or empty corpus."""
     if (args.data is None) == (args.text is None):
         raise UserError("give either --data DIR or --text FILE")
+    output = output_file(args.output, STORE, inputs_of(args))
     if args.data is not None:
         tokenizer, documents = read_meta(args.data)["target"]["tokenizer"], responses(args.data, args.max_n)
     elif args.target is None:
@@ -49,9 +51,8 @@ def run(args: argparse.Namespace) -> int:
     table = NgramTable.build(documents, args.max_n, args.max_entries)
     if not len(table.tokens):
         raise UserError(f"the corpus {args.data or args.text!r} has no two tokens in a row; give one with text")
-    output = Path(args.output).expanduser()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    table.save(output, tokenizer)
+    with writing(output), replacing(output) as part:
+        table.save(part, tokenizer)
     size = output.stat().st_size / 1e6
     print(f"wrote {output}: {len(table.hashes):,} contexts, {len(table.tokens):,} continuations, {size:.1f} MB")
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import time
@@ -29,6 +30,7 @@ from drafttrain.files import (
     write_jsonl,
 )
 from drafttrain.flags import add_target_flags, load_target, load_tokenizer
+from drafttrain.folders import inputs_of, output_file
 from drafttrain.progress import Progress, plain_console
 from drafttrain.values import (
     Amount,
@@ -198,7 +200,6 @@ def write_prompts(
                 progress.advance(len(kept) - before)
                 if len(kept) >= count or time.monotonic() > until:
                     break
-    log.close()
     random.Random(seed).shuffle(kept)
     return kept[:count]
 
@@ -216,9 +217,8 @@ def magpie_prompts(args: argparse.Namespace, keep: Filter, target: Target, log: 
     def answers(start: int) -> Iterator[Finished]:
         return engine.run(writer.requests(start), sampling, args.seed)
 
-    return write_prompts(
-        writer, answers, JsonlLog(log, settings, WrittenPrompt), keep, args.count, args.max_minutes, args.seed
-    )
+    with contextlib.closing(JsonlLog(log, settings, WrittenPrompt, args.overwrite)) as results:
+        return write_prompts(writer, answers, results, keep, args.count, args.max_minutes, args.seed)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -248,21 +248,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--exclude-suites", action=flag, default=True, help="also drop prompts that overlap with drafttrain's suites")
     add("--ngram", Count, default=8, help="consecutive shared words that count as overlap (default: 8)")
     add("--seed", Seed, default=0)
-    add("--overwrite", action="store_true", help="delete existing results first")
+    add("--overwrite", action="store_true", help="replace an earlier result, when the new one is complete")
 
 
 def run(args: argparse.Namespace) -> int:
     args.count = 1000 if args.count is None and args.source == "magpie" else args.count
     _check(args)
+    args.output = output_file(args.output, "prompts", inputs_of(args))
     settings = _settings(args)
     partial, summary = (args.output.with_name(args.output.name + end) for end in (".partial", ".summary.json"))
-    if args.overwrite:
-        for path in (args.output, summary, partial):
-            path.unlink(missing_ok=True)
-    if args.output.exists():
+    output_file(summary, "prompts summary")
+    if (replaces := args.output.exists()) and not args.overwrite:
         before = read_json(summary, "summary", _SUMMARY_FIX, PromptSummary)["settings"] if summary.exists() else {}
         if before != settings:
-            what = differences(before, settings) if before else "unknown settings (it has no summary file)"
+            what = differences(before, settings) if before else "unknown settings (it is empty)"
             raise UserError(f"{args.output} was made with {what}; give --overwrite, or another --output")
         print(f"{args.output} is there already, made with the same settings; left as it is")
         return 0
@@ -283,8 +282,12 @@ def run(args: argparse.Namespace) -> int:
             f"source={args.source}: no prompt is left ({reasons or 'the source is empty'}); check the format and the limits"
         )
     counts = {"read": len(rows) + sum(keep.dropped.values()), "kept": len(rows), "dropped": dict(keep.dropped)}
-    write_json(summary, {"settings": settings, **counts})
+    # A run that is killed between the two leaves no prompts with the summary of other settings.
+    if not replaces:
+        write_json(summary, {"settings": settings, **counts})
     write_jsonl(args.output, rows)
+    if replaces:
+        write_json(summary, {"settings": settings, **counts})
     partial.unlink(missing_ok=True)
     table = Table("", "prompts")
     table.columns[1].justify = "right"

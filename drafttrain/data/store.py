@@ -14,8 +14,6 @@ determine which conversations are done, so any number of processes can continue 
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
 import json
 import math
@@ -37,9 +35,10 @@ from typing_extensions import NotRequired, TypedDict
 
 from drafttrain.data.record_cache import StoredLine, cached_records, stored_lines
 from drafttrain.environment import __version__
-from drafttrain.errors import UserError
+from drafttrain.errors import UserError, first_line
 from drafttrain.files import (
     Json,
+    append_line,
     check_json,
     complete_bytes,
     first_change,
@@ -49,7 +48,9 @@ from drafttrain.files import (
     reading,
     replacing,
     write_json,
+    writing,
 )
+from drafttrain.folders import OutputFolder
 from drafttrain.target.attention import LAST
 
 FORMAT = 1
@@ -120,10 +121,12 @@ def read_meta(directory: str | Path) -> Json:
     return meta
 
 
-def _disk_full(directory: Path, kept: str) -> UserError:
-    free = shutil.disk_usage(directory).free
+def not_written(directory: Path, kept: str, error: Exception) -> UserError:
+    """The error of a write that failed; kept: what is stored, with its verb."""
+    free, reason = shutil.disk_usage(directory).free, getattr(error, "strerror", None) or first_line(error)
+    reason = "no space left on the device" if is_disk_full(error) else reason
     return UserError(
-        f"output={str(directory)!r}: no space left on the device ({free / 1e6:.0f} MB free); {kept} kept, free some "
+        f"output={str(directory)!r}: {reason} ({free / 1e6:.0f} MB free); {kept} kept, free some "
         "space and run the same command again to continue"
     )
 
@@ -167,7 +170,7 @@ class Store:
     """Writes one process's part of a data set.
 
     Args:
-        directory: created when missing. overwrite: delete an existing data set first.
+        directory: created when missing. overwrite: replace an existing data set; it is deleted when this one is complete.
         meta: settings that all runs into one data set share: {"target": identity, "sampling": {...}, "features": {...} or
             None, ...}.
         rank: number of this process; it writes its own part.
@@ -182,20 +185,18 @@ class Store:
     def __init__(self, directory: str | Path, meta: Json, rank: int = 0, overwrite: bool = False):
         self.directory, self.rank = Path(directory).expanduser(), rank
         self.appended = 0
-        if overwrite and (self.directory / "meta.json").exists():
-            shutil.rmtree(self.directory)
+        self._folder = OutputFolder(self.directory, "generate", rank=None if overwrite else rank)
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self._claim(meta)
-            self._file = os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        except OSError as error:
-            if error.errno == errno.ENOSPC:
-                raise _disk_full(self.directory.parent, "nothing") from error
-            reason = error.strerror
-            raise UserError(f"output={str(directory)!r} cannot be written ({reason}); choose another folder") from error
-        self._lock()
-        if complete_bytes(self._part) < self._part.stat().st_size:  # readers cache by the modification time
-            os.truncate(self._part, complete_bytes(self._part))
+            with writing(self.directory):
+                if overwrite:
+                    self._folder.set_aside()
+                self._claim(meta)
+                self._file = os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            if complete_bytes(self._part) < self._part.stat().st_size:  # readers cache by the modification time
+                os.truncate(self._part, complete_bytes(self._part))
+        except BaseException:
+            self._folder.close()
+            raise
         self._synced = time.monotonic()
 
     @property
@@ -205,9 +206,6 @@ class Store:
     def _claim(self, meta: Json) -> None:
         path, where = self.directory / "meta.json", f"output={str(self.directory)!r}"
         if not path.exists():
-            others = [name for name in os.listdir(self.directory) if not name.startswith(".meta")]
-            if others and not _parts(self.directory):
-                raise UserError(f"{where} holds other files ({others[0]}) and no data set; choose an empty folder")
             write_json(path, {"format": FORMAT, "drafttrain": __version__, **meta, "counts": {}})
         recorded = {key: value for key, value in read_meta(self.directory).items() if key not in _BOOKKEEPING}
         changed = first_change(_flatten(recorded), _flatten(json.loads(json.dumps(meta))))
@@ -217,43 +215,25 @@ class Store:
                 "--output, or delete it with --overwrite"
             )
 
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(self._file)
-            raise UserError(
-                f"{self._part} is being written by another process; wait for it, or share the work: accelerate launch"
-            ) from error
-        except OSError as error:
-            # Some network file systems have no locks; there the user has to avoid two runs into one folder.
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL):
-                raise
-
     def done_ids(self) -> set[str]:
         """Ids of the conversations in all parts."""
         return {record["id"] for record in _lines(self.directory)}
 
     def append(self, record: Json) -> None:
-        """Appends one conversation, completely or not at all. Raises UserError: the disk is full."""
-        line = json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
-        begin = os.fstat(self._file).st_size
+        """Appends one conversation, completely or not at all. Raises UserError: it cannot be written (the disk is full)."""
         try:
-            if os.write(self._file, line) != len(line):
-                raise OSError(errno.ENOSPC, "short write")
+            append_line(self._file, record)
             if time.monotonic() - self._synced > _SYNC_SECONDS:
                 os.fsync(self._file)
                 self._synced = time.monotonic()
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            os.ftruncate(self._file, begin)
-            raise _disk_full(self.directory, f"{self.appended} conversations of this run are") from error
+            raise not_written(self.directory, f"{self.appended} conversations of this run are", error) from error
         self.appended += 1
 
     def finish(self) -> dict[str, int]:
         """Flushes, updates the counts in meta.json, and returns them."""
-        os.fsync(self._file)
+        with writing(self.directory):
+            os.fsync(self._file)
         counts = {"conversations": 0, "responses": 0, "response_tokens": 0, "truncated": 0}
         for record in _lines(self.directory):
             counts["conversations"] += 1
@@ -264,8 +244,9 @@ class Store:
         return counts
 
     def close(self) -> None:
-        """Closes and unlocks the part."""
+        """Closes the part and unlocks the folder."""
         os.close(self._file)
+        self._folder.close()
 
     def __enter__(self) -> Store:
         return self
@@ -274,6 +255,9 @@ class Store:
         try:
             if kind is None:
                 self.finish()
+                self._folder.forget()
+            elif not self.appended:
+                self._folder.restore()
         finally:
             self.close()
 
@@ -296,7 +280,8 @@ class ShardWriter:
 
     def __init__(self, folder: Path, rank: int, shard_bytes: int = _SHARD_BYTES):
         self.folder, self.rank, self.shard_bytes = folder, rank, shard_bytes
-        folder.mkdir(exist_ok=True)
+        with writing(folder):
+            folder.mkdir(exist_ok=True)
         written = [int(shard.stem.rsplit("-", 1)[1]) for shard in folder.glob(f"part-{rank:04d}-*.safetensors")]
         self.next_shard = max(written, default=-1) + 1
         for leftover in folder.glob(f".part-{rank:04d}-*"):
@@ -328,9 +313,9 @@ class ShardWriter:
             with replacing(self.folder / f"part-{self.rank:04d}-{self.next_shard:05d}.safetensors") as part:
                 save_file(self._tensors, part)
         except Exception as error:
-            if not is_disk_full(error):
+            if not isinstance(error, OSError) and not is_disk_full(error):
                 raise
-            raise _disk_full(self.folder, self.kept) from error
+            raise not_written(self.folder, self.kept, error) from error
         self.next_shard += 1
         self._tensors, self._bytes = {}, 0
 

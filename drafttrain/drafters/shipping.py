@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar, cast
 
 import torch
+from packaging.version import InvalidVersion, Version
 from torch import Tensor
 
 from drafttrain.drafters import registry
@@ -25,14 +26,42 @@ from drafttrain.files import Json
 from drafttrain.formats.weights import check_weights, read_config, read_weights, write_checkpoint
 
 FORMATS = ("vllm", "sglang", "transformers", "gguf")
-# Engines in the order of the recipes, and the format whose rules each follows.
+
+
+class Engine(NamedTuple):
+    """An inference engine, in the release whose loader decides what it supports."""
+
+    name: str
+    form: str  # one of FORMATS: the files that it loads
+    release: str
+
+    def before(self, release: str) -> bool:
+        """Whether this release is older than another."""
+        return Version(self.release) < Version(release)
+
+    def of_release(self, release: str) -> Engine:
+        """The engine in another release; the same for an empty one. Raises UserError: no version number."""
+        try:
+            return self._replace(release=str(Version(release))) if release else self
+        except InvalidVersion as error:
+            raise UserError(
+                f"engine-version={release!r} is no version number; write for example {self.release}"
+            ) from error
+
+
+# In the order of the recipes. The releases are those whose sources the rules were read from; the first engine of a format is
+# the one that the format is written for.
 ENGINES = {
-    "vLLM": "vllm",
-    "SGLang": "sglang",
-    "TensorRT-LLM, Triton": "sglang",
-    "llama.cpp": "gguf",
-    "transformers": "transformers",
+    engine.name: engine
+    for engine in (
+        Engine("vLLM", "vllm", "0.32.0"),
+        Engine("SGLang", "sglang", "0.5.23"),
+        Engine("TensorRT-LLM, Triton", "sglang", "1.3"),  # its main branch after 1.2.1
+        Engine("llama.cpp", "gguf", "11549"),
+        Engine("transformers", "transformers", "5.17"),
+    )
 }
+TARGET_OVERRIDES = "hf_overrides"  # among vLLM's options: keys that the target's config gets, not the drafter's
 GGUF_NAME = "draft.gguf"  # the file of the gguf format
 _DEPTH = 4  # tokens of the chains that prove an export
 
@@ -87,8 +116,14 @@ class ExportRequest(NamedTuple):
 
     output: Path  # folder to write
     dtype: torch.dtype = torch.bfloat16  # of the weights
-    target: str = ""  # the target's name, empty if unknown; for keys that name it, and for a tokenizer
+    target: str = ""  # the target's name, empty if unknown; for keys that name it
     depth: int = 3  # speculative tokens per round, where a format records them
+    source: str = ""  # where the target's config, tokenizer and weights are; `target` unless given
+
+    @property
+    def target_files(self) -> str:
+        """The folder or name from which the target's files load."""
+        return self.source or self.target
 
 
 class Exported(NamedTuple):
@@ -154,10 +189,13 @@ class Shipping(Generic[D]):
 
     # -- writing ------------------------------------------------------------------------------------------------
 
-    def unsupported(self, trained: Trained, form: str) -> list[str]:
-        """The drafter's features that a format (and the engines that follow its rules) does not support; empty if none.
+    def unsupported(self, trained: Trained, form: str, engine: Engine | None = None) -> list[str]:
+        """The drafter's features that an engine does not support in a format; empty if none.
 
         Overriding methods return what this one returns first.
+
+        Args:
+            engine: by default the one that the format is written for, see `engine_of`.
         """
         return [] if form in self.formats else [self.no_format.format(form=form, kind=trained.kind)]
 
@@ -204,8 +242,10 @@ class Shipping(Generic[D]):
         drafter = trained.load()
         drafter.config.target = {**trained.target, "name": request.target}
         drafter.to(request.dtype).save_pretrained(request.output)  # type: ignore[arg-type]
-        files = [("model.safetensors", "the drafter, for drafttrain")]
+        files = [("model.safetensors", "the drafter, for drafttrain"), *self.publish_gguf(trained, request)]
         for form, described in self.formats.items():
+            if form == "gguf":
+                continue
             if reasons := self.unsupported(trained, form):
                 print(f"no {form} format: {'; '.join(reasons)}")
                 continue
@@ -215,6 +255,23 @@ class Shipping(Generic[D]):
             self.write(trained, form, request._replace(output=request.output / form))
             files.append((f"{form}/model.safetensors", f"{described.text}, for {', '.join(described.engines)}"))
         return files
+
+    def publish_gguf(self, trained: Trained, request: ExportRequest) -> list[tuple[str, str]]:
+        """Writes draft.gguf into a repository's root, where kind and drafter can be; prints the reason where they cannot.
+
+        Returns:
+            As `publish`.
+        """
+        if "gguf" not in self.formats:
+            return []
+        try:
+            if reasons := self.unsupported(trained, "gguf"):
+                raise UserError("; ".join(reasons))
+            self.write(trained, "gguf", request)
+        except UserError as error:
+            print(f"no GGUF file: {error}")
+            return []
+        return [(GGUF_NAME, f"{self.formats['gguf'].text}, for llama.cpp")]
 
     def withheld(self, trained: Trained, form: str) -> str:
         """Why `publish` leaves out a format that the drafter can be exported in; empty if it does not."""
@@ -282,11 +339,16 @@ class Shipping(Generic[D]):
     def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
         """Settings with which each of ENGINES drafts with this kind; an engine without an entry knows no such drafter.
 
-        vLLM: keys of --speculative-config (method). SGLang: flags of launch_server (speculative-algorithm). TensorRT-LLM:
-        keys of speculative_config (decoding_type). llama.cpp, transformers: none. Model and number of tokens are added;
-        a value here wins, and None drops the key.
+        vLLM: keys of --speculative-config (method), and TARGET_OVERRIDES. SGLang: flags of launch_server
+        (speculative-algorithm). TensorRT-LLM: keys of speculative_config (decoding_type). llama.cpp: flags of llama-server
+        (spec-type). transformers: none. Model
+        and number of tokens are added; a value here wins, and None drops the key.
         """
         return self.serving
+
+    def block_depth(self, trained: Trained) -> int:
+        """Tokens per round of kinds that draft one number of them, whatever is asked; 0 for others."""
+        return 0
 
     # -- importing ----------------------------------------------------------------------------------------------
 
@@ -304,6 +366,11 @@ class Shipping(Generic[D]):
             UserError: it computes what ours cannot, lacks weights, or was trained for another target.
         """
         raise NotImplementedError(str(folder))
+
+
+def engine_of(form: str) -> Engine:
+    """The engine that a format is written for."""
+    return next(engine for engine in ENGINES.values() if engine.form == form)
 
 
 def shipped_kinds() -> list[str]:
@@ -329,14 +396,17 @@ def format_lines() -> str:
     return "\n".join(lines)
 
 
-def check_expressible(trained: Trained, form: str) -> Shipping:
+def check_expressible(trained: Trained, form: str, release: str = "") -> Shipping:
     """The shipping of the drafter's kind, if the format supports the drafter.
+
+    Args:
+        release: of the format's engine; the newest known one unless given.
 
     Raises:
         UserError: unsupported features, every one.
     """
     kind = shipping(trained.kind)
-    if reasons := kind.unsupported(trained, form):
+    if reasons := kind.unsupported(trained, form, engine_of(form).of_release(release)):
         others = [other for other in kind.formats if other != form and not kind.unsupported(trained, other)]
         fix = f"--format {' or '.join(others)} can" if others else "drafttrain eval, generate and push work with it"
         raise UserError(f"format={form!r} cannot express this drafter: {'; '.join(reasons)}; {fix}")

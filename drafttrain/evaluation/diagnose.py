@@ -15,6 +15,7 @@ from drafttrain.drafters.registry import decoding_file, decoding_settings
 from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import load_results, summarize, training_record
 from drafttrain.files import Json, write_json
+from drafttrain.folders import output_file
 from drafttrain.progress import plain_console
 from drafttrain.values import File, Name, adder
 
@@ -242,6 +243,7 @@ def apply(drafter: str, results: Json) -> None:
     if not place.parent.joinpath("config.json").is_file():
         message = f"drafter={drafter!r} is no drafter's folder, so there is no decoding.json; give --drafter FOLDER"
         raise UserError(message)
+    output_file(place, "decoding", key="drafter")
     settings = decoding_settings(drafter) or {"tree": _tree(results).get("spec", "chain:3")}
     plain = {record["category"] for record in results.get("prompts", []) if record.get("speculation") is False}
     known = set(results["categories"]) - plain

@@ -29,7 +29,7 @@ import numpy as np
 
 from drafttrain.errors import UserError
 from drafttrain.evaluation.results_schema import PartialLine, Results, SweepSummary, TrainingRecord
-from drafttrain.files import Json, JsonlLog, check_json, read_json, read_jsonl, writing
+from drafttrain.files import Json, JsonlLog, check_json, read_json
 from drafttrain.inference import Generation
 
 RESAMPLES = 1000
@@ -229,7 +229,9 @@ def fingerprint(settings: Mapping[str, object]) -> str:
 def folder_state(name: str) -> list[tuple[str, int, int]]:
     """Name, size and modification time of a model folder's files; tells a retrained model from the earlier one."""
     folder = Path(name).expanduser()
-    files = sorted(path for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
+    files = (
+        sorted(path for path in folder.iterdir() if path.is_file() and path.name[0] != ".") if folder.is_dir() else []
+    )
     return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
 
 
@@ -273,12 +275,8 @@ class PartialResults:
     """
 
     def __init__(self, output: Path, key: str):
-        path, settings = output.with_name(output.name + ".partial.jsonl"), {"settings": key}
-        fix = "delete that file to answer all questions again"
-        with writing(output):
-            if path.is_file() and next((row for _, row in read_jsonl(path, growing=True, fix=fix)), None) != settings:
-                path.unlink()
-            self._log = JsonlLog(path, settings, PartialLine)
+        partial = output.with_name(output.name + ".partial.jsonl")
+        self._log = JsonlLog(partial, {"settings": key}, PartialLine, overwrite=True)
         rows = self._log.rows
         self.tree: Json | None = next((row for row in rows if row.keys() >= {"tree", "tree_search"}), None)
         self.records = {row["question"]: row["records"] for row in rows if row.keys() >= {"question", "records"}}
@@ -295,5 +293,8 @@ class PartialResults:
 
     def remove(self) -> None:
         """Deletes the file, after the results are complete."""
+        self._log.remove()
+
+    def close(self) -> None:
+        """Unlocks the file."""
         self._log.close()
-        self._log.path.unlink(missing_ok=True)

@@ -121,9 +121,27 @@ def evaluate(settings: EvalSettings, target: Target, drafter: Drafter | None, su
     # A tree named by the user applies to all categories.
     off = tuple(decoding_settings(settings.drafter).get("off", ())) if settings.tree is None else ()
     state = [folder_state(target.path), folder_state(settings.drafter.partition("+")[0])]
-    baselines, tree = list(settings.baselines), settings.tree
-    choices = [baselines, settings.assistant, tree, settings.calibrate, settings.limit, off]
-    saved = PartialResults(settings.output, fingerprint({"settings": head, "files": state, "choices": choices}))
+    choices = [list(settings.baselines), settings.assistant, settings.tree, settings.calibrate, settings.limit, off]
+    key = fingerprint({"settings": head, "files": state, "choices": choices})
+    with contextlib.closing(PartialResults(settings.output, key)) as saved:
+        results = compare_sides(settings, target, drafter, questions, head, off, saved, search)
+        write_json(settings.output, results)
+        saved.remove()
+    return results
+
+
+def compare_sides(
+    settings: EvalSettings,
+    target: Target,
+    drafter: Drafter | None,
+    questions: Sequence[Question],
+    head: Json,
+    off: tuple[str, ...],
+    saved: PartialResults,
+    search: TreeSearch,
+) -> Json:
+    """Chooses the tree, answers what is not saved yet by every side, and returns the content of the results file."""
+    baselines = list(settings.baselines)
     target.pack()
     spec, tree_search = choose_tree(settings, target, drafter, questions, saved, search)
     head["decoding"]["tree"] = {"spec": str(spec), **dataclasses.asdict(spec)}
@@ -144,8 +162,6 @@ def evaluate(settings: EvalSettings, target: Target, drafter: Drafter | None, su
         "prompts": records,
     }
     results["diagnosis"] = diagnose(results, training_record(settings.drafter))
-    write_json(settings.output, results)
-    saved.remove()
     return results
 
 

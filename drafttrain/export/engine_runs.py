@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -15,8 +14,9 @@ from transformers import GenerationConfig
 
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.drafters.shipping import TARGET_OVERRIDES
 from drafttrain.errors import UserError
-from drafttrain.files import Json
+from drafttrain.files import Json, scratch_folder
 from drafttrain.inference import generate
 from drafttrain.target import Target
 from drafttrain.target.generation import LogitsRules
@@ -50,15 +50,17 @@ def ours(job: EngineJob, drafter: Drafter) -> Json:
 
 def vllm(job: EngineJob, drafter: Path, options: Mapping[str, object]) -> Json:
     """Runs vLLM with the exported drafter; its counters give the accepted length. options: of its speculative_config."""
+    speculative = {"model": str(drafter), "num_speculative_tokens": job.depth, **options}
     described = {
         "target": job.target.path,
+        "hf_overrides": speculative.pop(TARGET_OVERRIDES, None),
         "dtype": job.dtype,
         "prompts": list(job.prompts),
         "tokens": job.tokens,
         "repeats": 1,
         "warm_up": False,
         "max_model_len": max(map(len, job.prompts)) + job.tokens + 32,
-        "speculative": {"model": str(drafter), "num_speculative_tokens": job.depth, **options},
+        "speculative": speculative,
         "ignore_eos": False,
     }
     environment = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1", **os.environ}
@@ -71,18 +73,23 @@ def vllm(job: EngineJob, drafter: Path, options: Mapping[str, object]) -> Json:
     return {**answer, "rounds": rounds, "accepted": accepted, "accepted_length": length}
 
 
-def llama_cpp(job: EngineJob, target: Path, draft: Path) -> Json:
-    """Runs llama.cpp's server on two GGUF files. It counts drafted and accepted tokens; rounds follow from them."""
+def llama_cpp(job: EngineJob, target: Path, draft: Path, kind: str) -> Json:
+    """Runs llama.cpp's server on two GGUF files. It counts drafted and accepted tokens; rounds follow from them.
+
+    kind: the server's --spec-type.
+    """
     described = {
         "target": str(target),
         "draft": str(draft),
+        "type": kind,
+        "exact": job.dtype == "float32",
         "prompts": list(job.prompts),
         "tokens": job.tokens,
         "depth": job.depth,
         "max_model_len": max(map(len, job.prompts)) + job.tokens + 2 * job.depth + 32,
         "threads": torch.get_num_threads(),
     }
-    answer = run_side(job.python, SIDES / "llama_side.py", described, dict(os.environ))
+    answer = run_side(job.python, SIDES / "llama_side.py", described, {**os.environ, "GGML_NO_BACKTRACE": "1"})
     rounds = after_prefill = 0
     for made, offered, accepted in zip(answer["tokens"], answer["offered"], answer["accepted"], strict=True):
         # A round commits the accepted tokens and one more, except the last round, if it accepted the end of the text.
@@ -131,8 +138,8 @@ def run_side(python: str, script: Path, job: Json, environment: dict[str, str]) 
     Raises:
         UserError: no such interpreter, or the engine failed, with the last lines that it wrote.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        path, answer = Path(folder) / "job.json", Path(folder) / "answer.json"
+    with scratch_folder() as folder:
+        path, answer = folder / "job.json", folder / "answer.json"
         path.write_text(json.dumps({**job, "answer": str(answer)}))
         command = [python, str(script), str(path)]
         try:

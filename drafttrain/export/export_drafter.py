@@ -12,16 +12,24 @@ from drafttrain.drafters.shipping import (
     ExportRequest,
     Trained,
     check_expressible,
+    engine_of,
     find_drafter,
     format_lines,
     shipping,
 )
 from drafttrain.errors import UserError
+from drafttrain.export.batch_schedule import SCHEDULE_HELP, batch_schedule
 from drafttrain.export.serving_recipes import as_text, engine_depth, recipes, tuned_tree
+from drafttrain.files import hub_snapshot, is_hub_id
 from drafttrain.flags import WEIGHTS_HELP, add_drafter_flag
+from drafttrain.folders import OutputFolder, check_folder, inputs_of
 from drafttrain.formats.public_names import public_name
-from drafttrain.target import resolve_dtype
-from drafttrain.values import Depth, FileDtype, Name, Place, adder
+from drafttrain.formats.write_gguf import TYPES, write_gguf
+from drafttrain.target import resolve_dtype, resolve_target
+from drafttrain.values import Depth, File, FileDtype, Name, Place, adder
+
+TARGET_GGUF = "target.gguf"
+_TARGET_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt"]
 
 HELP = f"""Write a drafter in the form that an engine loads, and print how to serve it.
 
@@ -29,6 +37,7 @@ HELP = f"""Write a drafter in the form that an engine loads, and print how to se
 
 {format_lines()}
 
+--format gguf --target-gguf float16 also writes the target as GGUF file, where none is at hand.
 A drafter with features that the format does not support is an error that lists them. Check the result by:
 
   drafttrain verify --drafter runs/drafter --exported runs/export"""
@@ -39,28 +48,62 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_drafter_flag(parser, trained=True)
     add("--format", required=True, choices=FORMATS, help="whose format; see above")
     add("--output", Place, required=True, help="folder to write")
+    newest = ", ".join(f"{form}: {engine_of(form).name} {engine_of(form).release}" for form in FORMATS)
+    add("--engine-version", Name, default="", help=f"release of the engine that is to load it (default: {newest})")
     add("--dtype", FileDtype, default="bfloat16", help=WEIGHTS_HELP)
     add("--target", Name, default="", help="name in recipes; has the tokenizer (default: the recorded one)")
+    more = f"with --format gguf: also write the target, as {TARGET_GGUF} of this type"
+    add("--target-gguf", choices=TYPES, help=more)
     add("--speculative-tokens", Depth, help="drafted per round (default: the depth in decoding.json, else 3)")
+    add("--schedule", File, default="", help=SCHEDULE_HELP)
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns the exit status."""
-    trained, output = find_drafter(args.drafter), Path(args.output).expanduser()
+    if args.target_gguf and args.format != "gguf":
+        raise UserError(f"target-gguf={args.target_gguf!r} goes with --format gguf, not {args.format!r}; drop the flag")
+    schedule = batch_schedule(Path(args.schedule).expanduser()) if args.schedule else None
+    output, trained = check_folder(args.output, "export", inputs_of(args)), find_drafter(args.drafter)
     depth = args.speculative_tokens or engine_depth(trained, tuned_tree(trained.folder))
     target = args.target or trained.target_name
-    files = export(trained, args.format, output, resolve_dtype(args.dtype), target, depth)
+    files = export(trained, args.format, output, resolve_dtype(args.dtype), target, depth, args.engine_version)
+    if args.target_gguf:
+        files.append(write_target(target, output / TARGET_GGUF, args.target_gguf))
     print(f"wrote {', '.join(str(path) for path in files)}\n")
-    made = recipes(trained, str(output), public_name(target) if target else "TARGET", args.speculative_tokens)
+    name = public_name(target) if target else "TARGET"
+    made = recipes(trained, str(output), name, args.speculative_tokens, schedule=schedule)
     engines = shipping(trained.kind).formats[args.format].engines
-    print(as_text([recipe for recipe in made if recipe.engine in engines]))
+    text = as_text([recipe for recipe in made if recipe.engine in engines])
+    print(text.replace(f"-m {TARGET_GGUF}", f"-m {output / TARGET_GGUF}") if args.target_gguf else text)
     return 0
 
 
+def write_target(name: str, output: Path, kind: str) -> Path:
+    """Writes a target as GGUF file of a type in TYPES.
+
+    Raises:
+        UserError: no target is named, or it is of a family that is not written.
+    """
+    if not name:
+        raise UserError("target-gguf: the drafter does not record its target; pass --target")
+    path = resolve_target(name)
+    folder = hub_snapshot(path, _TARGET_FILES, "target", ignore=["*/*"]) if is_hub_id(path) else Path(path)
+    return write_gguf(folder, output, kind)
+
+
 def export(
-    trained: Trained, form: str, output: Path, dtype: torch.dtype = torch.bfloat16, target: str = "", depth: int = 3
+    trained: Trained,
+    form: str,
+    output: Path,
+    dtype: torch.dtype = torch.bfloat16,
+    target: str = "",
+    depth: int = 3,
+    release: str = "",
 ) -> list[Path]:
-    """Writes a drafter in one of FORMATS; the arguments after `form` are those of `ExportRequest`.
+    """Writes a drafter in one of FORMATS; the arguments from `output` to `depth` are those of `ExportRequest`.
+
+    Args:
+        release: of the format's engine, which decides what is supported; the newest known one unless given.
 
     Returns:
         The files written.
@@ -68,6 +111,8 @@ def export(
     Raises:
         UserError: the format does not support the drafter, or the output cannot be written.
     """
-    if output.resolve() == trained.folder.resolve():
-        raise UserError(f"output={str(output)!r} is the drafter's own folder; choose another")
-    return check_expressible(trained, form).write(trained, form, ExportRequest(output, dtype, target, depth))
+    kind = check_expressible(trained, form)
+    inputs = [("drafter", str(trained.folder)), ("target", target)]
+    with OutputFolder(output, "export", inputs) as folder, folder.staged() as part:
+        files = kind.write(trained, form, ExportRequest(part, dtype, target, depth))
+        return [folder.path / file.relative_to(part) for file in files]

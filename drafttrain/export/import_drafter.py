@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import tempfile
 from pathlib import Path
 
 from drafttrain.drafters.shipping import ExportRequest, Shipping, find_drafter, shipped_kinds, shipping
 from drafttrain.errors import UserError
-from drafttrain.files import hub_snapshot, writing
+from drafttrain.files import hub_snapshot, scratch_folder, writing
 from drafttrain.flags import TARGET_HELP
+from drafttrain.folders import OutputFolder, inputs_of
 from drafttrain.formats.weights import read_config
 from drafttrain.target import load_shell
 from drafttrain.values import Place, adder
@@ -24,7 +24,8 @@ Import reads {_READS}.
       --output runs/eagle3-llama
   drafttrain eval --target meta-llama/Llama-3.1-8B-Instruct --drafter runs/eagle3-llama --output results.json
 
-Before the drafter is kept, it is exported and checked as by drafttrain verify. Of the target only config and tokenizer are read.
+Before the drafter is kept, it is exported and checked as by drafttrain verify. Of the target only config and tokenizer are read,
+and the embedding if the drafter brings one.
 Nothing runs on load: weights are safetensors, unless --allow-pickle admits a .bin file."""
 
 
@@ -39,24 +40,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns the exit status."""
-    folder, output = Path(args.checkpoint).expanduser(), Path(args.output).expanduser()
+    with OutputFolder(args.output, "import", inputs_of(args)) as output:
+        return convert(args, output)
+
+
+def convert(args: argparse.Namespace, output: OutputFolder) -> int:
+    """Reads the checkpoint, checks it, and writes the drafter."""
+    folder = Path(args.checkpoint).expanduser()
     if not folder.is_dir():
         patterns = ["*.json", "*.safetensors", *(["*.bin", "*.pt"] if args.allow_pickle else [])]
         folder = hub_snapshot(args.checkpoint, patterns, "checkpoint")
     kind = find_kind(folder)
     drafter = kind.read(folder, load_shell(args.target, args.trust_remote_code).identity(), args.allow_pickle)
-    with tempfile.TemporaryDirectory() as scratch:
-        drafter.save_pretrained(Path(scratch) / "ours")
-        trained = find_drafter(str(Path(scratch) / "ours"))
+    with output.staged(keep=("decoding.json",)) as part, scratch_folder() as scratch:
+        with writing(output.path):
+            drafter.save_pretrained(part)
+        trained = find_drafter(str(part))
         # A drafter with features that no engine supports has no export to check.
         form = next((form for form in kind.formats if not kind.unsupported(trained, form)), "")
         if form:
-            exported = Path(scratch) / "engine"
+            exported = scratch / "engine"
             kind.write(trained, form, ExportRequest(exported, next(drafter.parameters()).dtype, args.target))
             kind.check(trained, exported)
-    with writing(output):
-        drafter.save_pretrained(output)
-    print(f"{output}: {kind.line(find_drafter(str(output)), f'{sum(p.numel() for p in drafter.parameters()):,}')}")
+    print(
+        f"{output.path}: {kind.line(find_drafter(str(output.path)), f'{sum(p.numel() for p in drafter.parameters()):,}')}"
+    )
     return 0
 
 

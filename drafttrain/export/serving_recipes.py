@@ -12,24 +12,26 @@ from pathlib import Path
 from typing import NamedTuple
 
 from drafttrain.drafters.common.tree_spec import TreeSpec
-from drafttrain.drafters.registry import default_tree
-from drafttrain.drafters.shipping import ENGINES, GGUF_NAME, Trained, shipping
+from drafttrain.drafters.registry import decoding_settings, default_tree
+from drafttrain.drafters.shipping import ENGINES, GGUF_NAME, TARGET_OVERRIDES, Trained, shipping
+from drafttrain.export.batch_schedule import Entry, sglang_config, vllm_keys
 from drafttrain.files import Json
 
+_TREES = ("SGLang", "TensorRT-LLM, Triton")  # engines that draft dynamic trees; the others draft chains
 # What to type, per engine. settings: see `_settings`.
 _COMMANDS = {
-    "vLLM": "vllm serve {target} --speculative-config '{settings}'",
+    "vLLM": "vllm serve {target} {overrides}--speculative-config '{settings}'",
     "SGLang": "python -m sglang.launch_server --model-path {target} {settings}",
     "TensorRT-LLM, Triton": """cat > speculative.yaml <<'EOF'
 speculative_config:
 {settings}
 EOF
-trtllm-serve {target} --backend pytorch --extra_llm_api_options speculative.yaml
+trtllm-serve {target} --config speculative.yaml
 # Triton: the same keys in all_models/llmapi/tensorrt_llm/1/model.yaml, beside
 #   model: {target}
 # then: python3 scripts/launch_triton_server.py --model_repo=all_models/llmapi""",
-    "llama.cpp": "llama-server -m target.gguf --spec-type draft-simple --spec-draft-model {drafter}/{gguf} "
-    "--spec-draft-n-max {depth}",
+    "llama.cpp": """# target.gguf: {target} as GGUF of any type; drafttrain export --format gguf --target-gguf float16 writes one
+llama-server -m target.gguf {settings}""",
     "transformers": """model = AutoModelForCausalLM.from_pretrained("{target}")
 assistant = AutoModelForCausalLM.from_pretrained("{drafter}")
 assistant.generation_config.num_assistant_tokens = {depth}
@@ -56,6 +58,7 @@ def recipes(
     depth: int | None = None,
     results: Sequence[Json] = (),
     published: bool = False,
+    schedule: list[Entry] | None = None,
 ) -> list[Recipe]:
     """Every engine's recipe for a drafter.
 
@@ -64,16 +67,18 @@ def recipes(
         depth: speculative tokens; the tuned tree's unless given. Engines that only draft chains get the depth.
         results: measured runs; the fastest gives the tree, and the kind that our own decoder merges in, such as +ngram.
         published: `drafter` is a repository that `Shipping.publish` filled, not a folder in one format.
+        schedule: draft lengths by batch size, for vLLM and SGLang, which can follow one.
     """
     kind = shipping(trained.kind)
     tree = TreeSpec.parse(f"chain:{depth}") if depth else tuned_tree(trained.folder, results)
-    unsupported = {form: kind.unsupported(trained, form) for form in ENGINES.values()}
+    unsupported = {name: kind.unsupported(trained, engine.form, engine) for name, engine in ENGINES.items()}
     options, most = kind.options(trained), engine_depth(trained, tree)
     theirs = tree if most == tree.depth else TreeSpec.parse(f"chain:{most}")
+    chain = TreeSpec.parse(f"chain:{depth or engine_chain(trained, results)}")
     made = []
-    for engine, form in ENGINES.items():
-        if unsupported[form] or engine not in options:
-            made.append(Recipe(engine, reasons=unsupported[form] or [f"it knows no drafter of kind {trained.kind}"]))
+    for engine, (_, form, _) in ENGINES.items():
+        if unsupported[engine] or engine not in options:
+            made.append(Recipe(engine, reasons=unsupported[engine] or [f"it knows no drafter of kind {trained.kind}"]))
             continue
         place, before = drafter, ""
         if published and kind.withheld(trained, form):
@@ -83,16 +88,25 @@ def recipes(
             place, before = f"{drafter}/{form}", f'hf download {drafter} --include "{form}/*" --local-dir {drafter}\n'
         elif published and form == "gguf":
             before = f"hf download {drafter} {GGUF_NAME} --local-dir {drafter}\n"
-        words = {"target": target, "drafter": place, "depth": theirs.depth, "gguf": GGUF_NAME}
-        settings = _settings(engine, place, theirs, options[engine])
+        own = dict(options[engine])
+        overrides = f"--hf-overrides '{json.dumps(own.pop(TARGET_OVERRIDES))}' " if TARGET_OVERRIDES in own else ""
+        words = {"target": target, "drafter": place, "depth": chain.depth, "overrides": overrides}
+        settings = _settings(engine, place, theirs if engine in _TREES else chain, own, schedule)
+        if "--speculative-adaptive-config" in settings:
+            before += f"echo '{json.dumps(sglang_config(schedule or []))}' > adaptive.json\n"
         made.append(Recipe(engine, before + _COMMANDS[engine].format(**words, settings=settings)))
     _, plus, side = str((fastest(results) or {}).get("kind", "")).partition("+")
     ours = _COMMANDS["drafttrain"].format(target=target, drafter=drafter + plus + side, tree=tree)
     return [*made, Recipe("drafttrain", ours)]
 
 
-def _settings(engine: str, drafter: str, tree: TreeSpec, options: Mapping[str, object]) -> str:
+def _settings(
+    engine: str, drafter: str, tree: TreeSpec, options: Mapping[str, object], schedule: list[Entry] | None
+) -> str:
     """An engine's settings as its command takes them: a kind's options (`Shipping.options`) over the defaults."""
+    adaptive = schedule and options.get("speculative-algorithm") in ("EAGLE", "EAGLE3")
+    if adaptive:  # which knows chains only
+        tree = TreeSpec.parse(f"chain:{max(1, *(entry.tokens for entry in schedule or ()))}")
     top_k, nodes = (tree.top_k, tree.budget) if tree.shape == "dynamic" else (1, tree.depth)
     defaults: dict[str, Json] = {
         "vLLM": {"method": None, "model": drafter, "num_speculative_tokens": tree.depth},
@@ -104,12 +118,28 @@ def _settings(engine: str, drafter: str, tree: TreeSpec, options: Mapping[str, o
             "speculative-num-draft-tokens": nodes + 1,
         },
         "TensorRT-LLM, Triton": {"decoding_type": None, "max_draft_len": tree.depth, "speculative_model": drafter},
+        "llama.cpp": {
+            "spec-type": None,
+            "spec-draft-model": f"{drafter}/{GGUF_NAME}",
+            "spec-draft-n-max": tree.depth,
+        },
     }
+    if options.get("decoding_type") == "Eagle3" and tree.shape == "dynamic":
+        budget = min(max(nodes, tree.depth), top_k * tree.depth)  # what its rule admits
+        defaults["TensorRT-LLM, Triton"] |= {
+            "use_dynamic_tree": "true",
+            "dynamic_tree_max_topK": top_k,
+            "max_total_draft_tokens": budget,
+        }
     chosen = {key: value for key, value in {**defaults.get(engine, {}), **options}.items() if value is not None}
     if engine == "vLLM":
-        return json.dumps(chosen)
-    if engine == "SGLang":  # two flags per line
-        flags = [f"--{flag} {value}" for flag, value in chosen.items()]
+        return json.dumps(
+            {**chosen, **(vllm_keys(schedule) if schedule and "num_speculative_tokens" not in options else {})}
+        )
+    if adaptive:
+        chosen |= {"speculative-adaptive": "", "speculative-adaptive-config": "adaptive.json"}
+    if engine in ("SGLang", "llama.cpp"):  # two flags per line
+        flags = [f"--{flag} {value}".rstrip() for flag, value in chosen.items()]
         return " \\\n  ".join([flags[0], *(" ".join(flags[at : at + 2]) for at in range(1, len(flags), 2))])
     return "\n".join(f"  {key}: {value}" for key, value in chosen.items())
 
@@ -128,10 +158,21 @@ def fastest(results: Sequence[Json]) -> Json | None:
     return max(measured, key=lambda run: run["overall"].get("speedup_vs_fastest") or 0.0, default=None)
 
 
+def engine_chain(trained: Trained, results: Sequence[Json] = ()) -> int:
+    """Speculative tokens for engines that draft chains: of the fastest measured chain, else tune's, else the tree's depth."""
+    measured = fastest([run for run in results if run["decoding"].get("tree", {}).get("spec", "").startswith("chain:")])
+    if measured is not None:
+        return engine_depth(trained, TreeSpec.parse(measured["decoding"]["tree"]["spec"]))
+    tuned = decoding_settings(str(trained.folder)).get("chain")
+    return engine_depth(trained, TreeSpec.parse(tuned) if tuned else tuned_tree(trained.folder, results))
+
+
 def engine_depth(trained: Trained, tree: TreeSpec) -> int:
-    """Speculative tokens for an engine: the tree's depth, at most the depth that the drafter reaches."""
-    key = shipping(trained.kind).depth_key
-    return min(tree.depth, trained.config[key]) if key else tree.depth
+    """Speculative tokens for an engine: the tree's depth, at most what the drafter reaches; all of a block."""
+    kind = shipping(trained.kind)
+    if fixed := kind.block_depth(trained):
+        return fixed
+    return min(tree.depth, trained.config[kind.depth_key]) if kind.depth_key else tree.depth
 
 
 def tuned_tree(folder: Path, results: Sequence[Json] = (), default_depth: int = 3) -> TreeSpec:

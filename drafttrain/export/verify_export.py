@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
@@ -19,9 +18,11 @@ from drafttrain.export import engine_runs
 from drafttrain.export.engine_runs import EngineJob
 from drafttrain.export.export_drafter import export
 from drafttrain.export.serving_recipes import engine_depth, tuned_tree
-from drafttrain.files import Json
+from drafttrain.files import Json, scratch_folder
 from drafttrain.flags import TARGET_HELP, add_drafter_flag
+from drafttrain.folders import inputs_of, output_file
 from drafttrain.formats.public_names import write_clean_json
+from drafttrain.formats.weights import dtype_name
 from drafttrain.formats.write_gguf import write_gguf
 from drafttrain.target import Target, resolve_dtype
 from drafttrain.values import Count, Depth, File, FileDtype, Name, Place, adder
@@ -60,19 +61,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns 0 if everything agrees, else 1."""
+    output = output_file(args.output, "verify", inputs_of(args)) if args.output is not None else None
     trained = find_drafter(args.drafter)
     kind = shipping(trained.kind)
     if not kind.formats:
         raise UserError(f"drafter={args.drafter!r}: no engine format is known for kind {trained.kind!r} to verify")
     depth = args.speculative_tokens or engine_depth(trained, tuned_tree(trained.folder))
+    if depth != (kind.block_depth(trained) or depth):
+        fixed = kind.block_depth(trained)
+        raise UserError(f"speculative-tokens={depth}: this drafter drafts blocks of {fixed} tokens; drop the flag")
     if args.engine == "auto":
         args.engine = installed_engine(kind)
     if args.engine not in ("none", *kind.verifiable):
         known = ", ".join(kind.verifiable)
         raise UserError(f"engine={args.engine!r} runs no {trained.kind!r} drafter; choose {known} or none")
     form = args.format or kind.verifiable.get(args.engine) or next(iter(kind.formats))
-    with tempfile.TemporaryDirectory() as scratch:
-        exported = Path(args.exported).expanduser() if args.exported else Path(scratch) / "export"
+    with scratch_folder() as scratch:
+        exported = Path(args.exported).expanduser() if args.exported else scratch / "export"
         if not args.exported:
             export(trained, form, exported, resolve_dtype(args.dtype), args.target or trained.target_name, depth)
         if not exported.is_dir():
@@ -82,12 +87,12 @@ def run(args: argparse.Namespace) -> int:
         print(f"files: as an engine loads them, they compute what the drafter does ({figures})")
         agree = True
         if args.engine != "none":
-            found |= _compare_engine(args, trained, exported, depth, Path(scratch))
+            found |= _compare_engine(args, trained, exported, depth, scratch)
             agree = abs(found["accepted_length_ratio"] - 1) <= TOLERANCE
-    if args.output:
+    if output is not None:
         command = [Path(sys.argv[0]).name, *sys.argv[1:]]
         found = {**describe_environment(torch.device("cpu")), "command": command, **found}
-        write_clean_json(Path(args.output).expanduser(), found)
+        write_clean_json(output, found)
         print(f"wrote {args.output}")
     if not agree:
         print(f"the accepted lengths differ by more than {TOLERANCE:.0%}", file=sys.stderr)
@@ -116,8 +121,9 @@ def _compare_engine(args: argparse.Namespace, trained: Trained, exported: Path, 
     elif args.engine == "transformers":
         theirs = engine_runs.transformers(job, exported)
     else:
-        target_file = write_gguf(Path(target.path), scratch / "target.gguf", resolve_dtype(args.dtype))
-        theirs = engine_runs.llama_cpp(job, target_file, exported / GGUF_NAME)
+        target_file = write_gguf(Path(target.path), scratch / "target.gguf", dtype_name(resolve_dtype(args.dtype)))
+        kind = str(shipping(trained.kind).options(trained)["llama.cpp"]["spec-type"])
+        theirs = engine_runs.llama_cpp(job, target_file, exported / GGUF_NAME, kind)
     drafter = load_drafter(str(trained.folder), target)
     assert drafter is not None, "a folder is no 'none'"
     mine = engine_runs.ours(job, drafter)

@@ -1,29 +1,26 @@
-"""Writes a Hugging Face checkpoint of the Llama, Qwen2, Qwen3 or Gemma 3 family as one GGUF file for llama.cpp.
+"""Writes GGUF files for llama.cpp: Hugging Face checkpoints of the Llama, Qwen2, Qwen3 or Gemma 3 family, and drafter heads.
 
 Tensor names, types, merges and special tokens come from the gguf library. Written here is what a family needs besides: Llama's
-query and key rows in llama.cpp's rotary order, Gemma's norm factors plus one, and the name of the tokenizer's pre-tokenization
-rule. That rule is recognized by its regular expression, not guessed: llama.cpp with another rule would tokenize other text than
-the target does. Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+query and key rows in llama.cpp's rotary order and Gemma's norm factors plus one. The tokenizer is in gguf_tokenizer.py.
+Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
 
-import json
-import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import gguf
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from drafttrain.errors import UserError
 from drafttrain.files import Json, replacing, writing
+from drafttrain.formats.gguf_tokenizer import add_tokenizer
 from drafttrain.formats.weights import read_weights
-
-Data = tuple[np.ndarray, gguf.GGMLQuantizationType]  # a tensor as the file holds it
 
 FAMILIES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
@@ -31,27 +28,19 @@ FAMILIES = {
     "qwen3": gguf.MODEL_ARCH.QWEN3,
     "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
 }
-_TYPES = {
-    torch.float32: (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),
-    torch.float16: (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
-    torch.bfloat16: (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16),
+# Type of a file's matrices, by a name that users give -> GGUF's names of it.
+TYPES = {
+    "float32": (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),
+    "float16": (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
+    "bfloat16": (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16),
+    "q8_0": (gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
 }
-_ROPES = ("default", "linear", "llama3")
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|"
-    r"\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-# Pre-tokenization rule, as tokenizer.json writes it -> llama.cpp's name for it.
-_RULES = {
-    ("bytes",): "gpt-2",
-    ("digits", "bytes"): "smollm",
-    (_WORDS.format(digits=r"\p{N}"),): "qwen2",
-    (_WORDS.format(digits=r"\p{N}{1,3}"),): "llama-bpe",
-}
+ROPES = ("default", "linear", "llama3")
+_BLOCK = 32  # columns that share a scale in q8_0
 
 
-def write_gguf(folder: Path, output: Path, dtype: torch.dtype, tokenizer_folder: Path | None = None) -> Path:
-    """Writes the model in `folder` to the file `output`; vectors are float32, matrices have `dtype`.
+def write_gguf(folder: Path, output: Path, kind: str, tokenizer_folder: Path | None = None) -> Path:
+    """Writes the model in `folder` to the file `output`; vectors are float32, matrices of type `kind` (one of TYPES).
 
     Args:
         tokenizer_folder: where the tokenizer is, if not with the model.
@@ -65,15 +54,48 @@ def write_gguf(folder: Path, output: Path, dtype: torch.dtype, tokenizer_folder:
         raise UserError(
             f"{str(folder)!r} is a {family} model; GGUF is written for {', '.join(FAMILIES)}: use llama.cpp's own converter"
         )
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder or folder)
-    tensors = _tensors(config, read_weights(folder), dtype)
+    tensors = _tensors(config, read_weights(folder))
+    arch = gguf.MODEL_ARCH_NAMES[FAMILIES[family]]
+    return write_file(output, arch, config, {}, tensors, kind, tokenizer_folder or folder)
+
+
+def write_file(
+    output: Path,
+    arch: str,
+    config: PreTrainedConfig,
+    keys: Mapping[str, object],
+    tensors: Mapping[str, Tensor],
+    kind: str,
+    tokenizer_folder: Path,
+    vocab_size: int = 0,
+) -> Path:
+    """Writes one file.
+
+    Args:
+        arch: llama.cpp's name of the architecture. config: shape of its layers, under the names of Llama's config.
+        keys: further keys, by name: booleans, integers or lists of integers.
+        tensors: by llama.cpp's names; int64 tensors and vectors keep their type, matrices become `kind`.
+        vocab_size: tokens of the file (default: the config's); those beyond the tokenizer are placeholders.
+    """
+    tokenizer, vocab_size = AutoTokenizer.from_pretrained(tokenizer_folder), vocab_size or config.vocab_size
     with writing(output), replacing(output) as part:
-        writer = gguf.GGUFWriter(str(part), gguf.MODEL_ARCH_NAMES[FAMILIES[family]])
+        writer = gguf.GGUFWriter(str(part), arch)
         _add_shape(writer, config)
-        writer.add_file_type(_TYPES[dtype][1])
-        _add_tokenizer(writer, tokenizer, config.vocab_size)
-        for name, (data, kind) in tensors.items():
-            writer.add_tensor(name, data, raw_dtype=kind)
+        writer.add_vocab_size(vocab_size)
+        writer.add_file_type(TYPES[kind][1])
+        for name, value in keys.items():
+            if isinstance(value, list):
+                writer.add_array(name, value)
+            elif isinstance(value, bool):
+                writer.add_bool(name, value)
+            else:
+                writer.add_uint32(name, int(str(value)))
+        add_tokenizer(writer, tokenizer, vocab_size)
+        for name, tensor in tensors.items():
+            data, stored = _stored(tensor, kind)
+            writer.add_tensor(name, data, raw_dtype=stored)
+        if (factors := rope_factors(config)) is not None:
+            writer.add_tensor("rope_freqs.weight", factors)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -84,34 +106,56 @@ def write_gguf(folder: Path, output: Path, dtype: torch.dtype, tokenizer_folder:
 # -- weights --------------------------------------------------------------------------------------------------------
 
 
-def _tensors(config: PreTrainedConfig, weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Data]:
+def _stored(tensor: Tensor, kind: str) -> tuple[np.ndarray, gguf.GGMLQuantizationType]:
+    """A tensor as the file holds it."""
+    values = tensor.detach().cpu().contiguous()
+    if values.dtype == torch.int64:
+        return values.numpy(), gguf.GGMLQuantizationType.I64
+    stored = TYPES[kind][0] if values.dim() > 1 else gguf.GGMLQuantizationType.F32
+    if stored == gguf.GGMLQuantizationType.Q8_0 and values.shape[-1] % _BLOCK:
+        stored = gguf.GGMLQuantizationType.F16  # as llama.cpp's converter does
+    return gguf.quants.quantize(values.float().numpy(), stored), stored
+
+
+def _tensors(config: PreTrainedConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The file's tensors by llama.cpp's names."""
-    names = gguf.get_tensor_name_map(FAMILIES[config.model_type], config.num_hidden_layers)
-    made: dict[str, Data] = {}
+    made: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        theirs = tensor_name(FAMILIES[config.model_type], config.num_hidden_layers, name)
         if theirs is None:
             raise UserError(f"{name} has no place in a {config.model_type} GGUF file: no plain checkpoint")
-        values = tensor.float()
-        if config.model_type == "llama" and ".self_attn." in name and ("q_proj" in name or "k_proj" in name):
-            heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
-            # Half-split rotary pairs (i, i + e/2) -> neighbors (2i, 2i + 1).
-            values = values.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+        values = tensor
+        if config.model_type == "llama":
+            values = to_neighbors(theirs, values, config)
         if config.model_type == "gemma3_text" and name.endswith("norm.weight"):
-            values = values + 1
-        kind = gguf.GGMLQuantizationType.F32 if values.dim() == 1 else _TYPES[dtype][0]
-        made[theirs] = gguf.quants.quantize(values.contiguous().numpy(), kind), kind
-    factors = _rope_factors(config)
-    if factors is not None:
-        made["rope_freqs.weight"] = factors, gguf.GGMLQuantizationType.F32
+            values = values.float() + 1
+        made[theirs] = values
     return made
 
 
-def _rope_factors(config: PreTrainedConfig) -> np.ndarray | None:
+def tensor_name(family: gguf.MODEL_ARCH, layers: int, name: str) -> str | None:
+    """llama.cpp's name of a Hugging Face checkpoint's tensor, None if the family has no such tensor."""
+    return gguf.get_tensor_name_map(family, layers).get_name(name, try_suffixes=(".weight", ".bias"))
+
+
+def to_neighbors(name: str, values: Tensor, config: PreTrainedConfig, back: bool = False) -> Tensor:
+    """Reorders rows of queries and keys [heads * e, ...] from rotary pairs (i, i + e/2) to (2i, 2i + 1); others stay.
+
+    Args:
+        name: llama.cpp's. back: from (2i, 2i + 1) to (i, i + e/2).
+    """
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(name.split(".")[-2])
+    if heads is None:
+        return values
+    pairs = (heads, -1, 2) if back else (heads, 2, -1)
+    return values.unflatten(0, pairs).transpose(1, 2).flatten(0, 2)
+
+
+def rope_factors(config: PreTrainedConfig) -> np.ndarray | None:
     """[e/2] divisors of the rotary frequencies, the file's form of Llama 3's scaling; None without that scaling."""
-    rope = _rope(config)
+    rope = rope_of(config)
     if rope["rope_type"] != "llama3":
         return None
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))  # [e/2]
@@ -120,7 +164,7 @@ def _rope_factors(config: PreTrainedConfig) -> np.ndarray | None:
     return (plain / scaled).numpy()
 
 
-def _rope(config: PreTrainedConfig) -> Json:
+def rope_of(config: PreTrainedConfig) -> Json:
     rope = config.rope_parameters or {}
     rope = rope.get("full_attention", rope)
     return {"rope_type": "default", **rope}
@@ -131,7 +175,7 @@ def _head_dim(config: PreTrainedConfig) -> int:
 
 
 def _add_shape(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
-    size, rope = _head_dim(config), _rope(config)
+    size, rope = _head_dim(config), rope_of(config)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -141,7 +185,6 @@ def _add_shape(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
     writer.add_key_length(size)
     writer.add_value_length(size)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
     writer.add_rope_dimension_count(size)
     writer.add_rope_freq_base(rope["rope_theta"])
     kind, family, fields = rope["rope_type"], config.model_type, config.to_dict()
@@ -152,7 +195,10 @@ def _add_shape(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
     wanted, found = ("gelu_pytorch_tanh", config.hidden_activation) if gemma else ("silu", config.hidden_act)
     windowed = "sliding_attention" in (fields.get("layer_types") or [])
     checks = {
-        f"rope_type={kind!r} is not written to GGUF; default, linear and llama3 are": kind not in _ROPES,
+        f"rope_type={kind!r} is not written to GGUF; default, linear and llama3 are": kind not in ROPES,
+        f"rope_type='llama3': llama.cpp's {family} has no such scaling": kind == "llama3"
+        and family in FAMILIES
+        and family != "llama",
         f"hidden_act={found!r}: llama.cpp computes {wanted} for {family} models": found != wanted,
         f"query_pre_attn_scalar={scalar}: llama.cpp scales by head_dim={size} for {family} models": gemma
         and scalar != size,
@@ -162,83 +208,3 @@ def _add_shape(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
         raise UserError("; ".join(reasons))
     if gemma:
         writer.add_sliding_window(config.sliding_window)
-
-
-# -- tokenizer ------------------------------------------------------------------------------------------------------
-
-
-def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise UserError("GGUF is written from a fast tokenizer (tokenizer.json); this one is slow")
-    described = json.loads(tokenizer.backend_tokenizer.to_str())
-    model = described["model"]
-    if model["type"] != "BPE":
-        raise UserError(f"tokenizers of type {model['type']} are not written to GGUF; BPE is")
-    with tempfile.TemporaryDirectory() as scratch:  # gguf reads files; these hold what the tokenizer does, nothing else
-        tokenizer.save_pretrained(scratch)
-        special = gguf.SpecialVocab(scratch, load_merges=True, special_token_types=("bos", "eos", "pad", "unk"))
-    if not special.merges:
-        raise UserError("the tokenizer has no merges, without which llama.cpp does not load it")
-    byte_fallback = bool(model.get("byte_fallback"))  # the SentencePiece form
-    added = {token["id"]: token for token in described["added_tokens"]}
-    by_id = {number: text for text, number in tokenizer.get_vocab().items()}
-    tokens = [by_id.get(number, f"[PAD{number}]") for number in range(vocab_size)]
-    writer.add_tokenizer_model("llama" if byte_fallback else "gpt2")
-    writer.add_token_list(tokens)
-    if byte_fallback:
-        writer.add_token_scores(_scores(tokens, special.merges))
-        prepends = json.dumps([described["normalizer"], described["pre_tokenizer"]])
-        writer.add_add_space_prefix("Prepend" in prepends or '"prepend_scheme": "first"' in prepends)
-        special.merges = []
-    else:
-        writer.add_tokenizer_pre(_rule_name(described["pre_tokenizer"]))
-    writer.add_token_types(
-        [_token_type(number, text, by_id, added, byte_fallback) for number, text in enumerate(tokens)]
-    )
-    ids = tokenizer("a").input_ids
-    special.load_merges = not byte_fallback
-    special.add_special_token = {"bos": bool(ids) and ids[0] == tokenizer.bos_token_id}
-    special.chat_template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None
-    special.add_to_gguf(writer, quiet=True)
-
-
-def _rule_name(pre: Json | None) -> str:
-    """llama.cpp's name of a pre-tokenization rule. Raises UserError for an unknown one."""
-    parts = (pre or {}).get("pretokenizers") or [pre or {"type": "none"}]
-    found: list[str] = []
-    for part in parts:
-        if part["type"] == "Digits" and part["individual_digits"]:
-            found.append("digits")
-        elif part["type"] == "ByteLevel" and not part["add_prefix_space"]:
-            found += ["bytes"] if part.get("use_regex", True) else []
-        elif part["type"] == "Split" and "Regex" in part["pattern"] and part["behavior"] == "Isolated":
-            found.append(part["pattern"]["Regex"])
-        else:
-            found.append(part["type"])
-    if tuple(found) not in _RULES:
-        raise UserError(
-            f"the tokenizer cuts text by {found}, for which no name of llama.cpp is known here ({', '.join(_RULES.values())}); "
-            "use its own converter"
-        )
-    return _RULES[tuple(found)]
-
-
-def _scores(tokens: list[str], merges: list[str]) -> list[float]:
-    """Scores that make SentencePiece merge in BPE's order: the pair with the best score is merged first.
-
-    A token's score is minus the first rank of a merge that makes it.
-    """
-    best: dict[str, int] = {}
-    for rank, merge in enumerate(merges):
-        best.setdefault(merge.replace(" ", ""), rank)
-    return [-float(best.get(token, len(merges))) for token in tokens]
-
-
-def _token_type(number: int, text: str, by_id: dict[int, str], added: dict[int, Json], byte_fallback: bool) -> int:
-    if number not in by_id:
-        return gguf.TokenType.UNUSED
-    if number in added:
-        return gguf.TokenType.CONTROL if added[number]["special"] else gguf.TokenType.USER_DEFINED
-    if byte_fallback and len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
-        return gguf.TokenType.BYTE
-    return gguf.TokenType.NORMAL

@@ -19,12 +19,13 @@ from drafttrain.drafters.shipping import ExportRequest, Trained, find_drafter, s
 from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import load_results, read_training
 from drafttrain.evaluation.plausibility import implausible
+from drafttrain.export.batch_schedule import SCHEDULE_HELP, batch_schedule
 from drafttrain.export.serving_recipes import engine_depth, recipes, tuned_tree
 from drafttrain.files import Json
 from drafttrain.flags import WEIGHTS_HELP
 from drafttrain.formats.public_names import public_name, shorten, write_clean_json
 from drafttrain.formats.weights import read_config
-from drafttrain.hub.upload import add_publishing_flags, make_empty, publish, write_card
+from drafttrain.hub.upload import add_publishing_flags, publish, write_card
 from drafttrain.reports.report import draw, identity_line
 from drafttrain.target import resolve_dtype, resolve_target
 from drafttrain.values import File, FileDtype, Name, Place, adder
@@ -50,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--without-evaluation", action="store_true", help="publish although nothing was measured; the card says so")
     add("--accept-implausible", action="store_true", help="publish figures that cannot be right, such as a baseline that "
         "varies more than 3x between prompts (drafttrain report names them)")  # fmt: skip
+    add("--schedule", File, default="", help=SCHEDULE_HELP)
     add("--base-model", Name, default="", help="the target's Hub id (default: the recorded name)")
     add("--data", Name, default="", help="training data's folder, for the card (default: the recorded one)")
     add("--dataset", Name, default="", help="Hub id of the training data, if published (drafttrain push-data)")
@@ -65,11 +67,12 @@ def run(args: argparse.Namespace) -> int:
             "results: there is no evaluation to publish; run drafttrain eval --output results.json and pass --results "
             "results.json, or pass --without-evaluation"
         )
+    args.batch_schedule = batch_schedule(Path(args.schedule).expanduser()) if args.schedule else None
     for name, run_results in zip(args.results, results, strict=True):
         check_results(trained, name, run_results)
     check_plausible(args, results)
     message = "Update the drafter, its results and its card"
-    return publish(args, "model", message, lambda folder: prepare(args, trained, results, folder))
+    return publish(args, "push", "model", message, lambda folder: prepare(args, trained, results, folder))
 
 
 def check_plausible(args: argparse.Namespace, results: Sequence[Json]) -> None:
@@ -94,15 +97,11 @@ def check_results(trained: Trained, name: str, results: Json) -> None:
 
 
 def prepare(args: argparse.Namespace, trained: Trained, results: Sequence[Json], folder: Path) -> None:
-    """Writes all files of the repository.
-
-    Raises:
-        UserError: the folder holds other files or cannot be written.
-    """
-    make_empty(folder, "README.md", "decoding.json")
+    """Writes all files of the repository into an empty folder. Raises UserError: it cannot be written."""
     base_model = base_model_name(trained, args.base_model)
     kind, tree = shipping(trained.kind), tuned_tree(trained.folder, results)
-    request = ExportRequest(folder, resolve_dtype(args.dtype), base_model, engine_depth(trained, tree))
+    depth = engine_depth(trained, tree)
+    request = ExportRequest(folder, resolve_dtype(args.dtype), base_model, depth, source=trained.target_name)
     files = kind.publish(trained, request)
     write_clean_json(folder / "decoding.json", {"tree": str(tree)})
     files.append(("decoding.json", "the tree to draft, as measured to be fastest" if results else "the tree to draft"))
@@ -116,7 +115,9 @@ def prepare(args: argparse.Namespace, trained: Trained, results: Sequence[Json],
         suite, temperature = _slug(public.get("suite", "suite")), public["decoding"]["temperature"]
         name = f"results/{number}-{suite}-t{temperature:g}.json"
         write_clean_json(folder / name, public)
-        runs.append((name, shorten(public), identity_line(public).capitalize()))
+        runs.append(
+            (name, {**shorten(public), "alone": _alone(run_results, results)}, identity_line(public).capitalize())
+        )
         files.append((name, "all measured figures, prompt by prompt"))
     if runs:
         draw([public for _, public, _ in runs], folder / "plots" / "results.png")
@@ -142,11 +143,26 @@ def prepare(args: argparse.Namespace, trained: Trained, results: Sequence[Json],
         training=shorten(training),
         repo=args.repo,
         plots=["plots/results.png"] if runs else [],
-        recipes=recipes(trained, args.repo, base_model, results=results, published=True),
+        recipes=recipes(trained, args.repo, base_model, results=results, published=True, schedule=args.batch_schedule),
         files=files,
-        data=read_meta(args.data or recorded) if args.data or has_data else None,
+        data=read_meta(args.data or recorded) if args.data or has_data else training.get("data_set") or None,
         dataset=args.dataset,
     )
+
+
+def _alone(run: Json, results: Sequence[Json]) -> float | None:
+    """The accepted length of the trained drafter alone where a run merged matches into its tree; None if not measured."""
+    kind, plus, _ = str(run.get("kind", "")).partition("+")
+
+    def same(other: Json) -> bool:
+        settings = ("temperature", "top_k", "top_p", "max_new_tokens")
+        return (
+            other.get("kind") == kind
+            and other.get("suite") == run.get("suite")
+            and all(other["decoding"].get(key) == run["decoding"].get(key) for key in settings)
+        )
+
+    return next((other["overall"]["accepted_length"] for other in results if plus and same(other)), None)
 
 
 def base_model_name(trained: Trained, given: str) -> str:

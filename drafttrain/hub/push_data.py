@@ -10,7 +10,7 @@ from pathlib import Path
 from drafttrain.data.store import load_records, read_meta
 from drafttrain.files import writing
 from drafttrain.formats.public_names import public_name, shorten, write_clean_json
-from drafttrain.hub.upload import add_publishing_flags, make_empty, publish, write_card
+from drafttrain.hub.upload import add_publishing_flags, publish, write_card
 from drafttrain.values import Place, adder
 
 HELP = """Publish a distillation data set on the Hugging Face Hub with a data card.
@@ -32,17 +32,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns the exit status."""
-    return publish(args, "dataset", "Update the data and its card", lambda folder: prepare(args, folder))
+    return publish(args, "push-data", "dataset", "Update the data and its card", lambda folder: prepare(args, folder))
 
 
 def prepare(args: argparse.Namespace, folder: Path) -> None:
     """Writes complete conversations once each, settings without local names, and the card.
 
     Raises:
-        UserError: no data set, or the folder holds other files or cannot be written.
+        UserError: no data set, or the folder cannot be written.
     """
     meta, records = read_meta(args.data), load_records(args.data)
-    make_empty(folder, "README.md", "meta.json")
     target = public_name(meta["target"]["name"])
     sources: Counter[str] = Counter()
     counts = {"conversations": 0, "responses": 0, "response_tokens": 0, "truncated": 0}

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,7 +18,8 @@ from jinja2 import Environment, StrictUndefined
 from drafttrain.credentials import find_secret, redact
 from drafttrain.environment import __version__
 from drafttrain.errors import UserError, first_line
-from drafttrain.files import Json, unreachable, writing
+from drafttrain.files import Json, scratch_folder, unreachable, write_text
+from drafttrain.folders import OutputFolder, inputs_of
 from drafttrain.values import Place, adder
 
 _TEXT = (".json", ".md", ".jsonl", ".yaml", ".jinja", ".txt")
@@ -40,11 +39,12 @@ def add_publishing_flags(parser: argparse.ArgumentParser) -> None:
     add("--tag", default="", help="of the new revision (default: the next of v1, v2, ...)")
 
 
-def publish(args: argparse.Namespace, kind: str, message: str, prepare: Callable[[Path], None]) -> int:
+def publish(args: argparse.Namespace, command: str, kind: str, message: str, prepare: Callable[[Path], None]) -> int:
     """Prepares a folder and uploads it, unless --dry-run is set.
 
     Args:
-        args: of `add_publishing_flags`. kind: "model" or "dataset". message: of the commit. prepare: fills the folder.
+        args: of `add_publishing_flags`. command: push or push-data. kind: "model" or "dataset". message: of the commit.
+        prepare: fills an empty folder.
 
     Raises:
         UserError: no repository's name, a dry run without --output, something private in a file, or a failed upload.
@@ -55,18 +55,15 @@ def publish(args: argparse.Namespace, kind: str, message: str, prepare: Callable
         raise UserError("dry-run leaves the prepared folder for you to look at; name it: --output DIR")
     if not args.dry_run:
         check_reachable(args.repo)
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(args.output).expanduser() if args.output else Path(scratch) / "repository"
-        existed = folder.exists()
-        try:
-            prepare(folder)
-            files = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-            names = sorted(name for name in files if ".cache" not in name.parts)
-            check_private(folder, names)
-        except UserError:
-            if not existed:
-                shutil.rmtree(folder, ignore_errors=True)
-            raise
+    with (
+        scratch_folder() as scratch,
+        OutputFolder(args.output or scratch / "repository", command, inputs_of(args)) as output,
+    ):
+        folder = output.path
+        with output.staged() as part:
+            prepare(part)
+            names = sorted(path.relative_to(part) for path in part.rglob("*") if path.is_file())
+            check_private(part, names)
         print(f"{kind} {args.repo}: {len(names)} files in {folder}")
         for name in names:
             print(f"  {(folder / name).stat().st_size:>12,}  {name}")
@@ -75,20 +72,6 @@ def publish(args: argparse.Namespace, kind: str, message: str, prepare: Callable
         else:
             print(upload(folder, args.repo, kind, args.private, message, args.tag))
     return 0
-
-
-def make_empty(folder: Path, *signs: str) -> None:
-    """Creates an empty folder; replaces the folder of an earlier run, which holds the files `signs`.
-
-    Raises:
-        UserError: the folder holds other files, or cannot be created.
-    """
-    if folder.is_dir() and any(folder.iterdir()):
-        if not all((folder / sign).is_file() for sign in signs):
-            raise UserError(f"output={str(folder)!r} holds other files; choose an empty folder")
-        shutil.rmtree(folder)
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
 
 
 def write_card(folder: Path, template: str, metadata: Json, **values: object) -> None:
@@ -104,7 +87,7 @@ def write_card(folder: Path, template: str, metadata: Json, **values: object) ->
     kept = {key: value for key, value in metadata.items() if value}
     front = yaml.safe_dump(kept, sort_keys=False, allow_unicode=True).strip()
     card = redact(environment.from_string(source).render(version=__version__, metadata=front, **values))
-    (folder / "README.md").write_text(card, encoding="utf-8")
+    write_text(folder / "README.md", card)
 
 
 def check_private(folder: Path, names: list[Path]) -> None:
@@ -175,7 +158,7 @@ def upload(folder: Path, repo: str, kind: str, private: bool, message: str, tag:
         api.whoami()
         api.create_repo(repo, repo_type=kind, private=private, exist_ok=True)
         done = api.upload_folder(
-            repo_id=repo, repo_type=kind, folder_path=folder, commit_message=message, ignore_patterns=[".cache/*"]
+            repo_id=repo, repo_type=kind, folder_path=folder, commit_message=message, ignore_patterns=[".*", "*/.*"]
         )
         refs = api.list_repo_refs(repo, repo_type=kind).tags
         if not tag:

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from drafttrain.ops.native import built_kernels, check
-from drafttrain.ops.packing import FORMATS, pack_gated, pack_panels
+from drafttrain.ops.native import built_kernels
+from drafttrain.ops.packing import FORMATS, check, pack_gated, pack_panels
 from drafttrain.ops.tree_attention import AttentionForm, CpuPlan
 from drafttrain.ops.tree_cache import Addresses
 

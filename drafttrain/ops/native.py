@@ -1,4 +1,4 @@
-"""Builds, keeps and loads the C kernels of cpu.c and cpu_layers.c, and checks what Python passes to them.
+"""Builds, keeps and loads the C kernels of cpu.c and cpu_layers.c.
 
 A kernel reads and writes at addresses, so a wrong argument is a crash or worse. Each wrapper therefore checks its arguments
 first and raises ValueError or TypeError; structures that many calls share (plans, packed layers) are checked once, when they
@@ -20,9 +20,6 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from drafttrain.files import cache_folder, replacing
 
 logger = logging.getLogger(__name__)
@@ -43,17 +40,6 @@ _ARGUMENTS = {
     "draft_step": "PPPLPP PPL PL PPLI",
 }
 _LARGEST = 64 * 2**20  # bytes that are read of a kept build; the real one has about 0.1 MB
-
-
-def check(name: str, tensor: Tensor, sizes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
-    """Raises TypeError or ValueError unless a kernel may read a tensor: this dtype and shape, contiguous, in CPU memory."""
-    if tensor.dtype is not dtype:
-        raise TypeError(f"{name} is {tensor.dtype}, but the kernel reads {dtype}; convert it first")
-    if tensor.shape != sizes:
-        raise ValueError(f"{name} has shape {list(tensor.shape)}, must have {list(sizes)}")
-    if not tensor.is_cpu or not tensor.is_contiguous():
-        state = f"is on {tensor.device}" if not tensor.is_cpu else f"has strides {tensor.stride()}"
-        raise ValueError(f"{name} {state}, but the kernel reads contiguous CPU memory")
 
 
 @cache

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafttrain.ops.native import built_kernels, check, cpu_kernels
+from drafttrain.ops.native import built_kernels, cpu_kernels
 
 SKINNY_ROWS = 32  # up to here memory bandwidth decides and skinny_linear is faster than MKL; above, arithmetic decides
 # MKL chooses its blocking from the row count given when packing; 128 was fastest or equal for every count from 1 to 128.
@@ -86,6 +86,17 @@ def pack_gated(weight: Tensor) -> Tensor:
     missing = -len(gate) % (2 * _LANES)
     halves = [F.pad(half, (0, 0, 0, missing)).unflatten(0, (-1, 2 * _LANES)) for half in (gate, up)]
     return pack_panels(torch.stack(halves, dim=1).flatten(0, 2))
+
+
+def check(name: str, tensor: Tensor, sizes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
+    """Raises TypeError or ValueError unless a kernel may read a tensor: this dtype and shape, contiguous, in CPU memory."""
+    if tensor.dtype is not dtype:
+        raise TypeError(f"{name} is {tensor.dtype}, but the kernel reads {dtype}; convert it first")
+    if tensor.shape != sizes:
+        raise ValueError(f"{name} has shape {list(tensor.shape)}, must have {list(sizes)}")
+    if not tensor.is_cpu or not tensor.is_contiguous():
+        state = f"is on {tensor.device}" if not tensor.is_cpu else f"has strides {tensor.stride()}"
+        raise ValueError(f"{name} {state}, but the kernel reads contiguous CPU memory")
 
 
 def check_panels(name: str, panels: Tensor, width: int, out: int) -> None:

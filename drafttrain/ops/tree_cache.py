@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from drafttrain.errors import UserError
-from drafttrain.ops.native import check, cpu_kernels
+from drafttrain.ops.native import cpu_kernels
+from drafttrain.ops.packing import check
 from drafttrain.ops.tree_attention import AttentionForm, CpuPlan, TreeLayout, tree_attention
 from drafttrain.ops.tree_attention_triton import PackedPlan, has_triton, packed_tree_attention
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drafttrain.files import Json, writing
+from drafttrain.files import Json, replacing, writing
+from drafttrain.folders import PICTURE_SIGN
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -134,9 +135,10 @@ def picture(rows: Sequence[Sequence[Chart]], path: Path, headings: Sequence[str]
     Raises:
         UserError: the file cannot be written.
     """
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _save(rows, path, _LIGHT, True, headings, dpi=150, facecolor=_LIGHT["card"])
+    form = path.suffix[1:]
+    sign = {("Software" if form == "png" else "Creator"): PICTURE_SIGN}
+    with writing(path), replacing(path) as part:
+        _save(rows, part, _LIGHT, True, headings, dpi=150, facecolor=_LIGHT["card"], format=form, metadata=sign)
 
 
 def _save(

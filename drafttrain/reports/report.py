@@ -9,6 +9,7 @@ from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import is_sweep, load_results
 from drafttrain.evaluation.plausibility import implausible
 from drafttrain.files import Json, write_text
+from drafttrain.folders import inputs_of, output_file
 from drafttrain.reports import report_page
 from drafttrain.reports.charts import picture
 from drafttrain.reports.output import table_of, wide_console
@@ -35,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command. Raises UserError for a file that is not a results.json, or an unknown format."""
-    output = Path(args.output).expanduser()
+    output = output_file(args.output, "report", inputs_of(args))
     if output.suffix not in FORMATS:
         raise UserError(f"output={args.output!r}: the ending must be one of {', '.join(FORMATS)}")
     loaded = [(name, load_results(name, sweeps=True)) for name in args.results]
@@ -57,9 +58,11 @@ def write_report(files: list[str], runs: list[Json], sweeps: list[Json], output:
     """Writes the page, and a PNG of each chart into a folder next to it. files: of the runs. Raises UserError if it cannot."""
     names = report_page.run_names(runs, files)
     drawn = report_page.make_charts(runs, names, sweeps)
+    folder = output.with_name(f"{output.stem}_charts")
+    pictures = [output_file(folder / f"{chart.key}.png", "report") for chart in drawn]
     write_text(output, report_page.page(runs, names, drawn, [[identity_line(run), *warnings_of(run)] for run in runs]))
-    for chart in drawn:
-        picture([[chart]], output.with_name(f"{output.stem}_charts") / f"{chart.key}.png")
+    for chart, path in zip(drawn, pictures, strict=True):
+        picture([[chart]], path)
 
 
 def draw(runs: list[Json], output: Path) -> None:

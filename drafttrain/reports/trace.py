@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -24,6 +23,7 @@ from drafttrain.errors import UserError
 from drafttrain.evaluation.suites import render
 from drafttrain.files import Json, write_text
 from drafttrain.flags import add_drafter_flag, add_sampling_flags, add_target_flags, load_target, sampling_of
+from drafttrain.folders import inputs_of, output_file
 from drafttrain.inference import Decoder, Stats
 from drafttrain.inference.verify import Verdict
 from drafttrain.ops.sampling import probabilities
@@ -136,7 +136,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command. Raises UserError for values out of range, or anything that cannot be loaded."""
-    if args.output and not args.output.endswith(".html"):
+    output = output_file(args.output, "trace", inputs_of(args, "prompt")) if args.output is not None else None
+    if output is not None and output.suffix != ".html":
         raise UserError(f"output={args.output!r}: the ending must be .html")
     sampling = sampling_of(args)
     spec = TreeSpec.parse(args.tree or default_tree(args.drafter) or "chain:3")
@@ -150,10 +151,10 @@ def run(args: argparse.Namespace) -> int:
     if args.round is not None and not 1 <= args.round <= len(trace.rounds):
         raise UserError(f"round={args.round}: the answer has rounds 1 to {len(trace.rounds)}; choose one of them")
     print_trace(trace, chosen)
-    if args.output:
+    if output is not None:
         facts = {"target": args.target, "drafter": args.drafter, "tree": str(spec), "dtype": str(target.dtype)[6:]}
         facts["sampling"] = "greedy" if sampling.greedy else f"temperature {sampling.temperature:g}, seed {args.seed}"
-        write_text(Path(args.output).expanduser(), page(trace, args.prompt, facts, chosen))
+        write_text(output, page(trace, args.prompt, facts, chosen))
         print(f"wrote {args.output}")
     return 0
 

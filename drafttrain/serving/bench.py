@@ -23,6 +23,7 @@ from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import percentiles
 from drafttrain.evaluation.suites import load_suite
 from drafttrain.files import Json, write_json
+from drafttrain.folders import inputs_of, output_file
 from drafttrain.progress import Progress
 from drafttrain.reports.output import table_of, wide_console
 from drafttrain.serving.client import Answer, Server, ask, connect, read_metrics, speculation
@@ -71,9 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns 1 if every request of a server failed. Raises UserError for a server that does not answer."""
     steps = steps_of(args)
+    output = output_file(args.output, "bench-server", inputs_of(args))
     suite = load_suite(args.suite)
-    output = Path(args.output).expanduser()
-    partial = output.with_name(f"{output.name}.partial")
+    partial = output_file(output.with_name(f"{output.name}.partial"), "bench-server")
 
     def results(servers: dict[str, Json]) -> Json:
         complete = len(servers) == 2 and len({len(server["cells"]) for server in servers.values()}) == 1

@@ -129,7 +129,7 @@ def fetch(name: str, cache: Path | None = None, source: str = "auto", force: boo
     Raises:
         UserError: unknown name, failed or altered download, or not enough space.
     """
-    from filelock import FileLock  # comes with huggingface_hub
+    from filelock import FileLock, Timeout  # comes with huggingface_hub
 
     if name not in MODELS:
         raise UserError(f"model={name!r} is not one of {', '.join(MODELS)}; Hub ids and local folders need no fetching")
@@ -140,23 +140,34 @@ def fetch(name: str, cache: Path | None = None, source: str = "auto", force: boo
         models.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cache folder {models} cannot be made ({error.strerror}); set DRAFTTRAIN_CACHE") from error
-    with FileLock(models / f".{name}.lock"):
+    busy = FileLock(models / f".{name}.lock")
+    try:
+        busy.acquire(timeout=0).lock.release()
+    except Timeout:
+        print(f"another process fetches {name}; waiting for it", flush=True)
+    with busy:
         if (goal / "config.json").is_file() and not force:
             return goal
+        if any(goal.glob("*")) and not (goal / "fetched.json").is_file():
+            raise UserError(
+                f"{str(goal)!r} holds files that drafttrain fetch did not write; move it, or set --cache-dir"
+            )
         if force:
             shutil.rmtree(work, ignore_errors=True)
         try:
             work.mkdir(exist_ok=True)
             ready, origin = _prepare(name, model, work, source)
-        except OSError as error:
-            if not is_disk_full(error):
-                raise
-            raise _space_error("the disk filled up", models, model.total_bytes) from error
-        note = {"name": name, "origin": origin, "repo": model.repo, "license": model.license}
-        write_json(ready / "fetched.json", note)
-        if goal.exists():
-            os.replace(goal, work / "replaced")
-        os.replace(ready, goal)
+            note = {"name": name, "origin": origin, "repo": model.repo, "license": model.license}
+            write_json(ready / "fetched.json", note)
+            if goal.exists():
+                os.replace(goal, work / "replaced")
+            os.replace(ready, goal)
+        except Exception as error:  # safetensors has its own error for a full disk
+            if is_disk_full(error):
+                raise _space_error("the disk filled up", models, model.total_bytes) from error
+            if isinstance(error, OSError):
+                raise UserError(f"cache folder {models} cannot be written ({error}); set DRAFTTRAIN_CACHE") from error
+            raise
         shutil.rmtree(work, ignore_errors=True)
     return goal
 

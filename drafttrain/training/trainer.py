@@ -24,10 +24,10 @@ from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import EvalLoopOutput, get_last_checkpoint, rotate_checkpoints
 from typing_extensions import NotRequired, TypedDict
 
-from drafttrain.drafters.registry import decoding_file
 from drafttrain.environment import peak_memory
 from drafttrain.errors import UserError
 from drafttrain.files import Json, is_disk_full, open_tensors, read_json, reading
+from drafttrain.folders import PARTIAL, OutputFolder
 from drafttrain.training.callbacks import TimeBudget
 from drafttrain.training.on_policy import OnPolicy
 from drafttrain.training.step import StepTrainer, count_anchors
@@ -115,7 +115,7 @@ class DrafterTrainer(StepTrainer):
         A search for the newest checkpoint therefore never finds an incomplete one, whenever this process is killed.
         """
         root, name = Path(str(self.args.output_dir)), f"checkpoint-{self.state.global_step}"
-        partial = root / ".partial"
+        partial = root / PARTIAL
         if self.args.local_process_index == 0:
             shutil.rmtree(partial, ignore_errors=True)
         self.accelerator.wait_for_everyone()
@@ -259,19 +259,18 @@ def newest_checkpoint(args: TrainingArguments) -> str | None:
     return get_last_checkpoint(place) if os.path.isdir(place) else None
 
 
-def find_checkpoint(args: TrainingArguments, resume: bool) -> str | None:
+def find_checkpoint(args: TrainingArguments, resume: bool, output: OutputFolder | None = None) -> str | None:
     """The checkpoint to resume from: the newest that is not damaged, with a line about each one that is.
 
-    With resume=False the checkpoints of an earlier run are deleted. Without a checkpoint, so is what belongs to the earlier
-    drafter whose weights this run replaces: its tuned decoding settings, its training summary and its adapter.
+    With resume=False the checkpoints of an earlier run are set aside until this run's drafter is saved.
 
     Raises UserError: every checkpoint is damaged.
     """
     place = Path(str(args.output_dir))
     if not resume:
-        with args.main_process_first(desc="deleting old checkpoints"):
-            for old in place.glob("checkpoint-*"):
-                shutil.rmtree(old, ignore_errors=True)
+        with args.main_process_first(desc="setting old checkpoints aside"):
+            if output is not None:
+                output.set_aside("checkpoint-*")
     found = [path for path in place.glob("checkpoint-*") if path.is_dir() and path.name.rpartition("-")[2].isdecimal()]
     for path in sorted(found, key=lambda path: -int(path.name.rpartition("-")[2])):
         others = args.save_only_model or any(path.glob("global_step*"))  # DeepSpeed's own layout
@@ -282,10 +281,6 @@ def find_checkpoint(args: TrainingArguments, resume: bool) -> str | None:
             print(f"{path} is damaged and not used: {fault}", file=sys.stderr, flush=True)
     if found:
         raise UserError(f"output_dir={str(place)!r}: all checkpoints are damaged; start again with resume=false")
-    with args.main_process_first(desc="deleting an old drafter's settings"):
-        for old in (decoding_file(str(place)), place / "training.json"):
-            old.unlink(missing_ok=True)
-        shutil.rmtree(place / "adapter", ignore_errors=True)
     return None
 
 

@@ -30,6 +30,7 @@ from drafttrain.drafters.registry import is_untrained
 from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import load_results
 from drafttrain.files import Json, check_json, open_tensors, read_json, write_json
+from drafttrain.folders import inputs_of, output_file
 from drafttrain.reports.output import table_of, wide_console
 from drafttrain.target import resolve_target
 from drafttrain.values import Amount, Count, File, Name, PositiveAmount, PositiveFraction, adder, value, values
@@ -277,6 +278,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command. Raises UserError for an unknown device, an unknown size, or a value out of range."""
+    output = output_file(args.output, "estimate", inputs_of(args)) if args.output is not None else None
     results = load_results(args.results)
     device = device_of(args)
     name = args.target or results["target"]
@@ -293,10 +295,10 @@ def run(args: argparse.Namespace) -> int:
         estimate(target, drafter, profile, device, batch, args.context, width, args.price) for batch in args.batches
     ]
     print_rows(rows, device, profile)
-    if args.output:
+    if output is not None:
         head = {"command": [Path(sys.argv[0]).name, *sys.argv[1:]], "device": asdict(device), "target": asdict(target)}
         content = {**head, "drafter_params": drafter, "rows": rows, "advice": advice(rows)}
-        write_json(Path(args.output).expanduser(), content)
+        write_json(output, content)
         print(f"wrote {args.output}")
     return 0
 

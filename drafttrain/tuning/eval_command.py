@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Collection
 from functools import partial
-from pathlib import Path
 
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
@@ -17,6 +16,7 @@ from drafttrain.evaluation.runner import EvalSettings, evaluate
 from drafttrain.evaluation.suites import known_suites, load_suite, take_evenly
 from drafttrain.files import Json
 from drafttrain.flags import add_drafter_flag, add_sampling_flags, add_target_flags, load_target, sampling_of
+from drafttrain.folders import inputs_of, output_file
 from drafttrain.inference import SamplingParams
 from drafttrain.reports.report import print_results
 from drafttrain.target import Target
@@ -75,7 +75,7 @@ def settings_of(args: argparse.Namespace) -> EvalSettings:
     names = ("target", "drafter", "max_new_tokens", "batch_size", "tree", "calibrate", "limit", "seed", "assistant")
     chosen = {name: vars(args)[name] for name in (*names, "trust_remote_code")}
     baselines = tuple(parse_baselines(args.baselines))
-    output = Path(args.output).expanduser()
+    output = output_file(args.output, "eval", inputs_of(args))
     return EvalSettings(**chosen, sampling=sampling_of(args), baselines=baselines, output=output)
 
 

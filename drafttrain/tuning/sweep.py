@@ -20,6 +20,7 @@ from drafttrain.evaluation.runner import EvalSettings
 from drafttrain.evaluation.suites import Question, Suite, load_suite, render
 from drafttrain.files import Json, read_json, write_json
 from drafttrain.flags import DEVICE, TARGET_HELP
+from drafttrain.folders import OutputFolder, inputs_of
 from drafttrain.inference import SamplingParams, token_limit
 from drafttrain.reports.output import table_of, wide_console
 from drafttrain.target import Target
@@ -65,7 +66,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command. Raises UserError for an invalid value, or anything that cannot be loaded or measured."""
-    folder = Path(args.output).expanduser()
+    with OutputFolder(args.output, "sweep", inputs_of(args)) as output:
+        summary = measure_cells(args, output.path)
+    print_summary(summary)
+    print(f"wrote {output.path / 'summary.json'}")
+    return 0
+
+
+def measure_cells(args: argparse.Namespace, folder: Path) -> list[Json]:
+    """Measures the cells that are not finished; returns the summary's row of each cell."""
     axes = parse_axes(args)
     every = [(cell, cell_settings(args, cell, folder)) for cell in cells(axes, args.grid)]
     suite = load_suite(args.suite)
@@ -89,9 +98,7 @@ def run(args: argparse.Namespace) -> int:
         row = {"cell": cell, "file": settings.output.name, "spec": spec, **{name: figures[name] for name in FIGURES}}
         summary.append(row)
         write_json(folder / "summary.json", {"axes": axes, "cells": summary, "crossover": crossovers(summary)})
-    print_summary(summary)
-    print(f"wrote {folder / 'summary.json'}")
-    return 0
+    return summary
 
 
 def parse_axes(args: argparse.Namespace) -> dict[str, list[object]]:

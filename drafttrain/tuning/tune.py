@@ -31,6 +31,7 @@ from drafttrain.environment import describe_environment
 from drafttrain.errors import UserError
 from drafttrain.files import Json, read_jsonl, write_json
 from drafttrain.flags import add_drafter_flag, add_sampling_flags, add_target_flags, load_target, sampling_of
+from drafttrain.folders import inputs_of, output_file
 from drafttrain.inference import Decoder, SamplingParams, token_limit
 from drafttrain.progress import Progress
 from drafttrain.reports.output import table_of, wide_console
@@ -165,19 +166,26 @@ class Search:
     def plain(self) -> Prediction:
         return next(each for each in self.ranking if each.spec.shape == "none")
 
+    @property
+    def chain(self) -> Prediction | None:
+        """The fastest chain of the trained drafter alone: what engines draft that know no trees and no merged matches."""
+        merged = any(not each.spec.matches for each in self.ranking)
+        chains = (each for each in self.ranking if each.spec.shape == "chain" and not each.spec.stop)
+        return next((each for each in chains if not (merged and each.spec.matches)), None)
+
     def table(self, count: int = 12) -> list[Json]:
         """The fastest candidates and plain decoding, as rows of results.json."""
-        plain = self.plain.tokens_per_second or 1.0
         shown = self.ranking[:count] + ([] if self.plain in self.ranking[:count] else [self.plain])
-        return [
-            {
-                "tree": str(each.spec),
-                "tokens_per_second": round(each.tokens_per_second, 3),
-                "accepted_length": round(each.accepted_length, 4),
-                "predicted_speedup": round(each.tokens_per_second / plain, 4),
-            }
-            for each in shown
-        ]
+        return [self.row(each) for each in shown]
+
+    def row(self, each: Prediction) -> Json:
+        """A candidate as a row of results.json."""
+        return {
+            "tree": str(each.spec),
+            "tokens_per_second": round(each.tokens_per_second, 3),
+            "accepted_length": round(each.accepted_length, 4),
+            "predicted_speedup": round(each.tokens_per_second / (self.plain.tokens_per_second or 1.0), 4),
+        }
 
 
 def search_tree(target: Target, drafter: Drafter, prompts: Sequence[list[int]], settings: TuneSettings) -> Search:
@@ -250,6 +258,10 @@ def run(args: argparse.Namespace) -> int:
     if args.max_new_tokens < 16:
         raise UserError(f"max-new-tokens={args.max_new_tokens} tells too little about a tree; use 16 or more")
     settings = TuneSettings(sampling_of(args), args.max_new_tokens, args.repeats)
+    output, place = output_file(args.output, "tune", inputs_of(args)), decoding_file(args.drafter)
+    writes_tree = not args.dry_run and place.parent.joinpath("config.json").is_file()
+    if writes_tree:
+        output_file(place, "decoding", key="drafter")
     target = load_target(args).pack()
     drafter = load_drafter(args.drafter, target)
     if drafter is None:
@@ -264,13 +276,14 @@ def run(args: argparse.Namespace) -> int:
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         **tune(target, drafter, prompts, settings),
     }
-    write_json(Path(args.output).expanduser(), result)
+    write_json(output, result)
     print_result(result)
-    place = decoding_file(args.drafter)
-    if not args.dry_run and place.parent.joinpath("config.json").is_file():
+    if writes_tree:
         keys = ("device", "dtype", "drafter", "predicted_speedup", "measured_speedup")
         old = decoding_settings(args.drafter)
-        write_json(place, {**old, "tree": result["tree"], "tuned": {key: result[key] for key in keys}})
+        chain = result["chain"] and result["chain"]["tree"].partition("@")[0]
+        tuned = {key: result[key] for key in keys}
+        write_json(place, {**old, "tree": result["tree"], "chain": chain, "tuned": tuned})
         print(f"wrote {place}: the drafter's default from now on")
     print(f"wrote {args.output}")
     return 0
@@ -280,7 +293,8 @@ def tune(target: Target, drafter: Drafter, prompts: Sequence[list[int]], setting
     """Searches a tree, measures it against plain decoding, fixed and adaptive, and decides what to use.
 
     Returns:
-        tree: the setting to keep; picked: the fixed tree with the fastest prediction.
+        tree: the setting to keep; picked: the fixed tree with the fastest prediction; chain: the fastest chain of the
+            trained drafter alone, for engines that draft chains.
         predicted_speedup, measured_speedup: of the picked tree over plain decoding, prefill left out; relative_error:
             predicted / measured - 1. adaptive_speedup: of the same tree with @adapt.
         costs, acceptance, candidates: the basis of the prediction.
@@ -300,6 +314,7 @@ def tune(target: Target, drafter: Drafter, prompts: Sequence[list[int]], setting
     return {
         "tree": str(tree),
         "picked": str(best.spec),
+        "chain": search.chain and search.row(search.chain),
         "predicted_speedup": round(predicted, 4),
         "measured_speedup": round(measured, 4),
         "relative_error": round(predicted / measured - 1, 4),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from contextlib import closing
 
 import pytest
 
@@ -288,10 +289,10 @@ class FakeEngine:
 def magpie(target, engine, path, count, minutes=None, settings=None):
     writer = PromptWriter(target, [], 0.0, 64, seed=0)
     keep = Filter(PromptLimits())
-    log = JsonlLog(path, settings or {"seed": 0})
-    return write_prompts(
-        writer, lambda start: engine.run(writer.requests(start), None, 0), log, keep, count, minutes, 0
-    ), keep
+    with closing(JsonlLog(path, settings or {"seed": 0})) as log:
+        return write_prompts(
+            writer, lambda start: engine.run(writer.requests(start), None, 0), log, keep, count, minutes, 0
+        ), keep
 
 
 def test_magpie_stops_at_the_count_and_goes_on_after_a_kill(tmp_path, target):

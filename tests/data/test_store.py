@@ -112,7 +112,7 @@ def test_other_settings_are_refused(tmp_path, change, message):
 
 def test_foreign_folder_and_running_writer(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(UserError, match=r"holds other files \(thesis.tex\) and no data set"):
+    with pytest.raises(UserError, match=r"holds other files \(thesis.tex\); choose an empty folder"):
         Store(tmp_path, META, overwrite=True)
     assert (tmp_path / "thesis.tex").exists()
     with Store(tmp_path / "d", META), pytest.raises(UserError, match="is being written by another process"):

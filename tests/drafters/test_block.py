@@ -213,16 +213,13 @@ def test_trees_are_well_formed_and_go_no_deeper_than_the_block(target, kind, tex
         assert tree.depths == [1, 2, 3, 4]
 
 
-WIDE = TreeSpec("fanout", 2, (200, 200), 200, 40_200)  # every token; larger than the text form allows
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_drawn_trees_say_what_they_were_drawn_from(target, kind):
     drafter, params = shaken(kind, target), SamplingParams(temperature=0.8, top_k=20)
     session = begun(drafter, target, make_batch((9,)).input_ids[0])
     tree = session.propose(TreeSpec.parse("fanout:3x2@sample"), Sampler(params, torch.Generator().manual_seed(1)))
-    wide = begun(drafter, target, make_batch((9,)).input_ids[0]).propose(WIDE)
+    wide = begun(drafter, target, make_batch((9,)).input_ids[0]).propose(TreeSpec.parse("fanout:200x200"))
     log_q = {(wide.parents[n], int(wide.tokens[n])): wide.log_probs[n] for n in range(len(wide))}
     first = {int(wide.tokens[n]): n for n in range(200)}
     for node, parent in enumerate(tree.parents):
@@ -264,11 +261,11 @@ def test_save_and_load_round_trip(target, tmp_path, kind, options):
     ("options", "message"),
     [
         ({"hidden_size": 48}, "its width is the target's, 32"),
-        ({"block_size": 1}, "block_size=1 must be a whole number from 2"),
+        ({"block_size": 1}, "block_size=1 must be a whole number from 2 to 256"),
         ({"mask_token_id": 300}, "mask_token_id=300 is no token"),
-        ({"anchor_share": 0}, "anchor_share=0 must be a number above 0"),
+        ({"anchor_share": 0}, "anchor_share=0 must be a number above 0 and at most 1"),
         ({"weighting": "linear"}, "weighting='linear' must be one of exp, dpace"),
-        ({"gamma": 0}, "gamma=0 must be a number from"),
+        ({"gamma": 0}, "gamma=0 must be a number from 1e-06"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3 must divide"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type='longrope' is not one of"),
     ],

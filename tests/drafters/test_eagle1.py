@@ -103,7 +103,7 @@ def test_the_closed_form_start_explains_states_and_beats_copied_weights():
 
 
 def test_what_cannot_work_is_said(target):
-    with pytest.raises(UserError, match="regression=-1.0 must be a number from 0"):
+    with pytest.raises(UserError, match=r"regression=-1.0 must be a number from 0"):
         Eagle1Config.for_target(target, regression=-1.0)
     drafter = make_kind("eagle1", target)
     rows = StoredTopK(*(torch.zeros(1, 1) for _ in range(2)), torch.zeros(1), torch.zeros(1))

@@ -10,13 +10,14 @@ from safetensors.torch import load_file, save_file
 
 from drafttrain.drafters.eagle3.export import SHIPPING, unsupported_features
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
-from drafttrain.drafters.shipping import ExportRequest
+from drafttrain.drafters.shipping import ENGINES, ExportRequest
 from drafttrain.errors import UserError
 from drafttrain.formats.weights import write_checkpoint
 from tests.conftest import make_target
 from tests.engine_arithmetic.eagle3 import compare_steps
 
 SPECULATORS, FLAT = "vllm", "sglang"  # the format of each form
+VLLM, SGLANG = ENGINES["vLLM"], ENGINES["SGLang"]
 
 
 def make_head(target, **options) -> Eagle3:
@@ -118,23 +119,33 @@ def test_names_and_keys_are_the_engines(target, tmp_path):
     assert "d2t" not in load_file(write_eagle3(make_head(target, draft_vocab_size=0), tmp_path / "w", FLAT)[1])
 
 
+def test_stored_rotary_frequencies_must_be_the_configs(target, tmp_path):
+    """Some trainers store them; dropping others than those of the config would change what the head computes."""
+    head = make_head(target, rope_theta=5000.0)
+    _, file = write_eagle3(head, tmp_path, FLAT)
+    weights, stored = load_file(file), head.rotary.frequencies
+    assert stored.shape == (head.config.head_dim // 2,) and stored[0] == 1.0
+    save_file({**weights, "midlayer.self_attn.rotary_emb.inv_freq": stored.bfloat16()}, file)
+    assert SHIPPING.read(tmp_path, target.identity()).config.rope_theta == 5000.0
+    save_file({**weights, "midlayer.self_attn.rotary_emb.inv_freq": stored * 0.5}, file)
+    with pytest.raises(UserError, match=r"inv_freq is not what config.json's rope_parameters give"):
+        SHIPPING.read(tmp_path, target.identity())
+
+
 def test_what_a_form_cannot_say_is_refused_with_every_reason(target, tmp_path):
     head = make_head(target, feature_layers=(6, 3), draft_vocab_size=0)
     with pytest.raises(UserError, match=r"in ascending order, each once"):
         write_eagle3(head, tmp_path / "x", FLAT)
     assert not (tmp_path / "x").exists()
     two = make_head(target, feature_layers=(3, 6))
-    assert unsupported_features(two, "vllm") == []
-    assert "fc takes three" in unsupported_features(two, "sglang")[0]
+    assert unsupported_features(two, VLLM) == unsupported_features(two, SGLANG) == []
+    assert unsupported_features(two, SGLANG.of_release("0.5.11"))[0].endswith("fc takes three; SGLang 0.5.12 does not")
     write_eagle3(two, tmp_path / "two", FLAT, dtype=torch.float32)
     described = json.loads((tmp_path / "two" / "config.json").read_text())
-    assert described["architectures"] == [
-        "Eagle3LlamaForCausalLM"
-    ]  # which SGLang does not know, so it cannot misread it
-    assert described["num_aux_hidden_states"] == 2
+    assert described["architectures"] == ["LlamaForCausalLMEagle3"] and described["num_aux_hidden_states"] == 2
     assert compare_steps(two, tmp_path / "two")["same_tokens"]
     other = make_head(make_target(layers=8), hidden_size=64)
-    assert "needs both of one width" in unsupported_features(other, "vllm")[0]
+    assert "needs both of one width" in unsupported_features(other, VLLM)[0]
 
 
 def test_imports_of_others_checkpoints(target, tmp_path):
@@ -148,8 +159,9 @@ def test_imports_of_others_checkpoints(target, tmp_path):
     described |= {"rope_theta": 77.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
     config.write_text(json.dumps(described))
     save_file({f"model.{k}" if "midlayer" in k else k: v for k, v in weights.items()}
-              | {"embed_tokens.weight": torch.zeros(300, 32)}, file)  # fmt: skip
-    back = SHIPPING.read(tmp_path, target.identity())
+              | {"embed_tokens.weight": target.embed_weight.half()}, file)  # fmt: skip
+    target.model.save_pretrained(tmp_path / "target")
+    back = SHIPPING.read(tmp_path, {**target.identity(), "name": str(tmp_path / "target")})
     assert back.config.feature_layers == (2, 4, 6)
     rope = back.config.rope_parameters
     assert (rope["rope_type"], rope["rope_theta"], rope["factor"]) == ("linear", 77.0, 2.0)
@@ -261,10 +273,14 @@ def test_every_flag_is_written_read_and_computed(target, tmp_path, form, flags):
     assert all(torch.equal(back.state_dict()[name], value) for name, value in head.state_dict().items())
     assert compare_steps(head, tmp_path / "a")["same_tokens"]
     assert compare_steps(back, tmp_path / "a")["same_tokens"]
-    assert unsupported_features(head, "vllm") == []
+    assert unsupported_features(head, VLLM) == []
     plain = flags.get("rope_parameters", {}).get("rope_type") == "yarn"
-    assert (unsupported_features(head, "sglang") == []) == plain
-    if form == FLAT and not plain:
+    newer = flags.keys() <= {"fc_norm", "norm_output", "sliding_window", "num_hidden_layers"}
+    assert (unsupported_features(head, SGLANG) == []) == (plain or newer)
+    assert (unsupported_features(head, SGLANG.of_release("0.5.11")) == []) == plain
+    tensorrt = flags.keys() <= {"fc_norm", "norm_output", "attention_bias", "mlp_bias"}
+    assert (unsupported_features(head, ENGINES["TensorRT-LLM, Triton"]) == []) == (plain or tensorrt)
+    if form == FLAT and not (plain or newer):
         described = json.loads((tmp_path / "a" / "config.json").read_text())
         assert described["architectures"] == [
             "Eagle3Qwen3ForCausalLM" if "qk_norm" in flags else "Eagle3LlamaForCausalLM"

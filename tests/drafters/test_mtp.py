@@ -23,11 +23,16 @@ from tests.drafters.layer_kinds import (
 from tests.drafters.test_eagle3 import make_batch, run_step
 
 KEPT = torch.arange(40, 240)
-OPTIONS = [{}, {"modules": 3}, {"modules": 4, "qk_norm": True, "attention_bias": True, "sliding_window": 6}]
+OPTIONS = [
+    {},
+    {"modules": 3},
+    {"train_head": False},
+    {"modules": 4, "qk_norm": True, "attention_bias": True, "sliding_window": 6},
+]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("options", OPTIONS[:2], ids=str)
+@pytest.mark.parametrize("options", OPTIONS[:3], ids=str)
 def test_training(target, options):
     check_training(make_kind("mtp", target, **options), target)
 
@@ -42,15 +47,23 @@ def test_packed_rows(target):
 
 
 @pytest.mark.thorough
-def test_trees_and_losslessness(target):
-    drafter = make_kind("mtp", target, KEPT, shake=True, modules=2)
+@pytest.mark.parametrize("options", [{"modules": 2}, {"train_head": False}], ids=str)
+def test_trees_and_losslessness(target, options):
+    drafter = make_kind("mtp", target, KEPT, shake=True, **options)
     check_trees(drafter, target)
     check_lossless(drafter, target)
 
 
 @pytest.mark.thorough
-def test_round_trip(target, tmp_path):
-    check_round_trip(make_kind("mtp", target, KEPT, shake=True, modules=2), target, tmp_path)
+@pytest.mark.parametrize("options", [{"modules": 2}, {"train_head": False}], ids=str)
+def test_round_trip(target, tmp_path, options):
+    check_round_trip(make_kind("mtp", target, KEPT, shake=True, **options), target, tmp_path)
+
+
+def test_a_frozen_head_takes_no_capped_logits(target, monkeypatch):
+    monkeypatch.setattr(target, "softcap", 30.0)
+    with pytest.raises(UserError, match=r"train_head=false: target 'tiny' caps its logits.*train_head=true"):
+        make_kind("mtp", target, KEPT, train_head=False)
 
 
 def test_modules_have_weights_of_their_own(target):

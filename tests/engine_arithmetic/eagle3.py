@@ -41,6 +41,7 @@ class EngineHead:
             names = ("draft_vocab_size", "target_hidden_size", "norm_before_residual", "fc_norm", "norm_output")
             layer = {**described["transformer_layer_config"], **{name: described.get(name) for name in names}}
         self.config: dict[str, Any] = layer
+        self.flat = layer is described
         self.kind = layer["model_type"]
         weights = {name.replace("midlayer.", "layers.0."): value for name, value in read_weights(folder).items()}
         weights.pop("t2d", None)
@@ -89,7 +90,7 @@ class EngineHead:
                 "input_layernorm.weight": (h,),
                 "post_attention_layernorm.weight": (h,),
             }
-            if i == 0:
+            if i == 0 or self.flat:  # of later layers SGLang reads hidden_norm, vLLM input_layernorm
                 block["hidden_norm.weight"] = (h,)
             biased = ("q_proj", "k_proj", "v_proj", *(("o_proj",) if self.kind == "llama" else ()))
             if c["attention_bias"]:
@@ -164,7 +165,7 @@ class EngineHead:
                 x = torch.cat((self._norm(embeds, f"{name}.input_layernorm"), normed), dim=-1)
             else:
                 residual = residual + hidden
-                x = self._norm(residual, f"{name}.input_layernorm")
+                x = self._norm(residual, f"{name}.{'hidden_norm' if self.flat else 'input_layernorm'}")
             residual = residual + self._attend(x, positions, i)
             x = self._norm(residual, f"{name}.post_attention_layernorm")
             gate = self._linear(x, f"{name}.mlp.gate_proj")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -224,18 +225,28 @@ def test_other_settings_do_not_reuse_records(tmp_path):
     partial = PartialResults(output, "one")
     partial.add_tree("chain:2", [])
     partial.add_question("0:a", [RECORD])
+    partial.close()
     same = PartialResults(output, "one")
     assert same.records == {"0:a": [RECORD]}
     assert same.tree == {"tree": "chain:2", "tree_search": []}
+    with pytest.raises(runner.UserError, match=r"r.json.partial.jsonl' is being written by another process"):
+        PartialResults(output, "one")
+    same.close()
     other = PartialResults(output, "two")
     assert (other.records, other.tree) == ({}, None)
+    other.close()
+    (tmp_path / "r.json.partial.jsonl").write_text('{"thesis": 1}\n')
+    with pytest.raises(runner.UserError, match=r"was begun with thesis=1"):
+        PartialResults(output, "two")
 
 
 def test_a_partial_file_keeps_texts_with_any_line_separator(tmp_path):
     records = [{**RECORD, "outputs": {"drafter": "one\u2028two\x85three"}}]
-    PartialResults(tmp_path / "r.json", "key").add_question("0:a", records)
+    with closing(PartialResults(tmp_path / "r.json", "key")) as saved:
+        saved.add_question("0:a", records)
     for _ in range(2):  # opening the file rewrites it
-        assert PartialResults(tmp_path / "r.json", "key").records == {"0:a": records}
+        with closing(PartialResults(tmp_path / "r.json", "key")) as saved:
+            assert saved.records == {"0:a": records}
 
 
 def test_the_runner_takes_any_search(target, suite, tmp_path):
@@ -276,7 +287,7 @@ def test_a_drafter_folder_may_name_its_tree(tmp_path):
     (tmp_path / "decoding.json").write_text('{"tree": "dynamic:4,6,16"}')
     assert default_tree(str(tmp_path)) == "dynamic:4,6,16"
     (tmp_path / "decoding.json").write_text("{}")
-    with pytest.raises(runner.UserError, match=r"decoding.json.*tree=.*: field required; .* or pass a tree"):
+    with pytest.raises(runner.UserError, match=r"decoding.json.*tree: field required; .* or pass a tree"):
         default_tree(str(tmp_path))
 
 

@@ -85,7 +85,43 @@ def test_peagle_files_compute_what_the_drafter_does(tmp_path, options):
         kind.check(head, tmp_path / "out")
 
 
+@pytest.mark.thorough
+def test_mtp_files_compute_what_the_drafter_does(tmp_path):
+    head = trained(tmp_path, "mtp", train_head=False)
+    target = make_target(layers=8)
+    target.model.save_pretrained(tmp_path / "target")
+    target.tokenizer.save_pretrained(tmp_path / "target")
+    kind = check_expressible(head, "vllm")
+    kind.write(head, "vllm", ExportRequest(tmp_path / "out", torch.float32, source=str(tmp_path / "target")))
+    wide = trained(tmp_path / "wide", "mtp", train_head=False, num_key_value_heads=4)
+    with pytest.raises(UserError, match=r"num_key_value_heads=4 \(there 2\); train it without"):
+        kind.write(wide, "vllm", ExportRequest(tmp_path / "out2", torch.float32, source=str(tmp_path / "target")))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == ["MiMoForCausalLM"] and config["num_nextn_predict_layers"] == 1
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    place, block = "model.mtp_layers.0.", head.load().blocks[0]
+    assert all(name.startswith(place) for name in weights)
+    state, embed = weights[f"{place}input_proj.weight"].chunk(2, dim=1)  # the state's half comes first there
+    assert torch.equal(torch.cat((embed, state), dim=1), block.eh_proj.weight)
+    assert torch.equal(weights[f"{place}hidden_layernorm.weight"], block.hnorm.weight)
+    assert not weights[f"{place}self_attn.k_proj.bias"].any()
+    assert kind.check(head, tmp_path / "out")["max_log_prob_difference"] < 1e-5
+    for name, said in (
+        ("input_proj.weight", "computes something else"),
+        ("self_attn.q_proj.bias", "a bias is not zero"),
+    ):
+        save_file({**weights, place + name: weights[place + name] + 1.0}, tmp_path / "out" / "model.safetensors")
+        with pytest.raises(UserError, match=said):
+            kind.check(head, tmp_path / "out")
+
+
+def test_what_vllm_cannot_run_of_mtp(tmp_path):
+    head = trained(tmp_path, "mtp", modules=2, qk_norm=True, attention_bias=True)
+    reasons = " ".join(shipping("mtp").unsupported(head, "vllm"))
+    assert all(word in reasons for word in ("train_head=true", "modules=2", "qk_norm", "attention_bias"))
+
+
 def test_what_no_engine_reads_is_refused(tmp_path):
     assert "fc_norm" in shipping("peagle").unsupported(trained(tmp_path / "p", "peagle", fc_norm=True), "vllm")[0]
     with pytest.raises(UserError, match="out of the target's own checkpoint"):
-        check_expressible(trained(tmp_path / "m", "mtp"), "vllm")
+        check_expressible(trained(tmp_path / "m", "mtp"), "sglang")

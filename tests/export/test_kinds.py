@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -60,7 +62,10 @@ def test_formats_beside_our_own_are_fetched_from_their_folder(drafter, monkeypat
     assert (
         by_engine["vLLM"].commands.startswith("vllm serve a/b") and '"model": "some/one"' in by_engine["vLLM"].commands
     )
-    assert "is no language model of its own" in by_engine["llama.cpp"].reasons[0]
+    assert "is no language model of its own" in by_engine["transformers"].reasons[0]
+    first, second, third = by_engine["llama.cpp"].commands.splitlines()[:3]
+    assert first == "hf download some/one draft.gguf --local-dir some/one" and "a/b as GGUF" in second
+    assert third.startswith("llama-server -m target.gguf --spec-type draft-eagle3 ")
     monkeypatch.setattr(type(shipping("eagle3")), "in_root", ())
     monkeypatch.setattr(
         type(shipping("eagle3")),
@@ -72,6 +77,33 @@ def test_formats_beside_our_own_are_fetched_from_their_folder(drafter, monkeypat
     assert first == 'hf download some/one --include "vllm/*" --local-dir some/one'
     assert '"model": "some/one/vllm", "num_speculative_tokens": 2' in second and '"method": "medusa"' in second
     assert by_engine["SGLang"].reasons == ["it knows no drafter of kind eagle3"]
+
+
+def test_engines_that_draft_chains_get_the_best_chain(drafter):
+    """Not the depth of our tree: a deep tree pays where a chain of its depth does not."""
+    trained = find_drafter(str(drafter))
+    chain = {
+        "decoding": {"tree": {"spec": "chain:2", "depth": 2}},
+        "overall": {"speedup_vs_fastest": 1.2},
+        "kind": "eagle3",
+    }
+    tree = {
+        "decoding": {"tree": {"spec": "dynamic:6,4,8", "depth": 6}},
+        "overall": {"speedup_vs_fastest": 1.9},
+        "kind": "eagle3",
+    }
+
+    def tokens(*results):
+        by_engine = {each.engine: each.commands for each in recipes(trained, "some/one", "a/b", results=results)}
+        assert "--speculative-num-steps 6" in by_engine["SGLang"] or tree not in results
+        assert ("dynamic_tree_max_topK: 4" in by_engine["TensorRT-LLM, Triton"]) == (tree in results)
+        return json.loads(by_engine["vLLM"].partition("'")[2].rstrip("'"))["num_speculative_tokens"]
+
+    assert tokens(chain, tree) == 2 and tokens(chain) == 2 and tokens(tree) == 6
+    decoding = trained.folder / "decoding.json"
+    decoding.write_text('{"tree": "dynamic:6,4,8", "chain": "chain:3"}')
+    assert tokens(tree) == 3 and tokens(chain, tree) == 2
+    decoding.unlink()
 
 
 def test_a_checkpoint_of_no_kind_is_refused_with_what_is_read(tmp_path, capsys):

@@ -24,7 +24,8 @@ from transformers import (
 
 from drafttrain.cli import main
 from drafttrain.errors import UserError
-from drafttrain.formats.write_gguf import _RULES, write_gguf
+from drafttrain.formats.gguf_tokenizer import RULES
+from drafttrain.formats.write_gguf import write_gguf
 from tests.conftest import CHAT_TEMPLATE
 from tests.conftest import make_tokenizer as without_merges
 
@@ -48,14 +49,20 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }  # fmt: skip
 FAMILIES = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=ROPE, tie_word_embeddings=True)),
-    "llama3": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=LLAMA3, tie_word_embeddings=False)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**{**SHAPE, "head_dim": 8}, rope_parameters=ROPE)),
-    "qwen3": lambda: Qwen3ForCausalLM(
-        Qwen3Config(**{**SHAPE, "head_dim": 128}, rope_parameters=ROPE, tie_word_embeddings=False)
+    "llama": lambda **more: LlamaForCausalLM(
+        LlamaConfig(**SHAPE | more, rope_parameters=ROPE, tie_word_embeddings=True)
+    ),
+    "llama3": lambda **more: LlamaForCausalLM(
+        LlamaConfig(**SHAPE | more, rope_parameters=LLAMA3, tie_word_embeddings=False)
+    ),
+    "qwen2": lambda **more: Qwen2ForCausalLM(Qwen2Config(**{**SHAPE, "head_dim": 8, **more}, rope_parameters=ROPE)),
+    "qwen3": lambda **more: Qwen3ForCausalLM(
+        Qwen3Config(**{**SHAPE, "head_dim": 128, **more}, rope_parameters=ROPE, tie_word_embeddings=False)
     ),
     # 128 and 256 are what transformers' loader takes for granted in these families
-    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**{**SHAPE, "head_dim": 256}, sliding_window=64)),
+    "gemma3": lambda **more: Gemma3ForCausalLM(
+        Gemma3TextConfig(**{**SHAPE, "head_dim": 256, **more}, sliding_window=64)
+    ),
 }
 
 
@@ -71,9 +78,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def make_checkpoint(folder, family: str, tokenizer=None):
+def make_checkpoint(folder, family: str, tokenizer=None, **shape):
     torch.manual_seed(0)
-    model = FAMILIES[family]().eval().requires_grad_(False)
+    model = FAMILIES[family](**shape).eval().requires_grad_(False)
     for name, parameter in model.named_parameters():
         if name.endswith("bias") or "norm" in name:
             torch.nn.init.uniform_(parameter, 0.2, 0.8)
@@ -86,7 +93,7 @@ def make_checkpoint(folder, family: str, tokenizer=None):
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
 def test_logits_come_back(tmp_path, family):
     model = make_checkpoint(tmp_path / "hf", family)
-    path = write_gguf(tmp_path / "hf", tmp_path / "out" / "m.gguf", torch.bfloat16)
+    path = write_gguf(tmp_path / "hf", tmp_path / "out" / "m.gguf", "bfloat16")
     back = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
     ids = torch.arange(1, 41)[None]
     with torch.no_grad():
@@ -98,7 +105,7 @@ def test_llama3_frequencies(tmp_path):
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     model = make_checkpoint(tmp_path / "hf", "llama3")
-    path = write_gguf(tmp_path / "hf", tmp_path / "m.gguf", torch.float32)
+    path = write_gguf(tmp_path / "hf", tmp_path / "m.gguf", "float32")
     found = {tensor.name: tensor.data for tensor in gguf.GGUFReader(path).tensors}["rope_freqs.weight"]
     plain = 1.0 / 5000.0 ** (torch.arange(0, 16, 2) / 16)
     wanted, _ = ROPE_INIT_FUNCTIONS["llama3"](model.config, torch.device("cpu"))
@@ -115,20 +122,20 @@ def split_tokenizer(pattern: str):
 
 
 def test_the_rule_for_cutting_text_is_recognised_or_refused(tmp_path):
-    for parts, name in _RULES.items():
+    for parts, name in RULES.items():
         if len(parts) == 1 and parts != ("bytes",):
             make_checkpoint(tmp_path / name, "llama", split_tokenizer(parts[0]))
-            path = write_gguf(tmp_path / name, tmp_path / name / "m.gguf", torch.float32)
+            path = write_gguf(tmp_path / name, tmp_path / name / "m.gguf", "float32")
             assert gguf.GGUFReader(path).get_field("tokenizer.ggml.pre").contents() == name
     make_checkpoint(tmp_path / "odd", "llama", split_tokenizer(r"\d"))
     with pytest.raises(UserError, match=r"cuts text by \['\\\\d'\], for which no name of llama.cpp is known"):
-        write_gguf(tmp_path / "odd", tmp_path / "odd.gguf", torch.float32)
+        write_gguf(tmp_path / "odd", tmp_path / "odd.gguf", "float32")
     assert not (tmp_path / "odd.gguf").exists()
 
 
 def test_a_tokenizer_comes_back(tmp_path):
     make_checkpoint(tmp_path / "hf", "llama")
-    path = write_gguf(tmp_path / "hf", tmp_path / "out" / "m.gguf", torch.float32)
+    path = write_gguf(tmp_path / "hf", tmp_path / "out" / "m.gguf", "float32")
     before = AutoTokenizer.from_pretrained(tmp_path / "hf")
     after = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     text = "<|im_start|>user\n Héllo 42\n\n1.<|im_end|>"
@@ -151,7 +158,7 @@ def test_scores_give_the_order_of_merges(tmp_path):
     raw.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
     make_checkpoint(tmp_path / "hf", "llama", tokenizer)
-    path = write_gguf(tmp_path / "hf", tmp_path / "m.gguf", torch.float32)
+    path = write_gguf(tmp_path / "hf", tmp_path / "m.gguf", "float32")
     reader = gguf.GGUFReader(path)
     scores, types = (reader.get_field(f"tokenizer.ggml.{name}").contents() for name in ("scores", "token_type"))
     assert reader.get_field("tokenizer.ggml.model").contents() == "llama"
@@ -174,10 +181,10 @@ def test_what_a_file_cannot_say_is_refused(tmp_path):
     ):
         config.write_text(json.dumps({**described, **change}))
         with pytest.raises(UserError, match=message):
-            write_gguf(tmp_path / "hf", tmp_path / "m.gguf", torch.float32)
+            write_gguf(tmp_path / "hf", tmp_path / "m.gguf", "float32")
     make_checkpoint(tmp_path / "bytes", "llama", without_merges())
     with pytest.raises(UserError, match=r"has no merges, without which llama.cpp does not load it"):
-        write_gguf(tmp_path / "bytes", tmp_path / "m.gguf", torch.float32)
+        write_gguf(tmp_path / "bytes", tmp_path / "m.gguf", "float32")
 
 
 @pytest.mark.thorough

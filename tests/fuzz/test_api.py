@@ -44,7 +44,7 @@ PROMPTS = [None, 3, 2.5, True, "", [], [[]], [""], ["a", 3], [None], [1.5, 2], [
     np.array([1, 2**50]), np.array([[1, 2]])]  # fmt: skip
 
 
-@pytest.mark.parametrize("prompt", PROMPTS, ids=range(len(PROMPTS)))
+@pytest.mark.parametrize("prompt", PROMPTS, ids=lambda prompt: type(prompt).__name__)
 @pytest.mark.parametrize("call", [generate, stream])
 def test_prompts(tiny, call, prompt):
     outcome(

@@ -129,7 +129,7 @@ def test_every_value_has_a_kind(command):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_valid_words_get_through(folder, command, capsys):
     text = outcome("flag", "none", lambda: run(folder, [command, *NEEDED[command]], capsys))
-    assert not text or any(sign in text for sign in ("stub", "/no/", "HF_HUB_OFFLINE")), text
+    assert "stub" in text or "/no/" in text or "HF_HUB_OFFLINE" in text or not text, text  # the last is how tests run
 
 
 @fuzz(examples=250)

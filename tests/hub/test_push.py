@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -14,6 +15,7 @@ import torch
 
 from drafttrain.cli import main
 from drafttrain.data.store import Store
+from drafttrain.drafters.dflash.model import DFlash, DFlashConfig
 from drafttrain.drafters.eagle3.export import SHIPPING
 from drafttrain.errors import UserError
 from drafttrain.formats.public_names import shorten
@@ -66,6 +68,71 @@ def eval_command(folder: Path, drafter: str, output: Path) -> list[str]:
 def push_command(work: Path, *more: str) -> list[str]:
     return ["push", "--drafter", str(work / "drafter"), "--repo", "writer/head", "--results", str(work / "results.json"),
             "--base-model", "someone/base", "--dtype", "float32", *more]  # fmt: skip
+
+
+@pytest.mark.thorough
+def test_the_target_is_read_where_it_is_and_named_as_published(work, tmp_path, monkeypatch):
+    """No request to the Hub: the published name of a local target is text."""
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *a, **k: pytest.fail("asked the Hub"))
+    target = Target.load(str(work / "target"), "float32")
+    block = DFlash(DFlashConfig.for_target(target, draft_vocab_size=0, num_hidden_layers=1, feature_layers=(1, 4)))
+    block.save_pretrained(tmp_path / "dflash")
+    for drafter in (work / "drafter", tmp_path / "dflash"):
+        out = tmp_path / f"out-{drafter.name}"
+        command = [
+            "push",
+            "--drafter",
+            str(drafter),
+            "--repo",
+            "writer/head",
+            "--without-evaluation",
+            "--dtype",
+            "float32",
+        ]
+        assert main([*command, "--base-model", "someone/base", "--dry-run", "--output", str(out)]) == 0
+    described = json.loads((tmp_path / "out-drafter" / "speculators" / "config.json").read_text())
+    verifier = {"name_or_path": "someone/base", "architectures": ["LlamaForCausalLM"]}
+    assert described["speculators_config"]["verifier"] == verifier
+    assert json.loads((tmp_path / "out-dflash" / "vllm" / "config.json").read_text())["num_target_layers"] == 8
+
+
+@pytest.mark.thorough
+def test_a_published_drafter_is_imported_as_it_was_trained(work, tmp_path):
+    target = Target.load(str(work / "target"), "float32")
+    make_head(target, ttt_steps=6, depth_share=0.5, depth_decay=0.7).save_pretrained(tmp_path / "drafter")
+    push = ["push", "--drafter", str(tmp_path / "drafter"), "--repo", "writer/head", "--without-evaluation"]
+    assert main([*push, "--base-model", "someone/base", "--dry-run", "--output", str(tmp_path / "out")]) == 0
+    back = ["import", "--checkpoint", str(tmp_path / "out"), "--target", str(work / "target")]
+    assert main([*back, "--output", str(tmp_path / "back")]) == 0
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert (config["ttt_steps"], config["depth_share"], config["depth_decay"]) == (6, 0.5, 0.7)
+
+
+def test_a_card_names_the_data_of_a_training_elsewhere(work, tmp_path):
+    shutil.copytree(work / "drafter", tmp_path / "drafter")
+    file = tmp_path / "drafter" / "training.json"
+    record = json.loads(file.read_text())
+    record["config"]["data"] = "/not/here"
+    facts = {"counts": {"conversations": 77, "response_tokens": 1234}, "sampling": {"temperature": 0.7}}
+    file.write_text(json.dumps({**record, "data_set": facts}))
+    push = ["push", "--drafter", str(tmp_path / "drafter"), "--repo", "writer/head", "--without-evaluation"]
+    assert main([*push, "--base-model", "someone/base", "--dry-run", "--output", str(tmp_path / "out")]) == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "77 conversations with 1234 tokens that the target wrote itself (temperature 0.7" in card
+
+
+def test_a_card_shows_what_the_drafter_accepts_alone(work, tmp_path):
+    """Engines draft without our merged matches, so a merged figure alone would promise too much."""
+    alone = json.loads((work / "results.json").read_text())
+    merged = {**alone, "kind": f"{alone['kind']}+ngram", "overall": {**alone["overall"], "accepted_length": 9.0}}
+    files = [tmp_path / "merged.json", tmp_path / "alone.json"]
+    for file, content in zip(files, (merged, alone), strict=True):
+        file.write_text(json.dumps(content))
+    push = push_command(work, "--dry-run", "--output", str(tmp_path / "out"))
+    at = push.index("--results") + 1
+    assert main([*push[:at], *map(str, files), *push[at + 1 :]]) == 0
+    card = " ".join((tmp_path / "out" / "README.md").read_text().split())
+    assert f"alone, as engines draft with it, it accepts {alone['overall']['accepted_length']:.2f} per pass" in card
 
 
 @pytest.mark.thorough

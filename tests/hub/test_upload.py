@@ -38,7 +38,7 @@ def online(monkeypatch):
 
 def refusal(*prepared: str) -> str:
     with pytest.raises(UserError) as caught:
-        upload.publish(arguments(), "model", "message", lambda folder: prepared.append("x"))
+        upload.publish(arguments(), "push", "model", "message", lambda folder: prepared.append("x"))
     assert not prepared, "nothing is prepared for a Hub that is not there"
     assert len(str(caught.value).splitlines()) == 1
     return str(caught.value)
@@ -105,6 +105,6 @@ def test_a_refused_push_leaves_no_folder_behind(tmp_path, existed):
     with pytest.raises(
         UserError, match=r"meta.json line 1 holds what looks like a Hugging Face token; remove it"
     ) as caught:
-        upload.publish(arguments(dry_run=True, output=str(out)), "model", "message", prepare)
+        upload.publish(arguments(dry_run=True, output=str(out)), "push", "model", "message", prepare)
     assert TOKEN not in str(caught.value)
     assert not out.exists() or existed

@@ -249,7 +249,7 @@ def test_padding_a_plan():
     assert not plan.ancestors[:, 1].any()
     whole = PackedPlan.static(torch.from_numpy(pack_plan([TreeLayout(0, [])], [0], (s := PlanShape(1, 40, 40, 2)))), s)
     assert whole.ancestors[31].tolist() == [-(2**31), 0] and whole.ancestors[39].tolist() == [0, 1 << 7]
-    with pytest.raises(AssertionError, match="shape is too small"):
+    with pytest.raises(ValueError, match="do not fit the plan's shape"):
         pack_plan(layouts, [2, 0], shape._replace(max_new=4))
 
 

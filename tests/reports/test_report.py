@@ -60,7 +60,7 @@ def test_a_picture_without_baselines(results, tmp_path):
 @pytest.mark.parametrize(
     ("content", "output", "message"),
     [
-        (None, "r.png", "cannot be read"),
+        (None, "r.png", "must be an existing file"),
         ("{broken", "r.png", "is not JSON"),
         ('{"sides": {}}', "r.png", "target: field required; give a file that drafttrain eval wrote"),
         ("{}", "r.docx", "the ending must be one of .html, .png, .svg, .pdf"),

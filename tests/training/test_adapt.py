@@ -56,7 +56,7 @@ def test_an_own_drafter_goes_on_with_packing_and_checkpointing(tmp_path, made, c
     ("words", "message"),
     [
         (["drafter.draft_vocab_size=100"], "drafter.draft_vocab_size=100, but the drafter of init=.* has 200"),
-        (["drafter.feature_layers=[1,2,3]"], r"drafter.feature_layers=\[1, 2, 3\], but .* has \(0, 3\)|\[0, 3\]"),
+        (["drafter.feature_layers=[1,2,3]"], r"drafter.feature_layers=.1, 2, 3., but .* has .0, 3."),
         (["drafter.qk_norm=true"], "drafter.qk_norm=True, but .* has False"),
         (["drafter.fc_nrm=true"], "unknown key drafter.fc_nrm; did you mean fc_norm"),
         (["init=/nowhere"], "init='/nowhere': no such folder"),

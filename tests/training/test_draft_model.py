@@ -99,7 +99,7 @@ def test_text_pretrains_and_the_result_is_distilled(train, tiny, tmp_path):
     ("words", "message"),
     [
         (["init=target"], r"error: drafter.layers=\[\] must be ascending layers"),
-        (["drafter.ttt_steps=3"], r"error: unknown key drafter.ttt_steps for kind=draft_model"),
+        (["drafter.ttt_steps=3"], r"error: unknown key drafter.ttt_steps"),
         (["kind=eagle3", "loss=next_token"], r"error: loss='next_token' pretrains language models; kind='eagle3'"),
         (["data=corpus.txt"], r"error: data='corpus.txt' is raw text, which only loss=next_token learns from"),
         (["data=corpus.txt", "loss=next_token"], r"error: data='corpus.txt': no such text file"),

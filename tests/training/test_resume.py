@@ -181,9 +181,10 @@ def test_wandb_has_the_values(whole):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_a_signal_saves_first_and_the_run_goes_on(tiny, tmp_path, monkeypatch, capsys, number):
     words, plain = recipe(tmp_path, tiny, decode_prompts=0), DrafterTrainer.compute_loss
+    signals = iter([number])
 
     def signalled(self, *args, **kwargs):
-        if self.state.global_step == 1:
+        if self.state.global_step == 1 and (number := next(signals, None)):
             os.kill(os.getpid(), number)
         return plain(self, *args, **kwargs)
 

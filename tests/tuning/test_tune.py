@@ -153,7 +153,9 @@ def test_tune_writes_the_drafters_default(target_dir, target, tmp_path, capsys, 
     monkeypatch.setattr(tuning, "TuneSettings", partial(tuning.TuneSettings, cycles=1))
     # The pick is a tree whatever the machine does.
     monkeypatch.setattr(
-        tuning, "candidates", lambda drafter: [TreeSpec.parse(t) for t in ("none", "chain:2", "dynamic:2,4,8")]
+        tuning,
+        "candidates",
+        lambda drafter: [TreeSpec.parse(t) for t in ("none", "chain:2", "chain:3@nomatch", "dynamic:2,4,8")],
     )
     monkeypatch.setattr(
         tuning.CostModel, "round", lambda self, spec, nodes, depth: 1.0 if spec.shape == "none" else 0.5
@@ -176,6 +178,7 @@ def test_tune_writes_the_drafters_default(target_dir, target, tmp_path, capsys, 
     settings = decoding_settings(str(tmp_path / "drafter"))
     assert settings["tree"] == result["tree"]
     assert settings["off"] == ["poetry"]
+    assert settings["chain"] == "chain:3"  # for engines that know no matches
     assert settings["tuned"]["predicted_speedup"] == result["predicted_speedup"]
     assert "predicted" in capsys.readouterr().out
 

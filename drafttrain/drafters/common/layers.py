@@ -65,6 +65,11 @@ class Rotary:
             rows = self._rows = self.compute(torch.arange(1 << end.bit_length()), torch.float32)
         return rows
 
+    @property
+    def frequencies(self) -> Tensor:
+        """[r / 2] float32, radians per position; what other trainers store as `rotary_emb.inv_freq`."""
+        return self._frequencies(torch.device("cpu"))[0]
+
     def compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """As `tables`, uncached; positions may be negative."""
         device = positions.device

@@ -41,16 +41,16 @@ def layer_keys(config: LayerConfig) -> Json:
     return keys
 
 
-def unsupported_by_llama(config: LayerConfig, plain: bool = True) -> list[str]:
+def unsupported_by_llama(config: LayerConfig, windows: bool = False, partial: bool = False) -> list[str]:
     """The features of a drafter's layers that an engine's Llama layer does not support; empty if none.
 
     Args:
-        plain: the engine's layer has neither windows nor partly rotated heads.
+        windows, partial: the engine's layer has sliding windows, and partly rotated heads.
     """
-    window, partial = config.sliding_window, rope_parameters(config).get("partial_rotary_factor", 1.0) != 1.0
+    window, rotated = config.sliding_window, rope_parameters(config).get("partial_rotary_factor", 1.0)
     checks = {
         f"hidden_act={config.hidden_act!r}: the engine's MLP raises on anything but silu": config.hidden_act != "silu",
-        f"sliding_window={window}: the engine's layer attends to everything": plain and window,
-        "partial_rotary_factor: the engine's layer rotates whole heads": plain and partial,
+        f"sliding_window={window}: the engine's layer attends to everything": window and not windows,
+        "partial_rotary_factor: the engine's layer rotates whole heads": rotated != 1.0 and not partial,
     }
     return [reason for reason, found in checks.items() if found]

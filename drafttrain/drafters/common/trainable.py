@@ -187,8 +187,9 @@ class TrainableDrafter(Drafter, PreTrainedModel):
                 )
         for key, theirs in (("vocab_size", target.vocab_size), (self.config.width_field, target.hidden_size)):
             if key and getattr(self.config, key) != theirs:
+                ours = getattr(self.config, key)
                 raise UserError(
-                    f"drafter has {key}={getattr(self.config, key)}, but target {target.name!r} has {theirs}; use its own target"
+                    f"drafter is for a target with {key}={ours}, but {target.name!r} has {theirs}; use its own"
                 )
         if max(self.feature_layers, default=0) > target.num_layers:
             raise UserError(

@@ -1,4 +1,4 @@
-"""DFlash drafters as vLLM loads them (`DFlashDraftModel`).
+"""DFlash drafters as vLLM, SGLang and TensorRT-LLM load them (`DFlashDraftModel`), and block drafters as GGUF files.
 
 config.json   a Qwen3 config of the layers, block_size, dflash_config {mask_token_id, target_layer_ids: ours - 1}
 weights       fc, hidden_norm, norm, layers.{i}.* as ours; with a pruned vocabulary or a trained head also lm_head and d2t
@@ -6,19 +6,25 @@ mask          a learned one is mask_embedding.pt, the only form that vLLM reads 
               stands for one token id, for which a token that the drafter does not keep is taken. A pickle is not published:
               the Hub gets our own format, from which `drafttrain export` writes this one
 
-Sources: vllm/model_executor/models/qwen3_dflash.py and vllm/v1/spec_decode/dflash.py of vLLM 0.32.
+SGLang draws from the target's embedding and head alone: it has no place for a pruned vocabulary, a trained head or a learned
+mask. Sources: vllm/model_executor/models/qwen3_dflash.py and vllm/v1/spec_decode/dflash.py of vLLM 0.32;
+srt/models/dflash.py and srt/speculative/dflash_utils.py of SGLang 0.5.11 to 0.5.23; TensorRT-LLM's features/speculative-decoding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
 
+import gguf
 import torch
 from torch import Tensor
 
+from drafttrain.drafters.common.block import BlockDrafter
 from drafttrain.drafters.dflash.model import DFlash, DFlashConfig
-from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Shipping, Trained
+from drafttrain.drafters.gguf_heads import GgufHeads
+from drafttrain.drafters.shipping import Engine, Exported, ExportRequest, Format, Trained, engine_of
 from drafttrain.errors import UserError
 from drafttrain.files import Json, writing
 from drafttrain.formats.weights import dtype_name, read_pickle, write_checkpoint
@@ -31,30 +37,88 @@ _SAME = (
 )  # fmt: skip
 
 
-class DFlashShipping(Shipping[DFlash]):
-    """vLLM alone; our own format goes to the Hub too."""
+Block = TypeVar("Block", bound=BlockDrafter)
+
+
+class BlockFiles(GgufHeads[Block]):
+    """Block drafters in llama.cpp's dflash model, whose target layers are those whose input it reads, as ours are."""
+
+    formats = {"gguf": Format("a block drafter as GGUF file", ("llama.cpp",))}
+    verifiable = {"llama.cpp": "gguf"}
+    in_root = ("gguf",)
+    gguf_arch = "dflash"
+    gguf_layers = gguf.MODEL_ARCH.QWEN3
+    gguf_names = {"fc.weight": "fc.weight", "hidden_norm.weight": "enc.output_norm.weight"}
+
+    def gguf_keys(self, drafter: Block) -> Json:
+        return {
+            "target_layers": list(drafter.config.feature_layers),
+            "target_hidden_size": drafter.config.hidden_size,
+            "block_size": drafter.config.block_size,
+            "attention.causal": False,
+            "sample_from_anchor": False,  # a block predicts at its masks, not at the last committed token
+        }
+
+    def gguf_fields(self, keys: Json, like: Block) -> Json:
+        mask = keys["tokenizer.ggml.mask_token_id"]
+        return {
+            "feature_layers": tuple(keys["target_layers"]),
+            "block_size": keys["block_size"],
+            "mask_token_id": None if mask == like.config.vocab_size else mask,
+        }
+
+    def checked_depth(self, config: Json) -> int:
+        return config["block_size"] - 1
+
+    def block_depth(self, trained: Trained) -> int:
+        return trained.config["block_size"] - 1
+
+    def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
+        return {"llama.cpp": {"spec-type": f"draft-{trained.kind}"}}
+
+
+class DFlashShipping(BlockFiles[DFlash]):
+    """One checkpoint form for three engines, GGUF for llama.cpp; our own format goes to the Hub too."""
 
     description = "a DFlash drafter (arXiv 2602.06036), blocks of {block_size}, {layers}, {parameters} parameters"
-    formats = {"vllm": Format("DFlash as DFlashDraftModel", ("vLLM",))}
+    formats = {
+        "vllm": Format("DFlash as DFlashDraftModel", ("vLLM",)),
+        "sglang": Format("DFlash without head and mask of its own", ("SGLang", "TensorRT-LLM, Triton")),
+        **BlockFiles.formats,
+    }
 
-    def unsupported(self, trained: Trained, form: str) -> list[str]:
-        if found := super().unsupported(trained, form):
+    def unsupported(self, trained: Trained, form: str, engine: Engine | None = None) -> list[str]:
+        found = super().unsupported(trained, form, engine)
+        if found or form == "gguf":
             return found
-        layers, last = list(trained.config.get("feature_layers", ())), trained.target.get("num_layers", 0)
+        engine, config = engine or engine_of(form), trained.config
+        layers, last = list(config.get("feature_layers", ())), trained.target.get("num_layers", 0)
+        name, where = engine.name, f"feature_layers={layers}: {engine.name} provides"
         checks = {
-            f"vLLM provides the inputs of layers 1 to {last - 1} only": any(layer in (0, last) for layer in layers),
-            "vLLM provides features in ascending order": layers != sorted(layers),
+            f"{where} the inputs of layers 1 to {last - 1} only": any(layer in (0, last) for layer in layers),
+            f"{where} features in ascending order": layers != sorted(layers),
         }
-        return [f"feature_layers={layers}: {reason}" for reason, found in checks.items() if found]
+        if form == "sglang":
+            kept, v = config.get("draft_vocab_size"), config.get("vocab_size")
+            checks |= {
+                f"draft_vocab_size={kept}: {name} drafts over the whole vocabulary of {v} tokens": kept != v,
+                f"train_head=true: {name} drafts with the target's head": bool(config.get("train_head")),
+                f"mask_token_id=null, a learned mask: {name} takes a token's embedding": config.get("mask_token_id")
+                is None,
+                "SGLang has DFlash since 0.5.11": name == "SGLang" and engine.before("0.5.11"),
+            }
+        return [reason for reason, found in checks.items() if found]
 
     def withheld(self, trained: Trained, form: str) -> str:
-        learned = trained.config.get("mask_token_id") is None
+        learned = form == "vllm" and trained.config.get("mask_token_id") is None
         reason = f"vLLM reads a learned mask from {_MASK_FILE} alone, and pickles are not published"
         return f"{reason}; users of the repository write it by drafttrain export --format {form}" if learned else ""
 
     def write(self, trained: Trained, form: str, request: ExportRequest) -> list[Path]:
-        """Writes config.json, model.safetensors and, for a learned mask, mask_embedding.pt."""
-        target = Target.load(request.target or trained.target_name, "float32", "cpu")
+        """Writes config.json, model.safetensors and, for a learned mask, mask_embedding.pt; GGUF as the base class."""
+        if form == "gguf":
+            return super().write(trained, form, request)
+        target = Target.load(request.target_files or trained.target_name, "float32", "cpu")
         if target.embed_scale != 1.0:
             scale = f"the target scales its embeddings by {target.embed_scale:g}, and vLLM's class does not"
             raise UserError(f"this drafter cannot be written for vLLM: {scale}")
@@ -132,13 +196,20 @@ class DFlashShipping(Shipping[DFlash]):
             back.lm_head = None
         return super().compare(original, back, dtype, depth, where)
 
-    def checked_depth(self, config: Json) -> int:
-        return config["block_size"] - 1
-
     def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
         # vLLM drafts one mask per requested token, and the drafter knows one number of them.
-        depth = trained.config.get("block_size", 8) - 1
-        return {"vLLM": {"method": "dflash", "num_speculative_tokens": depth}}
+        depth = self.block_depth(trained)
+        return {
+            **super().options(trained),
+            "vLLM": {"method": "dflash", "num_speculative_tokens": depth},
+            "SGLang": {
+                "speculative-algorithm": "DFLASH",
+                "speculative-num-steps": None,
+                "speculative-eagle-topk": None,
+                "speculative-num-draft-tokens": depth + 1,  # its block, the last committed token included
+            },
+            "TensorRT-LLM, Triton": {"decoding_type": "DFlash", "max_draft_len": depth},
+        }
 
 
 SHIPPING = DFlashShipping()

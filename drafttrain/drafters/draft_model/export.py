@@ -9,11 +9,11 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from drafttrain.drafters.draft_model.model import DraftModel
 from drafttrain.drafters.registry import META_FILE
-from drafttrain.drafters.shipping import FORMATS, GGUF_NAME, ExportRequest, Format, Shipping, Trained
+from drafttrain.drafters.shipping import FORMATS, GGUF_NAME, Engine, ExportRequest, Format, Shipping, Trained
 from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.formats.public_names import write_clean_json
-from drafttrain.formats.weights import read_config
+from drafttrain.formats.weights import dtype_name, read_config
 from drafttrain.formats.write_gguf import write_gguf
 from drafttrain.target import load_shell, resolve_target
 from drafttrain.target.loading import load_language_model
@@ -36,24 +36,24 @@ class DraftModelShipping(Shipping[DraftModel]):
         "vLLM": {"method": "draft_model"},
         "SGLang": {"speculative-algorithm": "STANDALONE"},
         "TensorRT-LLM, Triton": {"decoding_type": "DraftTarget"},
-        "llama.cpp": {},
+        "llama.cpp": {"spec-type": "draft-simple"},
         "transformers": {},
     }
 
-    def unsupported(self, trained: Trained, form: str) -> list[str]:
+    def unsupported(self, trained: Trained, form: str, engine: Engine | None = None) -> list[str]:
         recorded, own = trained.target.get("vocab_size"), trained.config["vocab_size"]
         differs = f"vocab_size={own} differs from the target's {recorded}, and the engine verifies drafts by token id"
         found = form in ("vllm", "sglang") and recorded and recorded != own
-        return super().unsupported(trained, form) or ([differs] if found else [])
+        return super().unsupported(trained, form, engine) or ([differs] if found else [])
 
     def write(self, trained: Trained, form: str, request: ExportRequest) -> list[Path]:
         """Loads the model once, to prove that its checkpoint is complete, and writes it."""
-        tokenizer = _tokenizer_folder(trained, request.target)
+        tokenizer = _tokenizer_folder(trained, request.target_files)
         model = _load_complete(trained.folder, request.dtype)
         if form == "gguf":
             if tokenizer is None:
                 raise UserError("format='gguf' needs a tokenizer, and the drafter has none; pass --target")
-            return [write_gguf(trained.folder, request.output / GGUF_NAME, request.dtype, tokenizer)]
+            return [write_gguf(trained.folder, request.output / GGUF_NAME, dtype_name(request.dtype), tokenizer)]
         model.save_pretrained(request.output)
         if tokenizer is not None:
             AutoTokenizer.from_pretrained(tokenizer).save_pretrained(request.output)
@@ -89,8 +89,7 @@ class DraftModelShipping(Shipping[DraftModel]):
         return {"max_log_prob_difference": worst, "largest_log_prob": scale, "same_argmax": agree}
 
     def publish(self, trained: Trained, request: ExportRequest) -> list[tuple[str, str]]:
-        local = request._replace(target=trained.target_name)  # where a tokenizer may be
-        self.write(trained, "transformers", local)
+        self.write(trained, "transformers", request)
         described = {
             **read_config(trained.folder, META_FILE, missing={}),
             "drafter_kind": trained.kind,
@@ -101,12 +100,7 @@ class DraftModelShipping(Shipping[DraftModel]):
             (META_FILE, "kind, target and beginning of the draft model, for drafttrain"),
             ("model.safetensors", "the draft model, for transformers, vLLM, SGLang, TensorRT-LLM and drafttrain"),
         ]
-        try:
-            self.write(trained, "gguf", local)
-            files.append((GGUF_NAME, "the same for llama.cpp"))
-        except UserError as error:
-            print(f"no GGUF file: {error}")
-        return files
+        return files + self.publish_gguf(trained, request)
 
 
 def _load_complete(folder: Path, dtype: torch.dtype) -> PreTrainedModel:

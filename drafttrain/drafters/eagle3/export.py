@@ -3,17 +3,21 @@
     ours              speculators                               LlamaForCausalLMEagle3 (flat)
     read by           vLLM, speculators                         SGLang, TensorRT-LLM, vLLM, and ours (see hub/push.py)
     midlayer.*        layers.0.*                                midlayer.*
+    layers.1.*        layers.1.*                                the same, and a copy of input_layernorm as hidden_norm, the
+                                                                name under which SGLang reads it
     kept_ids [d]      d2t [d] int64 = kept_ids - arange(d), t2d [v] bool; both left out when the whole vocabulary is kept,
                       because vLLM then knows no such parameter
-    config keys       LAYER_KEYS in transformer_layer_config,   all in one config
-                      HEAD_KEYS in the config
+    config keys       LAYER_KEYS in transformer_layer_config,   all in one config, flags that are false left out: SpecForge
+                      HEAD_KEYS in the config                   takes `norm_output: false` for a head without last norm
 
-The embedding stays out: engines share the target's, as we do. Sources: vLLM 0.32 models/{llama,qwen3}_eagle3.py and
-transformers_utils/configs/speculators; SGLang srt/models/llama_eagle3.py; speculators models/eagle3.
+The embedding stays out: engines share the target's, as we do. llama.cpp's form is in drafters/gguf_heads.py. Sources: vLLM 0.32
+models/{llama,qwen3}_eagle3.py and transformers_utils/configs/speculators; SGLang 0.5.5 to 0.5.23 srt/models/llama_eagle3.py;
+TensorRT-LLM _torch/models/modeling_speculative.py (main after 1.2.1); speculators models/eagle3.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -25,7 +29,8 @@ from typing_extensions import TypedDict
 
 from drafttrain.drafters.common.llama_layers import LAYER_KEYS, layer_keys, unsupported_by_llama
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
-from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Shipping, Trained
+from drafttrain.drafters.gguf_heads import RELEASE, GgufHeads
+from drafttrain.drafters.shipping import ENGINES, Engine, Exported, ExportRequest, Format, Shipping, Trained, engine_of
 from drafttrain.errors import UserError
 from drafttrain.files import Json, violation
 from drafttrain.formats.public_names import public_name, write_clean_json
@@ -37,6 +42,7 @@ from drafttrain.formats.weights import (
     read_weights,
     write_checkpoint,
 )
+from drafttrain.formats.write_gguf import ROPES
 from drafttrain.target import architectures_of, resolve_target
 from drafttrain.target.loading import check_finite, read_embedding
 
@@ -85,12 +91,13 @@ class _Published(_PublishedLayer, total=False):
 # -- unsupported features -------------------------------------------------------------------------------------------
 
 
-def unsupported_features(drafter: Eagle3, engine: str) -> list[str]:
-    """The features of this head that an engine does not support, one reason each; empty if none.
+_SGLANG_ANY_HEAD = (
+    "0.5.12"  # first release with windows, norms of features and output, several layers, any number of features
+)
 
-    Args:
-        engine: "vllm" or "sglang" (whose rules TensorRT-LLM's loader shares).
-    """
+
+def unsupported_features(drafter: Eagle3, engine: Engine) -> list[str]:
+    """The features of this head that an engine does not support, one reason each; empty if none."""
     config: Eagle3Config = drafter.config  # type: ignore[assignment]
     fields, layers = config.to_dict(), list(config.feature_layers)
     unordered = layers != sorted(set(layers))
@@ -99,23 +106,32 @@ def unsupported_features(drafter: Eagle3, engine: str) -> list[str]:
         "target's embedding and the state and needs both of one width": config.target_hidden_size != config.hidden_size,
         f"feature_layers={layers}: the engine collects target states in ascending order, each once": unordered,
     }
-    if engine == "vllm":
+    if engine.name == "vLLM":
         lacks = "with qk_norm: vLLM's class for normed queries and keys (Qwen3) has"
         checks |= {
             f"mlp_bias {lacks} an MLP without bias": config.qk_norm and config.mlp_bias,
             f"attention_bias {lacks} no o_proj bias": config.qk_norm and config.attention_bias,
         }
+        reasons = unsupported_by_llama(config, windows=True, partial=True)
     else:
-        count = config.num_hidden_layers
-        ignored = ("attention_bias", "mlp_bias", "qk_norm", "fc_norm", "norm_output", "norm_before_residual")
+        sglang, count = engine.name == "SGLang", config.num_hidden_layers
+        old = sglang and engine.before(_SGLANG_ANY_HEAD)
+        ignored = ["qk_norm", "norm_before_residual"]
+        ignored += ["attention_bias", "mlp_bias"] if sglang else []
+        ignored += ["fc_norm", "norm_output"] if old else []
+        newer = f"; {engine.name} {_SGLANG_ANY_HEAD} does not" if old else ""
         checks |= {
-            f"{len(layers)} feature layers: the engine's fc takes three": len(layers) != 3,
-            f"num_hidden_layers={count}: most versions of the engine load one layer only": count != 1,
+            f"{key}: {engine.name} ignores it silently and would compute something else"
+            + (newer if key in ("fc_norm", "norm_output") else ""): fields[key]
+            for key in ignored
         }
         checks |= {
-            f"{key}: the engine ignores it silently and would compute something else": fields[key] for key in ignored
+            f"{len(layers)} feature layers: the engine's fc takes three{newer}": old and len(layers) != 3,
+            f"num_hidden_layers={count}: the engine loads one layer of this form{newer}": count != 1
+            and (old or not sglang),
         }
-    return [*unsupported_by_llama(config, engine == "sglang"), *(reason for reason, found in checks.items() if found)]
+        reasons = unsupported_by_llama(config, windows=sglang and not old)
+    return [*reasons, *(reason for reason, found in checks.items() if found)]
 
 
 # -- writing --------------------------------------------------------------------------------------------------------
@@ -124,7 +140,7 @@ def unsupported_features(drafter: Eagle3, engine: str) -> list[str]:
 def _speculators_config(config: Eagle3Config, head: Json, decoder: Json, request: ExportRequest) -> Json:
     verifier = {
         "name_or_path": public_name(request.target) if request.target else "",
-        "architectures": architectures_of(request.target),
+        "architectures": architectures_of(request.target_files),
     }
     proposal = {"proposal_type": "greedy", "speculative_tokens": request.depth}
     return {
@@ -146,9 +162,10 @@ def _speculators_config(config: Eagle3Config, head: Json, decoder: Json, request
 
 
 def _flat_config(config: Eagle3Config, head: Json, decoder: Json, everywhere: bool) -> Json:
-    """everywhere: every engine of the flat form supports the head, not vLLM alone."""
+    """everywhere: SGLang supports the head too, not vLLM alone."""
     vllm_only = "Eagle3Qwen3ForCausalLM" if config.qk_norm else "Eagle3LlamaForCausalLM"
-    keys = {"architectures": ["LlamaForCausalLMEagle3" if everywhere else vllm_only], **decoder, **head}
+    said = {key: value for key, value in head.items() if value is not False}
+    keys = {"architectures": ["LlamaForCausalLMEagle3" if everywhere else vllm_only], **decoder, **said}
     layers = list(config.feature_layers)
     if tuple(layers) != default_layers(config.target.get("num_layers", 0)):
         # vLLM takes the outer ids as they are and looks there first; SGLang knows the inner ones only and adds one.
@@ -182,9 +199,22 @@ def make_head(
     except ValidationError as error:
         raise UserError(f"{where}: config.json has {violation(error)}; get an intact copy of it") from error
     found = {name.removeprefix("model.").replace("layers.0.", "midlayer."): w for name, w in weights.items()}
+    for name in [name for name in found if re.fullmatch(r"layers\.\d+\.hidden_norm\.weight", name)]:
+        ours, norm = name.replace("hidden_norm", "input_layernorm"), found.pop(name)
+        if "Eagle3" in str(config.get("architectures")) and not torch.equal(found.setdefault(ours, norm), norm):
+            raise UserError(
+                f"{where}: {name}, which SGLang reads, and {ours}, which vLLM reads, differ; keep one of them"
+            )
     with torch.device("meta"):
         drafter = cls(cls.config_class(**_our_fields(config, found, target, where), **more))
     d, v = drafter.config.draft_vocab_size, drafter.config.vocab_size
+    for name in [name for name in found if name.endswith("rotary_emb.inv_freq")]:
+        if not torch.allclose(
+            found.pop(name).float(), drafter.rotary.frequencies, rtol=1e-2
+        ):  # may be stored as bfloat16
+            raise UserError(
+                f"{where}: {name} is not what config.json's rope_parameters give; ask its author which one holds"
+            )
     if "d2t" not in found and d != v:
         raise UserError(f"{where} keeps {d} of {v} tokens, but has no d2t")
     shift = found.pop("d2t", torch.zeros(d, dtype=torch.int64))
@@ -274,7 +304,9 @@ def _our_fields(config: Json, weights: Mapping[str, Tensor], target: Json, where
                 f"{where} is for a target with {key}={theirs!r:.80}, but {target['name']!r} has {target[key]}"
             )
     fields["feature_layers"] = _feature_layers(config, width, weights, target, where)
-    return {**fields, "target": target}
+    # A drafter of ours that was published says how it was trained.
+    trained = {key: config[key] for key in Eagle3Config.recipe_keys if "drafter_kind" in config and key in config}
+    return {**fields, **trained, "target": target}
 
 
 def _feature_layers(
@@ -310,7 +342,7 @@ class Eagle3Files(Shipping[Head]):
         Raises:
             UserError: the form does not support the head.
         """
-        if reasons := unsupported_features(drafter, "vllm"):
+        if reasons := unsupported_features(drafter, engine_of("vllm")):
             raise UserError(f"this head cannot be written for {form}: {'; '.join(reasons)}")
         config: Eagle3Config = drafter.config  # type: ignore[assignment]
         decoder = {
@@ -325,12 +357,15 @@ class Eagle3Files(Shipping[Head]):
         if form == "vllm":
             described = _speculators_config(config, head, decoder, request)
         else:
-            described = _flat_config(config, head, decoder, not unsupported_features(drafter, "sglang"))
+            described = _flat_config(config, head, decoder, not unsupported_features(drafter, engine_of("sglang")))
         return {**described, "torch_dtype": dtype_name(request.dtype)}
 
     def engine_names(self, drafter: Head, config: Json) -> dict[str, str]:
-        first = "layers.0." if "transformer_layer_config" in config else "midlayer."
-        return {own.replace("midlayer.", first): own for own in super().engine_names(drafter, config)}
+        owns = super().engine_names(drafter, config)
+        if "transformer_layer_config" in config:
+            return {own.replace("midlayer.", "layers.0."): own for own in owns}
+        later = (own for own in owns if own.startswith("layers.") and "input_layernorm" in own)
+        return {**owns, **{own.replace("input_layernorm", "hidden_norm"): own for own in later}}
 
     def engine_weights(self, drafter: Head, config: Json) -> dict[str, Tensor]:
         weights, kept, v = super().engine_weights(drafter, config), drafter.kept_ids.cpu(), drafter.config.vocab_size
@@ -347,7 +382,7 @@ class Eagle3Files(Shipping[Head]):
         return back.state_dict()  # `make_head` has filled it
 
 
-class Eagle3Shipping(Eagle3Files[Eagle3]):
+class Eagle3Shipping(GgufHeads[Eagle3], Eagle3Files[Eagle3]):
     """A repository's root holds the flat form with our own keys in its config, speculators/ the other form."""
 
     description = (
@@ -357,24 +392,61 @@ class Eagle3Shipping(Eagle3Files[Eagle3]):
     formats = {
         "vllm": Format("EAGLE-3 in speculators' form", ("vLLM",)),
         "sglang": Format("EAGLE-3 as LlamaForCausalLMEagle3", ("SGLang", "TensorRT-LLM, Triton", "vLLM")),
+        "gguf": Format("EAGLE-3 as GGUF file", ("llama.cpp",)),
     }
-    verifiable = {"vllm": "vllm"}
-    in_root = ("vllm", "sglang")
+    verifiable = {"vllm": "vllm", "llama.cpp": "gguf"}
+    in_root = ("vllm", "sglang", "gguf")
+    gguf_arch = "eagle3"
+    gguf_ropes = ROPES
+    gguf_names = {"fc.weight": "fc.weight", "midlayer.hidden_norm.weight": "blk.0.attn_norm_2.weight"}
     reads = "EAGLE-3 heads in speculators' form or as LlamaForCausalLMEagle3"
     no_format = "an EAGLE-3 head reads the target's states and is no language model of its own, as a draft_model is"
 
-    def unsupported(self, trained: Trained, form: str) -> list[str]:
-        return super().unsupported(trained, form) or unsupported_features(self.load(trained), form)
+    def unsupported(self, trained: Trained, form: str, engine: Engine | None = None) -> list[str]:
+        engine = engine or engine_of(form)
+        found = super().unsupported(trained, form, engine)
+        return found if form == "gguf" else found or unsupported_features(self.load(trained), engine)
+
+    def gguf_keys(self, drafter: Eagle3) -> Json:
+        config, layers = drafter.config, list(drafter.config.feature_layers)
+        return {
+            "target_layers": layers,
+            "extract_layers": layers,  # the key's name in earlier releases
+            "target_hidden_size": config.target_hidden_size,
+            "norm_before_residual": config.norm_before_residual,
+        }
+
+    def gguf_fields(self, keys: Json, like: Eagle3) -> Json:
+        fields = {key: keys[key] for key in ("target_hidden_size", "norm_before_residual")}
+        return {**fields, "feature_layers": tuple(keys["target_layers"])}
+
+    def gguf_unsupported(self, drafter: Eagle3) -> list[str]:
+        config: Eagle3Config = drafter.config  # type: ignore[assignment]
+        lacks = f"llama.cpp {RELEASE}"
+        layers, count = config.feature_layers, config.num_hidden_layers
+        ignored = ("attention_bias", "mlp_bias", "qk_norm", "fc_norm", "norm_output")
+        checks = {
+            f"{len(layers)} feature layers: {lacks} takes three": len(layers) != 3,
+            f"num_hidden_layers={count}: {lacks} computes one layer": count != 1,
+            f"hidden_size={config.hidden_size} differs from the target's {config.target_hidden_size}: {lacks} reads the "
+            "target's embedding": config.hidden_size != config.target_hidden_size,
+        } | {f"{key}: {lacks} has no such thing in its eagle3 model": getattr(config, key) for key in ignored}
+        found = [reason for reason, unsupported in checks.items() if unsupported]
+        return [*unsupported_by_llama(config), *found, *super().gguf_unsupported(drafter)]
 
     def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
         layers = tuple(trained.config.get("feature_layers", ()))
+        size = trained.config.get("sliding_window") or 0
+        # SGLang counts the keys before a token, ours the token too.
+        window = {"speculative-draft-window-size": max(size - 1, 1)} if size else {}
         tensorrt: Json = {"decoding_type": "Eagle3"}
         if layers != default_layers(trained.target.get("num_layers", 0)):
             tensorrt["eagle3_layers_to_capture"] = [layer - 1 for layer in layers]
         return {
             "vLLM": {"method": "eagle3"},
-            "SGLang": {"speculative-algorithm": "EAGLE3"},
+            "SGLang": {"speculative-algorithm": "EAGLE3", **window},
             "TensorRT-LLM, Triton": tensorrt,
+            "llama.cpp": {"spec-type": "draft-eagle3"},
         }
 
     def publish(self, trained: Trained, request: ExportRequest) -> list[tuple[str, str]]:
@@ -382,20 +454,24 @@ class Eagle3Shipping(Eagle3Files[Eagle3]):
         folder, target = request.output, {**trained.target, "name": request.target}
         config = head.config
         config.target = target
-        if reasons := unsupported_features(head, "vllm"):
+        if reasons := unsupported_features(head, engine_of("vllm")):
             print(f"in drafttrain's own format only: {'; '.join(reasons)}")
             head.to(request.dtype).save_pretrained(folder)  # type: ignore[arg-type]
-            return [("model.safetensors", "the head, for drafttrain; no engine supports it, see below")]
+            whom = "the head, for drafttrain; other engines do not support it, see below"
+            return [("model.safetensors", whom), *self.publish_gguf(trained, request)]
         own = {key: value for key, value in config.to_diff_dict().items() if value not in (None, 0) and key != "dtype"}
         for form, place in (("vllm", folder / "speculators"), ("sglang", folder)):
             described = self.engine_config(head, form, request)
             write_checkpoint(place, described, self.engine_weights(head, described), request.dtype)
         write_clean_json(folder / "config.json", {**own, **described, "drafter_kind": trained.kind, "target": target})
-        flat_only = unsupported_features(head, "sglang")
-        engines = "vLLM and drafttrain" if flat_only else "vLLM, SGLang, TensorRT-LLM and drafttrain"
+        flat = [
+            name for name in ("vLLM", "SGLang", "TensorRT-LLM, Triton") if not unsupported_features(head, ENGINES[name])
+        ]
+        engines = f"{', '.join(flat)} and drafttrain"
         return [
             ("model.safetensors", f"the head as {described['architectures'][0]}, for {engines}"),
             ("speculators/model.safetensors", "the head in speculators' form, for vLLM and speculators"),
+            *self.publish_gguf(trained, request),
         ]
 
     def recognizes(self, config: Mapping[str, object]) -> bool:

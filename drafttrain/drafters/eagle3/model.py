@@ -58,7 +58,8 @@ class Eagle3(LayerDrafter):
     """An EAGLE-3 drafter."""
 
     config_class: Any = Eagle3Config
-    _keys_to_ignore_on_load_unexpected = ["d2t", "t2d"]
+    # Of the flat published form, see export.py.
+    _keys_to_ignore_on_load_unexpected = ["d2t", "t2d", r"layers\.\d+\.hidden_norm\.weight"]
     kind = "eagle3"
     solve_start = starts.linear_start
 

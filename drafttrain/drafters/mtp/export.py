@@ -1,22 +1,122 @@
-"""Multi-token prediction modules: no engine loads one from a checkpoint of its own."""
+"""One-module MTP drafters as vLLM loads them: the module of a MiMo checkpoint, which a folder of its own can hold.
+
+    ours          MiMo, below model.mtp_layers.0.
+    enorm         token_layernorm
+    hnorm         hidden_layernorm
+    eh_proj       input_proj, which reads the state before the embedding: its halves change places
+    layer.*       *, a Qwen2 layer: queries, keys and values have biases, here zero
+    norm          final_layernorm
+
+vLLM takes any folder whose config names MiMoForCausalLM for such a module. It gives the module the shapes of the target's layers
+(by the target's config, which `--hf-overrides` tells the number of modules) and the target's embedding and head, so the target
+need not be MiMo. It drafts over the whole vocabulary, whatever was kept, and reads a zero embedding at position 0.
+Sources: vLLM 0.32 models/mimo_mtp.py, config/speculative.py (hf_config_override), v1/spec_decode/llm_base_proposer.py.
+"""
 
 from __future__ import annotations
 
-from drafttrain.drafters.shipping import Shipping, Trained
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from drafttrain.drafters.common.llama_layers import LAYER_KEYS, layer_keys, unsupported_by_llama
+from drafttrain.drafters.mtp.model import MIMO, MTP, MTPConfig
+from drafttrain.drafters.shipping import TARGET_OVERRIDES, Engine, Exported, ExportRequest, Format, Shipping, Trained
+from drafttrain.errors import UserError
+from drafttrain.files import Json
+from drafttrain.formats.weights import dtype_name
+from drafttrain.target import load_shell
+
+_SHAPE = (
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "rope_parameters",
+)
+_BIASED = ("q_proj", "k_proj", "v_proj")
 
 
-class MTPShipping(Shipping):
-    """Our own format only."""
+def _swapped(project: Tensor) -> Tensor:
+    """[h, 2h] with its halves exchanged."""
+    return torch.cat(project.chunk(2, dim=1)[::-1], dim=1)
 
+
+class MTPShipping(Shipping[MTP]):
+    """vLLM alone; our own format goes to the Hub too."""
+
+    formats = {"vllm": Format("a prediction module as MiMo's", ("vLLM",))}
+    verifiable = {"vllm": "vllm"}
+    serving = {"vLLM": {"method": "mtp", TARGET_OVERRIDES: {"num_nextn_predict_layers": 1}}}
     no_format = (
-        "engines read prediction modules out of the target's own checkpoint, for families that come with one; train an eagle1 "
-        "or eagle3 drafter for serving there"
+        "the engine reads prediction modules out of the target's own checkpoint, for families that come with one; train an "
+        "eagle1 or eagle3 drafter for serving there"
     )
 
     def line(self, trained: Trained, parameters: str) -> str:
         modules = trained.config.get("modules", 1)
         many = "a multi-token prediction module" if modules == 1 else f"{modules} multi-token prediction modules"
         return f"{many} (arXiv 2412.19437), {parameters} parameters"
+
+    def unsupported(self, trained: Trained, form: str, engine: Engine | None = None) -> list[str]:
+        if found := super().unsupported(trained, form, engine):
+            return found
+        config: MTPConfig = self.load(trained).config  # type: ignore[assignment]
+        checks = {
+            "train_head=true: the engine drafts with the target's head; train with drafter.train_head=false": config.train_head,
+            f"modules={config.modules}: the engine's class runs one for all depths": config.modules > 1,
+            "qk_norm: the engine's layer norms no queries and keys": config.qk_norm,
+            "attention_bias: the engine's layer has no o_proj bias": config.attention_bias,
+            "mlp_bias: the engine's MLP has none": config.mlp_bias,
+        }
+        return [*unsupported_by_llama(config), *(reason for reason, found in checks.items() if found)]
+
+    def write(self, trained: Trained, form: str, request: ExportRequest) -> list[Path]:
+        """As of most kinds. Raises UserError also for layers of another shape than the target's, which the engine reads."""
+        target = load_shell(request.target_files or trained.target_name)
+        ours, theirs = vars(self.load(trained).config), vars(MTPConfig.for_target(target))
+        wrong = [f"{key}={ours[key]} (there {theirs[key]})" for key in _SHAPE if ours[key] != theirs[key]]
+        wrong += [f"embeddings times {target.embed_scale:g}"] if target.embed_scale != 1.0 else []
+        if wrong:
+            raise UserError(
+                f"this drafter cannot be written for vLLM, which gives it the layers of target {target.name!r}: "
+                f"{', '.join(wrong)}; train it without these drafter.* keys"
+            )
+        return super().write(trained, form, request)
+
+    def engine_config(self, drafter: MTP, form: str, request: ExportRequest) -> Json:
+        config: MTPConfig = drafter.config  # type: ignore[assignment]
+        own = {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "num_nextn_predict_layers": 1}
+        return {**layer_keys(config), **own, "torch_dtype": dtype_name(request.dtype)}
+
+    def engine_names(self, drafter: MTP, config: Json) -> dict[str, str]:
+        theirs = {ours: name for name, ours in MIMO.names.items()}
+        names = {}
+        for own in super().engine_names(drafter, config):
+            stem, _, part = own.removeprefix("blocks.0.").rpartition(".")
+            place = MIMO.module.format(n=0)
+            names[f"{place}{theirs.get(stem, stem.removeprefix('layer.'))}.{part}"] = own
+        return names
+
+    def engine_weights(self, drafter: MTP, config: Json) -> dict[str, Tensor]:
+        weights = super().engine_weights(drafter, config)
+        for name in [name for name in weights if name.endswith(tuple(f"{each}.weight" for each in _BIASED))]:
+            weights[name.removesuffix("weight") + "bias"] = torch.zeros(len(weights[name]))
+        project = next(name for name in weights if name.endswith("input_proj.weight"))
+        return {**weights, project: _swapped(weights[project])}
+
+    def drafter_from(self, original: MTP, export: Exported) -> MTP:
+        fields = {key: export.config[key] for key in (*LAYER_KEYS, "rope_parameters")}
+        kept = len(original.kept_ids)  # an engine drafts over the whole vocabulary, by the target's head
+        return MTP(MTPConfig(**fields, draft_vocab_size=kept, train_head=False, target=original.config.target))
+
+    def drafter_weights(self, original: MTP, back: MTP, export: Exported) -> dict[str, Tensor]:
+        if any(weight.any() for name, weight in export.weights.items() if name.endswith("bias")):
+            raise UserError(f"{export.where} computes something else: a bias is not zero; export again")
+        state = super().drafter_weights(original, back, export)
+        return {**state, "blocks.0.eh_proj.weight": _swapped(state["blocks.0.eh_proj.weight"])}
 
 
 SHIPPING = MTPShipping()

@@ -30,6 +30,7 @@ from drafttrain.drafters.common.layers import DraftLayer
 from drafttrain.errors import UserError
 from drafttrain.files import Json, hub_snapshot
 from drafttrain.ops.cpu_layers import DraftWeights
+from drafttrain.ops.packing import PackedLinear
 from drafttrain.target import Target
 from drafttrain.target.loading import check_finite, loading
 
@@ -39,10 +40,12 @@ class MTPConfig(LastStateConfig):
 
     Attributes:
         modules: 1, or more for one per depth; deeper depths use the last one. Each has one layer.
+        train_head: train and save a copy of the target's head rows; False uses the target's, frozen, as engines do.
     """
 
     model_type = "drafttrain_mtp"
     modules: Layers = 1
+    train_head: bool = True
     depth_decay: Decay = 0.6
 
     def check(self) -> None:
@@ -76,8 +79,36 @@ class MTP(LayerDrafter):
         super().__init__(config)
         self.blocks: Any = nn.ModuleList(MTPModule(config) for _ in range(config.modules))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        if config.train_head:
+            self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        # The target's head; in a list, so that it is neither trained nor saved.
+        self.frozen: list[nn.Linear | PackedLinear] = []
         self.finish(layers=1)
+
+    @property
+    def head(self) -> nn.Linear | PackedLinear:
+        """The linear layer over the drafter's vocabulary."""
+        return self.lm_head if self.config.train_head else self.frozen[0]
+
+    @property
+    def head_weight(self) -> Tensor:
+        return self.head.weight
+
+    def logits(self, state: Tensor) -> Tensor:
+        return self.head(state.to(self.head_weight.dtype))
+
+    def bind(self, target: Target) -> None:
+        """Attaches the target's embedding, and its head unless the drafter has one; UserError for capped logits then."""
+        super().bind(target)
+        if not self.config.train_head:
+            if target.softcap is not None:
+                raise UserError(
+                    f"drafter.train_head=false: target {target.name!r} caps its logits, and the head is trained without a cap; "
+                    "set drafter.train_head=true"
+                )
+            self.frozen = [starts.frozen_head(target, self.kept_ids, self.packed, target.logit_scale)]
+            if self.packed:  # the kernel of a depth reads the head too
+                self.pack_depths()
 
     @property
     def decoder_layers(self) -> list[DraftLayer]:
@@ -90,11 +121,11 @@ class MTP(LayerDrafter):
         return [self.block_at(depth).layer]
 
     def draft_weights(self) -> DraftWeights | None:
-        if len(self.blocks) > 1:
+        if len(self.blocks) > 1 or not (self.config.train_head or self.frozen):
             return None
         block = self.blocks[0]
         return DraftWeights(
-            head=self.lm_head.weight,
+            head=self.head_weight,
             embed_width=self.config.hidden_size,
             eps=self.config.rms_norm_eps,
             embed_norm=block.enorm.weight,
@@ -105,7 +136,7 @@ class MTP(LayerDrafter):
         )
 
     def fuse(self, features: Tensor) -> Tensor:
-        return features.to(self.lm_head.weight.dtype)
+        return features.to(self.norm.weight.dtype)
 
     def enter(self, state: Tensor, embeds: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
         block = self.block_at(depth)
@@ -141,8 +172,10 @@ class MTP(LayerDrafter):
 
     def copy_from(self, target: Target) -> list[str]:
         """Copies head rows, final norm and, into each module, the last layer; projections start as the identity on the state."""
-        self.lm_head.weight.copy_(starts.head_rows(target, self.kept_ids))
-        names = ["lm_head", "eh_proj"]
+        names = ["eh_proj"]
+        if self.config.train_head:
+            self.lm_head.weight.copy_(starts.head_rows(target, self.kept_ids))
+            names.append("lm_head")
         if starts.copy_norm(self.norm, starts.final_norm(target)):
             names.append("norm")
         for block in self.blocks:
@@ -186,7 +219,7 @@ _QWEN = _Form(
     "layers.0.",
     {"pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "fc": "eh_proj", "norm": "norm"},
 )
-_MIMO = _Form(
+MIMO = _Form(
     "model.mtp_layers.0.",
     "",
     {"token_layernorm": "enorm", "hidden_layernorm": "hnorm", "input_proj": "eh_proj", "final_layernorm": "norm"},
@@ -255,7 +288,7 @@ def _find(target: Target) -> tuple[_Form, str, dict[str, Path]]:
     for path in sorted(folder.glob("*.safetensors")):
         with loading(f"target={target.path!r}", "download it again"), safe_open(path, "pt") as file:
             files |= dict.fromkeys(file.keys(), path)
-    for form in (_DEEPSEEK, _QWEN, _MIMO):
+    for form in (_DEEPSEEK, _QWEN, MIMO):
         prefix = form.module.format(n=target.num_layers)
         own = {name.removeprefix(prefix): path for name, path in files.items() if name.startswith(prefix)}
         if all(f"{name}.weight" in own for name in form.names):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from drafttrain.drafters.eagle3.export import Eagle3Files, make_head, unsupported_features
 from drafttrain.drafters.peagle.model import PEagle
-from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Trained
+from drafttrain.drafters.shipping import Engine, Exported, ExportRequest, Format, Trained, engine_of
 from drafttrain.files import Json
 
 
@@ -22,11 +22,12 @@ class PEagleShipping(Eagle3Files[PEagle]):
     verifiable = {"vllm": "vllm"}
     serving = {"vLLM": {"method": "eagle3", "parallel_drafting": True}}
 
-    def unsupported(self, trained: Trained, form: str) -> list[str]:
-        if found := super().unsupported(trained, form):
+    def unsupported(self, trained: Trained, form: str, engine: Engine | None = None) -> list[str]:
+        engine = engine or engine_of(form)
+        if found := super().unsupported(trained, form, engine):
             return found
         head = self.load(trained)
-        found = unsupported_features(head, form)
+        found = unsupported_features(head, engine)
         if head.config.fc_norm:
             found.append("fc_norm: the engine does not read it for P-EAGLE and would compute something else")
         return found

@@ -2,8 +2,9 @@
 
     python llama_side.py JOB.json
 
-The job's keys: target and draft (GGUF files; draft may be null), prompts (token ids), tokens, depth, max_model_len, threads and
-answer, the file to write: per prompt its tokens, and the number of offered and of accepted draft tokens.
+The job's keys: target and draft (GGUF files; draft may be null), type (llama-server's --spec-type), exact (caches in float32, and
+plain attention), prompts (token ids), tokens, depth, max_model_len, threads and answer, the file to write: per prompt its tokens,
+and the number of offered and of accepted draft tokens.
 """
 
 import json
@@ -23,9 +24,14 @@ def main() -> None:
     params.cpuparams.n_threads = job["threads"]
     params.warmup = False
     params.port = 0  # any free one
+    draft = params.speculative.draft
+    if job["exact"]:
+        params.flash_attn_type = llama.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        for part in (params, draft):
+            part.cache_type_k = part.cache_type_v = llama.ggml_type.GGML_TYPE_F32
     if job["draft"]:
-        params.speculative.types = [llama.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
-        draft = params.speculative.draft
+        kind = "COMMON_SPECULATIVE_TYPE_" + job["type"].upper().replace("-", "_")
+        params.speculative.types = [getattr(llama.common_speculative_type, kind)]
         draft.mparams.path = job["draft"]
         # A plain chain, always of full length, whatever probability the drafter gives it.
         draft.n_max, draft.n_min, draft.p_min = job["depth"], 0, 0.0

@@ -3,8 +3,8 @@
     python vllm_side.py JOB.json
 
 The job's keys: target, dtype, prompts (token ids), tokens, repeats, warm_up, max_model_len, ignore_eos, speculative (vLLM's
-speculative_config or null) and answer, the file to write: runs, the last run's tokens, and vLLM's counters of speculative
-decoding.
+speculative_config or null), hf_overrides (of the target's config, or null) and answer, the file to write: runs, the last run's
+tokens, and vLLM's counters of speculative decoding.
 """
 
 import json
@@ -23,6 +23,7 @@ def main() -> None:
         max_num_seqs=1,
         max_model_len=job["max_model_len"],
         speculative_config=job["speculative"],
+        hf_overrides=job.get("hf_overrides"),
         enable_prefix_caching=False,
         disable_log_stats=False,
     )

@@ -1,0 +1,82 @@
+"""Draft lengths by batch size, from a sweep or an estimate: speculation pays less, and ends, as batches grow.
+
+vLLM    num_speculative_tokens_per_batch_size: [[first, last, tokens], ...], in --speculative-config
+SGLang  --speculative-adaptive-config FILE: {"first": {"candidate_steps": [tokens]}, ...}, for EAGLE and EAGLE3 chains
+
+Sources: vllm/v1/spec_decode/dynamic/utils.py of vLLM 0.32; srt/speculative/adaptive_spec_params.py of SGLang 0.5.23.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.errors import UserError
+from drafttrain.files import Json, read_json
+
+SCHEDULE_HELP = "a sweep's summary.json or an estimate's output: recipes of vLLM and SGLang then draft by batch size"
+_LARGEST = 4096  # batch size where the last entry ends; engines carry it on
+
+
+class Entry(NamedTuple):
+    """Batch sizes first to last (inclusive) draft `tokens` per round; 0 switches speculation off."""
+
+    first: int
+    last: int
+    tokens: int
+
+
+def batch_schedule(path: Path) -> list[Entry]:
+    """The fastest draft length for every batch size that a file covers; sizes in between take the next smaller one's.
+
+    Args:
+        path: summary.json of `drafttrain sweep` over --lengths and --batch-sizes with --grid, or the --output of
+            `drafttrain estimate`.
+
+    Raises:
+        UserError: neither of both, or no chain and batch size in it.
+    """
+    fix = "give a sweep's summary.json or the output of drafttrain estimate"
+    content: Json = read_json(path, "schedule", fix)
+    try:
+        if "cells" in content:
+            best = _fastest_chains(content["cells"])
+        else:
+            best = {row["batch_size"]: row["length"] for row in content["rows"]}
+    except (KeyError, TypeError) as error:
+        raise UserError(f"schedule={str(path)!r} holds no draft lengths by batch size; {fix}") from error
+    if not best:
+        raise UserError(
+            f"schedule={str(path)!r} measured no chain; sweep over --lengths 1,2,4 --batch-sizes 1,8,32 --grid"
+        )
+    starts = [1, *sorted(best)[1:], _LARGEST + 1]
+    found = [
+        Entry(first, after - 1, best[size]) for (first, after), size in zip(pairwise(starts), sorted(best), strict=True)
+    ]
+    groups = [list(group) for _, group in groupby(found, key=lambda entry: entry.tokens)]
+    return [Entry(group[0].first, group[-1].last, group[0].tokens) for group in groups]
+
+
+def _fastest_chains(cells: list[Json]) -> dict[int, int]:
+    """Batch size -> length of the chain with the highest speed-up there; 0 where none is above 1."""
+    best: dict[int, tuple[float, int]] = {}
+    for row in cells:
+        size, speedup, spec = row["cell"]["batch_size"], row["speedup_vs_fastest"], TreeSpec.parse(row["spec"])
+        if speedup is not None and spec.shape == "chain":
+            best[size] = max(best.get(size, (1.0, 0)), (speedup, spec.depth))
+    return {size: length for size, (_, length) in best.items()}
+
+
+def vllm_keys(schedule: list[Entry]) -> Json:
+    """Keys of --speculative-config; num_speculative_tokens is the longest draft, for which vLLM reserves room."""
+    return {
+        "num_speculative_tokens": max(1, *(entry.tokens for entry in schedule)),
+        "num_speculative_tokens_per_batch_size": [list(entry) for entry in schedule],
+    }
+
+
+def sglang_config(schedule: list[Entry]) -> Json:
+    """The content of --speculative-adaptive-config."""
+    return {str(entry.first): {"candidate_steps": [entry.tokens]} for entry in schedule}

@@ -1,0 +1,402 @@
+"""Outputs of commands: no command removes or replaces a file that it, or one like it, did not write.
+
+`output_file` and `OutputFolder` check an output before any model loads: it is no input and can be written, and what is there
+has the signs of this command's output. A folder's marker file names what wrote it, and is its lock; it is gone
+when the finished files tell the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from drafttrain.environment import __version__
+from drafttrain.errors import UserError, first_line
+from drafttrain.files import lock, upgrade, writing
+
+MARKER = ".drafttrain"  # in every folder that a command writes; hidden files are never published
+# In such a folder: what is not complete yet; what a run replaces; the same before all of it is there.
+PARTIAL, _BEFORE, _MOVING = ".partial", ".before", ".before.partial"
+# Keys of the JSON files that commands write; other JSON files have other keys.
+_JSON_KEYS = {
+    "eval": {"overall", "categories", "decoding"},
+    "tune": {"tree", "candidates", "sampling"},
+    "sweep": {"axes", "cells"},
+    "estimate": {"rows", "advice"},
+    "verify": {"versions", "files", "command"},
+    "bench-server": {"servers", "workload"},
+    "compare": {"trainings", "drafters"},
+    "benchmark": {"ratio", "goal", "sides"},
+    "prompts summary": {"settings", "kept", "dropped"},
+    "decoding": {"tree"},
+}
+STORE = "ngram-store"  # the command
+PICTURE_SIGN = "written by drafttrain"  # in the metadata of pictures and pages
+# Text in the files of commands that write no JSON; of pages also what earlier versions wrote.
+_TEXTS = {
+    "report": (PICTURE_SIGN, '<p class="kicker">drafttrain report</p>'),
+    "trace": (PICTURE_SIGN, '<p class="kicker">drafttrain trace</p>'),
+    STORE: ('"format":"drafttrain ',),
+    "compare table": ("minutes of training each; ",),
+}
+_SIGN_BYTES = 200_000  # at either end of a file, where its sign is
+_TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
+_MODEL = (
+    *("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json", "draft.gguf"),
+    *(*_TOKENIZER, "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json"),
+    *("drafttrain.json", "decoding.json", "training.json", "mask_embedding.*", "adapter"),
+)
+
+
+@dataclass(frozen=True)
+class FolderKind:
+    """What a command writes into a folder.
+
+    Attributes:
+        files: patterns of its files and folders.
+        signs: text in a file, by a pattern of its name; any of them tells folders of earlier versions, which have no marker.
+        absent: patterns of files that other commands write.
+        alone: a folder without marker or sign must be empty. published: every folder must hold nothing else.
+    """
+
+    files: tuple[str, ...]
+    signs: Mapping[str, str]
+    absent: tuple[str, ...] = ()
+    alone: bool = False
+    published: bool = False
+
+
+_OURS, _RUN = '"drafter_kind"', ("training.json", "checkpoint-*")
+KINDS = {
+    "generate": FolderKind(
+        ("meta.json", "summary.json", "part-*.jsonl", "features/part-*.safetensors", "features/features.json", "arrow"),
+        {"meta.json": '"format"', "part-*.jsonl": '"spans"'},
+        alone=True,
+    ),
+    "train": FolderKind(
+        (*_MODEL, "checkpoint-*"),
+        {"training.json": '"config"', "checkpoint-*/config.json": _OURS, "checkpoint-*/drafttrain.json": _OURS},
+        absent=("README.md",),
+    ),
+    "import": FolderKind(_MODEL, {"config.json": _OURS, "drafttrain.json": _OURS}, absent=("README.md", *_RUN)),
+    "export": FolderKind(
+        _MODEL,
+        {
+            "config.json": r'"speculators_model_type"|"(\w*Eagle\w*|MedusaModel|DFlashDraftModel|MLPSpeculator\w*)"',
+            "draft.gguf": "^GGUF",
+        },
+        absent=("README.md", "decoding.json", *_RUN),
+    ),
+    "push": FolderKind(
+        (*_MODEL, "README.md", "results/*.json", "plots/*.png", *(f"*/{name}" for name in _MODEL)),
+        {"README.md": "library_name: drafttrain"},
+        published=True,
+    ),
+    "push-data": FolderKind(
+        ("README.md", "meta.json", "part-*.jsonl"), {"README.md": r"\n- distillation\n- drafttrain\n"}, published=True
+    ),
+    "sweep": FolderKind(("summary.json", f"{'[0-9a-f]' * 16}.json"), {"summary.json": '"crossover"'}),
+    "compare": FolderKind(("cells",), {"cells/*.json": '"overall"', "cells/*.log": ""}),
+}
+
+
+# -- what is there ----------------------------------------------------------------------------------------------------
+
+
+def _holds_keys(path: Path, keys: set[str]) -> bool:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and keys <= content.keys()
+
+
+def _holds_text(path: Path, pattern: str) -> bool:
+    try:
+        with path.open("rb") as file:
+            head = file.read(_SIGN_BYTES)
+            file.seek(max(file.tell(), file.seek(0, os.SEEK_END) - _SIGN_BYTES))
+            return re.search(pattern.encode(), head + file.read()) is not None
+    except OSError:
+        return False
+
+
+def wrote_file(path: Path, kind: str) -> bool:
+    """Whether a file has the signs of what the command `kind` writes."""
+    if kind == "prompts":  # JSON lines that anyone may write; the counts are next to them
+        path, kind = path.with_name(path.name + ".summary.json"), "prompts summary"
+    if kind in _JSON_KEYS:
+        return _holds_keys(path, _JSON_KEYS[kind])
+    return any(_holds_text(path, re.escape(text)) for text in _TEXTS[kind])
+
+
+def _files(folder: Path) -> Iterator[str]:
+    """Relative names of a folder's files, without hidden files and folders."""
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (str(Path(place, name).relative_to(folder)) for name in names if not name.startswith("."))
+
+
+def _matching(folder: Path, patterns: Iterable[str]) -> Iterator[Path]:
+    """The files and folders that match a pattern."""
+    for path in (path for pattern in patterns for path in folder.glob(pattern)):
+        if not any(part.startswith(".") for part in path.relative_to(folder).parts):
+            yield path
+
+
+def _has_signs(folder: Path, kind: FolderKind) -> bool:
+    """Whether a folder without a marker is of this kind."""
+    if any(True for _ in _matching(folder, kind.absent)):
+        return False
+    return any(_holds_text(file, text) for sign, text in kind.signs.items() for file in _matching(folder, [sign]))
+
+
+# -- checks -----------------------------------------------------------------------------------------------------------
+
+
+def inputs_of(args: argparse.Namespace, *outputs: str) -> Iterator[tuple[str, str]]:
+    """(flag, value) of what a command's flags name, `output` and `outputs` left out; in FOLDER+KIND:FILE each part."""
+    for key, value in vars(args).items():
+        words = value if isinstance(value, list | tuple) else [value]
+        for word in (str(word) for word in words if isinstance(word, str | Path) and key not in ("output", *outputs)):
+            yield from ((key, part) for part in {word, *re.split("[+:=,]", word)} if part)
+
+
+def _expanded(name: str | Path, key: str) -> Path:
+    """The path of an output: links are followed. Raises UserError: empty, or no path."""
+    if not str(name):
+        raise UserError(f"{key}='' names nothing; write a path")
+    try:
+        path = Path(name).expanduser()
+        if "\0" in str(path).encode().decode():  # raises for what is no text, which not every library can write to
+            raise ValueError("embedded null byte")
+        return path.resolve() if path.is_symlink() else path
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"{key}={str(name)!r} is no path ({first_line(error)}); choose another") from error
+
+
+def _check_place(path: Path, key: str, is_folder: bool) -> None:
+    """Raises UserError: a folder where a file is meant or the reverse, or a place that cannot be written."""
+    where, fix = f"{key}={str(path)!r}", "choose another place"
+    try:
+        if path.exists() and not (path.is_dir() if is_folder else path.is_file()):
+            held, meant = ("a folder" if path.is_dir() else "no plain file"), "folder" if is_folder else "file"
+            raise UserError(f"{where} cannot be written (it is {held}); name a {meant}")
+        at = path if is_folder else path.parent
+        while not at.exists() and at != at.parent:
+            at = at.parent
+        if len(os.fsencode(path.name)) > 240:
+            raise UserError(f"{where} cannot be written (the name is too long); {fix}")
+        with tempfile.TemporaryFile(dir=at):  # a file without a name
+            pass
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise UserError(f"{where} cannot be written ({reason}); {fix}") from error
+
+
+def _same(output: Path, given: Path, below: bool) -> bool:
+    """Whether an output is an input or, with `below`, a folder that the input is in; also by another name."""
+    try:
+        given = given.expanduser().resolve(strict=True)
+        return any(os.path.samefile(output, place) for place in (given, *(given.parents if below else ())))
+    except (OSError, ValueError, RuntimeError):  # one of them does not exist
+        return False
+
+
+def _check_inputs(path: Path, inputs: Iterable[tuple[str, str]], key: str, below: bool) -> None:
+    for name, value in inputs:
+        if _same(path, Path(value), below):
+            raise UserError(f"{key}={str(path)!r} is or holds the input {name}={value!r}; choose another output")
+
+
+def output_file(name: str | Path, kind: str, inputs: Iterable[tuple[str, str]] = (), key: str = "output") -> Path:
+    """The path of a file to write.
+
+    Args:
+        kind: the command, as in `drafttrain COMMAND`. inputs: (key, name) of what it reads. key: the setting for errors.
+
+    Raises:
+        UserError: no place to write to, an input, or a file that the command did not write.
+    """
+    path = _expanded(name, key)
+    _check_place(path, key, is_folder=False)
+    _check_inputs(path, inputs, key, below=False)
+    if path.is_file() and path.stat().st_size and not wrote_file(path, kind):
+        raise UserError(
+            f"{key}={str(path)!r} holds something else than drafttrain {kind} writes; choose another name, or move it away"
+        )
+    return path
+
+
+def check_folder(name: str | Path, kind: str, inputs: Iterable[tuple[str, str]] = (), key: str = "output") -> Path:
+    """The path of a folder to write; see `output_file`."""
+    path, of = _expanded(name, key), KINDS[kind]
+    _check_place(path, key, is_folder=True)
+    _check_inputs(path, inputs, key, below=True)
+    if not path.is_dir():
+        return path
+    where, wrote = f"{key}={str(path)!r}", _read_marker(path / MARKER)
+    wrote = wrote or next((other for other in (kind, *KINDS) if _has_signs(path, KINDS[other])), "")
+    if wrote and wrote != kind:
+        raise UserError(f"{where} was written by drafttrain {wrote}, not by {kind}; choose another folder")
+    known = bool(wrote)
+    foreign: Iterable[str] = ()
+    if of.published and known:
+        ours = [file.relative_to(path) for file in _matching(path, of.files)]
+        foreign = (name for name in _files(path) if not any(Path(name).is_relative_to(file) for file in ours))
+    elif not known:
+        foreign = _files(path) if of.published or of.alone else (file.name for file in _matching(path, of.files))
+    for name in foreign:
+        raise UserError(
+            f"{where} holds other files ({name}); choose an empty folder, or one that drafttrain {kind} wrote"
+        )
+    return path
+
+
+def _read_marker(marker: Path) -> str:
+    """The command that wrote a folder; empty if that is not known."""
+    try:
+        content = json.loads(marker.read_bytes() or b"{}")
+        return str(content.get("folder", "")) if isinstance(content, dict) else ""
+    except (OSError, ValueError, RecursionError):
+        return ""
+
+
+# -- folders ----------------------------------------------------------------------------------------------------------
+
+
+class OutputFolder:
+    """A folder that a command writes: created, checked, marked, and locked until it is closed.
+
+    A folder in which nothing was written is removed at the end.
+
+    Args:
+        name, kind, inputs, key: see `check_folder`.
+        rank: of one of several processes that share the work: each locks its rank, and together they keep others out.
+
+    Raises:
+        UserError: as `check_folder`, or another process writes there.
+    """
+
+    def __init__(
+        self,
+        name: str | Path,
+        kind: str,
+        inputs: Iterable[tuple[str, str]] = (),
+        key: str = "output",
+        rank: int | None = None,
+    ):
+        self.path, self.kind = check_folder(name, kind, inputs, key), KINDS[kind]
+        self._made = [place for place in (self.path, *self.path.parents) if not place.exists()]
+        self._locks: list[int] = []
+        self._own = self.path / f"{MARKER}-{rank:04d}" if rank is not None else None
+        try:
+            with writing(self.path, key):
+                self.path.mkdir(parents=True, exist_ok=True)
+                self._take(self.path / MARKER, rank is not None)
+                if self._own is not None:
+                    self._take(self._own, shared=False)
+                if not os.fstat(self._locks[0]).st_size:
+                    os.write(self._locks[0], json.dumps({"folder": kind, "drafttrain": __version__}).encode())
+            check_folder(name, kind, inputs, key)  # as it is under the lock
+        except BaseException:
+            self.close()
+            raise
+
+    def _take(self, path: Path, shared: bool) -> None:
+        held = lock(path, shared)
+        if held is None:
+            raise UserError(
+                f"{str(path.parent)!r} is being written by another process; wait for it, or choose another folder"
+            )
+        self._locks.append(held)
+
+    def close(self) -> None:
+        """Unlocks the folder; removes a marker that its files make needless, and a folder in which nothing was written."""
+        with contextlib.suppress(OSError):
+            if len(self._locks) == 2 and self._own is not None:
+                self._own.unlink(missing_ok=True)
+            wrote = any(True for _ in _matching(self.path, self.kind.files)) or (self.path / _BEFORE).exists()
+            if self._locks and (not wrote or _has_signs(self.path, self.kind)) and upgrade(self._locks[0]):
+                (self.path / MARKER).unlink()
+                for place in self._made:
+                    place.rmdir()  # unless it holds something
+        for held in self._locks:
+            os.close(held)
+        self._locks = []
+
+    def __enter__(self) -> OutputFolder:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @contextlib.contextmanager
+    def staged(self, keep: tuple[str, ...] = ()) -> Iterator[Path]:
+        """Gives an empty folder. If the block succeeds, its files replace this command's files.
+
+        Args:
+            keep: patterns of this command's files that stay, as files of others do.
+        """
+        part = self.path / PARTIAL
+        with writing(self.path):
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir()
+        try:
+            with writing(self.path, reads=True):
+                yield part
+            with writing(self.path):
+                made = [Path(name) for name in _files(part)]
+                for name in made:
+                    _move(part, self.path, name)
+                kept = {*(self.path / name for name in made), *_matching(self.path, keep)}
+                for path in [*_matching(self.path, self.kind.files)]:
+                    if not any(other.is_relative_to(path) for other in kept):
+                        _remove(path)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+
+    def set_aside(self, *patterns: str) -> None:
+        """Moves this command's files, or those of `patterns`, out of the way until `forget` or `restore`."""
+        before, moving = self.path / _BEFORE, self.path / _MOVING
+        with writing(self.path):
+            for path in [*_matching(self.path, patterns or self.kind.files)]:
+                if before.is_dir():  # from an interrupted run, whose own files, never complete, are the present ones
+                    _remove(path)
+                else:
+                    _move(self.path, moving, path.relative_to(self.path))
+            if moving.is_dir():
+                moving.rename(before)
+
+    def restore(self) -> None:
+        """Moves back what was set aside, for a run that fails before it has written anything."""
+        for name in [*_files(self.path / _BEFORE)]:
+            _move(self.path / _BEFORE, self.path, Path(name))
+        self.forget()
+
+    def forget(self) -> None:
+        """Removes what was set aside: the new files are complete."""
+        shutil.rmtree(self.path / _BEFORE, ignore_errors=True)
+
+
+def _move(source: Path, folder: Path, name: Path) -> None:
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    os.replace(source / name, folder / name)
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)

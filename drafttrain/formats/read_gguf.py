@@ -1,0 +1,72 @@
+"""Reads GGUF files back: keys, and tensors as float32 or int64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from drafttrain.errors import UserError, first_line
+from drafttrain.files import Json
+from drafttrain.formats.write_gguf import TYPES, rope_of
+
+_TEXT = ("tokens", "token_type", "merges", "scores")  # of the tokenizer: long, and not needed here
+
+
+def read_gguf(path: Path) -> tuple[Json, dict[str, Tensor]]:
+    """A file's keys, without the tokenizer's lists, and its tensors by name.
+
+    Raises:
+        UserError: no such file, or not GGUF.
+    """
+    try:
+        reader = gguf.GGUFReader(path)
+        keys = {
+            name: field.contents()
+            for name, field in reader.fields.items()
+            if name.removeprefix("tokenizer.ggml.") not in _TEXT
+        }
+        tensors = {}
+        for tensor in reader.tensors:
+            stored, whole = tensor.data, tensor.tensor_type == gguf.GGMLQuantizationType.I64
+            values = stored if whole else gguf.quants.dequantize(stored, tensor.tensor_type)
+            tensors[tensor.name] = torch.tensor(values)  # copied out of the mapped file
+    except Exception as error:  # the reader's errors come in many classes
+        raise UserError(f"{str(path)!r} is no complete GGUF file ({first_line(error)}); export again") from error
+    return keys, tensors
+
+
+def dtype_of(keys: Json) -> torch.dtype | None:
+    """The type of a file's matrices, None for a type that torch does not have."""
+    named = [name for name, (_, kind) in TYPES.items() if kind == keys.get("general.file_type")]
+    dtype = getattr(torch, named[0], None) if named else None
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def layer_fields(keys: Json, like: PreTrainedConfig) -> Json:
+    """Shape of a file's layers, under the names of Llama's config.
+
+    Args:
+        like: gives Llama 3's rotary scaling, which a file holds as factors.
+    """
+    arch = keys["general.architecture"]
+    names = {
+        "hidden_size": "embedding_length",
+        "intermediate_size": "feed_forward_length",
+        "num_hidden_layers": "block_count",
+        "num_attention_heads": "attention.head_count",
+        "num_key_value_heads": "attention.head_count_kv",
+        "head_dim": "attention.key_length",
+        "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+        "max_position_embeddings": "context_length",
+    }
+    fields = {name: keys[f"{arch}.{key}"] for name, key in names.items()}
+    rope: Json = {"rope_type": "default", "rope_theta": keys[f"{arch}.rope.freq_base"]}
+    if keys.get(f"{arch}.rope.scaling.type") == "linear":
+        rope |= {"rope_type": "linear", "factor": keys[f"{arch}.rope.scaling.factor"]}
+    elif rope_of(like)["rope_type"] == "llama3":
+        rope = rope_of(like) | {"rope_theta": rope["rope_theta"]}
+    return {**fields, "rope_parameters": rope}

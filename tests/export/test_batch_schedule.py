@@ -1,0 +1,64 @@
+"""Draft lengths by batch size, from a sweep and from an estimate, as vLLM and SGLang take them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.errors import UserError
+from drafttrain.export.batch_schedule import Entry, batch_schedule, sglang_config, vllm_keys
+from drafttrain.export.serving_recipes import _settings
+
+RESULTS = Path(__file__).parents[1] / "fixtures" / "results"
+
+
+def write_sweep(path, rows):
+    cells = [
+        {"cell": {"batch_size": size}, "spec": spec, "speedup_vs_fastest": speedup} for size, spec, speedup in rows
+    ]
+    path.write_text(json.dumps({"axes": {}, "cells": cells, "crossover": []}))
+    return path
+
+
+def test_the_fastest_chain_of_each_batch_size(tmp_path):
+    rows = [
+        *((1, f"chain:{n}", speedup) for n, speedup in ((1, 1.3), (3, 1.9), (5, 1.8))),
+        *((4, f"chain:{n}", speedup) for n, speedup in ((1, 1.2), (3, 1.4), (5, 1.3))),
+        *((16, f"chain:{n}", speedup) for n, speedup in ((1, 1.1), (3, 0.9), (5, 0.7))),
+        *((64, f"chain:{n}", speedup) for n, speedup in ((1, 0.9), (3, 0.6), (5, None))),
+        (1, "dynamic:4,4,8", 3.0),  # engines that follow a schedule draft chains
+    ]
+    schedule = batch_schedule(write_sweep(tmp_path / "summary.json", rows))
+    assert schedule == [Entry(1, 15, 3), Entry(16, 63, 1), Entry(64, 4096, 0)]
+    assert vllm_keys(schedule) == {
+        "num_speculative_tokens": 3,
+        "num_speculative_tokens_per_batch_size": [[1, 15, 3], [16, 63, 1], [64, 4096, 0]],
+    }
+    assert sglang_config(schedule) == {
+        "1": {"candidate_steps": [3]},
+        "16": {"candidate_steps": [1]},
+        "64": {"candidate_steps": [0]},
+    }
+    tree = TreeSpec.parse("dynamic:4,4,8")
+    flags = _settings("SGLang", "D", tree, {"speculative-algorithm": "EAGLE3"}, schedule)
+    assert "--speculative-eagle-topk 1" in flags and "--speculative-num-steps 3" in flags
+    assert "--speculative-adaptive --speculative-adaptive-config adaptive.json" in flags.replace(" \\\n ", "")
+    kept = json.loads(_settings("vLLM", "D", tree, {"method": "eagle3"}, schedule))
+    assert kept["num_speculative_tokens_per_batch_size"][0] == [1, 15, 3]
+    fixed = json.loads(_settings("vLLM", "D", tree, {"method": "dflash", "num_speculative_tokens": 7}, schedule))
+    assert fixed == {"method": "dflash", "model": "D", "num_speculative_tokens": 7}
+
+
+def test_of_earlier_files():
+    assert batch_schedule(RESULTS / "sweep" / "summary.json") == [Entry(1, 4096, 1)]
+    assert batch_schedule(RESULTS / "estimate.json")[0].first == 1
+
+
+@pytest.mark.parametrize("content", ["{}", '{"cells": []}', '{"rows": [1]}', '{"cells": [{"cell": 1}]}', "[]", "x"])
+def test_other_files_are_refused(tmp_path, content):
+    (tmp_path / "f.json").write_text(content)
+    with pytest.raises(UserError, match="schedule="):
+        batch_schedule(tmp_path / "f.json")
