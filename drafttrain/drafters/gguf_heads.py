@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.read_back import compare_drafters
-from drafttrain.drafters.shipping import GGUF_NAME, D, Engine, ExportRequest, Shipping, Trained
+from drafttrain.drafters.shipping import GGUF_NAME, D, EngineRelease, ExportRequest, Shipping, Trained
 from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.formats.read_gguf import dtype_of, layer_fields, read_gguf
@@ -77,7 +77,7 @@ class GgufHeads(Shipping[D]):
         """Arguments of the kind's config beside those of the layers, from a file's keys (without prefix)."""
         raise NotImplementedError(type(self).__name__)
 
-    def unsupported(self, trained: Trained, form: str, engine: Engine | None = None) -> list[str]:
+    def unsupported(self, trained: Trained, form: str, engine: EngineRelease | None = None) -> list[str]:
         if form != "gguf":
             return super().unsupported(trained, form, engine)
         return self.gguf_unsupported(self.load(trained))

@@ -28,7 +28,7 @@ from drafttrain.formats.weights import check_weights, read_config, read_weights,
 FORMATS = ("vllm", "sglang", "transformers", "gguf")
 
 
-class Engine(NamedTuple):
+class EngineRelease(NamedTuple):
     """An inference engine, in the release whose loader decides what it supports."""
 
     name: str
@@ -39,7 +39,7 @@ class Engine(NamedTuple):
         """Whether this release is older than another."""
         return Version(self.release) < Version(release)
 
-    def of_release(self, release: str) -> Engine:
+    def of_release(self, release: str) -> EngineRelease:
         """The engine in another release; the same for an empty one. Raises UserError: no version number."""
         try:
             return self._replace(release=str(Version(release))) if release else self
@@ -54,11 +54,11 @@ class Engine(NamedTuple):
 ENGINES = {
     engine.name: engine
     for engine in (
-        Engine("vLLM", "vllm", "0.32.0"),
-        Engine("SGLang", "sglang", "0.5.23"),
-        Engine("TensorRT-LLM, Triton", "sglang", "1.3"),  # its main branch after 1.2.1
-        Engine("llama.cpp", "gguf", "11549"),
-        Engine("transformers", "transformers", "5.17"),
+        EngineRelease("vLLM", "vllm", "0.32.0"),
+        EngineRelease("SGLang", "sglang", "0.5.23"),
+        EngineRelease("TensorRT-LLM, Triton", "sglang", "1.3"),  # its main branch after 1.2.1
+        EngineRelease("llama.cpp", "gguf", "11549"),
+        EngineRelease("transformers", "transformers", "5.17"),
     )
 }
 TARGET_OVERRIDES = "hf_overrides"  # among vLLM's options: keys that the target's config gets, not the drafter's
@@ -189,7 +189,7 @@ class Shipping(Generic[D]):
 
     # -- writing ------------------------------------------------------------------------------------------------
 
-    def unsupported(self, trained: Trained, form: str, engine: Engine | None = None) -> list[str]:
+    def unsupported(self, trained: Trained, form: str, engine: EngineRelease | None = None) -> list[str]:
         """The drafter's features that an engine does not support in a format; empty if none.
 
         Overriding methods return what this one returns first.
@@ -368,7 +368,7 @@ class Shipping(Generic[D]):
         raise NotImplementedError(str(folder))
 
 
-def engine_of(form: str) -> Engine:
+def engine_of(form: str) -> EngineRelease:
     """The engine that a format is written for."""
     return next(engine for engine in ENGINES.values() if engine.form == form)
 

@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     more = f"with --format gguf: also write the target, as {TARGET_GGUF} of this type"
     add("--target-gguf", choices=TYPES, help=more)
     add("--speculative-tokens", Depth, help="drafted per round (default: the depth in decoding.json, else 3)")
-    add("--schedule", File, default="", help=SCHEDULE_HELP)
+    add("--schedule", File, help=SCHEDULE_HELP)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--without-evaluation", action="store_true", help="publish although nothing was measured; the card says so")
     add("--accept-implausible", action="store_true", help="publish figures that cannot be right, such as a baseline that "
         "varies more than 3x between prompts (drafttrain report names them)")  # fmt: skip
-    add("--schedule", File, default="", help=SCHEDULE_HELP)
+    add("--schedule", File, help=SCHEDULE_HELP)
     add("--base-model", Name, default="", help="the target's Hub id (default: the recorded name)")
     add("--data", Name, default="", help="training data's folder, for the card (default: the recorded one)")
     add("--dataset", Name, default="", help="Hub id of the training data, if published (drafttrain push-data)")

@@ -243,10 +243,7 @@ def read_generation_config(path: str, target: str) -> GenerationConfig | None:
     quiet = {
         f"_raise_exceptions_for_{cause}": False for cause in ("missing_entries", "gated_repo", "connection_errors")
     }
-    try:
-        file = cached_file(path, GENERATION_CONFIG_NAME, **quiet)  # type: ignore[arg-type]
-    except OSError:  # no such name: what loads next says so
-        return None
+    file = cached_file(path, GENERATION_CONFIG_NAME, **quiet)  # type: ignore[arg-type]
     if file is None:
         return None
     content: Json = {**read_json(Path(file), "target", _FIX, _File)}

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -76,6 +77,8 @@ def resolve_target(name: str) -> str:
     looks_local = path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_local and not (path / "config.json").is_file():
         raise UserError(f"target={name!r}: no model folder with a config.json there; check the path, or use a Hub id")
+    if not looks_local and not re.fullmatch(r"(?:\w[\w.-]{0,95}/)?\w[\w.-]{0,95}", name, re.ASCII):
+        raise UserError(f"target={name!r} is neither a folder nor a Hub id (user/name); check the name")
     return str(path) if looks_local else name
 
 

@@ -213,13 +213,16 @@ def test_trees_are_well_formed_and_go_no_deeper_than_the_block(target, kind, tex
         assert tree.depths == [1, 2, 3, 4]
 
 
+WIDE = TreeSpec("fanout", 2, (200, 200), 200, 40_200)  # every token; larger than the text form allows
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_drawn_trees_say_what_they_were_drawn_from(target, kind):
     drafter, params = shaken(kind, target), SamplingParams(temperature=0.8, top_k=20)
     session = begun(drafter, target, make_batch((9,)).input_ids[0])
     tree = session.propose(TreeSpec.parse("fanout:3x2@sample"), Sampler(params, torch.Generator().manual_seed(1)))
-    wide = begun(drafter, target, make_batch((9,)).input_ids[0]).propose(TreeSpec.parse("fanout:200x200"))
+    wide = begun(drafter, target, make_batch((9,)).input_ids[0]).propose(WIDE)
     log_q = {(wide.parents[n], int(wide.tokens[n])): wide.log_probs[n] for n in range(len(wide))}
     first = {int(wide.tokens[n]): n for n in range(200)}
     for node, parent in enumerate(tree.parents):

@@ -28,6 +28,7 @@ KEYS = {
     "medusa": {"depth", "max_log_prob_difference", "same_tokens"},
     "mlp_speculator": {"depth", "max_log_prob_difference", "same_tokens"},
     "dflash": {"rounds", "depth", "max_log_prob_difference"},
+    "mtp": {"rounds", "depth", "max_log_prob_difference"},
 }
 CASES = [
     ("eagle3", "vllm", {"fc_norm": True, "norm_output": True}),
@@ -37,7 +38,9 @@ CASES = [
     ("peagle", "vllm", {"mask_token_id": 7}),
     ("medusa", "vllm", {"blocks": 2, "shared_head": True}),
     ("mlp_speculator", "vllm", {"tie_weights": True}),
+    ("mtp", "vllm", {"train_head": False}),
     ("dflash", "vllm", {}),
+    ("dflash", "sglang", {"mask_token_id": 290, "kept": torch.arange(300)}),
     ("dflash", "vllm", {"train_head": True, "mask_token_id": 290}),
 ]
 

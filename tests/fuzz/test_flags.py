@@ -30,9 +30,9 @@ NEEDED = {
     "fetch": ["smollm2-135m"],
     "prompts": ["--source", "file", "--input", PROMPTS, "--output", "OUT"],
     "generate": [*TARGET, "--prompts", PROMPTS, "--output", "OUT"],
-    "features": ["--data", str(FIXTURES / "data")],
+    "features": ["--data", "DATA"],
     "train": [str(FIXTURES / "run.yaml")],
-    "ngram-store": ["--data", str(FIXTURES / "data"), "--output", "OUT"],
+    "ngram-store": ["--data", "DATA", "--output", "OUT"],
     "eval": [*BOTH, "--output", "OUT"],
     "tune": [*BOTH, "--output", "OUT"],
     "sweep": [*BOTH, "--output", "OUT"],
@@ -86,7 +86,9 @@ FREE = {"--prompt", "--note", "--url", "--url2", "--model", "--model2", "--api-k
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("flags")
+    made = tmp_path_factory.mktemp("flags")
+    shutil.copytree(FIXTURES / "data", made / "data")  # reading a data set leaves a cache in it
+    return made
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -103,7 +105,8 @@ def stubs(folder):
 
 def run(folder: Path, words: list[str], capsys) -> str:
     """The command's line on stderr."""
-    words = [str(folder / "out" / "file") if word == "OUT" else word for word in words]
+    places = {"OUT": str(folder / "out" / "file"), "DATA": str(folder / "data")}
+    words = [places.get(word, word) for word in words]
     try:
         status = main(words)
     finally:

@@ -75,7 +75,8 @@ def test_the_target_is_read_where_it_is_and_named_as_published(work, tmp_path, m
     """No request to the Hub: the published name of a local target is text."""
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *a, **k: pytest.fail("asked the Hub"))
     target = Target.load(str(work / "target"), "float32")
-    block = DFlash(DFlashConfig.for_target(target, draft_vocab_size=0, num_hidden_layers=1, feature_layers=(1, 4)))
+    options = {"num_hidden_layers": 1, "feature_layers": (1, 4), "mask_token_id": 290}
+    block = DFlash(DFlashConfig.for_target(target, draft_vocab_size=0, **options))
     block.save_pretrained(tmp_path / "dflash")
     for drafter in (work / "drafter", tmp_path / "dflash"):
         out = tmp_path / f"out-{drafter.name}"

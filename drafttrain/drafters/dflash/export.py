@@ -24,7 +24,7 @@ from torch import Tensor
 from drafttrain.drafters.common.block import BlockDrafter
 from drafttrain.drafters.dflash.model import DFlash, DFlashConfig
 from drafttrain.drafters.gguf_heads import GgufHeads
-from drafttrain.drafters.shipping import Engine, Exported, ExportRequest, Format, Trained, engine_of
+from drafttrain.drafters.shipping import EngineRelease, Exported, ExportRequest, Format, Trained, engine_of
 from drafttrain.errors import UserError
 from drafttrain.files import Json, writing
 from drafttrain.formats.weights import dtype_name, read_pickle, write_checkpoint
@@ -87,7 +87,7 @@ class DFlashShipping(BlockFiles[DFlash]):
         **BlockFiles.formats,
     }
 
-    def unsupported(self, trained: Trained, form: str, engine: Engine | None = None) -> list[str]:
+    def unsupported(self, trained: Trained, form: str, engine: EngineRelease | None = None) -> list[str]:
         found = super().unsupported(trained, form, engine)
         if found or form == "gguf":
             return found

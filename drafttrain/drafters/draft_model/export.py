@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from drafttrain.drafters.draft_model.model import DraftModel
 from drafttrain.drafters.registry import META_FILE
-from drafttrain.drafters.shipping import FORMATS, GGUF_NAME, Engine, ExportRequest, Format, Shipping, Trained
+from drafttrain.drafters.shipping import FORMATS, GGUF_NAME, EngineRelease, ExportRequest, Format, Shipping, Trained
 from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.formats.public_names import write_clean_json
@@ -40,7 +40,7 @@ class DraftModelShipping(Shipping[DraftModel]):
         "transformers": {},
     }
 
-    def unsupported(self, trained: Trained, form: str, engine: Engine | None = None) -> list[str]:
+    def unsupported(self, trained: Trained, form: str, engine: EngineRelease | None = None) -> list[str]:
         recorded, own = trained.target.get("vocab_size"), trained.config["vocab_size"]
         differs = f"vocab_size={own} differs from the target's {recorded}, and the engine verifies drafts by token id"
         found = form in ("vllm", "sglang") and recorded and recorded != own

@@ -17,7 +17,7 @@ from drafttrain.drafters.common.layer_model import LayerSession
 from drafttrain.drafters.common.llama_layers import LAYER_KEYS, layer_keys, unsupported_by_llama
 from drafttrain.drafters.eagle1.model import Eagle1, Eagle1Config
 from drafttrain.drafters.read_back import RandomTarget, draft_chains
-from drafttrain.drafters.shipping import Engine, Exported, ExportRequest, Format, Shipping, Trained
+from drafttrain.drafters.shipping import EngineRelease, Exported, ExportRequest, Format, Shipping, Trained
 from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.formats.weights import dtype_name
@@ -36,7 +36,7 @@ class Eagle1Shipping(Shipping[Eagle1]):
     verifiable = {"vllm": "vllm"}
     serving = {"vLLM": {"method": "eagle"}, "SGLang": {"speculative-algorithm": "EAGLE"}}
 
-    def unsupported(self, trained: Trained, form: str, engine: Engine | None = None) -> list[str]:
+    def unsupported(self, trained: Trained, form: str, engine: EngineRelease | None = None) -> list[str]:
         if found := super().unsupported(trained, form, engine):
             return found
         config: Eagle1Config = self.load(trained).config  # type: ignore[assignment]

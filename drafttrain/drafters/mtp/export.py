@@ -22,7 +22,15 @@ from torch import Tensor
 
 from drafttrain.drafters.common.llama_layers import LAYER_KEYS, layer_keys, unsupported_by_llama
 from drafttrain.drafters.mtp.model import MIMO, MTP, MTPConfig
-from drafttrain.drafters.shipping import TARGET_OVERRIDES, Engine, Exported, ExportRequest, Format, Shipping, Trained
+from drafttrain.drafters.shipping import (
+    TARGET_OVERRIDES,
+    EngineRelease,
+    Exported,
+    ExportRequest,
+    Format,
+    Shipping,
+    Trained,
+)
 from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.formats.weights import dtype_name
@@ -60,7 +68,7 @@ class MTPShipping(Shipping[MTP]):
         many = "a multi-token prediction module" if modules == 1 else f"{modules} multi-token prediction modules"
         return f"{many} (arXiv 2412.19437), {parameters} parameters"
 
-    def unsupported(self, trained: Trained, form: str, engine: Engine | None = None) -> list[str]:
+    def unsupported(self, trained: Trained, form: str, engine: EngineRelease | None = None) -> list[str]:
         if found := super().unsupported(trained, form, engine):
             return found
         config: MTPConfig = self.load(trained).config  # type: ignore[assignment]

@@ -5,9 +5,10 @@ Sources: vLLM 0.32 transformers_utils/configs/speculators/algos.py (update_peagl
 
 from __future__ import annotations
 
-from drafttrain.drafters.eagle3.export import Eagle3Files, make_head, unsupported_features
+from drafttrain.drafters.eagle3.export import Eagle3Files, unsupported_features
+from drafttrain.drafters.eagle3.reading import make_head
 from drafttrain.drafters.peagle.model import PEagle
-from drafttrain.drafters.shipping import Engine, Exported, ExportRequest, Format, Trained, engine_of
+from drafttrain.drafters.shipping import EngineRelease, Exported, ExportRequest, Format, Trained, engine_of
 from drafttrain.files import Json
 
 
@@ -22,7 +23,7 @@ class PEagleShipping(Eagle3Files[PEagle]):
     verifiable = {"vllm": "vllm"}
     serving = {"vLLM": {"method": "eagle3", "parallel_drafting": True}}
 
-    def unsupported(self, trained: Trained, form: str, engine: Engine | None = None) -> list[str]:
+    def unsupported(self, trained: Trained, form: str, engine: EngineRelease | None = None) -> list[str]:
         engine = engine or engine_of(form)
         if found := super().unsupported(trained, form, engine):
             return found

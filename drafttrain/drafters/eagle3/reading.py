@@ -1,0 +1,213 @@
+"""Reading published EAGLE-3 heads, in the checkpoint forms that export.py writes and in other trainers' spellings of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TypeVar
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
+from typing_extensions import TypedDict
+
+from drafttrain.drafters.common.llama_layers import LAYER_KEYS
+from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
+from drafttrain.errors import UserError
+from drafttrain.files import Json, violation
+from drafttrain.formats.weights import (
+    check_kept_ids,
+    check_names,
+)
+from drafttrain.target import resolve_target
+from drafttrain.target.loading import check_finite, read_embedding
+
+# Keys beyond a decoder layer's, and the default where a checkpoint lacks one. Fields without a key of one value: qk_norm (a
+# model type), sliding_window (with layer types), rope, feature_layers.
+HEAD_KEYS: Json = {
+    "draft_vocab_size": 0,
+    "target_hidden_size": 0,
+    "norm_before_residual": False,
+    "fc_norm": False,
+    "norm_output": False,
+}
+Head = TypeVar("Head", bound=Eagle3)
+
+
+class _PublishedLayer(TypedDict, total=False):
+    """Keys of a decoder layer that a published config.json may hold; sizes and flags are checked by `Eagle3Config`."""
+
+    layer_types: list[str] | None
+    sliding_window: int | None
+    rope_parameters: Json | None
+    rope_scaling: Json | None
+    rope_theta: float | None
+    partial_rotary_factor: float | None
+    logit_scale: float | None
+
+
+class _EagleKeys(TypedDict, total=False):
+    """SGLang's `eagle_config`."""
+
+    use_aux_hidden_state: bool | None
+    norm_before_fc: bool | None
+    eagle_aux_hidden_state_layer_ids: list[int] | None
+
+
+class _Published(_PublishedLayer, total=False):
+    """A head's config.json in one of both forms."""
+
+    transformer_layer_config: _PublishedLayer
+    eagle_config: _EagleKeys | None
+    eagle_aux_hidden_state_layer_ids: list[int] | None
+    norm_before_fc: bool | None
+    embed_requires_grad: bool | None
+
+
+def default_layers(count: int) -> tuple[int, int, int]:
+    """The target states that engines fuse by default, for a target of `count` layers."""
+    return 2, count // 2, count - 3
+
+
+def make_head(
+    cls: type[Head], config: Json, weights: Mapping[str, Tensor], target: Json, where: str, **more: object
+) -> Head:
+    """Makes a head from an engine's config and weights.
+
+    Args:
+        cls: Eagle3, or a kind with the same checkpoint form. more: further fields of its config. where: names the checkpoint.
+
+    Raises:
+        UserError: the config describes what ours cannot compute, or the weights do not fit it.
+    """
+    try:
+        TypeAdapter(_Published).validate_python(config, strict=True)
+    except ValidationError as error:
+        raise UserError(f"{where}: config.json has {violation(error)}; get an intact copy of it") from error
+    found = {name.removeprefix("model.").replace("layers.0.", "midlayer."): w for name, w in weights.items()}
+    for name in [name for name in found if re.fullmatch(r"layers\.\d+\.hidden_norm\.weight", name)]:
+        ours, norm = name.replace("hidden_norm", "input_layernorm"), found.pop(name)
+        if "Eagle3" in str(config.get("architectures")) and not torch.equal(found.setdefault(ours, norm), norm):
+            raise UserError(
+                f"{where}: {name}, which SGLang reads, and {ours}, which vLLM reads, differ; keep one of them"
+            )
+    with torch.device("meta"):
+        drafter = cls(cls.config_class(**_our_fields(config, found, target, where), **more))
+    d, v = drafter.config.draft_vocab_size, drafter.config.vocab_size
+    for name in [name for name in found if name.endswith("rotary_emb.inv_freq")]:
+        if not torch.allclose(
+            found.pop(name).float(), drafter.rotary.frequencies, rtol=1e-2
+        ):  # may be stored as bfloat16
+            raise UserError(
+                f"{where}: {name} is not what config.json's rope_parameters give; ask its author which one holds"
+            )
+    if "d2t" not in found and d != v:
+        raise UserError(f"{where} keeps {d} of {v} tokens, but has no d2t")
+    shift = found.pop("d2t", torch.zeros(d, dtype=torch.int64))
+    if shift.shape != (d,) or shift.is_floating_point():
+        raise UserError(f"{where}: d2t must hold {d} integers, not {list(shift.shape)} {shift.dtype}")
+    found["kept_ids"] = kept = shift.long() + torch.arange(d)  # [d] int64
+    if (embedding := found.pop("embed_tokens.weight", None)) is not None:
+        _check_embedding(embedding, target["name"], where)
+    # Some trainers store copies of what belongs to the target, which the head does not compute with.
+    for name in ("t2d", "verifier_norm.weight", "verifier_lm_head.weight"):
+        found.pop(name, None)
+    check_names(found, {name: tuple(value.shape) for name, value in drafter.state_dict().items()}, where)
+    check_kept_ids(kept, v, where)
+    check_finite(found.items(), where, "get an intact copy of it")
+    dtype = found["fc.weight"].dtype
+    state = {name: w if name == "kept_ids" else w.to(dtype) for name, w in found.items()}
+    drafter.load_state_dict(state, strict=True, assign=True)
+    return drafter.eval()
+
+
+def _check_embedding(embedding: Tensor, target: str, where: str) -> None:
+    """Checks that an embedding that comes with a head is the target's, which our heads read: up to its format, by value.
+
+    Raises:
+        UserError: it differs, or the target's weights are not at hand.
+    """
+    own = read_embedding(resolve_target(target))
+    if own is None:
+        raise UserError(
+            f"{where} brings an embed_tokens, and target {target!r} has no safetensors here to compare it with; give the "
+            "target's folder with its weights"
+        )
+    rows = min(len(own), len(embedding))  # either may be padded
+    ours, theirs = own[:rows], embedding[:rows]
+    same = ours.shape == theirs.shape and any(torch.equal(ours.to(x), theirs.to(x)) for x in (ours.dtype, theirs.dtype))
+    if not same:
+        raise UserError(
+            f"{where} brings an embed_tokens that differs from the target's; ours read the target's, so the head would draft "
+            "something else: import a head that shares the target's embedding"
+        )
+
+
+def _check_foreign(config: Json, layer: Json, weights: Mapping[str, Tensor], where: str) -> None:
+    """Raises UserError for a checkpoint that computes what no kind of ours computes."""
+    eagle, scale = config.get("eagle_config") or {}, layer.get("logit_scale") or 1.0
+    norms = config.get("norm_before_fc") or eagle.get("norm_before_fc") or "input_norm.weight" in weights
+    embeds, one_state = config.get("embed_requires_grad"), eagle.get("use_aux_hidden_state") is False
+    mixed = set(layer.get("layer_types") or []) == {"sliding_attention", "full_attention"}
+    checks = {
+        "has norm_before_fc, one norm over all features, which no kind of ours has": norms,
+        "trained an embedding of its own (embed_requires_grad); ours reads the target's": embeds,
+        f"has logit_scale={scale}, a factor on its logits, which no kind of ours has": scale != 1.0,
+        "reads one target state (use_aux_hidden_state false), which is EAGLE-1": one_state,
+        "mixes layers with and without a window; ours have one for all": mixed,
+    }
+    if reasons := [reason for reason, found in checks.items() if found]:
+        raise UserError(f"{where} {'; it '.join(reasons)}")
+
+
+def _our_fields(config: Json, weights: Mapping[str, Tensor], target: Json, where: str) -> Json:
+    """Arguments of Eagle3Config from an engine's config. Raises UserError for what ours cannot compute."""
+    layer = config.get("transformer_layer_config", config)
+    _check_foreign(config, layer, weights, where)
+    # What vLLM takes for heads in speculators' form that do not say.
+    defaults = {**HEAD_KEYS, "norm_before_residual": layer is not config}
+    fields: Json = {}
+    for keys, place in ((LAYER_KEYS, layer), (defaults, config)):
+        for name, default in keys.items():
+            fields[name] = default if place.get(name) is None else place[name]
+            if fields[name] is None:
+                raise UserError(f"{where}: config.json has no {name}; it is needed")
+    fields["qk_norm"] = "midlayer.self_attn.q_norm.weight" in weights
+    windowed = "sliding_attention" in (layer.get("layer_types") or [])
+    fields["sliding_window"] = (layer.get("sliding_window") or 0) if windowed else 0
+    rope = dict(layer.get("rope_parameters") or layer.get("rope_scaling") or {})
+    rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type", "default")
+    rope.setdefault("rope_theta", layer.get("rope_theta") or 10000.0)
+    if layer.get("partial_rotary_factor"):
+        rope.setdefault("partial_rotary_factor", layer["partial_rotary_factor"])
+    fields |= {"rope_theta": rope["rope_theta"], "rope_parameters": rope}
+    if not fields["draft_vocab_size"]:
+        fields["draft_vocab_size"] = len(weights["lm_head.weight"]) if "lm_head.weight" in weights else 0
+    width = fields["target_hidden_size"] or fields["hidden_size"]
+    for key, theirs in (("hidden_size", width), ("vocab_size", fields["vocab_size"])):
+        if theirs != target[key]:
+            raise UserError(
+                f"{where} is for a target with {key}={theirs!r:.80}, but {target['name']!r} has {target[key]}"
+            )
+    fields["feature_layers"] = _feature_layers(config, width, weights, target, where)
+    # A drafter of ours that was published says how it was trained.
+    trained = {key: config[key] for key in Eagle3Config.recipe_keys if "drafter_kind" in config and key in config}
+    return {**fields, **trained, "target": target}
+
+
+def _feature_layers(
+    config: Json, width: int, weights: Mapping[str, Tensor], target: Json, where: str
+) -> tuple[int, ...]:
+    """The target states that the head fuses, as our numbers: i is the input of layer i. width: of a state."""
+    layers = config.get("eagle_aux_hidden_state_layer_ids")
+    inner = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    if not layers and inner:
+        layers = [layer + 1 for layer in inner]  # written for SGLang, which counts outputs
+    layers = tuple(layers or default_layers(target["num_layers"]))
+    if "fc.weight" in weights:
+        count, rest = divmod(weights["fc.weight"].shape[1], width)
+        if rest or count != len(layers):
+            raise UserError(f"{where}: fc takes {count} target states, but config.json names {list(layers)}")
+    if max(layers) > target["num_layers"] or min(layers) < 0:
+        raise UserError(f"{where} reads layers {list(layers)}, but {target['name']!r} has {target['num_layers']}")
+    return layers
