@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         check_results(trained, name, run_results)
     check_plausible(args, results)
     message = "Update the drafter, its results and its card"
-    return publish(args, "model", message, lambda folder: prepare(args, trained, results, folder))
+    return publish(args, "push", "model", message, lambda folder: prepare(args, trained, results, folder))
 
 
 def check_plausible(args: argparse.Namespace, results: Sequence[Json]) -> None:

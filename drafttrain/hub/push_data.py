@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns the exit status."""
-    return publish(args, "dataset", "Update the data and its card", lambda folder: prepare(args, folder))
+    return publish(args, "push-data", "dataset", "Update the data and its card", lambda folder: prepare(args, folder))
 
 
 def prepare(args: argparse.Namespace, folder: Path) -> None:

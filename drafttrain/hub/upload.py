@@ -39,11 +39,11 @@ def add_publishing_flags(parser: argparse.ArgumentParser) -> None:
     add("--tag", default="", help="of the new revision (default: the next of v1, v2, ...)")
 
 
-def publish(args: argparse.Namespace, kind: str, message: str, prepare: Callable[[Path], None]) -> int:
+def publish(args: argparse.Namespace, command: str, kind: str, message: str, prepare: Callable[[Path], None]) -> int:
     """Prepares a folder and uploads it, unless --dry-run is set.
 
     Args:
-        args: of `add_publishing_flags`. kind: "model" or "dataset". message: of the commit.
+        args: of `add_publishing_flags`. command: push or push-data. kind: "model" or "dataset". message: of the commit.
         prepare: fills an empty folder.
 
     Raises:
@@ -55,7 +55,6 @@ def publish(args: argparse.Namespace, kind: str, message: str, prepare: Callable
         raise UserError("dry-run leaves the prepared folder for you to look at; name it: --output DIR")
     if not args.dry_run:
         check_reachable(args.repo)
-    command = "push" if kind == "model" else "push-data"
     with (
         scratch_folder() as scratch,
         OutputFolder(args.output or scratch / "repository", command, inputs_of(args)) as output,
