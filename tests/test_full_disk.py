@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import resource
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -39,8 +43,8 @@ WRITERS = {
     "export gguf": ("export --drafter drafters/draft_model --format gguf --output out", "out"),
     "export transformers": ("export --drafter drafters/draft_model --format transformers --output out", "out"),
     "import": ("import --checkpoint exports/eagle3_sglang --target target --output out", "out"),
-    "push": ("push --drafter drafters/eagle3 --results results/eagle3.json --repo a/b --base-model c/d --dry-run --output out",
-             "out"),
+    "push": ("push --drafter drafters/eagle3 --results results/eagle3.json --repo a/b --base-model c/d --accept-implausible "
+             "--dry-run --output out", "out"),
     "push-data": ("push-data --data data --repo a/b --prompt-license own --dry-run --output out", "out"),
     "train": ("train run.yaml output_dir=out", "out"),
 }  # fmt: skip
@@ -120,3 +124,29 @@ def test_a_log_holds_whole_lines_whatever_was_written(tmp_path, size):
         for row in rows[len(log.rows) :]:
             log.add(row)
     assert path.read_text().count("\n") == 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["generate", "eval", "export transformers", "import", "push", "picture"])
+def test_a_killed_run_is_run_again_and_nothing_of_it_stays(home, tmp_path, command):
+    words, place = WRITERS[command]
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "tmp"), "PYTHONPATH": str(FIXTURES.parents[1])}
+    run = [sys.executable, "-m", "drafttrain.cli", *words.split()]
+    began = time.perf_counter()
+    subprocess.run(run, check=True, env=environment, capture_output=True)
+    whole = time.perf_counter() - began
+    before = names(place)
+    for share in (0.6, 0.8, 0.9, 0.95, 1.0):
+        shutil.rmtree(place)
+        child = subprocess.Popen(run, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        time.sleep(share * whole)
+        child.kill()
+        child.wait()
+        done = subprocess.run(run, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert names(place) == before
+    assert not list((tmp_path / "tmp").glob("drafttrain-*"))
+
+
+def names(place: str) -> set[str]:
+    return {str(path) for path in Path(place).rglob("*") if path.is_file()}
