@@ -85,7 +85,7 @@ def home(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
     monkeypatch.chdir(tmp_path / "home")
     yield
-    assert not list((tmp_path / "tmp").iterdir())
+    assert not list((tmp_path / "tmp").glob("drafttrain-*"))
 
 
 @pytest.mark.thorough
