@@ -107,16 +107,17 @@ def test_every_fault_costs_its_conversation_only(generate, tokenizer):
 
 
 @pytest.mark.thorough
-def test_a_run_of_2000_at_30_percent_faults_stores_or_lists_each(generate, tokenizer, monkeypatch):
+@pytest.mark.parametrize("count", [300, pytest.param(2000, marks=pytest.mark.slow)])
+def test_a_run_at_30_percent_faults_stores_or_lists_each(generate, tokenizer, monkeypatch, count):
     monkeypatch.setattr(backends, "_TIMEOUT", 1.0)  # what a busy machine answers later counts as a fault
-    conversations = {f"c{i}": [f"q{i}"] if i % 8 else [f"q{i}", f"and {i}"] for i in range(2000)}
+    conversations = {f"c{i}": [f"q{i}"] if i % 8 else [f"q{i}", f"and {i}"] for i in range(count)}
     with FaultyServer(share=0.3) as server:
         status, line = generate(conversations, server.url)
         struck = sum(server.struck.values())
-        assert status == 0 and struck > 0.25 * len(server.requests) > 500
+        assert status == 0 and struck > 0.25 * len(server.requests) > 0.25 * count
     done, failed = stored(generate.folder), listed(generate.folder)
     assert set(done) | set(failed) == set(conversations) and not set(done) & set(failed)
-    assert 0 < len(failed) < 800 and line.startswith(f"failed: {len(failed)} conversations (")
+    assert 0 < len(failed) < 0.4 * count and line.startswith(f"failed: {len(failed)} conversations (")
     for key, turns in conversations.items():
         if key in done:
             record = done[key]

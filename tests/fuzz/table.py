@@ -10,17 +10,31 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+_CLASSES = {  # faults by what is wrong
+    "damaged bytes": ("cut off", "bits flipped", "bytes inserted", "zeros", "empty", "twice", "another file"),
+    "encoding": ("UTF-16", "latin-1", "byte order mark", "line separators", "deep nesting"),
+    "another type": ("another type",),
+    "out of range": ("out of range", "not finite"),
+    "odd text": ("odd text",),
+    "missing": ("missing key",),
+}
+
 
 def table(rows: list[list[str]]) -> str:
-    """A Markdown table of rows [border, fault, outcome]."""
+    """A Markdown table of rows [border, fault, outcome]: borders x classes of faults, `cases (refused)` in each field."""
+    classes = {fault: name for name, faults in _CLASSES.items() for fault in faults}
     cases, refused = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for border, fault, outcome in rows:
-        cases[border, fault] += 1
-        refused[border, fault] += outcome == "refused"
-    borders, faults = sorted({border for border, _ in cases}), sorted({fault for _, fault in cases})
-    lines = ["| border | " + " | ".join(faults) + " | all |", "| --- " * (len(faults) + 2) + "|"]
-    for border in borders:
-        cells = [f"{cases[border, f]} ({refused[border, f]})" if cases[border, f] else "" for f in faults]
+        cell = (
+            border.partition(":")[0] if border.startswith(("kernels", "search")) else border,
+            classes.get(fault, "other"),
+        )
+        cases[cell] += 1
+        refused[cell] += outcome == "refused"
+    columns = [*_CLASSES, "other"]
+    lines = ["| border | " + " | ".join(columns) + " | all |", "| --- " * (len(columns) + 2) + "|"]
+    for border in sorted({border for border, _ in cases}):
+        cells = [f"{cases[border, f]} ({refused[border, f]})" if cases[border, f] else "" for f in columns]
         total = sum(count for (b, _), count in cases.items() if b == border)
         lines.append(f"| {border} | " + " | ".join(cells) + f" | {total} |")
     return "\n".join(lines) + f"\n\n{sum(cases.values())} cases, {sum(refused.values())} refused in one line"

@@ -17,6 +17,7 @@ import torch
 from drafttrain.cli import main
 from drafttrain.config import TrainConfig
 from drafttrain.data.store import Store
+from drafttrain.drafters.eagle3.model import Eagle3
 from drafttrain.drafters.registry import load_drafter
 from drafttrain.target import Target
 from drafttrain.train import build_drafter
@@ -113,7 +114,7 @@ def test_a_time_budget_ends_the_run(tiny, tmp_path, monkeypatch):
         (["kind=eagle4"], r"error: kind='eagle4' is not a drafter kind; there are"),
         (["kind=ngram"], r"error: kind='ngram' has no weights to train"),
         (["loss=kld"], r"error: loss='kld': 'kld' is no loss; did you mean kl"),
-        (["learning_rate=1e30", "max_grad_norm=1e30"], r"error: loss=.*not finite; lower learning_rate"),
+        (["learning_rate=1e30"], r"error: learning_rate='1e30' must be a number from 0 to 100"),
         (["max_length=4"], r"error: no row of the data has two response tokens within max_length=4"),
     ],
 )
@@ -121,6 +122,20 @@ def test_each_mistake_ends_in_one_clear_line(tiny, tmp_path, words, message, cap
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert main(["train", *write_recipe(tmp_path, *tiny), *words]) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.thorough
+def test_a_loss_that_is_not_finite_ends_the_run(tiny, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    plain = Eagle3.forward
+
+    def overflowing(self, inputs):
+        out = plain(self, inputs)
+        return out._replace(loss=out.loss * float("inf"))
+
+    monkeypatch.setattr(Eagle3, "forward", overflowing)
+    assert main(["train", *write_recipe(tmp_path, *tiny)]) == 2
+    assert re.search(r"error: loss=inf at step 0: not finite; lower learning_rate", capsys.readouterr().err)
 
 
 def test_data_of_another_tokenizer_is_refused(tiny, tmp_path, capsys):
