@@ -168,7 +168,7 @@ def test_a_load_test_keeps_its_finished_steps(folder):
     assert [cell["requests"] for cell in partial["servers"]["url"]["cells"]] == [2]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_an_evaluation_keeps_finished_prompts(folder, monkeypatch):
     words = ["eval", "--target", "target", "--drafter", "ngram", "--suite", "many_suite.jsonl", "--output", "r.json"]
     words += ["--max-new-tokens", "24", "--baselines", "autoregressive"]
@@ -183,7 +183,7 @@ def test_an_evaluation_keeps_finished_prompts(folder, monkeypatch):
     assert json.loads((folder / "r.json").read_text())["overall"]["prompts"] == 7
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_training_saves_first(folder):
     command = Command(folder, ["train", "run.yaml", "drafter.depth_share=0.5", "max_steps=5000", "save_steps=5000"])
     assert command.wait_for(lambda: "step 3/" in command.out.read_text())

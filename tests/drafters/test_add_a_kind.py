@@ -108,7 +108,7 @@ def test_the_page_builds_a_kind(built):
     assert done.stdout.splitlines()[-1] == "the kind works"
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_name_that_exists_twice_is_an_error(tmp_path):
     (tmp_path / "kinds" / "ngram").mkdir(parents=True)
     (tmp_path / "kinds" / "ngram" / "model.py").write_text("KIND = None\n")

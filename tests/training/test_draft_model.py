@@ -35,7 +35,9 @@ def weights(folder):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("more", [[], ["packing=true", "max_length=64"]], ids=["", "packed"])
+@pytest.mark.parametrize(
+    "more", [[], pytest.param(["packing=true", "max_length=64"], marks=pytest.mark.slow)], ids=["", "packed"]
+)
 def test_layers_of_the_target_are_distilled_and_the_run_goes_on_exactly(train, tiny, tmp_path, more):
     words = [
         "drafter.layers=[0, 2]",

@@ -97,10 +97,8 @@ def state_of(checkpoint: Path) -> dict[str, object]:
     }
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "name", [name if name == "eagle3" else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
 def test_killed_at_a_random_step_and_resumed_equals_uninterrupted(tiny, request, tmp_path, name):
     if name == "eagle3":
         reference = request.getfixturevalue("whole")[0] / "drafter"
