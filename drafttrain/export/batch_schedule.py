@@ -10,7 +10,10 @@ from __future__ import annotations
 
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+from pydantic import Field
+from typing_extensions import NotRequired, TypedDict
 
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
@@ -18,6 +21,29 @@ from drafttrain.files import Json, read_json
 
 SCHEDULE_HELP = "a sweep's summary.json or an estimate's output: recipes of vLLM and SGLang then draft by batch size"
 _LARGEST = 4096  # batch size where the last entry ends; engines carry it on
+
+
+_BatchSize = Annotated[int, Field(ge=1, le=_LARGEST)]
+
+
+class _CellSize(TypedDict):
+    batch_size: _BatchSize
+
+
+class _MeasuredChain(TypedDict):
+    cell: _CellSize
+    spec: str
+    speedup_vs_fastest: float | None
+
+
+class _EstimatedBatch(TypedDict):
+    batch_size: _BatchSize
+    length: Annotated[int, Field(ge=0)]
+
+
+class _ScheduleFile(TypedDict):
+    cells: NotRequired[list[_MeasuredChain]]  # of a sweep
+    rows: NotRequired[list[_EstimatedBatch]]  # of an estimate
 
 
 class Entry(NamedTuple):
@@ -39,14 +65,12 @@ def batch_schedule(path: Path) -> list[Entry]:
         UserError: neither of both, or no chain and batch size in it.
     """
     fix = "give a sweep's summary.json or the output of drafttrain estimate"
-    content: Json = read_json(path, "schedule", fix)
-    try:
-        if "cells" in content:
-            best = _fastest_chains(content["cells"])
-        else:
-            best = {row["batch_size"]: row["length"] for row in content["rows"]}
-    except (KeyError, TypeError) as error:
-        raise UserError(f"schedule={str(path)!r} holds no draft lengths by batch size; {fix}") from error
+    content = read_json(path, "schedule", fix, _ScheduleFile)
+    if "cells" not in content and "rows" not in content:
+        raise UserError(f"schedule={str(path)!r} holds no draft lengths by batch size; {fix}")
+    best = {row["batch_size"]: row["length"] for row in content.get("rows", [])} | _fastest_chains(
+        content.get("cells", [])
+    )
     if not best:
         raise UserError(
             f"schedule={str(path)!r} measured no chain; sweep over --lengths 1,2,4 --batch-sizes 1,8,32 --grid"
@@ -59,7 +83,7 @@ def batch_schedule(path: Path) -> list[Entry]:
     return [Entry(group[0].first, group[-1].last, group[0].tokens) for group in groups]
 
 
-def _fastest_chains(cells: list[Json]) -> dict[int, int]:
+def _fastest_chains(cells: list[_MeasuredChain]) -> dict[int, int]:
     """Batch size -> length of the chain with the highest speed-up there; 0 where none is above 1."""
     best: dict[int, tuple[float, int]] = {}
     for row in cells:

@@ -57,7 +57,21 @@ def test_of_earlier_files():
     assert batch_schedule(RESULTS / "estimate.json")[0].first == 1
 
 
-@pytest.mark.parametrize("content", ["{}", '{"cells": []}', '{"rows": [1]}', '{"cells": [{"cell": 1}]}', "[]", "x"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{}",
+        '{"cells": []}',
+        '{"rows": [1]}',
+        '{"cells": [{"cell": 1}]}',
+        "[]",
+        "x",
+        '{"rows": 3}',
+        '{"rows": [{"batch_size": "x", "length": 1}, {"batch_size": 2, "length": 1}]}',
+        '{"rows": [{"batch_size": 0, "length": 1}]}',
+        '{"rows": [{"batch_size": 1, "length": -1}]}',
+    ],
+)
 def test_other_files_are_refused(tmp_path, content):
     (tmp_path / "f.json").write_text(content)
     with pytest.raises(UserError, match="schedule="):

@@ -24,7 +24,7 @@ from drafttrain.target.loading import check_finite, loading
 from drafttrain.values import check, kinds_of
 
 _REPAIR = "use the folder as training or import wrote it"
-# What a drafter records about its target, beside its name, and what must agree.
+# Fields of a target's identity that a drafter records, and that must equal those of the target it is used with.
 RECORDED: dict[str, type] = {"hidden_size": int, "num_layers": int, "vocab_size": int, "tokenizer": str}
 
 
