@@ -11,30 +11,26 @@ of the shell's head over the states that it hands out. The shell is the target w
 
 from __future__ import annotations
 
-import fcntl
 import os
 import random
 import re
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, NamedTuple, TypeVar
 
 import httpx
-import safetensors.torch
 import torch
 from pydantic import Field
-from safetensors import SafetensorError
 from torch import Tensor
 from typing_extensions import NotRequired, TypedDict
 
-from drafttrain.credentials import redact
 from drafttrain.data.backends import TIME_OUT, UNREACHABLE, key_headers, send_json
 from drafttrain.data.failures import BadReply, one_line
+from drafttrain.data.state_files import take_states
 from drafttrain.data.store import TargetIdentity
 from drafttrain.errors import UserError
 from drafttrain.files import first_change, read_json, write_json
@@ -48,7 +44,6 @@ _TIMEOUT = 600.0  # seconds of a row's forward, queue included
 _PATIENCE = 900.0  # seconds that a server may be away; large targets take minutes to start
 _BAD_STATES = 4  # tries of a row whose states arrive damaged
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 10.0  # seconds before a server is asked again; doubles with each failure
-_SETTLE = 5.0  # seconds in which a complete file appears on a network disk
 _TOP = 8  # most likely tokens of each probed position
 _PROBE_IDS = 48
 _PROBE_TEXT = "Prove it: the state of 1,024 tokens — naïve café, 東京, здравствуй, def f(x): return x**2\n\tend."
@@ -121,6 +116,7 @@ class _StateServer:
     folder: Path = field(default_factory=Path)  # of the states, as this machine sees it
     written: int = 0  # time of the record: a server that starts writes it
     gap: float = 0.0
+    dtype: str = ""  # of its states
     proven: bool = False
     running: int = 0  # requests in flight
     failures: int = 0  # in a row
@@ -166,6 +162,16 @@ class StateClient:
     @property
     def gaps(self) -> dict[str, float]:
         return {server.url: server.gap for server in self.servers if server.proven}
+
+    @property
+    def proofs(self) -> list[str]:
+        """A line about each proven server."""
+        return [
+            f"{server.url} serves {self.shell.name!r} in {server.dtype}: its log-probabilities differ by {server.gap:.2g} nats "
+            "from those of the target's head over its states"
+            for server in self.servers
+            if server.proven
+        ]
 
     def prove(self) -> None:
         """Proves every server that has not been proven yet; `request` does so when it first uses one.
@@ -342,6 +348,7 @@ class StateClient:
                                     f"and they differ from token {same} on")  # fmt: skip
             gap, allowed = head_gap(self.shell, states["hidden_states"], logprobs)
             gaps.append(gap)
+            server.dtype = str(states["hidden_states"].dtype).removeprefix("torch.")
             self._check_embedding(server, states)
         server.gap = max(gaps)
         if not server.gap <= allowed:
@@ -441,73 +448,3 @@ def _written(folder: Path) -> int:
         return (folder / RECORD).stat().st_mtime_ns
     except OSError:
         return 0
-
-
-# -- files ------------------------------------------------------------------------------------------------------------
-
-
-def take_states(path: Path, seconds: float) -> dict[str, Tensor]:
-    """Reads a file of states when its writer has unlocked it, and deletes it with its lock.
-
-    Returns:
-        hidden_states [n, layers, h], token_ids [n].
-
-    Raises:
-        BadReply: no complete file; it may be torn because its writer was killed.
-    """
-    lock = path.with_name(f"{path.name}.lock")
-    try:
-        return _read_unlocked(path, lock, seconds)
-    finally:
-        for file in (path, lock):
-            with suppress(OSError):
-                file.unlink()
-
-
-def _read_unlocked(path: Path, lock: Path, seconds: float) -> dict[str, Tensor]:
-    began, pause, unlocked = time.monotonic(), 0.001, 0.0
-    while True:
-        if not _is_locked(lock):
-            try:
-                found = safetensors.torch.load(_read_regular(path))
-                if {"hidden_states", "token_ids"} <= found.keys() and found["hidden_states"].ndim:
-                    return found
-                problem, reason = f"holds {one_line(', '.join(found))}", "torn file"
-            except FileNotFoundError:
-                problem, reason = "was announced and is not there", "no file"
-            except (OSError, SafetensorError, ValueError) as error:
-                problem, reason = f"cannot be read ({error})", "torn file"
-            unlocked = unlocked or time.monotonic()
-            # Its writer has gone; a network disk may show the file a little later.
-            if time.monotonic() - unlocked > _SETTLE:
-                raise BadReply(reason, redact(f"{path} {problem}"), retry=True)
-        elif time.monotonic() - began > seconds:
-            raise BadReply(TIME_OUT, f"{path} is still being written after {seconds:g} s")
-        time.sleep(pause)
-        pause = min(2 * pause, 0.05)
-
-
-def _read_regular(path: Path) -> bytes:
-    """A file's bytes. Raises OSError: a link, or nothing regular; a server may not make us read elsewhere."""
-    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with os.fdopen(file, "rb") as opened:
-        if not stat.S_ISREG(os.fstat(file).st_mode):
-            raise OSError(f"{path.name} is no regular file")
-        return opened.read()
-
-
-def _is_locked(lock: Path) -> bool:
-    """Whether a writer holds the lock; vLLM takes it before it names the file."""
-    try:
-        file = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # no locks on this file system: a complete file counts
-        return False
-    finally:
-        os.close(file)
-    return False

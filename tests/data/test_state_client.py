@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from drafttrain.data import state_client
+from drafttrain.data import state_client, state_files
 from drafttrain.data.state_client import RECORD, StateClient, write_record
 from drafttrain.errors import UserError
 from drafttrain.target import Target
@@ -25,7 +25,7 @@ ROWS = [list(range(5 + i, 40 + 3 * i)) for i in range(12)]
 def quick(monkeypatch):
     monkeypatch.setattr(state_client, "_FIRST_PAUSE", 0.002)
     monkeypatch.setattr(state_client, "_LONGEST_PAUSE", 0.02)
-    monkeypatch.setattr(state_client, "_SETTLE", 0.02)
+    monkeypatch.setattr(state_files, "_SETTLE", 0.02)
 
 
 @pytest.fixture(scope="module")
