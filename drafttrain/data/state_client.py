@@ -44,6 +44,7 @@ _TIMEOUT = 600.0  # seconds of a row's forward, queue included
 _PATIENCE = 900.0  # seconds that a server may be away; large targets take minutes to start
 _BAD_STATES = 4  # tries of a row whose states arrive damaged
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 10.0  # seconds before a server is asked again; doubles with each failure
+_SETTLE = 5.0  # seconds in which a complete file appears on a network disk
 _TOP = 8  # most likely tokens of each probed position
 _PROBE_IDS = 48
 _PROBE_TEXT = "Prove it: the state of 1,024 tokens — naïve café, 東京, здравствуй, def f(x): return x**2\n\tend."
@@ -270,7 +271,7 @@ class StateClient:
         named = reply.get("kv_transfer_params")
         if not named:
             raise UserError(f"url={server.url!r} hands out no states; {self._start}")
-        states = take_states(self._path(server, named["hidden_states_path"]), self.timeout)
+        states = take_states(self._path(server, named["hidden_states_path"]), self.timeout, _SETTLE)
         self._check(server, states, None if isinstance(prompt, str) else prompt)
         return states, reply["choices"][0].get("prompt_logprobs") or []
 
@@ -281,7 +282,7 @@ class StateClient:
     def _path(self, server: _StateServer, named: str) -> Path:
         """Where this machine finds the file that a server names. Raises UserError: outside its announced folder."""
         folder, name = os.path.split(named)
-        if server.record is None:
+        if server.record is None or not server.proven:
             server.folder = Path(self.states_dir or folder).expanduser()
             if not server.folder.is_dir():
                 raise UserError(
@@ -334,7 +335,7 @@ class StateClient:
         """Compares a server with the shell. Raises BadReply while it does not answer; UserError for another target."""
         listed = send_json(self._http, "GET", f"{server.url}/v1/models", None, _ServedModels, min(30.0, self.timeout))
         server.model, server.longest = listed["data"][0]["id"], listed["data"][0].get("max_model_len")
-        server.record = None  # it may have been started with other layers
+        server.proven = False  # so its record is read again: it may have been started with other layers
         rows: list[list[int] | str] = [_spread_ids(self.shell.vocab_size)]
         if self.shell.tokenizer is not None:
             rows.append(_PROBE_TEXT)

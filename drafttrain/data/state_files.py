@@ -17,11 +17,12 @@ from drafttrain.credentials import redact
 from drafttrain.data.backends import TIME_OUT
 from drafttrain.data.failures import BadReply, one_line
 
-_SETTLE = 5.0  # seconds in which a complete file appears on a network disk
 
-
-def take_states(path: Path, seconds: float) -> dict[str, Tensor]:
+def take_states(path: Path, seconds: float, settle: float) -> dict[str, Tensor]:
     """Reads a file of states when its writer has unlocked it, and deletes it with its lock.
+
+    Args:
+        seconds: to wait for the writer. settle: seconds in which a complete file then appears; network disks are late.
 
     Returns:
         hidden_states [n, layers, h], token_ids [n].
@@ -31,14 +32,14 @@ def take_states(path: Path, seconds: float) -> dict[str, Tensor]:
     """
     lock = path.with_name(f"{path.name}.lock")
     try:
-        return _read_unlocked(path, lock, seconds)
+        return _read_unlocked(path, lock, seconds, settle)
     finally:
         for file in (path, lock):
             with suppress(OSError):
                 file.unlink()
 
 
-def _read_unlocked(path: Path, lock: Path, seconds: float) -> dict[str, Tensor]:
+def _read_unlocked(path: Path, lock: Path, seconds: float, settle: float) -> dict[str, Tensor]:
     began, pause, unlocked = time.monotonic(), 0.001, 0.0
     while True:
         if not _is_locked(lock):
@@ -52,8 +53,7 @@ def _read_unlocked(path: Path, lock: Path, seconds: float) -> dict[str, Tensor]:
             except (OSError, SafetensorError, ValueError) as error:
                 problem, reason = f"cannot be read ({error})", "torn file"
             unlocked = unlocked or time.monotonic()
-            # Its writer has gone; a network disk may show the file a little later.
-            if time.monotonic() - unlocked > _SETTLE:
+            if time.monotonic() - unlocked > settle:
                 raise BadReply(reason, redact(f"{path} {problem}"), retry=True)
         elif time.monotonic() - began > seconds:
             raise BadReply(TIME_OUT, f"{path} is still being written after {seconds:g} s")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from drafttrain.cli import main
-from drafttrain.data import features, state_client, state_files, state_server
+from drafttrain.data import features, state_client, state_server
 from drafttrain.data.state_client import RECORD
 from drafttrain.data.state_server import StateServer, flag_value, served_layers
 from drafttrain.data.store import FeatureStore, Share, load_records
@@ -48,7 +49,9 @@ def data(tmp_path, target_dir):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(state_client, "_FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(state_files, "_SETTLE", 0.02)
+    monkeypatch.setattr(state_client, "_SETTLE", 0.02)
+    without = functools.partial(state_client.httpx.Client, verify=False)  # reading certificates takes 0.1 s
+    monkeypatch.setattr(state_client.httpx, "Client", without)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from drafttrain.data import state_client, state_files
+from drafttrain.data import state_client
 from drafttrain.data.state_client import RECORD, StateClient, write_record
 from drafttrain.errors import UserError
 from drafttrain.target import Target
@@ -25,7 +26,9 @@ ROWS = [list(range(5 + i, 40 + 3 * i)) for i in range(12)]
 def quick(monkeypatch):
     monkeypatch.setattr(state_client, "_FIRST_PAUSE", 0.002)
     monkeypatch.setattr(state_client, "_LONGEST_PAUSE", 0.02)
-    monkeypatch.setattr(state_files, "_SETTLE", 0.02)
+    monkeypatch.setattr(state_client, "_SETTLE", 0.02)
+    without = functools.partial(state_client.httpx.Client, verify=False)  # reading certificates takes 0.1 s
+    monkeypatch.setattr(state_client.httpx, "Client", without)
 
 
 @pytest.fixture(scope="module")
