@@ -154,7 +154,7 @@ class StateClient:
         wrong = [url for url in urls if not re.match(r"https?://[^/]", url)]
         if wrong or not urls:
             raise UserError(f"url={wrong[0] if wrong else ''!r} is not an address; write http://HOST:PORT")
-        self.servers = [_StateServer(url.rstrip("/").removesuffix("/v1")) for url in dict.fromkeys(urls)]
+        self.servers = [_StateServer(url) for url in dict.fromkeys(url.rstrip("/").removesuffix("/v1") for url in urls)]
         self.shell, self.layers, self.states_dir = shell, tuple(feature_layers), states_dir
         self.timeout, self.patience = timeout, patience
         self._http = httpx.Client(headers=key_headers("OPENAI_API_KEY"), limits=httpx.Limits(max_connections=None))
@@ -190,6 +190,9 @@ class StateClient:
             UserError: after the retries, or at once where none can help; names the server, what came and the fix.
         """
         row = list(tokens)
+        if not row:
+            states = torch.zeros(0, self.shell.hidden_size, dtype=self.shell.embed_weight.dtype)
+            return RowStates(states.repeat(1, len(self.layers)), states)
 
         def ask(server: _StateServer) -> RowStates:
             self._prove_once(server)
@@ -207,7 +210,7 @@ class StateClient:
 
     def _retried(self, ask: Callable[[_StateServer], T], servers: Sequence[_StateServer]) -> T:
         """The result of `ask(server)`, tried again, on other servers if there are any, while that may help."""
-        began, damaged = time.monotonic(), 0
+        damaged, since = 0, float("inf")  # the first failure
         while True:
             server = self._next(servers)
             try:
@@ -216,7 +219,8 @@ class StateClient:
             except BadReply as bad:
                 away = bad.reason in (UNREACHABLE, TIME_OUT) or (bad.retry and bad.reason not in _DAMAGE)
                 damaged += bad.reason in _DAMAGE
-                late = time.monotonic() - began > self.patience
+                since = min(since, time.monotonic())
+                late = time.monotonic() - since > self.patience
                 if self._closing.is_set() or not (away or bad.retry) or damaged == _BAD_STATES or (away and late):
                     raise UserError(f"url={server.url!r}: {bad}{_fix(bad, self.patience if away else 0)}") from bad
 
@@ -241,7 +245,9 @@ class StateClient:
         except BadReply as bad:
             with self._lock:
                 server.failures += 1
-                pause = min(_FIRST_PAUSE * 2 ** (server.failures - 1), _LONGEST_PAUSE) * random.uniform(0.75, 1.25)
+                pause = min(_FIRST_PAUSE * 2 ** min(server.failures - 1, 10), _LONGEST_PAUSE) * random.uniform(
+                    0.75, 1.25
+                )
                 server.rests_until = time.monotonic() + max(bad.pause, pause)
                 # What comes back after an outage may be another model.
                 server.proven = server.proven and bad.reason not in (UNREACHABLE, "connection lost")

@@ -120,6 +120,14 @@ def test_a_fault_that_stays_is_one_line_with_the_fix(client, server, fault, mess
     assert "\n" not in str(raised.value) and os.path.exists("/etc/hosts")
 
 
+def test_a_row_without_tokens_needs_no_server_and_long_outages_no_longer_pauses(client, server, target):
+    empty = client.request([])
+    assert empty.features.shape == (0, 3 * 32) and empty.last_hidden.shape == (0, 32) and not server.requests
+    client.servers[0].failures = 5000
+    server.faults.append("503")
+    assert_states(client, target, ROWS[0])
+
+
 def test_a_server_that_stays_away_is_named_with_the_time(client, server):
     client.prove()
     client.patience = 0.1
