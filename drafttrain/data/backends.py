@@ -329,9 +329,7 @@ class OpenAIBackend(Backend):
         return reply
 
 
-def send_json(
-    client: httpx.Client, method: str, url: str, body: Json | None, schema: type[T], seconds: float
-) -> T:
+def send_json(client: httpx.Client, method: str, url: str, body: Json | None, schema: type[T], seconds: float) -> T:
     """Sends a request to a server once; returns its JSON reply, checked against the schema, whose keys alone are kept.
 
     Raises BadReply; UserError for a refused key.

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from drafttrain.data.backends import Backend, LocalBackend, OpenAIBackend, Respo
 from drafttrain.data.conversation import ChatRenderer, Conversation
 from drafttrain.data.failures import BadReply, Failures
 from drafttrain.data.masks import conversation_records
+from drafttrain.data.row_file import RowFile, line_starts
 from drafttrain.data.store import FeatureWriter, Share, Store, check_space
 from drafttrain.environment import __version__
 from drafttrain.errors import UserError, shown
@@ -84,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"features={args.features!r} needs --backend local: the other backends return no hidden states")
     check_folder(args.output, "generate", inputs_of(args))
     existing = args.backend == "existing"
-    conversations = [] if existing else read_prompts(Path(args.prompts).expanduser())
+    ids, conversations = ([], []) if existing else read_prompts(Path(args.prompts).expanduser())
     target = load_target(args) if args.backend == "local" else load_shell(args.target, args.trust_remote_code)
     layers = parse_layers(args.features, target)
     rules = backend_rules(args.backend, target)
@@ -99,7 +100,8 @@ def run(args: argparse.Namespace) -> int:
     }
     with Store(args.output, meta, share.rank, args.overwrite) as store:
         done, this_run = store.done_ids(), run_counts(0, 0, 0.0, {})
-        mine = [it for it in conversations if it.id not in done and share.owns(it.id)]
+        missing = [i for i, key in enumerate(ids) if key not in done and share.owns(key)]
+        mine = conversations.chosen(missing) if missing else []
         if layers:
             needed = feature_bytes(mine, args, settings, (len(layers) + 1) * target.hidden_size * 2)
             check_space(store.directory, needed, "features")
@@ -123,25 +125,30 @@ def backend_rules(backend: str, target: Target) -> LogitsRules:
     return LogitsRules().under(SamplingParams(repetition_penalty=target.generation.rules.repetition_penalty))
 
 
-def read_prompts(path: Path) -> list[Conversation]:
-    """The prompts file as conversations.
+def read_prompts(path: Path) -> tuple[list[str], RowFile[Conversation]]:
+    """Checks a prompts file; returns the ids in order, and the conversations, which stay on disk.
 
     Raises UserError: no file, a line that is no prompt, a repeated id, or no prompts at all.
     """
     if not path.is_file():
         raise UserError(f"prompts={str(path)!r}: no such file; make one: drafttrain prompts --help")
-    conversations: dict[str, Conversation] = {}
-    for number, row in read_jsonl(path):
-        where = f"{path} line {number}"
-        if "id" not in row:
-            raise UserError(f'{where}: needs an "id"; drafttrain prompts --source file writes them')
-        conversation = Conversation.from_row(row, where)
-        if conversation.id in conversations:
-            raise UserError(f"{where}: id={conversation.id!r} occurs twice; ids must be unique")
-        conversations[conversation.id] = conversation
-    if not conversations:
+    seen: dict[str, None] = {}
+
+    def places() -> Iterator[tuple[int, int]]:
+        for (number, start), (_, row) in zip(line_starts(path), read_jsonl(path), strict=True):
+            where = f"{path} line {number}"
+            if "id" not in row:
+                raise UserError(f'{where}: needs an "id"; drafttrain prompts --source file writes them')
+            key = Conversation.from_row(row, where).id
+            if key in seen:
+                raise UserError(f"{where}: id={key!r} occurs twice; ids must be unique")
+            seen[key] = None
+            yield number, start
+
+    conversations = RowFile(path, Conversation.from_row, places())
+    if not seen:
         raise UserError(f"prompts={str(path)!r} is empty; make some: drafttrain prompts --help")
-    return list(conversations.values())
+    return list(seen), conversations
 
 
 def parse_layers(text: str, target: Target) -> tuple[int, ...]:
@@ -162,7 +169,7 @@ def parse_layers(text: str, target: Target) -> tuple[int, ...]:
 
 
 def feature_bytes(
-    conversations: list[Conversation], args: argparse.Namespace, settings: ResponseSettings, row_bytes: int
+    conversations: Sequence[Conversation], args: argparse.Namespace, settings: ResponseSettings, row_bytes: int
 ) -> float:
     """Estimated size of the stored states: prompt lengths from a sample, responses at their limit or the token budget."""
     sample = conversations[:: max(1, len(conversations) // 32)]  # 32 to 63 of them
@@ -207,7 +214,7 @@ def choose_slots(slots: int | str, target: Target, max_length: int, features: in
 
 
 def generate_missing(
-    args: argparse.Namespace, settings: ResponseSettings, store: Store, backend: Backend, todo: list[Conversation]
+    args: argparse.Namespace, settings: ResponseSettings, store: Store, backend: Backend, todo: Sequence[Conversation]
 ) -> Json:
     """Answers the conversations and stores each when it ends, until the budget is spent; returns the run's counts."""
     writer = FeatureWriter(store) if args.features != "none" else None
