@@ -328,7 +328,8 @@ def parse_line(
     where = f"{path} line {number}"
     line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
     try:
-        row = parse_json(line.decode()) if schema is dict else _adapter(schema).validate_json(line, strict=True)
+        adapter = None if schema is dict else _adapter(schema)  # type: ignore[arg-type]  # TypedDicts are hashable
+        row = parse_json(line.decode()) if adapter is None else adapter.validate_json(line, strict=True)
     except UnicodeDecodeError as error:
         raise UserError(f"{where}: not UTF-8 text ({error}); convert it first") from error
     except ValidationError as error:
