@@ -65,7 +65,10 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
         )
         body = json.loads(await reader.readexactly(length)) if length else {}
         reply: Json = {"data": [{"id": "fake"}]}
-        if body:
+        if "messages" in body:
+            message = {"role": "assistant", "content": "word " * 96}
+            reply = {"choices": [{"message": message, "finish_reason": "stop"}]}
+        elif body:
             reads = TOKENIZER(body["prompt"])["input_ids"] if isinstance(body["prompt"], str) else body["prompt"]
             ids = [*range(1000, 1000 + min(96, body["max_tokens"] - 1)), 2]
             reply = {"choices": [{"text": "", "token_ids": ids, "prompt_token_ids": reads, "finish_reason": "stop"}]}

@@ -56,8 +56,8 @@ class NearDuplicates:
     """MinHash with banding: finds texts that share most of their three-word runs with an earlier one.
 
     64 permutations, of which one byte each is kept, in 16 bands of 4. Texts whose sets of runs overlap by more than about a half
-    share a band; their full signatures are then compared. A hash table per band chains the texts of a bucket, newest first. At most
-    `_LONGEST` of a bucket are compared: the time per text and its memory (about 200 bytes) do not depend on how alike the texts are.
+    share a band; their full signatures are then compared. A hash table per band chains the texts of a bucket, newest first; at
+    most `_LONGEST` of a bucket are compared, so that many alike texts do not make the work quadratic. A text takes 200 bytes.
 
     Source: Broder, On the resemblance and containment of documents (1997).
     """
