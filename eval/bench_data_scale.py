@@ -3,7 +3,7 @@
 Rows and answers are synthetic. The fake server exchanges token ids, so the command does all that it does with vLLM; all prompts
 but --asked are stored as answered before the run, which is what an interrupted run finds. Every step is a process of its own, and
 its peak is compared with that of the same step at --small rows, which holds the libraries and the target's config and tokenizer.
-`--before PATH` measures the steps in another checkout too, with --before-rows rows, in alternation.
+`--before PATH` measures the steps in another checkout too, with --before-rows rows.
 
     python eval/bench_data_scale.py --output eval/results/data_scale_cpu.json
 """
@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LOAD = "import sys; from drafttrain.data.store import load_records; print(len(load_records(sys.argv[1])))"
 
 
-def make_rows(path: Path, count: int, words: int = 60) -> None:
+def make_rows(path: Path, count: int, words: int = 30) -> None:
     """Writes prompts of random words from a vocabulary of 50,000."""
     chance = random.Random(0)
     with path.open("w") as file:
@@ -137,11 +137,11 @@ def steps(root: Path, folder: Path, rows: int, asked: int, target: str, port: in
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--asked", type=int, default=50_000, help="prompts of them that the server answers in the run")
+    parser.add_argument("--asked", type=int, default=5000, help="prompts of them that the server answers in the run")
     parser.add_argument("--small", type=int, default=2000, help="rows of the run that the peak is compared with")
     parser.add_argument("--target", default="smollm2-135m", help="its config and tokenizer; no weights are read")
     parser.add_argument("--before", type=Path, help="another checkout")
-    parser.add_argument("--before-rows", type=int, default=100_000)
+    parser.add_argument("--before-rows", type=int, default=30_000)
     parser.add_argument("--output", type=result_path)
     args = parser.parse_args()
     ports: multiprocessing.Queue[int] = multiprocessing.Queue()
@@ -151,13 +151,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder, sides = Path(name), dict[str, Json]()
         sides["small"] = steps(ROOT, folder / "small", args.small, args.small // 2, args.target, port)
-        if args.before:
-            roots = {"before": args.before.resolve(), "here": ROOT}
-            for side, root in roots.items():
-                sides[f"{side}, {args.before_rows} rows"] = steps(
-                    root, folder / side, args.before_rows, args.small, args.target, port
-                )
         sides["large"] = steps(ROOT, folder / "large", args.rows, args.asked, args.target, port)
+        for side, root in {"before": args.before.resolve(), "here": ROOT}.items() if args.before else ():
+            rows = args.before_rows
+            sides[f"{side}, {rows} rows"] = steps(root, folder / side, rows, args.small, args.target, port)
     server.terminate()
     beyond = {step: round(run["peak_mb"] - sides["small"][step]["peak_mb"], 1) for step, run in sides["large"].items()}
     print(f"MB beyond {args.small} rows: {beyond}")

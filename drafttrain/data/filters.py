@@ -76,7 +76,7 @@ class NearDuplicates:
         return (keys >> np.uint64(65 - len(self.signatures).bit_length())).astype(np.int64)
 
     def _chain(self) -> None:
-        """Builds the tables anew: the newest text of each bucket, and the next older one of each text; -1 for none."""
+        """Builds the tables of all texts: the newest text of each bucket, and the next older one of each text; -1 for none."""
         self._heads = np.full((16, len(self.signatures)), -1, np.int32)
         self._older = np.full((len(self.signatures), 16), -1, np.int32)
         for band, column in enumerate(self._buckets(self.signatures[: self.count]).T):
