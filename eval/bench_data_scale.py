@@ -112,18 +112,19 @@ def measured(root: Path, *words: str) -> Json:
     return found
 
 
-def steps(root: Path, folder: Path, rows: int, asked: int, target: str, port: int) -> Json:
-    """Every step of one checkout with a number of rows."""
+def steps(root: Path, folder: Path, rows: int, asked: int, args: argparse.Namespace, port: int) -> Json:
+    """Every step of one checkout with a number of rows; only those after `prompts` with --given-prompts."""
     folder.mkdir()
     raw, prompts, data = folder / "raw.jsonl", folder / "prompts.jsonl", folder / "data"
     make_rows(raw, rows)
     command = ["-m", "drafttrain.cli"]
-    found = {
-        "prompts": measured(
-            root, *command, "prompts", "--source", "file", "--input", str(raw), "--output", str(prompts)
-        )
-    }
-    generate = [*command, "generate", "--target", target, "--prompts", str(prompts), "--output", str(data)]
+    found: Json = {}
+    if args.given_prompts:
+        raw.rename(prompts)
+    else:
+        words = ("prompts", "--source", "file", "--input", str(raw), "--output", str(prompts))
+        found["prompts"] = measured(root, *command, *words)
+    generate = [*command, "generate", "--target", args.target, "--prompts", str(prompts), "--output", str(data)]
     generate += ["--backend", "openai", "--url", f"http://127.0.0.1:{port}"]
     measured(root, *generate, "--max-tokens", "1")  # begins the data set
     answer_all(prompts, data, rows - asked, 512)
@@ -140,6 +141,7 @@ def main() -> None:
     parser.add_argument("--asked", type=int, default=5000, help="prompts of them that the server answers in the run")
     parser.add_argument("--small", type=int, default=2000, help="rows of the run that the peak is compared with")
     parser.add_argument("--target", default="smollm2-135m", help="its config and tokenizer; no weights are read")
+    parser.add_argument("--given-prompts", action="store_true", help="leave out the step `prompts`")
     parser.add_argument("--before", type=Path, help="another checkout")
     parser.add_argument("--before-rows", type=int, default=30_000)
     parser.add_argument("--output", type=result_path)
@@ -150,11 +152,11 @@ def main() -> None:
     port = ports.get()
     with tempfile.TemporaryDirectory() as name:
         folder, sides = Path(name), dict[str, Json]()
-        sides["small"] = steps(ROOT, folder / "small", args.small, args.small // 2, args.target, port)
-        sides["large"] = steps(ROOT, folder / "large", args.rows, args.asked, args.target, port)
+        sides["small"] = steps(ROOT, folder / "small", args.small, args.small // 2, args, port)
+        sides["large"] = steps(ROOT, folder / "large", args.rows, args.asked, args, port)
         for side, root in {"before": args.before.resolve(), "here": ROOT}.items() if args.before else ():
             rows = args.before_rows
-            sides[f"{side}, {rows} rows"] = steps(root, folder / side, rows, args.small, args.target, port)
+            sides[f"{side}, {rows} rows"] = steps(root, folder / side, rows, args.small, args, port)
     server.terminate()
     beyond = {step: round(run["peak_mb"] - sides["small"][step]["peak_mb"], 1) for step, run in sides["large"].items()}
     print(f"MB beyond {args.small} rows: {beyond}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
 from itertools import islice
 from typing import Any, NoReturn
 
@@ -49,8 +50,9 @@ def engine_options(args: argparse.Namespace) -> Json:
             raise UserError(f"flags after --: {message}; see vllm serve --help")
 
     parser = arguments.add_cli_args(EngineParser(add_help=False, allow_abbrev=False))
-    plain, given = (vars(arguments.from_cli_args(parser.parse_args(list(words)))) for words in ((), args.vllm_flags))
-    changed = {key: value for key, value in given.items() if value != plain[key]}
+    plain, given = (vars(parser.parse_args(list(words))) for words in ((), args.vllm_flags))
+    known = {one.name for one in fields(arguments)}
+    changed = {key: value for key, value in given.items() if key in known and value != plain[key]}
     if "model" in changed:
         raise UserError("flags after --: --model is the target; name it with --target")
     return {**named_options(args), **changed}
