@@ -41,6 +41,7 @@ interrupted run continues when run again; several processes share the work.
   drafttrain generate --target smollm2-135m --prompts prompts.jsonl --output data --max-new-tokens 256
   accelerate launch --num_processes 8 -m drafttrain.cli generate --target T --prompts P --output DIR
   drafttrain generate --target T --prompts P --output DIR --backend openai --url http://a:8000/v1 --url http://b:8000/v1
+  drafttrain generate --target T --prompts P --output DIR --backend vllm --tensor-parallel-size 8 -- --enable-expert-parallel
   drafttrain generate --target T --prompts chats.jsonl --output DIR --backend existing     # keep the answers in the file
 """
 
@@ -62,7 +63,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="sequences that run together; --backend openai: requests per server (default: by memory; 32 requests)",
     )
     add("--max-tokens", Size, default=0, help="stop after this many response tokens of this process")
-    add("--max-minutes", Amount, default=0, help="stop after this time; running responses are cut and marked")
+    add(
+        "--max-minutes",
+        Amount,
+        default=0,
+        help="stop after this time; running responses are cut and marked (servers and vllm finish them)",
+    )
     add("--features", default="none", help="target states to store: none, default, or 2,15,27")
     add("--backend", default="local", choices=["local", "openai", "vllm", "existing"])
     add("--url", action="append", default=[], help="server of --backend openai; repeat it for several")
