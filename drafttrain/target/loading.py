@@ -168,18 +168,22 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(values.sum().isfinite()) or bool(values.isfinite().all())
 
 
-def read_embedding(where: str) -> Tensor | None:
-    """The input embedding [v, h] in the safetensors of a folder or Hub id, of which one file is read; None without any."""
+def read_embedding(where: str, names: tuple[str, ...] = _EMBEDDINGS) -> Tensor | None:
+    """The input embedding [v, h] in the safetensors of a folder or Hub id, of which one file is read; None without any.
+
+    Args:
+        names: how its name may end.
+    """
     index, folder = "model.safetensors.index.json", Path(where)
     if not folder.is_dir():
         folder = hub_snapshot(where, [index], "target")
         content: dict[str, Any] = read_json(folder / index, "target", "repair it") if (folder / index).is_file() else {}
-        names: dict[str, str] = content.get("weight_map") or {}
-        file = next((file for name, file in names.items() if name.endswith(_EMBEDDINGS)), "model.safetensors")
+        held: dict[str, str] = content.get("weight_map") or {}
+        file = next((file for name, file in held.items() if name.endswith(names)), "model.safetensors")
         folder = hub_snapshot(where, [file], "target")
     for path in sorted(folder.glob("*.safetensors")):
         with loading(f"target={where!r}", "download it again"), safe_open(path, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - safe_open is no dict
-                if name.endswith(_EMBEDDINGS):
+                if name.endswith(names):
                     return tensors.get_tensor(name)
     return None

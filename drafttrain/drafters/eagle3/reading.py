@@ -18,6 +18,7 @@ from drafttrain.files import Json, violation
 from drafttrain.formats.weights import (
     check_kept_ids,
     check_names,
+    pop_kept_ids,
 )
 from drafttrain.target import resolve_target
 from drafttrain.target.loading import check_finite, read_embedding
@@ -101,14 +102,9 @@ def make_head(
             raise UserError(
                 f"{where}: {name} is not what config.json's rope_parameters give; ask its author which one holds"
             )
-    if "d2t" not in found and d != v:
-        raise UserError(f"{where} keeps {d} of {v} tokens, but has no d2t")
-    shift = found.pop("d2t", torch.zeros(d, dtype=torch.int64))
-    if shift.shape != (d,) or shift.is_floating_point():
-        raise UserError(f"{where}: d2t must hold {d} integers, not {list(shift.shape)} {shift.dtype}")
-    found["kept_ids"] = kept = shift.long() + torch.arange(d)  # [d] int64
+    found["kept_ids"] = kept = pop_kept_ids(found, d, v, where)  # [d] int64
     if (embedding := found.pop("embed_tokens.weight", None)) is not None:
-        _check_embedding(embedding, target["name"], where)
+        check_embedding(embedding, target["name"], where)
     # Some trainers store copies of what belongs to the target, which the head does not compute with.
     for name in ("t2d", "verifier_norm.weight", "verifier_lm_head.weight"):
         found.pop(name, None)
@@ -121,7 +117,7 @@ def make_head(
     return drafter.eval()
 
 
-def _check_embedding(embedding: Tensor, target: str, where: str) -> None:
+def check_embedding(embedding: Tensor, target: str, where: str) -> None:
     """Checks that an embedding that comes with a head is the target's, which our heads read: up to its format, by value.
 
     Raises:
@@ -175,11 +171,7 @@ def _our_fields(config: Json, weights: Mapping[str, Tensor], target: Json, where
     fields["qk_norm"] = "midlayer.self_attn.q_norm.weight" in weights
     windowed = "sliding_attention" in (layer.get("layer_types") or [])
     fields["sliding_window"] = (layer.get("sliding_window") or 0) if windowed else 0
-    rope = dict(layer.get("rope_parameters") or layer.get("rope_scaling") or {})
-    rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type", "default")
-    rope.setdefault("rope_theta", layer.get("rope_theta") or 10000.0)
-    if layer.get("partial_rotary_factor"):
-        rope.setdefault("partial_rotary_factor", layer["partial_rotary_factor"])
+    rope = published_rope(layer)
     fields |= {"rope_theta": rope["rope_theta"], "rope_parameters": rope}
     if not fields["draft_vocab_size"]:
         fields["draft_vocab_size"] = len(weights["lm_head.weight"]) if "lm_head.weight" in weights else 0
@@ -193,6 +185,16 @@ def _our_fields(config: Json, weights: Mapping[str, Tensor], target: Json, where
     # A drafter of ours that was published says how it was trained.
     trained = {key: config[key] for key in Eagle3Config.recipe_keys if "drafter_kind" in config and key in config}
     return {**fields, **trained, "target": target}
+
+
+def published_rope(layer: Json) -> Json:
+    """rope_parameters of a published config, whose trainers spell them in several ways."""
+    rope = dict(layer.get("rope_parameters") or layer.get("rope_scaling") or {})
+    rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type", "default")
+    rope.setdefault("rope_theta", layer.get("rope_theta") or 10000.0)
+    if layer.get("partial_rotary_factor"):
+        rope.setdefault("partial_rotary_factor", layer["partial_rotary_factor"])
+    return rope
 
 
 def _feature_layers(
