@@ -1,4 +1,10 @@
-"""Reading published EAGLE-3 heads, in the checkpoint forms that export.py writes and in other trainers' spellings of them."""
+"""Reading published EAGLE-3 heads, in the checkpoint forms that export.py writes and in other trainers' spellings of them.
+
+LlamaForCausalLM with draft_vocab_size   SafeAILab/EAGLE, the authors'
+LlamaForCausalLMEagle3                   SpecForge 0.3, TensorRT-LLM, ModelOpt (its own keys in eagle_config), NeMo Automodel
+Eagle3LlamaForCausalLM                   AngelSlim
+speculators_model_type eagle3, peagle    speculators 0.8
+"""
 
 from __future__ import annotations
 
@@ -48,9 +54,14 @@ class _PublishedLayer(TypedDict, total=False):
 
 
 class _EagleKeys(TypedDict, total=False):
-    """SGLang's `eagle_config`."""
+    """SGLang's and ModelOpt's `eagle_config`."""
 
     use_aux_hidden_state: bool | None
+    use_input_layernorm_in_first_layer: bool | None
+    use_last_layernorm: bool | None
+    use_mtp_layernorm: bool | None
+    next_layer_regular: bool | None
+    parallel_draft_step: int | None
     norm_before_fc: bool | None
     eagle_aux_hidden_state_layer_ids: list[int] | None
 
@@ -146,6 +157,17 @@ def _check_foreign(config: Json, layer: Json, weights: Mapping[str, Tensor], whe
     embeds, one_state = config.get("embed_requires_grad"), eagle.get("use_aux_hidden_state") is False
     mixed = set(layer.get("layer_types") or []) == {"sliding_attention", "full_attention"}
     checks = {
+        "has no norm of the token's embedding (use_input_layernorm_in_first_layer false)": eagle.get(
+            "use_input_layernorm_in_first_layer"
+        )
+        is False,
+        "has no norm before its head (use_last_layernorm false)": eagle.get("use_last_layernorm") is False,
+        "has an MTP module's norms (use_mtp_layernorm)": eagle.get("use_mtp_layernorm"),
+        "has later layers that read the embedding too (next_layer_regular false)": eagle.get("next_layer_regular")
+        is False
+        and (layer.get("num_hidden_layers") or 1) > 1,
+        "has Medusa-like heads beside its own (parallel_draft_step above 1)": (eagle.get("parallel_draft_step") or 1)
+        > 1,
         "has norm_before_fc, one norm over all features, which no kind of ours has": norms,
         "trained an embedding of its own (embed_requires_grad); ours reads the target's": embeds,
         f"has logit_scale={scale}, a factor on its logits, which no kind of ours has": scale != 1.0,
@@ -161,7 +183,8 @@ def _our_fields(config: Json, weights: Mapping[str, Tensor], target: Json, where
     layer = config.get("transformer_layer_config", config)
     _check_foreign(config, layer, weights, where)
     # What vLLM takes for heads in speculators' form that do not say.
-    defaults = {**HEAD_KEYS, "norm_before_residual": layer is not config}
+    eagle3 = layer is not config and config.get("speculators_model_type") == "eagle3"
+    defaults = {**HEAD_KEYS, "norm_before_residual": eagle3}
     fields: Json = {}
     for keys, place in ((LAYER_KEYS, layer), (defaults, config)):
         for name, default in keys.items():
