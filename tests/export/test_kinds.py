@@ -111,4 +111,4 @@ def test_a_checkpoint_of_no_kind_is_refused_with_what_is_read(tmp_path, capsys):
     (tmp_path / "c" / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
     assert main(["import", "--checkpoint", str(tmp_path / "c"), "--target", "x", "--output", str(tmp_path / "o")]) == 2
     printed = capsys.readouterr().err
-    assert "GPT2LMHeadModel" in printed and "import reads EAGLE-3 heads" in printed
+    assert "GPT2LMHeadModel" in printed and "import reads DFlash drafters" in printed and "EAGLE-3 heads" in printed

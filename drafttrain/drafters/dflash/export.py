@@ -192,7 +192,8 @@ class EngineBlocks(BlockFiles[Block]):
     # -- reading --------------------------------------------------------------------------------------------------
 
     def drafter_from(self, original: Block, export: Exported) -> Block:
-        back = self.blank(export.config, named(export.weights), original.config.target, export.where)
+        learned = {} if original.mask is None else {"mask": original.mask}  # also where the export lost it
+        back = self.blank(export.config, {**named(export.weights), **learned}, original.config.target, export.where)
         if back.mask is not None:  # of an unbound drafter only the shapes of what it lends from the target matter
             back.embed = lambda ids: torch.zeros(*ids.shape, back.config.hidden_size)
         return back

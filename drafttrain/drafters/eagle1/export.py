@@ -71,6 +71,11 @@ class Eagle1Shipping(Shipping[Eagle1]):
         kept = len(original.kept_ids)  # an engine drafts over the whole vocabulary, by the target's head
         return Eagle1(Eagle1Config(**fields, draft_vocab_size=kept, target=original.config.target))
 
+    def drafter_weights(self, original: Eagle1, back: Eagle1, export: Exported) -> dict[str, Tensor]:
+        if back.config.fc_bias and not getattr(original.config, "fc_bias", True):
+            raise UserError(f"{export.where} computes something else: fc.bias is not zero; export again")
+        return super().drafter_weights(original, back, export)
+
     def recognizes(self, config: Mapping[str, object]) -> bool:
         original = config.get("architectures") == ["LlamaForCausalLM"] and config.get("num_hidden_layers") == 1
         return super().recognizes(config) or (original and "draft_vocab_size" not in config)
