@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from drafttrain.errors import UserError
-from drafttrain.files import hub_snapshot, read_json
+from drafttrain.files import hub_snapshot, read_json, without_xet
 
 # Buffers that earlier versions of transformers stored, and parts that are not the language model's.
 _BUFFERS = re.compile(r"(rotary_emb\.inv_freq|\.attn\.(masked_)?bias|\.attention\.(masked_)?bias|position_ids)$")
@@ -60,7 +60,7 @@ def loading(what: str, fix: str) -> Iterator[None]:
         raise
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"{what} cannot be loaded ({reason[:300]}); {fix}") from error
+        raise UserError(f"{what} cannot be loaded ({reason[:300]}); {fix}{without_xet(error)}") from error
     finally:
         for logger, level in zip(quiet, levels, strict=True):
             logger.setLevel(level)

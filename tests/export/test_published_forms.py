@@ -1,6 +1,6 @@
-"""Published checkpoints of other projects: made by hand with their keys and tensor names, imported, decoded, exported.
+"""Published checkpoints of other projects, by hand with their keys and tensor names: imported, decoded, exported.
 
-Each case is a row of the table in docs/publishing.md. Sources of the forms: the docstrings of the kinds' export.py and reading.py.
+Each case is a row of the table in docs/publishing.md. Sources of the forms: docstrings of the kinds' export.py and reading.py.
 """
 
 from __future__ import annotations
