@@ -64,6 +64,7 @@ ENGINES = {
     )
 }
 TARGET_OVERRIDES = "hf_overrides"  # among vLLM's options: keys that the target's config gets, not the drafter's
+TOKENIZERS = "tokenizers"  # among transformers' options: generate gets both tokenizers, as the vocabularies differ
 GGUF_NAME = "draft.gguf"  # the file of the gguf format
 _DEPTH = 4  # tokens of the chains that prove an export
 
@@ -358,7 +359,7 @@ class Shipping(Generic[D]):
 
         vLLM: keys of --speculative-config (method), and TARGET_OVERRIDES. SGLang: flags of launch_server
         (speculative-algorithm). TensorRT-LLM: keys of speculative_config (decoding_type). llama.cpp: flags of llama-server
-        (spec-type). transformers: none. Model
+        (spec-type). transformers: TOKENIZERS. Model
         and number of tokens are added; a value here wins, and None drops the key.
         """
         return self.serving
