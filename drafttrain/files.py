@@ -14,6 +14,7 @@ import shutil
 import sysconfig
 import tempfile
 import threading
+import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -465,6 +466,22 @@ def unreachable(url: str, seconds: float) -> str:
     return redact(reasons[-1])
 
 
+def without_xet(error: BaseException) -> str:
+    """How to go on without Xet, through which the Hub's client moves large files, if an error may come from there; '' if not.
+
+    Xet's library raises Python's own errors, mostly in threads; the Hub's other requests raise HTTPError.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HTTPError
+
+    frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    inside = any("xet" in f"{Path(code.co_filename).name} {code.co_name}" for code in frames)
+    native = isinstance(error, ConnectionError | PermissionError | RuntimeError) and not isinstance(error, HTTPError)
+    if constants.HF_HUB_DISABLE_XET or not (inside or native):
+        return ""
+    return "; large files go through Xet: set HF_HUB_DISABLE_XET=1 to go without it"
+
+
 def is_hub_id(name: str) -> bool:
     """Whether a name has the form user/name of a Hub repository, and not that of a path."""
     return not name.startswith((".", "/", "~")) and name.count("/") == 1
@@ -487,8 +504,8 @@ def hub_snapshot(repo: str, patterns: Sequence[str], key: str, ignore: Sequence[
 
     try:
         return Path(snapshot_download(repo, allow_patterns=list(patterns), ignore_patterns=list(ignore) or None))
-    except (OSError, ValueError, HTTPError) as error:
+    except (OSError, ValueError, RuntimeError, HTTPError) as error:
+        fix = without_xet(error) or "; check the name, and log in for a private one: hf auth login"
         raise UserError(
-            f"{key}={repo!r}: no such folder, and the Hub does not provide it ({first_line(error)}); check the name, and log "
-            "in for a private one: hf auth login"
+            f"{key}={repo!r}: no such folder, and the Hub does not provide it ({first_line(error)}){fix}"
         ) from error
