@@ -66,6 +66,9 @@ class DSparkShipping(EngineBlocks[DSpark]):
         described = super().engine_config(drafter, form, request)
         return {**described, "vocab_size": described["vocab_size"] + self.extra_rows(drafter)}
 
+    def lends(self, drafter: DSpark) -> bool:
+        return super().lends(drafter) or drafter.mask is not None
+
     def extra_rows(self, drafter: DSpark) -> int:
         return int(drafter.mask is not None)
 
