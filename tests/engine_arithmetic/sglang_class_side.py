@@ -5,8 +5,9 @@
 The job says wheel (of an SGLang release, which needs no installation), heads (exported folders) and answer, the file to write:
 per head, the class, parameters that no tensor reached, tensors that reached no parameter, and an error of the loader.
 
-The classes' modules are the wheel's; everything around them (kernels, parallel layers, the server) is replaced by plain
-stand-ins of one rank, so constructors and `load_weights` run as released: names, shapes, stacked parameters, config keys. They compute nothing.
+The classes' modules are the wheel's. Everything around them (kernels, parallel layers, the server) is replaced by plain
+stand-ins of one rank, so constructors and `load_weights` run as released: names, shapes, stacked parameters, config keys. They
+compute nothing.
 """
 
 import importlib.abc
@@ -118,13 +119,15 @@ class Struct:
 
 
 STAND_INS = {
-    "QKVParallelLinear": QKV, "MergedColumnParallelLinear": Merged, "RowParallelLinear": Linear, "ColumnParallelLinear": Linear,
+    "QKVParallelLinear": QKV, "MergedColumnParallelLinear": Merged, "RowParallelLinear": Linear,
+    "ColumnParallelLinear": Linear,
     "ReplicatedLinear": Linear, "VocabParallelEmbedding": Table, "ParallelLMHead": Table, "RMSNorm": Norm, "GemmaRMSNorm": Norm,
     "default_weight_loader": write, "add_prefix": lambda name, prefix: f"{prefix}.{name}", "get_rope_config": lambda _: (1e4, None),
     "get_tensor_model_parallel_world_size": lambda: 1, "get_tensor_model_parallel_rank": lambda: 0, "Struct": Struct,
     "get_attention_tp_size": lambda: 1, "get_attention_tp_rank": lambda: 0, "is_npu": lambda: False, "is_hip": lambda: False,
     "get_parallel": lambda: types.SimpleNamespace(tp_size=1, tp_rank=0, attn_tp_size=1, attn_tp_rank=0, pp_group=MagicMock()),
     "append_stages": lambda *_: (None, None), "get_layer_id": lambda name: None,
+    "maybe_remap_kv_scale_name": lambda name, _: name,
 }  # fmt: skip
 
 
