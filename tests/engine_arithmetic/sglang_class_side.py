@@ -120,9 +120,9 @@ class Struct:
 
 STAND_INS = {
     "QKVParallelLinear": QKV, "MergedColumnParallelLinear": Merged, "RowParallelLinear": Linear,
-    "ColumnParallelLinear": Linear,
+    "ColumnParallelLinear": Linear, "get_rope_config": lambda _: (1e4, None),
     "ReplicatedLinear": Linear, "VocabParallelEmbedding": Table, "ParallelLMHead": Table, "RMSNorm": Norm, "GemmaRMSNorm": Norm,
-    "default_weight_loader": write, "add_prefix": lambda name, prefix: f"{prefix}.{name}", "get_rope_config": lambda _: (1e4, None),
+    "default_weight_loader": write, "add_prefix": lambda name, prefix: f"{prefix}.{name}",
     "get_tensor_model_parallel_world_size": lambda: 1, "get_tensor_model_parallel_rank": lambda: 0, "Struct": Struct,
     "get_attention_tp_size": lambda: 1, "get_attention_tp_rank": lambda: 0, "is_npu": lambda: False, "is_hip": lambda: False,
     "get_parallel": lambda: types.SimpleNamespace(tp_size=1, tp_rank=0, attn_tp_size=1, attn_tp_rank=0, pp_group=MagicMock()),

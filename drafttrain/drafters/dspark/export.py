@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.drafters.dflash.export import BlockFiles, EngineBlocks
-from drafttrain.drafters.dflash.reading import own_keys
+from drafttrain.drafters.dflash.block_reading import own_keys
 from drafttrain.drafters.dspark.model import DSpark
 from drafttrain.drafters.shipping import EngineRelease, ExportRequest, Format, Trained
 from drafttrain.files import Json
