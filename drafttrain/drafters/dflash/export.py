@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from drafttrain.drafters.common.block import BlockDrafter
-from drafttrain.drafters.dflash.model import DFlash
 from drafttrain.drafters.dflash.block_reading import block_fields, is_dspark, named, own_keys, without_copies
+from drafttrain.drafters.dflash.model import DFlash
 from drafttrain.drafters.gguf_heads import GgufHeads
 from drafttrain.drafters.shipping import EngineRelease, Exported, ExportRequest, Format, Trained, engine_of
 from drafttrain.errors import UserError

@@ -20,8 +20,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from drafttrain.drafters.dflash.export import BlockFiles, EngineBlocks
 from drafttrain.drafters.dflash.block_reading import own_keys
+from drafttrain.drafters.dflash.export import BlockFiles, EngineBlocks
 from drafttrain.drafters.dspark.model import DSpark
 from drafttrain.drafters.shipping import EngineRelease, ExportRequest, Format, Trained
 from drafttrain.files import Json
