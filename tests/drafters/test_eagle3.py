@@ -70,6 +70,21 @@ def test_every_parameter_gets_a_finite_gradient_and_a_batch_can_be_overfitted(ta
     assert learned(step), (first, step)
 
 
+def test_gradients_pass_through_all_depths(target):
+    """The gradient along a direction is the slope of the loss, to which later depths contribute through earlier ones."""
+    drafter, batch = make_drafter(target, ttt_steps=4, depth_decay=1.0), make_batch()
+    inputs = step_inputs(drafter, target, batch)
+    drafter(inputs).loss.backward()
+    weight, losses = drafter.fc.weight, []
+    direction = weight.grad / weight.grad.norm()
+    for sign in (1, -1):
+        with torch.no_grad():
+            weight += sign * 1e-2 * direction
+            losses.append(drafter(inputs).loss)
+            weight -= sign * 1e-2 * direction
+    torch.testing.assert_close((losses[0] - losses[1]) / 2e-2, weight.grad.norm(), rtol=1e-2, atol=0)
+
+
 def test_padding_changes_nothing(target):
     drafter = make_drafter(target)
     together = run_step(drafter, target, make_batch((17, 11)))
