@@ -233,8 +233,19 @@ def test_drawn_trees_say_what_they_were_drawn_from(target, kind):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("text", ["chain:3", "fanout:3x2x1", "dynamic:4,4,10", "chain:2@stop=0.1"])
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (DFlash, "chain:3"),
+        (DFlash, "dynamic:4,4,10"),
+        (DSpark, "fanout:3x2x1"),
+        (DSpark, "chain:2@stop=0.1"),
+        pytest.param(DFlash, "fanout:3x2x1", marks=pytest.mark.slow),
+        pytest.param(DFlash, "chain:2@stop=0.1", marks=pytest.mark.slow),
+        pytest.param(DSpark, "chain:3", marks=pytest.mark.slow),
+        pytest.param(DSpark, "dynamic:4,4,10", marks=pytest.mark.slow),
+    ],
+)
 def test_greedy_output_is_the_targets_own_alone_and_in_a_batch(target, kind, text):
     drafter, spec = shaken(kind, target), TreeSpec.parse(text)
     prompts = [make_batch((n,), seed=n).input_ids[0] for n in (5, 13, 9)]

@@ -81,7 +81,7 @@ def test_real_models_in_batches(name, prompts, seed, agree, nodes, count, max_ro
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", pytest.param("mistral", marks=pytest.mark.slow)])
 def test_greedy_batches_are_what_transformers_generates(name):
     target, reference = family(name)
     want = [hf_greedy(reference, prompt, 20) for prompt in PROMPTS]

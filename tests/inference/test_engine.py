@@ -25,7 +25,9 @@ def llama():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gemma2", "mistral"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "mistral"))]
+)
 def test_greedy_is_what_transformers_generates(name):
     target, reference = family(name)
     want = hf_greedy(reference, PROMPT, 40)

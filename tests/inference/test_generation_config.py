@@ -289,7 +289,7 @@ def pair_probabilities(target, settings, prompt):
     ],
 )
 def test_sampled_tokens_follow_the_processed_distribution(name, spec):
-    settings, prompt, count = SAMPLED[name], [4, 1, 4], 1500
+    settings, prompt, count = SAMPLED[name], [4, 1, 4], 800
     target, ends = small(settings), settings.get("eos_token_id", [])
     want = pair_probabilities(target, settings, prompt) * count
     want[ends] = 0  # a first token that ends the answer has no second one
