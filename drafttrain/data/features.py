@@ -6,12 +6,14 @@ import argparse
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import torch
 from datasets import Dataset
 from torch import Tensor
 
 from drafttrain.data.generate import parse_layers
+from drafttrain.data.int8_rows import StoreDtype, stored_as, value_bytes
 from drafttrain.data.store import (
     FeatureStore,
     ShardWriter,
@@ -27,7 +29,6 @@ from drafttrain.flags import add_target_flags, load_target
 from drafttrain.folders import OutputFolder, check_folder
 from drafttrain.progress import Progress
 from drafttrain.target import Target
-from drafttrain.target.devices import DTYPES
 from drafttrain.values import DeviceMap, Place, Size, adder
 
 HELP = """store the target's hidden states of a data set, for training without running the target
@@ -50,7 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--target-device-map", DeviceMap, default="", help="auto spreads the target over GPUs (default: one device)")
     add("--layers", default="default", help="target states to store: default, or 2,15,27")
     add("--top-k", Size, default=0, help="store this many most likely tokens in place of the last hidden states")
-    add("--store-dtype", default="bfloat16", choices=["bfloat16", "float32"], help="of stored states")
+    more = "of stored states; int8 takes half of bfloat16's bytes"
+    add("--store-dtype", default="bfloat16", choices=get_args(StoreDtype), help=more)
     add("--max-length", Size, default=0, help="tokens of a conversation to store; 0 stores all")
     more = "replace the stored states, which are deleted when the new ones are complete"
     add("--overwrite", action="store_true", help=more)
@@ -67,6 +69,10 @@ def run(args: argparse.Namespace) -> int:
     target = load_target(args, name, args.target_device_map)
     if meta["target"]["tokenizer"] != target.identity()["tokenizer"]:
         raise UserError(f"data={args.data!r} was tokenized for target {meta['target']['name']!r}, not for {name!r}")
+    if args.top_k and args.store_dtype == "int8":
+        raise UserError(
+            f"store_dtype=int8 stores states, but top_k={args.top_k} stores logits; drop --top-k, or store in bfloat16"
+        )
     if args.top_k > target.vocab_size:
         raise UserError(f"top_k={args.top_k} is more than the {target.vocab_size} tokens of target {name!r}")
     layers = parse_layers(args.layers, target)
@@ -92,7 +98,7 @@ def extract(args: argparse.Namespace, target: Target, layers: tuple[int, ...], s
     done = FeatureStore(root)
     limit = args.max_length or None
     todo = [(row["id"], row["tokens"][:limit]) for row in records if row["id"] not in done]
-    element = DTYPES[args.store_dtype].itemsize
+    element = value_bytes(args.store_dtype, target.hidden_size)
     last = 8 * args.top_k + 4 if args.top_k else element * target.hidden_size  # ids, logits and log_z, or the state
     row_bytes = 1.01 * (element * len(layers) * target.hidden_size + last)
     needed = row_bytes * sum(len(tokens) - 1 for _, tokens in todo)  # no state is needed at the last token
@@ -109,7 +115,7 @@ def extract(args: argparse.Namespace, target: Target, layers: tuple[int, ...], s
     mine = [it for it in todo if share.owns(it[0])]
     with Progress("features", len(mine), "conversations") as progress:
         for group in batches(mine, 1 if target.device.type == "cpu" else _BATCH_TOKENS):
-            found = states(target, [tokens for _, tokens in group], layers, args.top_k, DTYPES[args.store_dtype])
+            found = states(target, [tokens for _, tokens in group], layers, args.top_k, args.store_dtype)
             for (key, _), tensors in zip(group, found, strict=True):
                 writer.add(key, **tensors)
             progress.advance(len(group))
@@ -140,22 +146,22 @@ def batches(todo: list[tuple[str, list[int]]], limit: int) -> Iterator[list[tupl
 
 @torch.no_grad()
 def states(
-    target: Target, rows: list[list[int]], layers: tuple[int, ...], top_k: int, dtype: torch.dtype
+    target: Target, rows: list[list[int]], layers: tuple[int, ...], top_k: int, dtype: StoreDtype
 ) -> Iterator[dict[str, Tensor]]:
-    """The tensors that `FeatureStore.get` returns, for each row, on the CPU."""
+    """The tensors to store for each row, on the CPU."""
     ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)  # [b, s]
     for i, tokens in enumerate(rows):
         ids[i, : len(tokens)] = torch.as_tensor(tokens)
     out = target.forward(ids.to(target.device), layers)
     for i, tokens in enumerate(rows):
         n = len(tokens) - 1
-        found = {"features": out.features[i, :n].to(dtype)}  # [n, f*h]
+        found = stored_as("features", out.features[i, :n], dtype, target.hidden_size)  # [n, f*h]
         if top_k:
             parts = [top_tokens(target.head(part), top_k) for part in out.last_hidden[i, :n].split(256)]
             names = ("topk_ids", "topk_logits", "log_z")
             found.update(zip(names, map(torch.cat, zip(*parts, strict=True)), strict=True))
         else:
-            found["last_hidden"] = out.last_hidden[i, :n].to(dtype)  # [n, h]
+            found |= stored_as("last_hidden", out.last_hidden[i, :n], dtype, target.hidden_size)  # [n, h]
         yield {name: tensor.cpu() for name, tensor in found.items()}
 
 
