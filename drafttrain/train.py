@@ -41,7 +41,8 @@ from drafttrain.data.loader import (
     pack_rows,
     training_rows,
 )
-from drafttrain.data.store import FeatureStore, load_records, read_meta, stored_features
+from drafttrain.data.state_client import StateClient
+from drafttrain.data.store import FeatureStore, Share, load_records, read_meta, stored_features
 from drafttrain.drafters.base import NEW
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
@@ -53,7 +54,7 @@ from drafttrain.evaluation.metrics import read_training
 from drafttrain.files import Json, write_json
 from drafttrain.folders import PARTIAL, OutputFolder, check_folder
 from drafttrain.losses import parse_loss
-from drafttrain.target import Target
+from drafttrain.target import Target, load_shell
 from drafttrain.training import arguments
 from drafttrain.training.callbacks import DecodeHeldOut, ProgressLines, SaveOnTerm, TimeBudget, gather_drafter
 from drafttrain.training.feature_sources import BatchSource, NoTarget, TargetSource
@@ -83,10 +84,18 @@ def check_pretraining(config: TrainConfig) -> None:
             )
         if config.on_policy:
             raise UserError("on_policy is scored by the target, but loss='next_token' does not run it; choose loss=kl")
+        if config.target_url:
+            raise UserError(
+                "target_url gives states of the target, which loss='next_token' does not read; leave it out"
+            )
     elif is_text(config.data):
         raise UserError(
             f"data={config.data!r} is raw text, which only loss=next_token learns from; for loss={config.loss} make a "
             "data set of the target's answers: drafttrain generate"
+        )
+    if config.target_url and config.on_policy:
+        raise UserError(
+            "on_policy runs the target on new responses, but with target_url its layers are not here; drop one"
         )
 
 
@@ -147,9 +156,14 @@ def load_target_and_records(config: TrainConfig, args: TrainingArguments) -> tup
     # ZeRO-3 would shard every model loaded from now on; it is to shard the drafter only.
     unset_hf_deepspeed_config()
     records = None if is_text(config.data) else load_records(config.data)
-    target = Target.load(
-        config.target, config.dtype, str(args.device), config.trust_remote_code, config.target_device_map
-    )
+    if config.target_url:
+        target: Target = load_shell(
+            config.target, config.dtype, str(args.device), config.trust_remote_code, weights=True
+        )
+    else:
+        target = Target.load(
+            config.target, config.dtype, str(args.device), config.trust_remote_code, config.target_device_map
+        )
     if records is None:
         return target, load_text(config.data, target, config.max_length)
     check_data(read_meta(config.data), stored_features(Path(config.data).expanduser()), target, config.data)
@@ -206,26 +220,45 @@ def build_source(config: TrainConfig, target: Target, drafter: TrainableDrafter,
         return NoTarget()
     cache_gb = config.cache_gb if config.cache_gb >= 0 else (4.0 if target.device.type == "cpu" else 0.0)
     stored = FeatureStore.open(config.data, drafter.feature_layers)
+    servers = None
+    if config.target_url:
+        servers, stored = proven_servers(config, target, drafter, stored is not None), None
     ids = list(records["id"]) if stored else None
     at = parse_loss(config.loss).temperatures
-    return TargetSource(target, drafter.feature_layers, drafter.kept_ids, stored, ids, cache_gb * 1e9, at)
+    memory = cache_gb * 1e9, at, config.prefetch_gb * 1e9
+    return TargetSource(target, drafter.feature_layers, drafter.kept_ids, stored, ids, *memory, servers)
 
 
-def first_batches(rows: Dataset, device: torch.device) -> tuple[list[Batch], int]:
-    """The first rows, about START_TOKENS of them, as batches; and their number of tokens."""
+def proven_servers(config: TrainConfig, target: Target, drafter: TrainableDrafter, stored: bool) -> StateClient:
+    """The servers of `target_url`, each proven to serve this target. Raises UserError: one is not, or does not answer."""
+    urls = [config.target_url] if isinstance(config.target_url, str) else list(config.target_url)
+    servers = StateClient(urls, target, drafter.feature_layers, config.states_dir)
+    servers.prove()
+    if Share.of_process().rank == 0:
+        proven = ", ".join(f"{redact(url)} ({gap:.1g} nats)" for url, gap in servers.gaps.items())
+        also = "; the data's stored states are not read (leave target_url out to read them)" if stored else ""
+        print(f"states stream from {proven}, proven to serve {target.name!r}{also}", flush=True)
+    return servers
+
+
+def first_batches(rows: Dataset, device: torch.device, source: BatchSource) -> tuple[list[Batch], int]:
+    """The first rows, about START_TOKENS of them, as batches whose states `source` reads ahead; and their number of tokens."""
     batches, tokens = list[Batch](), 0
     while tokens < START_TOKENS and 8 * len(batches) < len(rows):
         begin = 8 * len(batches)
         part = [rows[i] for i in range(begin, min(begin + 8, len(rows)))]
-        batches.append(Batch.of(collate(part)).to(device))
+        inputs = collate(part)
+        source.expect(inputs)
+        batches.append(Batch.of(inputs).to(device))
         tokens += sum(row["length"] for row in part)
     return batches, tokens
 
 
 def begin_from_least_squares(drafter: TrainableDrafter, rows: Dataset, source: BatchSource) -> None:
     """Solves the drafter's closed-form start on some of the data, before the first step; some kinds have none."""
-    batches, tokens = first_batches(rows, drafter.device)
-    share = drafter.solve_start(batches, source)  # type: ignore[arg-type]  # has_states: rows are TargetRows
+    with source.measuring():
+        batches, tokens = first_batches(rows, drafter.device, source)
+        share = drafter.solve_start(batches, source)  # type: ignore[arg-type]  # has_states: rows are TargetRows
     if share is not None:
         text = f"least-squares start on {tokens} tokens explains {100 * share:.0f} % of the target's last state"
         print(text, flush=True)
@@ -269,6 +302,9 @@ def fit(config: TrainConfig, args: TrainingArguments, run: Prepared) -> tuple[Dr
 
 def watch_acceptance(config: TrainConfig, trainer: DrafterTrainer, held_out: Dataset) -> None:
     """Adds the callback that decodes held-out prompts during training."""
+    if config.target_url:
+        watch_estimates(config, trainer, held_out)
+        return
     target, spec = trainer.target, TreeSpec.parse(config.decode_tree)
     prompts = first_prompts(held_out, config.decode_prompts, target.max_positions)
     if prompts:
@@ -277,6 +313,19 @@ def watch_acceptance(config: TrainConfig, trainer: DrafterTrainer, held_out: Dat
             return acceptance(target, drafter, prompts, spec, config.decode_tokens)
 
         trainer.add_callback(DecodeHeldOut(trainer, config.decode_steps, decode))
+
+
+def watch_estimates(config: TrainConfig, trainer: DrafterTrainer, held_out: Dataset) -> None:
+    """Adds the callback that estimates acceptance on held-out rows, whose states are asked for once, without the target."""
+    rows = [held_out[i] for i in range(min(config.decode_prompts, len(held_out)))]
+    trainer.source.read_once(row["index"] for row in rows)
+    if trainer.is_world_process_zero():
+        print(
+            f"the target's layers are not here: the best checkpoint has the highest estimated acceptance on {len(rows)} "
+            "held-out rows",
+            flush=True,
+        )
+    trainer.add_callback(DecodeHeldOut(trainer, config.decode_steps, lambda drafter: trainer.estimate(drafter, rows)))
 
 
 # -- finish: the best weights, held-out figures, training.json --------------------------------------------------------
@@ -291,6 +340,7 @@ def finish(config: TrainConfig, run: Prepared, trainer: DrafterTrainer, seconds:
         if run.held_out is not None:
             choose_tree(trainer, run.held_out)
     state, args = trainer.state, trainer.args
+    waits = trainer.wait_share()
     losses = [entry["train_loss"] for entry in state.log_history if "train_loss" in entry]
     summary = {
         "drafttrain": __version__,
@@ -302,6 +352,7 @@ def finish(config: TrainConfig, run: Prepared, trainer: DrafterTrainer, seconds:
         "held_out": metrics,
         **run.facts,
         "target_features": run.source.hits,
+        "states_wait": waits,
         "on_policy_rows": run.on_policy.used if run.on_policy else 0,
         "engine": type(trainer.model_wrapped).__name__,
         "device": str(args.device),
@@ -329,7 +380,9 @@ def choose_tree(trainer: DrafterTrainer, held_out: Dataset) -> None:
     first = trainer.is_world_process_zero()
     drafter = gather_drafter(trainer.drafter, trainer.target, first)
     if first and drafter is not None:
-        tree = drafter.eval().suggest_tree(first_batches(held_out, drafter.device)[0], trainer.source)
+        with trainer.source.measuring():
+            batches, _ = first_batches(held_out, drafter.device, trainer.source)
+            tree = drafter.eval().suggest_tree(batches, trainer.source)
         if tree is not None:
             write_json(decoding_file(str(trainer.args.output_dir)), {"tree": tree})
             print(f"default tree, by held-out accuracy: {tree}", flush=True)
@@ -365,13 +418,16 @@ def run(args: argparse.Namespace) -> int:
         return 0
     with explained(training_args), claimed(config, training_args) as output:
         prepared = prepare(config, training_args, output)
-        trainer, seconds = fit(config, training_args, prepared)
-        summary = finish(config, prepared, trainer, seconds)
+        with contextlib.closing(prepared.source):
+            trainer, seconds = fit(config, training_args, prepared)
+            summary = finish(config, prepared, trainer, seconds)
     if training_args.process_index == 0:
         held, best = summary["held_out"], summary["best"]
         decoded = f"{best['accepted_length']:.2f} decoded at step {best['step']}, " if best["step"] else ""
+        share, length = summary["states_wait"], held.get("eval_accepted_length", float("nan"))
+        waits = "" if share is None else f" (waiting for states took {100 * share:.1f} % of the steps' time)"
         print(
-            f"trained {summary['steps']} steps in {summary['seconds']:.0f} s on {summary['engine']}; held out: accepted length "
-            f"{decoded}{held.get('eval_accepted_length', float('nan')):.2f} estimated\ndrafter: {config.output_dir}"
+            f"trained {summary['steps']} steps in {summary['seconds']:.0f} s on {summary['engine']}{waits}; held out: accepted "
+            f"length {decoded}{length:.2f} estimated\ndrafter: {config.output_dir}"
         )
     return 0

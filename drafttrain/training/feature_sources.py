@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Unpack
 
 import torch
@@ -18,7 +18,7 @@ from drafttrain.target import Target
 from drafttrain.training.states_ahead import Inputs, States, StatesAhead
 
 if TYPE_CHECKING:
-    from drafttrain.data.state_client import StateClient  # type: ignore
+    from drafttrain.data.state_client import StateClient
     from drafttrain.data.store import FeatureStore
 
 # What a source returns: features [b, s, f*h], the target distributions of r rows, and row_of [b, s] int64: the row whose
@@ -87,6 +87,12 @@ class BatchSource(Protocol):
     def expect(self, inputs: Inputs) -> None:
         """Announces a coming micro-batch, so that its states are there when it is its turn."""
 
+    def read_once(self, indices: Iterable[int]) -> None:
+        """Keeps the states of these conversations in memory if they come from a server."""
+
+    def close(self) -> None:
+        """Ends reading ahead, and connections to servers."""
+
     def measuring(self) -> contextlib.AbstractContextManager[StatesAhead | None]:
         """Reads ahead for a measurement, apart from training, whose coming conversations stay as they are."""
 
@@ -102,6 +108,12 @@ class NoTarget:
 
     def expect(self, inputs: Inputs) -> None:
         """Nothing is read."""
+
+    def read_once(self, indices: Iterable[int]) -> None:
+        """No states are read."""
+
+    def close(self) -> None:
+        """Nothing is open."""
 
     def measuring(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -153,6 +165,7 @@ class TargetSource:
         self.kept: dict[int, Cached] = {}
         self.has_states = stored is None or not stored.top_k
         self.servers, self.prefetch_bytes = servers, prefetch_bytes
+        self.once: dict[int, States] = {}  # conversations that are read once
         self.ahead = None if stored is None and servers is None else self._new_ahead()
         self.read_from = "stored" if servers is None else "streamed"
         self.hits = {"memory": 0, self.read_from: 0, "online": 0}
@@ -167,9 +180,14 @@ class TargetSource:
         if self.servers is None:
             assert self.stored is not None
             return self.stored.get(self.ids[index])
+        if (kept := self.once.get(index)) is not None:
+            return kept
         # The last token's state is not needed. bfloat16, as stored: a streamed run equals one on stored states.
         states = self.servers.request(tokens[:-1].tolist())
-        return {"features": states.features.bfloat16(), "last_hidden": states.last_hidden.bfloat16()}
+        found = {"features": states.features.bfloat16(), "last_hidden": states.last_hidden.bfloat16()}
+        if index in self.once:
+            self.once[index] = found
+        return found
 
     def expect(self, inputs: Inputs) -> None:
         if self.ahead is None:
@@ -179,6 +197,15 @@ class TargetSource:
         for (row, start, length), number in zip(batch.conversations().tolist(), index, strict=True):
             if number >= 0 and number not in self.kept:
                 self.ahead.expect(number, ids[row, start : start + length])
+
+    def read_once(self, indices: Iterable[int]) -> None:
+        self.once |= dict.fromkeys(indices)
+
+    def close(self) -> None:
+        if self.ahead is not None:
+            self.ahead.close()
+        if self.servers is not None:
+            self.servers.close()
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[StatesAhead | None]:

@@ -17,10 +17,16 @@ from queue import SimpleQueue
 
 from torch import Tensor
 
+from drafttrain.errors import UserError
+
 States = dict[str, Tensor] | None  # what `FeatureStore.get` returns
 Inputs = dict[str, Tensor]  # a collated batch
 
 MOST_BATCHES = 64  # that `LookAhead` holds; token ids are small
+
+
+class StatesLostError(UserError):
+    """States that a step needs cannot be read, whatever was tried."""
 
 
 @dataclass
@@ -38,7 +44,7 @@ class StatesAhead:
     """Reads the states of coming conversations in threads, in the order in which they were expected.
 
     Args:
-        read: (data set index, token ids [s]) -> tensors; called by several threads. What it raises, `take` raises.
+        read: (data set index, token ids [s]) -> tensors; called by several threads. `take` raises what it raises.
         limit: bytes of conversations that are asked for and not taken; what a step waits for is read even so.
         token_bytes: of a token's states, an estimate until the first states have arrived.
         threads: reads at once.
@@ -87,6 +93,8 @@ class StatesAhead:
         began = self.clock()
         try:
             found = coming.states.result()
+        except UserError as error:
+            raise StatesLostError(str(error)) from error
         finally:
             self.waited += self.clock() - began
         if found is not None:
