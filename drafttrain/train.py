@@ -195,9 +195,17 @@ def build_drafter(config: TrainConfig, target: Target, records: Dataset) -> tupl
     if config.packing and kind.trainable and not kind.takes_packed_rows:
         raise UserError(f"packing=true, but kind={config.kind!r} does not train on packed rows; set packing=false")
     counts = count_tokens(records, target.vocab_size)
-    drafter = kind.begin(
-        target, config.init, config.drafter, config.loss, lambda size: keep_frequent(counts, size, target.eos_ids)
-    )
+    try:
+        drafter = kind.begin(
+            target, config.init, config.drafter, config.loss, lambda size: keep_frequent(counts, size, target.eos_ids)
+        )
+    except NotImplementedError as error:  # torch's, for weights that are not here
+        raise UserError(
+            f"init={config.init!r} of kind={config.kind!r} reads the target's layers, which are not here with target_url; "
+            "set init=random"
+        ) from error
+    if config.target_url and config.init == "target" and Share.of_process().rank == 0:
+        print("note: the target's layers are not here, so init=target copies no layer of theirs", flush=True)
     assert isinstance(drafter, TrainableDrafter), "begin raises for kinds without weights"
     drafter.bind(target)
     if config.packing:

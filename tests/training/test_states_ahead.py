@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import threading
@@ -229,7 +230,7 @@ def test_streamed_states_train_what_stored_ones_train_and_are_asked_for_ahead(
     out = capsys.readouterr().out
     assert f"states stream from {server.url} (" in out and "estimated acceptance on 2 held-out rows" in out
     steps = [at for at, (kind, _) in enumerate(events) if kind == "step"]
-    for now, after in zip(steps, steps[1:], strict=False):  # across the end of an epoch too
+    for now, after in itertools.pairwise(steps):  # across the end of an epoch too
         before = set().union(*(rows for kind, rows in events[:now] if kind == "asked"))
         assert events[after][1] <= before, "the rows of the next micro-batch are asked for before this one's loss"
     assert not list(server.folder.glob("cmpl-*")), "what was read is deleted"
