@@ -162,6 +162,7 @@ RECIPE = {
     "logging_steps": 1,
     "save_steps": 4,
     "decode_prompts": 2,
+    "init": "random",
     "cache_gb": 0,
 }
 
@@ -201,7 +202,9 @@ def train(folder: Path, target: Path, data: Path, **extra: object) -> dict[str, 
     folder.mkdir()
     words = write_recipe(folder, target, data, **{**RECIPE, **extra})
     assert main(["train", *words]) == 0
-    return load_file(folder / "drafter" / "model.safetensors")
+    return load_file(
+        folder / "drafter" / "checkpoint-9" / "model.safetensors"
+    )  # of the last step, whichever is the best
 
 
 @pytest.mark.thorough
@@ -244,7 +247,8 @@ def test_streamed_states_train_what_stored_ones_train_and_are_asked_for_ahead(
     )
     assert figures["train_loss"] == others["train_loss"]
     assert figures["held_out"]["eval_loss"] == others["held_out"]["eval_loss"]
-    assert figures["target_features"]["streamed"] == others["target_features"]["stored"] > 36
+    measured = 3 * 2  # measurements of two held-out rows
+    assert figures["target_features"]["streamed"] == others["target_features"]["stored"] + measured > 36
     assert figures["target_features"]["online"] == 0 and 0 <= figures["states_wait"] <= 1
 
 
@@ -268,7 +272,7 @@ def test_a_server_that_is_gone_ends_the_run_in_a_line_that_names_the_checkpoint_
     monkeypatch.setattr(StepTrainer, "save_model", save)
     server.start()
     assert main(["train", *words]) == 0
-    again = load_file(tmp_path / "cut" / "drafter" / "model.safetensors")
+    again = load_file(tmp_path / "cut" / "drafter" / "checkpoint-9" / "model.safetensors")
     assert all(torch.equal(again[name], tensor) for name, tensor in whole.items())
 
 
