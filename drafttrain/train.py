@@ -48,12 +48,12 @@ from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import decoding_file, kind_class
 from drafttrain.environment import __version__
 from drafttrain.errors import UserError
-from drafttrain.evaluation.held_out import acceptance, first_prompts
+from drafttrain.evaluation.held_out import acceptance, first_prompts, replayed
 from drafttrain.evaluation.metrics import read_training
 from drafttrain.files import Json, write_json
 from drafttrain.folders import PARTIAL, OutputFolder, check_folder
 from drafttrain.losses import parse_loss
-from drafttrain.target import Target
+from drafttrain.target import Target, TargetShell, load_shell
 from drafttrain.training import arguments
 from drafttrain.training.callbacks import DecodeHeldOut, ProgressLines, SaveOnTerm, TimeBudget, gather_drafter
 from drafttrain.training.feature_sources import BatchSource, NoTarget, TargetSource
@@ -115,6 +115,10 @@ def prepare(config: TrainConfig, args: TrainingArguments, output: OutputFolder |
     target, records = load_target_and_records(config, args)
     train_rows, held_out = training_rows(records, config.max_length, config.validation, args.seed)
     drafter, vocab = build_drafter(config, target, records)
+    if isinstance(target, TargetShell) and FeatureStore.open(config.data, drafter.feature_layers) is None:
+        wanted = ",".join(map(str, drafter.feature_layers))
+        target = load_target(config, args, f"the stored states lack some of the layers {wanted}")
+        drafter.bind(target)
     parameters = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
     if args.process_index == 0:
         print(
@@ -147,15 +151,40 @@ def load_target_and_records(config: TrainConfig, args: TrainingArguments) -> tup
     # ZeRO-3 would shard every model loaded from now on; it is to shard the drafter only.
     unset_hf_deepspeed_config()
     records = None if is_text(config.data) else load_records(config.data)
-    target = Target.load(
-        config.target, config.dtype, str(args.device), config.trust_remote_code, config.target_device_map
-    )
+    target = load_target(config, args, layers_needed(config, records))
     if records is None:
         return target, load_text(config.data, target, config.max_length)
     check_data(read_meta(config.data), stored_features(Path(config.data).expanduser()), target, config.data)
     if config.loss == "next_token":
         records = records.map(lambda row: {"spans": [[0, len(row["tokens"])]]})
     return target, records
+
+
+def load_target(config: TrainConfig, args: TrainingArguments, reason: str) -> Target:
+    """The target without its layers, or with them for a reason; says which."""
+    where = str(args.device)
+    said = f"because {reason}" if reason else "without its layers: every conversation has stored states"
+    if args.process_index == 0:
+        print(f"loading target {config.target!r} {said}", flush=True)
+    if reason:
+        return Target.load(config.target, config.dtype, where, config.trust_remote_code, config.target_device_map)
+    return load_shell(config.target, config.dtype, where, config.trust_remote_code, weights=True)
+
+
+def layers_needed(config: TrainConfig, records: Dataset | None) -> str:
+    """Why a run needs the target's layers; '' if all that it reads of them is stored."""
+    if config.loss == "next_token" or kind_class(config.kind).loads_language_models:
+        return f"kind={config.kind} with loss={config.loss} may copy its layers"
+    if config.on_policy:
+        return "on_policy runs it"
+    held = None if records is None else stored_features(Path(config.data).expanduser())
+    if records is None or held is None or not held["layers"]:
+        return "the data has no stored states (drafttrain features stores them)"
+    if 0 < held.get("max_length", 0) < config.max_length:
+        return f"states are stored up to {held['max_length']} tokens and max_length={config.max_length}"
+    store = FeatureStore(Path(config.data).expanduser())
+    lacking = sum(key not in store for key in records["id"])
+    return f"{lacking} of {len(records)} conversations have no stored states" if lacking else ""
 
 
 def check_data(meta: Json, features: Json | None, target: Target, data: str) -> None:
@@ -270,6 +299,13 @@ def fit(config: TrainConfig, args: TrainingArguments, run: Prepared) -> tuple[Dr
 def watch_acceptance(config: TrainConfig, trainer: DrafterTrainer, held_out: Dataset) -> None:
     """Adds the callback that decodes held-out prompts during training."""
     target, spec = trainer.target, TreeSpec.parse(config.decode_tree)
+    if isinstance(target, TargetShell):
+
+        def replay(drafter: TrainableDrafter) -> dict[str, float]:
+            return replayed(drafter, held_out, trainer.source, spec, config.decode_prompts, config.decode_tokens)  # type: ignore[arg-type]  # rows may be None in pretraining only
+
+        trainer.add_callback(DecodeHeldOut(trainer, config.decode_steps, replay))
+        return
     prompts = first_prompts(held_out, config.decode_prompts, target.max_positions)
     if prompts:
 

@@ -28,7 +28,7 @@ from drafttrain.drafters.shipping import EngineRelease, Exported, ExportRequest,
 from drafttrain.errors import UserError
 from drafttrain.files import Json, writing
 from drafttrain.formats.weights import dtype_name, read_pickle, write_checkpoint
-from drafttrain.target import Target
+from drafttrain.target import load_shell
 
 _MASK_FILE = "mask_embedding.pt"
 _SAME = (
@@ -118,7 +118,8 @@ class DFlashShipping(BlockFiles[DFlash]):
         """Writes config.json, model.safetensors and, for a learned mask, mask_embedding.pt; GGUF as the base class."""
         if form == "gguf":
             return super().write(trained, form, request)
-        target = Target.load(request.target_files or trained.target_name, "float32", "cpu")
+        name = request.target_files or trained.target_name
+        target = load_shell(name, dtype="float32", device="cpu", weights=True)
         if target.embed_scale != 1.0:
             scale = f"the target scales its embeddings by {target.embed_scale:g}, and vLLM's class does not"
             raise UserError(f"this drafter cannot be written for vLLM: {scale}")
@@ -190,7 +191,7 @@ class DFlashShipping(BlockFiles[DFlash]):
     def compare(self, original: DFlash, back: DFlash, dtype: torch.dtype, depth: int, where: str) -> Json:
         """Compares a frozen head's rows with the target's; the drafts then use the same random head."""
         if back.lm_head is not None and original.lm_head is None:
-            target = Target.load(original.config.target["name"], "float32", "cpu")
+            target = load_shell(original.config.target["name"], dtype="float32", device="cpu", weights=True)
             if not torch.equal(back.lm_head.weight.to(dtype), target.head_weight[back.kept_ids].to(dtype)):
                 raise UserError(f"{where} computes something else: lm_head.weight is not the target's; export again")
             back.lm_head = None
