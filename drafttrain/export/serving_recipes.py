@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import decoding_settings, default_tree
-from drafttrain.drafters.shipping import ENGINES, GGUF_NAME, TARGET_OVERRIDES, Trained, shipping
+from drafttrain.drafters.shipping import ENGINES, GGUF_NAME, TARGET_OVERRIDES, TOKENIZERS, Trained, shipping
 from drafttrain.export.batch_schedule import Entry, sglang_config, vllm_keys
 from drafttrain.files import Json
 
@@ -35,12 +35,16 @@ llama-server -m target.gguf {settings}""",
     "transformers": """model = AutoModelForCausalLM.from_pretrained("{target}")
 assistant = AutoModelForCausalLM.from_pretrained("{drafter}")
 assistant.generation_config.num_assistant_tokens = {depth}
-model.generate(**inputs, assistant_model=assistant)""",
+model.generate(**inputs, assistant_model=assistant{tokenizers})""",
     "drafttrain": """from drafttrain import generate
 
 out = generate("{target}", "The capital of France is", drafter="{drafter}", tree="{tree}")
 print(out.text, out.stats.accepted_length)""",
 }
+
+# Of a draft model with another vocabulary (universal assisted generation).
+_TOKENIZERS = """, tokenizer=AutoTokenizer.from_pretrained("{target}"),
+               assistant_tokenizer=AutoTokenizer.from_pretrained("{drafter}")"""
 
 
 class Recipe(NamedTuple):
@@ -91,10 +95,11 @@ def recipes(
         own = dict(options[engine])
         overrides = f"--hf-overrides '{json.dumps(own.pop(TARGET_OVERRIDES))}' " if TARGET_OVERRIDES in own else ""
         words = {"target": target, "drafter": place, "depth": chain.depth, "overrides": overrides}
+        both = _TOKENIZERS.format(**words) if own.pop(TOKENIZERS, False) else ""
         settings = _settings(engine, place, theirs if engine in _TREES else chain, own, schedule)
         if "--speculative-adaptive-config" in settings:
             before += f"echo '{json.dumps(sglang_config(schedule or []))}' > adaptive.json\n"
-        made.append(Recipe(engine, before + _COMMANDS[engine].format(**words, settings=settings)))
+        made.append(Recipe(engine, before + _COMMANDS[engine].format(**words, tokenizers=both, settings=settings)))
     _, plus, side = str((fastest(results) or {}).get("kind", "")).partition("+")
     ours = _COMMANDS["drafttrain"].format(target=target, drafter=drafter + plus + side, tree=tree)
     return [*made, Recipe("drafttrain", ours)]

@@ -30,6 +30,7 @@ OPTIONS = [
     {"mask_token_id": 290},
     {"train_head": True},
     {"feature_layers": (1, 4)},
+    {"sample_from_anchor": True, "block_size": 4},
     {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -9,7 +10,17 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from drafttrain.drafters.draft_model.model import DraftModel
 from drafttrain.drafters.registry import META_FILE
-from drafttrain.drafters.shipping import FORMATS, GGUF_NAME, EngineRelease, ExportRequest, Format, Shipping, Trained
+from drafttrain.drafters.shipping import (
+    FORMATS,
+    GGUF_NAME,
+    TOKENIZERS,
+    EngineRelease,
+    ExportRequest,
+    Format,
+    Shipping,
+    Trained,
+    engine_of,
+)
 from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.formats.public_names import write_clean_json
@@ -20,6 +31,8 @@ from drafttrain.target.loading import load_language_model
 
 _PLAIN = Format("a draft model as plain HF checkpoint", ("transformers", "vLLM", "SGLang", "TensorRT-LLM, Triton"))
 _AGAIN = "train it again, or use the folder as training wrote it"
+_VLLM_OTHER = "0.32.0"  # whose use_heterogeneous_vocab drafts among the tokens that both vocabularies have
+_LLAMA_APART = 128
 _TOLERANCE = 2e-2  # of the largest log-probability: two loaders of one file agree up to rounding
 
 
@@ -41,10 +54,34 @@ class DraftModelShipping(Shipping[DraftModel]):
     }
 
     def unsupported(self, trained: Trained, form: str, engine: EngineRelease | None = None) -> list[str]:
-        recorded, own = trained.target.get("vocab_size"), trained.config["vocab_size"]
-        differs = f"vocab_size={own} differs from the target's {recorded}, and the engine verifies drafts by token id"
-        found = form in ("vllm", "sglang") and recorded and recorded != own
-        return super().unsupported(trained, form, engine) or ([differs] if found else [])
+        """Vocabularies of other sizes: the ids of both are the same tokens (`check_vocabulary`), one has more of them.
+
+        vLLM 0.32 config/speculative.py; SGLang srt/speculative/standalone_worker_v2.py; llama.cpp b11549 common/speculative.cpp;
+        TensorRT-LLM's features/speculative-decoding.
+        """
+        engine, found, (theirs, own) = (
+            engine or engine_of(form),
+            super().unsupported(trained, form, engine),
+            _sizes(trained),
+        )
+        if found or theirs == own:
+            return found
+        differs = f"vocab_size={own} differs from the target's {theirs}"
+        lacks = {
+            "vLLM": engine.before(_VLLM_OTHER) and f"vLLM {_VLLM_OTHER} takes it, earlier releases want one size",
+            "SGLang": "SGLang stops at it since 0.5.15, and before it commits tokens of the wrong text",
+            "TensorRT-LLM, Triton": "the engine verifies drafts by token id",
+            "llama.cpp": abs(own - theirs) > _LLAMA_APART
+            and f"llama.cpp b11549 takes at most {_LLAMA_APART} tokens more or less",
+        }.get(engine.name)
+        return [f"{differs}: {lacks}"] if lacks else []
+
+    def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
+        theirs, own = _sizes(trained)
+        if theirs == own:
+            return self.serving
+        more: Json = {"vLLM": {"use_heterogeneous_vocab": True}, "transformers": {TOKENIZERS: True}}
+        return {engine: {**settings, **more.get(engine, {})} for engine, settings in self.serving.items()}
 
     def write(self, trained: Trained, form: str, request: ExportRequest) -> list[Path]:
         """Loads the model once, to prove that its checkpoint is complete, and writes it."""
@@ -101,6 +138,12 @@ class DraftModelShipping(Shipping[DraftModel]):
             ("model.safetensors", "the draft model, for transformers, vLLM, SGLang, TensorRT-LLM and drafttrain"),
         ]
         return files + self.publish_gguf(trained, request)
+
+
+def _sizes(trained: Trained) -> tuple[int, int]:
+    """Tokens of the target's and of the draft model's vocabulary; the same where no target is recorded."""
+    own = trained.config["vocab_size"]
+    return trained.target.get("vocab_size") or own, own
 
 
 def _load_complete(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
