@@ -18,6 +18,7 @@ if __name__ == "__main__":  # before torch loads, which takes seconds in which a
 
 import argparse
 import contextlib
+import itertools
 import json
 import signal
 import time
@@ -49,12 +50,12 @@ from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import decoding_file, kind_class
 from drafttrain.environment import __version__
 from drafttrain.errors import UserError
-from drafttrain.evaluation.held_out import acceptance, first_prompts
+from drafttrain.evaluation.held_out import acceptance, first_prompts, replayed
 from drafttrain.evaluation.metrics import read_training
 from drafttrain.files import Json, write_json
 from drafttrain.folders import PARTIAL, OutputFolder, check_folder
 from drafttrain.losses import parse_loss
-from drafttrain.target import Target, load_shell
+from drafttrain.target import Target, TargetShell, load_shell
 from drafttrain.training import arguments
 from drafttrain.training.callbacks import DecodeHeldOut, ProgressLines, SaveOnTerm, TimeBudget, gather_drafter
 from drafttrain.training.feature_sources import BatchSource, NoTarget, TargetSource
@@ -124,6 +125,10 @@ def prepare(config: TrainConfig, args: TrainingArguments, output: OutputFolder |
     target, records = load_target_and_records(config, args)
     train_rows, held_out = training_rows(records, config.max_length, config.validation, args.seed)
     drafter, vocab = build_drafter(config, target, records)
+    if isinstance(target, TargetShell) and FeatureStore.open(config.data, drafter.feature_layers) is None:
+        wanted = ",".join(map(str, drafter.feature_layers))
+        target = load_target(config, args, f"the stored states lack some of the layers {wanted}")
+        drafter.bind(target)
     parameters = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
     if args.process_index == 0:
         print(
@@ -156,20 +161,47 @@ def load_target_and_records(config: TrainConfig, args: TrainingArguments) -> tup
     # ZeRO-3 would shard every model loaded from now on; it is to shard the drafter only.
     unset_hf_deepspeed_config()
     records = None if is_text(config.data) else load_records(config.data)
-    if config.target_url:
-        target: Target = load_shell(
-            config.target, config.dtype, str(args.device), config.trust_remote_code, weights=True
-        )
-    else:
-        target = Target.load(
-            config.target, config.dtype, str(args.device), config.trust_remote_code, config.target_device_map
-        )
+    target = load_target(config, args, layers_needed(config, records))
     if records is None:
         return target, load_text(config.data, target, config.max_length)
     check_data(read_meta(config.data), stored_features(Path(config.data).expanduser()), target, config.data)
     if config.loss == "next_token":
         records = records.map(lambda row: {"spans": [[0, len(row["tokens"])]]})
     return target, records
+
+
+def load_target(config: TrainConfig, args: TrainingArguments, reason: str) -> Target:
+    """The target without its layers, or with them for a reason; says which."""
+    where = str(args.device)
+    if config.target_url and reason:
+        raise UserError(f"target_url gives states, not layers, but {reason}; set init=random or the path of a drafter")
+    given = "its states stream from target_url" if config.target_url else "every conversation has stored states"
+    said = f"because {reason}" if reason else f"without its layers: {given}"
+    if args.process_index == 0:
+        print(f"loading target {config.target!r} {said}", flush=True)
+    if reason:
+        return Target.load(config.target, config.dtype, where, config.trust_remote_code, config.target_device_map)
+    return load_shell(config.target, config.dtype, where, config.trust_remote_code, weights=True)
+
+
+def layers_needed(config: TrainConfig, records: Dataset | None) -> str:
+    """Why a run needs the target's layers; '' if all that it reads of them is stored, or streams from servers."""
+    if config.target_url and config.init != "target":
+        return ""
+    if config.loss == "next_token" or kind_class(config.kind).loads_language_models:
+        return f"kind={config.kind} with loss={config.loss} may copy its layers"
+    if config.on_policy:
+        return "on_policy runs it"
+    if config.target_url:
+        return ""
+    held = None if records is None else stored_features(Path(config.data).expanduser())
+    if records is None or held is None or not held["layers"]:
+        return "the data has no stored states (drafttrain features stores them)"
+    if 0 < held.get("max_length", 0) < config.max_length:
+        return f"states are stored up to {held['max_length']} tokens and max_length={config.max_length}"
+    store = FeatureStore(Path(config.data).expanduser())
+    lacking = sum(key not in store for key in records["id"])
+    return f"{lacking} of {len(records)} conversations have no stored states" if lacking else ""
 
 
 def check_data(meta: Json, features: Json | None, target: Target, data: str) -> None:
@@ -195,17 +227,9 @@ def build_drafter(config: TrainConfig, target: Target, records: Dataset) -> tupl
     if config.packing and kind.trainable and not kind.takes_packed_rows:
         raise UserError(f"packing=true, but kind={config.kind!r} does not train on packed rows; set packing=false")
     counts = count_tokens(records, target.vocab_size)
-    try:
-        drafter = kind.begin(
-            target, config.init, config.drafter, config.loss, lambda size: keep_frequent(counts, size, target.eos_ids)
-        )
-    except NotImplementedError as error:  # torch's, for weights that are not here
-        raise UserError(
-            f"init={config.init!r} of kind={config.kind!r} reads the target's layers, which are not here with target_url; "
-            "set init=random"
-        ) from error
-    if config.target_url and config.init == "target" and Share.of_process().rank == 0:
-        print("note: the target's layers are not here, so init=target copies no layer of theirs", flush=True)
+    drafter = kind.begin(
+        target, config.init, config.drafter, config.loss, lambda size: keep_frequent(counts, size, target.eos_ids)
+    )
     assert isinstance(drafter, TrainableDrafter), "begin raises for kinds without weights"
     drafter.bind(target)
     if config.packing:
@@ -243,9 +267,9 @@ def proven_servers(config: TrainConfig, target: Target, drafter: TrainableDrafte
     servers = StateClient(urls, target, drafter.feature_layers, config.states_dir)
     servers.prove()
     if Share.of_process().rank == 0:
-        proven = ", ".join(f"{redact(url)} ({gap:.1g} nats)" for url, gap in servers.gaps.items())
-        also = "; the data's stored states are not read (leave target_url out to read them)" if stored else ""
-        print(f"states stream from {proven}, proven to serve {target.name!r}{also}", flush=True)
+        print("\n".join(servers.proofs), flush=True)
+        if stored:
+            print("note: the data's stored states are not read; leave target_url out to read them", flush=True)
     return servers
 
 
@@ -310,10 +334,17 @@ def fit(config: TrainConfig, args: TrainingArguments, run: Prepared) -> tuple[Dr
 
 def watch_acceptance(config: TrainConfig, trainer: DrafterTrainer, held_out: Dataset) -> None:
     """Adds the callback that decodes held-out prompts during training."""
-    if config.target_url:
-        watch_estimates(config, trainer, held_out)
-        return
     target, spec = trainer.target, TreeSpec.parse(config.decode_tree)
+    if isinstance(target, TargetShell):
+
+        def replay(drafter: TrainableDrafter) -> dict[str, float]:
+            with trainer.source.measuring():
+                return replayed(drafter, held_out, trainer.source, spec, config.decode_prompts, config.decode_tokens)  # type: ignore[arg-type]  # rows may be None in pretraining only
+
+        answers = (row for row in held_out if row["spans"][0][0] > 0)
+        trainer.source.read_once(row["index"] for row in itertools.islice(answers, config.decode_prompts))
+        trainer.add_callback(DecodeHeldOut(trainer, config.decode_steps, replay))
+        return
     prompts = first_prompts(held_out, config.decode_prompts, target.max_positions)
     if prompts:
 
@@ -321,19 +352,6 @@ def watch_acceptance(config: TrainConfig, trainer: DrafterTrainer, held_out: Dat
             return acceptance(target, drafter, prompts, spec, config.decode_tokens)
 
         trainer.add_callback(DecodeHeldOut(trainer, config.decode_steps, decode))
-
-
-def watch_estimates(config: TrainConfig, trainer: DrafterTrainer, held_out: Dataset) -> None:
-    """Adds the callback that estimates acceptance on held-out rows, whose states are asked for once, without the target."""
-    rows = [held_out[i] for i in range(min(config.decode_prompts, len(held_out)))]
-    trainer.source.read_once(row["index"] for row in rows)
-    if trainer.is_world_process_zero():
-        print(
-            f"the target's layers are not here: the best checkpoint has the highest estimated acceptance on {len(rows)} "
-            "held-out rows",
-            flush=True,
-        )
-    trainer.add_callback(DecodeHeldOut(trainer, config.decode_steps, lambda drafter: trainer.estimate(drafter, rows)))
 
 
 # -- finish: the best weights, held-out figures, training.json --------------------------------------------------------

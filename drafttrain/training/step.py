@@ -34,19 +34,6 @@ def count_anchors(inputs: dict[str, Tensor]) -> Tensor:
     return (inputs["shift_labels"] != _IGNORED).sum()
 
 
-def expected_length(agree: list[float], depth: int) -> float:
-    """Tokens per target pass of a greedy chain of `depth` tokens, if depths agreed independently.
-
-    Args:
-        agree: share of anchors by depth where drafter and target agree; the last one holds for all deeper ones.
-    """
-    chain, expected = 1.0, 1.0
-    for share in agree + agree[-1:] * (depth - len(agree)):
-        chain *= share
-        expected += chain
-    return expected
-
-
 class StepTrainer(Trainer):
     """A transformers Trainer whose loss is a drafter's divergence from the frozen target.
 
@@ -129,4 +116,10 @@ class StepTrainer(Trainer):
         count = summed["count"].clamp(min=1)
         means = {name: (value / count).tolist() for name, value in summed.items() if name != "count"}
         metrics = {f"{name}@{k + 1}": round(x, 4) for name, row in means.items() for k, x in enumerate(row)}
-        return {**metrics, "accepted_length": round(expected_length(means["agree"], self.drafter.chain_depth), 4)}
+        agree = means["agree"]
+        agree += agree[-1:] * (self.drafter.chain_depth - len(agree))
+        chain, expected = 1.0, 1.0
+        for share in agree:
+            chain *= share
+            expected += chain
+        return {**metrics, "accepted_length": round(expected, 4)}

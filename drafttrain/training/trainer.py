@@ -25,10 +25,7 @@ from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import EvalLoopOutput, get_last_checkpoint, rotate_checkpoints
 from typing_extensions import NotRequired, TypedDict
 
-from drafttrain.batch import Batch
 from drafttrain.data.loader import collate
-from drafttrain.drafters.base import StepInputs
-from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.environment import peak_memory
 from drafttrain.errors import UserError
 from drafttrain.files import Json, is_disk_full, open_tensors, read_json, reading
@@ -36,7 +33,7 @@ from drafttrain.folders import PARTIAL, OutputFolder
 from drafttrain.training.callbacks import TimeBudget, max_over_ranks
 from drafttrain.training.on_policy import OnPolicy
 from drafttrain.training.states_ahead import MOST_BATCHES, Inputs, LookAhead, StatesLostError
-from drafttrain.training.step import StepTrainer, count_anchors, expected_length
+from drafttrain.training.step import StepTrainer, count_anchors
 
 
 class DrafterTrainer(StepTrainer):
@@ -172,17 +169,6 @@ class DrafterTrainer(StepTrainer):
         if self.source.ahead is None:
             return None
         return round(max_over_ranks(self.source.ahead.waited / max(self.seconds, 1e-9), self.args.device), 4)
-
-    @torch.no_grad()
-    def estimate(self, drafter: TrainableDrafter, rows: list[Json]) -> dict[str, float]:
-        """Estimated acceptance of a drafter on held-out rows, by one process: accepted_length, and acceptance by depth."""
-        with self.source.measuring():
-            batch = Batch.of(collate(rows)).to(self.args.device)
-            read = StepInputs(batch, self.target.embed(batch.input_ids), *self.source(batch), torch.ones(()), True)  # type: ignore[arg-type]
-            sums = drafter(read).metrics
-        agree = (sums["agree"] / sums["count"].clamp(min=1)).tolist()
-        by_depth = {f"acceptance@{depth + 1}": share for depth, share in enumerate(agree)}
-        return {"accepted_length": expected_length(agree, drafter.chain_depth), **by_depth}
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 

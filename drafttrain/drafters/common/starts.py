@@ -68,9 +68,9 @@ def norm_weight(module: nn.Module) -> Tensor | None:
 
 
 def copy_norm(ours: RMSNorm, theirs: nn.Module | None) -> bool:
-    """Copies an RMS norm's factors; False if theirs is missing, a shell's, or of another kind or size."""
+    """Copies an RMS norm's factors; False if theirs is missing or of another kind or size."""
     weight = norm_weight(theirs) if theirs is not None else None
-    if weight is None or weight.is_meta or weight.shape != ours.weight.shape:
+    if weight is None or weight.shape != ours.weight.shape:
         return False
     ours.weight.data.copy_(weight)
     return True
@@ -82,9 +82,9 @@ def copy_linear(ours: nn.Linear, theirs: Any, head_dim: int = 0) -> bool:
     With head_dim, fewer key or value heads than ours are repeated per group, which leaves attention unchanged.
 
     Returns:
-        False, with ours unchanged, if theirs is missing, in the layers of a shell, or does not fit.
+        False, with ours unchanged, if theirs is missing or does not fit.
     """
-    if theirs is None or theirs.weight.is_meta:
+    if theirs is None:
         return False
     weight = theirs.weight.detach().to(ours.weight.dtype)
     bias = getattr(theirs, "bias", None)
@@ -125,10 +125,10 @@ def copy_layer(ours: DraftLayer, theirs: nn.Module) -> list[str]:
     return [name for name, copied in done.items() if copied]
 
 
-def copy_last_layers(ours: Sequence[DraftLayer], target: Target) -> list[list[str]]:
-    """Copies the target's last layers into our last ones; returns the names of the copied parts per layer."""
-    ours = ours[-target.num_layers :]
-    return [copy_layer(layer, theirs) for layer, theirs in zip(ours, target.layers[-len(ours) :], strict=True)]
+def copy_last_layers(ours: Sequence[DraftLayer], theirs: Sequence[nn.Module]) -> list[list[str]]:
+    """Copies a target's last layers (`Target.last_layers`) into our last ones; returns the names of copied parts per layer."""
+    ours = ours[len(ours) - len(theirs) :]
+    return [copy_layer(layer, other) for layer, other in zip(ours, theirs, strict=True)]
 
 
 def final_norm(target: Target) -> nn.Module | None:

@@ -38,7 +38,7 @@ from drafttrain.formats.weights import (
     read_weights,
     write_checkpoint,
 )
-from drafttrain.target import Target
+from drafttrain.target import load_shell
 from drafttrain.target.loading import check_finite
 
 _MASK_FILE = "mask_embedding.pt"
@@ -140,7 +140,7 @@ class EngineBlocks(BlockFiles[Block]):
         """Writes config.json, model.safetensors and, for a learned mask of its own file, mask_embedding.pt; GGUF as the base."""
         if form == "gguf":
             return super().write(trained, form, request)
-        target = Target.load(request.target_files or trained.target_name, "float32", "cpu")
+        target = load_shell(request.target_files or trained.target_name, dtype="float32", device="cpu", weights=True)
         if target.embed_scale != 1.0:
             scale = f"the target scales its embeddings by {target.embed_scale:g}, and the engines' class does not"
             raise UserError(f"this drafter cannot be written for {form}: {scale}")
@@ -234,7 +234,7 @@ class EngineBlocks(BlockFiles[Block]):
     def compare(self, original: Block, back: Block, dtype: torch.dtype, depth: int, where: str) -> Json:
         """Compares a frozen head's rows with the target's; the drafts then use the same random head."""
         if back.lm_head is not None and original.lm_head is None:
-            target = Target.load(original.config.target["name"], "float32", "cpu")
+            target = load_shell(original.config.target["name"], dtype="float32", device="cpu", weights=True)
             if not torch.equal(back.lm_head.weight.to(dtype), target.head_weight[back.kept_ids].to(dtype)):
                 raise UserError(f"{where} computes something else: lm_head.weight is not the target's; export again")
             back.lm_head = None
