@@ -185,6 +185,15 @@ class TokenTree:
         """Length of the longest drafted path, the denominator of acceptance rates."""
         return max(self.depths[: len(self) - self.probes], default=0)
 
+    def match(self, tokens: Sequence[int]) -> int:
+        """Length of the drafted path along the given tokens."""
+        child = {key: node for node, key in enumerate(zip(self.parents, self.tokens.tolist(), strict=True))}
+        node = -1
+        for depth, token in enumerate(tokens):
+            if (node := child.get((node, token), -2)) == -2:
+                return depth
+        return len(tokens)
+
     def prune(self, depth: int) -> TokenTree:
         """The part down to `depth`. All children of a node stay or go together, so drawn siblings stay draws from q."""
         kept = [node for node, at in enumerate(self.depths) if at <= depth]

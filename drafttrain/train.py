@@ -18,6 +18,7 @@ if __name__ == "__main__":  # before torch loads, which takes seconds in which a
 
 import argparse
 import contextlib
+import itertools
 import json
 import signal
 import time
@@ -41,19 +42,20 @@ from drafttrain.data.loader import (
     pack_rows,
     training_rows,
 )
-from drafttrain.data.store import FeatureStore, load_records, read_meta, stored_features
+from drafttrain.data.state_client import StateClient
+from drafttrain.data.store import FeatureStore, Share, load_records, read_meta, stored_features
 from drafttrain.drafters.base import NEW
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import decoding_file, kind_class
 from drafttrain.environment import __version__
 from drafttrain.errors import UserError
-from drafttrain.evaluation.held_out import acceptance, first_prompts
+from drafttrain.evaluation.held_out import acceptance, first_prompts, replayed
 from drafttrain.evaluation.metrics import read_training
 from drafttrain.files import Json, write_json
 from drafttrain.folders import PARTIAL, OutputFolder, check_folder
 from drafttrain.losses import parse_loss
-from drafttrain.target import Target
+from drafttrain.target import Target, TargetShell, load_shell
 from drafttrain.training import arguments
 from drafttrain.training.callbacks import DecodeHeldOut, ProgressLines, SaveOnTerm, TimeBudget, gather_drafter
 from drafttrain.training.feature_sources import BatchSource, NoTarget, TargetSource
@@ -83,10 +85,18 @@ def check_pretraining(config: TrainConfig) -> None:
             )
         if config.on_policy:
             raise UserError("on_policy is scored by the target, but loss='next_token' does not run it; choose loss=kl")
+        if config.target_url:
+            raise UserError(
+                "target_url gives states of the target, which loss='next_token' does not read; leave it out"
+            )
     elif is_text(config.data):
         raise UserError(
             f"data={config.data!r} is raw text, which only loss=next_token learns from; for loss={config.loss} make a "
             "data set of the target's answers: drafttrain generate"
+        )
+    if config.target_url and config.on_policy:
+        raise UserError(
+            "on_policy runs the target on new responses, but with target_url its layers are not here; drop one"
         )
 
 
@@ -115,6 +125,10 @@ def prepare(config: TrainConfig, args: TrainingArguments, output: OutputFolder |
     target, records = load_target_and_records(config, args)
     train_rows, held_out = training_rows(records, config.max_length, config.validation, args.seed)
     drafter, vocab = build_drafter(config, target, records)
+    if isinstance(target, TargetShell) and FeatureStore.open(config.data, drafter.feature_layers) is None:
+        wanted = ",".join(map(str, drafter.feature_layers))
+        target = load_target(config, args, f"the stored states lack some of the layers {wanted}")
+        drafter.bind(target)
     parameters = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
     if args.process_index == 0:
         print(
@@ -147,15 +161,47 @@ def load_target_and_records(config: TrainConfig, args: TrainingArguments) -> tup
     # ZeRO-3 would shard every model loaded from now on; it is to shard the drafter only.
     unset_hf_deepspeed_config()
     records = None if is_text(config.data) else load_records(config.data)
-    target = Target.load(
-        config.target, config.dtype, str(args.device), config.trust_remote_code, config.target_device_map
-    )
+    target = load_target(config, args, layers_needed(config, records))
     if records is None:
         return target, load_text(config.data, target, config.max_length)
     check_data(read_meta(config.data), stored_features(Path(config.data).expanduser()), target, config.data)
     if config.loss == "next_token":
         records = records.map(lambda row: {"spans": [[0, len(row["tokens"])]]})
     return target, records
+
+
+def load_target(config: TrainConfig, args: TrainingArguments, reason: str) -> Target:
+    """The target without its layers, or with them for a reason; says which."""
+    where = str(args.device)
+    if config.target_url and reason:
+        raise UserError(f"target_url gives states, not layers, but {reason}; set init=random or the path of a drafter")
+    given = "its states stream from target_url" if config.target_url else "every conversation has stored states"
+    said = f"because {reason}" if reason else f"without its layers: {given}"
+    if args.process_index == 0:
+        print(f"loading target {config.target!r} {said}", flush=True)
+    if reason:
+        return Target.load(config.target, config.dtype, where, config.trust_remote_code, config.target_device_map)
+    return load_shell(config.target, config.dtype, where, config.trust_remote_code, weights=True)
+
+
+def layers_needed(config: TrainConfig, records: Dataset | None) -> str:
+    """Why a run needs the target's layers; '' if all that it reads of them is stored, or streams from servers."""
+    if config.target_url and config.init != "target":
+        return ""
+    if config.loss == "next_token" or kind_class(config.kind).loads_language_models:
+        return f"kind={config.kind} with loss={config.loss} may copy its layers"
+    if config.on_policy:
+        return "on_policy runs it"
+    if config.target_url:
+        return ""
+    held = None if records is None else stored_features(Path(config.data).expanduser())
+    if records is None or held is None or not held["layers"]:
+        return "the data has no stored states (drafttrain features stores them)"
+    if 0 < held.get("max_length", 0) < config.max_length:
+        return f"states are stored up to {held['max_length']} tokens and max_length={config.max_length}"
+    store = FeatureStore(Path(config.data).expanduser())
+    lacking = sum(key not in store for key in records["id"])
+    return f"{lacking} of {len(records)} conversations have no stored states" if lacking else ""
 
 
 def check_data(meta: Json, features: Json | None, target: Target, data: str) -> None:
@@ -206,26 +252,45 @@ def build_source(config: TrainConfig, target: Target, drafter: TrainableDrafter,
         return NoTarget()
     cache_gb = config.cache_gb if config.cache_gb >= 0 else (4.0 if target.device.type == "cpu" else 0.0)
     stored = FeatureStore.open(config.data, drafter.feature_layers)
+    servers = None
+    if config.target_url:
+        servers, stored = proven_servers(config, target, drafter, stored is not None), None
     ids = list(records["id"]) if stored else None
     at = parse_loss(config.loss).temperatures
-    return TargetSource(target, drafter.feature_layers, drafter.kept_ids, stored, ids, cache_gb * 1e9, at)
+    memory = cache_gb * 1e9, at, config.prefetch_gb * 1e9
+    return TargetSource(target, drafter.feature_layers, drafter.kept_ids, stored, ids, *memory, servers)
 
 
-def first_batches(rows: Dataset, device: torch.device) -> tuple[list[Batch], int]:
-    """The first rows, about START_TOKENS of them, as batches; and their number of tokens."""
+def proven_servers(config: TrainConfig, target: Target, drafter: TrainableDrafter, stored: bool) -> StateClient:
+    """The servers of `target_url`, each proven to serve this target. Raises UserError: one is not, or does not answer."""
+    urls = [config.target_url] if isinstance(config.target_url, str) else list(config.target_url)
+    servers = StateClient(urls, target, drafter.feature_layers, config.states_dir)
+    servers.prove()
+    if Share.of_process().rank == 0:
+        print("\n".join(servers.proofs), flush=True)
+        if stored:
+            print("note: the data's stored states are not read; leave target_url out to read them", flush=True)
+    return servers
+
+
+def first_batches(rows: Dataset, device: torch.device, source: BatchSource) -> tuple[list[Batch], int]:
+    """The first rows, about START_TOKENS of them, as batches whose states `source` reads ahead; and their number of tokens."""
     batches, tokens = list[Batch](), 0
     while tokens < START_TOKENS and 8 * len(batches) < len(rows):
         begin = 8 * len(batches)
         part = [rows[i] for i in range(begin, min(begin + 8, len(rows)))]
-        batches.append(Batch.of(collate(part)).to(device))
+        inputs = collate(part)
+        source.expect(inputs)
+        batches.append(Batch.of(inputs).to(device))
         tokens += sum(row["length"] for row in part)
     return batches, tokens
 
 
 def begin_from_least_squares(drafter: TrainableDrafter, rows: Dataset, source: BatchSource) -> None:
     """Solves the drafter's closed-form start on some of the data, before the first step; some kinds have none."""
-    batches, tokens = first_batches(rows, drafter.device)
-    share = drafter.solve_start(batches, source)  # type: ignore[arg-type]  # has_states: rows are TargetRows
+    with source.measuring():
+        batches, tokens = first_batches(rows, drafter.device, source)
+        share = drafter.solve_start(batches, source)  # type: ignore[arg-type]  # has_states: rows are TargetRows
     if share is not None:
         text = f"least-squares start on {tokens} tokens explains {100 * share:.0f} % of the target's last state"
         print(text, flush=True)
@@ -270,6 +335,16 @@ def fit(config: TrainConfig, args: TrainingArguments, run: Prepared) -> tuple[Dr
 def watch_acceptance(config: TrainConfig, trainer: DrafterTrainer, held_out: Dataset) -> None:
     """Adds the callback that decodes held-out prompts during training."""
     target, spec = trainer.target, TreeSpec.parse(config.decode_tree)
+    if isinstance(target, TargetShell):
+
+        def replay(drafter: TrainableDrafter) -> dict[str, float]:
+            with trainer.source.measuring():
+                return replayed(drafter, held_out, trainer.source, spec, config.decode_prompts, config.decode_tokens)  # type: ignore[arg-type]  # rows may be None in pretraining only
+
+        answers = (row for row in held_out if row["spans"][0][0] > 0)
+        trainer.source.read_once(row["index"] for row in itertools.islice(answers, config.decode_prompts))
+        trainer.add_callback(DecodeHeldOut(trainer, config.decode_steps, replay))
+        return
     prompts = first_prompts(held_out, config.decode_prompts, target.max_positions)
     if prompts:
 
@@ -291,6 +366,7 @@ def finish(config: TrainConfig, run: Prepared, trainer: DrafterTrainer, seconds:
         if run.held_out is not None:
             choose_tree(trainer, run.held_out)
     state, args = trainer.state, trainer.args
+    waits = trainer.wait_share()
     losses = [entry["train_loss"] for entry in state.log_history if "train_loss" in entry]
     summary = {
         "drafttrain": __version__,
@@ -302,6 +378,7 @@ def finish(config: TrainConfig, run: Prepared, trainer: DrafterTrainer, seconds:
         "held_out": metrics,
         **run.facts,
         "target_features": run.source.hits,
+        "states_wait": waits,
         "on_policy_rows": run.on_policy.used if run.on_policy else 0,
         "engine": type(trainer.model_wrapped).__name__,
         "device": str(args.device),
@@ -329,7 +406,9 @@ def choose_tree(trainer: DrafterTrainer, held_out: Dataset) -> None:
     first = trainer.is_world_process_zero()
     drafter = gather_drafter(trainer.drafter, trainer.target, first)
     if first and drafter is not None:
-        tree = drafter.eval().suggest_tree(first_batches(held_out, drafter.device)[0], trainer.source)
+        with trainer.source.measuring():
+            batches, _ = first_batches(held_out, drafter.device, trainer.source)
+            tree = drafter.eval().suggest_tree(batches, trainer.source)
         if tree is not None:
             write_json(decoding_file(str(trainer.args.output_dir)), {"tree": tree})
             print(f"default tree, by held-out accuracy: {tree}", flush=True)
@@ -365,13 +444,16 @@ def run(args: argparse.Namespace) -> int:
         return 0
     with explained(training_args), claimed(config, training_args) as output:
         prepared = prepare(config, training_args, output)
-        trainer, seconds = fit(config, training_args, prepared)
-        summary = finish(config, prepared, trainer, seconds)
+        with contextlib.closing(prepared.source):
+            trainer, seconds = fit(config, training_args, prepared)
+            summary = finish(config, prepared, trainer, seconds)
     if training_args.process_index == 0:
         held, best = summary["held_out"], summary["best"]
         decoded = f"{best['accepted_length']:.2f} decoded at step {best['step']}, " if best["step"] else ""
+        share, length = summary["states_wait"], held.get("eval_accepted_length", float("nan"))
+        waits = "" if share is None else f" (waiting for states took {100 * share:.1f} % of the steps' time)"
         print(
-            f"trained {summary['steps']} steps in {summary['seconds']:.0f} s on {summary['engine']}; held out: accepted length "
-            f"{decoded}{held.get('eval_accepted_length', float('nan')):.2f} estimated\ndrafter: {config.output_dir}"
+            f"trained {summary['steps']} steps in {summary['seconds']:.0f} s on {summary['engine']}{waits}; held out: accepted "
+            f"length {decoded}{length:.2f} estimated\ndrafter: {config.output_dir}"
         )
     return 0

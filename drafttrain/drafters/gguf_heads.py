@@ -184,7 +184,7 @@ class GgufHeads(Shipping[D]):
         if (factors := rope_factors(config)) is not None:
             rows["rope_freqs.weight"] = torch.from_numpy(factors)
         if {"token_embd.weight", "output.weight"} & (found.keys() - set(names.values())):
-            target = Target.load(config.target["name"], "float32", "cpu")
+            target = load_shell(config.target["name"], dtype="float32", device="cpu", weights=True)
             lent = self.gguf_weights(original, target)
             rows |= {name: lent[name].to(dtype).float() for name in lent.keys() - names.values() - {"d2t"}}
         for name, expected in rows.items():

@@ -12,6 +12,7 @@ No family is named here. The model is built on the meta device, and its own forw
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -110,6 +111,28 @@ class TargetShell(Target):
 
     def hook(self, feature_layers: Sequence[int]) -> None:
         self._refuse()
+
+    def last_layers(self, count: int) -> Sequence[nn.Module]:
+        """Reads the last layers without experts, which nobody copies; prints why if their files are missing or quantized."""
+        kept = len(self.layers) - min(count, self.num_layers)
+        blank, names = (
+            copy.deepcopy(self.layers[kept:]),
+            {id(module): name for name, module in self.model.named_modules()},
+        )
+        modules = [part for layer in self.layers[kept:] for part in layer.modules()]
+        parts = {names[id(part)]: part for part in modules if part._parameters and ".experts" not in names[id(part)]}
+        try:
+            if getattr(self.config, "quantization_config", None) is not None:
+                raise UserError("they are quantized")
+            with loading(f"target={self.name!r}", _FIX):
+                _read(self, parts, self.device)
+            return list(self.layers[kept:])
+        except UserError as error:
+            print(f"note: nothing is copied from the layers of target {self.name!r}: {error}", flush=True)
+            return []
+        finally:
+            for number, layer in enumerate(blank, kept):  # their memory is freed with the copies
+                self.layers[number] = layer
 
     def _refuse(self) -> NoReturn:
         raise UserError(

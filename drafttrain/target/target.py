@@ -270,6 +270,10 @@ class Target:
     def _project_out(self) -> nn.Linear | None:
         return getattr(self.body, "project_out", None)
 
+    def last_layers(self, count: int) -> Sequence[nn.Module]:
+        """The last `count` layers with their weights, for drafters that start as copies; none where they cannot be read."""
+        return list(self.layers)[-count:]
+
     def identity(self) -> dict[str, Any]:
         """What a drafter records about its target, to be checked when the two are used together."""
         return {

@@ -108,6 +108,7 @@ def check_family(name, tmp_path):
     return bool(built)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CHEAP)
 def test_a_shell_has_the_embedding_norm_and_head_of_its_target(name, tmp_path):
     assert check_family(name, tmp_path)
@@ -120,6 +121,7 @@ def test_every_family_has_a_shell_or_a_reason(name, tmp_path):
         pytest.skip("no variant of the sizes makes a model")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_shell_needs_no_files_of_layers(tied, dtype, tmp_path):

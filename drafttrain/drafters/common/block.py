@@ -94,9 +94,10 @@ class BlockDrafter(DecoderDrafter):
         if starts.copy_norm(self.norm, starts.final_norm(target)):
             self.norm.weight.mul_(target.logit_scale)
             names.append("norm")
-        if starts.copy_norm(self.hidden_norm, getattr(target.layers[-1], "input_layernorm", None)):
+        theirs = target.last_layers(len(self.decoder_layers))
+        if theirs and starts.copy_norm(self.hidden_norm, getattr(theirs[-1], "input_layernorm", None)):
             names.append("hidden_norm")
-        copied = starts.copy_last_layers(self.decoder_layers, target)
+        copied = starts.copy_last_layers(self.decoder_layers, theirs)
         return names + [f"layers.{i}.{name}" for i, parts in enumerate(copied) for name in parts]
 
     # -- forward pass, shared by training and decoding ----------------------------------------------------------

@@ -125,10 +125,10 @@ def copy_layer(ours: DraftLayer, theirs: nn.Module) -> list[str]:
     return [name for name, copied in done.items() if copied]
 
 
-def copy_last_layers(ours: Sequence[DraftLayer], target: Target) -> list[list[str]]:
-    """Copies the target's last layers into our last ones; returns the names of the copied parts per layer."""
-    ours = ours[-target.num_layers :]
-    return [copy_layer(layer, theirs) for layer, theirs in zip(ours, target.layers[-len(ours) :], strict=True)]
+def copy_last_layers(ours: Sequence[DraftLayer], theirs: Sequence[nn.Module]) -> list[list[str]]:
+    """Copies a target's last layers (`Target.last_layers`) into our last ones; returns the names of copied parts per layer."""
+    ours = ours[len(ours) - len(theirs) :]
+    return [copy_layer(layer, other) for layer, other in zip(ours, theirs, strict=True)]
 
 
 def final_norm(target: Target) -> nn.Module | None:

@@ -38,7 +38,7 @@ from drafttrain.formats.weights import (
     read_weights,
     write_checkpoint,
 )
-from drafttrain.target import Target, load_shell
+from drafttrain.target import load_shell
 from drafttrain.target.loading import check_finite
 
 _MASK_FILE = "mask_embedding.pt"
@@ -141,7 +141,7 @@ class EngineBlocks(BlockFiles[Block]):
         if form == "gguf":
             return super().write(trained, form, request)
         drafter, name = self.load(trained), request.target_files or trained.target_name
-        target = Target.load(name, "float32", "cpu") if self.lends(drafter) else load_shell(name)
+        target = load_shell(name, "float32", "cpu", weights=self.lends(drafter))
         if target.embed_scale != 1.0:
             scale = f"the target scales its embeddings by {target.embed_scale:g}, and the engines' class does not"
             raise UserError(f"this drafter cannot be written for {form}: {scale}")
@@ -239,7 +239,7 @@ class EngineBlocks(BlockFiles[Block]):
     def compare(self, original: Block, back: Block, dtype: torch.dtype, depth: int, where: str) -> Json:
         """Compares a frozen head's rows with the target's; the drafts then use the same random head."""
         if back.lm_head is not None and original.lm_head is None:
-            target = Target.load(original.config.target["name"], "float32", "cpu")
+            target = load_shell(original.config.target["name"], dtype="float32", device="cpu", weights=True)
             if not torch.equal(back.lm_head.weight.to(dtype), target.head_weight[back.kept_ids].to(dtype)):
                 raise UserError(f"{where} computes something else: lm_head.weight is not the target's; export again")
             back.lm_head = None

@@ -100,11 +100,11 @@ class Eagle1(LayerDrafter):
         the target reads, and their error would grow from depth to depth.
         """
         identity_on_last(self.fc)
-        copied = copy_last_layers(self.decoder_layers, target)
+        copied = copy_last_layers(self.decoder_layers, target.last_layers(len(self.decoder_layers)))
         for layer in self.decoder_layers:
             for added in (layer.self_attn.o_proj, layer.mlp.down_proj):
                 added.weight.mul_(0.01)
-        return ["fc", *copied[0]]
+        return ["fc", *(copied[0] if copied else [])]
 
     @torch.no_grad()
     def solve_start(self, batches: list[Batch], source: Source) -> float | None:

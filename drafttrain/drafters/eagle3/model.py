@@ -107,7 +107,8 @@ class Eagle3(LayerDrafter):
         names = ["lm_head", "fc"]
         if starts.copy_norm(self.norm, starts.final_norm(target)):
             names.append("norm")
-        return names + starts.copy_last_layers(self.decoder_layers, target)[0]
+        copied = starts.copy_last_layers(self.decoder_layers, target.last_layers(len(self.decoder_layers)))
+        return names + (copied[0] if copied else [])
 
     def draft_weights(self) -> DraftWeights | None:
         config, first = self.config, self.midlayer

@@ -178,9 +178,10 @@ class MTP(LayerDrafter):
             names.append("lm_head")
         if starts.copy_norm(self.norm, starts.final_norm(target)):
             names.append("norm")
+        last, copied = target.last_layers(1), list[str]()
         for block in self.blocks:
             starts.identity_on_last(block.eh_proj)
-            copied = starts.copy_layer(block.layer, target.layers[-1])
+            copied = starts.copy_layer(block.layer, last[0]) if last else []
         return names + copied
 
     @torch.no_grad()
