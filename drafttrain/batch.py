@@ -27,6 +27,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from drafttrain.sequence_parallel import Part, SequenceGroup
+
 
 @dataclass
 class Batch:
@@ -44,6 +46,8 @@ class Batch:
     # [c] int64, each conversation's row number in the data set, a key of the feature cache; -1 if it is in no data set.
     index: Tensor  # c = b if not packed
     documents: Tensor | None = None  # [c, 3] int64 row, start and length of each conversation; None: each is a row
+    # What this process computes, if others share the rows. It holds all ids and masks, but only its part's states.
+    shared: Part | None = None
 
     @classmethod
     def of(cls, inputs: dict[str, Tensor]) -> Batch:
@@ -52,7 +56,23 @@ class Batch:
         return cls(ids, lengths, mask, index, inputs.get("documents"))
 
     def to(self, device: torch.device) -> Batch:
-        return replace(self, **{name: value.to(device) for name, value in vars(self).items() if value is not None})
+        tensors = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **tensors)
+
+    @property
+    def part(self) -> Part:
+        """The flat positions that this process computes: all, unless it shares the rows with others."""
+        return self.shared or Part((0, self.input_ids.numel()))
+
+    def share(self, group: SequenceGroup, reach: int) -> Batch:
+        """The batch of a process that shares its rows. reach: positions behind an anchor that a drafter's training reads.
+
+        An anchor costs as much at each of about `reach` depths as a token does once, and padding nothing.
+        """
+        weights = torch.zeros(self.input_ids.numel(), device=self.input_ids.device)
+        weights[self.anchors()[0]] = 1.0
+        weights[anchors_by_depth(self.response_mask, 1)[0]] += reach
+        return replace(self, shared=group.split(weights, reach))
 
     def conversations(self) -> Tensor:
         """[c, 3] int64 row, start and length of each conversation, in order."""
@@ -86,7 +106,7 @@ class Batch:
         return Batch(self.input_ids[:b], self.lengths[:b], self.response_mask[:b], self.index[kept], documents)
 
 
-def anchors_by_depth(response_mask: Tensor, depths: int, share: float = 1.0) -> list[Tensor]:
+def anchors_by_depth(response_mask: Tensor, depths: int, share: float = 1.0, part: Part | None = None) -> list[Tensor]:
     """The anchors that each depth trains on, as flat positions of [b, s]: one int64 tensor per depth.
 
     Anchor t counts at depth k if x_{t+1} .. x_{t+2+k} all belong to one response: then decoding can stand there (the last
@@ -97,6 +117,7 @@ def anchors_by_depth(response_mask: Tensor, depths: int, share: float = 1.0) -> 
 
     Args:
         response_mask: [b, s] bool. share: share of the anchors, drawn at random, that depths after the first train on.
+        part: of processes that share the rows, which then draw the same.
     """
     s = response_mask.shape[1]
     shifted = [torch.nn.functional.pad(response_mask[:, j:], (0, min(j, s))) for j in range(1, depths + 2)]
@@ -104,7 +125,8 @@ def anchors_by_depth(response_mask: Tensor, depths: int, share: float = 1.0) -> 
     for k, following in enumerate(shifted[1:]):
         current = current & following
         if k == 1 and share < 1:
-            current = current & (torch.rand(current.shape, device=current.device) < share)
+            drawn = torch.rand(current.shape, device=current.device)
+            current = current & ((part.same(drawn) if part else drawn) < share)
         result.append(current.flatten().nonzero().squeeze(1))
     return result
 

@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "drafttrain"
 ORDER = [
     ["credentials", "interrupts", "moved"],
     ["errors"],
-    ["values"],
+    ["values", "sequence_parallel"],
     ["files", "environment", "batch", "progress"],
     ["config", "folders"],
     ["ops"],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Unpack
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -12,36 +12,16 @@ from torch import Tensor
 from drafttrain.batch import Batch
 from drafttrain.errors import UserError
 from drafttrain.losses import StoredTopK, TargetRows, Targets, tempered
-from drafttrain.ops.tree_attention import AttentionForm, TreeLayout, tree_attention
+from drafttrain.sequence_parallel import Part
 from drafttrain.target import Target
+from drafttrain.target.attention import DocumentAttention, SharedRows
 
 if TYPE_CHECKING:
     from drafttrain.data.store import FeatureStore
 
 # What a source returns: features [b, s, f*h], the target distributions of r rows, and row_of [b, s] int64: the row whose
-# distribution follows each position, -1 where no loss reads one.
+# distribution follows each position, -1 where no loss reads one. In a process that shares the rows, features [1, part, f*h].
 TargetPart = tuple[Tensor, Targets, Tensor]
-
-
-class DocumentAttention:
-    """An attention context for one row of several documents: each attends causally, and only to itself."""
-
-    def __init__(self, lengths: list[int]):
-        self.lengths = lengths
-        self.layouts: dict[int, TreeLayout] = {}  # by length; they keep the masks of windowed layers
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]) -> Tensor:
-        """Attention of one layer, as `AttentionContext.attend` declares it; no keys are cached."""
-        plain, window, outs = form["softcap"] is None and form["sinks"] is None, form["window"], []
-        for q, k, v in zip(*(x.split(self.lengths, dim=2) for x in (query, key, value)), strict=True):
-            length = q.shape[2]
-            if plain and (window is None or window >= length):
-                scale = form["scaling"]
-                outs.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True))
-            else:
-                layout = self.layouts.setdefault(length, TreeLayout(0, count=length))
-                outs.append(tree_attention(q, k, v, layout, **form))
-        return torch.cat(outs, dim=2).transpose(1, 2)  # [1, n, heads, e]
 
 
 class CachedStates(NamedTuple):
@@ -134,14 +114,20 @@ class TargetSource:
         mask = batch.response_mask  # [b, s] bool
         # [b, s] bool, positions whose target distribution some depth is trained on: both x_j and x_{j+1} are in a response
         needed = F.pad(mask[:, :-1] & mask[:, 1:], (0, 1))
+        s, part = mask.shape[1], batch.part
+        if batch.shared is not None:  # what this process's anchors read
+            needed.view(-1)[: part.seen.start] = False
+            needed.view(-1)[part.seen.stop :] = False
         places = [(row, slice(start, start + length)) for row, start, length in batch.conversations().tolist()]
+        # Positions of each conversation that are in this process's part.
+        held = [_within(part, row * s + span.start, span.stop - span.start) for row, span in places]
         rows = [needed[place].nonzero().squeeze(1) for place in places]  # [r] each, positions in the conversation
         indices, found = batch.index.tolist(), dict[int, Cached]()  # by number in the batch
         for number, (index, (_, span)) in enumerate(zip(indices, places, strict=True)):
             conversation = self.kept.get(index)
             self.hits["memory"] += conversation is not None
             if conversation is None and self.stored is not None and index >= 0:
-                conversation = self._from_store(self.stored, index, span.stop - span.start, rows[number])
+                conversation = self._from_store(self.stored, index, span.stop - span.start, rows[number], held[number])
                 self.hits["stored"] += conversation is not None
             if conversation is not None:
                 found[number] = conversation
@@ -154,7 +140,10 @@ class TargetSource:
         # One conversation at a time on a CPU: its values then do not depend on which others are in the batch, so a
         # resumed run, which has nothing kept yet, computes the same.
         size = 1 if self.target.device.type == "cpu" else max(len(missing), 1)
-        for begin in range(0, len(missing), size):
+        if missing and batch.shared is not None:
+            found.update(zip(missing, self._run_shared(batch, [(*places[n], rows[n]) for n in missing]), strict=True))
+            size = len(missing)
+        for begin in range(0, len(missing) if batch.shared is None else 0, size):
             together = missing[begin : begin + size]
             made = self._run_target([batch.input_ids[places[n]] for n in together], [rows[n] for n in together])
             found.update(zip(together, made, strict=True))
@@ -164,7 +153,7 @@ class TargetSource:
             if index >= 0 and index not in self.kept and self.used_bytes + size <= self.limit_bytes:
                 self.kept[index] = found[number]
                 self.used_bytes += size
-        return self._assemble(batch, [found[number] for number in range(len(places))], places, needed)
+        return self._assemble(batch, [found[number] for number in range(len(places))], places, held, needed)
 
     def _statistics(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """[r, h] -> drafter id of the likeliest token [r], logs of the full softmax denominators [r, 1 + temperatures]."""
@@ -182,13 +171,13 @@ class TargetSource:
         """Logits [r, d] from states times head: the target's bias, scale and soft cap."""
         return self.target.shape_logits(products if self.bias is None else products + self.bias)
 
-    def _from_store(self, stored: FeatureStore, index: int, length: int, rows: Tensor) -> Cached | None:
+    def _from_store(self, stored: FeatureStore, index: int, length: int, rows: Tensor, held: slice) -> Cached | None:
         found = stored.get(self.ids[index])
         # A response's last token was sampled but never fed, so its state may be missing; no loss reads it.
         if found is None or len(found["features"]) < length - 1:
             return None
-        features = found["features"][:length].to(self.target.device)  # [s or s - 1, f*h]
-        features = F.pad(features, (0, 0, 0, length - len(features)))
+        features = found["features"][held].to(self.target.device)  # [held, f*h], or one less at the end
+        features = F.pad(features, (0, 0, 0, held.stop - held.start - len(features)))
         if "last_hidden" in found:
             hidden = found["last_hidden"].to(rows.device)[rows]  # [r, h]
             argmax, log_z = self._statistics(hidden.to(self.target.compute_dtype))
@@ -213,13 +202,43 @@ class TargetSource:
                 features, hidden = features.bfloat16(), hidden.bfloat16()
             yield CachedStates(features, argmax, hidden, log_z)
 
+    def _run_shared(self, batch: Batch, conversations: list[tuple[int, slice, Tensor]]) -> Iterator[CachedStates]:
+        """As `_run_target`, in processes that share the rows: each runs the target over its part of them.
+
+        Args:
+            conversations: row, columns, and positions [r] that this process's losses read.
+        """
+        part, s, device = batch.part, batch.input_ids.shape[1], batch.input_ids.device
+        lengths = [span.stop - span.start for _, span, _ in conversations]
+        self.target.check_length(max(lengths))
+        begins = [row * s + span.start for row, span, _ in conversations]
+        positions = torch.cat([torch.arange(length, device=device) for length in lengths])
+        flat = positions + torch.repeat_interleave(torch.tensor(begins), torch.tensor(lengths)).to(device)
+        counts, own = part.counts(flat), part.of(flat)
+        n = own.stop - own.start
+        spare = F.pad(flat[own], (0, int(n == 0)), value=begins[0])  # a target runs no less than one token
+        places = F.pad(positions[own], (0, int(n == 0)))
+        context = SharedRows(DocumentAttention(lengths), part, counts)
+        out = self.target.forward(batch.input_ids.flatten()[spare][None], self.layers, places[None], context)
+        last = out.last_hidden[0, :n]
+        assert part.sharing is not None
+        last = torch.cat((last, part.sharing.behind(last[: part.reach])))  # [n + reach or more, h]
+        within = [_within(part, *each) for each in zip(begins, lengths, strict=True)]
+        pieces = out.features[0, :n].split([piece.stop - piece.start for piece in within])
+        for at, features, (_, _, needed) in zip(begins, pieces, conversations, strict=True):
+            hidden = last[torch.searchsorted(flat, at + needed) - own.start]  # [r, h]
+            argmax, log_z = self._statistics(hidden)
+            yield CachedStates(features, argmax, hidden, log_z)
+
     def _assemble(
-        self, batch: Batch, found: list[Cached], places: list[tuple[int, slice]], needed: Tensor
+        self, batch: Batch, found: list[Cached], places: list[tuple[int, slice]], held: list[slice], needed: Tensor
     ) -> TargetPart:
-        b, s = batch.input_ids.shape
-        features = found[0].features.new_zeros(b, s, found[0].features.shape[1])
-        for place, conversation in zip(places, found, strict=True):
-            features[place] = conversation.features
+        (b, s), part = batch.input_ids.shape, batch.part
+        features = found[0].features.new_zeros(part.end - part.begin, found[0].features.shape[1])
+        for (row, span), own, conversation in zip(places, held, found, strict=True):
+            begin = row * s + span.start - part.begin
+            features[begin + own.start : begin + own.stop] = conversation.features
+        features = features.view(1 if batch.shared else b, -1, features.shape[1])
         row_of = torch.full((b, s), -1, device=needed.device)
         row_of[needed] = torch.arange(int(needed.sum()), device=needed.device)
         # The row at position j predicts the token at j + 1, and every row has one.
@@ -233,3 +252,8 @@ class TargetSource:
         shape = self._shape if self.bias is not None or self.target.shapes_logits else None
         at = dict(zip(self.temperatures, others, strict=True))
         return features, TargetRows(hidden, self.weight, first, argmax, shape, sampled, at), row_of
+
+
+def _within(part: Part, begin: int, length: int) -> slice:
+    """The positions in a conversation, which begins at a flat position, that a part holds."""
+    return slice(*(min(max(end - begin, 0), length) for end in (part.begin, part.end)))

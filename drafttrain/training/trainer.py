@@ -9,6 +9,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +19,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from torch.utils.data import Sampler
+from torch.utils.data import Sampler, SequentialSampler
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import EvalLoopOutput, get_last_checkpoint, rotate_checkpoints
@@ -63,18 +64,25 @@ class DrafterTrainer(StepTrainer):
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
         if self.args.train_sampling_strategy != "group_by_length":
             return super()._get_train_sampler(train_dataset)
-        args = self.args
-        rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        args, sharing = self.args, self.sequence.size if self.sequence else 1
+        rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size // sharing
         data = train_dataset or self.train_dataset
         assert isinstance(data, Dataset)
-        return ByLength(list(data["length"]), rows, args.data_seed or args.seed, lambda: int(self.state.epoch or 0))
+        order = ByLength(list(data["length"]), rows, args.data_seed or args.seed, lambda: int(self.state.epoch or 0))
+        return SharedBatches(order, args.train_batch_size, args.world_size, sharing) if self.sequence else order
+
+    def _get_eval_sampler(self, eval_dataset: Dataset) -> Sampler | None:  # type: ignore[override]
+        if self.sequence is None:
+            return super()._get_eval_sampler(eval_dataset)  # type: ignore[arg-type]
+        order = SequentialSampler(eval_dataset)  # type: ignore[arg-type]
+        return SharedBatches(order, self.args.eval_batch_size, self.args.world_size, self.sequence.size)
 
     def _get_num_items_in_batch(self, batch_samples: list[Inputs], device: torch.device) -> Tensor | None:
         """Anchors of an optimizer step, over all ranks and accumulation steps; transformers counts `labels`."""
         if not batch_samples:
             return None
         count = torch.stack([count_anchors(inputs) for inputs in batch_samples]).sum().to(device)
-        return self.accelerator.gather(count).sum()
+        return self.accelerator.gather(count).sum() // (self.sequence.size if self.sequence else 1)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> Tensor | float | None:
         """Also raises on a gradient that is not finite, before it reaches the weights and the next checkpoint."""
@@ -95,7 +103,8 @@ class DrafterTrainer(StepTrainer):
         """Adds acceptance by depth, throughput and memory to the logs of a training step."""
         if "loss" in logs:
             now = time.perf_counter()
-            rate = self.anchors * self.args.world_size / max(now - self.clock, 1e-9)
+            own = self.args.world_size // (self.sequence.size if self.sequence else 1)  # batches at a time
+            rate = self.anchors * own / max(now - self.clock, 1e-9)
             memory = round(peak_memory(self.args.device) / 1e9, 3)
             logs = logs | self.take_metrics("train") | {"tokens_per_second": round(rate, 1), "memory_gb": memory}
             self.clock, self.anchors = now, 0
@@ -198,6 +207,31 @@ class ByLength(Sampler[int]):
         longest = max(range(len(steps)), key=lambda at: self.lengths[steps[at][0]])
         places = [at for at in torch.randperm(len(steps), generator=generator).tolist() if at != longest]
         return (row for at in [longest, *places] for row in steps[at])
+
+
+class SharedBatches(Sampler[int]):
+    """Repeats each batch of another order, so that all processes of a group that shares rows read the same.
+
+    Processes take successive batches in turn. The last batches are filled from the beginning of the order, as Accelerate fills
+    them.
+
+    Args:
+        batch: rows of a batch. processes: of the run. sharing: processes of a group.
+    """
+
+    def __init__(self, order: Sampler[int], batch: int, processes: int, sharing: int):
+        self.order, self.batch, self.processes, self.sharing = order, batch, processes, sharing
+
+    def __len__(self) -> int:
+        per_round = self.batch * self.processes // self.sharing  # rows that all groups read at once
+        return -(-len(self.order) // per_round) * per_round * self.sharing  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[int]:
+        rows = list(self.order)
+        rows = list(islice(cycle(rows), len(self) // self.sharing))
+        for begin in range(0, len(rows), self.batch):
+            for _ in range(self.sharing):
+                yield from rows[begin : begin + self.batch]
 
 
 def _move(partial: Path, root: Path, name: str) -> None:

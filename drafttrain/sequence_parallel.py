@@ -1,0 +1,186 @@
+"""Sequence parallelism: the processes of a group share the tokens of each batch (DeepSpeed-Ulysses, arXiv 2309.14509).
+
+Everything but attention is per token, so each process computes it for its own part of the tokens. Around every attention two
+all-to-alls, DeepSpeed's, exchange tokens for heads:
+
+    process 0   tokens 0 .. 9, all heads     to_heads      tokens 0 .. 19, heads 0, 1      to_tokens    tokens 0 .. 9, all
+    process 1   tokens 10 .. 19, all heads   --------->    tokens 0 .. 19, heads 2, 3      --------->   tokens 10 .. 19, all
+
+All processes of a group hold the same token ids and masks, a few bytes per token. So every shift of inputs, targets and masks is
+computed on whole rows, and what a process computes for them is then cut out (`Part.of`). Accelerate's own path for transformers
+models (`UlyssesSPAttentionHF`) cuts rows before the model sees them and shifts labels by one; an anchor reads tokens and target
+distributions further behind, and its keys of later depths are no sequence, so only the exchange itself is DeepSpeed's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from drafttrain.errors import UserError
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class SequenceGroup:
+    """The processes that share rows. group: of torch.distributed; rank: of this process in it, from 0."""
+
+    group: Any
+    rank: int
+    size: int
+
+    @classmethod
+    def join(cls, size: int) -> SequenceGroup:
+        """Makes the groups of `size` successive processes and returns this one's; every process calls it once."""
+        # Only runs that share rows need DeepSpeed, whose import takes seconds.
+        from deepspeed.runtime.sequence_parallel import parallel_state_sp
+        from deepspeed.sequence.layer import register_all_to_all_group
+
+        if parallel_state_sp._SEQUENCE_PARALLEL_GROUP is None:
+            parallel_state_sp.initialize_sequence_parallel(size)
+        group = parallel_state_sp.get_sequence_parallel_group()
+        register_all_to_all_group(group)
+        return cls(group, dist.get_rank(group), size)
+
+    def split(self, weights: Tensor, reach: int) -> Part:
+        """This process's part of a batch.
+
+        Args:
+            weights: [b*s], what each token costs; every part gets an equal share, in order. reach: see `Part`.
+        """
+        total = weights.double().cumsum(0)  # [b*s]
+        shares = total[-1] * torch.arange(1, self.size, device=weights.device) / self.size
+        cuts = torch.searchsorted(total, shares).tolist()
+        return Part((0, *cuts, len(weights)), reach, self)
+
+    def exchange(self, x: Tensor) -> Tensor:
+        """[size, ...], a piece for each process -> [size, ...], a piece from each; differentiable."""
+        from deepspeed.sequence.layer import _dim_zero_all_to_all
+
+        return _dim_zero_all_to_all(self.group, x)
+
+    def same(self, x: Tensor) -> Tensor:
+        """The first process's x in all: for what is drawn at random."""
+        dist.broadcast(x, group_src=0, group=self.group)
+        return x
+
+    def behind(self, x: Tensor) -> Tensor:
+        """[n, ...] of different n -> the x of all later processes, one after the other; not differentiable."""
+        count = torch.tensor([len(x)], device=x.device)
+        counts = [torch.empty_like(count) for _ in range(self.size)]
+        dist.all_gather(counts, count, group=self.group)
+        most = max(int(count) for count in counts)
+        padded = F.pad(x, (0, 0) * (x.dim() - 1) + (0, most - len(x))).contiguous()
+        found = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(found, padded, group=self.group)
+        pieces = [piece[: int(n)] for piece, n in zip(found, counts, strict=True)]
+        return torch.cat([x[:0], *pieces[self.rank + 1 :]])
+
+
+@dataclass(frozen=True)
+class Part:
+    """A process's part of a batch: flat positions of [b, s], successive ones. Without a group, all of them.
+
+    Attributes:
+        ends: process r holds positions from ends[r] up to ends[r + 1].
+        reach: positions behind the part whose tokens and target distributions its last anchors read.
+    """
+
+    ends: tuple[int, ...]
+    reach: int = 0
+    sharing: SequenceGroup | None = None
+
+    @property
+    def begin(self) -> int:
+        return self.ends[self.sharing.rank] if self.sharing else 0
+
+    @property
+    def end(self) -> int:
+        return self.ends[self.sharing.rank + 1] if self.sharing else self.ends[-1]
+
+    @property
+    def seen(self) -> slice:
+        """The positions that it holds or reads."""
+        return slice(self.begin, min(self.end + self.reach, self.ends[-1]))
+
+    def counts(self, flat: Tensor) -> list[int]:
+        """How many of the positions `flat` [t], ascending, each process holds."""
+        if self.sharing is None:
+            return [len(flat)]
+        cuts = torch.searchsorted(flat, torch.tensor(self.ends, device=flat.device)).tolist()
+        return [after - before for before, after in pairwise(cuts)]
+
+    def of(self, flat: Tensor) -> slice:
+        """Which of the positions `flat` [t], ascending, this process holds."""
+        if self.sharing is None:
+            return slice(0, len(flat))
+        counts = self.counts(flat)
+        begin = sum(counts[: self.sharing.rank])
+        return slice(begin, begin + counts[self.sharing.rank])
+
+    def same(self, x: Tensor) -> Tensor:
+        """The same random draw in all processes that share rows."""
+        return self.sharing.same(x) if self.sharing else x
+
+    def attend(self, attend: Attend, queries: list[int], keys: list[int]) -> Attend:
+        """An attention over whole rows, for this process's tokens and all heads.
+
+        Args:
+            attend: of all queries and keys, for any number of heads, see `Attend` in drafters/common/layers.py.
+            queries, keys: how many of them each process has.
+        """
+        if self.sharing is None:
+            return attend
+
+        def shared(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            heads, e = query.shape[1:]
+            whole = self.to_heads(query, queries), *(self.to_heads(x, keys, keys=True) for x in (key, value))
+            return self.to_tokens(attend(*whole).view(sum(queries), -1, e), queries).reshape(-1, heads * e)
+
+        return shared
+
+    def to_heads(self, x: Tensor, counts: list[int], keys: bool = False) -> Tensor:
+        """This process's tokens [n, heads, e] -> all tokens [sum(counts), heads / size, e] of this process's heads.
+
+        Fewer key heads than processes (keys=True) are repeated, so that each process has the one that its query heads read.
+
+        Raises:
+            UserError: heads that cannot be divided.
+        """
+        if self.sharing is None:
+            return x
+        size, (heads, e) = self.sharing.size, x.shape[1:]
+        check_heads(heads, size, "a layer", keys)
+        if heads < size:
+            x, heads = x.repeat_interleave(size // heads, dim=1), size
+        most = max(*counts, 1)  # DeepSpeed exchanges pieces of one size
+        pieces = F.pad(x, (0, 0, 0, 0, 0, most - len(x))).view(most, size, heads // size, e).transpose(0, 1)
+        found = self.sharing.exchange(pieces)  # [size, most, heads / size, e]
+        return torch.cat([piece[:count] for piece, count in zip(found, counts, strict=True)])
+
+    def to_tokens(self, x: Tensor, counts: list[int]) -> Tensor:
+        """The reverse: all tokens [sum(counts), heads / size, e] of this process's heads -> its tokens [n, heads, e]."""
+        if self.sharing is None:
+            return x
+        most, own = max(*counts, 1), counts[self.sharing.rank]
+        pieces = torch.stack([F.pad(piece, (0, 0, 0, 0, 0, most - len(piece))) for piece in x.split(counts)])
+        found = self.sharing.exchange(pieces)  # [size, most, heads / size, e]
+        return found[:, :own].transpose(0, 1).flatten(1, 2)
+
+
+def check_heads(heads: int, size: int, what: str, keys: bool = False) -> None:
+    """Raises UserError for heads that `size` processes cannot divide among them; fewer key heads are repeated."""
+    if heads % size and not (keys and size % heads == 0):
+        name, rule = ("key", f"divides or is a multiple of {heads}") if keys else ("attention", f"divides {heads}")
+        raise UserError(
+            f"sequence_parallel={size}: {what} has {heads} {name} heads, which {size} processes cannot divide among them; "
+            f"choose a number that {rule}"
+        )
