@@ -41,9 +41,12 @@ class SequenceGroup:
     def join(cls, size: int) -> SequenceGroup:
         """Makes the groups of `size` successive processes and returns this one's; every process calls it once."""
         # Only runs that share rows need DeepSpeed, whose import takes seconds.
+        from deepspeed import comm
         from deepspeed.runtime.sequence_parallel import parallel_state_sp
         from deepspeed.sequence.layer import register_all_to_all_group
 
+        if not comm.is_initialized():  # Accelerate has begun torch's processes; DeepSpeed takes them over
+            comm.init_distributed(dist.get_backend(), auto_mpi_discovery=False)
         if parallel_state_sp._SEQUENCE_PARALLEL_GROUP is None:
             parallel_state_sp.initialize_sequence_parallel(size)
         group = parallel_state_sp.get_sequence_parallel_group()

@@ -238,7 +238,7 @@ class TargetSource:
         for (row, span), own, conversation in zip(places, held, found, strict=True):
             begin = row * s + span.start - part.begin
             features[begin + own.start : begin + own.stop] = conversation.features
-        features = features.view(1 if batch.shared else b, -1, features.shape[1])
+        features = features.unflatten(0, (1, -1) if batch.shared else (b, s))
         row_of = torch.full((b, s), -1, device=needed.device)
         row_of[needed] = torch.arange(int(needed.sum()), device=needed.device)
         # The row at position j predicts the token at j + 1, and every row has one.

@@ -46,7 +46,9 @@ class ThreadGroup(SequenceGroup):
         return Swap.apply(x, self.group, self.rank)
 
     def same(self, x: Tensor) -> Tensor:
-        return self.group.all(self.rank, x)[0]
+        return torch.rand(
+            x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(0)
+        )  # threads share torch's own
 
     def behind(self, x: Tensor) -> Tensor:
         return torch.cat([x[:0], *self.group.all(self.rank, x)[self.rank + 1 :]])
@@ -62,6 +64,7 @@ def step(drafter, target, source, batch, count):
         kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
+    drafter.zero_grad()
     features, rows, row_of = source(batch)
     read = batch.input_ids.flatten()[batch.part.seen][None] if batch.shared else batch.input_ids
     inputs = StepInputs(batch, target.embed(read), features, rows, row_of, count)
@@ -79,7 +82,6 @@ def shared_steps(drafter, target, source, batch, count, size: int) -> list:
 
     def run(rank: int):
         try:
-            torch.manual_seed(rank)  # whatever is drawn must be the first one's
             group = ThreadGroup(board, rank, size)
             return step(mine[rank], target, source(), batch.share(group, drafter.sequence_reach), count)
         except BaseException:

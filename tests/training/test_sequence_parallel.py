@@ -43,13 +43,14 @@ def drafter_of(kind: str, target):
 def check(drafter, target, batch, size, source=None):
     source = source or (lambda: TargetSource(target, drafter.feature_layers, drafter.kept_ids))
     count = len(anchors_by_depth(batch.response_mask, 1)[0])
-    torch.manual_seed(0)  # the draws of the first process
+    torch.manual_seed(0)  # what `ThreadGroup.same` draws
     alone = step(drafter, target, source(), batch, count)
     parts = shared_steps(drafter, target, source, batch, count, size)
     torch.testing.assert_close(sum(part[0] for part in parts), alone[0], rtol=1e-5, atol=1e-6)
     for name, grad in alone[1].items():
         together = sum(part[1][name] for part in parts)
-        torch.testing.assert_close(together, grad, rtol=1e-5, atol=1e-5 * max(1.0, float(grad.abs().max())), msg=name)
+        difference = float((together - grad).abs().max() / grad.abs().max())
+        assert difference < 1e-5, f"{name}: {difference:.1e}"
     for name, value in alone[2].items():
         torch.testing.assert_close(sum(part[2][name] for part in parts), value, rtol=1e-4, atol=1e-4)
     return alone, parts
@@ -108,13 +109,13 @@ def test_stored_states_are_read_in_parts():
 @pytest.mark.parametrize("kind", ["eagle3", "dflash", "draft_model"])
 def test_memory_of_a_long_row_falls_by_half(kind):
     target = the_target()
-    options = {"num_hidden_layers": 1, "sliding_window": 0, "depth_share": 1.0} if kind == "eagle3" else {}
+    options = {"eagle3": {}, "dflash": {"block_size": 4, "anchor_share": 0.3}}.get(kind, {})
     drafter = make_draft_model(target) if kind == "draft_model" else make_kind(kind, target, **options)
-    batch = make_batch((1200,), start=200)
+    batch = make_batch((800,), start=200)
     alone, parts = check(drafter.train(), target, batch, 2)
     for part in parts:
         for own, whole in zip(part[3], alone[3], strict=True):
-            assert own < 0.58 * whole or whole == 0
+            assert own < 0.6 * whole or whole == 0
 
 
 def test_heads_that_cannot_be_divided_are_refused():

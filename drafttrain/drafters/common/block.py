@@ -180,17 +180,18 @@ class BlockDrafter(DecoderDrafter):
         begin = own - place[own]  # [m] index of each conversation's first token
         held, blocks = part.of(valid), part.of(every)  # this process's tokens and blocks
         context = self.fuse(features.flatten(0, 1)[valid[held] - part.begin])  # [part, h]
-        tables = self.rotary.tables(place[held], context.dtype)
+        positions = self.positions(place, part)  # [t]
+        tables = self.rotary.tables(positions[held], context.dtype)
         spans, sizes = Spans(begin, own, begin), (part.counts(every), part.counts(valid))
-        depth, size = self.config.depth, self.config.block_size
-        attends = [
-            _over_context(layer, context, tables, spans, part, sizes, depth if layer is self.layers[-1] else size, size)
-            for layer in self.decoder_layers
-        ]
+        depth, size, window = self.config.depth, self.config.block_size, self.cache_shape.window
+        attends = []
+        for layer in self.decoder_layers:
+            asked = depth if layer is self.layers[-1] else size
+            attends.append(_over_context(layer, context, tables, spans, part, sizes, asked, size, window))
         anchors, live = every[blocks], live[blocks]  # [m], [m, depth] of this process; below, all its
         block_of, depth_of = live.nonzero(as_tuple=True)  # [t] each
         roots = embeds.flatten(0, 1)[anchors + 1 - part.begin]
-        reads = self.run(roots, place[own[blocks]] + 1, attends)[live]  # [t, h] of the predictions that count
+        reads = self.run(roots, positions[own[blocks]] + 1, attends)[live]  # [t, h] of the predictions that count
 
         before = anchors[block_of] + 1 + depth_of  # [t] flat positions of the tokens before the predicted ones
         at, parents = row_of.flatten()[before], batch.input_ids.flatten()[before]
@@ -308,11 +309,18 @@ class BlockSession(LayerSession):
         """Attention of a block [m, heads, e] over the context and all of the block -> [m, heads * e]."""
         (m, heads, e), end = query.shape, self.length + len(key)
         self.store(layer, self.length, key, value)
-        keys, values = (buffer[None, :, :end] for buffer in self.layers[layer])
+        begin, mask = 0, None
+        if window := self.shape.window:
+            last = torch.arange(end - m, end, device=key.device)  # [m] positions of the queries
+            begin = max(0, end - m + 1 - window)
+            mask = (torch.arange(begin, end, device=key.device) > last[:, None] - window).repeat(
+                heads // self.shape.kv_heads, 1
+            )
+        keys, values = (buffer[None, :, begin:end] for buffer in self.layers[layer])
         # Query heads of a group become rows, so that keys and values are read once and never repeated.
         kv = self.shape.kv_heads
         folded = query.view(m, kv, heads // kv, e).permute(1, 2, 0, 3).reshape(1, kv, -1, e)
-        out = F.scaled_dot_product_attention(folded, keys, values)
+        out = F.scaled_dot_product_attention(folded, keys, values, mask)
         return out.view(kv, heads // kv, m, e).permute(2, 0, 1, 3).reshape(m, heads * e)
 
 
@@ -329,23 +337,25 @@ def _over_context(
     sizes: tuple[list[int], list[int]],
     queries: int,
     size: int,
+    window: int,
 ) -> Attend:
     """Attention of training's blocks, each over its span of context states [t, h].
 
     Args:
         spans: of the blocks of all processes that share the rows. part: this process's part of the rows.
         sizes: blocks and context tokens of each process. queries: of a block of `size` tokens.
+        window: positions that a query sees, 0 for all.
     """
     blocks, tokens = sizes
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         base = layer.self_attn.keys_values(context, *tables)
         if part.sharing is None:
-            return block_attention(query, key, value, *base, spans)
+            return block_attention(query, key, value, *base, spans, window=window)
         (_, heads, e), asked, held = query.shape, [queries * n for n in blocks], [size * n for n in blocks]
         key, value = (part.to_heads(x, held, keys=True) for x in (key, value))
         base_key, base_value = (part.to_heads(x, tokens, keys=True) for x in base)
-        out = block_attention(part.to_heads(query, asked), key, value, base_key, base_value, spans)
+        out = block_attention(part.to_heads(query, asked), key, value, base_key, base_value, spans, window=window)
         return part.to_tokens(out.view(sum(asked), -1, e), asked).reshape(-1, heads * e)
 
     return attend

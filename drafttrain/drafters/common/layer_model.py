@@ -162,6 +162,7 @@ class LayerDrafter(DecoderDrafter):
         valid, place = batch.anchors()  # [t] flat positions, and positions in their conversations
         own = [torch.searchsorted(valid, each) for each in anchors]  # per depth: indices into `valid` [t_k]
         held = part.of(valid)  # this process's entries of `valid`
+        positions = self.positions(place, part)  # [t]
         embeds = embeds.flatten(0, 1)  # [part, target h]
         state = self.first_state(features.flatten(0, 1)[valid[held] - part.begin], batch)  # [part, h]
         decay = config.depth_decay ** torch.arange(config.ttt_steps, dtype=torch.float32, device=embeds.device)
@@ -176,12 +177,12 @@ class LayerDrafter(DecoderDrafter):
             flat = every[part.of(every)]  # [t_k] of this process; below, all its
             if k == 0:
                 read = embeds[valid[held] + 1 - part.begin]
-                state = self._depth(state, read, place[held], attentions, own[0], Split(part, valid, every), 0)
+                state = self._depth(state, read, positions[held], attentions, own[0], Split(part, valid, every), 0)
             else:
                 if len(flat) < len(before):  # anchors are nested: drop those that depth k does not train
                     state = state[torch.searchsorted(before, flat)]
                 state, read = self.next_inputs(state, embeds[flat + 1 + k - part.begin])
-                places = place[torch.searchsorted(valid, flat)] + k
+                places = positions[torch.searchsorted(valid, flat)] + k
                 state = self._depth(state, read, places, attentions, own[k], Split(part, every, every), k)  # [t_k, h]
             before = flat
             weight = (decay[k] / (count * (share if k else 1.0))).expand(len(flat))  # [t_k] float32

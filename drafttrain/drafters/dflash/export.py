@@ -23,7 +23,7 @@ from torch import Tensor
 
 from drafttrain.drafters.common.block import BlockDrafter
 from drafttrain.drafters.dflash.model import DFlash, DFlashConfig
-from drafttrain.drafters.gguf_heads import GgufHeads
+from drafttrain.drafters.gguf_heads import RELEASE, GgufHeads
 from drafttrain.drafters.shipping import EngineRelease, Exported, ExportRequest, Format, Trained, engine_of
 from drafttrain.errors import UserError
 from drafttrain.files import Json, writing
@@ -58,6 +58,11 @@ class BlockFiles(GgufHeads[Block]):
             "attention.causal": False,
             "sample_from_anchor": False,  # a block predicts at its masks, not at the last committed token
         }
+
+    def gguf_unsupported(self, drafter: Block) -> list[str]:
+        window = drafter.config.sliding_window
+        ignored = [f"sliding_window={window}: llama.cpp {RELEASE} attends to everything"] if window else []
+        return [*ignored, *super().gguf_unsupported(drafter)]
 
     def gguf_fields(self, keys: Json, like: Block) -> Json:
         mask = keys["tokenizer.ggml.mask_token_id"]
@@ -105,6 +110,9 @@ class DFlashShipping(BlockFiles[DFlash]):
                 f"train_head=true: {name} drafts with the target's head": bool(config.get("train_head")),
                 f"mask_token_id=null, a learned mask: {name} takes a token's embedding": config.get("mask_token_id")
                 is None,
+                f"sliding_window={config.get('sliding_window')}: {name}'s windowed layers hide a block's later tokens": bool(
+                    config.get("sliding_window")
+                ),
                 "SGLang has DFlash since 0.5.11": name == "SGLang" and engine.before("0.5.11"),
             }
         return [reason for reason, found in checks.items() if found]
@@ -153,6 +161,12 @@ class DFlashShipping(BlockFiles[DFlash]):
             "dflash_config": {
                 "mask_token_id": mask_token,
                 "target_layer_ids": [layer - 1 for layer in config.feature_layers],
+                # Without `causal` vLLM would take a windowed layer for one that hides a block's later tokens.
+                **(
+                    {"use_swa": True, "swa_window_size": config.sliding_window, "causal": False}
+                    if config.sliding_window
+                    else {}
+                ),
             },
             "torch_dtype": dtype_name(request.dtype),
         }
@@ -171,6 +185,7 @@ class DFlashShipping(BlockFiles[DFlash]):
                 **{name: export.config[name] for name in _SAME},
                 feature_layers=tuple(layer + 1 for layer in own["target_layer_ids"]),
                 mask_token_id=None if learned else own["mask_token_id"],
+                sliding_window=own.get("swa_window_size", 0),
                 train_head=export.config["draft_vocab_size"] != export.config["vocab_size"]
                 or original.lm_head is not None,
                 target=original.config.target,
