@@ -207,10 +207,8 @@ def build_source(config: TrainConfig, target: Target, drafter: TrainableDrafter,
     """The source of target features and distributions: memory, stored features, the target; none for next_token."""
     if config.loss == "next_token":
         return NoTarget()
-    kept_gb = (
-        4.0 if target.device.type == "cpu" and config.sequence_parallel == 1 else 0.0
-    )  # parts of rows are not kept
-    cache_gb = config.cache_gb if config.cache_gb >= 0 else kept_gb
+    usual = 4.0 if target.device.type == "cpu" and config.sequence_parallel == 1 else 0.0  # parts of rows are not kept
+    cache_gb = config.cache_gb if config.cache_gb >= 0 else usual
     stored = FeatureStore.open(config.data, drafter.feature_layers)
     ids = list(records["id"]) if stored else None
     at = parse_loss(config.loss).temperatures

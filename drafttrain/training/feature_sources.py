@@ -124,7 +124,7 @@ class TargetSource:
         rows = [needed[place].nonzero().squeeze(1) for place in places]  # [r] each, positions in the conversation
         indices, found = batch.index.tolist(), dict[int, Cached]()  # by number in the batch
         for number, (index, (_, span)) in enumerate(zip(indices, places, strict=True)):
-            conversation = self.kept.get(index)
+            conversation = None if batch.shared else self.kept.get(index)  # parts are not kept
             self.hits["memory"] += conversation is not None
             if conversation is None and self.stored is not None and index >= 0:
                 conversation = self._from_store(self.stored, index, span.stop - span.start, rows[number], held[number])
@@ -150,7 +150,8 @@ class TargetSource:
         self.hits["online"] += len(missing)
         for number, index in enumerate(indices):
             size = sum(tensor.nbytes for tensor in found[number])
-            if index >= 0 and index not in self.kept and self.used_bytes + size <= self.limit_bytes:
+            wanted = batch.shared is None and index >= 0 and index not in self.kept
+            if wanted and self.used_bytes + size <= self.limit_bytes:
                 self.kept[index] = found[number]
                 self.used_bytes += size
         return self._assemble(batch, [found[number] for number in range(len(places))], places, held, needed)
