@@ -39,6 +39,7 @@ from transformers import (
 
 from drafttrain.batch import TargetOutput
 from drafttrain.errors import UserError
+from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import PackedLinear, cpu_has_bfloat16, pack
 from drafttrain.ops.tree_attention import AttentionForm
 from drafttrain.target.attention import (
@@ -87,8 +88,8 @@ class Target:
 
     Attributes:
         name: what the user called it; `path`: what was loaded.
-        dtype: the numeric format of its weights; `compute_dtype`: what it computes in. They differ on CPUs without
-            bfloat16 units, where bfloat16 weights are held and multiplied as float32 (faster there, and more exact).
+        dtype: the numeric format of its weights; `compute_dtype`: what it computes in. They differ on CPUs, where bfloat16
+            weights are held and multiplied as float32: always without bfloat16 units, and to decode (`widen`) with them.
         body: the model below its head; layers: its decoder layers.
         hidden_size, vocab_size, num_layers: h, rows of the head, number of decoder layers.
         max_positions: the longest sequence that it reads, or None if nothing limits it.
@@ -192,10 +193,26 @@ class Target:
             target.forms, target.logit_scale = prove(target)
         return target
 
-    def pack(self) -> Target:
-        """Packs the weights for fast inference on a CPU (no effect elsewhere). Costs a second copy of the weights."""
+    def widen(self) -> None:
+        """Computes in float32 from now on where that decodes faster: bfloat16 weights on a CPU with our kernels.
+
+        The kernels stream the weights as bfloat16 and widen them in registers. Native bfloat16 products (AVX512-BF16, AMX) pay
+        for many rows, in training and data generation; for one token they took three times as long as float32 (SmolLM2).
+        """
+        half = self.dtype == self.compute_dtype == torch.bfloat16
+        if half and not self._packed and self.device.type == "cpu" and cpu_kernels() is not None:
+            self.model.float()
+
+    def pack(self, keep_dtype: bool = False) -> Target:
+        """Packs the weights for fast inference on a CPU (no effect elsewhere). Costs a second copy of the weights.
+
+        Args:
+            keep_dtype: go on computing in the present dtype: for many rows, and where training reads the same target.
+        """
         with _packing:
             if not self._packed and self.device.type == "cpu":
+                if not keep_dtype:
+                    self.widen()
                 native = NativeBody.of(self)
                 pack(self.model)
                 self.lm_head = self.model.get_output_embeddings()
