@@ -20,14 +20,43 @@ An anchor is a position at which training lets the drafter begin a draft. All ki
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from drafttrain.sequence_parallel import Part, SequenceGroup
+# (query [tq, heads, e], key [t, kv_heads, e], value [t, kv_heads, e]) -> [tq, heads * e], e = head size
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Part:
+    """The tokens of a batch that a process computes, as flat positions of [b, s]: all of them, unless processes share the rows
+    (`sequence_parallel.SharedPart`). Attributes: begin, end of them; seen: those that the process holds or reads."""
+
+    def __init__(self, tokens: int):
+        self.begin, self.end, self.seen = 0, tokens, slice(0, tokens)
+
+    def counts(self, flat: Tensor) -> list[int]:
+        """How many of the positions `flat` [t], ascending, each process holds."""
+        return [len(flat)]
+
+    def of(self, flat: Tensor) -> slice:
+        """Which of the positions `flat` [t], ascending, this process holds."""
+        return slice(0, len(flat))
+
+    def within(self, begin: int, length: int) -> slice:
+        """The positions of a conversation, which begins at a flat position, that this process holds."""
+        return slice(*(min(max(end - begin, 0), length) for end in (self.begin, self.end)))
+
+    def same(self, x: Tensor) -> Tensor:
+        """A random draw, the same in all processes that share the rows."""
+        return x
+
+    def attend(self, attend: Attend, queries: list[int], keys: list[int]) -> Attend:
+        """An attention over whole rows, for this process's tokens. queries, keys: how many of them each process has."""
+        return attend
 
 
 @dataclass
@@ -46,8 +75,7 @@ class Batch:
     # [c] int64, each conversation's row number in the data set, a key of the feature cache; -1 if it is in no data set.
     index: Tensor  # c = b if not packed
     documents: Tensor | None = None  # [c, 3] int64 row, start and length of each conversation; None: each is a row
-    # What this process computes, if others share the rows. It holds all ids and masks, but only its part's states.
-    shared: Part | None = None
+    shared: Part | None = None  # what this process computes, if others share the rows; ids and masks are complete
 
     @classmethod
     def of(cls, inputs: dict[str, Tensor]) -> Batch:
@@ -61,18 +89,8 @@ class Batch:
 
     @property
     def part(self) -> Part:
-        """The flat positions that this process computes: all, unless it shares the rows with others."""
-        return self.shared or Part((0, self.input_ids.numel()))
-
-    def share(self, group: SequenceGroup, reach: int) -> Batch:
-        """The batch of a process that shares its rows. reach: positions behind an anchor that a drafter's training reads.
-
-        An anchor costs as much at each of about `reach` depths as a token does once, and padding nothing.
-        """
-        weights = torch.zeros(self.input_ids.numel(), device=self.input_ids.device)
-        weights[self.anchors()[0]] = 1.0
-        weights[anchors_by_depth(self.response_mask, 1)[0]] += reach
-        return replace(self, shared=group.split(weights, reach))
+        """The tokens that this process computes."""
+        return self.shared or Part(self.input_ids.numel())
 
     def conversations(self) -> Tensor:
         """[c, 3] int64 row, start and length of each conversation, in order."""

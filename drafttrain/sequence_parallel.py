@@ -7,26 +7,26 @@ all-to-alls, DeepSpeed's, exchange tokens for heads:
     process 1   tokens 10 .. 19, all heads   --------->    tokens 0 .. 19, heads 2, 3      --------->   tokens 10 .. 19, all
 
 All processes of a group hold the same token ids and masks, a few bytes per token. So every shift of inputs, targets and masks is
-computed on whole rows, and what a process computes for them is then cut out (`Part.of`). Accelerate's own path for transformers
-models (`UlyssesSPAttentionHF`) cuts rows before the model sees them and shifts labels by one; an anchor reads tokens and target
+computed on whole rows, and what a process needs of them is then cut out (`SharedPart.of`). Accelerate's own path for models of
+transformers (`UlyssesSPAttentionHF`) cuts rows before the model sees them and shifts labels by one; an anchor reads tokens and target
 distributions further behind, and its keys of later depths are no sequence, so only the exchange itself is DeepSpeed's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import cycle, islice, pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.data import Sampler
 
+from drafttrain.batch import Attend, Batch, Part, anchors_by_depth
 from drafttrain.errors import UserError
-
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -53,16 +53,18 @@ class SequenceGroup:
         register_all_to_all_group(group)
         return cls(group, dist.get_rank(group), size)
 
-    def split(self, weights: Tensor, reach: int) -> Part:
-        """This process's part of a batch.
+    def share(self, batch: Batch, reach: int) -> Batch:
+        """The batch of this process, with an equal part of its work. reach: see `SharedPart`.
 
-        Args:
-            weights: [b*s], what each token costs; every part gets an equal share, in order. reach: see `Part`.
+        An anchor costs as much at each of about `reach` depths as a token does once, and padding nothing.
         """
-        total = weights.double().cumsum(0)  # [b*s]
+        weights = torch.zeros(batch.input_ids.numel(), dtype=torch.double, device=batch.input_ids.device)
+        weights[batch.anchors()[0]] = 1.0
+        weights[anchors_by_depth(batch.response_mask, 1)[0]] += reach
+        total = weights.cumsum(0)  # [b*s]
         shares = total[-1] * torch.arange(1, self.size, device=weights.device) / self.size
         cuts = torch.searchsorted(total, shares).tolist()
-        return Part((0, *cuts, len(weights)), reach, self)
+        return replace(batch, shared=SharedPart((0, *cuts, len(weights)), reach, self))
 
     def exchange(self, x: Tensor) -> Tensor:
         """[size, ...], a piece for each process -> [size, ...], a piece from each; differentiable."""
@@ -88,61 +90,32 @@ class SequenceGroup:
         return torch.cat([x[:0], *pieces[self.rank + 1 :]])
 
 
-@dataclass(frozen=True)
-class Part:
-    """A process's part of a batch: flat positions of [b, s], successive ones. Without a group, all of them.
+class SharedPart(Part):
+    """The part of a process that shares rows: successive flat positions of [b, s].
 
-    Attributes:
+    Args:
         ends: process r holds positions from ends[r] up to ends[r + 1].
         reach: positions behind the part whose tokens and target distributions its last anchors read.
     """
 
-    ends: tuple[int, ...]
-    reach: int = 0
-    sharing: SequenceGroup | None = None
-
-    @property
-    def begin(self) -> int:
-        return self.ends[self.sharing.rank] if self.sharing else 0
-
-    @property
-    def end(self) -> int:
-        return self.ends[self.sharing.rank + 1] if self.sharing else self.ends[-1]
-
-    @property
-    def seen(self) -> slice:
-        """The positions that it holds or reads."""
-        return slice(self.begin, min(self.end + self.reach, self.ends[-1]))
+    def __init__(self, ends: tuple[int, ...], reach: int, group: SequenceGroup):
+        self.ends, self.reach, self.group = ends, reach, group
+        self.begin, self.end = ends[group.rank], ends[group.rank + 1]
+        self.seen = slice(self.begin, min(self.end + reach, ends[-1]))
 
     def counts(self, flat: Tensor) -> list[int]:
-        """How many of the positions `flat` [t], ascending, each process holds."""
-        if self.sharing is None:
-            return [len(flat)]
         cuts = torch.searchsorted(flat, torch.tensor(self.ends, device=flat.device)).tolist()
         return [after - before for before, after in pairwise(cuts)]
 
     def of(self, flat: Tensor) -> slice:
-        """Which of the positions `flat` [t], ascending, this process holds."""
-        if self.sharing is None:
-            return slice(0, len(flat))
-        counts = self.counts(flat)
-        begin = sum(counts[: self.sharing.rank])
-        return slice(begin, begin + counts[self.sharing.rank])
+        counts, rank = self.counts(flat), self.group.rank
+        begin = sum(counts[:rank])
+        return slice(begin, begin + counts[rank])
 
     def same(self, x: Tensor) -> Tensor:
-        """The same random draw in all processes that share rows."""
-        return self.sharing.same(x) if self.sharing else x
+        return self.group.same(x)
 
     def attend(self, attend: Attend, queries: list[int], keys: list[int]) -> Attend:
-        """An attention over whole rows, for this process's tokens and all heads.
-
-        Args:
-            attend: of all queries and keys, for any number of heads, see `Attend` in drafters/common/layers.py.
-            queries, keys: how many of them each process has.
-        """
-        if self.sharing is None:
-            return attend
-
         def shared(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             heads, e = query.shape[1:]
             whole = self.to_heads(query, queries), *(self.to_heads(x, keys, keys=True) for x in (key, value))
@@ -158,24 +131,20 @@ class Part:
         Raises:
             UserError: heads that cannot be divided.
         """
-        if self.sharing is None:
-            return x
-        size, (heads, e) = self.sharing.size, x.shape[1:]
+        size, (heads, e) = self.group.size, x.shape[1:]
         check_heads(heads, size, "a layer", keys)
         if heads < size:
             x, heads = x.repeat_interleave(size // heads, dim=1), size
         most = max(*counts, 1)  # DeepSpeed exchanges pieces of one size
         pieces = F.pad(x, (0, 0, 0, 0, 0, most - len(x))).view(most, size, heads // size, e).transpose(0, 1)
-        found = self.sharing.exchange(pieces)  # [size, most, heads / size, e]
+        found = self.group.exchange(pieces)  # [size, most, heads / size, e]
         return torch.cat([piece[:count] for piece, count in zip(found, counts, strict=True)])
 
     def to_tokens(self, x: Tensor, counts: list[int]) -> Tensor:
         """The reverse: all tokens [sum(counts), heads / size, e] of this process's heads -> its tokens [n, heads, e]."""
-        if self.sharing is None:
-            return x
-        most, own = max(*counts, 1), counts[self.sharing.rank]
+        most, own = max(*counts, 1), counts[self.group.rank]
         pieces = torch.stack([F.pad(piece, (0, 0, 0, 0, 0, most - len(piece))) for piece in x.split(counts)])
-        found = self.sharing.exchange(pieces)  # [size, most, heads / size, e]
+        found = self.group.exchange(pieces)  # [size, most, heads / size, e]
         return found[:, :own].transpose(0, 1).flatten(1, 2)
 
 
@@ -187,3 +156,28 @@ def check_heads(heads: int, size: int, what: str, keys: bool = False) -> None:
             f"sequence_parallel={size}: {what} has {heads} {name} heads, which {size} processes cannot divide among them; "
             f"choose a number that {rule}"
         )
+
+
+class SharedBatches(Sampler[int]):
+    """Repeats each batch of another order, so that all processes of a group that shares rows read the same.
+
+    Processes take successive batches in turn. The last batches are filled from the beginning of the order, as Accelerate fills
+    them.
+
+    Args:
+        batch: rows of a batch. processes: of the run. sharing: processes of a group.
+    """
+
+    def __init__(self, order: Sampler[int], batch: int, processes: int, sharing: int):
+        self.order, self.batch, self.processes, self.sharing = order, batch, processes, sharing
+
+    def __len__(self) -> int:
+        per_round = self.batch * self.processes // self.sharing  # rows that all groups read at once
+        return -(-len(self.order) // per_round) * per_round * self.sharing  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[int]:
+        rows = list(self.order)
+        rows = list(islice(cycle(rows), len(self) // self.sharing))
+        for begin in range(0, len(rows), self.batch):
+            for _ in range(self.sharing):
+                yield from rows[begin : begin + self.batch]

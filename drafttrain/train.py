@@ -365,7 +365,9 @@ def run(args: argparse.Namespace) -> int:
     config, training_args = setup(args.config, args.overrides)
     check_folder(config.output_dir, "train", inputs_of_recipe(config), "output_dir")
     as_saved = redact(json.loads(json.dumps(asdict(config))))
-    if config.resume and read_training(Path(str(training_args.output_dir))).get("config") == as_saved:
+    trained = read_training(Path(str(training_args.output_dir))).get("config")
+    # A key that an earlier version did not have had no effect, as its default has none.
+    if config.resume and trained and {**asdict(TrainConfig()), **trained} == as_saved:
         print(f"{config.output_dir} is already trained with this configuration (resume=false trains it again)")
         return 0
     with explained(training_args), claimed(config, training_args) as output:

@@ -90,7 +90,7 @@ def kept_for_backward(shapes: Shapes, tokens: int, share: float, group: ShapeGro
     mask = torch.zeros(1, tokens, dtype=torch.bool)
     mask[:, round(tokens * (1 - share)) :] = True
     batch = Batch(torch.zeros(1, tokens, dtype=torch.long), torch.tensor([tokens]), mask, torch.tensor([0]))
-    batch = batch.share(group, shapes.depths)
+    batch = group.share(batch, shapes.depths)
     part, h = batch.part, shapes.hidden
 
     def state(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

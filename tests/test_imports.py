@@ -20,9 +20,9 @@ PACKAGE = Path(__file__).resolve().parents[1] / "drafttrain"
 ORDER = [
     ["credentials", "interrupts", "moved"],
     ["errors"],
-    ["values", "sequence_parallel"],
+    ["values"],
     ["files", "environment", "batch", "progress"],
-    ["config", "folders"],
+    ["config", "folders", "sequence_parallel"],
     ["ops"],
     ["losses", "target"],
     ["formats"],

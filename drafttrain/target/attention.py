@@ -34,7 +34,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from drafttrain.errors import UserError
 from drafttrain.ops.tree_attention import AttentionForm, TreeLayout, tree_attention
-from drafttrain.sequence_parallel import Part
 
 ATTENTION = "drafttrain"  # our name among transformers' attention functions
 LAST = -1  # the feature layer that is the state behind the last norm, which the head reads
@@ -118,31 +117,6 @@ class DocumentAttention:
                 layout = self.layouts.setdefault(length, TreeLayout(0, count=length))
                 outs.append(tree_attention(q, k, v, layout, **form))
         return torch.cat(outs, dim=2).transpose(1, 2)  # [1, n, heads, e]
-
-
-class SharedRows:
-    """The context of a process that shares the rows: exchanges tokens for heads around another context's attention.
-
-    Args:
-        inner: of all tokens. part: this process's; counts: tokens of each process.
-    """
-
-    def __init__(self, inner: DocumentAttention, part: Part, counts: list[int]):
-        self.inner, self.part, self.counts = inner, part, counts
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]) -> Tensor:
-        """As `AttentionContext.attend` declares it; a process without tokens runs a spare one, which is left out here."""
-        part, counts, group = self.part, self.counts, self.part.sharing
-        assert group is not None
-        own, heads = counts[group.rank], query.shape[1] // group.size
-        whole = (
-            part.to_heads(x[0, :, :own].transpose(0, 1), counts, keys=x is not query).transpose(0, 1)[None]
-            for x in (query, key, value)
-        )  # [1, heads / size, n, e] each
-        if form["sinks"] is not None:
-            form["sinks"] = form["sinks"][heads * group.rank : heads * (group.rank + 1)]
-        out = part.to_tokens(self.inner.attend(layer, *whole, **form)[0], counts)  # [own, heads, e]
-        return F.pad(out, (0, 0, 0, 0, 0, query.shape[2] - own))[None]
 
 
 class InterleavedRows(CausalRows):

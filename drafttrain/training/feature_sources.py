@@ -12,9 +12,9 @@ from torch import Tensor
 from drafttrain.batch import Batch
 from drafttrain.errors import UserError
 from drafttrain.losses import StoredTopK, TargetRows, Targets, tempered
-from drafttrain.sequence_parallel import Part
 from drafttrain.target import Target
-from drafttrain.target.attention import DocumentAttention, SharedRows
+from drafttrain.target.attention import DocumentAttention
+from drafttrain.target.shared_rows import run_shared
 
 if TYPE_CHECKING:
     from drafttrain.data.store import FeatureStore
@@ -120,7 +120,7 @@ class TargetSource:
             needed.view(-1)[part.seen.stop :] = False
         places = [(row, slice(start, start + length)) for row, start, length in batch.conversations().tolist()]
         # Positions of each conversation that are in this process's part.
-        held = [_within(part, row * s + span.start, span.stop - span.start) for row, span in places]
+        held = [part.within(row * s + span.start, span.stop - span.start) for row, span in places]
         rows = [needed[place].nonzero().squeeze(1) for place in places]  # [r] each, positions in the conversation
         indices, found = batch.index.tolist(), dict[int, Cached]()  # by number in the batch
         for number, (index, (_, span)) in enumerate(zip(indices, places, strict=True)):
@@ -141,8 +141,10 @@ class TargetSource:
         # resumed run, which has nothing kept yet, computes the same.
         size = 1 if self.target.device.type == "cpu" else max(len(missing), 1)
         if missing and batch.shared is not None:
-            found.update(zip(missing, self._run_shared(batch, [(*places[n], rows[n]) for n in missing]), strict=True))
-            size = len(missing)
+            parts = run_shared(self.target, self.layers, batch, [(*places[n], held[n], rows[n]) for n in missing])
+            for number, (features, hidden) in zip(missing, parts, strict=True):
+                argmax, log_z = self._statistics(hidden)
+                found[number] = CachedStates(features, argmax, hidden, log_z)
         for begin in range(0, len(missing) if batch.shared is None else 0, size):
             together = missing[begin : begin + size]
             made = self._run_target([batch.input_ids[places[n]] for n in together], [rows[n] for n in together])
@@ -203,34 +205,6 @@ class TargetSource:
                 features, hidden = features.bfloat16(), hidden.bfloat16()
             yield CachedStates(features, argmax, hidden, log_z)
 
-    def _run_shared(self, batch: Batch, conversations: list[tuple[int, slice, Tensor]]) -> Iterator[CachedStates]:
-        """As `_run_target`, in processes that share the rows: each runs the target over its part of them.
-
-        Args:
-            conversations: row, columns, and positions [r] that this process's losses read.
-        """
-        part, s, device = batch.part, batch.input_ids.shape[1], batch.input_ids.device
-        lengths = [span.stop - span.start for _, span, _ in conversations]
-        self.target.check_length(max(lengths))
-        begins = [row * s + span.start for row, span, _ in conversations]
-        positions = torch.cat([torch.arange(length, device=device) for length in lengths])
-        flat = positions + torch.repeat_interleave(torch.tensor(begins), torch.tensor(lengths)).to(device)
-        counts, own = part.counts(flat), part.of(flat)
-        n = own.stop - own.start
-        spare = F.pad(flat[own], (0, int(n == 0)), value=begins[0])  # a target runs no less than one token
-        places = F.pad(positions[own], (0, int(n == 0)))
-        context = SharedRows(DocumentAttention(lengths), part, counts)
-        out = self.target.forward(batch.input_ids.flatten()[spare][None], self.layers, places[None], context)
-        last = out.last_hidden[0, :n]
-        assert part.sharing is not None
-        last = torch.cat((last, part.sharing.behind(last[: part.reach])))  # [n + reach or more, h]
-        within = [_within(part, *each) for each in zip(begins, lengths, strict=True)]
-        pieces = out.features[0, :n].split([piece.stop - piece.start for piece in within])
-        for at, features, (_, _, needed) in zip(begins, pieces, conversations, strict=True):
-            hidden = last[torch.searchsorted(flat, at + needed) - own.start]  # [r, h]
-            argmax, log_z = self._statistics(hidden)
-            yield CachedStates(features, argmax, hidden, log_z)
-
     def _assemble(
         self, batch: Batch, found: list[Cached], places: list[tuple[int, slice]], held: list[slice], needed: Tensor
     ) -> TargetPart:
@@ -253,8 +227,3 @@ class TargetSource:
         shape = self._shape if self.bias is not None or self.target.shapes_logits else None
         at = dict(zip(self.temperatures, others, strict=True))
         return features, TargetRows(hidden, self.weight, first, argmax, shape, sampled, at), row_of
-
-
-def _within(part: Part, begin: int, length: int) -> slice:
-    """The positions in a conversation, which begins at a flat position, that a part holds."""
-    return slice(*(min(max(end - begin, 0), length) for end in (part.begin, part.end)))

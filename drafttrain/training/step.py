@@ -72,7 +72,7 @@ class StepTrainer(Trainer):
         batch = Batch.of(inputs)  # input_ids [b, s], response_mask [b, s]
         read = batch.input_ids
         if self.sequence is not None:  # this process computes a part of it, and embeds what that part reads
-            batch = batch.share(self.sequence, self.drafter.sequence_reach)
+            batch = self.sequence.share(batch, self.drafter.sequence_reach)
             read = read.flatten()[batch.part.seen][None]
         features, rows, row_of = self.source(batch)  # [b, s, f*h]; r target distributions; row of each position [b, s]
         embeds = self.target.embed(read)  # [b, s, h]

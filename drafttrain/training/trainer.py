@@ -9,7 +9,6 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from itertools import cycle, islice
 from pathlib import Path
 from typing import Annotated
 
@@ -29,6 +28,7 @@ from drafttrain.environment import peak_memory
 from drafttrain.errors import UserError
 from drafttrain.files import Json, is_disk_full, open_tensors, read_json, reading
 from drafttrain.folders import PARTIAL, OutputFolder
+from drafttrain.sequence_parallel import SharedBatches
 from drafttrain.training.callbacks import TimeBudget
 from drafttrain.training.on_policy import OnPolicy
 from drafttrain.training.step import StepTrainer, count_anchors
@@ -207,31 +207,6 @@ class ByLength(Sampler[int]):
         longest = max(range(len(steps)), key=lambda at: self.lengths[steps[at][0]])
         places = [at for at in torch.randperm(len(steps), generator=generator).tolist() if at != longest]
         return (row for at in [longest, *places] for row in steps[at])
-
-
-class SharedBatches(Sampler[int]):
-    """Repeats each batch of another order, so that all processes of a group that shares rows read the same.
-
-    Processes take successive batches in turn. The last batches are filled from the beginning of the order, as Accelerate fills
-    them.
-
-    Args:
-        batch: rows of a batch. processes: of the run. sharing: processes of a group.
-    """
-
-    def __init__(self, order: Sampler[int], batch: int, processes: int, sharing: int):
-        self.order, self.batch, self.processes, self.sharing = order, batch, processes, sharing
-
-    def __len__(self) -> int:
-        per_round = self.batch * self.processes // self.sharing  # rows that all groups read at once
-        return -(-len(self.order) // per_round) * per_round * self.sharing  # type: ignore[arg-type]
-
-    def __iter__(self) -> Iterator[int]:
-        rows = list(self.order)
-        rows = list(islice(cycle(rows), len(self) // self.sharing))
-        for begin in range(0, len(rows), self.batch):
-            for _ in range(self.sharing):
-                yield from rows[begin : begin + self.batch]
 
 
 def _move(partial: Path, root: Path, name: str) -> None:

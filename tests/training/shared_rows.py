@@ -83,7 +83,7 @@ def shared_steps(drafter, target, source, batch, count, size: int) -> list:
     def run(rank: int):
         try:
             group = ThreadGroup(board, rank, size)
-            return step(mine[rank], target, source(), batch.share(group, drafter.sequence_reach), count)
+            return step(mine[rank], target, source(), group.share(batch, drafter.sequence_reach), count)
         except BaseException:
             board.barrier.abort()
             raise

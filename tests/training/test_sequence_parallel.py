@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from drafttrain.batch import anchors_by_depth
+from drafttrain.config import TrainConfig
 from drafttrain.data.store import FeatureStore
 from drafttrain.errors import UserError
+from drafttrain.sequence_parallel import SharedBatches
+from drafttrain.training.arguments import sequence_group
 from drafttrain.training.feature_sources import TargetSource
-from drafttrain.training.trainer import SharedBatches
 from tests.conftest import make_target
 from tests.drafters.layer_kinds import make_kind
 from tests.drafters.test_draft_model import make_drafter as make_draft_model
@@ -19,7 +22,7 @@ from tests.drafters.test_eagle3 import make_batch
 from tests.drafters.test_eagle3_flags import packed_batch
 from tests.training.shared_rows import shared_steps, step
 
-KINDS = {
+KINDS: dict[str, dict] = {
     "eagle3": {"num_hidden_layers": 2, "sliding_window": 9, "ttt_steps": 3, "depth_share": 0.6},
     "eagle1": {"feature_noise": 0.0, "ttt_steps": 2, "qk_norm": True},
     "peagle": {"ttt_steps": 3},
@@ -134,3 +137,31 @@ def test_all_processes_of_a_group_read_each_batch():
     assert turns[0::4] == turns[1::4] == [[0, 1], [4, 5], [8, 9]]
     assert turns[2::4] == turns[3::4] == [[2, 3], [6, 7], [0, 1]]  # the last round is filled from the beginning
     assert len(SharedBatches(order, 2, 4, 2)) == len(read)  # type: ignore[arg-type]
+
+
+def arguments_of(**changes):
+    given = {"world_size": 4, "parallelism_config": None, "deepspeed_plugin": object()}
+    return SimpleNamespace(**{**given, "train_sampling_strategy": "group_by_length", **changes})
+
+
+@pytest.mark.parametrize(
+    ("recipe", "run", "message"),
+    [
+        ({"kind": "medusa"}, {}, "kind='medusa' has no attention"),
+        ({}, {"deepspeed_plugin": None}, "start with accelerate launch --use_deepspeed"),
+        ({}, {"world_size": 3}, "does not divide the 3 processes"),
+        ({"on_policy": {"share": 0.5}}, {}, "leave on_policy out"),
+        ({"cache_gb": 2.0}, {}, "cache_gb=2: parts of rows are not kept"),
+        ({}, {"train_sampling_strategy": "random"}, "train_sampling_strategy='random'"),
+    ],
+)
+def test_what_does_not_go_with_shared_rows_is_said(recipe, run, message):
+    with pytest.raises(UserError, match=f"^sequence_parallel=2: .*{message}"):
+        sequence_group(TrainConfig(**recipe, sequence_parallel=2), arguments_of(**run))
+
+
+def test_rows_cut_by_accelerate_are_refused(monkeypatch):
+    assert sequence_group(TrainConfig(), arguments_of()) is None
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "2")
+    with pytest.raises(UserError, match=r"parallelism_config cuts rows .* set the recipe's sequence_parallel"):
+        sequence_group(TrainConfig(), arguments_of())

@@ -25,18 +25,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import RMSNorm
 
-from drafttrain.batch import StepOutput, TokenTree, anchors_by_depth
+from drafttrain.batch import Attend, Part, StepOutput, TokenTree, anchors_by_depth
 from drafttrain.drafters.base import Samplers, Specs, StepInputs, Tensors
 from drafttrain.drafters.common import starts
 from drafttrain.drafters.common.configs import BlockConfig
 from drafttrain.drafters.common.layer_model import LayerSession, attend_packed
-from drafttrain.drafters.common.layers import Attend, DraftLayer
+from drafttrain.drafters.common.layers import DraftLayer, moved
 from drafttrain.drafters.common.trainable import DecoderDrafter
 from drafttrain.drafters.common.tree_growth import GrowingTree, Logits, grow_trees
 from drafttrain.losses import TargetRows, linear_divergence
 from drafttrain.ops.packing import PackedLinear
 from drafttrain.ops.path_attention import Spans, block_attention
-from drafttrain.sequence_parallel import Part
+from drafttrain.sequence_parallel import SharedPart
 from drafttrain.target import Target
 
 
@@ -180,7 +180,8 @@ class BlockDrafter(DecoderDrafter):
         begin = own - place[own]  # [m] index of each conversation's first token
         held, blocks = part.of(valid), part.of(every)  # this process's tokens and blocks
         context = self.fuse(features.flatten(0, 1)[valid[held] - part.begin])  # [part, h]
-        positions = self.positions(place, part)  # [t]
+        offset = self.config.position_offset if self.training else 0
+        positions = moved(place, offset, part) if offset else place  # [t]
         tables = self.rotary.tables(positions[held], context.dtype)
         spans, sizes = Spans(begin, own, begin), (part.counts(every), part.counts(valid))
         depth, size, window = self.config.depth, self.config.block_size, self.cache_shape.window
@@ -350,7 +351,7 @@ def _over_context(
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         base = layer.self_attn.keys_values(context, *tables)
-        if part.sharing is None:
+        if not isinstance(part, SharedPart):
             return block_attention(query, key, value, *base, spans, window=window)
         (_, heads, e), asked, held = query.shape, [queries * n for n in blocks], [size * n for n in blocks]
         key, value = (part.to_heads(x, held, keys=True) for x in (key, value))

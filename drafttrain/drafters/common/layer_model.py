@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafttrain.batch import Batch, StepOutput, TokenTree, anchors_by_depth, sums_by_depth
+from drafttrain.batch import Attend, Batch, Part, StepOutput, TokenTree, anchors_by_depth, sums_by_depth
 from drafttrain.drafters.base import Drafter, JointSession, Samplers, Specs, StepInputs, Tensors
-from drafttrain.drafters.common.layers import Attend, CacheShape, DraftLayer
+from drafttrain.drafters.common.layers import CacheShape, DraftLayer, moved
 from drafttrain.drafters.common.trainable import DecoderDrafter
 from drafttrain.drafters.common.tree_growth import GrowingTree, grow_trees
 from drafttrain.losses import TargetRows, linear_divergence
@@ -30,7 +30,6 @@ from drafttrain.ops.cpu_layers import DraftStep, DraftWeights
 from drafttrain.ops.packing import SKINNY_ROWS
 from drafttrain.ops.path_attention import PathAttention
 from drafttrain.ops.tree_attention import TreeLayout, tree_attention
-from drafttrain.sequence_parallel import Part
 
 Layouts = Sequence[TreeLayout]
 
@@ -162,7 +161,8 @@ class LayerDrafter(DecoderDrafter):
         valid, place = batch.anchors()  # [t] flat positions, and positions in their conversations
         own = [torch.searchsorted(valid, each) for each in anchors]  # per depth: indices into `valid` [t_k]
         held = part.of(valid)  # this process's entries of `valid`
-        positions = self.positions(place, part)  # [t]
+        offset = self.config.position_offset if self.training else 0
+        positions = moved(place, offset, part) if offset else place  # [t]
         embeds = embeds.flatten(0, 1)  # [part, target h]
         state = self.first_state(features.flatten(0, 1)[valid[held] - part.begin], batch)  # [part, h]
         decay = config.depth_decay ** torch.arange(config.ttt_steps, dtype=torch.float32, device=embeds.device)

@@ -19,7 +19,6 @@ from drafttrain.files import Json
 from drafttrain.formats.weights import Shapes, check_kept_ids, check_names, file_shapes, read_weights
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import pack
-from drafttrain.sequence_parallel import Part
 from drafttrain.target import Target
 from drafttrain.target.loading import check_finite, loading
 from drafttrain.values import check, kinds_of
@@ -199,10 +198,6 @@ class TrainableDrafter(Drafter, PreTrainedModel):
         self.embed = target.embed
 
 
-# First tokens of a conversation that `position_offset` leaves in place.
-ANCHORED = 4
-
-
 class DecoderDrafter(TrainableDrafter):
     """A trained drafter of decoder layers, with a cache. A kind calls `finish` when it has made its modules."""
 
@@ -217,23 +212,6 @@ class DecoderDrafter(TrainableDrafter):
         self.cache_shape = CacheShape(layers, config.num_key_value_heads, config.head_dim, config.sliding_window)
         self.gradient_checkpointing = False
         self.post_init()
-
-    def positions(self, place: Tensor, part: Part) -> Tensor:
-        """Rotary positions [t] in training, from places [t] in conversations, of all tokens of a batch.
-
-        With `position_offset` a conversation's first tokens, to which attention often goes, stay where they are and all
-        others move by one random number. So short rows train distances of long ones. Source: LongSpec, arXiv 2502.17421.
-
-        Args:
-            part: of processes that share the rows, which then draw the same.
-        """
-        most = self.config.position_offset
-        if not self.training or not most:
-            return place
-        first = place == 0
-        drawn = part.same(torch.rand(int(first.sum()), device=place.device))  # one per conversation
-        offset = (drawn * (most + 1)).long()[first.cumsum(0) - 1]  # [t]
-        return torch.where(place < ANCHORED, place, place + offset)
 
     @property
     def decoder_layers(self) -> list[DraftLayer]:

@@ -40,8 +40,10 @@ from drafttrain.formats.weights import read_config
 from drafttrain.losses import StoredTopK, linear_divergence
 from drafttrain.ops.tree_attention import TreeLayout
 from drafttrain.ops.tree_cache import TreeCache
+from drafttrain.sequence_parallel import SharedPart
 from drafttrain.target import Target
-from drafttrain.target.attention import DocumentAttention, SharedRows, apart, attention_context
+from drafttrain.target.attention import DocumentAttention, apart, attention_context
+from drafttrain.target.shared_rows import SharedRows
 from drafttrain.values import Name, Size
 
 _ADAPTER = "adapter"
@@ -275,10 +277,11 @@ class DraftModel(TrainableDrafter):
                 "gradient_checkpointing=true: the layers of a language model cannot be computed again while processes share "
                 "rows; leave it out, or raise sequence_parallel"
             )
+        assert isinstance(batch.shared, SharedPart)
         valid, place = batch.anchors()
         counts, own = batch.part.counts(valid), batch.part.of(valid)
         lengths = (batch.conversations()[:, 2] - 1).clamp(min=0)
-        context = SharedRows(DocumentAttention(lengths[lengths > 0].tolist()), batch.part, counts)
+        context = SharedRows(DocumentAttention(lengths[lengths > 0].tolist()), batch.shared, counts)
         spare = int(own.stop == own.start)  # a model runs no less than one token
         read = self._readable(batch.input_ids.flatten()[F.pad(valid[own], (0, spare))])
         with attention_context(context):
