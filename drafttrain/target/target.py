@@ -5,6 +5,7 @@ same thing everywhere. This subpackage is the only place that knows the insides 
 
     target.py        Target: load or wrap a model, run it
     proof.py         proves that states and logits through our attention are the model's own
+    shell.py         a target without its layers
     loading.py       loads models whose files hold exactly what their config promises
     attention.py     the registered attention function and feature hooks, through which a model's layers reach our cache
     native_body.py   the same forward as a few C calls, for decoding on a CPU
@@ -31,7 +32,6 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -52,7 +52,7 @@ from drafttrain.target.attention import (
 from drafttrain.target.devices import resolve_device, resolve_dtype, share_of_gpus
 from drafttrain.target.fetch import cached_model
 from drafttrain.target.generation import TargetGeneration, end_tokens, read_generation_config
-from drafttrain.target.loading import check_sizes, load_language_model, loading
+from drafttrain.target.loading import load_language_model, loading
 from drafttrain.target.native_body import NATIVE_ROWS, NativeBody
 from drafttrain.target.proof import prove, unsupported
 
@@ -391,27 +391,6 @@ def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
         return ""
     vocab = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
     return hashlib.sha256(json.dumps(vocab, ensure_ascii=True).encode()).hexdigest()[:16]
-
-
-# -- targets without weights ------------------------------------------------------------------------------------------
-
-
-def load_shell(name: str, trust_remote_code: bool = False) -> Target:
-    """A target on the meta device: shapes, tokenizer and identity, no weights.
-
-    Raises UserError: no config or tokenizer can be loaded by that name.
-    """
-    path, what = resolve_target(name), f"target={name!r}: config and tokenizer"
-    generation = read_generation_config(path, name)
-    with loading(what, "give a folder or Hub id"):
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        check_sizes(config, "", what, "give a folder or Hub id")
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    if generation is not None:  # many targets have none; config and tokenizer name the end of sequence too
-        model.generation_config = generation
-    return Target.wrap(model, tokenizer, name, path)
 
 
 def architectures_of(target: str) -> list[str]:
