@@ -85,7 +85,7 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         tensors = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **tensors)
+        return replace(self, **tensors)  # type: ignore[arg-type]
 
     @property
     def part(self) -> Part:

@@ -8,8 +8,8 @@ all-to-alls, DeepSpeed's, exchange tokens for heads:
 
 All processes of a group hold the same token ids and masks, a few bytes per token. So every shift of inputs, targets and masks is
 computed on whole rows, and what a process needs of them is then cut out (`SharedPart.of`). Accelerate's own path for models of
-transformers (`UlyssesSPAttentionHF`) cuts rows before the model sees them and shifts labels by one; an anchor reads tokens and target
-distributions further behind, and its keys of later depths are no sequence, so only the exchange itself is DeepSpeed's.
+transformers (`UlyssesSPAttentionHF`) cuts rows before the model sees them and shifts labels by one; an anchor reads tokens and
+target distributions further behind, and its keys of later depths are no sequence, so only the exchange is DeepSpeed's.
 """
 
 from __future__ import annotations

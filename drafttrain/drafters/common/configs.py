@@ -185,7 +185,7 @@ class LayerConfig(DecoderConfig):
         super().check()
         if self.hidden_act not in ACT2FN:
             raise UserError(f"hidden_act={self.hidden_act!r} is no activation of transformers; silu is the usual one")
-        if 0 < self.sliding_window <= self.ttt_steps:
+        if 0 < (self.sliding_window or 0) <= self.ttt_steps:
             raise UserError(
                 f"sliding_window={self.sliding_window} must be larger than ttt_steps={self.ttt_steps}, or drafted tokens "
                 "would lose sight of the text; raise it, or set 0 for no window"
