@@ -111,7 +111,7 @@ def export(
     Raises:
         UserError: the format does not support the drafter, or the output cannot be written.
     """
-    kind = check_expressible(trained, form)
+    kind = check_expressible(trained, form, release)
     inputs = [("drafter", str(trained.folder)), ("target", target)]
     with OutputFolder(output, "export", inputs) as folder, folder.staged() as part:
         files = kind.write(trained, form, ExportRequest(part, dtype, target, depth))
