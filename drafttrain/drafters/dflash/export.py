@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from drafttrain.drafters.common.block import BlockDrafter
+from drafttrain.drafters.dflash.block_reading import block_fields, is_dspark, named, own_keys, without_copies
 from drafttrain.drafters.dflash.model import DFlash
-from drafttrain.drafters.dflash.reading import block_fields, is_dspark, named, own_keys, without_copies
 from drafttrain.drafters.gguf_heads import GgufHeads
 from drafttrain.drafters.shipping import EngineRelease, Exported, ExportRequest, Format, Trained, engine_of
 from drafttrain.errors import UserError
@@ -38,7 +38,7 @@ from drafttrain.formats.weights import (
     read_weights,
     write_checkpoint,
 )
-from drafttrain.target import load_shell
+from drafttrain.target import Target, load_shell
 from drafttrain.target.loading import check_finite
 
 _MASK_FILE = "mask_embedding.pt"
@@ -140,12 +140,15 @@ class EngineBlocks(BlockFiles[Block]):
         """Writes config.json, model.safetensors and, for a learned mask of its own file, mask_embedding.pt; GGUF as the base."""
         if form == "gguf":
             return super().write(trained, form, request)
-        target = load_shell(request.target_files or trained.target_name, dtype="float32", device="cpu", weights=True)
+        drafter, name = self.load(trained), request.target_files or trained.target_name
+        target = (
+            load_shell(name, dtype="float32", device="cpu", weights=True) if self.lends(drafter) else load_shell(name)
+        )
         if target.embed_scale != 1.0:
             scale = f"the target scales its embeddings by {target.embed_scale:g}, and the engines' class does not"
             raise UserError(f"this drafter cannot be written for {form}: {scale}")
-        drafter = self.load(trained)
-        drafter.bind(target)  # its head and embedding rows are written where an engine cannot pick them itself
+        if self.lends(drafter):
+            drafter.bind(target)
         config = self.engine_config(drafter, form, request)
         weights = self.engine_weights(drafter, config)
         mask = weights.pop("mask", None)
@@ -184,6 +187,10 @@ class EngineBlocks(BlockFiles[Block]):
             kept = drafter.kept_ids.cpu()  # [d] int64
             weights |= {"lm_head.weight": drafter.head.weight, "d2t": kept - torch.arange(len(kept))}
         return weights
+
+    def lends(self, drafter: Block) -> bool:
+        """Whether an export holds rows of the target's, which engines cannot pick themselves; others need no weights of it."""
+        return drafter.lm_head is None and len(drafter.kept_ids) != drafter.config.vocab_size
 
     def extra_rows(self, drafter: Block) -> int:
         """Tokens of an export's vocabulary beyond the target's."""
