@@ -38,7 +38,7 @@ from drafttrain.formats.weights import (
     read_weights,
     write_checkpoint,
 )
-from drafttrain.target import Target, load_shell
+from drafttrain.target import load_shell
 from drafttrain.target.loading import check_finite
 
 _MASK_FILE = "mask_embedding.pt"
