@@ -30,6 +30,8 @@ from drafttrain.values import (
 Options = dict[str, Any]  # keys of a recipe
 Validation = Annotated[float, Field(ge=0, le=0.9)]
 CacheSize = Annotated[float, Field(ge=-1, le=1e6)]
+Gigabytes = Annotated[float, Field(ge=0, le=1e6)]
+Urls = Annotated[AnyText | tuple[AnyText, ...], Field(description="an address or a list of addresses")]
 MostSteps = Annotated[int, Field(ge=-1, le=10**9)]
 Epochs = Annotated[float, Field(ge=1e-6, le=1e6)]
 Interval = Annotated[float, Field(ge=1e-6, le=1e9)]
@@ -60,9 +62,19 @@ class TrainConfig:
     on_policy: Options = key({}, "the drafter writes a share of the responses: share, refresh_steps, ...")
     dtype: Dtype = key("auto", "of the frozen target")
     target_device_map: DeviceMap = key("", "auto spreads a target too large for one GPU over several")
+    target_url: Urls = key(
+        "", "servers that `drafttrain serve-target` started, one or a list: states stream from them during training"
+    )
+    states_dir: Name = key(
+        "", "the servers' folder of states as this machine sees it; empty for the same path as theirs"
+    )
+    prefetch_gb: Gigabytes = key(1.0, "per process, for states that are read or asked for ahead of their steps")
     max_length: Count = key(2048, "tokens used of a conversation")
     packing: bool = key(
         False, "fill rows of max_length tokens with several conversations, which do not attend to each other"
+    )
+    sequence_parallel: Count = key(
+        1, "processes that share each row, for rows too long for one; needs DeepSpeed and divides the processes"
     )
     validation: Validation = key(0.02, "share of conversations held out")
     max_minutes: Amount = key(0.0, "training time, by which the learning rate then decays too; 0 ends by steps instead")

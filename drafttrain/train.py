@@ -18,6 +18,7 @@ if __name__ == "__main__":  # before torch loads, which takes seconds in which a
 
 import argparse
 import contextlib
+import itertools
 import json
 import signal
 import time
@@ -41,7 +42,8 @@ from drafttrain.data.loader import (
     pack_rows,
     training_rows,
 )
-from drafttrain.data.store import FeatureStore, load_records, read_meta, stored_features
+from drafttrain.data.state_client import StateClient
+from drafttrain.data.store import FeatureStore, Share, load_records, read_meta, stored_features
 from drafttrain.drafters.base import NEW
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
@@ -53,6 +55,7 @@ from drafttrain.evaluation.metrics import read_training
 from drafttrain.files import Json, write_json
 from drafttrain.folders import PARTIAL, OutputFolder, check_folder
 from drafttrain.losses import parse_loss
+from drafttrain.sequence_parallel import SequenceGroup
 from drafttrain.target import Target, TargetShell, load_shell
 from drafttrain.training import arguments
 from drafttrain.training.callbacks import DecodeHeldOut, ProgressLines, SaveOnTerm, TimeBudget, gather_drafter
@@ -83,10 +86,18 @@ def check_pretraining(config: TrainConfig) -> None:
             )
         if config.on_policy:
             raise UserError("on_policy is scored by the target, but loss='next_token' does not run it; choose loss=kl")
+        if config.target_url:
+            raise UserError(
+                "target_url gives states of the target, which loss='next_token' does not read; leave it out"
+            )
     elif is_text(config.data):
         raise UserError(
             f"data={config.data!r} is raw text, which only loss=next_token learns from; for loss={config.loss} make a "
             "data set of the target's answers: drafttrain generate"
+        )
+    if config.target_url and config.on_policy:
+        raise UserError(
+            "on_policy runs the target on new responses, but with target_url its layers are not here; drop one"
         )
 
 
@@ -105,12 +116,14 @@ class Prepared:
     on_policy: OnPolicy | None  # mixes in the drafter's responses
     checkpoint: str | None  # to resume from
     facts: Json  # what training.json records about the drafter
+    sequence: SequenceGroup | None  # the processes that share this one's rows
     output: OutputFolder | None  # of the first process
 
 
 def prepare(config: TrainConfig, args: TrainingArguments, output: OutputFolder | None) -> Prepared:
     """Loads target and data, builds the drafter, and finds the checkpoint to resume from."""
     check_pretraining(config)
+    sequence = arguments.sequence_group(config, args)
     set_seed(args.seed)
     target, records = load_target_and_records(config, args)
     train_rows, held_out = training_rows(records, config.max_length, config.validation, args.seed)
@@ -138,7 +151,7 @@ def prepare(config: TrainConfig, args: TrainingArguments, output: OutputFolder |
     if config.init == "target" and checkpoint is None and source.has_states:
         begin_from_least_squares(drafter, train_rows, source)
     facts = {"parameters": parameters, "vocabulary": vocab, "data_set": data_facts(config.data)}
-    return Prepared(target, drafter, train_rows, held_out, source, on_policy, checkpoint, facts, output)
+    return Prepared(target, drafter, train_rows, held_out, source, on_policy, checkpoint, facts, sequence, output)
 
 
 def data_facts(data: str) -> Json:
@@ -163,7 +176,10 @@ def load_target_and_records(config: TrainConfig, args: TrainingArguments) -> tup
 def load_target(config: TrainConfig, args: TrainingArguments, reason: str) -> Target:
     """The target without its layers, or with them for a reason; says which."""
     where = str(args.device)
-    said = f"because {reason}" if reason else "without its layers: every conversation has stored states"
+    if config.target_url and reason:
+        raise UserError(f"target_url gives states, not layers, but {reason}; set init=random or the path of a drafter")
+    given = "its states stream from target_url" if config.target_url else "every conversation has stored states"
+    said = f"because {reason}" if reason else f"without its layers: {given}"
     if args.process_index == 0:
         print(f"loading target {config.target!r} {said}", flush=True)
     if reason:
@@ -172,11 +188,15 @@ def load_target(config: TrainConfig, args: TrainingArguments, reason: str) -> Ta
 
 
 def layers_needed(config: TrainConfig, records: Dataset | None) -> str:
-    """Why a run needs the target's layers; '' if all that it reads of them is stored."""
+    """Why a run needs the target's layers; '' if all that it reads of them is stored, or streams from servers."""
+    if config.target_url and config.init != "target":
+        return ""
     if config.loss == "next_token" or kind_class(config.kind).loads_language_models:
         return f"kind={config.kind} with loss={config.loss} may copy its layers"
     if config.on_policy:
         return "on_policy runs it"
+    if config.target_url:
+        return ""
     held = None if records is None else stored_features(Path(config.data).expanduser())
     if records is None or held is None or not held["layers"]:
         return "the data has no stored states (drafttrain features stores them)"
@@ -233,28 +253,48 @@ def build_source(config: TrainConfig, target: Target, drafter: TrainableDrafter,
     """The source of target features and distributions: memory, stored features, the target; none for next_token."""
     if config.loss == "next_token":
         return NoTarget()
-    cache_gb = config.cache_gb if config.cache_gb >= 0 else (4.0 if target.device.type == "cpu" else 0.0)
+    usual = 4.0 if target.device.type == "cpu" and config.sequence_parallel == 1 else 0.0  # parts of rows are not kept
+    cache_gb = config.cache_gb if config.cache_gb >= 0 else usual
     stored = FeatureStore.open(config.data, drafter.feature_layers)
+    servers = None
+    if config.target_url:
+        servers, stored = proven_servers(config, target, drafter, stored is not None), None
     ids = list(records["id"]) if stored else None
     at = parse_loss(config.loss).temperatures
-    return TargetSource(target, drafter.feature_layers, drafter.kept_ids, stored, ids, cache_gb * 1e9, at)
+    memory = cache_gb * 1e9, at, config.prefetch_gb * 1e9
+    return TargetSource(target, drafter.feature_layers, drafter.kept_ids, stored, ids, *memory, servers)
 
 
-def first_batches(rows: Dataset, device: torch.device) -> tuple[list[Batch], int]:
-    """The first rows, about START_TOKENS of them, as batches; and their number of tokens."""
+def proven_servers(config: TrainConfig, target: Target, drafter: TrainableDrafter, stored: bool) -> StateClient:
+    """The servers of `target_url`, each proven to serve this target. Raises UserError: one is not, or does not answer."""
+    urls = [config.target_url] if isinstance(config.target_url, str) else list(config.target_url)
+    servers = StateClient(urls, target, drafter.feature_layers, config.states_dir)
+    servers.prove()
+    if Share.of_process().rank == 0:
+        print("\n".join(servers.proofs), flush=True)
+        if stored:
+            print("note: the data's stored states are not read; leave target_url out to read them", flush=True)
+    return servers
+
+
+def first_batches(rows: Dataset, device: torch.device, source: BatchSource) -> tuple[list[Batch], int]:
+    """The first rows, about START_TOKENS of them, as batches whose states `source` reads ahead; and their number of tokens."""
     batches, tokens = list[Batch](), 0
     while tokens < START_TOKENS and 8 * len(batches) < len(rows):
         begin = 8 * len(batches)
         part = [rows[i] for i in range(begin, min(begin + 8, len(rows)))]
-        batches.append(Batch.of(collate(part)).to(device))
+        inputs = collate(part)
+        source.expect(inputs)
+        batches.append(Batch.of(inputs).to(device))
         tokens += sum(row["length"] for row in part)
     return batches, tokens
 
 
 def begin_from_least_squares(drafter: TrainableDrafter, rows: Dataset, source: BatchSource) -> None:
     """Solves the drafter's closed-form start on some of the data, before the first step; some kinds have none."""
-    batches, tokens = first_batches(rows, drafter.device)
-    share = drafter.solve_start(batches, source)  # type: ignore[arg-type]  # has_states: rows are TargetRows
+    with source.measuring():
+        batches, tokens = first_batches(rows, drafter.device, source)
+        share = drafter.solve_start(batches, source)  # type: ignore[arg-type]  # has_states: rows are TargetRows
     if share is not None:
         text = f"least-squares start on {tokens} tokens explains {100 * share:.0f} % of the target's last state"
         print(text, flush=True)
@@ -275,6 +315,7 @@ def fit(config: TrainConfig, args: TrainingArguments, run: Prepared) -> tuple[Dr
         target=run.target,
         source=run.source,
         on_policy=run.on_policy,
+        sequence=run.sequence,
         callbacks=[ProgressLines(), *budget],
     )
     trainer.remove_callback(PrinterCallback)
@@ -302,8 +343,11 @@ def watch_acceptance(config: TrainConfig, trainer: DrafterTrainer, held_out: Dat
     if isinstance(target, TargetShell):
 
         def replay(drafter: TrainableDrafter) -> dict[str, float]:
-            return replayed(drafter, held_out, trainer.source, spec, config.decode_prompts, config.decode_tokens)  # type: ignore[arg-type]  # rows may be None in pretraining only
+            with trainer.source.measuring():
+                return replayed(drafter, held_out, trainer.source, spec, config.decode_prompts, config.decode_tokens)  # type: ignore[arg-type]  # rows may be None in pretraining only
 
+        answers = (row for row in held_out if row["spans"][0][0] > 0)
+        trainer.source.read_once(row["index"] for row in itertools.islice(answers, config.decode_prompts))
         trainer.add_callback(DecodeHeldOut(trainer, config.decode_steps, replay))
         return
     prompts = first_prompts(held_out, config.decode_prompts, target.max_positions)
@@ -327,6 +371,7 @@ def finish(config: TrainConfig, run: Prepared, trainer: DrafterTrainer, seconds:
         if run.held_out is not None:
             choose_tree(trainer, run.held_out)
     state, args = trainer.state, trainer.args
+    waits = trainer.wait_share()
     losses = [entry["train_loss"] for entry in state.log_history if "train_loss" in entry]
     summary = {
         "drafttrain": __version__,
@@ -338,6 +383,7 @@ def finish(config: TrainConfig, run: Prepared, trainer: DrafterTrainer, seconds:
         "held_out": metrics,
         **run.facts,
         "target_features": run.source.hits,
+        "states_wait": waits,
         "on_policy_rows": run.on_policy.used if run.on_policy else 0,
         "engine": type(trainer.model_wrapped).__name__,
         "device": str(args.device),
@@ -365,7 +411,9 @@ def choose_tree(trainer: DrafterTrainer, held_out: Dataset) -> None:
     first = trainer.is_world_process_zero()
     drafter = gather_drafter(trainer.drafter, trainer.target, first)
     if first and drafter is not None:
-        tree = drafter.eval().suggest_tree(first_batches(held_out, drafter.device)[0], trainer.source)
+        with trainer.source.measuring():
+            batches, _ = first_batches(held_out, drafter.device, trainer.source)
+            tree = drafter.eval().suggest_tree(batches, trainer.source)
         if tree is not None:
             write_json(decoding_file(str(trainer.args.output_dir)), {"tree": tree})
             print(f"default tree, by held-out accuracy: {tree}", flush=True)
@@ -396,18 +444,23 @@ def run(args: argparse.Namespace) -> int:
     config, training_args = setup(args.config, args.overrides)
     check_folder(config.output_dir, "train", inputs_of_recipe(config), "output_dir")
     as_saved = redact(json.loads(json.dumps(asdict(config))))
-    if config.resume and read_training(Path(str(training_args.output_dir))).get("config") == as_saved:
+    trained = read_training(Path(str(training_args.output_dir))).get("config")
+    # A key that an earlier version did not have had no effect, as its default has none.
+    if config.resume and trained and {**asdict(TrainConfig()), **trained} == as_saved:
         print(f"{config.output_dir} is already trained with this configuration (resume=false trains it again)")
         return 0
     with explained(training_args), claimed(config, training_args) as output:
         prepared = prepare(config, training_args, output)
-        trainer, seconds = fit(config, training_args, prepared)
-        summary = finish(config, prepared, trainer, seconds)
+        with contextlib.closing(prepared.source):
+            trainer, seconds = fit(config, training_args, prepared)
+            summary = finish(config, prepared, trainer, seconds)
     if training_args.process_index == 0:
         held, best = summary["held_out"], summary["best"]
         decoded = f"{best['accepted_length']:.2f} decoded at step {best['step']}, " if best["step"] else ""
+        share, length = summary["states_wait"], held.get("eval_accepted_length", float("nan"))
+        waits = "" if share is None else f" (waiting for states took {100 * share:.1f} % of the steps' time)"
         print(
-            f"trained {summary['steps']} steps in {summary['seconds']:.0f} s on {summary['engine']}; held out: accepted length "
-            f"{decoded}{held.get('eval_accepted_length', float('nan')):.2f} estimated\ndrafter: {config.output_dir}"
+            f"trained {summary['steps']} steps in {summary['seconds']:.0f} s on {summary['engine']}{waits}; held out: accepted "
+            f"length {decoded}{length:.2f} estimated\ndrafter: {config.output_dir}"
         )
     return 0

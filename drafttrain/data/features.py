@@ -13,12 +13,14 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import get_args
 
 import torch
 from datasets import Dataset
 from torch import Tensor
 
 from drafttrain.data.generate import parse_layers
+from drafttrain.data.int8_rows import StoreDtype, stored_as, value_bytes
 from drafttrain.data.state_client import RowStates, StateClient
 from drafttrain.data.state_server import StateServer, check_flags, flag_value, free_port
 from drafttrain.data.store import (
@@ -36,7 +38,6 @@ from drafttrain.flags import add_target_flags, load_target
 from drafttrain.folders import OutputFolder, check_folder
 from drafttrain.progress import Progress
 from drafttrain.target import Target, load_shell
-from drafttrain.target.devices import DTYPES
 from drafttrain.values import AnyText, DeviceMap, File, Name, Place, Size, adder
 
 HELP = """store the target's hidden states of a data set, for training without running the target
@@ -66,7 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--target-device-map", DeviceMap, default="", help="auto spreads the target over GPUs (default: one device)")
     add("--layers", default="default", help="target states to store: default, or 2,15,27")
     add("--top-k", Size, default=0, help="store this many most likely tokens in place of the last hidden states")
-    add("--store-dtype", default="bfloat16", choices=["bfloat16", "float32"], help="of stored states")
+    more = "of stored states; int8 takes half of bfloat16's bytes"
+    add("--store-dtype", default="bfloat16", choices=get_args(StoreDtype), help=more)
     add("--max-length", Size, default=0, help="tokens of a conversation to store; 0 stores all")
     add("--backend", default="local", choices=["local", "vllm"], help="what computes the states (default: %(default)s)")
     add("--url", action="append", default=[], help="server of --backend vllm that serve-target started; repeat it for several "
@@ -104,6 +106,10 @@ def run(args: argparse.Namespace) -> int:
         target = load_shell(name, args.dtype, args.device, args.trust_remote_code, weights=True)
     if meta["target"]["tokenizer"] != target.identity()["tokenizer"]:
         raise UserError(f"data={args.data!r} was tokenized for target {meta['target']['name']!r}, not for {name!r}")
+    if args.top_k and args.store_dtype == "int8":
+        raise UserError(
+            f"store_dtype=int8 stores states, but top_k={args.top_k} stores logits; drop --top-k, or store in bfloat16"
+        )
     if args.top_k > target.vocab_size:
         raise UserError(f"top_k={args.top_k} is more than the {target.vocab_size} tokens of target {name!r}")
     layers = parse_layers(args.layers, target)
@@ -160,7 +166,7 @@ def extract(
     done = FeatureStore(root)
     limit = args.max_length or None
     todo = [(row["id"], row["tokens"][:limit]) for row in records if row["id"] not in done]
-    element = DTYPES[args.store_dtype].itemsize
+    element = value_bytes(args.store_dtype, target.hidden_size)
     last = 8 * args.top_k + 4 if args.top_k else element * target.hidden_size  # ids, logits and log_z, or the state
     row_bytes = 1.01 * (element * len(layers) * target.hidden_size + last)
     needed = row_bytes * sum(len(tokens) - 1 for _, tokens in todo)  # no state is needed at the last token
@@ -177,7 +183,7 @@ def extract(
     mine = [it for it in todo if share.owns(it[0])]
     if not mine:
         return
-    top_k, dtype = args.top_k, DTYPES[args.store_dtype]
+    top_k, dtype = args.top_k, args.store_dtype
     if args.backend == "local":
         found = local_states(target, mine, layers, top_k, dtype)
     else:
@@ -214,7 +220,7 @@ def batches(todo: list[tuple[str, list[int]]], limit: int) -> Iterator[list[tupl
 
 @torch.no_grad()
 def local_states(
-    target: Target, rows: list[Row], layers: tuple[int, ...], top_k: int, dtype: torch.dtype
+    target: Target, rows: list[Row], layers: tuple[int, ...], top_k: int, dtype: StoreDtype
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Ids and stored tensors of rows, from the target in this process; in the order in which rows share forwards."""
     for group in batches(rows, 1 if target.device.type == "cpu" else _BATCH_TOKENS):
@@ -228,7 +234,7 @@ def local_states(
 
 
 def served_states(
-    client: StateClient, rows: list[Row], in_flight: int, top_k: int, dtype: torch.dtype
+    client: StateClient, rows: list[Row], in_flight: int, top_k: int, dtype: StoreDtype
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Ids and stored tensors of rows, in their order, from servers that are asked for `in_flight` rows at a time."""
     waiting: deque[tuple[str, Future[RowStates]]] = deque()
@@ -247,16 +253,16 @@ def served_states(
 
 
 @torch.no_grad()
-def stored_tensors(target: Target, row: RowStates, top_k: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The tensors of a row that `FeatureStore.get` returns, on the CPU."""
-    found = {"features": row.features.to(dtype)}  # [n, f*h]
+def stored_tensors(target: Target, row: RowStates, top_k: int, dtype: StoreDtype) -> dict[str, Tensor]:
+    """The tensors to store for a row, on the CPU."""
+    found = stored_as("features", row.features, dtype, target.hidden_size)  # [n, f*h]
     if top_k:
         last = row.last_hidden.to(target.device, target.embed_weight.dtype)
         parts = [top_tokens(target.head(part), top_k) for part in last.split(256)]
         names = ("topk_ids", "topk_logits", "log_z")
         found.update(zip(names, map(torch.cat, zip(*parts, strict=True)), strict=True))
     else:
-        found["last_hidden"] = row.last_hidden.to(dtype)  # [n, h]
+        found |= stored_as("last_hidden", row.last_hidden, dtype, target.hidden_size)  # [n, h]
     return {name: tensor.cpu() for name, tensor in found.items()}
 
 

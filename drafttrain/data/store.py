@@ -19,7 +19,9 @@ import json
 import math
 import os
 import shutil
+import threading
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +35,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from typing_extensions import NotRequired, TypedDict
 
+from drafttrain.data.int8_rows import block_size, restored, scale_names
 from drafttrain.data.record_cache import StoredIds, cached_records
 from drafttrain.environment import __version__
 from drafttrain.errors import UserError, first_line
@@ -56,6 +59,7 @@ from drafttrain.target.attention import LAST
 FORMAT = 1
 _SYNC_SECONDS = 5.0  # between calls of fsync
 _SHARD_BYTES = 64_000_000
+_OPEN_SHARDS = 256  # a process may have 65,530 mappings
 _STATES_FIX = "store the states again: drafttrain features --data DIR --overwrite"
 _SHARD_FIX = "delete this file, and store its states again: drafttrain features --data DIR"
 _BOOKKEEPING = ("format", "drafttrain", "counts")  # keys of meta.json that are no settings
@@ -379,7 +383,8 @@ class FeatureStore:
         vocab_size: int = 0,
     ):
         self.columns, self.top_k, self.layers, self.width, self.vocab_size = columns, top_k, layers, width, vocab_size
-        self._files: dict[Path, safe_open] = {}
+        self._files: OrderedDict[Path, safe_open] = OrderedDict()  # the last used ones; each is a mapping of memory
+        self._opening = threading.Lock()
         self._where: dict[str, Path] = {}  # conversation -> shard
         for shard in sorted((directory / "features").glob("part-*.safetensors")):
             with open_tensors(shard, "data", _SHARD_FIX) as file:
@@ -409,10 +414,10 @@ class FeatureStore:
         return key in self._where
 
     def get(self, key: str) -> dict[str, Tensor] | None:
-        """The stored tensors of a conversation, or None; n is tokens - 1.
+        """The stored tensors of a conversation, or None; n is tokens - 1. Threads may call it at once.
 
         "features" [n, f*h], and either "last_hidden" [n, h], or "topk_ids" [n, k] int32 (most likely first), "topk_logits"
-        [n, k] and "log_z" [n] float32, the log of the softmax denominator over the full vocabulary.
+        [n, k] and "log_z" [n] float32, the log of the softmax denominator over the full vocabulary. int8 states come as bfloat16.
 
         Raises:
             UserError: a damaged shard, a tensor that is missing or has another shape, or values that no target computes.
@@ -420,20 +425,32 @@ class FeatureStore:
         shard = self._where.get(key)
         if shard is None:
             return None
-        if shard not in self._files:
-            self._files[shard] = open_tensors(shard, "data", _SHARD_FIX)
         names = ("topk_ids", "topk_logits", "log_z") if self.top_k else ("last_hidden",)
         with reading(shard, "data", _SHARD_FIX):
-            found = {name: self._files[shard].get_tensor(f"{key}/{name}") for name in ("features", *names)}
-        if fault := self._fault(found):
+            file = self._open(shard)
+            found = {name: file.get_tensor(f"{key}/{name}") for name in ("features", *names)}
+            scales = {
+                name: file.get_tensor(f"{key}/{scale}") for name in found for scale in scale_names(name, found[name])
+            }
+        if fault := self._fault(found, scales):
             raise UserError(f"data={str(shard)!r}, conversation {key!r}: {fault}; {_SHARD_FIX}")
+        # Copies, since a view keeps the whole shard mapped.
+        found = {name: restored(held, scales[name]) if name in scales else held.clone() for name, held in found.items()}
         if self.columns is not None:
             stored = found["features"]  # [n, layers*h]
             parts = [found["last_hidden"] if part is None else stored[:, slice(*part)] for part in self.columns]
             found["features"] = torch.cat([stored[:, :0], *parts], dim=-1)  # [n, f*h]
         return found
 
-    def _fault(self, found: dict[str, Tensor]) -> str:
+    def _open(self, shard: Path) -> safe_open:
+        with self._opening:
+            file = self._files.pop(shard, None) or open_tensors(shard, "data", _SHARD_FIX)
+            self._files[shard] = file
+            if len(self._files) > _OPEN_SHARDS:
+                self._files.popitem(last=False)
+        return file
+
+    def _fault(self, found: dict[str, Tensor], scales: dict[str, Tensor]) -> str:
         """What is wrong with a conversation's tensors; '' if nothing is."""
         n = found["features"].shape[:1]  # [rows]
         columns = {"features": (self.layers * self.width,), "last_hidden": (self.width,), "log_z": ()}
@@ -441,8 +458,14 @@ class FeatureStore:
             wanted = (*n, *columns.get(name, (self.top_k,)))
             if tuple(tensor.shape) != wanted:
                 return f"{name} has the shape {list(tensor.shape)} instead of {list(wanted)}"
-            if not (tensor.dtype == torch.int32 if name == "topk_ids" else tensor.is_floating_point()):
+            if not (
+                tensor.dtype == torch.int32 if name == "topk_ids" else tensor.is_floating_point() or name in scales
+            ):
                 return f"{name} has the type {tensor.dtype}"
+            if name in scales:  # int8 values are finite, so their scales are looked at
+                blocks, tensor = (*n, wanted[1] // block_size(self.width)), scales[name]
+                if tuple(tensor.shape) != blocks or not tensor.is_floating_point():
+                    return f"the scales of {name} are {tensor.dtype} {list(tensor.shape)} instead of {list(blocks)}"
             # One pass without a copy: NaN and infinity survive the sum.
             if tensor.is_floating_point() and not math.isfinite(tensor.sum(dtype=torch.float32)):
                 return f"{name} holds NaN or infinite values"

@@ -1,9 +1,10 @@
-"""The frozen target's part of a training step: run online, read from stored features, or kept from an earlier epoch."""
+"""The frozen target's part of a training step: run online, read from a disk or a server, or kept from an earlier epoch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Unpack
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -12,36 +13,20 @@ from torch import Tensor
 from drafttrain.batch import Batch
 from drafttrain.errors import UserError
 from drafttrain.losses import StoredTopK, TargetRows, Targets, tempered
-from drafttrain.ops.tree_attention import AttentionForm, TreeLayout, tree_attention
 from drafttrain.target import Target
+from drafttrain.target.attention import DocumentAttention
+from drafttrain.target.shared_rows import run_shared
+from drafttrain.training.states_ahead import Inputs, States, StatesAhead
 
 if TYPE_CHECKING:
+    from drafttrain.data.state_client import StateClient
     from drafttrain.data.store import FeatureStore
 
 # What a source returns: features [b, s, f*h], the target distributions of r rows, and row_of [b, s] int64: the row whose
-# distribution follows each position, -1 where no loss reads one.
+# distribution follows each position, -1 where no loss reads one. In a process that shares the rows, features [1, part, f*h].
 TargetPart = tuple[Tensor, Targets, Tensor]
-
-
-class DocumentAttention:
-    """An attention context for one row of several documents: each attends causally, and only to itself."""
-
-    def __init__(self, lengths: list[int]):
-        self.lengths = lengths
-        self.layouts: dict[int, TreeLayout] = {}  # by length; they keep the masks of windowed layers
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]) -> Tensor:
-        """Attention of one layer, as `AttentionContext.attend` declares it; no keys are cached."""
-        plain, window, outs = form["softcap"] is None and form["sinks"] is None, form["window"], []
-        for q, k, v in zip(*(x.split(self.lengths, dim=2) for x in (query, key, value)), strict=True):
-            length = q.shape[2]
-            if plain and (window is None or window >= length):
-                scale = form["scaling"]
-                outs.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True))
-            else:
-                layout = self.layouts.setdefault(length, TreeLayout(0, count=length))
-                outs.append(tree_attention(q, k, v, layout, **form))
-        return torch.cat(outs, dim=2).transpose(1, 2)  # [1, n, heads, e]
+_READERS = 4  # threads that read stored states
+_ASKERS = 16  # requests to servers at once, which a server runs together
 
 
 class CachedStates(NamedTuple):
@@ -72,10 +57,24 @@ class BatchSource(Protocol):
     Attributes:
         hits: conversations by where they came from, for training.json.
         has_states: target distributions come as states times head (`TargetRows`), which closed-form starts read.
+        ahead: what reads states ahead of the step; None if nothing is read.
     """
 
     hits: dict[str, int]
     has_states: bool
+    ahead: StatesAhead | None
+
+    def expect(self, inputs: Inputs) -> None:
+        """Announces a coming micro-batch, so that its states are there when it is its turn."""
+
+    def read_once(self, indices: Iterable[int]) -> None:
+        """Keeps the states of these conversations in memory if they come from a server."""
+
+    def close(self) -> None:
+        """Ends reading ahead, and connections to servers."""
+
+    def measuring(self) -> contextlib.AbstractContextManager[StatesAhead | None]:
+        """Reads ahead for a measurement, apart from training, whose coming conversations stay as they are."""
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Targets | None, Tensor | None]: ...
 
@@ -85,6 +84,19 @@ class NoTarget:
 
     hits: dict[str, int] = {}
     has_states = False
+    ahead: StatesAhead | None = None
+
+    def expect(self, inputs: Inputs) -> None:
+        """Nothing is read."""
+
+    def read_once(self, indices: Iterable[int]) -> None:
+        """No states are read."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def measuring(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def __call__(self, batch: Batch) -> tuple[Tensor, None, None]:
         return torch.empty(*batch.input_ids.shape, 0, device=batch.input_ids.device), None, None
@@ -93,14 +105,17 @@ class NoTarget:
 class TargetSource:
     """Gives a batch its target features and distributions at the least cost.
 
-    A conversation is looked up in memory (kept from an earlier epoch), then in stored features; else the target runs.
-    Results are kept up to `limit_bytes`. Conversations of no data set (index below 0) are neither looked up nor kept.
+    A conversation is looked up in memory (kept from an earlier epoch), then in stored features or at servers; else the
+    target runs. Results are kept up to `limit_bytes`. Conversations of no data set (index below 0) are neither looked up
+    nor kept.
 
     Args:
         target: frozen; feature_layers: what the drafter reads; kept_ids: [d] the drafter's vocabulary.
         stored: features on disk, or None. ids: conversation id by data set index, to find them there.
         limit_bytes: memory for kept conversations.
         temperatures: other than 1, at which the loss reads the target's full distribution.
+        prefetch_bytes: of states that are read or asked for before their step.
+        servers: give the states in place of `stored`; the target may then be a shell.
     """
 
     def __init__(
@@ -112,6 +127,8 @@ class TargetSource:
         ids: list[str] | None = None,
         limit_bytes: float = 0,
         temperatures: tuple[float, ...] = (),
+        prefetch_bytes: float = 1e9,
+        servers: StateClient | None = None,
     ):
         self.target, self.layers, self.stored, self.ids = target, feature_layers, stored, ids or []
         self.temperatures = temperatures
@@ -127,24 +144,91 @@ class TargetSource:
         self.limit_bytes, self.used_bytes = limit_bytes, 0
         self.kept: dict[int, Cached] = {}
         self.has_states = stored is None or not stored.top_k
-        self.hits = {"memory": 0, "stored": 0, "online": 0}
+        self.servers, self.prefetch_bytes = servers, prefetch_bytes
+        self.once: dict[int, States] = {}  # conversations that are read once
+        self.ahead = None if stored is None and servers is None else self._new_ahead()
+        self.read_from = "stored" if servers is None else "streamed"
+        self.hits = {"memory": 0, self.read_from: 0, "online": 0}
+
+    def _new_ahead(self) -> StatesAhead:
+        token_bytes = 4 * (len(self.layers) + 1) * self.target.hidden_size  # of float32, until states are measured
+        threads = _READERS if self.servers is None else _ASKERS
+        return StatesAhead(self._read, self.prefetch_bytes, token_bytes, threads)
+
+    def _read(self, index: int, tokens: Tensor) -> States:
+        """The states of a conversation of token ids [s], as `FeatureStore.get` returns them; several threads call it."""
+        if self.servers is None:
+            assert self.stored is not None
+            return self.stored.get(self.ids[index])
+        if (kept := self.once.get(index)) is not None:
+            return kept
+        # The last token's state is not needed. bfloat16, as stored: a streamed run equals one on stored states.
+        states = self.servers.request(tokens[:-1].tolist())
+        found = {"features": states.features.bfloat16(), "last_hidden": states.last_hidden.bfloat16()}
+        if index in self.once:
+            self.once[index] = found
+        return found
+
+    def expect(self, inputs: Inputs) -> None:
+        if self.ahead is None:
+            return
+        batch = Batch.of(inputs)
+        ids, index = batch.input_ids.cpu(), batch.index.tolist()
+        for (row, start, length), number in zip(batch.conversations().tolist(), index, strict=True):
+            if number >= 0 and number not in self.kept:
+                self.ahead.expect(number, ids[row, start : start + length])
+
+    def read_once(self, indices: Iterable[int]) -> None:
+        self.once |= dict.fromkeys(indices)
+
+    def close(self) -> None:
+        if self.ahead is not None:
+            self.ahead.close()
+        if self.servers is not None:
+            self.servers.close()
+
+    @contextlib.contextmanager
+    def measuring(self) -> Iterator[StatesAhead | None]:
+        before = self.ahead
+        self.ahead = before and self._new_ahead()
+        try:
+            yield self.ahead
+        finally:
+            if self.ahead is not None:
+                self.ahead.close()
+            self.ahead = before
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> TargetPart:
         mask = batch.response_mask  # [b, s] bool
         # [b, s] bool, positions whose target distribution some depth is trained on: both x_j and x_{j+1} are in a response
         needed = F.pad(mask[:, :-1] & mask[:, 1:], (0, 1))
+        s, part = mask.shape[1], batch.part
+        if batch.shared is not None:  # what this process's anchors read
+            needed.view(-1)[: part.seen.start] = False
+            needed.view(-1)[part.seen.stop :] = False
         places = [(row, slice(start, start + length)) for row, start, length in batch.conversations().tolist()]
+        # Positions of each conversation that are in this process's part.
+        held = [part.within(row * s + span.start, span.stop - span.start) for row, span in places]
         rows = [needed[place].nonzero().squeeze(1) for place in places]  # [r] each, positions in the conversation
         indices, found = batch.index.tolist(), dict[int, Cached]()  # by number in the batch
-        for number, (index, (_, span)) in enumerate(zip(indices, places, strict=True)):
-            conversation = self.kept.get(index)
-            self.hits["memory"] += conversation is not None
-            if conversation is None and self.stored is not None and index >= 0:
-                conversation = self._from_store(self.stored, index, span.stop - span.start, rows[number])
-                self.hits["stored"] += conversation is not None
-            if conversation is not None:
-                found[number] = conversation
+        for number, index in enumerate(indices):
+            if index in self.kept and batch.shared is None:  # parts are not kept
+                found[number] = self.kept[index]
+                self.hits["memory"] += 1
+                if self.ahead is not None:
+                    self.ahead.release(index)
+        if self.ahead is not None:
+            ids = batch.input_ids.cpu()
+            read = [number for number, index in enumerate(indices) if index >= 0 and number not in found]
+            for number in read:  # all at once, those that were not announced too
+                self.ahead.ask(indices[number], ids[places[number]])
+            for number in read:
+                states = self.ahead.take(indices[number], ids[places[number]])
+                # A response's last token was sampled but never fed, so its state may be missing; no loss reads it.
+                if states is not None and len(states["features"]) >= len(ids[places[number]]) - 1:
+                    found[number] = self._from_states(states, rows[number], held[number])
+                    self.hits[self.read_from] += 1
         missing = [number for number in range(len(places)) if number not in found]
         if missing and self.stored is not None and self.stored.top_k:
             raise UserError(
@@ -154,17 +238,23 @@ class TargetSource:
         # One conversation at a time on a CPU: its values then do not depend on which others are in the batch, so a
         # resumed run, which has nothing kept yet, computes the same.
         size = 1 if self.target.device.type == "cpu" else max(len(missing), 1)
-        for begin in range(0, len(missing), size):
+        if missing and batch.shared is not None:
+            parts = run_shared(self.target, self.layers, batch, [(*places[n], held[n], rows[n]) for n in missing])
+            for number, (features, hidden) in zip(missing, parts, strict=True):
+                argmax, log_z = self._statistics(hidden)
+                found[number] = CachedStates(features, argmax, hidden, log_z)
+        for begin in range(0, len(missing) if batch.shared is None else 0, size):
             together = missing[begin : begin + size]
             made = self._run_target([batch.input_ids[places[n]] for n in together], [rows[n] for n in together])
             found.update(zip(together, made, strict=True))
         self.hits["online"] += len(missing)
         for number, index in enumerate(indices):
             size = sum(tensor.nbytes for tensor in found[number])
-            if index >= 0 and index not in self.kept and self.used_bytes + size <= self.limit_bytes:
+            wanted = batch.shared is None and index >= 0 and index not in self.kept
+            if wanted and self.used_bytes + size <= self.limit_bytes:
                 self.kept[index] = found[number]
                 self.used_bytes += size
-        return self._assemble(batch, [found[number] for number in range(len(places))], places, needed)
+        return self._assemble(batch, [found[number] for number in range(len(places))], places, held, needed)
 
     def _statistics(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """[r, h] -> drafter id of the likeliest token [r], logs of the full softmax denominators [r, 1 + temperatures]."""
@@ -182,13 +272,9 @@ class TargetSource:
         """Logits [r, d] from states times head: the target's bias, scale and soft cap."""
         return self.target.shape_logits(products if self.bias is None else products + self.bias)
 
-    def _from_store(self, stored: FeatureStore, index: int, length: int, rows: Tensor) -> Cached | None:
-        found = stored.get(self.ids[index])
-        # A response's last token was sampled but never fed, so its state may be missing; no loss reads it.
-        if found is None or len(found["features"]) < length - 1:
-            return None
-        features = found["features"][:length].to(self.target.device)  # [s or s - 1, f*h]
-        features = F.pad(features, (0, 0, 0, length - len(features)))
+    def _from_states(self, found: dict[str, Tensor], rows: Tensor, held: slice) -> Cached:
+        features = found["features"][held].to(self.target.device)  # [held, f*h], or one less at the end
+        features = F.pad(features, (0, 0, 0, held.stop - held.start - len(features)))
         if "last_hidden" in found:
             hidden = found["last_hidden"].to(rows.device)[rows]  # [r, h]
             argmax, log_z = self._statistics(hidden.to(self.target.compute_dtype))
@@ -214,12 +300,14 @@ class TargetSource:
             yield CachedStates(features, argmax, hidden, log_z)
 
     def _assemble(
-        self, batch: Batch, found: list[Cached], places: list[tuple[int, slice]], needed: Tensor
+        self, batch: Batch, found: list[Cached], places: list[tuple[int, slice]], held: list[slice], needed: Tensor
     ) -> TargetPart:
-        b, s = batch.input_ids.shape
-        features = found[0].features.new_zeros(b, s, found[0].features.shape[1])
-        for place, conversation in zip(places, found, strict=True):
-            features[place] = conversation.features
+        (b, s), part = batch.input_ids.shape, batch.part
+        features = found[0].features.new_zeros(part.end - part.begin, found[0].features.shape[1])
+        for (row, span), own, conversation in zip(places, held, found, strict=True):
+            begin = row * s + span.start - part.begin
+            features[begin + own.start : begin + own.stop] = conversation.features
+        features = features.unflatten(0, (1, -1) if batch.shared else (b, s))
         row_of = torch.full((b, s), -1, device=needed.device)
         row_of[needed] = torch.arange(int(needed.sum()), device=needed.device)
         # The row at position j predicts the token at j + 1, and every row has one.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import sys
@@ -18,21 +19,22 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader, Sampler, SequentialSampler
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import EvalLoopOutput, get_last_checkpoint, rotate_checkpoints
 from typing_extensions import NotRequired, TypedDict
 
+from drafttrain.data.loader import collate
 from drafttrain.environment import peak_memory
 from drafttrain.errors import UserError
 from drafttrain.files import Json, is_disk_full, open_tensors, read_json, reading
 from drafttrain.folders import PARTIAL, OutputFolder
-from drafttrain.training.callbacks import TimeBudget
+from drafttrain.sequence_parallel import SharedBatches
+from drafttrain.training.callbacks import TimeBudget, max_over_ranks
 from drafttrain.training.on_policy import OnPolicy
+from drafttrain.training.states_ahead import MOST_BATCHES, Inputs, LookAhead, StatesLostError
 from drafttrain.training.step import StepTrainer, count_anchors
-
-Inputs = dict[str, Tensor]  # a collated batch
 
 
 class DrafterTrainer(StepTrainer):
@@ -41,6 +43,10 @@ class DrafterTrainer(StepTrainer):
     def __init__(self, *args, on_policy: OnPolicy | None = None, **rest):
         super().__init__(*args, **rest)
         self.on_policy = on_policy
+        self.order: ByLength | None = None  # of the training rows
+        self.coming: LookAhead | None = None  # of the running epoch, if states are read ahead of the steps
+        self.coming_eval: LookAhead | None = None  # of the running measurement
+        self.seconds = self.logged_wait = 0.0  # in micro-batches; of waiting for states, when they were last logged
         if on_policy is not None:
             self.add_callback(on_policy)
 
@@ -48,12 +54,51 @@ class DrafterTrainer(StepTrainer):
         self, epoch_iterator: Iterator[Inputs], num_batches: int, device: torch.device
     ) -> tuple[list[Inputs], Tensor | int | None]:
         """The micro-batches of one optimizer step, and the anchors in them."""
-        batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
+        batches, count = super().get_batch_samples(self._looking_ahead(epoch_iterator), num_batches, device)
         if self.on_policy is not None and batches:
             self.on_policy.refresh(self.state.global_step)
-            batches = [self.on_policy.mix(inputs, self.state.global_step) for inputs in batches]
+            drawn = batches
+            batches = [self.on_policy.mix(inputs, self.state.global_step) for inputs in drawn]
             count = self._get_num_items_in_batch(batches, device)
+            if self.source.ahead is not None:  # the replaced rows need their states no longer
+                for before, after in zip(drawn, batches, strict=True):
+                    for index in set(before["index"].tolist()) - set(after["index"].tolist()):
+                        self.source.ahead.release(index)
         return batches, count
+
+    def _looking_ahead(self, epoch_iterator: Iterator[Inputs]) -> Iterator[Inputs]:
+        """The epoch's micro-batches, announced ahead of their steps, together with the first ones of the next epoch."""
+        ahead = self.source.ahead
+        if ahead is None:
+            return epoch_iterator
+        if self.coming is None or self.coming.batches is not epoch_iterator:
+            steps = self.state.max_steps - self.state.global_step
+            most = steps * self.args.gradient_accumulation_steps
+            announced = self.coming.ahead if self.coming is not None else 0
+            self.coming = LookAhead(
+                epoch_iterator, self.source.expect, lambda: ahead.room, most, announced, self._next_epoch
+            )
+        return self.coming
+
+    def _next_epoch(self) -> Iterator[Inputs]:
+        """Micro-batches of this process in the next epoch; none where only the sampler that draws them knows the order."""
+        loader, dataset = self.callback_handler.train_dataloader, self.train_dataset
+        if self.order is None or loader is None:
+            return iter(())
+        assert isinstance(dataset, Dataset)
+        self.order.later = 1
+        try:
+            chosen = list(itertools.islice(loader.batch_sampler, MOST_BATCHES))
+        finally:
+            self.order.later = 0
+        return (collate([dataset[i] for i in rows]) for rows in chosen)
+
+    def training_step(self, *args, **kwargs) -> Tensor:
+        began = time.perf_counter()
+        try:
+            return super().training_step(*args, **kwargs)
+        finally:
+            self.seconds += time.perf_counter() - began
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Lets kinds load their own checkpoints, whose weights are saved under other names than the module's."""
@@ -63,18 +108,28 @@ class DrafterTrainer(StepTrainer):
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
         if self.args.train_sampling_strategy != "group_by_length":
             return super()._get_train_sampler(train_dataset)
-        args = self.args
-        rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        args, sharing = self.args, self.sequence.size if self.sequence else 1
+        rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size // sharing
         data = train_dataset or self.train_dataset
         assert isinstance(data, Dataset)
-        return ByLength(list(data["length"]), rows, args.data_seed or args.seed, lambda: int(self.state.epoch or 0))
+        seed = args.data_seed or args.seed
+        self.order = ByLength(list(data["length"]), rows, seed, lambda: int(self.state.epoch or 0))
+        return (
+            SharedBatches(self.order, args.train_batch_size, args.world_size, sharing) if self.sequence else self.order
+        )
+
+    def _get_eval_sampler(self, eval_dataset: Dataset) -> Sampler | None:  # type: ignore[override]
+        if self.sequence is None:
+            return super()._get_eval_sampler(eval_dataset)  # type: ignore[arg-type]
+        order = SequentialSampler(eval_dataset)  # type: ignore[arg-type]
+        return SharedBatches(order, self.args.eval_batch_size, self.args.world_size, self.sequence.size)
 
     def _get_num_items_in_batch(self, batch_samples: list[Inputs], device: torch.device) -> Tensor | None:
         """Anchors of an optimizer step, over all ranks and accumulation steps; transformers counts `labels`."""
         if not batch_samples:
             return None
         count = torch.stack([count_anchors(inputs) for inputs in batch_samples]).sum().to(device)
-        return self.accelerator.gather(count).sum()
+        return self.accelerator.gather(count).sum() // (self.sequence.size if self.sequence else 1)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> Tensor | float | None:
         """Also raises on a gradient that is not finite, before it reaches the weights and the next checkpoint."""
@@ -84,6 +139,8 @@ class DrafterTrainer(StepTrainer):
         return norm
 
     def prediction_step(self, model: nn.Module, inputs: Inputs, *_, **__) -> tuple[Tensor, None, None]:
+        if self.coming_eval is not None:
+            next(self.coming_eval, None)  # announces later ones
         with torch.no_grad():
             loss = self.compute_loss(model, self._prepare_inputs(inputs))
         assert isinstance(loss, Tensor)
@@ -95,17 +152,33 @@ class DrafterTrainer(StepTrainer):
         """Adds acceptance by depth, throughput and memory to the logs of a training step."""
         if "loss" in logs:
             now = time.perf_counter()
-            rate = self.anchors * self.args.world_size / max(now - self.clock, 1e-9)
+            own = self.args.world_size // (self.sequence.size if self.sequence else 1)  # batches at a time
+            rate = self.anchors * own / max(now - self.clock, 1e-9)
             memory = round(peak_memory(self.args.device) / 1e9, 3)
             logs = logs | self.take_metrics("train") | {"tokens_per_second": round(rate, 1), "memory_gb": memory}
+            if (ahead := self.source.ahead) is not None:
+                logs["states_wait"] = round((ahead.waited - self.logged_wait) / max(now - self.clock, 1e-9), 4)
+                self.logged_wait = ahead.waited
             self.clock, self.anchors = now, 0
         super().log(logs, *args, **kwargs)
 
-    def evaluation_loop(self, *args, **kwargs) -> EvalLoopOutput:
-        output = super().evaluation_loop(*args, **kwargs)
+    def evaluation_loop(self, dataloader: DataLoader, *args, **kwargs) -> EvalLoopOutput:
+        with self.source.measuring() as ahead:
+            if ahead is not None:
+                rows, chosen = dataloader.dataset, dataloader.batch_sampler  # in order, so it may be iterated twice
+                batches = (collate([rows[i] for i in part]) for part in chosen or ())
+                self.coming_eval = LookAhead(batches, self.source.expect, lambda: ahead.room)
+            output = super().evaluation_loop(dataloader, *args, **kwargs)
+            self.coming_eval = None
         prefix = kwargs.get("metric_key_prefix", "eval")
         measured = {f"{prefix}_{k}": v for k, v in self.take_metrics("eval").items()}
         return output._replace(metrics={**(output.metrics or {}), **measured})
+
+    def wait_share(self) -> float | None:
+        """Share of the steps' time that the slowest process waited for states; None if none are read. All processes call it."""
+        if self.source.ahead is None:
+            return None
+        return round(max_over_ranks(self.source.ahead.waited / max(self.seconds, 1e-9), self.args.device), 4)
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
@@ -181,13 +254,14 @@ class ByLength(Sampler[int]):
 
     def __init__(self, lengths: Sequence[int], rows: int, seed: int, epoch: Callable[[], int]):
         self.lengths, self.rows, self.seed, self.epoch = lengths, rows, seed, epoch
+        self.later = 0  # added to the epoch's number, to look at the order of a later one
 
     def __len__(self) -> int:
         count = len(self.lengths)
         return count if count < self.rows else count - count % self.rows
 
     def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(self.seed + 1_000_003 * self.epoch())
+        generator = torch.Generator().manual_seed(self.seed + 1_000_003 * (self.epoch() + self.later))
         order = torch.randperm(len(self.lengths), generator=generator)[: len(self)].tolist()
         together = self.rows * max(1, min(self._SORTED, len(self) // (4 * self.rows)))
         steps: list[list[int]] = []
@@ -295,6 +369,9 @@ def explained(args: TrainingArguments) -> Iterator[None]:
     """Turns exhausted memory or disk, from loading to saving, into a UserError that says what to change."""
     try:
         yield
+    except StatesLostError as error:
+        last = newest_checkpoint(args)
+        raise UserError(f"{error}; {f'{last} is kept' if last else 'no checkpoint was written before'}") from error
     except UserError:
         raise
     except Exception as error:

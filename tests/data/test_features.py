@@ -11,12 +11,14 @@ from collections import namedtuple
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from drafttrain.batch import Batch
 from drafttrain.cli import main
 from drafttrain.data.loader import collate, training_rows
 from drafttrain.data.store import FeatureStore, load_records
 from drafttrain.drafters.base import StepInputs
+from drafttrain.errors import UserError
 from drafttrain.target import Target
 from drafttrain.target.attention import LAST
 from drafttrain.training.feature_sources import TargetSource
@@ -56,7 +58,12 @@ def loss_of(data, target, stored: bool, loss: str = "kl"):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("options", "rtol"),
-    [(["--store-dtype", "float32"], 0.0), ([], 2e-2), (["--store-dtype", "float32", "--top-k", "300"], 1e-5)],
+    [
+        (["--store-dtype", "float32"], 0.0),
+        ([], 2e-2),
+        (["--store-dtype", "int8"], 6e-2),
+        (["--store-dtype", "float32", "--top-k", "300"], 1e-5),
+    ],
 )
 def test_stored_and_online_losses_are_the_same(data, target_dir, options, rtol, capsys):
     target = Target.load(str(target_dir), "float32")
@@ -131,3 +138,22 @@ def test_killed_in_the_middle_of_a_shard_it_goes_on(data, capsys):
     assert stored.get(row["id"])["features"].shape == (len(row["tokens"]) - 1, 3 * 32)
     assert main(words) == 0
     assert "0 of 6 conversations to do" in capsys.readouterr().out
+
+
+def test_int8_is_noted_and_refused_for_likeliest_tokens(data, capsys):
+    assert extract(data, "--store-dtype", "int8", "--top-k", "4") == 2
+    assert "top_k=4 stores logits; drop --top-k" in capsys.readouterr().err
+    assert extract(data, "--store-dtype", "int8") == 0
+    assert json.loads((data / "features" / "features.json").read_text())["dtype"] == "int8"
+    assert FeatureStore.open(data, LAYERS).get("row0")["features"].dtype == torch.bfloat16
+    assert extract(data) == 2 and "--overwrite" in capsys.readouterr().err
+    (shard,) = (data / "features").glob("part-*.safetensors")
+    tensors = load_file(shard)
+    tensors["row1/features_scale"][0, 0] = float("nan")
+    save_file(tensors, shard)
+    with pytest.raises(UserError, match="'row1': features holds NaN"):
+        FeatureStore.open(data, LAYERS).get("row1")
+    tensors["row2/last_hidden_scale"] = tensors["row2/last_hidden_scale"].repeat(1, 2)
+    save_file(tensors, shard)
+    with pytest.raises(UserError, match="the scales of last_hidden are"):
+        FeatureStore.open(data, LAYERS).get("row2")

@@ -5,13 +5,15 @@ import json
 import os
 import signal
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 
 from drafttrain.data import record_cache
 from drafttrain.data import store as store_module
-from drafttrain.data.store import FeatureStore, FeatureWriter, Store, check_space, load_records, read_meta
+from drafttrain.data.store import FeatureStore, FeatureWriter, ShardWriter, Store, check_space, load_records, read_meta
 from drafttrain.errors import UserError
 from drafttrain.target.attention import LAST
 
@@ -255,3 +257,43 @@ def test_full_disk_while_writing_a_shard(tmp_path, monkeypatch):
         writer.flush()
     assert store.done_ids() == set()
     assert not list((tmp_path / "features").iterdir())
+
+
+def test_int8_rows_are_half_of_bfloat16_and_a_loud_layer_leaves_the_others_alone():
+    from drafttrain.data.int8_rows import block_size, restored, stored_as, value_bytes
+
+    assert [block_size(width) for width in (576, 4096, 100, 32)] == [64, 64, 50, 32]
+    states = torch.randn(7, 2 * 576, generator=torch.Generator().manual_seed(0))
+    states[:, 576:] *= 1000
+    states[:, 3] *= 100  # an outlier column, as models have
+    states[5] = 0
+    kept = stored_as("features", states, "int8", 576)
+    held = sum(tensor.nbytes for tensor in kept.values())
+    assert held == value_bytes("int8", 576) * states.numel() <= 0.52 * states.bfloat16().nbytes
+    again = restored(kept["features"], kept["features_scale"]).float()
+    blocks = states.view(7, -1, 64).abs().amax(-1, keepdim=True).expand(7, -1, 64).reshape(7, -1)
+    assert ((again - states).abs() <= blocks * (0.5 / 127 + 2**-8)).all(), (
+        "within half a step of the block, and bfloat16"
+    )
+    quiet = slice(64, 576)  # neither the outlier's block nor the loud layer
+    assert (again - states)[:5, quiet].norm() < 0.015 * states[:5, quiet].norm()
+    states[0, 0] = float("nan")
+    assert not torch.isfinite(stored_as("x", states, "int8", 576)["x_scale"]).all()
+
+
+def test_many_shards_are_read_with_few_open_and_none_stays_mapped(tmp_path, monkeypatch):
+    monkeypatch.setattr(store_module, "_OPEN_SHARDS", 3)
+    directory = tmp_path / "data"
+    (directory / "features").mkdir(parents=True)
+    writer = ShardWriter(directory / "features", 0, shard_bytes=1)
+    for i in range(12):
+        writer.add(f"c{i}", features=torch.full((2, 4), float(i)), last_hidden=torch.full((2, 2), float(i)))
+    store = FeatureStore(directory, None, 0, 2, 2, 10)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda i: store.get(f"c{i % 12}"), range(48)))
+    assert all(
+        (got["features"] == i % 12).all() and (got["last_hidden"] == i % 12).all() for i, got in enumerate(found)
+    )
+    maps = Path("/proc/self/maps")
+    if maps.exists():
+        assert len({line.split()[-1] for line in maps.read_text().splitlines() if str(directory) in line}) <= 3

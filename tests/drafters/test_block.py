@@ -33,6 +33,7 @@ OPTIONS = [
     {"feature_layers": (1, 4)},
     {"sample_from_anchor": True, "block_size": 4},
     {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+    {"sliding_window": 6},
 ]
 
 
@@ -279,6 +280,7 @@ def test_save_and_load_round_trip(target, tmp_path, kind, options):
         ({"mask_token_id": 300}, "mask_token_id=300 is no token"),
         ({"anchor_share": 0}, "anchor_share=0 must be a number above 0 and at most 1"),
         ({"weighting": "linear"}, "weighting='linear' must be one of exp, dpace"),
+        ({"sliding_window": 8}, "sliding_window=8 must be larger than block_size=8"),
         ({"gamma": 0}, "gamma=0 must be a number from 1e-06"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3 must divide"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type='longrope' is not one of"),

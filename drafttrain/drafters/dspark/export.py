@@ -60,6 +60,8 @@ class DSparkShipping(EngineBlocks[DSpark]):
     def unsupported(self, trained: Trained, form: str, engine: EngineRelease | None = None) -> list[str]:
         found = super().unsupported(trained, form, engine)
         other = engine is not None and engine.form == "sglang" and engine.name != "SGLang"
+        if form == "vllm" and (window := trained.config.get("sliding_window")):
+            found = [*found, f"sliding_window={window}: windows of vLLM's DSpark are not written yet"]
         return [f"{engine.name} knows no drafter of kind dspark"] if other and engine else found
 
     def engine_config(self, drafter: DSpark, form: str, request: ExportRequest) -> Json:

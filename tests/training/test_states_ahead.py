@@ -1,0 +1,301 @@
+"""States arrive ahead of the step: in order, within bounds, also from servers, with the result of states that are there."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import threading
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from drafttrain.cli import main
+from drafttrain.data import state_client
+from drafttrain.data.loader import collate
+from drafttrain.data.state_client import StateClient
+from drafttrain.data.store import ShardWriter, load_records
+from drafttrain.errors import UserError
+from drafttrain.files import write_json
+from drafttrain.target import Target
+from drafttrain.training.states_ahead import MOST_BATCHES, LookAhead, StatesAhead
+from drafttrain.training.step import StepTrainer
+from tests.conftest import make_target
+from tests.data.fake_state_server import FakeStateServer
+from tests.training.test_train import write_data, write_recipe
+
+TOKENS = torch.arange(10)
+ROW = 10 * 4.0  # bytes of its states, at one float32 per token
+
+
+class Reader:
+    """Reads a float32 per token; notes the order, and waits for `gate` if one is set."""
+
+    def __init__(self):
+        self.asked: list[int] = []
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def __call__(self, index: int, tokens: Tensor) -> dict[str, Tensor]:
+        self.asked.append(index)
+        self.gate.wait()
+        if index == 13:
+            raise UserError("url='http://x': gone")
+        return {"features": torch.full((len(tokens), 1), float(index))}
+
+
+@pytest.fixture
+def reader():
+    return Reader()
+
+
+@pytest.fixture
+def ahead(reader):
+    made = StatesAhead(reader, 3 * ROW, 4.0, threads=2)
+    yield made
+    reader.gate.set()
+    made.close()
+
+
+def test_no_more_is_asked_for_than_fits_and_the_order_is_that_of_the_steps(ahead, reader):
+    for index in range(8):
+        ahead.expect(index, TOKENS)
+        assert ahead.held <= ahead.limit
+    assert ahead.held == 3 * ROW and not ahead.room
+    for index in range(8):
+        assert ahead.take(index, TOKENS)["features"][0] == index
+        assert ahead.held == min(3, 7 - index) * ROW
+    assert ahead.room and sorted(reader.asked) == list(range(8))
+
+
+def test_what_a_step_waits_for_is_read_at_once_and_a_row_larger_than_the_limit_alone(ahead, reader):
+    reader.gate.clear()
+    for index in range(6):
+        ahead.expect(index, TOKENS)
+    ahead.ask(5, TOKENS)
+    ahead.ask(9, TOKENS)  # was not announced
+    assert ahead.held == 5 * ROW
+    reader.gate.set()
+    assert [int(ahead.take(i, TOKENS)["features"][0]) for i in (5, 9, 0, 1, 2, 3, 4)] == [5, 9, 0, 1, 2, 3, 4]
+    ahead.expect(10, torch.arange(100))
+    ahead.expect(11, TOKENS)
+    assert not ahead.room and ahead.held == 10 * ROW
+    assert len(ahead.take(10, torch.arange(100))["features"]) == 100 and ahead.room
+
+
+def test_a_row_that_two_batches_need_is_read_once_and_a_replaced_one_makes_room(ahead, reader):
+    for index in (1, 1, 2, 3, 4):
+        ahead.expect(index, TOKENS)
+    assert not ahead.room
+    ahead.release(4)  # before it was asked for
+    ahead.release(3)
+    assert ahead.room and ahead.held == 2 * ROW
+    assert ahead.take(1, TOKENS) is not None and ahead.held == 2 * ROW
+    assert ahead.take(1, TOKENS) is not None and ahead.held == ROW
+    ahead.take(2, TOKENS)
+    assert ahead.held == 0 and reader.asked.count(1) == 1 and 4 not in reader.asked
+
+
+def test_a_failure_is_raised_where_the_states_are_needed(ahead):
+    for index in (12, 13):
+        ahead.expect(index, TOKENS)
+    assert ahead.take(12, TOKENS) is not None
+    with pytest.raises(UserError, match="http://x': gone"):
+        ahead.take(13, TOKENS)
+
+
+def test_waiting_is_measured_and_only_waiting(ahead, monkeypatch):
+    times = iter([1.0, 3.5, 10.0, 10.25])
+    monkeypatch.setattr(ahead, "clock", lambda: next(times))
+    ahead.take(1, TOKENS)
+    ahead.take(2, TOKENS)
+    assert ahead.waited == 2.75
+
+
+def batches(*numbers: int):
+    return iter([{"n": torch.tensor(number)} for number in numbers])
+
+
+@pytest.mark.parametrize(("most", "expected"), [(float("inf"), [0, 1, 2, 3, 7, 8]), (3, [0, 1, 2])])
+def test_batches_are_announced_before_earlier_ones_run_also_those_of_the_next_epoch(most, expected):
+    announced: list[int] = []
+    coming = LookAhead(
+        batches(0, 1, 2, 3),
+        lambda batch: announced.append(int(batch["n"])),
+        lambda: True,
+        most,
+        following=lambda: batches(7, 8),
+    )
+    first = next(coming)
+    assert int(first["n"]) == 0 and announced == expected
+    assert [int(batch["n"]) for batch in coming] == [1, 2, 3], "all are handed out, once"
+    if most != 3:
+        assert coming.ahead == 2
+        again = LookAhead(batches(7, 8, 9), lambda batch: announced.append(int(batch["n"])), lambda: True, announced=2)
+        next(again)
+        assert announced == [*expected, 9], "what the epoch before announced is not announced again"
+
+
+def test_announcing_waits_for_room_and_holds_a_bounded_number():
+    announced: list[int] = []
+    room = False
+    coming = LookAhead(batches(*range(200)), lambda batch: announced.append(int(batch["n"])), lambda: room)
+    next(coming)
+    assert announced == [0]
+    room = True
+    next(coming)
+    assert len(announced) == 2 + MOST_BATCHES - 1
+
+
+# -- training from servers --------------------------------------------------------------------------------------------
+
+SERVED = (1, 2, 3, 4)
+LAYERS = [1, 2, 3]
+RECIPE = {
+    "drafter": {"draft_vocab_size": 255, "ttt_steps": 2, "feature_layers": LAYERS},
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "max_steps": 9,  # of 5 steps an epoch
+    "logging_steps": 1,
+    "save_steps": 4,
+    "decode_prompts": 2,
+    "init": "random",
+    "cache_gb": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """(folder of a tiny target, data, the same data with the server's states stored); nobody writes to them."""
+    folder = tmp_path_factory.mktemp("streaming")
+    target = make_target()
+    target.model.save_pretrained(folder / "target")
+    target.tokenizer.save_pretrained(folder / "target")
+    data, stored = write_data(folder / "data", target), folder / "stored"
+    shutil.copytree(data, stored)
+    target.final_norm = target.body.norm
+    with FakeStateServer(target, folder / "states", SERVED) as server:
+        client = StateClient([server.url], target, LAYERS)
+        writer = ShardWriter(stored / "features", 0, shard_bytes=4000)
+        for row in load_records(stored):
+            states = client.request(row["tokens"][:-1])
+            writer.add(row["id"], features=states.features.bfloat16(), last_hidden=states.last_hidden.bfloat16())
+        writer.flush()
+        client.close()
+    write_json(stored / "features" / "features.json", {"layers": LAYERS, "dtype": "bfloat16"})
+    return folder / "target", data, stored
+
+
+@pytest.fixture
+def server(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(state_client, "_FIRST_PAUSE", 0.002)
+    monkeypatch.setattr(state_client, "_LONGEST_PAUSE", 0.02)
+    monkeypatch.setattr(state_client, "_SETTLE", 0.02)
+    with FakeStateServer(Target.load(str(place[0]), "float32", "cpu"), tmp_path / "states", SERVED) as running:
+        yield running
+
+
+def train(folder: Path, target: Path, data: Path, **extra: object) -> dict[str, Tensor]:
+    folder.mkdir()
+    words = write_recipe(folder, target, data, **{**RECIPE, **extra})
+    assert main(["train", *words]) == 0
+    return load_file(
+        folder / "drafter" / "checkpoint-9" / "model.safetensors"
+    )  # of the last step, whichever is the best
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("packing", [False, True], ids=["rows", "packed"])
+def test_streamed_states_train_what_stored_ones_train_and_are_asked_for_ahead(
+    place, server, tmp_path, monkeypatch, capsys, packing
+):
+    target, data, stored = place
+    events: list[tuple[str, set[int]]] = []
+    start, loss = StatesAhead._start, StepTrainer.compute_loss
+
+    def started(self, coming):
+        events.append(("asked", {coming.index}))
+        start(self, coming)
+
+    def computed(self, model, inputs, *args, **kwargs):
+        if model.training:
+            events.append(("step", set(inputs["index"].tolist())))
+        return loss(self, model, inputs, *args, **kwargs)
+
+    extra = {"packing": packing, "max_length": 64 if packing else 2048}
+    server.faults.extend(["torn file", "NaN", "503", "no file"])  # cost retries only
+    monkeypatch.setattr(StatesAhead, "_start", started)
+    monkeypatch.setattr(StepTrainer, "compute_loss", computed)
+    streamed = train(tmp_path / "streamed", target, data, target_url=server.url, **extra)
+    out = capsys.readouterr().out
+    assert "without its layers: its states stream from target_url" in out and f"{server.url} serves" in out
+    steps = [at for at, (kind, _) in enumerate(events) if kind == "step"]
+    for now, after in itertools.pairwise(steps):  # across the end of an epoch too
+        before = set().union(*(rows for kind, rows in events[:now] if kind == "asked"))
+        assert events[after][1] <= before, "the rows of the next micro-batch are asked for before this one's loss"
+    rows = {row["id"]: row["tokens"][:-1] for row in load_records(data)}
+    asked = Counter(tuple(prompt) for prompt in server.requests if isinstance(prompt, list))
+    assert all(asked[tuple(tokens)] for tokens in rows.values()), "every row is asked for"
+    assert not list(server.folder.glob("cmpl-*")), "what was read is deleted"
+
+    kept = train(tmp_path / "kept", target, stored, **extra)
+    assert streamed.keys() == kept.keys()
+    for name, tensor in streamed.items():
+        assert torch.equal(tensor, kept[name]), name
+    figures, others = (
+        json.loads((tmp_path / name / "drafter" / "training.json").read_text()) for name in ("streamed", "kept")
+    )
+    assert figures["train_loss"] == others["train_loss"]
+    assert figures["held_out"]["eval_loss"] == others["held_out"]["eval_loss"]
+    assert figures["best"] == others["best"] and figures["target_features"]["streamed"] > 36
+    assert figures["target_features"]["streamed"] == others["target_features"]["stored"]
+    assert figures["target_features"]["online"] == 0 and 0 <= figures["states_wait"] <= 1
+
+
+@pytest.mark.thorough
+def test_a_server_that_is_gone_ends_the_run_in_a_line_that_names_the_checkpoint_and_the_run_goes_on(
+    place, server, tmp_path, monkeypatch, capsys
+):
+    target, data, stored = place
+    whole = train(tmp_path / "whole", target, stored, decode_prompts=0)
+    patient = StateClient.__init__
+    monkeypatch.setattr(StateClient, "__init__", lambda self, *args: patient(self, *args, patience=0.05))
+    save = StepTrainer.save_model
+    monkeypatch.setattr(StepTrainer, "save_model", lambda self, *args, **kw: (save(self, *args, **kw), server.stop()))
+    (tmp_path / "cut").mkdir()
+    options = {**RECIPE, "target_url": [server.url], "decode_prompts": 0, "prefetch_gb": 0}
+    words = write_recipe(tmp_path / "cut", target, data, **options)
+    capsys.readouterr()
+    assert main(["train", *words]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert server.url in error and error.endswith(f"{tmp_path / 'cut' / 'drafter' / 'checkpoint-4'} is kept")
+    monkeypatch.setattr(StepTrainer, "save_model", save)
+    server.start()
+    assert main(["train", *words]) == 0
+    again = load_file(tmp_path / "cut" / "drafter" / "checkpoint-9" / "model.safetensors")
+    assert all(torch.equal(again[name], tensor) for name, tensor in whole.items())
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"kind": "draft_model", "drafter": {"layers": [0]}, "on_policy": {"share": 0.5}}, "on_policy runs the target"),
+        ({"kind": "draft_model", "loss": "next_token", "drafter": {"layers": [0]}}, "does not read; leave it out"),
+        ({"kind": "draft_model", "init": "target", "drafter": {"layers": [0]}}, "gives states, not layers"),
+        ({"target_url": "nowhere"}, "url='nowhere' is not an address"),
+        ({"prefetch_gb": -1}, "prefetch_gb=-1 must be a number from 0"),
+    ],
+)
+def test_what_contradicts_streaming_is_refused(place, tmp_path, capsys, extra, message):
+    words = write_recipe(tmp_path, *place[:2], **{**RECIPE, "target_url": "http://127.0.0.1:1", **extra})
+    assert main(["train", *words]) == 2 and message in capsys.readouterr().err
+
+
+def test_collated_rows_are_what_is_announced():
+    """The index of a packed row's conversations comes in the order of their tokens."""
+    rows = [{"tokens": [1, 2, 3, 4, 5], "spans": [[1, 3]], "length": 5, "index": [7, 3], "documents": [3, 2]}]
+    assert collate(rows)["index"].tolist() == [7, 3]
