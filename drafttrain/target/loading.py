@@ -42,7 +42,7 @@ _REPORTERS = (
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "tok_embeddings.weight")
 
 
-class _Index(TypedDict):
+class _ShardIndex(TypedDict):
     """The index of a model of several files, as far as it is read."""
 
     weight_map: dict[str, str]
@@ -184,7 +184,7 @@ def tensor_files(where: str) -> dict[str, str]:
     index, only, fix = "model.safetensors.index.json", "model.safetensors", "download it again"
     folder = weights_folder(where, [index])
     if (folder / index).is_file():
-        return read_json(folder / index, "target", fix, _Index)["weight_map"]
+        return read_json(folder / index, "target", fix, _ShardIndex)["weight_map"]
     with open_tensors(weights_folder(where, [only]) / only, "target", fix) as file:
         return dict.fromkeys(file.keys(), only)
 
