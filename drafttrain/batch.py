@@ -20,12 +20,43 @@ An anchor is a position at which training lets the drafter begin a draft. All ki
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+# (query [tq, heads, e], key [t, kv_heads, e], value [t, kv_heads, e]) -> [tq, heads * e], e = head size
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Part:
+    """The tokens of a batch that a process computes, as flat positions of [b, s]: all of them, unless processes share the rows
+    (`sequence_parallel.SharedPart`). Attributes: begin, end of them; seen: those that the process holds or reads."""
+
+    def __init__(self, tokens: int):
+        self.begin, self.end, self.seen = 0, tokens, slice(0, tokens)
+
+    def counts(self, flat: Tensor) -> list[int]:
+        """How many of the positions `flat` [t], ascending, each process holds."""
+        return [len(flat)]
+
+    def of(self, flat: Tensor) -> slice:
+        """Which of the positions `flat` [t], ascending, this process holds."""
+        return slice(0, len(flat))
+
+    def within(self, begin: int, length: int) -> slice:
+        """The positions of a conversation, which begins at a flat position, that this process holds."""
+        return slice(*(min(max(end - begin, 0), length) for end in (self.begin, self.end)))
+
+    def same(self, x: Tensor) -> Tensor:
+        """A random draw, the same in all processes that share the rows."""
+        return x
+
+    def attend(self, attend: Attend, queries: list[int], keys: list[int]) -> Attend:
+        """An attention over whole rows, for this process's tokens. queries, keys: how many of them each process has."""
+        return attend
 
 
 @dataclass
@@ -44,6 +75,7 @@ class Batch:
     # [c] int64, each conversation's row number in the data set, a key of the feature cache; -1 if it is in no data set.
     index: Tensor  # c = b if not packed
     documents: Tensor | None = None  # [c, 3] int64 row, start and length of each conversation; None: each is a row
+    shared: Part | None = None  # what this process computes, if others share the rows; ids and masks are complete
 
     @classmethod
     def of(cls, inputs: dict[str, Tensor]) -> Batch:
@@ -52,7 +84,13 @@ class Batch:
         return cls(ids, lengths, mask, index, inputs.get("documents"))
 
     def to(self, device: torch.device) -> Batch:
-        return replace(self, **{name: value.to(device) for name, value in vars(self).items() if value is not None})
+        tensors = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **tensors)  # type: ignore[arg-type]
+
+    @property
+    def part(self) -> Part:
+        """The tokens that this process computes."""
+        return self.shared or Part(self.input_ids.numel())
 
     def conversations(self) -> Tensor:
         """[c, 3] int64 row, start and length of each conversation, in order."""
@@ -86,7 +124,7 @@ class Batch:
         return Batch(self.input_ids[:b], self.lengths[:b], self.response_mask[:b], self.index[kept], documents)
 
 
-def anchors_by_depth(response_mask: Tensor, depths: int, share: float = 1.0) -> list[Tensor]:
+def anchors_by_depth(response_mask: Tensor, depths: int, share: float = 1.0, part: Part | None = None) -> list[Tensor]:
     """The anchors that each depth trains on, as flat positions of [b, s]: one int64 tensor per depth.
 
     Anchor t counts at depth k if x_{t+1} .. x_{t+2+k} all belong to one response: then decoding can stand there (the last
@@ -97,6 +135,7 @@ def anchors_by_depth(response_mask: Tensor, depths: int, share: float = 1.0) -> 
 
     Args:
         response_mask: [b, s] bool. share: share of the anchors, drawn at random, that depths after the first train on.
+        part: of processes that share the rows, which then draw the same.
     """
     s = response_mask.shape[1]
     shifted = [torch.nn.functional.pad(response_mask[:, j:], (0, min(j, s))) for j in range(1, depths + 2)]
@@ -104,7 +143,8 @@ def anchors_by_depth(response_mask: Tensor, depths: int, share: float = 1.0) -> 
     for k, following in enumerate(shifted[1:]):
         current = current & following
         if k == 1 and share < 1:
-            current = current & (torch.rand(current.shape, device=current.device) < share)
+            drawn = torch.rand(current.shape, device=current.device)
+            current = current & ((part.same(drawn) if part else drawn) < share)
         result.append(current.flatten().nonzero().squeeze(1))
     return result
 

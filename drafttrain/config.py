@@ -73,6 +73,9 @@ class TrainConfig:
     packing: bool = key(
         False, "fill rows of max_length tokens with several conversations, which do not attend to each other"
     )
+    sequence_parallel: Count = key(
+        1, "processes that share each row, for rows too long for one; needs DeepSpeed and divides the processes"
+    )
     validation: Validation = key(0.02, "share of conversations held out")
     max_minutes: Amount = key(0.0, "training time, by which the learning rate then decays too; 0 ends by steps instead")
     cache_gb: CacheSize = key(-1.0, "memory for target features kept across epochs; -1 means 4 on a CPU and 0 on a GPU")

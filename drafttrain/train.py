@@ -55,6 +55,7 @@ from drafttrain.evaluation.metrics import read_training
 from drafttrain.files import Json, write_json
 from drafttrain.folders import PARTIAL, OutputFolder, check_folder
 from drafttrain.losses import parse_loss
+from drafttrain.sequence_parallel import SequenceGroup
 from drafttrain.target import Target, TargetShell, load_shell
 from drafttrain.training import arguments
 from drafttrain.training.callbacks import DecodeHeldOut, ProgressLines, SaveOnTerm, TimeBudget, gather_drafter
@@ -115,12 +116,14 @@ class Prepared:
     on_policy: OnPolicy | None  # mixes in the drafter's responses
     checkpoint: str | None  # to resume from
     facts: Json  # what training.json records about the drafter
+    sequence: SequenceGroup | None  # the processes that share this one's rows
     output: OutputFolder | None  # of the first process
 
 
 def prepare(config: TrainConfig, args: TrainingArguments, output: OutputFolder | None) -> Prepared:
     """Loads target and data, builds the drafter, and finds the checkpoint to resume from."""
     check_pretraining(config)
+    sequence = arguments.sequence_group(config, args)
     set_seed(args.seed)
     target, records = load_target_and_records(config, args)
     train_rows, held_out = training_rows(records, config.max_length, config.validation, args.seed)
@@ -149,7 +152,7 @@ def prepare(config: TrainConfig, args: TrainingArguments, output: OutputFolder |
     if config.init == "target" and checkpoint is None and source.has_states:
         begin_from_least_squares(drafter, train_rows, source)
     facts = {"parameters": parameters, "vocabulary": vocab, "data_set": data_facts(config.data)}
-    return Prepared(target, drafter, train_rows, held_out, source, on_policy, checkpoint, facts, output)
+    return Prepared(target, drafter, train_rows, held_out, source, on_policy, checkpoint, facts, sequence, output)
 
 
 def data_facts(data: str) -> Json:
@@ -251,7 +254,8 @@ def build_source(config: TrainConfig, target: Target, drafter: TrainableDrafter,
     """The source of target features and distributions: memory, stored features, the target; none for next_token."""
     if config.loss == "next_token":
         return NoTarget()
-    cache_gb = config.cache_gb if config.cache_gb >= 0 else (4.0 if target.device.type == "cpu" else 0.0)
+    usual = 4.0 if target.device.type == "cpu" and config.sequence_parallel == 1 else 0.0  # parts of rows are not kept
+    cache_gb = config.cache_gb if config.cache_gb >= 0 else usual
     stored = FeatureStore.open(config.data, drafter.feature_layers)
     servers = None
     if config.target_url:
@@ -312,6 +316,7 @@ def fit(config: TrainConfig, args: TrainingArguments, run: Prepared) -> tuple[Dr
         target=run.target,
         source=run.source,
         on_policy=run.on_policy,
+        sequence=run.sequence,
         callbacks=[ProgressLines(), *budget],
     )
     trainer.remove_callback(PrinterCallback)
@@ -440,7 +445,9 @@ def run(args: argparse.Namespace) -> int:
     config, training_args = setup(args.config, args.overrides)
     check_folder(config.output_dir, "train", inputs_of_recipe(config), "output_dir")
     as_saved = redact(json.loads(json.dumps(asdict(config))))
-    if config.resume and read_training(Path(str(training_args.output_dir))).get("config") == as_saved:
+    trained = read_training(Path(str(training_args.output_dir))).get("config")
+    # A key that an earlier version did not have had no effect, as its default has none.
+    if config.resume and trained and {**asdict(TrainConfig()), **trained} == as_saved:
         print(f"{config.output_dir} is already trained with this configuration (resume=false trains it again)")
         return 0
     with explained(training_args), claimed(config, training_args) as output:

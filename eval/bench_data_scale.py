@@ -32,13 +32,13 @@ ROOT = Path(__file__).resolve().parents[1]
 LOAD = "import sys; from drafttrain.data.store import load_records; print(len(load_records(sys.argv[1])))"
 
 
-def make_rows(path: Path, count: int, words: int = 30) -> None:
+def make_rows(path: Path, count: int, words: int = 16) -> None:
     """Writes prompts of random words from a vocabulary of 50,000."""
-    chance = random.Random(0)
+    chance, vocabulary = random.Random(0), [f"w{i}" for i in range(50_000)]
     with path.open("w") as file:
         for i in range(count):
-            text = " ".join(f"w{chance.randrange(50_000)}" for _ in range(words))
-            file.write(json.dumps({"id": f"p{i:08d}", "messages": [{"role": "user", "content": text}]}) + "\n")
+            text = " ".join(chance.choices(vocabulary, k=words))
+            file.write(f'{{"id": "p{i:08d}", "messages": [{{"role": "user", "content": "{text}"}}]}}\n')
 
 
 def answer_all(prompts: Path, data: Path, count: int, tokens: int) -> None:
@@ -127,7 +127,7 @@ def steps(root: Path, folder: Path, rows: int, asked: int, args: argparse.Namesp
     generate = [*command, "generate", "--target", args.target, "--prompts", str(prompts), "--output", str(data)]
     generate += ["--backend", "openai", "--url", f"http://127.0.0.1:{port}"]
     measured(root, *generate, "--max-tokens", "1")  # begins the data set
-    answer_all(prompts, data, rows - asked, 512)
+    answer_all(prompts, data, rows - asked, args.tokens)
     found["generate"] = measured(root, *generate)
     found["generate, nothing left"] = measured(root, *generate)
     found["load_records, first"] = measured(root, "-c", LOAD, str(data))
@@ -141,6 +141,7 @@ def main() -> None:
     parser.add_argument("--asked", type=int, default=5000, help="prompts of them that the server answers in the run")
     parser.add_argument("--small", type=int, default=2000, help="rows of the run that the peak is compared with")
     parser.add_argument("--target", default="smollm2-135m", help="its config and tokenizer; no weights are read")
+    parser.add_argument("--tokens", type=int, default=512, help="of a stored conversation")
     parser.add_argument("--given-prompts", action="store_true", help="leave out the step `prompts`")
     parser.add_argument("--before", type=Path, help="another checkout")
     parser.add_argument("--before-rows", type=int, default=30_000)

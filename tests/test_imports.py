@@ -22,7 +22,7 @@ ORDER = [
     ["errors"],
     ["values"],
     ["files", "environment", "batch", "progress"],
-    ["config", "folders"],
+    ["config", "folders", "sequence_parallel"],
     ["ops"],
     ["losses", "target"],
     ["formats"],

@@ -38,7 +38,7 @@ from drafttrain.flags import add_target_flags, load_target
 from drafttrain.folders import OutputFolder, check_folder
 from drafttrain.progress import Progress
 from drafttrain.target import Target, load_shell
-from drafttrain.values import DeviceMap, File, Name, Place, Size, adder
+from drafttrain.values import AnyText, DeviceMap, File, Name, Place, Size, adder
 
 HELP = """store the target's hidden states of a data set, for training without running the target
 
@@ -80,7 +80,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder of the server's states, as seen here (default: as the server says)",
     )
     add("--engine-python", File, default=sys.executable, help="interpreter of the environment that has vLLM")
-    add("flags", nargs="*", metavar="-- flags", help="flags of vllm serve, for the server that this command starts")
+    add(
+        "flags",
+        AnyText,
+        nargs="*",
+        metavar="-- flags",
+        help="flags of vllm serve, for the server that this command starts",
+    )
     more = "replace the stored states, which are deleted when the new ones are complete"
     add("--overwrite", action="store_true", help=more)
 

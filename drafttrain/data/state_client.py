@@ -446,7 +446,7 @@ def head_gap(shell: Target, states: Tensor, logprobs: Sequence[Mapping[str, _Log
 def _normed(shell: Target, states: Tensor) -> Tensor:
     """[n, layers, h], the last of them before the final norm -> [n, h] behind it, as the shell computes."""
     last = states[:, -1].to(shell.device, shell.embed_weight.dtype)
-    return shell.final_norm(last)  # type: ignore[attr-defined]
+    return shell.final_norm(last)  # type: ignore[attr-defined]  # of TargetShell
 
 
 def _written(folder: Path) -> int:

@@ -139,6 +139,11 @@ class Drafter:
     defaults_beside: ClassVar[Mapping[str, Any]] = {}
 
     @property
+    def sequence_reach(self) -> int:
+        """Positions behind an anchor that `forward` reads, for kinds whose rows several processes may share; 0: they may not."""
+        return 0
+
+    @property
     def vocabulary(self) -> Tensor | None:
         """[d] int64, target ids that the drafter can propose; None: all of them. Trained kinds store it as `kept_ids`."""
         return None

@@ -30,7 +30,7 @@ Flex = Callable[..., tuple[Tensor, Tensor]]  # FlexAttention, compiled or not: o
 
 
 class Spans(NamedTuple):
-    """The base tokens that each query sees: an interval that ends at its own anchor. Ascending within a document."""
+    """The base tokens that each query sees: an interval that ends at its own anchor. Ends ascend within a document."""
 
     first: Tensor  # [t] int64
     last: Tensor  # [t] int64, included
@@ -44,7 +44,7 @@ class Spans(NamedTuple):
         for begin, end in zip([0, *cuts], [*cuts, len(last)], strict=True):
             for start in range(begin, end, BLOCK):
                 stop = min(start + BLOCK, end)
-                result.append((slice(start, stop), slice(first[start], last[stop - 1] + 1)))
+                result.append((slice(start, stop), slice(min(first[start:stop]), last[stop - 1] + 1)))
         return result
 
     def bias(self, queries: slice, keys: slice, dtype: torch.dtype) -> Tensor:
@@ -268,6 +268,7 @@ def block_attention(
     base_value: Tensor,
     spans: Spans,
     flex: Flex | None = None,
+    window: int = 0,
 ) -> Tensor:
     """Attention of m blocks of B tokens, whose last A tokens are queries.
 
@@ -275,6 +276,7 @@ def block_attention(
         query: [m * A, heads, e]; key, value: [m * B, kv_heads, e], block after block.
         base_key, base_value: [T, kv_heads, e] of the context.
         spans: the context interval of each block, none of them empty.
+        window: positions that a query sees, its own included, 0 for all; larger than B, so that a block sees all of itself.
 
     Returns:
         [m * A, heads * e].
@@ -284,6 +286,9 @@ def block_attention(
         return query.flatten(1) + 0 * sum(x.sum() for x in (key, value, base_key, base_value))
     per = len(query) // blocks
     each = Spans(*(ends.repeat_interleave(per) for ends in spans))  # of queries
+    if window:  # token j of a block stands j + 1 behind the block's last context token
+        j = torch.arange(len(key) // blocks - per, len(key) // blocks, device=query.device).repeat(blocks)
+        each = each._replace(first=torch.maximum(each.first, each.last + j + 2 - window))
     return _attend(_Blocks(blocks), each, query, (base_key, base_value), (key, value), flex).flatten(1)
 
 

@@ -19,7 +19,7 @@ from drafttrain.errors import UserError
 from drafttrain.flags import TARGET_HELP
 from drafttrain.target import Target, load_shell
 from drafttrain.training import arguments
-from drafttrain.values import File, Name, adder
+from drafttrain.values import AnyText, File, Name, adder
 
 HELP = """serve the target with vLLM, which hands out its states: for features and training without the target's weights
 
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--engine-python", File, default=sys.executable, help="interpreter of the environment that has vLLM")
     add("--trust-remote-code", action="store_true", help="run model code that comes with the target")
     add("--dry-run", action="store_true", help="print the command and start nothing")
-    add("flags", nargs="*", metavar="-- flags", help="flags of vllm serve")
+    add("flags", AnyText, nargs="*", metavar="-- flags", help="flags of vllm serve")
 
 
 def run(args: argparse.Namespace) -> int:

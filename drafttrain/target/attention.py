@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from typing import Protocol, Unpack
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, sdpa_mask
@@ -98,6 +99,27 @@ class CausalRows:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]) -> Tensor:
         return tree_attention(query, key, value, self.layout, **form).transpose(1, 2)
+
+
+class DocumentAttention:
+    """An attention context for one row of several documents: each attends causally, and only to itself."""
+
+    def __init__(self, lengths: list[int]):
+        self.lengths = lengths
+        self.layouts: dict[int, TreeLayout] = {}  # by length; they keep the masks of windowed layers
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]) -> Tensor:
+        """Attention of one layer, as `AttentionContext.attend` declares it; no keys are cached."""
+        plain, window, outs = form["softcap"] is None and form["sinks"] is None, form["window"], []
+        for q, k, v in zip(*(x.split(self.lengths, dim=2) for x in (query, key, value)), strict=True):
+            length = q.shape[2]
+            if plain and (window is None or window >= length):
+                scale = form["scaling"]
+                outs.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True))
+            else:
+                layout = self.layouts.setdefault(length, TreeLayout(0, count=length))
+                outs.append(tree_attention(q, k, v, layout, **form))
+        return torch.cat(outs, dim=2).transpose(1, 2)  # [1, n, heads, e]
 
 
 class InterleavedRows(CausalRows):

@@ -11,12 +11,14 @@ from transformers import TrainingArguments
 from transformers.integrations.integration_utils import get_available_reporting_integrations
 
 from drafttrain.config import TrainConfig, TrainerKeys
+from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import kind_class
 from drafttrain.errors import UserError
 from drafttrain.files import Json, read_json
 from drafttrain.losses import parse_loss
+from drafttrain.sequence_parallel import SequenceGroup
 from drafttrain.training.on_policy import OnPolicyOptions
 from drafttrain.values import check
 
@@ -74,3 +76,29 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
     except Exception as error:  # transformers, accelerate and DeepSpeed each raise their own
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"TrainingArguments: {reason[:400]}; change that key of the recipe") from error
+
+
+def sequence_group(config: TrainConfig, args: TrainingArguments) -> SequenceGroup | None:
+    """The processes that share this one's rows; None if rows are not shared. Raises UserError for what does not go with it."""
+    size, world = config.sequence_parallel, args.world_size
+    if args.parallelism_config is not None or int(os.environ.get("PARALLELISM_CONFIG_SP_SIZE", 1)) > 1:
+        raise UserError("parallelism_config cuts rows before the drafter sees them; set the recipe's sequence_parallel")
+    if size == 1:
+        return None
+    reasons = {
+        f"kind={config.kind!r} has no attention, and its rows are not shared; set sequence_parallel=1": (
+            kind_class(config.kind).sequence_reach is Drafter.sequence_reach
+        ),
+        "rows are shared by DeepSpeed's exchange; start with accelerate launch --use_deepspeed "
+        "--deepspeed_config_file configs/deepspeed/zero2.json": args.deepspeed_plugin is None,
+        f"does not divide the {world} processes; start another number of processes": world % size > 0,
+        "on_policy answers are written by each process for itself; leave on_policy out": bool(config.on_policy),
+        f"cache_gb={config.cache_gb:g}: parts of rows are not kept; store features (drafttrain features), or leave cache_gb "
+        "out": config.cache_gb > 0,
+        f"train_sampling_strategy={args.train_sampling_strategy!r}: shared rows are read in the order of group_by_length; "
+        "leave the key out": args.train_sampling_strategy != "group_by_length",
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise UserError(f"sequence_parallel={size}: {reason}")
+    return SequenceGroup.join(size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Unpack
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +13,9 @@ from torch import Tensor
 from drafttrain.batch import Batch
 from drafttrain.errors import UserError
 from drafttrain.losses import StoredTopK, TargetRows, Targets, tempered
-from drafttrain.ops.tree_attention import AttentionForm, TreeLayout, tree_attention
 from drafttrain.target import Target
+from drafttrain.target.attention import DocumentAttention
+from drafttrain.target.shared_rows import run_shared
 from drafttrain.training.states_ahead import Inputs, States, StatesAhead
 
 if TYPE_CHECKING:
@@ -22,31 +23,10 @@ if TYPE_CHECKING:
     from drafttrain.data.store import FeatureStore
 
 # What a source returns: features [b, s, f*h], the target distributions of r rows, and row_of [b, s] int64: the row whose
-# distribution follows each position, -1 where no loss reads one.
+# distribution follows each position, -1 where no loss reads one. In a process that shares the rows, features [1, part, f*h].
 TargetPart = tuple[Tensor, Targets, Tensor]
 _READERS = 4  # threads that read stored states
 _ASKERS = 16  # requests to servers at once, which a server runs together
-
-
-class DocumentAttention:
-    """An attention context for one row of several documents: each attends causally, and only to itself."""
-
-    def __init__(self, lengths: list[int]):
-        self.lengths = lengths
-        self.layouts: dict[int, TreeLayout] = {}  # by length; they keep the masks of windowed layers
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]) -> Tensor:
-        """Attention of one layer, as `AttentionContext.attend` declares it; no keys are cached."""
-        plain, window, outs = form["softcap"] is None and form["sinks"] is None, form["window"], []
-        for q, k, v in zip(*(x.split(self.lengths, dim=2) for x in (query, key, value)), strict=True):
-            length = q.shape[2]
-            if plain and (window is None or window >= length):
-                scale = form["scaling"]
-                outs.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True))
-            else:
-                layout = self.layouts.setdefault(length, TreeLayout(0, count=length))
-                outs.append(tree_attention(q, k, v, layout, **form))
-        return torch.cat(outs, dim=2).transpose(1, 2)  # [1, n, heads, e]
 
 
 class CachedStates(NamedTuple):
@@ -223,11 +203,17 @@ class TargetSource:
         mask = batch.response_mask  # [b, s] bool
         # [b, s] bool, positions whose target distribution some depth is trained on: both x_j and x_{j+1} are in a response
         needed = F.pad(mask[:, :-1] & mask[:, 1:], (0, 1))
+        s, part = mask.shape[1], batch.part
+        if batch.shared is not None:  # what this process's anchors read
+            needed.view(-1)[: part.seen.start] = False
+            needed.view(-1)[part.seen.stop :] = False
         places = [(row, slice(start, start + length)) for row, start, length in batch.conversations().tolist()]
+        # Positions of each conversation that are in this process's part.
+        held = [part.within(row * s + span.start, span.stop - span.start) for row, span in places]
         rows = [needed[place].nonzero().squeeze(1) for place in places]  # [r] each, positions in the conversation
         indices, found = batch.index.tolist(), dict[int, Cached]()  # by number in the batch
         for number, index in enumerate(indices):
-            if index in self.kept:
+            if index in self.kept and batch.shared is None:  # parts are not kept
                 found[number] = self.kept[index]
                 self.hits["memory"] += 1
                 if self.ahead is not None:
@@ -239,10 +225,9 @@ class TargetSource:
                 self.ahead.ask(indices[number], ids[places[number]])
             for number in read:
                 states = self.ahead.take(indices[number], ids[places[number]])
-                length = len(ids[places[number]])
                 # A response's last token was sampled but never fed, so its state may be missing; no loss reads it.
-                if states is not None and len(states["features"]) >= length - 1:
-                    found[number] = self._from_states(states, length, rows[number])
+                if states is not None and len(states["features"]) >= len(ids[places[number]]) - 1:
+                    found[number] = self._from_states(states, rows[number], held[number])
                     self.hits[self.read_from] += 1
         missing = [number for number in range(len(places)) if number not in found]
         if missing and self.stored is not None and self.stored.top_k:
@@ -253,17 +238,23 @@ class TargetSource:
         # One conversation at a time on a CPU: its values then do not depend on which others are in the batch, so a
         # resumed run, which has nothing kept yet, computes the same.
         size = 1 if self.target.device.type == "cpu" else max(len(missing), 1)
-        for begin in range(0, len(missing), size):
+        if missing and batch.shared is not None:
+            parts = run_shared(self.target, self.layers, batch, [(*places[n], held[n], rows[n]) for n in missing])
+            for number, (features, hidden) in zip(missing, parts, strict=True):
+                argmax, log_z = self._statistics(hidden)
+                found[number] = CachedStates(features, argmax, hidden, log_z)
+        for begin in range(0, len(missing) if batch.shared is None else 0, size):
             together = missing[begin : begin + size]
             made = self._run_target([batch.input_ids[places[n]] for n in together], [rows[n] for n in together])
             found.update(zip(together, made, strict=True))
         self.hits["online"] += len(missing)
         for number, index in enumerate(indices):
             size = sum(tensor.nbytes for tensor in found[number])
-            if index >= 0 and index not in self.kept and self.used_bytes + size <= self.limit_bytes:
+            wanted = batch.shared is None and index >= 0 and index not in self.kept
+            if wanted and self.used_bytes + size <= self.limit_bytes:
                 self.kept[index] = found[number]
                 self.used_bytes += size
-        return self._assemble(batch, [found[number] for number in range(len(places))], places, needed)
+        return self._assemble(batch, [found[number] for number in range(len(places))], places, held, needed)
 
     def _statistics(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """[r, h] -> drafter id of the likeliest token [r], logs of the full softmax denominators [r, 1 + temperatures]."""
@@ -281,9 +272,9 @@ class TargetSource:
         """Logits [r, d] from states times head: the target's bias, scale and soft cap."""
         return self.target.shape_logits(products if self.bias is None else products + self.bias)
 
-    def _from_states(self, found: dict[str, Tensor], length: int, rows: Tensor) -> Cached:
-        features = found["features"][:length].to(self.target.device)  # [s or s - 1, f*h]
-        features = F.pad(features, (0, 0, 0, length - len(features)))
+    def _from_states(self, found: dict[str, Tensor], rows: Tensor, held: slice) -> Cached:
+        features = found["features"][held].to(self.target.device)  # [held, f*h], or one less at the end
+        features = F.pad(features, (0, 0, 0, held.stop - held.start - len(features)))
         if "last_hidden" in found:
             hidden = found["last_hidden"].to(rows.device)[rows]  # [r, h]
             argmax, log_z = self._statistics(hidden.to(self.target.compute_dtype))
@@ -309,12 +300,14 @@ class TargetSource:
             yield CachedStates(features, argmax, hidden, log_z)
 
     def _assemble(
-        self, batch: Batch, found: list[Cached], places: list[tuple[int, slice]], needed: Tensor
+        self, batch: Batch, found: list[Cached], places: list[tuple[int, slice]], held: list[slice], needed: Tensor
     ) -> TargetPart:
-        b, s = batch.input_ids.shape
-        features = found[0].features.new_zeros(b, s, found[0].features.shape[1])
-        for place, conversation in zip(places, found, strict=True):
-            features[place] = conversation.features
+        (b, s), part = batch.input_ids.shape, batch.part
+        features = found[0].features.new_zeros(part.end - part.begin, found[0].features.shape[1])
+        for (row, span), own, conversation in zip(places, held, found, strict=True):
+            begin = row * s + span.start - part.begin
+            features[begin + own.start : begin + own.stop] = conversation.features
+        features = features.unflatten(0, (1, -1) if batch.shared else (b, s))
         row_of = torch.full((b, s), -1, device=needed.device)
         row_of[needed] = torch.arange(int(needed.sum()), device=needed.device)
         # The row at position j predicts the token at j + 1, and every row has one.

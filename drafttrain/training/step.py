@@ -21,6 +21,7 @@ from drafttrain.batch import Batch, StepOutput
 from drafttrain.drafters.base import StepInputs
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.errors import UserError
+from drafttrain.sequence_parallel import SequenceGroup
 from drafttrain.target import Target
 from drafttrain.training.feature_sources import BatchSource
 
@@ -39,12 +40,13 @@ class StepTrainer(Trainer):
 
     Args:
         target: frozen, outside the wrapped model. source: gives each batch its target features and distributions.
+        sequence: the processes that share the rows of this one's batches; None: its batches are its own.
         args, rest: as for transformers.Trainer.
     """
 
-    def __init__(self, *args, target: Target, source: BatchSource, **rest):
+    def __init__(self, *args, target: Target, source: BatchSource, sequence: SequenceGroup | None = None, **rest):
         super().__init__(*args, **rest)
-        self.target, self.source = target, source
+        self.target, self.source, self.sequence = target, source, sequence
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
         self.sums: dict[str, dict[str, Tensor]] = {"train": {}, "eval": {}}  # metric sums since they were last taken
@@ -68,8 +70,12 @@ class StepTrainer(Trainer):
             inputs: a collated batch. num_items_in_batch: anchors of the whole optimizer step; None in evaluation.
         """
         batch = Batch.of(inputs)  # input_ids [b, s], response_mask [b, s]
+        read = batch.input_ids
+        if self.sequence is not None:  # this process computes a part of it, and embeds what that part reads
+            batch = self.sequence.share(batch, self.drafter.sequence_reach)
+            read = read.flatten()[batch.part.seen][None]
         features, rows, row_of = self.source(batch)  # [b, s, f*h]; r target distributions; row of each position [b, s]
-        embeds = self.target.embed(batch.input_ids)  # [b, s, h]
+        embeds = self.target.embed(read)  # [b, s, h]
         anchors = int(count_anchors(inputs))
         count = anchors if num_items_in_batch is None else num_items_in_batch
         if model.training and int(count) == 0:
@@ -80,8 +86,8 @@ class StepTrainer(Trainer):
         total = torch.as_tensor(count, device=batch.input_ids.device).clamp(min=1)
         measure = not model.training or self.state.global_step % MEASURE_EVERY == 0
         # Rows are None where the drafter reads none, in pretraining.
-        read = StepInputs(batch, embeds, features, rows, row_of, total, measure)  # type: ignore[arg-type]
-        step: StepOutput = model(inputs=read)
+        given = StepInputs(batch, embeds, features, rows, row_of, total, measure)  # type: ignore[arg-type]
+        step: StepOutput = model(inputs=given)
         loss = step.loss  # scalar: sum over depths and anchors of weight * D(p, q), divided by count
         self.check_finite("loss", loss.detach())
         self.anchors += anchors if model.training else 0
@@ -90,6 +96,8 @@ class StepTrainer(Trainer):
             sums[name] = sums[name] + value.detach() if name in sums else value.detach()
         if model.training and num_items_in_batch is not None:
             loss = loss * self.accelerator.num_processes  # gradients are averaged over ranks, the count is global
+        elif self.sequence is not None:
+            loss = loss * self.sequence.size  # evaluation averages over ranks, each of which has a part of the sum
         return (loss, step) if return_outputs else loss
 
     def check_finite(self, name: str, value: Tensor | float) -> None:

@@ -19,7 +19,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Sampler, SequentialSampler
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import EvalLoopOutput, get_last_checkpoint, rotate_checkpoints
@@ -30,6 +30,7 @@ from drafttrain.environment import peak_memory
 from drafttrain.errors import UserError
 from drafttrain.files import Json, is_disk_full, open_tensors, read_json, reading
 from drafttrain.folders import PARTIAL, OutputFolder
+from drafttrain.sequence_parallel import SharedBatches
 from drafttrain.training.callbacks import TimeBudget, max_over_ranks
 from drafttrain.training.on_policy import OnPolicy
 from drafttrain.training.states_ahead import MOST_BATCHES, Inputs, LookAhead, StatesLostError
@@ -107,20 +108,28 @@ class DrafterTrainer(StepTrainer):
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
         if self.args.train_sampling_strategy != "group_by_length":
             return super()._get_train_sampler(train_dataset)
-        args = self.args
-        rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        args, sharing = self.args, self.sequence.size if self.sequence else 1
+        rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size // sharing
         data = train_dataset or self.train_dataset
         assert isinstance(data, Dataset)
         seed = args.data_seed or args.seed
         self.order = ByLength(list(data["length"]), rows, seed, lambda: int(self.state.epoch or 0))
-        return self.order
+        return (
+            SharedBatches(self.order, args.train_batch_size, args.world_size, sharing) if self.sequence else self.order
+        )
+
+    def _get_eval_sampler(self, eval_dataset: Dataset) -> Sampler | None:  # type: ignore[override]
+        if self.sequence is None:
+            return super()._get_eval_sampler(eval_dataset)  # type: ignore[arg-type]
+        order = SequentialSampler(eval_dataset)  # type: ignore[arg-type]
+        return SharedBatches(order, self.args.eval_batch_size, self.args.world_size, self.sequence.size)
 
     def _get_num_items_in_batch(self, batch_samples: list[Inputs], device: torch.device) -> Tensor | None:
         """Anchors of an optimizer step, over all ranks and accumulation steps; transformers counts `labels`."""
         if not batch_samples:
             return None
         count = torch.stack([count_anchors(inputs) for inputs in batch_samples]).sum().to(device)
-        return self.accelerator.gather(count).sum()
+        return self.accelerator.gather(count).sum() // (self.sequence.size if self.sequence else 1)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> Tensor | float | None:
         """Also raises on a gradient that is not finite, before it reaches the weights and the next checkpoint."""
@@ -143,7 +152,8 @@ class DrafterTrainer(StepTrainer):
         """Adds acceptance by depth, throughput and memory to the logs of a training step."""
         if "loss" in logs:
             now = time.perf_counter()
-            rate = self.anchors * self.args.world_size / max(now - self.clock, 1e-9)
+            own = self.args.world_size // (self.sequence.size if self.sequence else 1)  # batches at a time
+            rate = self.anchors * own / max(now - self.clock, 1e-9)
             memory = round(peak_memory(self.args.device) / 1e9, 3)
             logs = logs | self.take_metrics("train") | {"tokens_per_second": round(rate, 1), "memory_gb": memory}
             if (ahead := self.source.ahead) is not None:

@@ -35,6 +35,7 @@ def exported(target, folder, **options):
         {"train_head": True, "kept": torch.arange(300)},
         {"kept": torch.arange(300), "num_hidden_layers": 3, "num_key_value_heads": 4, "head_dim": 6},
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+        {"sliding_window": 9, "mask_token_id": 290},
     ],
     ids=lambda options: "-".join(options) or "plain",
 )
@@ -68,3 +69,13 @@ def test_what_vllm_cannot_compute_is_refused_with_every_reason(target, tmp_path)
     with pytest.raises(UserError, match=r"inputs of layers 1 to 3 only; .*in ascending order"):
         exported(target, tmp_path, feature_layers=(2, 0))
     assert not list(tmp_path.glob("*.*"))
+
+
+def test_windows_are_written_for_engines_that_compute_them(target, tmp_path):
+    _, config = exported(target, tmp_path, sliding_window=9, mask_token_id=290, kept=torch.arange(300))
+    own = config["dflash_config"]  # vLLM symmetrizes the window of a layer that is not causal
+    assert own["use_swa"] and own["swa_window_size"] == 9 and own["causal"] is False
+    trained = find_drafter(str(tmp_path / "ours"))
+    for form in ("sglang", "gguf"):
+        with pytest.raises(UserError, match=r"sliding_window=9: "):
+            check_expressible(trained, form)

@@ -99,6 +99,9 @@ class EngineBlock:
             keys, values = (torch.cat(parts, dim=1) for parts in zip(*kept, own, strict=True))
             keys, values = (part.repeat_interleave(groups, dim=0) for part in (keys, values))
             scores = self._heads(x, i, "q", positions) @ keys.transpose(1, 2) * self.c["head_dim"] ** -0.5
+            if window := self.c["dflash_config"].get("use_swa") and self.c["dflash_config"]["swa_window_size"]:
+                distance = positions[:, None] - torch.arange(begin + size)
+                scores = scores.masked_fill(distance.abs() >= window, float("-inf"))
             attended = (scores.softmax(-1) @ values).transpose(0, 1).flatten(1)
             state = state + F.linear(attended, self.w[f"layers.{i}.self_attn.o_proj.weight"])
             x = self._norm(state, f"layers.{i}.post_attention_layernorm")

@@ -43,7 +43,6 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("llama", "dspark", {"kept": KEPT, "markov_rank": 8}),
     ("qwen3", "dspark", {"mask_token_id": 7, "markov_rank": 16, "block_size": 5}),
     ("llama", "dspark", {"mask_token_id": 7, "markov_rank": 8, "block_size": 4, "sample_from_anchor": True}),
-    ("llama", "dflash", {"mask_token_id": 7, "block_size": 4, "sample_from_anchor": True}),
 ]  # fmt: skip
 
 

@@ -22,13 +22,16 @@ def case(size, asked, share, seed=0, heads=4, kv=2, e=8, dtype=torch.float64):
     return [make(*each) for each in sizes], Spans(begin[own], own, begin[own])
 
 
-def textbook(query, key, value, base_key, base_value, spans):
+def textbook(query, key, value, base_key, base_value, spans, window=0):
     heads, e = query.shape[1:]
     blocks, kv = len(spans.last), key.shape[1]
     of_query = torch.arange(blocks).repeat_interleave(len(query) // blocks)
     of_key = torch.arange(blocks).repeat_interleave(len(key) // blocks)
     at = torch.arange(len(base_key))
     context = (at >= spans.first[of_query, None]) & (at <= spans.last[of_query, None])
+    if window:  # by distance: a block begins right behind its last context token
+        place = spans.last[:, None] + 1 + torch.arange(len(key) // blocks)[-(len(query) // blocks) :]  # [m, A]
+        context &= place.flatten()[:, None] - at < window
     mask = torch.cat((context, of_query[:, None] == of_key), dim=1)
     keys, values = (torch.cat(x).repeat_interleave(heads // kv, 1) for x in ((base_key, key), (base_value, value)))
     scores = torch.einsum("the,she->hts", query, keys) * e**-0.5
@@ -36,19 +39,21 @@ def textbook(query, key, value, base_key, base_value, spans):
     return torch.einsum("hts,she->the", weights, values).flatten(1)
 
 
-def outputs(function, leaves, spans):
+def outputs(function, leaves, spans, window=0):
     for leaf in leaves:
         leaf.grad = None
-    out = function(*leaves, spans)
+    out = function(*leaves, spans, window=window)
     (out * torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view_as(out)).sum().backward()
     return [out, *(leaf.grad for leaf in leaves)]
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("window", [0, 6, 150])
 @pytest.mark.parametrize(("size", "asked", "share"), [(4, 4, 1.0), (5, 4, 0.2), (2, 1, 0.5)])
-def test_outputs_and_gradients_are_the_textbooks(size, asked, share):
+def test_outputs_and_gradients_are_the_textbooks(size, asked, share, window):
     leaves, spans = case(size, asked, share)
-    for ours, theirs in zip(outputs(block_attention, leaves, spans), outputs(textbook, leaves, spans), strict=True):
+    both = (outputs(function, leaves, spans, window) for function in (block_attention, textbook))
+    for ours, theirs in zip(*both, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-8)
 
 
@@ -58,9 +63,10 @@ def test_no_block_at_all_still_reaches_every_tensor():
 
 
 @pytest.mark.thorough
-def test_the_form_for_gpus_gives_the_same():
+@pytest.mark.parametrize("window", [0, 6])
+def test_the_form_for_gpus_gives_the_same(window):
     """FlexAttention as torch defines it, uncompiled; its gradients exist on GPUs only."""
     leaves, spans = case(5, 4, 0.2, e=16, dtype=torch.float32)
     with torch.no_grad():
-        got = block_attention(*(leaf.detach() for leaf in leaves), spans, flex_attention)
-        torch.testing.assert_close(got, block_attention(*leaves, spans), rtol=1e-5, atol=1e-5)
+        got = block_attention(*(leaf.detach() for leaf in leaves), spans, flex_attention, window)
+        torch.testing.assert_close(got, block_attention(*leaves, spans, window=window), rtol=1e-5, atol=1e-5)

@@ -26,17 +26,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import RMSNorm
 
-from drafttrain.batch import StepOutput, TokenTree, anchors_by_depth
+from drafttrain.batch import Attend, Part, StepOutput, TokenTree, anchors_by_depth
 from drafttrain.drafters.base import Samplers, Specs, StepInputs, Tensors
 from drafttrain.drafters.common import starts
 from drafttrain.drafters.common.configs import BlockConfig
 from drafttrain.drafters.common.layer_model import LayerSession, attend_packed
-from drafttrain.drafters.common.layers import Attend, DraftLayer
+from drafttrain.drafters.common.layers import DraftLayer, moved
 from drafttrain.drafters.common.trainable import DecoderDrafter
 from drafttrain.drafters.common.tree_growth import GrowingTree, Logits, grow_trees
 from drafttrain.losses import TargetRows, linear_divergence
 from drafttrain.ops.packing import PackedLinear
 from drafttrain.ops.path_attention import Spans, block_attention
+from drafttrain.sequence_parallel import SharedPart
 from drafttrain.target import Target
 
 
@@ -50,6 +51,10 @@ class BlockDrafter(DecoderDrafter):
     measures: tuple[str, ...] = ()
     config: BlockConfig
     solve_start = starts.block_start
+
+    @property
+    def sequence_reach(self) -> int:
+        return self.config.depth
 
     def __init__(self, config: BlockConfig):
         super().__init__(config)
@@ -172,16 +177,26 @@ class BlockDrafter(DecoderDrafter):
     def forward(self, inputs: StepInputs) -> StepOutput:
         """One pass over a block behind each drawn anchor; see `Drafter.forward`."""
         batch, embeds, features, rows, row_of, count, measure = inputs
-        anchors, live, scale = self.draw(batch.response_mask, count)
-        block_of, depth_of = live.nonzero(as_tuple=True)  # [t] each
+        part = batch.part  # of the tokens, in a process that shares its rows; else all
+        every, live, scale = self.draw(batch.response_mask, count, part)
         valid, place = batch.anchors()  # [t] flat positions, and positions in their conversations
-        own = torch.searchsorted(valid, anchors)  # [m] indices into `valid`
+        own = torch.searchsorted(valid, every)  # [m] indices into `valid`
         begin = own - place[own]  # [m] index of each conversation's first token
-        context = self.fuse(features.flatten(0, 1)[valid])  # [t, h]
-        tables = self.rotary.tables(place, context.dtype)
-        attends = [_over_context(layer, context, tables, Spans(begin, own, begin)) for layer in self.decoder_layers]
-        roots = embeds.flatten(0, 1)[anchors + 1]
-        reads = self.run(roots, place[own] + 1, attends)[live]  # [t, h] of the predictions that count
+        held, blocks = part.of(valid), part.of(every)  # this process's tokens and blocks
+        context = self.fuse(features.flatten(0, 1)[valid[held] - part.begin])  # [part, h]
+        offset = self.config.position_offset if self.training else 0
+        positions = moved(place, offset, part) if offset else place  # [t]
+        tables = self.rotary.tables(positions[held], context.dtype)
+        spans, sizes = Spans(begin, own, begin), (part.counts(every), part.counts(valid))
+        depth, size, window = self.config.depth, self.config.block_size, self.cache_shape.window
+        attends = []
+        for layer in self.decoder_layers:
+            asked = depth if layer is self.layers[-1] else size
+            attends.append(_over_context(layer, context, tables, spans, part, sizes, asked, size, window))
+        anchors, live = every[blocks], live[blocks]  # [m], [m, depth] of this process; below, all its
+        block_of, depth_of = live.nonzero(as_tuple=True)  # [t] each
+        roots = embeds.flatten(0, 1)[anchors + 1 - part.begin]
+        reads = self.run(roots, positions[own[blocks]] + 1, attends)[live]  # [t, h] of the predictions that count
 
         before = anchors[block_of] + 1 + depth_of  # [t] flat positions of the tokens before the predicted ones
         at, parents = row_of.flatten()[before], batch.input_ids.flatten()[before]
@@ -197,7 +212,9 @@ class BlockDrafter(DecoderDrafter):
         names = ("count", "loss", "alpha", "agree", *self.measures)
         return StepOutput(out.loss + more, dict(zip(names, sums.unbind(1), strict=True)))
 
-    def draw(self, response_mask: Tensor, count: Tensor | float) -> tuple[Tensor, Tensor, Tensor]:
+    def draw(
+        self, response_mask: Tensor, count: Tensor | float, part: Part | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Chooses the blocks of a step: in training every n-th anchor from a random one on, otherwise all.
 
         Returns:
@@ -208,7 +225,9 @@ class BlockDrafter(DecoderDrafter):
         anchors = by_depth[0]
         if share < 1:
             steps = torch.arange(len(anchors) + 1, device=anchors.device, dtype=torch.float64) * share
-            anchors = anchors[(steps + torch.rand((), dtype=torch.float64).to(steps.device)).floor().diff() > 0]
+            offset = torch.rand((), dtype=torch.float64).to(steps.device)
+            offset = part.same(offset) if part else offset
+            anchors = anchors[(steps + offset).floor().diff() > 0]
         reach = torch.zeros(response_mask.numel(), dtype=torch.long, device=anchors.device)  # depths that count
         for reached in by_depth:
             reach[reached] += 1
@@ -295,11 +314,18 @@ class BlockSession(LayerSession):
         """Attention of a block [m, heads, e] over the context and all of the block -> [m, heads * e]."""
         (m, heads, e), end = query.shape, self.length + len(key)
         self.store(layer, self.length, key, value)
-        keys, values = (buffer[None, :, :end] for buffer in self.layers[layer])
+        begin, mask = 0, None
+        if window := self.shape.window:
+            last = torch.arange(end - m, end, device=key.device)  # [m] positions of the queries
+            begin = max(0, end - m + 1 - window)
+            mask = (torch.arange(begin, end, device=key.device) > last[:, None] - window).repeat(
+                heads // self.shape.kv_heads, 1
+            )
+        keys, values = (buffer[None, :, begin:end] for buffer in self.layers[layer])
         # Query heads of a group become rows, so that keys and values are read once and never repeated.
         kv = self.shape.kv_heads
         folded = query.view(m, kv, heads // kv, e).permute(1, 2, 0, 3).reshape(1, kv, -1, e)
-        out = F.scaled_dot_product_attention(folded, keys, values)
+        out = F.scaled_dot_product_attention(folded, keys, values, mask)
         return out.view(kv, heads // kv, m, e).permute(2, 0, 1, 3).reshape(m, heads * e)
 
 
@@ -307,11 +333,34 @@ def _part(logits: Logits, where: int | slice) -> Logits:
     return (logits[0][where], logits[1][where]) if isinstance(logits, tuple) else logits[where]
 
 
-def _over_context(layer: DraftLayer, context: Tensor, tables: tuple[Tensor, Tensor], spans: Spans) -> Attend:
-    """Attention of training's blocks, each over its span of context states [t, h]."""
+def _over_context(
+    layer: DraftLayer,
+    context: Tensor,
+    tables: tuple[Tensor, Tensor],
+    spans: Spans,
+    part: Part,
+    sizes: tuple[list[int], list[int]],
+    queries: int,
+    size: int,
+    window: int,
+) -> Attend:
+    """Attention of training's blocks, each over its span of context states [t, h].
+
+    Args:
+        spans: of the blocks of all processes that share the rows. part: this process's part of the rows.
+        sizes: blocks and context tokens of each process. queries: of a block of `size` tokens.
+        window: positions that a query sees, 0 for all.
+    """
+    blocks, tokens = sizes
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        base_key, base_value = layer.self_attn.keys_values(context, *tables)
-        return block_attention(query, key, value, base_key, base_value, spans)
+        base = layer.self_attn.keys_values(context, *tables)
+        if not isinstance(part, SharedPart):
+            return block_attention(query, key, value, *base, spans, window=window)
+        (_, heads, e), asked, held = query.shape, [queries * n for n in blocks], [size * n for n in blocks]
+        key, value = (part.to_heads(x, held, keys=True) for x in (key, value))
+        base_key, base_value = (part.to_heads(x, tokens, keys=True) for x in base)
+        out = block_attention(part.to_heads(query, asked), key, value, base_key, base_value, spans, window=window)
+        return part.to_tokens(out.view(sum(asked), -1, e), asked).reshape(-1, heads * e)
 
     return attend

@@ -20,6 +20,7 @@ from drafttrain.target.attention import LAST
 from drafttrain.values import AnyText, Count, Depth, Fraction, PositiveAmount, PositiveFraction, Size, check, kinds_of
 
 Width = Annotated[int, Field(ge=1, le=2**20)]
+Offset = Annotated[int, Field(ge=0, le=2**20)]
 OwnWidth = Annotated[int, Field(ge=0, le=2**20)]  # 0 where it follows from others
 FeatureLayer = Annotated[int, Field(ge=-1, le=1024)]
 Heads = Annotated[int, Field(ge=1, le=2**16)]
@@ -103,6 +104,8 @@ class DecoderConfig(TargetedConfig):
         hidden_size, intermediate_size, num_attention_heads, num_key_value_heads, head_dim, num_hidden_layers: of the layers.
         rope_parameters: as in transformers 5, {"rope_type": "yarn", "factor": ...}; takes precedence over rope_theta.
         max_position_embeddings: read by serving engines; unused here.
+        sliding_window: positions that a token sees, its own included; 0 for all.
+        position_offset: in training all but a conversation's first 4 tokens stand up to so many positions further behind.
     """
 
     target_width: ClassVar[bool] = False
@@ -116,6 +119,8 @@ class DecoderConfig(TargetedConfig):
     rope_theta: PositiveAmount = 10000.0
     rope_parameters: Json | None = None
     max_position_embeddings: Count = 131072
+    sliding_window: Size | None = 0
+    position_offset: Offset = 0
 
     def __post_init__(self, **kwargs: Any) -> None:
         self.rope_parameters = dict(self.rope_parameters or {})
@@ -126,6 +131,7 @@ class DecoderConfig(TargetedConfig):
         self.intermediate_size = self.intermediate_size or 4 * self.hidden_size
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
+        self.sliding_window = self.sliding_window or 0
         kind = (self.rope_parameters or {}).get("rope_type", "default")
         if kind not in ROPE_TYPES:
             raise UserError(f"rope_parameters: rope_type={kind!r} is not one of {', '.join(ROPE_TYPES)}")
@@ -160,28 +166,26 @@ class LayerConfig(DecoderConfig):
 
     Attributes:
         qk_norm: norms per query and key head (Qwen3). attention_bias, mlp_bias: biases of those linear layers.
-        hidden_act: the MLP's activation. sliding_window: positions that a token sees, its own included; 0 for all.
+        hidden_act: the MLP's activation.
         ttt_steps: depths trained. depth_decay: weight of depth k is depth_decay ** k.
         depth_share: share of anchors, drawn at every step, that are trained at depths after the first. Those losses keep
             their weight in expectation; less than 1 trains more first-depth anchors in the same time.
     """
 
-    recipe_keys: ClassVar[tuple[str, ...]] = ("ttt_steps", "depth_decay", "depth_share", "loss")
+    recipe_keys: ClassVar[tuple[str, ...]] = ("ttt_steps", "depth_decay", "depth_share", "position_offset", "loss")
     qk_norm: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
     hidden_act: AnyText = "silu"
-    sliding_window: Size | None = 0
     ttt_steps: Depth = 4
     depth_decay: Decay = 0.8
     depth_share: PositiveFraction = 1.0
 
     def check(self) -> None:
         super().check()
-        self.sliding_window = self.sliding_window or 0
         if self.hidden_act not in ACT2FN:
             raise UserError(f"hidden_act={self.hidden_act!r} is no activation of transformers; silu is the usual one")
-        if 0 < self.sliding_window <= self.ttt_steps:
+        if 0 < (self.sliding_window or 0) <= self.ttt_steps:
             raise UserError(
                 f"sliding_window={self.sliding_window} must be larger than ttt_steps={self.ttt_steps}, or drafted tokens "
                 "would lose sight of the text; raise it, or set 0 for no window"
@@ -214,10 +218,12 @@ class BlockConfig(DecoderConfig):
             deeper, with the drafter's probabilities q of the data's tokens smoothed to (1 - dpace_alpha) q + dpace_alpha.
     """
 
-    recipe_keys: ClassVar[tuple[str, ...]] = ("anchor_share", "weighting", "gamma", "dpace_alpha", "loss")
+    recipe_keys: ClassVar[tuple[str, ...]] = (
+        "anchor_share", "weighting", "gamma", "dpace_alpha", "position_offset", "loss",
+    )  # fmt: skip
     target_width = True
     # What `DraftLayer` reads and published checkpoints fix.
-    qk_norm, attention_bias, mlp_bias, hidden_act, sliding_window = True, False, False, "silu", 0
+    qk_norm, attention_bias, mlp_bias, hidden_act = True, False, False, "silu"
     num_hidden_layers: Layers = 2
     feature_layers: tuple[FeatureLayer, ...] = ()
     block_size: Block = 8
@@ -236,6 +242,11 @@ class BlockConfig(DecoderConfig):
 
     def check(self) -> None:
         super().check()
+        if 0 < (self.sliding_window or 0) <= self.block_size:
+            raise UserError(
+                f"sliding_window={self.sliding_window} must be larger than block_size={self.block_size}, or the last tokens of a "
+                "block would lose sight of the text; raise it, or set 0 for no window"
+            )
         if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
             raise UserError(
                 f"mask_token_id={self.mask_token_id} is no token of the target, which has {self.vocab_size}; drop the key to "

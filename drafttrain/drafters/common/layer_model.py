@@ -14,14 +14,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafttrain.batch import Batch, StepOutput, TokenTree, anchors_by_depth, sums_by_depth
+from drafttrain.batch import Attend, Batch, Part, StepOutput, TokenTree, anchors_by_depth, sums_by_depth
 from drafttrain.drafters.base import Drafter, JointSession, Samplers, Specs, StepInputs, Tensors
-from drafttrain.drafters.common.layers import Attend, CacheShape, DraftLayer
+from drafttrain.drafters.common.layers import CacheShape, DraftLayer, moved
 from drafttrain.drafters.common.trainable import DecoderDrafter
 from drafttrain.drafters.common.tree_growth import GrowingTree, grow_trees
 from drafttrain.losses import TargetRows, linear_divergence
@@ -31,6 +32,16 @@ from drafttrain.ops.path_attention import PathAttention
 from drafttrain.ops.tree_attention import TreeLayout, tree_attention
 
 Layouts = Sequence[TreeLayout]
+
+
+class Split(NamedTuple):
+    """A depth's tokens and anchors among the processes that share the rows: flat positions [t] and [tq], of all of them."""
+
+    part: Part
+    tokens: Tensor
+    anchors: Tensor
+
+
 Sessions = Sequence["LayerSession"]
 
 
@@ -52,6 +63,10 @@ class LayerDrafter(DecoderDrafter):
     def head_weight(self) -> Tensor:
         """[d, h]."""
         return self.lm_head.weight
+
+    @property
+    def sequence_reach(self) -> int:
+        return self.config.ttt_steps
 
     def layers_at(self, depth: int) -> list[DraftLayer]:
         return self.decoder_layers
@@ -125,7 +140,7 @@ class LayerDrafter(DecoderDrafter):
         return 1.0
 
     def first_state(self, features: Tensor, batch: Batch) -> Tensor:
-        """As `fuse`, for the features [t, f * target h] of a training batch's anchors."""
+        """As `fuse`, for the features [t, f * target h] of a training batch's tokens in this process's part."""
         return self.fuse(features)
 
     def next_inputs(self, state: Tensor, embeds: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,11 +156,15 @@ class LayerDrafter(DecoderDrafter):
         batch, embeds, features, rows, row_of, count, measure = inputs
         config = self.config
         share = config.depth_share if self.training else 1.0
-        anchors = anchors_by_depth(batch.response_mask, config.ttt_steps, share)  # per depth: flat [t_k], nested
+        part = batch.part  # of the tokens, in a process that shares its rows; else all
+        anchors = anchors_by_depth(batch.response_mask, config.ttt_steps, share, part)  # per depth: flat [t_k], nested
         valid, place = batch.anchors()  # [t] flat positions, and positions in their conversations
         own = [torch.searchsorted(valid, each) for each in anchors]  # per depth: indices into `valid` [t_k]
-        embeds = embeds.flatten(0, 1)  # [b*s, target h]
-        state = self.first_state(features.flatten(0, 1)[valid], batch)  # [t, h]
+        held = part.of(valid)  # this process's entries of `valid`
+        offset = self.config.position_offset if self.training else 0
+        positions = moved(place, offset, part) if offset else place  # [t]
+        embeds = embeds.flatten(0, 1)  # [part, target h]
+        state = self.first_state(features.flatten(0, 1)[valid[held] - part.begin], batch)  # [part, h]
         decay = config.depth_decay ** torch.arange(config.ttt_steps, dtype=torch.float32, device=embeds.device)
         decay = decay / decay.sum()
 
@@ -153,14 +172,19 @@ class LayerDrafter(DecoderDrafter):
         attentions = [PathAttention(begin, config.sliding_window) for _ in range(self.cache_shape.layers)]
         losses: list[Tensor] = []
         outs = []
-        for k, flat in enumerate(anchors):
+        before = valid[:0]  # this process's anchors of the depth before
+        for k, every in enumerate(anchors):
+            flat = every[part.of(every)]  # [t_k] of this process; below, all its
             if k == 0:
-                state = self._depth(state, embeds[valid + 1], place, attentions, own[0], 0)  # [t_0, h]
+                read = embeds[valid[held] + 1 - part.begin]
+                state = self._depth(state, read, positions[held], attentions, own[0], Split(part, valid, every), 0)
             else:
-                if len(own[k]) < len(own[k - 1]):  # anchors are nested: drop those that depth k does not train
-                    state = state[torch.searchsorted(own[k - 1], own[k])]
-                state, read = self.next_inputs(state, embeds[flat + 1 + k])
-                state = self._depth(state, read, place[own[k]] + k, attentions, own[k], k)  # [t_k, h]
+                if len(flat) < len(before):  # anchors are nested: drop those that depth k does not train
+                    state = state[torch.searchsorted(before, flat)]
+                state, read = self.next_inputs(state, embeds[flat + 1 + k - part.begin])
+                places = positions[torch.searchsorted(valid, flat)] + k
+                state = self._depth(state, read, places, attentions, own[k], Split(part, every, every), k)  # [t_k, h]
+            before = flat
             weight = (decay[k] / (count * (share if k else 1.0))).expand(len(flat))  # [t_k] float32
             at = row_of.flatten()[flat + 1 + k]  # [t_k] rows of the target's distributions
             read, scaled = self.read_out(state), weight * self.token_weight
@@ -170,21 +194,35 @@ class LayerDrafter(DecoderDrafter):
         return StepOutput(torch.stack(losses).sum(), sums_by_depth(outs))
 
     def _depth(
-        self, state: Tensor, embeds: Tensor, positions: Tensor, attentions: list[PathAttention], own: Tensor, depth: int
+        self,
+        state: Tensor,
+        embeds: Tensor,
+        positions: Tensor,
+        attentions: list[PathAttention],
+        own: Tensor,
+        split: Split,
+        depth: int,
     ) -> Tensor:
         """One depth of training-time test; stores its keys in `attentions`. Recomputed in backward with checkpointing.
 
         Args:
-            state, embeds, positions: of the tokens at this depth. attentions: one per layer.
-            own: [tq] int64 indices of the anchors among the first-depth tokens. At depth 0 every first-depth token has a
-                key, and the layers below the last compute all of them.
+            state, embeds, positions: of this process's tokens at this depth. attentions: one per layer.
+            own: [tq] int64 indices of the anchors among the first-depth tokens, of all processes that share the rows. At
+                depth 0 every first-depth token has a key, and the layers below the last compute all of them.
+            split: which of the tokens and anchors are this process's.
         """
-        queries, everything = (None, own) if depth else (own, torch.arange(len(state), device=own.device))
-        query_index = [*[everything] * (len(attentions) - 1), own]  # per layer: first-depth indices of the queries
+        part, tokens, anchors = split
+        queries = everything = None
+        if depth == 0:
+            queries = torch.searchsorted(tokens[part.of(tokens)], anchors[part.of(anchors)])
+            everything = torch.arange(len(tokens), device=own.device)
+        keys, counts = part.counts(tokens), part.counts(anchors)  # of each process
         fresh: list[list[Tensor]] = [[] for _ in attentions]  # per layer: this depth's keys and values
-        attends = [
-            attention.attend(index, new) for attention, index, new in zip(attentions, query_index, fresh, strict=True)
-        ]
+        attends = []
+        for attention, new in zip(attentions, fresh, strict=True):
+            last = attention is attentions[-1] or everything is None
+            attend = attention.attend(own if last else everything, new)  # type: ignore[arg-type]
+            attends.append(part.attend(attend, counts if last else keys, keys))
 
         def run(state: Tensor, embeds: Tensor) -> tuple[Tensor, ...]:
             out = self.step(state, embeds, positions, attends, queries, depth)

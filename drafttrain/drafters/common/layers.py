@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -12,14 +11,14 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from drafttrain.batch import Attend, Part
 from drafttrain.drafters.common.configs import BlockConfig, LayerConfig
 from drafttrain.files import Json
 from drafttrain.ops.cpu_layers import DecoderLayer
 from drafttrain.ops.packing import SKINNY_ROWS
 
 LayerShape = LayerConfig | BlockConfig
-# (query [tq, heads, e], key [t, kv_heads, e], value [t, kv_heads, e]) -> [tq, heads * e], e = head size
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+ANCHORED = 4  # first tokens of a conversation, which `moved` leaves in place
 
 # Activations of the CPU kernels, and whether each is the tanh form of GELU.
 _NATIVE_ACTS = {"silu": False, "gelu_pytorch_tanh": True}
@@ -90,6 +89,18 @@ class Rotary:
         shape: Json = {"hidden_size": self.head_dim, "num_attention_heads": 1, "head_dim": self.head_dim}
         shape |= {"max_position_embeddings": longest, "rope_parameters": dict(self.parameters)}
         return ROPE_INIT_FUNCTIONS[kind](LlamaConfig(**shape), device)
+
+
+def moved(place: Tensor, most: int, part: Part) -> Tensor:
+    """Rotary positions [t] in training, from places [t] in conversations, of all tokens of a batch (`position_offset`).
+
+    A conversation's first tokens, to which attention often goes, stay where they are, and all others move by one random number
+    up to `most`. So short rows train distances of long ones. Source: LongSpec, arXiv 2502.17421.
+    """
+    first = place == 0
+    drawn = part.same(torch.rand(int(first.sum()), device=place.device))  # one per conversation
+    offset = (drawn * (most + 1)).long()[first.cumsum(0) - 1]  # [t]
+    return torch.where(place < ANCHORED, place, place + offset)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from drafttrain.drafters.common.block import BlockDrafter
+from drafttrain.drafters.dflash.block_reading import block_fields, is_dspark, named, own_keys, without_copies
 from drafttrain.drafters.dflash.model import DFlash
-from drafttrain.drafters.dflash.reading import block_fields, is_dspark, named, own_keys, without_copies
-from drafttrain.drafters.gguf_heads import GgufHeads
+from drafttrain.drafters.gguf_heads import RELEASE, GgufHeads
 from drafttrain.drafters.shipping import EngineRelease, Exported, ExportRequest, Format, Trained, engine_of
 from drafttrain.errors import UserError
 from drafttrain.files import Json, writing
@@ -74,6 +74,11 @@ class BlockFiles(GgufHeads[Block]):
             "sample_from_anchor": drafter.config.sample_from_anchor,
         }
 
+    def gguf_unsupported(self, drafter: Block) -> list[str]:
+        window = drafter.config.sliding_window
+        ignored = [f"sliding_window={window}: llama.cpp {RELEASE} attends to everything"] if window else []
+        return [*ignored, *super().gguf_unsupported(drafter)]
+
     def gguf_fields(self, keys: Json, like: Block) -> Json:
         mask = keys["tokenizer.ggml.mask_token_id"]
         return {
@@ -120,12 +125,13 @@ class EngineBlocks(BlockFiles[Block]):
         }
         if form == "sglang":
             kept, v, first, masks = config.get("draft_vocab_size"), config.get("vocab_size"), *self.since
-            anchor = bool(config.get("sample_from_anchor"))
+            anchor, window = bool(config.get("sample_from_anchor")), config.get("sliding_window")
             checks |= {
                 f"draft_vocab_size={kept}: {name} drafts over the whole vocabulary of {v} tokens": kept != v,
                 f"train_head=true: {name} drafts with the target's head": bool(config.get("train_head")),
                 f"mask_token_id=null, a learned mask: {name} takes a token's embedding": config.get("mask_token_id")
                 is None,
+                f"sliding_window={window}: {name}'s windowed layers hide a block's later tokens": bool(window),
             }
             if name == "SGLang":
                 checks |= {
@@ -140,12 +146,13 @@ class EngineBlocks(BlockFiles[Block]):
         """Writes config.json, model.safetensors and, for a learned mask of its own file, mask_embedding.pt; GGUF as the base."""
         if form == "gguf":
             return super().write(trained, form, request)
-        target = load_shell(request.target_files or trained.target_name, dtype="float32", device="cpu", weights=True)
+        drafter, name = self.load(trained), request.target_files or trained.target_name
+        target = load_shell(name, "float32", "cpu", weights=self.lends(drafter))
         if target.embed_scale != 1.0:
             scale = f"the target scales its embeddings by {target.embed_scale:g}, and the engines' class does not"
             raise UserError(f"this drafter cannot be written for {form}: {scale}")
-        drafter = self.load(trained)
-        drafter.bind(target)  # its head and embedding rows are written where an engine cannot pick them itself
+        if self.lends(drafter):
+            drafter.bind(target)
         config = self.engine_config(drafter, form, request)
         weights = self.engine_weights(drafter, config)
         mask = weights.pop("mask", None)
@@ -184,6 +191,10 @@ class EngineBlocks(BlockFiles[Block]):
             kept = drafter.kept_ids.cpu()  # [d] int64
             weights |= {"lm_head.weight": drafter.head.weight, "d2t": kept - torch.arange(len(kept))}
         return weights
+
+    def lends(self, drafter: Block) -> bool:
+        """Whether an export holds rows of the target's, which engines cannot pick themselves; others need no weights of it."""
+        return drafter.lm_head is None and len(drafter.kept_ids) != drafter.config.vocab_size
 
     def extra_rows(self, drafter: Block) -> int:
         """Tokens of an export's vocabulary beyond the target's."""
@@ -295,10 +306,12 @@ class DFlashShipping(EngineBlocks[DFlash]):
             spare = torch.ones(config.vocab_size, dtype=torch.bool)
             spare[drafter.kept_ids.cpu()] = False
             mask_token = int(spare.nonzero().max()) if spare.any() else config.vocab_size - 1
-        layers = [layer - 1 for layer in config.feature_layers]
+        layers, size = [layer - 1 for layer in config.feature_layers], config.sliding_window
+        # Without `causal` vLLM would take a windowed layer for one that hides a block's later tokens.
+        window = {"use_swa": True, "swa_window_size": size, "causal": False} if size else {}
         return {
             "block_size": config.block_size,
-            "dflash_config": {"mask_token_id": mask_token, "target_layer_ids": layers},
+            "dflash_config": {"mask_token_id": mask_token, "target_layer_ids": layers, **window},
         }
 
     def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:

@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from drafttrain.batch import StepOutput, TokenTree, anchors_by_depth, sums_by_depth
+from drafttrain.batch import Batch, StepOutput, TokenTree, anchors_by_depth, sums_by_depth
 from drafttrain.drafters.base import JointSession, KeepTokens, Samplers, Specs, StepInputs, Tensors
 from drafttrain.drafters.common.configs import TargetedConfig
 from drafttrain.drafters.common.trainable import TrainableDrafter
@@ -39,8 +40,10 @@ from drafttrain.formats.weights import read_config
 from drafttrain.losses import StoredTopK, linear_divergence
 from drafttrain.ops.tree_attention import TreeLayout
 from drafttrain.ops.tree_cache import TreeCache
+from drafttrain.sequence_parallel import SharedPart
 from drafttrain.target import Target
-from drafttrain.target.attention import apart
+from drafttrain.target.attention import DocumentAttention, apart, attention_context
+from drafttrain.target.shared_rows import SharedRows
 from drafttrain.values import Name, Size
 
 _ADAPTER = "adapter"
@@ -225,6 +228,10 @@ class DraftModel(TrainableDrafter):
 
     # -- training half ------------------------------------------------------------------------------------------
 
+    @property
+    def sequence_reach(self) -> int:
+        return 1
+
     def forward(self, inputs: StepInputs) -> StepOutput:
         """One pass over the rows.
 
@@ -233,7 +240,11 @@ class DraftModel(TrainableDrafter):
         batch, _, _, rows, row_of, count, measure = inputs
         ids = batch.input_ids
         at = anchors_by_depth(batch.response_mask, 1)[0] + 1  # [t] flat positions
-        states = self._states(ids, None if batch.documents is None else batch.begins()).flatten(0, 1)[at]
+        if batch.shared is None:
+            states = self._states(ids, None if batch.documents is None else batch.begins()).flatten(0, 1)[at]
+        else:
+            at = at[batch.part.of(at)]  # of this process
+            states = self._shared_states(batch, at)
         head, d = self.lm.get_output_embeddings(), len(self.kept_ids)
         weight = head.weight[:d]  # [d, h]
         if self.runner.logit_scale != 1.0:
@@ -258,6 +269,26 @@ class DraftModel(TrainableDrafter):
         positions = torch.arange(ids.shape[1], device=ids.device) - begins
         with apart(begins):
             return self.runner.body(input_ids=read, position_ids=positions, use_cache=False).last_hidden_state
+
+    def _shared_states(self, batch: Batch, at: Tensor) -> Tensor:
+        """States [t, h] at flat positions `at` in this process's part of rows that several share."""
+        if self.lm.is_gradient_checkpointing and self.training:
+            raise UserError(
+                "gradient_checkpointing=true: the layers of a language model cannot be computed again while processes share "
+                "rows; leave it out, or raise sequence_parallel"
+            )
+        assert isinstance(batch.shared, SharedPart)
+        valid, place = batch.anchors()
+        counts, own = batch.part.counts(valid), batch.part.of(valid)
+        lengths = (batch.conversations()[:, 2] - 1).clamp(min=0)
+        context = SharedRows(DocumentAttention(lengths[lengths > 0].tolist()), batch.shared, counts)
+        spare = int(own.stop == own.start)  # a model runs no less than one token
+        read = self._readable(batch.input_ids.flatten()[F.pad(valid[own], (0, spare))])
+        with attention_context(context):
+            out = self.runner.body(
+                input_ids=read[None], position_ids=F.pad(place[own], (0, spare))[None], use_cache=False
+            )
+        return out.last_hidden_state[0][torch.searchsorted(valid[own], at)]
 
     def _readable(self, ids: Tensor) -> Tensor:
         """Replaces ids that the drafter has no row for, all of them padding, by its last id."""

@@ -20,8 +20,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from drafttrain.drafters.dflash.block_reading import own_keys
 from drafttrain.drafters.dflash.export import BlockFiles, EngineBlocks
-from drafttrain.drafters.dflash.reading import own_keys
 from drafttrain.drafters.dspark.model import DSpark
 from drafttrain.drafters.shipping import EngineRelease, ExportRequest, Format, Trained
 from drafttrain.files import Json
@@ -60,11 +60,16 @@ class DSparkShipping(EngineBlocks[DSpark]):
     def unsupported(self, trained: Trained, form: str, engine: EngineRelease | None = None) -> list[str]:
         found = super().unsupported(trained, form, engine)
         other = engine is not None and engine.form == "sglang" and engine.name != "SGLang"
+        if form == "vllm" and (window := trained.config.get("sliding_window")):
+            found = [*found, f"sliding_window={window}: windows of vLLM's DSpark are not written yet"]
         return [f"{engine.name} knows no drafter of kind dspark"] if other and engine else found
 
     def engine_config(self, drafter: DSpark, form: str, request: ExportRequest) -> Json:
         described = super().engine_config(drafter, form, request)
         return {**described, "vocab_size": described["vocab_size"] + self.extra_rows(drafter)}
+
+    def lends(self, drafter: DSpark) -> bool:
+        return super().lends(drafter) or drafter.mask is not None
 
     def extra_rows(self, drafter: DSpark) -> int:
         return int(drafter.mask is not None)

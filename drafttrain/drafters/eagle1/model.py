@@ -126,7 +126,8 @@ class Eagle1(LayerDrafter):
         if not self.training or self.config.feature_noise == 0:
             return state
         length = batch.conversations()[:, 2]  # [c]
-        length = torch.repeat_interleave(length, (length - 1).clamp(min=0))  # [t] of each anchor's conversation
+        length = torch.repeat_interleave(length, (length - 1).clamp(min=0))  # [t] of each token's conversation
+        length = length[batch.part.of(batch.anchors()[0])]  # [part]
         width = self.config.feature_noise * 512 / length.to(state.dtype)
         return state + (2 * torch.rand_like(state) - 1) * width[:, None]
 

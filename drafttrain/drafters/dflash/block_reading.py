@@ -53,6 +53,8 @@ class _PublishedBlock(TypedDict, total=False):
     markov_rank: int | None
     block_size: int | None
     mask_token_id: int | None
+    use_swa: bool | None
+    swa_window_size: int | None
 
 
 def own_keys(config: Mapping[str, object]) -> Json:
@@ -70,7 +72,8 @@ def is_dspark(config: Mapping[str, object]) -> bool:
 
 def _check_block(keys: Json, layer: Json, where: str) -> None:
     """Raises UserError for a checkpoint that computes what our block drafters do not."""
-    windows = keys.get("use_swa") or "sliding_attention" in (layer.get("layer_types") or [])
+    windows = "sliding_attention" in (layer.get("layer_types") or [])
+    windows |= bool(keys.get("use_swa")) and (keys.get("causal") is not False or not keys.get("swa_window_size"))
     scales = ("output_multiplier", "input_embedding_scale", "attention_value_scale", "logit_scale")
     projector, head = keys.get("projector_type", "dflash"), keys.get("markov_head_type", "vanilla")
     checks = {
@@ -129,6 +132,7 @@ def block_fields(config: Json, weights: Mapping[str, Tensor], target: Json, wher
         "draft_vocab_size": keys.get("draft_vocab_size") or v,
         "block_size": keys["block_size"] + (flat_dspark and not anchor),
         "sample_from_anchor": anchor,
+        "sliding_window": keys["swa_window_size"] if keys.get("use_swa") else 0,
         "mask_token_id": None if learned else keys["mask_token_id"],
         "train_head": "lm_head.weight" in weights,
         "target": target,
