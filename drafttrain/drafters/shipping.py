@@ -24,6 +24,7 @@ from drafttrain.drafters.read_back import compare_drafters
 from drafttrain.errors import UserError, first_line
 from drafttrain.files import Json
 from drafttrain.formats.weights import check_weights, read_config, read_weights, write_checkpoint
+from drafttrain.target import Target
 
 FORMATS = ("vllm", "sglang", "transformers", "gguf")
 
@@ -58,10 +59,11 @@ ENGINES = {
         EngineRelease("SGLang", "sglang", "0.5.23"),
         EngineRelease("TensorRT-LLM, Triton", "sglang", "1.3"),  # its main branch after 1.2.1
         EngineRelease("llama.cpp", "gguf", "11549"),
-        EngineRelease("transformers", "transformers", "5.17"),
+        EngineRelease("transformers", "transformers", "5.23"),
     )
 }
 TARGET_OVERRIDES = "hf_overrides"  # among vLLM's options: keys that the target's config gets, not the drafter's
+TRANSLATES = "assistant_tokenizer"  # among transformers' options: true if it passes text on between two tokenizers
 GGUF_NAME = "draft.gguf"  # the file of the gguf format
 _DEPTH = 4  # tokens of the chains that prove an export
 
@@ -159,6 +161,7 @@ class Shipping(Generic[D]):
         full_rows: prefixes of our tensors that engines expect with a row per token of the target's vocabulary.
         depth_key: the config's key for the tokens that the kind drafts per round at most; empty for any number.
         serving: what `options` returns, for kinds whose settings are the same for every drafter.
+        tiny: `drafter.*` keys of the tiny drafter of `drafttrain verify --all-kinds`, one that most formats can express.
     """
 
     formats: Mapping[str, Format] = {}
@@ -170,6 +173,7 @@ class Shipping(Generic[D]):
     full_rows: tuple[str, ...] = ()
     depth_key = ""
     serving: Mapping[str, Mapping[str, object]] = {}
+    tiny: Mapping[str, object] = {}
 
     def line(self, trained: Trained, parameters: str) -> str:
         """Describes the drafter in half a sentence, for the card. parameters: their number, as text."""
@@ -341,10 +345,14 @@ class Shipping(Generic[D]):
 
         vLLM: keys of --speculative-config (method), and TARGET_OVERRIDES. SGLang: flags of launch_server
         (speculative-algorithm). TensorRT-LLM: keys of speculative_config (decoding_type). llama.cpp: flags of llama-server
-        (spec-type). transformers: none. Model
-        and number of tokens are added; a value here wins, and None drops the key.
+        (spec-type). transformers: arguments of `generate`, for drafters that are no language models speculation_type, and
+        TRANSLATES. Model and number of tokens are added; a value here wins, and None drops the key.
         """
         return self.serving
+
+    def shares_vocabulary(self, trained: Trained, target: Target) -> bool:
+        """Whether token ids mean the same to drafter and target, as they must in our decoder."""
+        return True
 
     def block_depth(self, trained: Trained) -> int:
         """Tokens per round of kinds that draft one number of them, whatever is asked; 0 for others."""

@@ -1,4 +1,4 @@
-"""DFlash drafters as vLLM, SGLang and TensorRT-LLM load them (`DFlashDraftModel`), and block drafters as GGUF files.
+"""DFlash drafters as vLLM, SGLang and TensorRT-LLM load them (`DFlashDraftModel`), as transformers does, and as GGUF files.
 
 config.json   a Qwen3 config of the layers, block_size, dflash_config {mask_token_id, target_layer_ids: ours - 1}
 weights       fc, hidden_norm, norm, layers.{i}.* as ours; with a pruned vocabulary or a trained head also lm_head and d2t
@@ -7,8 +7,10 @@ mask          a learned one is mask_embedding.pt, the only form that vLLM reads 
               the Hub gets our own format, from which `drafttrain export` writes this one
 
 SGLang draws from the target's embedding and head alone: it has no place for a pruned vocabulary, a trained head or a learned
-mask. Sources: vllm/model_executor/models/qwen3_dflash.py and vllm/v1/spec_decode/dflash.py of vLLM 0.32;
-srt/models/dflash.py and srt/speculative/dflash_utils.py of SGLang 0.5.11 to 0.5.23; TensorRT-LLM's features/speculative-decoding.
+mask. Nor has transformers, whose `generate(speculation_type="dflash")` takes the same network as `MuseGlimmerAssistantModel`:
+fc and hidden_norm are encoder.fc and encoder.output_norm_enc there, and the config says layer_types. Sources: vllm/model_executor/models/qwen3_dflash.py and vllm/v1/spec_decode/dflash.py of vLLM 0.32;
+srt/models/dflash.py and srt/speculative/dflash_utils.py of SGLang 0.5.11 to 0.5.23; TensorRT-LLM's features/speculative-decoding;
+transformers 5.23 models/muse_glimmer_assistant and generation/candidate_generator.py.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ from drafttrain.formats.weights import dtype_name, read_pickle, write_checkpoint
 from drafttrain.target import Target
 
 _MASK_FILE = "mask_embedding.pt"
+_TRANSFORMERS = "5.23"  # the release that was read; its one DFlash class is a family's own, and general
+_GLIMMER = "muse_glimmer_assistant"
 _SAME = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "rms_norm_eps", "rope_theta", "rope_parameters", "max_position_embeddings", "vocab_size", "draft_vocab_size", "block_size",
@@ -84,8 +88,12 @@ class DFlashShipping(BlockFiles[DFlash]):
     formats = {
         "vllm": Format("DFlash as DFlashDraftModel", ("vLLM",)),
         "sglang": Format("DFlash without head and mask of its own", ("SGLang", "TensorRT-LLM, Triton")),
+        "transformers": Format("DFlash as MuseGlimmerAssistantModel", ("transformers",)),
         **BlockFiles.formats,
     }
+    verifiable = {"vllm": "vllm", "transformers": "transformers", **BlockFiles.verifiable}
+
+    tiny = {"mask_token_id": 300, "num_hidden_layers": 2, "block_size": 4}
 
     def unsupported(self, trained: Trained, form: str, engine: EngineRelease | None = None) -> list[str]:
         found = super().unsupported(trained, form, engine)
@@ -98,7 +106,7 @@ class DFlashShipping(BlockFiles[DFlash]):
             f"{where} the inputs of layers 1 to {last - 1} only": any(layer in (0, last) for layer in layers),
             f"{where} features in ascending order": layers != sorted(layers),
         }
-        if form == "sglang":
+        if form != "vllm":
             kept, v = config.get("draft_vocab_size"), config.get("vocab_size")
             checks |= {
                 f"draft_vocab_size={kept}: {name} drafts over the whole vocabulary of {v} tokens": kept != v,
@@ -106,6 +114,7 @@ class DFlashShipping(BlockFiles[DFlash]):
                 f"mask_token_id=null, a learned mask: {name} takes a token's embedding": config.get("mask_token_id")
                 is None,
                 "SGLang has DFlash since 0.5.11": name == "SGLang" and engine.before("0.5.11"),
+                f"transformers has DFlash since {_TRANSFORMERS}": name == "transformers" and engine.before(_TRANSFORMERS),
             }
         return [reason for reason, found in checks.items() if found]
 
@@ -119,7 +128,7 @@ class DFlashShipping(BlockFiles[DFlash]):
         if form == "gguf":
             return super().write(trained, form, request)
         target = Target.load(request.target_files or trained.target_name, "float32", "cpu")
-        if target.embed_scale != 1.0:
+        if target.embed_scale != 1.0 and form != "transformers":
             scale = f"the target scales its embeddings by {target.embed_scale:g}, and vLLM's class does not"
             raise UserError(f"this drafter cannot be written for vLLM: {scale}")
         drafter = self.load(trained)
@@ -142,7 +151,8 @@ class DFlashShipping(BlockFiles[DFlash]):
             spare = torch.ones(config.vocab_size, dtype=torch.bool)
             spare[drafter.kept_ids.cpu()] = False
             mask_token = int(spare.nonzero().max()) if spare.any() else config.vocab_size - 1
-        return {
+        layers = [layer - 1 for layer in config.feature_layers]
+        described = {
             "architectures": ["DFlashDraftModel"],
             "model_type": "qwen3",
             **{name: fields[name] for name in _SAME},
@@ -152,10 +162,21 @@ class DFlashShipping(BlockFiles[DFlash]):
             "num_target_layers": config.target["num_layers"],
             "dflash_config": {
                 "mask_token_id": mask_token,
-                "target_layer_ids": [layer - 1 for layer in config.feature_layers],
+                "target_layer_ids": layers,
             },
             "torch_dtype": dtype_name(request.dtype),
         }
+        if form != "transformers":
+            return described
+        own = {"architectures": ["MuseGlimmerAssistantModel"], "model_type": _GLIMMER, **described["dflash_config"]}
+        return {**described, **own, "layer_types": ["full_attention"] * config.num_hidden_layers}
+
+    def engine_names(self, drafter: DFlash, config: Json) -> dict[str, str]:
+        names = super().engine_names(drafter, config)
+        if config["model_type"] != _GLIMMER:
+            return names
+        encoder = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+        return {encoder.get(name, name): own for name, own in names.items()}
 
     def engine_weights(self, drafter: DFlash, config: Json) -> dict[str, Tensor]:
         weights = super().engine_weights(drafter, config)
@@ -209,6 +230,7 @@ class DFlashShipping(BlockFiles[DFlash]):
                 "speculative-num-draft-tokens": depth + 1,  # its block, the last committed token included
             },
             "TensorRT-LLM, Triton": {"decoding_type": "DFlash", "max_draft_len": depth},
+            "transformers": {"speculation_type": "dflash"},
         }
 
 

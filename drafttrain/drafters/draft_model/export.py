@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -9,17 +10,29 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from drafttrain.drafters.draft_model.model import DraftModel
 from drafttrain.drafters.registry import META_FILE
-from drafttrain.drafters.shipping import FORMATS, GGUF_NAME, EngineRelease, ExportRequest, Format, Shipping, Trained
+from drafttrain.drafters.shipping import (
+    FORMATS,
+    GGUF_NAME,
+    TRANSLATES,
+    EngineRelease,
+    ExportRequest,
+    Format,
+    Shipping,
+    Trained,
+    engine_of,
+)
 from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.formats.public_names import write_clean_json
 from drafttrain.formats.weights import dtype_name, read_config
 from drafttrain.formats.write_gguf import write_gguf
-from drafttrain.target import load_shell, resolve_target
+from drafttrain.target import Target, load_shell, resolve_target
 from drafttrain.target.loading import load_language_model
+from drafttrain.target.target import tokenizer_fingerprint
 
 _PLAIN = Format("a draft model as plain HF checkpoint", ("transformers", "vLLM", "SGLang", "TensorRT-LLM, Triton"))
 _AGAIN = "train it again, or use the folder as training wrote it"
+_VLLM_TRANSLATES = "0.32"  # the release whose sources have use_heterogeneous_vocab, drafting with shared tokens only
 _TOLERANCE = 2e-2  # of the largest log-probability: two loaders of one file agree up to rounding
 
 
@@ -32,6 +45,7 @@ class DraftModelShipping(Shipping[DraftModel]):
     formats = dict.fromkeys(FORMATS, _PLAIN) | {"gguf": Format("a draft model as GGUF file", ("llama.cpp",))}
     verifiable = {"vllm": "vllm", "transformers": "transformers", "llama.cpp": "gguf"}
     in_root = FORMATS
+    tiny = {"layers": (0, 1, 6, 7)}
     serving = {
         "vLLM": {"method": "draft_model"},
         "SGLang": {"speculative-algorithm": "STANDALONE"},
@@ -41,10 +55,34 @@ class DraftModelShipping(Shipping[DraftModel]):
     }
 
     def unsupported(self, trained: Trained, form: str, engine: EngineRelease | None = None) -> list[str]:
+        found, engine = super().unsupported(trained, form, engine), engine or engine_of(form)
         recorded, own = trained.target.get("vocab_size"), trained.config["vocab_size"]
-        differs = f"vocab_size={own} differs from the target's {recorded}, and the engine verifies drafts by token id"
-        found = form in ("vllm", "sglang") and recorded and recorded != own
-        return super().unsupported(trained, form, engine) or ([differs] if found else [])
+        if found or form not in ("vllm", "sglang") or not recorded or recorded == own:
+            return found
+        differs = f"vocab_size={own} differs from the target's {recorded}, and"
+        if engine.name != "vLLM" or engine.before(_VLLM_TRANSLATES):
+            since = f" before {_VLLM_TRANSLATES}" if engine.name == "vLLM" else ""
+            return [f"{differs} {engine.name}{since} verifies drafts by token id"]
+        has = (trained.folder / "tokenizer_config.json").is_file()
+        return [] if has else [f"{differs} {engine.name} translates by the draft model's own tokenizer, which it lacks"]
+
+    def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
+        recorded, own = trained.target, trained.config["vocab_size"]
+        same = own == recorded.get("vocab_size", own)
+        if same and recorded.get("tokenizer") and (trained.folder / "tokenizer_config.json").is_file():
+            same = tokenizer_fingerprint(AutoTokenizer.from_pretrained(trained.folder)) == recorded["tokenizer"]
+        if same:
+            return self.serving
+        by_text = {TRANSLATES: True} if own != recorded.get("vocab_size", own) else {}  # which it requires, or else refuses
+        vllm = {"method": "draft_model", "use_heterogeneous_vocab": True}
+        return {**self.serving, "vLLM": vllm, "transformers": by_text}
+
+    def shares_vocabulary(self, trained: Trained, target: Target) -> bool:
+        try:
+            trained.load().bind(target)
+        except UserError:
+            return False
+        return True
 
     def write(self, trained: Trained, form: str, request: ExportRequest) -> list[Path]:
         """Loads the model once, to prove that its checkpoint is complete, and writes it."""

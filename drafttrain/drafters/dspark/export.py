@@ -21,6 +21,7 @@ class DSparkShipping(BlockFiles[DSpark]):
     """llama.cpp alone; our own format goes to the Hub too."""
 
     description = "a DSpark drafter, blocks of {block_size} with a Markov head, {layers}, {parameters} parameters"
+    tiny = {"mask_token_id": 300, "num_hidden_layers": 2, "block_size": 4, "markov_rank": 16}
     gguf_names = {
         **BlockFiles.gguf_names,
         "markov_in.weight": "markov_w1.weight",
