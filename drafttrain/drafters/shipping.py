@@ -161,6 +161,7 @@ class Shipping(Generic[D]):
         full_rows: prefixes of our tensors that engines expect with a row per token of the target's vocabulary.
         depth_key: the config's key for the tokens that the kind drafts per round at most; empty for any number.
         serving: what `options` returns, for kinds whose settings are the same for every drafter.
+        own_drafting: for kinds without weights, what to type where an engine drafts so by itself, with {target} and {depth}.
         tiny: `drafter.*` keys of the tiny drafter of `drafttrain verify --all-kinds`, one that most formats can express.
     """
 
@@ -173,6 +174,7 @@ class Shipping(Generic[D]):
     full_rows: tuple[str, ...] = ()
     depth_key = ""
     serving: Mapping[str, Mapping[str, object]] = {}
+    own_drafting: Mapping[str, str] = {}
     tiny: Mapping[str, object] = {}
 
     def line(self, trained: Trained, parameters: str) -> str:

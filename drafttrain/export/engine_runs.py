@@ -5,12 +5,14 @@ The accepted length of both sides is the number of tokens committed per target p
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from transformers import AutoModel, AutoTokenizer, GenerationConfig
@@ -29,7 +31,7 @@ from drafttrain.target.loading import check_loaded, load_language_model, loading
 # Engines that can be run, and the package of each in its environment.
 PACKAGES = {"vllm": "vllm", "transformers": "transformers", "llama.cpp": "xllamacpp"}
 SIDES = Path(__file__).with_name("engines")  # scripts for the engines' own environments
-_TIMEOUT = 1800  # seconds; vLLM alone takes minutes to start on a CPU
+_TIMEOUT = 3600  # seconds; vLLM alone takes minutes to start on a CPU
 
 
 class EngineJob(NamedTuple):
@@ -62,7 +64,7 @@ def vllm(job: EngineJob, drafter: Path, options: Mapping[str, object]) -> Json:
         "dtype": job.dtype,
         "prompts": list(job.prompts),
         "tokens": job.tokens,
-        "repeats": 1,
+        "steps": True,
         "warm_up": False,
         "max_model_len": max(map(len, job.prompts)) + job.tokens + 32,
         "speculative": speculative,
@@ -70,14 +72,11 @@ def vllm(job: EngineJob, drafter: Path, options: Mapping[str, object]) -> Json:
     }
     environment = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1", **os.environ}
     answer = run_side(job.python, SIDES / "vllm_side.py", described, environment)
-    counters = answer.pop("counters")
     del answer["runs"]  # texts are compared here, not speed
-    rounds = sum(value for key, value in counters.items() if key.endswith("num_drafts"))
-    accepted = sum(value for key, value in counters.items() if key.endswith("num_accepted_tokens"))
-    # Committed tokens, as `ours` counts them: the counters include accepted tokens beyond the limit.
+    drafted = {key.removeprefix("vllm:spec_decode_"): value for key, value in answer.pop("counters").items()}
     after_prefill = sum(len(made) - 1 for made in answer["tokens"])
-    length = round(after_prefill / max(rounds, 1), 4)
-    return {**answer, "rounds": rounds, "accepted": accepted, "accepted_length": length}
+    length = round(after_prefill / max(answer["rounds"], 1), 4)
+    return {**answer, **drafted, "accepted_length": length}
 
 
 def llama_cpp(job: EngineJob, target: Path, draft: Path, kind: str) -> Json:
@@ -176,11 +175,21 @@ def run_side(python: str, script: Path, job: Json, environment: dict[str, str]) 
         path.write_text(json.dumps({**job, "answer": str(answer)}))
         command = [python, str(script), str(path)]
         try:
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_TIMEOUT)
-        except (OSError, subprocess.TimeoutExpired) as error:
+            # A group of its own: engines start processes that outlive the script when it is killed.
+            side = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                                    process_group=0)  # fmt: skip
+        except OSError as error:
             fix = "give the engine's interpreter"
             raise UserError(f"engine-python={python!r} cannot run {script.name} ({error}); {fix}") from error
-        if done.returncode or not answer.is_file():
-            lines = [line for line in done.stderr.strip().splitlines() if line.strip()][-12:]
-            raise UserError(f"the engine stopped (exit code {done.returncode}): " + " | ".join(lines))
+        try:
+            _, stderr = side.communicate(timeout=_TIMEOUT)
+        except subprocess.TimeoutExpired as error:
+            raise UserError(f"{script.name} was stopped after {_TIMEOUT} s; ask for fewer prompts or tokens") from error
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(side.pid, signal.SIGKILL)
+            side.wait()
+        if side.returncode or not answer.is_file():
+            lines = [line for line in stderr.strip().splitlines() if line.strip()][-12:]
+            raise UserError(f"the engine stopped (exit code {side.returncode}): " + " | ".join(lines))
         return json.loads(answer.read_text())

@@ -13,7 +13,16 @@ from typing import NamedTuple
 
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import decoding_settings, default_tree
-from drafttrain.drafters.shipping import ENGINES, GGUF_NAME, TARGET_OVERRIDES, TRANSLATES, Trained, shipping
+from drafttrain.drafters.shipping import (
+    ENGINES,
+    GGUF_NAME,
+    TARGET_OVERRIDES,
+    TRANSLATES,
+    Trained,
+    shipped_kinds,
+    shipping,
+)
+from drafttrain.errors import UserError
 from drafttrain.export.batch_schedule import Entry, sglang_config, vllm_keys
 from drafttrain.files import Json
 
@@ -96,6 +105,21 @@ def recipes(
     _, plus, side = str((fastest(results) or {}).get("kind", "")).partition("+")
     ours = _COMMANDS["drafttrain"].format(target=target, drafter=drafter + plus + side, tree=tree)
     return [*made, Recipe("drafttrain", ours)]
+
+
+def own_drafting(drafter: str, target: str, depth: int) -> list[Recipe]:
+    """How engines draft by themselves what a drafter without weights drafts here.
+
+    Raises:
+        UserError: no engine does.
+    """
+    found = shipping(drafter.partition(":")[0]).own_drafting
+    if not found:
+        known = ", ".join(kind for kind in shipped_kinds() if shipping(kind).own_drafting)
+        raise UserError(
+            f"drafter={drafter!r} has no weights to export, and no engine drafts so; they have settings for {known}"
+        )
+    return [Recipe(engine, text.format(target=target, depth=depth)) for engine, text in found.items()]
 
 
 def _settings(

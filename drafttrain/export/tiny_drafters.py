@@ -1,10 +1,12 @@
 """Tiny drafters of every kind that engines load, for a tiny random target: made, trained for seconds and saved on the spot.
 
-They learn the target's answers by heart, so that engines accept tokens at every depth.
+They overfit the target's answers, so that engines accept tokens at every depth.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -64,7 +66,8 @@ def shipped_drafters(target: Target, prompts: Sequence[list[int]], tokens: int, 
     with Progress("training tiny drafters", len(kinds), "kinds") as progress, torch.random.fork_rng():
         for kind in kinds:
             torch.manual_seed(1)
-            drafter = kind_class(kind).begin(target, "target", dict(shipping(kind).tiny), "kl")
+            with contextlib.redirect_stdout(io.StringIO()):  # what it copied
+                drafter = kind_class(kind).begin(target, "target", dict(shipping(kind).tiny), "kl")
             assert isinstance(drafter, TrainableDrafter), "kinds without weights have no formats"
             drafter.bind(target)
             _learn(drafter, target, batch)
@@ -90,7 +93,7 @@ def _learn(drafter: TrainableDrafter, target: Target, batch: Batch) -> None:
     optimizer = torch.optim.AdamW(trained, lr=_RATE)
     drafter.train()
     features, rows, row_of = source(batch)
-    inputs = StepInputs(batch, target.embed(batch.input_ids), features, rows, row_of, anchors)
+    inputs = StepInputs(batch, target.embed(batch.input_ids), features, rows, row_of, anchors)  # type: ignore[arg-type]
     for _ in range(_STEPS):
         optimizer.zero_grad()
         drafter(inputs).loss.backward()

@@ -34,7 +34,7 @@ from drafttrain.export.verify_matrix import (
     as_line,
     failed,
 )
-from drafttrain.files import JsonlLog, Json, scratch_folder
+from drafttrain.files import Json, JsonlLog, scratch_folder
 from drafttrain.flags import TARGET_HELP, add_drafter_flag
 from drafttrain.folders import inputs_of, output_file
 from drafttrain.formats.public_names import write_clean_json
@@ -56,8 +56,10 @@ prompts greedily with a chain of --speculative-tokens, and so does our decoder; 
 
 --engine all has a row for every engine; those that cannot run here are rows that say so, with the release whose rules the
 files follow. A row that differs or fails is exit status 1: in float32 any other text and accepted lengths more than
-{TOLERANCE:.0%} apart, in half precision, where near ties fall differently, {HALF_TOLERANCE:.0%}. --all-kinds trains a tiny drafter of each kind
-for a tiny random target on the spot. Finished rows are in OUTPUT.partial.jsonl; the same command goes on from there.
+{TOLERANCE:.0%} apart; in half precision, where near ties fall differently, {HALF_TOLERANCE:.0%}.
+
+--all-kinds trains a tiny drafter of each kind for a tiny random target on the spot. Finished rows are in
+OUTPUT.partial.jsonl; the same command continues there.
 scripts/verify_engines_cpu.sh makes an environment for each engine that runs on a CPU and runs all of this."""
 
 FEW = 6  # prompts, below which a comparison says little
@@ -74,7 +76,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = adder(parser)
     which = parser.add_mutually_exclusive_group(required=True)
     add_drafter_flag(which, trained=True, required=False)
-    which.add_argument("--all-kinds", action="store_true", help="a tiny drafter of every kind that engines load, in float32")
+    which.add_argument(
+        "--all-kinds", action="store_true", help="a tiny drafter of every kind that engines load, in float32"
+    )
     add("--exported", Place, help="folder written by drafttrain export (default: export it now, for the engine)")
     add("--format", choices=FORMATS, help="of what is exported now (default: the engine's, else the kind's first)")
     add("--dtype", FileDtype, default="bfloat16", help="of what is exported now, and of the target")
@@ -217,9 +221,7 @@ def _rows(
     return rows
 
 
-def _log(
-    args: argparse.Namespace, output: Path, sides: list[DrafterRows], pythons: Mapping[str, str]
-) -> JsonlLog:
+def _log(args: argparse.Namespace, output: Path, sides: list[DrafterRows], pythons: Mapping[str, str]) -> JsonlLog:
     """Finished rows of this command on these drafters."""
     digest = hashlib.sha256()
     for side in sides:
@@ -246,7 +248,9 @@ def _interpreters(words: Iterable[str], engine: str) -> dict[str, str]:
         if not is_named or name not in PACKAGES:
             name, path = engine, word
         if name not in PACKAGES:
-            raise UserError(f"engine-python={word!r} must say whose it is: ENGINE=PATH, ENGINE one of {', '.join(PACKAGES)}")
+            raise UserError(
+                f"engine-python={word!r} must say whose it is: ENGINE=PATH, ENGINE one of {', '.join(PACKAGES)}"
+            )
         if name == "transformers" and Path(path).expanduser() != Path(sys.executable):
             raise UserError(f"engine-python={word!r}: transformers runs in drafttrain's own environment; leave it out")
         if not Path(path).expanduser().is_file():

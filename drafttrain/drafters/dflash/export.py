@@ -8,7 +8,9 @@ mask          a learned one is mask_embedding.pt, the only form that vLLM reads 
 
 SGLang draws from the target's embedding and head alone: it has no place for a pruned vocabulary, a trained head or a learned
 mask. Nor has transformers, whose `generate(speculation_type="dflash")` takes the same network as `MuseGlimmerAssistantModel`:
-fc and hidden_norm are encoder.fc and encoder.output_norm_enc there, and the config says layer_types. Sources: vllm/model_executor/models/qwen3_dflash.py and vllm/v1/spec_decode/dflash.py of vLLM 0.32;
+fc and hidden_norm are encoder.fc and encoder.output_norm_enc there, and the config says layer_types.
+
+Sources: vllm/model_executor/models/qwen3_dflash.py and vllm/v1/spec_decode/dflash.py of vLLM 0.32;
 srt/models/dflash.py and srt/speculative/dflash_utils.py of SGLang 0.5.11 to 0.5.23; TensorRT-LLM's features/speculative-decoding;
 transformers 5.23 models/muse_glimmer_assistant and generation/candidate_generator.py.
 """
@@ -114,7 +116,8 @@ class DFlashShipping(BlockFiles[DFlash]):
                 f"mask_token_id=null, a learned mask: {name} takes a token's embedding": config.get("mask_token_id")
                 is None,
                 "SGLang has DFlash since 0.5.11": name == "SGLang" and engine.before("0.5.11"),
-                f"transformers has DFlash since {_TRANSFORMERS}": name == "transformers" and engine.before(_TRANSFORMERS),
+                f"transformers has DFlash since {_TRANSFORMERS}": name == "transformers"
+                and engine.before(_TRANSFORMERS),
             }
         return [reason for reason, found in checks.items() if found]
 

@@ -73,7 +73,9 @@ class DraftModelShipping(Shipping[DraftModel]):
             same = tokenizer_fingerprint(AutoTokenizer.from_pretrained(trained.folder)) == recorded["tokenizer"]
         if same:
             return self.serving
-        by_text = {TRANSLATES: True} if own != recorded.get("vocab_size", own) else {}  # which it requires, or else refuses
+        by_text = (
+            {TRANSLATES: True} if own != recorded.get("vocab_size", own) else {}
+        )  # which it requires, or else refuses
         vllm = {"method": "draft_model", "use_heterogeneous_vocab": True}
         return {**self.serving, "vLLM": vllm, "transformers": by_text}
 
