@@ -172,6 +172,9 @@ class DFlashShipping(BlockFiles[DFlash]):
         if form != "transformers":
             return described
         own = {"architectures": ["MuseGlimmerAssistantModel"], "model_type": _GLIMMER, **described["dflash_config"]}
+        own |= dict.fromkeys(
+            ("bos_token_id", "eos_token_id", "pad_token_id")
+        )  # not the family's, which it would default to
         return {**described, **own, "layer_types": ["full_attention"] * config.num_hidden_layers}
 
     def engine_names(self, drafter: DFlash, config: Json) -> dict[str, str]:

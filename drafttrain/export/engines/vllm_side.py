@@ -5,8 +5,8 @@
 The job's keys: target, dtype, prompts (token ids), tokens, repeats, warm_up, max_model_len, ignore_eos, speculative (vLLM's
 speculative_config or null), hf_overrides (of the target's config, or null) and answer, the file to write: runs, the last run's
 tokens, and vLLM's counters of speculative decoding. With steps, each prompt is run without compilation and once, step by step;
-in place of runs the answer holds rounds, the number of steps after the prefills that gave tokens. vLLM's own counters leave
-out steps without drafts.
+in place of runs the answer holds the number of tokens of each step, and rounds, the steps after the prefills. vLLM's own counters
+leave out steps without drafts.
 """
 
 import json
@@ -15,15 +15,17 @@ import time
 
 
 def stepped(llm, prompt, params, number):
-    """The tokens of an answer, and the engine's steps that gave some."""
-    engine, tokens, steps = llm.llm_engine, [], 0
+    """The tokens of an answer, and how many each of the engine's steps gave."""
+    engine = llm.llm_engine
+    tokens: list[int] = []
+    sizes: list[int] = []
     engine.add_request(str(number), prompt, params)
     while engine.has_unfinished_requests():
         for output in engine.step():
-            made = output.outputs[0].token_ids  # all up to now
-            steps += len(made) > len(tokens)
-            tokens = list(made)
-    return tokens, steps
+            made = list(output.outputs[0].token_ids)  # all up to now
+            sizes += [len(made) - len(tokens)] * (len(made) > len(tokens))
+            tokens = made
+    return tokens, sizes
 
 
 def main() -> None:
@@ -47,9 +49,11 @@ def main() -> None:
     if job["warm_up"]:
         llm.generate(prompts[:1], params, use_tqdm=False)
     print("vllm: ready", flush=True)
-    runs, steps = [], []
+    runs, texts = [], []
+    steps: list[list[int]] = []
     if job.get("steps"):
-        texts, steps = zip(*(stepped(llm, prompt, params, i) for i, prompt in enumerate(prompts)), strict=True)
+        answers = [stepped(llm, prompt, params, i) for i, prompt in enumerate(prompts)]
+        texts, steps = [tokens for tokens, _ in answers], [sizes for _, sizes in answers]
     for _ in range(0 if steps else job["repeats"]):
         began = time.perf_counter()
         texts = [llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids for prompt in prompts]
@@ -66,7 +70,7 @@ def main() -> None:
     with open(job["answer"], "w") as file:
         answer = {"runs": runs, "tokens": [list(text) for text in texts], "counters": counters}
         if steps:
-            answer["rounds"] = sum(steps) - len(steps)
+            answer |= {"steps": steps, "rounds": sum(len(sizes) - 1 for sizes in steps)}
         json.dump({**answer, "version": vllm.__version__}, file)
 
 
