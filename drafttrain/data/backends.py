@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from itertools import islice
 from queue import SimpleQueue
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import httpx
 from pydantic import Field, TypeAdapter, ValidationError
@@ -43,7 +43,8 @@ _FIRST_PAUSE = 0.5  # seconds before the first retry; doubles with each
 _LONGEST_PAUSE = 60.0  # seconds that a server may ask to wait before a retry
 _IN_A_ROW = 32  # conversations that fail in a row end the run
 _SENT = {"Content-Type": "application/json"}
-_UNREACHABLE = "no connection"
+UNREACHABLE, TIME_OUT = "no connection", "time-out"  # reasons of bad replies
+T = TypeVar("T")
 # A conversation, and the engine's result if that captures hidden states, or why it has no complete answer.
 Ended = tuple[Conversation, Finished | BadReply | None]
 
@@ -203,7 +204,7 @@ class OpenAIBackend(Backend):
         try:
             listed = self._retried(lambda _: self._send("GET", f"{url}/models", None, ModelList))["data"][0]["id"]
         except BadReply as bad:
-            if bad.reason == _UNREACHABLE:
+            if bad.reason == UNREACHABLE:
                 raise UserError(
                     f"url={url!r} cannot be reached ({bad.detail}); start it, or check the address"
                 ) from bad
@@ -313,39 +314,56 @@ class OpenAIBackend(Backend):
         return send(_TRIES - 1)
 
     def _send(self, method: str, url: str, body: Json | None, schema: type) -> Json:
-        """Sends a request once; returns the reply, checked against the schema. Raises BadReply; UserError for a refused key."""
+        """`send_json` with this class's time limits; a server that has replied before may come back."""
         seconds = _TIMEOUT if body is not None else min(30.0, _TIMEOUT)
-        host, until, content = url.partition("/v1")[0], time.monotonic() + seconds, bytearray()
+        host = url.partition("/v1")[0]
         try:
-            text = None if body is None else json.dumps(body)
-            timeout = httpx.Timeout(seconds, connect=min(10.0, seconds))
-            with self.client.stream(method, url, content=text, headers=_SENT, timeout=timeout) as reply:
-                for chunk in reply.iter_bytes():
-                    content += chunk
-                    if len(content) > _MOST_BYTES or time.monotonic() > until:
-                        raise BadReply("endless", f"{len(content)} bytes and no end")
-        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
-            raise BadReply(_UNREACHABLE, _named(error), retry=host in self._reached) from error
-        except httpx.TimeoutException as error:
-            raise BadReply("time-out", f"no reply in {seconds:g} s ({_named(error)})") from error
-        except httpx.DecodingError as error:
-            raise BadReply("bad encoding", _named(error), retry=True) from error
-        except httpx.TransportError as error:
-            raise BadReply("connection lost", _named(error), retry=True) from error
+            reply = send_json(self.client, method, url, body, schema, seconds)
+        except BadReply as bad:
+            if bad.reason == UNREACHABLE:
+                bad.retry = host in self._reached
+            else:
+                self._reached.add(host)
+            raise
         self._reached.add(host)
-        status, shown = reply.status_code, content[:500].decode(errors="replace")
-        if status == 401:  # the server's text may repeat the key
-            raise UserError(f"url={url!r} refuses the key (HTTP 401); set the environment variable OPENAI_API_KEY")
-        if status != 200:
-            retry = status in (408, 425, 429) or status >= 500
-            moved = f"redirects to {reply.headers.get('location', '')}" if 300 <= status < 400 else shown
-            raise BadReply(f"HTTP {status}", moved, retry, _retry_after(reply))
-        try:
-            return TypeAdapter(schema).validate_python(json.loads(content), strict=True)
-        except ValidationError as error:
-            raise BadReply("malformed", violation(error)) from error
-        except (ValueError, RecursionError) as error:
-            raise BadReply("not JSON", shown) from error
+        return reply
+
+
+def send_json(client: httpx.Client, method: str, url: str, body: Json | None, schema: type[T], seconds: float) -> T:
+    """Sends a request to a server once; returns its JSON reply, checked against the schema, whose keys alone are kept.
+
+    Raises BadReply; UserError for a refused key.
+    """
+    until, content = time.monotonic() + seconds, bytearray()
+    try:
+        text = None if body is None else json.dumps(body)
+        timeout = httpx.Timeout(seconds, connect=min(10.0, seconds))
+        with client.stream(method, url, content=text, headers=_SENT, timeout=timeout) as reply:
+            for chunk in reply.iter_bytes():
+                content += chunk
+                if len(content) > _MOST_BYTES or time.monotonic() > until:
+                    raise BadReply("endless", f"{len(content)} bytes and no end")
+    except (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
+        raise BadReply(UNREACHABLE, _named(error)) from error
+    except httpx.TimeoutException as error:
+        raise BadReply(TIME_OUT, f"no reply in {seconds:g} s ({_named(error)})") from error
+    except httpx.DecodingError as error:
+        raise BadReply("bad encoding", _named(error), retry=True) from error
+    except httpx.TransportError as error:
+        raise BadReply("connection lost", _named(error), retry=True) from error
+    status, shown = reply.status_code, content[:500].decode(errors="replace")
+    if status == 401:  # the server's text may repeat the key
+        raise UserError(f"url={url!r} refuses the key (HTTP 401); set the environment variable OPENAI_API_KEY")
+    if status != 200:
+        retry = status in (408, 425, 429) or status >= 500
+        moved = f"redirects to {reply.headers.get('location', '')}" if 300 <= status < 400 else shown
+        raise BadReply(f"HTTP {status}", moved, retry, _retry_after(reply))
+    try:
+        return TypeAdapter(schema).validate_python(json.loads(content), strict=True)
+    except ValidationError as error:
+        raise BadReply("malformed", violation(error)) from error
+    except (ValueError, RecursionError) as error:
+        raise BadReply("not JSON", shown) from error
 
 
 def _named(error: Exception) -> str:

@@ -85,7 +85,11 @@ def run(args: argparse.Namespace) -> int:
     check_folder(args.output, "generate", inputs_of(args))
     existing = args.backend == "existing"
     conversations = [] if existing else read_prompts(Path(args.prompts).expanduser())
-    target = load_target(args) if args.backend == "local" else load_shell(args.target, args.trust_remote_code)
+    target = (
+        load_target(args)
+        if args.backend == "local"
+        else load_shell(args.target, trust_remote_code=args.trust_remote_code)
+    )
     layers = parse_layers(args.features, target)
     rules = backend_rules(args.backend, target)
     if args.backend == "vllm":

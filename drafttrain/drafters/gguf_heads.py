@@ -93,7 +93,7 @@ class GgufHeads(Shipping[D]):
             )
         drafter, target = self.load(trained), load_shell(name)
         if self._needs_rows(drafter, target):
-            target = Target.load(name, "float32", "cpu")
+            target = load_shell(name, dtype="float32", device="cpu", weights=True)
         keys = {f"{self.gguf_arch}.{key}": value for key, value in self.gguf_keys(drafter).items()}
         if _mask_id(drafter) is not None:
             keys["tokenizer.ggml.mask_token_id"] = _mask_id(drafter)

@@ -104,6 +104,7 @@ def load_drafter(name: str, target: Target) -> Drafter | None:
 def _prepared(drafter: Any, target: Target) -> Any:
     """A trained drafter on the target's device, in its dtype, and packed on a CPU."""
     drafter = drafter.eval()
+    target.widen()  # before the drafter takes its compute_dtype
     for weight in drafter.parameters():
         # Rounded to the requested dtype like the target's weights: bfloat16 values stream at half the bytes. Buffers keep
         # their precision, which rotary frequencies need.

@@ -34,7 +34,7 @@ MISMATCH = 0.7  # measured / trained acceptance at the first depth
 FALL = 0.7  # acceptance at the last depth / at the first
 LESS = 0.85  # accepted tokens of a part / of the rest
 EXPENSIVE = 0.35  # share of time in the drafter
-FEWEST = 4  # prompts on each side of a comparison
+FEWEST = 4  # prompts that a verdict on them needs
 
 
 def finding(cause: str, figures: str, advice: str, off: Sequence[str] = ()) -> Json:
@@ -78,13 +78,17 @@ def _verdict(results: Json) -> Json:
     figures = f"acceptance rate {rate:.0%}, accepted length {overall['accepted_length']:.2f} (rule of thumb: {rule})"
     if speedup is None:
         return finding("verdict", figures, "no baseline was run: measure one to know whether it pays")
-    interval = overall.get("confidence", {"speedup": {}})["speedup"].get("autoregressive")
+    interval = _intervals(overall)["speedup"].get("autoregressive")
     figures += f"; measured {speedup:.2f}x" + (f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "")
-    advice = "it slows decoding down here: see the causes, run `drafttrain tune`, or switch it off"
-    if speedup >= 1:
-        odd = " although the rule of thumb says otherwise: verification is cheap here" if rate < USELESS else ""
-        advice = f"it pays here{odd}"
-    return finding("verdict", figures, advice)
+    low, high = interval or (speedup, speedup)
+    slows = "it slows decoding down here: see the causes, run `drafttrain tune`, or switch it off"
+    odd = " although the rule of thumb says otherwise: verification is cheap here" if rate < USELESS else ""
+    prompts = overall["prompts"]
+    if min(low, speedup) > 1 and rate > 0 and prompts >= FEWEST:
+        return finding("verdict", figures, f"it pays here{odd}")
+    if max(high, speedup) < 1 or rate == 0:
+        return finding("verdict", figures, slows)
+    return finding("verdict", figures, f"inconclusive: {prompts} prompts are too few to tell; measure more of them")
 
 
 def _mismatch(results: Json, training: Json) -> Json | None:
@@ -159,16 +163,28 @@ def _context(results: Json, training: Json) -> Json | None:
 
 
 def slow_categories(results: Json) -> tuple[str, ...]:
-    """Categories that speculation slows down, compared with the first baseline of the results."""
+    """Categories that speculation slows down beyond noise, compared with the first baseline of the results."""
     name = next(iter(results["overall"]["speedup"]), None)
-    parts = {category: part["speedup"].get(name, 1.0) for category, part in results["categories"].items()}
-    return tuple(category for category, speedup in parts.items() if speedup < 1)
+    parts = results["categories"].items()
+    return tuple(category for category, part in parts if _below(part, _intervals(part)["speedup"].get(name), 1.0))
+
+
+def _intervals(part: Json) -> Json:
+    """The 95 % intervals of a part's figures; earlier versions recorded none."""
+    return part.get("confidence") or {"accepted_length": None, "speedup": {}}
+
+
+def _below(part: Json, interval: Sequence[float] | None, bound: float) -> bool:
+    """Whether a category's figure is below a bound beyond its 95 % interval over prompts; few prompts have none."""
+    return part["prompts"] >= FEWEST and interval is not None and interval[1] < bound
 
 
 def _categories(results: Json) -> Json | None:
     parts, overall = results["categories"], results["overall"]
-    mean = overall["accepted_length"] - 1
-    low = [name for name, part in parts.items() if len(parts) > 1 and part["accepted_length"] - 1 < LESS * mean]
+    bound = 1 + LESS * (overall["accepted_length"] - 1)
+    if len(parts) < 2:  # the verdict speaks of a single one
+        return None
+    low = [name for name, part in parts.items() if _below(part, _intervals(part)["accepted_length"], bound)]
     slow = slow_categories(results)
     if not low and not slow:
         return None

@@ -117,7 +117,7 @@ def evaluate(settings: EvalSettings, target: Target, drafter: Drafter | None, su
     """
     questions = take_evenly(suite.questions, settings.limit)
     check_lengths(target, questions, settings.max_new_tokens)
-    head = describe(settings, target, suite)
+    head = describe(settings, target.pack(), suite)
     # A tree named by the user applies to all categories.
     off = tuple(decoding_settings(settings.drafter).get("off", ())) if settings.tree is None else ()
     state = [folder_state(target.path), folder_state(settings.drafter.partition("+")[0])]
@@ -142,7 +142,6 @@ def compare_sides(
 ) -> Json:
     """Chooses the tree, answers what is not saved yet by every side, and returns the content of the results file."""
     baselines = list(settings.baselines)
-    target.pack()
     spec, tree_search = choose_tree(settings, target, drafter, questions, saved, search)
     head["decoding"]["tree"] = {"spec": str(spec), **dataclasses.asdict(spec)}
     plan = EvalPlan(target, drafter, spec, settings, off)

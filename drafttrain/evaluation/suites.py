@@ -87,6 +87,21 @@ def _humaneval(row: Json) -> list[str]:
     return [f"{task}\n\n```python\n{row['prompt'].rstrip()}\n```"]
 
 
+def _livecodebench(row: Json) -> list[str]:
+    starter = row.get("starter_code")
+    form = f"Complete this code:\n\n```python\n{starter}\n```" if starter else "Read from stdin and write to stdout."
+    return [f"Solve this task with a Python program.\n\n{row['question_content']}\n\n{form}"]
+
+
+def _longbench(row: Json) -> list[str]:
+    if "choice_A" not in row:  # the first version
+        return ["\n\n".join(filter(None, (row["context"], row.get("input"))))]
+    choices = "\n".join(f"({letter}) {row[f'choice_{letter}']}" for letter in "ABCD")
+    return [
+        f"{row['context']}\n\n{row['question']}\n{choices}\n\nAnswer with a letter, and say why in a few sentences."
+    ]
+
+
 PUBLIC: dict[str, PublicSuite] = {
     "spec_bench": PublicSuite(
         "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl",
@@ -99,6 +114,32 @@ PUBLIC: dict[str, PublicSuite] = {
     ),
     "humaneval": PublicSuite("openai/openai_humaneval", "MIT", _humaneval, id_key="task_id"),
     "gsm8k": PublicSuite("openai/gsm8k", "MIT", lambda row: [row["question"]], "main"),
+    "math_500": PublicSuite(
+        "HuggingFaceH4/MATH-500",
+        "MIT (of MATH)",
+        lambda row: [row["problem"]],
+        id_key="unique_id",
+        category=lambda row: row.get("subject"),
+    ),
+    "aime_2024": PublicSuite(
+        "HuggingFaceH4/aime_2024", "not stated", lambda row: [row["problem"]], split="train", id_key="id"
+    ),
+    "aime_2025": PublicSuite("math-ai/aime25", "Apache-2.0", lambda row: [row["problem"]], id_key="id"),
+    "livecodebench": PublicSuite(
+        "lighteval/code_generation_lite",
+        "CC",
+        _livecodebench,
+        "v6",
+        category=lambda row: row.get("difficulty"),
+    ),
+    "longbench": PublicSuite(
+        "zai-org/LongBench-v2",
+        "Apache-2.0",
+        _longbench,
+        split="train",
+        id_key="_id",
+        category=lambda row: row.get("domain") or row.get("dataset"),
+    ),
     "alpaca": PublicSuite(
         "tatsu-lab/alpaca",
         "CC BY-NC 4.0",

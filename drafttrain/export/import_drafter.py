@@ -51,7 +51,9 @@ def convert(args: argparse.Namespace, output: OutputFolder) -> int:
         patterns = ["*.json", "*.safetensors", *(["*.bin", "*.pt"] if args.allow_pickle else [])]
         folder = hub_snapshot(args.checkpoint, patterns, "checkpoint")
     kind = find_kind(folder)
-    drafter = kind.read(folder, load_shell(args.target, args.trust_remote_code).identity(), args.allow_pickle)
+    drafter = kind.read(
+        folder, load_shell(args.target, trust_remote_code=args.trust_remote_code).identity(), args.allow_pickle
+    )
     with output.staged(keep=("decoding.json",)) as part, scratch_folder() as scratch:
         with writing(output.path):
             drafter.save_pretrained(part)

@@ -35,6 +35,9 @@ from drafttrain.errors import UserError
 from drafttrain.ops.tree_attention import AttentionForm, TreeLayout, tree_attention
 
 ATTENTION = "drafttrain"  # our name among transformers' attention functions
+MASKLESS = (
+    "drafttrain_maskless"  # the same for a forward without layers: transformers makes no masks, which would read values
+)
 LAST = -1  # the feature layer that is the state behind the last norm, which the head reads
 
 
@@ -158,6 +161,7 @@ def _mask(*args, **kwargs):
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, _mask)
+ALL_ATTENTION_FUNCTIONS.register(MASKLESS, _attention)
 
 
 # -- features ---------------------------------------------------------------------------------------------------------

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from typing_extensions import TypedDict
 
 from drafttrain.errors import UserError
-from drafttrain.files import hub_snapshot, read_json
+from drafttrain.files import hub_snapshot, open_tensors, read_json
 
 # Buffers that earlier versions of transformers stored, and parts that are not the language model's.
 _BUFFERS = re.compile(r"(rotary_emb\.inv_freq|\.attn\.(masked_)?bias|\.attention\.(masked_)?bias|position_ids)$")
@@ -40,6 +40,14 @@ _REPORTERS = (
     "distributed.tensor_parallel",
 )  # modules that log reports of a load
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "tok_embeddings.weight")
+
+
+class _Index(TypedDict):
+    """The index of a model of several files, as far as it is read."""
+
+    weight_map: dict[str, str]
+
+
 # Weights per byte of the files: 4 bits each, and some that are tied.
 _MOST_PER_BYTE = 4
 
@@ -168,18 +176,29 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(values.sum().isfinite()) or bool(values.isfinite().all())
 
 
+def tensor_files(where: str) -> dict[str, str]:
+    """The file of each tensor in the safetensors of a folder or Hub id; without an index the only file is downloaded.
+
+    Raises UserError: neither an index nor model.safetensors there, or a damaged one.
+    """
+    index, only, fix = "model.safetensors.index.json", "model.safetensors", "download it again"
+    folder = weights_folder(where, [index])
+    if (folder / index).is_file():
+        return read_json(folder / index, "target", fix, _Index)["weight_map"]
+    with open_tensors(weights_folder(where, [only]) / only, "target", fix) as file:
+        return dict.fromkeys(file.keys(), only)
+
+
+def weights_folder(where: str, files: Iterable[str]) -> Path:
+    """The folder of a local model; of a Hub id the snapshot into which these files are downloaded."""
+    return Path(where) if Path(where).is_dir() else hub_snapshot(where, sorted(files), "target")
+
+
 def read_embedding(where: str) -> Tensor | None:
     """The input embedding [v, h] in the safetensors of a folder or Hub id, of which one file is read; None without any."""
-    index, folder = "model.safetensors.index.json", Path(where)
-    if not folder.is_dir():
-        folder = hub_snapshot(where, [index], "target")
-        content: dict[str, Any] = read_json(folder / index, "target", "repair it") if (folder / index).is_file() else {}
-        names: dict[str, str] = content.get("weight_map") or {}
-        file = next((file for name, file in names.items() if name.endswith(_EMBEDDINGS)), "model.safetensors")
-        folder = hub_snapshot(where, [file], "target")
-    for path in sorted(folder.glob("*.safetensors")):
-        with loading(f"target={where!r}", "download it again"), safe_open(path, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - safe_open is no dict
-                if name.endswith(_EMBEDDINGS):
-                    return tensors.get_tensor(name)
-    return None
+    found = ((name, file) for name, file in tensor_files(where).items() if name.endswith(_EMBEDDINGS))
+    name, file = next(found, ("", ""))
+    if not name:
+        return None
+    with open_tensors(weights_folder(where, [file]) / file, "target", "download it again") as tensors:
+        return tensors.get_tensor(name)

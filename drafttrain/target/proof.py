@@ -28,7 +28,7 @@ from drafttrain.target.attention import ATTENTION, LAST, AttentionContext, Inter
 _TOKENS = 4  # of each row
 # Largest relative errors. In half precision rounding may send a token to another expert; unrelated states would differ by 1.4.
 _STATES, _STATES_HALF = 1e-2, 0.5
-_LOGITS, _LOGITS_HALF = 1e-3, 2e-2  # of the head alone, on the model's own states
+LOGITS, LOGITS_HALF = 1e-3, 2e-2  # of the head alone, on the model's own states
 
 
 class ProvenModel(Protocol):
@@ -92,7 +92,7 @@ def prove(target: ProvenModel) -> tuple[list[AttentionForm], float]:
         fault = f"does not pass its window of {max(run.rows.masked)} tokens to the attention interface"
     elif not run.states <= (_STATES_HALF if half else _STATES):
         fault = f"computes other states for packed rows than for one row (relative error {run.states:.2g})"
-    elif not run.head <= (_LOGITS_HALF if half else _LOGITS) or not run.logits <= (_STATES_HALF if half else _STATES):
+    elif not run.head <= (LOGITS_HALF if half else LOGITS) or not run.logits <= (_STATES_HALF if half else _STATES):
         fault = f"transforms its logits in an unknown way (relative error of ours {max(run.head, run.logits):.2g})"
         advice = "use a target whose logits are its head's products, scaled or soft-capped as its config says"
     if fault:
@@ -116,14 +116,14 @@ def _run(target: ProvenModel) -> _ProofRun:
     finally:
         hook.remove()
     before, after = states  # [2, n, h], [1, 2n, h]
-    scale, head = _find_scale(target, caught.get(LAST, before), own)
+    scale, head = find_scale(target, caught.get(LAST, before), own)
     logits = target.head(packed).view(n, 2, -1).transpose(0, 1)
     return _ProofRun(
         rows, scale, _difference(after.view(n, 2, -1).transpose(0, 1), before), head, _difference(logits, own)
     )
 
 
-def _find_scale(target: ProvenModel, states: Tensor, own: Tensor) -> tuple[float, float]:
+def find_scale(target: ProvenModel, states: Tensor, own: Tensor) -> tuple[float, float]:
     """The factor on the head's products that reproduces the model's logits best, set on the target, and its relative error."""
 
     def error(scale: float) -> float:
@@ -132,7 +132,7 @@ def _find_scale(target: ProvenModel, states: Tensor, own: Tensor) -> tuple[float
 
     errors = {scale: error(scale) for scale in _scales(target.config)}
     if not any(
-        found <= _LOGITS for found in errors.values()
+        found <= LOGITS for found in errors.values()
     ):  # a rule that no value of the config names: fit the factor
         target.logit_scale = 1.0
         products = target.head(states).to(own.device)

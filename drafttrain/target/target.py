@@ -5,6 +5,7 @@ same thing everywhere. This subpackage is the only place that knows the insides 
 
     target.py        Target: load or wrap a model, run it
     proof.py         proves that states and logits through our attention are the model's own
+    shell.py         a target without its layers
     loading.py       loads models whose files hold exactly what their config promises
     attention.py     the registered attention function and feature hooks, through which a model's layers reach our cache
     native_body.py   the same forward as a few C calls, for decoding on a CPU
@@ -31,7 +32,6 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -39,6 +39,7 @@ from transformers import (
 
 from drafttrain.batch import TargetOutput
 from drafttrain.errors import UserError
+from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import PackedLinear, cpu_has_bfloat16, pack
 from drafttrain.ops.tree_attention import AttentionForm
 from drafttrain.target.attention import (
@@ -51,7 +52,7 @@ from drafttrain.target.attention import (
 from drafttrain.target.devices import resolve_device, resolve_dtype, share_of_gpus
 from drafttrain.target.fetch import cached_model
 from drafttrain.target.generation import TargetGeneration, end_tokens, read_generation_config
-from drafttrain.target.loading import check_sizes, load_language_model, loading
+from drafttrain.target.loading import load_language_model, loading
 from drafttrain.target.native_body import NATIVE_ROWS, NativeBody
 from drafttrain.target.proof import prove, unsupported
 
@@ -87,8 +88,8 @@ class Target:
 
     Attributes:
         name: what the user called it; `path`: what was loaded.
-        dtype: the numeric format of its weights; `compute_dtype`: what it computes in. They differ on CPUs without
-            bfloat16 units, where bfloat16 weights are held and multiplied as float32 (faster there, and more exact).
+        dtype: the numeric format of its weights; `compute_dtype`: what it computes in. They differ on CPUs, where bfloat16
+            weights are held and multiplied as float32: always without bfloat16 units, and to decode (`widen`) with them.
         body: the model below its head; layers: its decoder layers.
         hidden_size, vocab_size, num_layers: h, rows of the head, number of decoder layers.
         max_positions: the longest sequence that it reads, or None if nothing limits it.
@@ -192,10 +193,26 @@ class Target:
             target.forms, target.logit_scale = prove(target)
         return target
 
-    def pack(self) -> Target:
-        """Packs the weights for fast inference on a CPU (no effect elsewhere). Costs a second copy of the weights."""
+    def widen(self) -> None:
+        """Computes in float32 from now on where that decodes faster: bfloat16 weights on a CPU with our kernels.
+
+        The kernels stream the weights as bfloat16 and widen them in registers. Native bfloat16 products (AVX512-BF16, AMX) pay
+        for many rows, in training and data generation; for one token they took three times as long as float32 (SmolLM2).
+        """
+        half = self.dtype == self.compute_dtype == torch.bfloat16
+        if half and not self._packed and self.device.type == "cpu" and cpu_kernels() is not None:
+            self.model.float()
+
+    def pack(self, keep_dtype: bool = False) -> Target:
+        """Packs the weights for fast inference on a CPU (no effect elsewhere). Costs a second copy of the weights.
+
+        Args:
+            keep_dtype: go on computing in the present dtype: for many rows, and where training reads the same target.
+        """
         with _packing:
             if not self._packed and self.device.type == "cpu":
+                if not keep_dtype:
+                    self.widen()
                 native = NativeBody.of(self)
                 pack(self.model)
                 self.lm_head = self.model.get_output_embeddings()
@@ -374,27 +391,6 @@ def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
         return ""
     vocab = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
     return hashlib.sha256(json.dumps(vocab, ensure_ascii=True).encode()).hexdigest()[:16]
-
-
-# -- targets without weights ------------------------------------------------------------------------------------------
-
-
-def load_shell(name: str, trust_remote_code: bool = False) -> Target:
-    """A target on the meta device: shapes, tokenizer and identity, no weights.
-
-    Raises UserError: no config or tokenizer can be loaded by that name.
-    """
-    path, what = resolve_target(name), f"target={name!r}: config and tokenizer"
-    generation = read_generation_config(path, name)
-    with loading(what, "give a folder or Hub id"):
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        check_sizes(config, "", what, "give a folder or Hub id")
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    if generation is not None:  # many targets have none; config and tokenizer name the end of sequence too
-        model.generation_config = generation
-    return Target.wrap(model, tokenizer, name, path)
 
 
 def architectures_of(target: str) -> list[str]:

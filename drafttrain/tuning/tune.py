@@ -4,9 +4,10 @@ Three measurements, none of which depends on the chosen tree:
 
     acceptance      one plain run with generous trees, which replays every candidate's rounds exactly (`replay`)
     costs           seconds of verifying by number of nodes and of drafting by depth (`measure_costs`)
-    the check       the chosen tree against plain decoding, interleaved, next to the prediction
+    the check       the chosen tree, fixed and adaptive, against plain decoding, interleaved, next to the prediction
 
-Timing every candidate instead takes longer and picks by luck: candidates differ by a few per cent, and so does a timing.
+Timing every candidate instead takes longer and picks by luck: candidates differ by a few per cent, and so does a timing. What is
+kept after the check is decided by paired differences: another setting than the simplest must be better beyond their interval.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import sys
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median
 from typing import NamedTuple
+
+import numpy as np
 
 from drafttrain.data.chat import prompt_ids
 from drafttrain.data.row_formats import parse_row
@@ -60,9 +62,8 @@ TOKENS = 64
 ROWS = 6
 REPEATS = 2
 NODES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48)
-# Adaptive speculation protects against text that the drafter predicts badly, but needs rounds to detect it. It becomes the
-# default if it is as fast as the fixed tree on the given prompts.
-KEEP_ADAPTIVE = 1.0
+RESAMPLES = 1000  # of the prompts, for the intervals of measured ratios
+PARTED = 0.15  # relative difference of prediction and measurement that is pointed out
 _NONE = TreeSpec.parse("none")
 
 
@@ -214,29 +215,59 @@ def search_tree(target: Target, drafter: Drafter, prompts: Sequence[list[int]], 
     return Search(tracks, costs, ranking)
 
 
+class Ratio(NamedTuple):
+    """How many times as fast one side is as another, with its 95 % interval over prompts."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Measured answers of several sides to the same prompts, prefill left out.
+
+    Attributes:
+        tokens: [sides, prompts] new tokens after the first. seconds: [sides, prompts] median over the repeats.
+    """
+
+    tokens: np.ndarray
+    seconds: np.ndarray
+
+    def rate(self, side: int) -> float:
+        """Tokens per second of a side over all prompts."""
+        return float(self.tokens[side].sum() / self.seconds[side].sum())
+
+    def ratio(self, side: int, over: int) -> Ratio:
+        """The rate of a side over that of another.
+
+        The interval is a bootstrap over prompts (a fixed seed): the two sides of a prompt stay together, so differences between
+        prompts cancel.
+        """
+        draws = np.random.default_rng(0).integers(self.tokens.shape[1], size=(RESAMPLES, self.tokens.shape[1]))
+        tokens, seconds = (part[:, draws].sum(-1) for part in (self.tokens, self.seconds))  # [sides, RESAMPLES] each
+        low, high = np.percentile(tokens[side] / seconds[side] * seconds[over] / tokens[over], (2.5, 97.5))
+        return Ratio(self.rate(side) / self.rate(over), float(low), float(high))
+
+
 def measure(
     target: Target, drafter: Drafter, specs: Sequence[TreeSpec], prompts: Sequence[list[int]], settings: TuneSettings
-) -> list[float]:
-    """Measures the decoding rates of several trees on the same prompts, interleaved; prefill left out.
-
-    Returns:
-        Tokens per second of each tree: all tokens over the sum of each prompt's median time.
-    """
+) -> Timings:
+    """Measures the decoding of several trees on the same prompts, interleaved."""
     decoders = [Decoder(target, drafter, spec=spec, sampling=settings.sampling) for spec in specs]
-    seconds: dict[tuple[int, int], list[float]] = {}  # by (tree, prompt)
-    tokens = [0] * len(specs)
-    with Progress("measuring the pick", len(specs) * len(prompts) * settings.repeats, "answers") as meter:
+    seconds = np.zeros((settings.repeats, len(specs), len(prompts)))
+    tokens = np.zeros((len(specs), len(prompts)))
+    with Progress("measuring the pick", seconds.size, "answers") as meter:
         for decoder in decoders:
             decoder.generate(prompts[:1], max_new_tokens=min(12, settings.tokens))
         every = itertools.product(range(settings.repeats), enumerate(prompts))
         for turn, (repeat, (i, prompt)) in enumerate(every):
             for side in (*range(turn % len(specs), len(specs)), *range(turn % len(specs))):
                 stats = decoders[side].generate([prompt], max_new_tokens=settings.tokens)[0].stats
-                seconds.setdefault((side, i), []).append(stats.total_seconds - stats.prefill_seconds)
-                tokens[side] += (stats.new_tokens - 1) * (repeat == 0)
+                seconds[repeat, side, i] = max(stats.total_seconds - stats.prefill_seconds, 1e-9)
+                tokens[side, i] = max(stats.new_tokens - 1, 1)
                 meter.advance()
-    spent = [sum(median(times) for (at, _), times in seconds.items() if at == side) for side in range(len(specs))]
-    return [count / total if total else 0.0 for count, total in zip(tokens, spent, strict=True)]
+    return Timings(tokens, np.median(seconds, axis=0))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -293,24 +324,26 @@ def tune(target: Target, drafter: Drafter, prompts: Sequence[list[int]], setting
     """Searches a tree, measures it against plain decoding, fixed and adaptive, and decides what to use.
 
     Returns:
-        tree: the setting to keep; picked: the fixed tree with the fastest prediction; chain: the fastest chain of the
-            trained drafter alone, for engines that draft chains.
+        tree: the setting to keep, see `keep`; picked: the fixed tree with the fastest prediction; chain: the fastest chain of
+            the trained drafter alone, for engines that draft chains.
         predicted_speedup, measured_speedup: of the picked tree over plain decoding, prefill left out; relative_error:
-            predicted / measured - 1. adaptive_speedup: of the same tree with @adapt.
+            predicted / measured - 1. adaptive_speedup: of the same tree with @adapt. intervals: 95 %, of measured_speedup
+            and of @adapt over the fixed tree.
         costs, acceptance, candidates: the basis of the prediction.
     """
     search = search_tree(target, drafter, prompts, settings)
     best, plain = search.best, search.plain
     predicted = best.tokens_per_second / plain.tokens_per_second
-    measured, adaptive, rates = 1.0, None, {}
+    measured, adaptive, rates, intervals = 1.0, None, {}, {}
     tree = best.spec
     if best.spec.shape != "none":
-        guarded = replace(best.spec, adaptive=True)
-        sides = (_NONE, best.spec, guarded)
-        speeds = measure(target, drafter, sides, prompts, settings)
-        rates = {str(spec): round(speed, 3) for spec, speed in zip(sides, speeds, strict=True)}
-        measured, adaptive = speeds[1] / speeds[0], round(speeds[2] / speeds[0], 4)
-        tree = guarded if speeds[2] >= KEEP_ADAPTIVE * speeds[1] else best.spec
+        sides = (_NONE, best.spec, replace(best.spec, adaptive=True))
+        timings = measure(target, drafter, sides, prompts, settings)
+        rates = {str(spec): round(timings.rate(side), 3) for side, spec in enumerate(sides)}
+        measured, adaptive = timings.ratio(1, 0).value, round(timings.ratio(2, 0).value, 4)
+        every = {"measured_speedup": timings.ratio(1, 0), "adaptive_over_fixed": timings.ratio(2, 1)}
+        intervals = {name: [round(each.low, 4), round(each.high, 4)] for name, each in every.items()}
+        tree = sides[keep(timings)]
     return {
         "tree": str(tree),
         "picked": str(best.spec),
@@ -319,6 +352,7 @@ def tune(target: Target, drafter: Drafter, prompts: Sequence[list[int]], setting
         "measured_speedup": round(measured, 4),
         "relative_error": round(predicted / measured - 1, 4),
         "adaptive_speedup": adaptive,
+        "intervals": intervals,
         "tokens_per_second": rates,
         "prompts": len(prompts),
         "max_new_tokens": settings.tokens,
@@ -327,6 +361,16 @@ def tune(target: Target, drafter: Drafter, prompts: Sequence[list[int]], setting
         "candidates": search.table(),
         "candidates_predicted": len(search.ranking),
     }
+
+
+def keep(timings: Timings) -> int:
+    """The side to keep of plain decoding (0), the fixed tree (1) and the adaptive one (2).
+
+    The adaptive tree is kept only if it is faster than the fixed one beyond the interval of their paired difference: noise
+    favours neither. Plain decoding is kept if it is faster than what was kept so, likewise.
+    """
+    tree = 2 if timings.ratio(2, 1).low > 1 else 1
+    return 0 if timings.ratio(0, tree).low > 1 else tree
 
 
 def print_result(result: Json) -> None:
@@ -343,10 +387,28 @@ def print_result(result: Json) -> None:
         line(f"true token in the top {top}", (f"{share:.2f}" for share in shares), "   (by depth)")
     rows = ([c["tree"], f"{c['predicted_speedup']:.2f}x", f"{c['accepted_length']:.2f}"] for c in result["candidates"])
     console.print(table_of(("tree", "predicted\nspeed-up", "accepted\nlength"), rows, "fastest candidates"))
-    text = "no tree is faster than plain decoding here: do not use this drafter on this machine"
-    if result["picked"] != "none":
-        text = (
-            f"{result['picked']}: predicted {result['predicted_speedup']:.2f}x, measured {result['measured_speedup']:.2f}x "
-            f"({result['relative_error']:+.1%}); adaptive {result['adaptive_speedup']:.2f}x; keeping {result['tree']}"
+    console.print(verdict(result), soft_wrap=True)
+
+
+def verdict(result: Json) -> str:
+    """What was measured and what is kept, in a sentence or two."""
+    refused = "do not use this drafter on this machine"
+    if result["picked"] == "none":
+        return f"no tree is faster than plain decoding here: {refused}"
+    spans = {name: f"[{low:.2f}, {high:.2f}]" for name, (low, high) in result["intervals"].items()}
+    text = (
+        f"{result['picked']}: predicted {result['predicted_speedup']:.2f}x, measured {result['measured_speedup']:.2f}x "
+        f"{spans['measured_speedup']}; adaptive {result['adaptive_speedup']:.2f}x, {spans['adaptive_over_fixed']} of the fixed "
+        f"tree's rate; keeping {result['tree']}"
+    )
+    low, high = result["intervals"]["measured_speedup"]
+    if result["tree"] == "none":
+        text += f": plain decoding is faster beyond noise, {refused}"
+    elif low <= 1:
+        text += f". Whether it is faster than plain decoding is open: {result['prompts']} prompts are too few; use more"
+    if abs(result["relative_error"]) > PARTED and not low <= result["predicted_speedup"] <= high:
+        text += (
+            f". Prediction and measurement part by {result['relative_error']:+.0%}: was the machine busy? Run tune again on a "
+            "quiet one before you rely on either"
         )
-    console.print(text, soft_wrap=True)
+    return text

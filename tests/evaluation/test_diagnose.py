@@ -58,10 +58,23 @@ def test_rules_of_thumb_stand_beside(accepted, offered, rule):
 
 
 def test_measurement_goes_before_the_rule():
-    found = causes([prompt(accepted=0, seconds=0.5, offered=4)])
+    found = causes([prompt(accepted=1, seconds=0.5, offered=4)] * 4)
     assert "useless" in found["verdict"]["figures"]
     assert found["verdict"]["advice"].startswith("it pays here although")
     assert "slows decoding down" in causes([prompt(accepted=0, seconds=2.0)])["verdict"]["advice"]
+
+
+def test_a_verdict_needs_an_interval_beyond_one():
+    def advice(*seconds, accepted=1):
+        return causes([prompt(accepted=accepted, seconds=each) for each in seconds])["verdict"]["advice"]
+
+    assert advice(1.0, 1.1, 0.9, 1.0) == "it pays here"
+    assert advice(0.5, 5.0, 0.6, 4.0).startswith("inconclusive: 4 prompts")  # from 0.4x to 4x
+    assert advice(0.5, 0.5, 0.5).startswith("inconclusive: 3 prompts"), "too few, however fast"
+    assert "slows" in advice(4.0, 5.0, 4.0, 6.0)
+    assert "slows" in advice(0.5, 0.5, 0.5, 0.5, accepted=0), (
+        "nothing was accepted: the clock is wrong, not the drafter"
+    )
 
 
 def test_low_everywhere_against_training_is_a_mismatch():
@@ -73,6 +86,8 @@ def test_low_everywhere_against_training_is_a_mismatch():
 
 def test_low_in_one_category_against_training_is_the_domain():
     records = [prompt(accepted=2)] + [prompt("code", accepted=0, seconds=3.0)] * 5
+    assert "domain" not in causes(records[:4], {}), "three prompts of a category show nothing"
+    assert "domain" not in causes(records[1:], {}), "a single category has nothing to differ from"
     found = causes(records, {"held_out": {"eval_agree@1": 0.6}})
     assert "mismatch" not in " ".join(found)
     assert found["domain"]["off"] == ("code",)
@@ -116,7 +131,7 @@ def test_a_slow_drafter():
 
 
 def test_slow_kinds_are_switched_off_in_the_drafters_folder(tmp_path, capsys):
-    records = [prompt("chat", accepted=2), prompt("code", accepted=0, seconds=2.0)]
+    records = [prompt("chat", accepted=2), *[prompt("code", accepted=0, seconds=2.0)] * 4]
     records += [{**prompt("poetry", accepted=0), "speculation": False}]
     (tmp_path / "results.json").write_text(json.dumps(results_of(records)))
     arguments = ["diagnose", str(tmp_path / "results.json"), "--apply", "--drafter"]

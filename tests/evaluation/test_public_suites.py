@@ -23,6 +23,32 @@ ROWS = {
         "entry_point": "f",
     },
     "gsm8k": {"question": "What is 1 + 1?", "answer": "It is\n#### 2"},
+    "math_500": {
+        "problem": "What is 1 + 1?",
+        "solution": "It is 2.",
+        "answer": "2",
+        "subject": "Prealgebra",
+        "level": 1,
+        "unique_id": "test/prealgebra/1.json",
+    },
+    "aime_2024": {"id": 60, "problem": "Find x.", "solution": "204", "answer": "204", "url": "", "year": "2024"},
+    "aime_2025": {"problem": "Find y.", "answer": "70", "id": "0"},
+    "livecodebench": {
+        "question_title": "A. Sum",
+        "question_content": "Add two numbers.",
+        "platform": "codeforces",
+        "question_id": "1873_A",
+        "starter_code": "",
+        "difficulty": "easy",
+    },
+    "longbench": {
+        "_id": "66f3",
+        "domain": "Single-Document QA",
+        "question": "Who?",
+        **{f"choice_{letter}": letter.lower() for letter in "ABCD"},
+        "answer": "D",
+        "context": "A long story.",
+    },
     "alpaca": {"instruction": "Sort these.", "input": "c, a", "output": "a, c", "text": "Below is ..."},
     "cnn_dm": {"article": "It rained.", "highlights": "Rain.", "id": "f001"},
     "speed_bench": {
@@ -40,6 +66,19 @@ EXPECTED = {
     "spec_bench": Question("81", "mt_bench", ("a", "b")),
     "mt_bench": Question("7", "math", ("a", "b")),
     "gsm8k": Question("0", "gsm8k", ("What is 1 + 1?",)),
+    "math_500": Question("test/prealgebra/1.json", "Prealgebra", ("What is 1 + 1?",)),
+    "aime_2024": Question("60", "aime_2024", ("Find x.",)),
+    "aime_2025": Question("0", "aime_2025", ("Find y.",)),
+    "livecodebench": Question(
+        "1873_A",
+        "easy",
+        ("Solve this task with a Python program.\n\nAdd two numbers.\n\nRead from stdin and write to stdout.",),
+    ),
+    "longbench": Question(
+        "66f3",
+        "Single-Document QA",
+        ("A long story.\n\nWho?\n(A) a\n(B) b\n(C) c\n(D) d\n\nAnswer with a letter, and say why in a few sentences.",),
+    ),
     "alpaca": Question("0", "alpaca", ("Sort these.\n\nc, a",)),
     "speed_bench": Question("q-1", "coding", ("a", "b")),
 }
@@ -68,6 +107,22 @@ def test_rows_in_the_benchmarks_own_format(tmp_path, name):
 
 def test_every_public_suite_is_covered():
     assert set(ROWS) == {name for name in PUBLIC if not name.startswith("speed_bench_")}
+
+
+def test_longbench_of_the_first_version_and_starter_code(tmp_path):
+    row = {
+        "input": "Summarize it.",
+        "context": "A story.",
+        "answers": [],
+        "length": 2,
+        "dataset": "qasper",
+        "_id": "1f",
+    }
+    (question,) = load_suite(f"longbench:{write(tmp_path / 'l.jsonl', row)}").questions
+    assert question == Question("1f", "qasper", ("A story.\n\nSummarize it.",))
+    row = {**ROWS["livecodebench"], "starter_code": "class Solution:"}
+    (question,) = load_suite(f"livecodebench:{write(tmp_path / 'c.jsonl', row)}").questions
+    assert "```python\nclass Solution:\n```" in question.turns[0] and "stdin" not in question.turns[0]
 
 
 def test_alpaca_without_input(tmp_path):

@@ -172,3 +172,16 @@ def test_all_layers_in_one_call_equal_layer_by_layer_to_the_bit(name, sinks):
     for ours, theirs in zip(*outputs, strict=True):
         assert torch.equal(ours.features, theirs.features) and torch.equal(ours.last_hidden, theirs.last_hidden)
     assert outputs[0][2].features.shape == (1, 1, 0)
+
+
+@pytest.mark.parametrize("units", [False, True], ids=["no bfloat16 units", "bfloat16 units"])
+def test_bfloat16_weights_decode_in_float32_whatever_the_cpu_has(units, monkeypatch):
+    monkeypatch.setattr("drafttrain.target.target.cpu_has_bfloat16", lambda: units)
+    held = [Target.wrap(make(MODELS["llama"]).model.bfloat16(), None, "tiny") for _ in range(2)]
+    assert [target.compute_dtype for target in held] == [torch.bfloat16 if units else torch.float32] * 2
+    decoding, generating = held[0].pack(), held[1].pack(keep_dtype=True)
+    assert decoding.compute_dtype == torch.float32 and decoding.dtype == torch.bfloat16
+    assert decoding._native is not None, "the fast path reads float32"
+    assert generating.compute_dtype == (torch.bfloat16 if units else torch.float32)
+    generating.widen()  # packed weights keep their format
+    assert generating.lm_head.weight.dtype == generating.compute_dtype

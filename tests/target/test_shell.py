@@ -1,12 +1,19 @@
-"""Targets without weights, and the dtypes of files and devices."""
+"""Targets without layers or without any weights, and the dtypes of files and devices."""
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import save_file
+from transformers import LlamaModel
 
 from drafttrain.errors import UserError
-from drafttrain.target import Target, architectures_of, load_shell, resolve_dtype
+from drafttrain.inference import generate
+from drafttrain.target import Target, architectures_of, load_shell, loading, resolve_dtype
+from tests.conftest import make_target, make_tokenizer
+from tests.inference.test_every_family import FAMILIES, PROMPT, VARIANTS, build, wrapped
 
 
 def test_a_shell_has_the_identity_of_its_target_and_no_weights(target_dir):
@@ -30,3 +37,161 @@ def test_auto_is_the_dtype_of_a_device_and_none_of_a_file():
         resolve_dtype("auto")
     with pytest.raises(UserError, match=r"dtype='int3' is not one of auto, float32"):
         resolve_dtype("int3", torch.device("cpu"))
+
+
+# -- shells with weights ----------------------------------------------------------------------------------------------
+
+
+def save(model, folder, shard="50GB"):
+    model.save_pretrained(folder, max_shard_size=shard)
+    make_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def delete_layer_files(folder):
+    """Deletes the files of a folder's layers; returns those that stay."""
+    names = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    kept = {file for name, file in names.items() if ".layers." not in name}
+    gone = set(names.values()) - kept
+    assert gone
+    for file in gone:
+        (folder / file).unlink()
+    return kept
+
+
+def assert_same(shell, target, ids):
+    """Embedding, final norm and head are those of the whole target, to the bit."""
+    out = target.forward(ids, (target.num_layers,))
+    states = torch.randn(1, 5, target.hidden_size).to(target.compute_dtype)
+    assert torch.equal(shell.embed(ids), target.embed(ids))
+    assert torch.equal(shell.final_norm(out.features), out.last_hidden)
+    assert torch.equal(shell.head(states), target.head(states))
+    assert torch.equal(shell.head_weight, target.head_weight) and shell.identity() == target.identity()
+
+
+CHEAP = [
+    "llama", "gpt2", "opt", "phi", "gemma3_text", "cohere", "granite", "minicpm3", "hyperclovax", "gpt_neox", "qwen3_moe",
+    "deepseek_v3", "lfm2", "gemma4_text",
+]  # fmt: skip
+
+
+def shell_or_line(folder):
+    """The shell and '', or None and the error."""
+    try:
+        return load_shell(folder, dtype="float32", device="cpu", weights=True), ""
+    except UserError as error:
+        return None, str(error)
+
+
+def check_family(name, tmp_path):
+    """A shell equals its target, in each variant of the family; a family that is no target is one line or a shell too."""
+    built = 0
+    for number, more in enumerate(VARIANTS.values()):
+        try:
+            model = build(FAMILIES[name], more)
+        except Exception:
+            continue  # sizes that this family does not take together
+        built += 1
+        try:
+            folder = save(model, tmp_path / str(number))
+        except Exception:
+            continue  # transformers cannot save it
+        target, _ = wrapped(model, name)
+        shell, line = shell_or_line(folder)
+        if shell is None:
+            assert len(line.splitlines()) == 1
+            assert target is None or name == "gemma3n_text"  # whose states are four streams
+        elif target is not None:
+            assert_same(shell, Target.wrap(model, shell.tokenizer, folder), PROMPT[None])
+        if name in CHEAP:
+            return True
+    return bool(built)
+
+
+@pytest.mark.parametrize("name", CHEAP)
+def test_a_shell_has_the_embedding_norm_and_head_of_its_target(name, tmp_path):
+    assert check_family(name, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(FAMILIES) - set(CHEAP)))
+def test_every_family_has_a_shell_or_a_reason(name, tmp_path):
+    if not check_family(name, tmp_path):
+        pytest.skip("no variant of the sizes makes a model")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_shell_needs_no_files_of_layers(tied, dtype, tmp_path):
+    model = make_target(tie_word_embeddings=tied).model
+    name = save(model, tmp_path, shard="20KB")
+    target = Target.load(name, dtype, "cpu")
+    delete_layer_files(tmp_path)
+    shell = load_shell(name, dtype=dtype, device="cpu", weights=True)
+    assert shell.compute_dtype == getattr(torch, dtype) and shell.device.type == "cpu"
+    if target.compute_dtype == shell.compute_dtype:  # CPUs without bfloat16 units hold whole targets as float32
+        assert_same(shell, target, PROMPT[None])
+    assert (shell.head_weight.data_ptr() == shell.embed_weight.data_ptr()) == tied
+    assert all(weight.device.type == "meta" for weight in shell.layers.parameters())
+    with pytest.raises(UserError, match=r"cannot be loaded|is not there"):
+        Target.load(name, dtype, "cpu")
+
+
+def test_running_a_shell_is_one_line(target_dir):
+    shell = load_shell(str(target_dir), dtype="float32", device="cpu", weights=True)
+    for run in (
+        lambda: shell.forward(PROMPT[None], ()),
+        shell.pack,
+        lambda: generate(shell, None, [1, 2, 3], max_new_tokens=2),
+    ):
+        with pytest.raises(
+            UserError, match=r"^target='.*' was loaded without its layers.*load the whole target for that$"
+        ):
+            run()
+
+
+def test_a_shell_names_files_and_weights_that_are_missing_or_wrong(tmp_path):
+    name = save(make_target().model, tmp_path / "target", shard="20KB")
+    index = tmp_path / "target" / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    head = content["weight_map"].pop("lm_head.weight")
+    index.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"its files do not hold lm_head\.weight as config\.json describes"):
+        load_shell(name, device="cpu", weights=True)
+    content["weight_map"]["lm_head.weight"] = head
+    index.write_text(json.dumps(content))
+    (tmp_path / "target" / head).unlink()
+    with pytest.raises(UserError, match=rf"{head}, which holds lm_head\.weight, is not there; download it again"):
+        load_shell(name, device="cpu", weights=True)
+    save_file({"lm_head.weight": torch.zeros(300, 32, dtype=torch.float8_e4m3fn)}, tmp_path / "target" / head)
+    with pytest.raises(UserError, match=r"lm_head\.weight is quantized \(F8_E4M3\); load the whole target"):
+        load_shell(name, device="cpu", weights=True)
+    save_file({"lm_head.weight": torch.full((300, 32), torch.nan)}, tmp_path / "target" / head)
+    with pytest.raises(UserError, match=r"lm_head\.weight holds values that are not finite"):
+        load_shell(name, device="cpu", weights=True)
+
+
+def test_of_a_hub_id_only_the_files_of_the_shell_are_downloaded(tmp_path, monkeypatch):
+    folder = tmp_path / "target"
+    save(make_target().model, folder, shard="20KB")
+    kept, asked = delete_layer_files(folder), []
+    shell = load_shell(str(folder), dtype="float32", device="cpu")
+    shell.path = "user/name"
+    monkeypatch.setattr(loading, "hub_snapshot", lambda repo, patterns, key: asked.extend(patterns) or folder)
+    shell.read_weights(torch.device("cpu"))
+    assert set(asked) == {"model.safetensors.index.json", *kept}
+
+
+def test_a_body_whose_norm_is_not_the_last_step_is_refused_with_its_class(target_dir, monkeypatch):
+    forward = LlamaModel.forward
+
+    def doubled(self, *args, **kwargs):
+        out = forward(self, *args, **kwargs)
+        out.last_hidden_state = out.last_hidden_state * 2
+        return out
+
+    monkeypatch.setattr(LlamaModel, "forward", doubled)
+    with pytest.raises(
+        UserError, match=r"\(LlamaForCausalLM\) does not show its final norm \(the body's result is not one"
+    ):
+        load_shell(str(target_dir), device="cpu", weights=True)

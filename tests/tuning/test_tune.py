@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -160,7 +161,8 @@ def test_tune_writes_the_drafters_default(target_dir, target, tmp_path, capsys, 
     monkeypatch.setattr(
         tuning.CostModel, "round", lambda self, spec, nodes, depth: 1.0 if spec.shape == "none" else 0.5
     )
-    monkeypatch.setattr(tuning, "KEEP_ADAPTIVE", 0.0)
+    faster = tuning.Timings(np.full((3, 2), 15.0), np.array([[2.0, 2.2], [1.0, 1.1], [0.8, 0.9]]))
+    monkeypatch.setattr(tuning, "measure", lambda *_: faster)
     assert cli.main(tune_command(target_dir, f"{tmp_path / 'drafter'}+ngram", tmp_path)) == 0
     result = json.loads((tmp_path / "tune.json").read_text())
     assert {
@@ -181,6 +183,57 @@ def test_tune_writes_the_drafters_default(target_dir, target, tmp_path, capsys, 
     assert settings["chain"] == "chain:3"  # for engines that know no matches
     assert settings["tuned"]["predicted_speedup"] == result["predicted_speedup"]
     assert "predicted" in capsys.readouterr().out
+
+
+def timings(*seconds):
+    """Plain, fixed and adaptive seconds of six prompts of very different length."""
+    prompts = np.array([1.0, 2.0, 8.0, 3.0, 30.0, 5.0])
+    return tuning.Timings(np.full((3, 6), 63.0), np.array([np.asarray(side) * prompts for side in seconds]))
+
+
+NOISE = np.array([1.03, 0.96, 1.02, 0.97, 1.01, 1.02])
+
+
+@pytest.mark.parametrize(
+    ("sides", "kept"),
+    [
+        ((1.0, 0.6, 0.5), 2),  # a fifth faster on every prompt
+        ((1.0, 0.6, 0.6 * NOISE), 1),  # noise decides nothing
+        ((1.0, 0.6, 0.6 / NOISE), 1),
+        ((1.0, 0.6, 0.66), 1),
+        ((1.0, 1.0 * NOISE, 1.2), 1),  # about as fast as plain decoding: the prediction stands
+        ((1.0, 3.0, 3.3), 0),
+        ((1.0, 1.4, 1.1), 0),
+    ],
+)
+def test_what_is_kept_is_better_beyond_noise(sides, kept):
+    assert tuning.keep(timings(*sides)) == kept
+
+
+def test_paired_intervals_cancel_what_prompts_differ_in():
+    measured = timings(1.0, 0.5, 0.5 * NOISE)
+    ratio = measured.ratio(2, 1)
+    assert ratio.low <= ratio.value <= ratio.high and 0.95 < ratio.low < 1 < ratio.high < 1.05
+    assert measured.ratio(1, 0) == pytest.approx((2, 2, 2))
+
+
+def test_the_verdict_says_what_parts(capsys):
+    result = {
+        "picked": "chain:3",
+        "tree": "chain:3",
+        "predicted_speedup": 1.03,
+        "measured_speedup": 0.31,
+        "relative_error": 2.3,
+        "adaptive_speedup": 0.8,
+        "intervals": {"measured_speedup": [0.2, 1.1], "adaptive_over_fixed": [0.9, 1.2]},
+        "prompts": 6,
+    }
+    text = tuning.verdict(result)
+    assert "measured 0.31x [0.20, 1.10]" in text and "6 prompts are too few" in text
+    assert "Prediction and measurement part" not in text, "the interval holds the prediction"
+    result["intervals"]["measured_speedup"] = [0.2, 0.4]
+    assert "part by +230%" in tuning.verdict(result)
+    assert "do not use this drafter" in tuning.verdict({**result, "tree": "none"})
 
 
 def test_a_drafter_that_does_not_pay_is_called_so(target, capsys):

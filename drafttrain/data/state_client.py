@@ -1,0 +1,513 @@
+"""States of the target from vLLM servers that `drafttrain serve-target` started.
+
+    client                                     server (vLLM, its own processes and GPUs)
+    token ids of a row  ---- HTTP ---->        one forward of the target
+    path of a file      <--- HTTP -----        states of the announced layers  ----+
+    reads and deletes it  <---- a folder that both sides see: FOLDER/cmpl-....safetensors
+
+A server is proven before its first row is used, and again after it was away: the log-probabilities that it returns must be those
+of the shell's head over the states that it hands out. The shell is the target without its layers, see `load_shell`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import re
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, NamedTuple, TypeVar
+
+import httpx
+import safetensors.torch
+import torch
+from pydantic import Field
+from safetensors import SafetensorError
+from torch import Tensor
+from typing_extensions import NotRequired, TypedDict
+
+from drafttrain.credentials import redact
+from drafttrain.data.backends import TIME_OUT, UNREACHABLE, key_headers, send_json
+from drafttrain.data.failures import BadReply, one_line
+from drafttrain.data.store import TargetIdentity
+from drafttrain.errors import UserError
+from drafttrain.files import first_change, read_json, write_json
+from drafttrain.target import Target
+from drafttrain.target.attention import LAST
+from drafttrain.target.loading import is_finite
+
+RECORD = "drafttrain-states.json"  # in a folder of states: what `serve-target` serves
+_FILE = re.compile(r"\w[\w.:@-]*\.safetensors", re.ASCII)
+_TIMEOUT = 600.0  # seconds of a row's forward, queue included
+_PATIENCE = 900.0  # seconds that a server may be away; large targets take minutes to start
+_BAD_STATES = 4  # tries of a row whose states arrive damaged
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 10.0  # seconds before a server is asked again; doubles with each failure
+_SETTLE = 5.0  # seconds in which a complete file appears on a network disk
+_TOP = 8  # most likely tokens of each probed position
+_PROBE_IDS = 48
+_PROBE_TEXT = "Prove it: the state of 1,024 tokens — naïve café, 東京, здравствуй, def f(x): return x**2\n\tend."
+_LEAST_GAP = 5e-3  # nats; kernels of float32 differ by less
+
+
+T = TypeVar("T")
+
+
+class StatesRecord(TypedDict):
+    """What a folder of states holds: RECORD, written by `serve-target`.
+
+    `folder` is its path on the server's machine. `layers` ascend; the last is the target's number of layers, the state that the
+    final norm reads.
+    """
+
+    target: TargetIdentity
+    layers: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    folder: str
+
+
+class _Served(TypedDict):
+    id: str
+    max_model_len: NotRequired[int | None]
+
+
+class _ServedModels(TypedDict):
+    data: Annotated[list[_Served], Field(min_length=1)]
+
+
+class _Logprob(TypedDict):
+    logprob: float
+
+
+class _Choice(TypedDict):
+    # Per token of the prompt: id -> its log-probability after the tokens before. None for the first, and if not asked for.
+    prompt_logprobs: NotRequired[list[dict[str, _Logprob] | None] | None]
+
+
+class _Transfer(TypedDict):
+    hidden_states_path: str
+
+
+class _StatesReply(TypedDict):
+    choices: Annotated[list[_Choice], Field(min_length=1)]
+    kv_transfer_params: NotRequired[_Transfer | None]
+
+
+def write_record(folder: Path, target: Target, layers: Sequence[int]) -> None:
+    """Announces what a server is about to write into a folder. A new time tells clients to prove the server again."""
+    record: StatesRecord = {"target": target.identity(), "layers": list(layers), "folder": str(folder)}  # type: ignore[typeddict-item]
+    write_json(folder / RECORD, record)
+
+
+class RowStates(NamedTuple):
+    """The target's states of a row of n tokens, on the CPU, in the dtype that the server computes in."""
+
+    features: Tensor  # [n, f*h]
+    last_hidden: Tensor  # [n, h] behind the final norm
+
+
+@dataclass
+class _StateServer:
+    """A server and what is known about it. Attributes without a comment are set by the proof."""
+
+    url: str  # without /v1
+    model: str = ""
+    longest: int | None = None  # tokens of a row, one for the answer included
+    record: StatesRecord | None = None
+    folder: Path = field(default_factory=Path)  # of the states, as this machine sees it
+    written: int = 0  # time of the record: a server that starts writes it
+    gap: float = 0.0
+    proven: bool = False
+    running: int = 0  # requests in flight
+    failures: int = 0  # in a row
+    rests_until: float = 0.0  # time.monotonic() before which it is not asked
+    proving: threading.Lock = field(default_factory=threading.Lock)
+
+
+class StateClient:
+    """Asks servers for the target's states of token rows. Threads may share it; each request blocks its thread.
+
+    Args:
+        urls: of the servers, with or without /v1. A request goes to the one with the fewest in flight.
+        shell: the target with embedding, final norm and head; its layers are not used.
+        feature_layers: of the features; see `Target.forward`.
+        states_dir: the servers' folder of states as this machine sees it; '' for the same path as theirs.
+        timeout: seconds of an answer. patience: seconds that all servers may be away before a request fails.
+
+    Attributes:
+        gaps: proven servers -> mean difference of their log-probabilities from the shell's, in nats.
+
+    Raises:
+        UserError: no servers, or something that is not an address.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        shell: Target,
+        feature_layers: Sequence[int],
+        states_dir: str = "",
+        timeout: float = _TIMEOUT,
+        patience: float = _PATIENCE,
+    ):
+        wrong = [url for url in urls if not re.match(r"https?://[^/]", url)]
+        if wrong or not urls:
+            raise UserError(f"url={wrong[0] if wrong else ''!r} is not an address; write http://HOST:PORT")
+        self.servers = [_StateServer(url.rstrip("/").removesuffix("/v1")) for url in dict.fromkeys(urls)]
+        self.shell, self.layers, self.states_dir = shell, tuple(feature_layers), states_dir
+        self.timeout, self.patience = timeout, patience
+        self._http = httpx.Client(headers=key_headers("OPENAI_API_KEY"), limits=httpx.Limits(max_connections=None))
+        self._lock, self._closing = threading.Lock(), threading.Event()
+
+    @property
+    def gaps(self) -> dict[str, float]:
+        return {server.url: server.gap for server in self.servers if server.proven}
+
+    def prove(self) -> None:
+        """Proves every server that has not been proven yet; `request` does so when it first uses one.
+
+        Raises:
+            UserError: a server cannot be reached, hands out no states, or is not the shell's target; with the figure.
+        """
+        for server in self.servers:
+            self._retried(self._prove_once, [server])
+
+    def request(self, tokens: Sequence[int]) -> RowStates:
+        """The states of all n tokens of a row. A row's last token needs none in training: leave it out.
+
+        Raises:
+            UserError: after the retries, or at once where none can help; names the server, what came and the fix.
+        """
+        row = list(tokens)
+
+        def ask(server: _StateServer) -> RowStates:
+            self._prove_once(server)
+            states, _ = self._ask(server, row)
+            return self._row_states(server, states)
+
+        return self._retried(ask, self.servers)
+
+    def close(self) -> None:
+        """Ends waiting requests, which raise, and the connections."""
+        self._closing.set()
+        self._http.close()
+
+    # -- retries ----------------------------------------------------------------------------------------------------
+
+    def _retried(self, ask: Callable[[_StateServer], T], servers: Sequence[_StateServer]) -> T:
+        """The result of `ask(server)`, tried again, on other servers if there are any, while that may help."""
+        began, damaged = time.monotonic(), 0
+        while True:
+            server = self._next(servers)
+            try:
+                with self._in_flight(server):
+                    return ask(server)
+            except BadReply as bad:
+                away = bad.reason in (UNREACHABLE, TIME_OUT) or (bad.retry and bad.reason not in _DAMAGE)
+                damaged += bad.reason in _DAMAGE
+                late = time.monotonic() - began > self.patience
+                if self._closing.is_set() or not (away or bad.retry) or damaged == _BAD_STATES or (away and late):
+                    raise UserError(f"url={server.url!r}: {bad}{_fix(bad, self.patience if away else 0)}") from bad
+
+    def _next(self, servers: Sequence[_StateServer]) -> _StateServer:
+        """The server to ask: the least busy of those that do not rest after a failure; waits until one does not."""
+        while True:
+            with self._lock:
+                now = time.monotonic()
+                awake = [server for server in servers if server.rests_until <= now]
+                if awake or self._closing.is_set():
+                    server = min(awake or servers, key=lambda server: (server.running, random.random()))
+                    server.running += 1
+                    return server
+                pause = min(server.rests_until for server in servers) - now
+            self._closing.wait(pause)
+
+    @contextmanager
+    def _in_flight(self, server: _StateServer) -> Iterator[None]:
+        """Counts the request out again, and lets a server rest after a failure."""
+        try:
+            yield
+        except BadReply as bad:
+            with self._lock:
+                server.failures += 1
+                pause = min(_FIRST_PAUSE * 2 ** (server.failures - 1), _LONGEST_PAUSE) * random.uniform(0.75, 1.25)
+                server.rests_until = time.monotonic() + max(bad.pause, pause)
+                # What comes back after an outage may be another model.
+                server.proven = server.proven and bad.reason not in (UNREACHABLE, "connection lost")
+            raise
+        else:
+            server.failures = 0
+        finally:
+            with self._lock:
+                server.running -= 1
+
+    # -- a request --------------------------------------------------------------------------------------------------
+
+    def _ask(
+        self, server: _StateServer, prompt: list[int] | str, logprobs: int | None = None
+    ) -> tuple[dict[str, Tensor], list[dict[str, _Logprob] | None]]:
+        """Asks once: hidden_states [n, layers, h] and token_ids [n], and the prompt's log-probabilities. Raises BadReply."""
+        if server.longest is not None and len(prompt) >= server.longest and not isinstance(prompt, str):
+            raise UserError(
+                f"url={server.url!r} reads rows of at most {server.longest - 1} tokens, one has {len(prompt)}; start it with "
+                f"-- --max-model-len {len(prompt) + 1}, or shorten the rows"
+            )
+        body = {"model": server.model, "prompt": prompt, "max_tokens": 1, "temperature": 0.0}
+        if logprobs is not None:
+            body["prompt_logprobs"] = logprobs
+        address = f"{server.url}/v1/completions"
+        reply = send_json(self._http, "POST", address, body, _StatesReply, self.timeout)
+        named = reply.get("kv_transfer_params")
+        if not named:
+            raise UserError(f"url={server.url!r} hands out no states; {self._start}")
+        states = take_states(self._path(server, named["hidden_states_path"]), self.timeout)
+        self._check(server, states, None if isinstance(prompt, str) else prompt)
+        return states, reply["choices"][0].get("prompt_logprobs") or []
+
+    @property
+    def _start(self) -> str:
+        return f"start it with: drafttrain serve-target --target {self.shell.name}"
+
+    def _path(self, server: _StateServer, named: str) -> Path:
+        """Where this machine finds the file that a server names. Raises UserError: outside its announced folder."""
+        folder, name = os.path.split(named)
+        if server.record is None:
+            server.folder = Path(self.states_dir or folder).expanduser()
+            if not server.folder.is_dir():
+                raise UserError(
+                    f"url={server.url!r} writes states to {folder!r}, which this machine does not see; mount that folder, and "
+                    "name it here with states_dir if its path differs"
+                )
+            fix = f"write it again: drafttrain serve-target --target {self.shell.name} --states-dir {folder}"
+            server.record = read_json(server.folder / RECORD, "states_dir", fix, StatesRecord)
+            server.written = _written(server.folder)
+            self._check_record(server, server.record)
+        if folder != server.record["folder"] or not _FILE.fullmatch(name):
+            raise UserError(
+                f"url={server.url!r} names the file {one_line(named)!r}, which is no file of states in its folder "
+                f"{server.record['folder']!r}; {self._start}"
+            )
+        return server.folder / name
+
+    def _check(self, server: _StateServer, states: Mapping[str, Tensor], row: list[int] | None) -> None:
+        """Raises BadReply: states of another row, or not finite; UserError: of another shape than announced."""
+        assert server.record is not None
+        found, ids = states["hidden_states"], states["token_ids"]
+        layers, width = server.record["layers"], self.shell.hidden_size
+        if found.shape != (len(ids), len(layers), width) or found.dtype not in _DTYPES:
+            raise UserError(
+                f"url={server.url!r} hands out states {list(found.shape)} {found.dtype} of {len(ids)} tokens, its record "
+                f"{str(server.folder / RECORD)!r} announces {len(layers)} layers of width {width}; {self._start}"
+            )
+        if row is not None and ids.tolist() != row:
+            raise BadReply("other tokens", f"states of {len(ids)} tokens that are not the row's", retry=True)
+        if not is_finite(found):
+            raise BadReply("not finite", f"states of {len(ids)} tokens hold NaN or infinity", retry=True)
+
+    @torch.no_grad()
+    def _row_states(self, server: _StateServer, states: Mapping[str, Tensor]) -> RowStates:
+        assert server.record is not None
+        found, held = states["hidden_states"], server.record["layers"]  # [n, layers, h]
+        last = _normed(self.shell, found).to("cpu", found.dtype)  # [n, h]
+        parts = [last if layer == LAST else found[:, held.index(layer)] for layer in self.layers]
+        return RowStates(torch.cat(parts, dim=-1) if parts else last[:, :0], last.clone())
+
+    # -- the proof --------------------------------------------------------------------------------------------------
+
+    def _prove_once(self, server: _StateServer) -> None:
+        """Proves a server that has not been proven since it started; other threads wait meanwhile."""
+        with server.proving:
+            if not server.proven or _written(server.folder) != server.written:
+                self._prove(server)
+
+    def _prove(self, server: _StateServer) -> None:
+        """Compares a server with the shell. Raises BadReply while it does not answer; UserError for another target."""
+        listed = send_json(self._http, "GET", f"{server.url}/v1/models", None, _ServedModels, min(30.0, self.timeout))
+        server.model, server.longest = listed["data"][0]["id"], listed["data"][0].get("max_model_len")
+        server.record = None  # it may have been started with other layers
+        rows: list[list[int] | str] = [_spread_ids(self.shell.vocab_size)]
+        if self.shell.tokenizer is not None:
+            rows.append(_PROBE_TEXT)
+        gaps, allowed = [], 0.0
+        for row in rows:
+            states, logprobs = self._ask(server, row, _TOP)
+            ids = states["token_ids"].tolist()
+            if isinstance(row, str) and ids != (wanted := self.shell.tokenizer(row)["input_ids"]):
+                same = next((i for i, pair in enumerate(zip(ids, wanted, strict=False)) if pair[0] != pair[1]), 0)
+                raise self._refused(server, f"its tokenizer makes {len(ids)} tokens of a text, the target's {len(wanted)}, "
+                                    f"and they differ from token {same} on")  # fmt: skip
+            gap, allowed = head_gap(self.shell, states["hidden_states"], logprobs)
+            gaps.append(gap)
+            self._check_embedding(server, states)
+        server.gap = max(gaps)
+        if not server.gap <= allowed:
+            raise self._refused(
+                server,
+                f"its log-probabilities differ from those of the target's head over its states by {server.gap:.3g} nats on "
+                f"average, and {allowed:.2g} are allowed: another model, other layers or another final norm",
+            )
+        server.proven = True
+
+    def _refused(self, server: _StateServer, why: str) -> UserError:
+        return UserError(f"url={server.url!r} does not serve target {self.shell.name!r}: {why}; {self._start}")
+
+    def _check_record(self, server: _StateServer, record: StatesRecord) -> None:
+        """Raises UserError: the folder's record announces another target, or lacks a layer."""
+        own, theirs = self.shell.identity(), dict(record["target"])
+        if changed := first_change({**theirs, "name": own["name"]}, own):
+            raise self._refused(server, f"its record announces {changed.replace('this run has', 'the target has')}")
+        layers = record["layers"]
+        wanted = {layer for layer in self.layers if layer != LAST} | {self.shell.num_layers}
+        if not wanted <= {*layers} or layers[-1] != self.shell.num_layers or layers != sorted(set(layers)):
+            named = ",".join(map(str, sorted(wanted)))
+            raise UserError(
+                f"url={server.url!r} hands out layers {','.join(map(str, layers))}, and {named} are needed; {self._start} "
+                f"--layers {named}"
+            )
+
+    def _check_embedding(self, server: _StateServer, states: Mapping[str, Tensor]) -> None:
+        """Raises UserError: layer 0 is asked for, and its input is not the shell's embedding."""
+        assert server.record is not None
+        if server.record["layers"][0] != 0:
+            return
+        found = states["hidden_states"][:, 0].float()  # [n, h]
+        ours = self.shell.embed(states["token_ids"].to(self.shell.device)).detach().cpu().float()
+        apart = float((found - ours).norm() / ours.norm())
+        if not apart <= 2 * torch.finfo(states["hidden_states"].dtype).eps + 1e-5:
+            raise self._refused(server, f"its input embedding differs by {apart:.2g} of its norm")
+
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DAMAGE = ("torn file", "no file", "other tokens", "not finite")  # reasons that depend on a file's content
+
+
+def _fix(bad: BadReply, patience: float) -> str:
+    """Ends the error of a request that failed for good."""
+    if patience:
+        return f" (asked for {patience:.0f} s); start it again with the same serve-target command, and run this again"
+    if bad.reason == "not finite":
+        return " in every try; serve the target in bfloat16 or float32: -- --dtype bfloat16"
+    if bad.reason in _DAMAGE:
+        return " in every try; free space in its --states-dir, and see the server's log"
+    return "; see the server's log"
+
+
+def _spread_ids(vocab_size: int) -> list[int]:
+    """Token ids from all over the vocabulary, in an order that looks random and is always the same."""
+    chosen = torch.linspace(0, vocab_size - 1, min(_PROBE_IDS, vocab_size)).long()
+    return chosen[torch.randperm(len(chosen), generator=torch.Generator().manual_seed(0))].tolist()
+
+
+@torch.no_grad()
+def head_gap(shell: Target, states: Tensor, logprobs: Sequence[Mapping[str, _Logprob] | None]) -> tuple[float, float]:
+    """How far a server's log-probabilities are from the shell's head over the states that it hands out.
+
+    Args:
+        states: [n, layers, h]; the last layer's output before the final norm comes last.
+        logprobs: per token the most likely ids at its place, and itself; None for the first.
+
+    Returns:
+        The mean difference in nats, and the largest that rounding explains: the server's logits have the dtype of its states.
+    """
+    logits = shell.head(_normed(shell, states)).float().cpu()  # [n, v]
+    ours = logits.log_softmax(-1)
+    pairs = [
+        (at, int(token), entry["logprob"])
+        for at, entries in enumerate(logprobs[1:])  # the state at a token predicts the next one
+        for token, entry in (entries or {}).items()
+        if token.isdecimal() and int(token) < ours.shape[-1] and at < len(ours)
+    ]
+    if not pairs:
+        return float("inf"), 0.0
+    rows, tokens, theirs = zip(*pairs, strict=True)
+    gap = (ours[list(rows), list(tokens)] - torch.tensor(theirs)).abs().mean()
+    eps = max(torch.finfo(dtype).eps for dtype in (states.dtype, shell.embed_weight.dtype))
+    return float(gap), max(_LEAST_GAP, float(logits.abs().amax(-1).mean()) * eps)
+
+
+def _normed(shell: Target, states: Tensor) -> Tensor:
+    """[n, layers, h], the last of them before the final norm -> [n, h] behind it, as the shell computes."""
+    last = states[:, -1].to(shell.device, shell.embed_weight.dtype)
+    return shell.final_norm(last)  # type: ignore[attr-defined]
+
+
+def _written(folder: Path) -> int:
+    """Time of a folder's record in nanoseconds; 0 without one."""
+    try:
+        return (folder / RECORD).stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def take_states(path: Path, seconds: float) -> dict[str, Tensor]:
+    """Reads a file of states when its writer has unlocked it, and deletes it with its lock.
+
+    Returns:
+        hidden_states [n, layers, h], token_ids [n].
+
+    Raises:
+        BadReply: no complete file; it may be torn because its writer was killed.
+    """
+    lock = path.with_name(f"{path.name}.lock")
+    try:
+        return _read_unlocked(path, lock, seconds)
+    finally:
+        for file in (path, lock):
+            with suppress(OSError):
+                file.unlink()
+
+
+def _read_unlocked(path: Path, lock: Path, seconds: float) -> dict[str, Tensor]:
+    began, pause, unlocked = time.monotonic(), 0.001, 0.0
+    while True:
+        if not _is_locked(lock):
+            try:
+                found = safetensors.torch.load(_read_regular(path))
+                if {"hidden_states", "token_ids"} <= found.keys() and found["hidden_states"].ndim:
+                    return found
+                problem, reason = f"holds {one_line(', '.join(found))}", "torn file"
+            except FileNotFoundError:
+                problem, reason = "was announced and is not there", "no file"
+            except (OSError, SafetensorError, ValueError) as error:
+                problem, reason = f"cannot be read ({error})", "torn file"
+            unlocked = unlocked or time.monotonic()
+            # Its writer has gone; a network disk may show the file a little later.
+            if time.monotonic() - unlocked > _SETTLE:
+                raise BadReply(reason, redact(f"{path} {problem}"), retry=True)
+        elif time.monotonic() - began > seconds:
+            raise BadReply(TIME_OUT, f"{path} is still being written after {seconds:g} s")
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
+
+
+def _read_regular(path: Path) -> bytes:
+    """A file's bytes. Raises OSError: a link, or nothing regular; a server may not make us read elsewhere."""
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(file, "rb") as opened:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise OSError(f"{path.name} is no regular file")
+        return opened.read()
+
+
+def _is_locked(lock: Path) -> bool:
+    """Whether a writer holds the lock; vLLM takes it before it names the file."""
+    try:
+        file = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no locks on this file system: a complete file counts
+        return False
+    finally:
+        os.close(file)
+    return False
