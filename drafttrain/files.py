@@ -14,6 +14,7 @@ import shutil
 import sysconfig
 import tempfile
 import threading
+import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -214,6 +215,7 @@ def open_tensors(path: Path, key: str, fix: str) -> safe_open:
         return safe_open(path, framework="pt")
 
 
+_BLOCK = 1 << 20  # bytes read at once from a file's end
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -302,9 +304,6 @@ def read_jsonl(
     Raises:
         UserError: no such file, not UTF-8, or a line that is no JSON object or not of the schema.
     """
-    from pydantic import ValidationError
-
-    adapter = None if schema is dict else _adapter(schema)  # type: ignore[arg-type]  # TypedDicts are hashable
     if not path.is_file():
         raise UserError(f"{path}: no such file; give a JSONL file, one JSON object per line")
     try:
@@ -312,21 +311,35 @@ def read_jsonl(
             for number, line in enumerate(file, start=1):
                 if not line.strip() or (growing and not line.endswith(b"\n")):
                     continue
-                line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-                where = f"{path} line {number}"
-                try:
-                    row = parse_json(line.decode()) if adapter is None else adapter.validate_json(line, strict=True)
-                except UnicodeDecodeError as error:
-                    raise UserError(f"{where}: not UTF-8 text ({error}); convert it first") from error
-                except ValidationError as error:
-                    raise UserError(f"{where}: {violation(error)}; {fix}") from error
-                except ValueError as error:
-                    raise UserError(f"{where}: not JSON ({error}); {fix}") from error
-                if not isinstance(row, dict):
-                    raise UserError(f"{where}: {type(row).__name__} instead of a JSON object per line")
-                yield number, row  # type: ignore[misc]  # mypy loses T
+                yield number, parse_line(line, path, number, fix, schema)
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); give a JSONL file") from error
+
+
+def parse_line(
+    line: bytes,
+    path: Path,
+    number: int,
+    fix: str = "the file must hold one JSON object per line",
+    schema: type[T] = dict,  # type: ignore[assignment]
+) -> T:
+    """The row of a line of a JSON-lines file; arguments and errors as in `read_jsonl`."""
+    from pydantic import ValidationError
+
+    where = f"{path} line {number}"
+    line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+    try:
+        adapter = None if schema is dict else _adapter(schema)  # type: ignore[arg-type]  # TypedDicts are hashable
+        row = parse_json(line.decode()) if adapter is None else adapter.validate_json(line, strict=True)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: not UTF-8 text ({error}); convert it first") from error
+    except ValidationError as error:
+        raise UserError(f"{where}: {violation(error)}; {fix}") from error
+    except ValueError as error:
+        raise UserError(f"{where}: not JSON ({error}); {fix}") from error
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: {type(row).__name__} instead of a JSON object per line")
+    return row  # type: ignore[return-value]  # mypy loses T
 
 
 def append_line(file: int, row: Json) -> None:
@@ -408,7 +421,14 @@ class JsonlLog:
 
 def complete_bytes(path: Path) -> int:
     """Size of a file up to its last line break; an interrupted write may have left part of a line after it."""
-    return path.read_bytes().rfind(b"\n") + 1
+    with path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            begin = file.seek(max(0, end - _BLOCK))
+            if (found := file.read(end - begin).rfind(b"\n")) >= 0:
+                return begin + found + 1
+            end = begin
+    return 0
 
 
 def first_change(before: Json, now: Json) -> str:
@@ -446,6 +466,22 @@ def unreachable(url: str, seconds: float) -> str:
     return redact(reasons[-1])
 
 
+def without_xet(error: BaseException) -> str:
+    """How to go on without Xet, through which the Hub's client moves large files, if an error may come from there; '' if not.
+
+    Xet's library raises Python's own errors, mostly in threads; the Hub's other requests raise HTTPError.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HTTPError
+
+    frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    inside = any("xet" in f"{Path(code.co_filename).name} {code.co_name}" for code in frames)
+    native = isinstance(error, ConnectionError | PermissionError | RuntimeError) and not isinstance(error, HTTPError)
+    if constants.HF_HUB_DISABLE_XET or not (inside or native):
+        return ""
+    return "; large files go through Xet: set HF_HUB_DISABLE_XET=1 to go without it"
+
+
 def is_hub_id(name: str) -> bool:
     """Whether a name has the form user/name of a Hub repository, and not that of a path."""
     return not name.startswith((".", "/", "~")) and name.count("/") == 1
@@ -468,8 +504,8 @@ def hub_snapshot(repo: str, patterns: Sequence[str], key: str, ignore: Sequence[
 
     try:
         return Path(snapshot_download(repo, allow_patterns=list(patterns), ignore_patterns=list(ignore) or None))
-    except (OSError, ValueError, HTTPError) as error:
+    except (OSError, ValueError, RuntimeError, HTTPError) as error:
+        fix = without_xet(error) or "; check the name, and log in for a private one: hf auth login"
         raise UserError(
-            f"{key}={repo!r}: no such folder, and the Hub does not provide it ({first_line(error)}); check the name, and log "
-            "in for a private one: hf auth login"
+            f"{key}={repo!r}: no such folder, and the Hub does not provide it ({first_line(error)}){fix}"
         ) from error

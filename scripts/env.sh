@@ -2,15 +2,15 @@
 
 install_drafttrain() {  # install_drafttrain [extras], e.g. install_drafttrain "[dev]"
   local extras="${1:-}" stamp
+  unset PYTHONDONTWRITEBYTECODE  # else every process compiles every module that it imports
   [ -x .venv/bin/python ] || "${PYTHON:-python3}" -m venv .venv
   # shellcheck disable=SC1091
   source .venv/bin/activate
   stamp=".venv/.installed-$(printf '%s' "$extras" "$(cat pyproject.toml constraints.txt)" | cksum | cut -d' ' -f1)"
   if [ ! -f "$stamp" ]; then
     echo "installing drafttrain$extras and its pinned dependencies into .venv"
-    # torch first: otherwise another package's dependency on torch installs the newest build.
-    python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-    python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".$extras"
+    # Python compiles the third of the modules that are imported when they are; pip would compile all, one after the other.
+    python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ".$extras"
     touch "$stamp"
   fi
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from typing import TYPE_CHECKING
 
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -13,16 +14,27 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-import torch
 
-if not torch.cuda.is_available():  # before anything imports triton: its kernels then run as numpy programs
+def has_gpu() -> bool:
+    """A device that torch sees; asked of torch only on machines that have a device file of a driver."""
+    if not any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")):
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+if not has_gpu():  # before anything imports triton: its kernels then run as numpy programs
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from drafttrain.target import Target
+# torch, transformers and drafttrain are imported where they are used: pytest-xdist's first process, which only hands tests
+# out, then starts its workers seconds sooner.
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from drafttrain.target import Target
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -32,6 +44,9 @@ CHAT_TEMPLATE = (
 
 def make_tokenizer(vocab_size: int = 300) -> PreTrainedTokenizerFast:
     """A byte-level tokenizer: 256 bytes, two chat markers, and unused ids up to vocab_size."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {symbol: i for i, symbol in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -47,6 +62,11 @@ def make_tokenizer(vocab_size: int = 300) -> PreTrainedTokenizerFast:
 
 def make_target(layers: int = 4, hidden: int = 32, vocab_size: int = 300, seed: int = 0, **overrides) -> Target:
     """A tiny random Llama in float32 with peaked logits, so that greedy choices have no near ties."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from drafttrain.target import Target
+
     torch.manual_seed(seed)
     config = LlamaConfig(
         **{

@@ -128,14 +128,14 @@ def test_while_modules_are_imported(folder):
 
 @pytest.mark.thorough
 def test_generation_keeps_what_was_finished(folder, monkeypatch):
-    command = Command(folder, [*GENERATE, "--slots", "1", "--max-new-tokens", "80"])
+    command = Command(folder, [*GENERATE, "--slots", "1", "--max-new-tokens", "48"])
     part = folder / "out" / "part-0000.jsonl"
     assert command.wait_for(lambda: len(lines_of(part)) > 3)
     command.ends(signal.SIGINT, moment="work")
     kept = lines_of(part)
     assert 3 < len(kept) < MANY and part.read_bytes().endswith(b"\n")
     monkeypatch.chdir(folder)
-    assert cli.main([*GENERATE, "--max-new-tokens", "80"]) == 0
+    assert cli.main([*GENERATE, "--max-new-tokens", "48"]) == 0
     rows = [json.loads(line) for line in lines_of(part)]
     assert lines_of(part)[: len(kept)] == kept
     assert sorted(row["id"] for row in rows) == sorted(f"c{i}" for i in range(MANY))

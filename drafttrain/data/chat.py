@@ -108,16 +108,42 @@ def closing_token(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     return _leading_special(tokenizer, render_text(tokenizer, messages).partition(_MARKER)[2].lstrip())
 
 
-def turn_glue(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Sequence[Message]], stop_id: int) -> list[int] | None:
+def answer_text(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], content: str, reasoning: str
+) -> str | None:
+    """An answer as the target wrote it, from what a server's reasoning parser made of it.
+
+    The template renders the answer, with the reasoning under the names that templates read. Without content the answer ended
+    inside the reasoning.
+
+    Returns:
+        The text after the prompt, without the end of the turn; None if the template does not write all of it.
+    """
+    names = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), reasoning)
+    before = render_text(tokenizer, messages, generation=True)
+    after = render_text(tokenizer, [*messages, {"role": "assistant", "content": content, **names}])
+    text, end = after[len(before) :] if after.startswith(before) else "", 0
+    for part in filter(None, (reasoning.strip(), content.strip())):
+        at = text.find(part, end)
+        if at < 0:
+            return None
+        end = at + len(part)
+    return text[:end]
+
+
+def turn_glue(
+    tokenizer: PreTrainedTokenizerBase, turns: Sequence[Sequence[Message]], stop_id: int, answer: str = ""
+) -> list[int] | None:
     """Token ids between a response and the next one: the end of its turn, the next user turn, the assistant's header.
 
     Args:
         turns: the messages before each response; the last entry is the one after the glue's response. At least two.
         stop_id: the last token of the response before the glue, which the glue does not repeat.
+        answer: text of that response, without its stop token.
 
     Returns:
-        The ids, or None if the template rewrites earlier turns or closes turns with another token: the tokens so far
-        then differ from what the target would read, and the conversation has to end.
+        The ids, or None if the template rewrites earlier turns, for example without the reasoning in `answer`, or closes turns
+        with another token: the tokens so far then differ from what the target would read, and the conversation has to end.
     """
     messages: list[Message] = []
     before = ""
@@ -128,6 +154,11 @@ def turn_glue(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Sequence[Messa
         messages.append({"role": "assistant", "content": f"{_MARKER} {i}."})
     rendered = render_text(tokenizer, [*messages, *turns[-1]], generation=True)
     history, found, after = rendered.partition(messages[-1]["content"])
+    if answer.strip():
+        said = render_text(
+            tokenizer, [*messages[:-1], {"role": "assistant", "content": answer}, *turns[-1]], generation=True
+        )
+        found = found if answer.strip() in said else ""
     ids = text_ids(tokenizer, after.lstrip())  # begins with the token that closes the response
     return ids[1:] if found and history == before and ids[:1] == [stop_id] and len(ids) > 1 else None
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from drafttrain.data.chat import closing_token, has_template, prompt_ids, turn_glue
+from drafttrain.data.chat import closing_token, decode, has_template, prompt_ids, turn_glue
 from drafttrain.data.row_formats import are_messages, row_id
 from drafttrain.errors import UserError
 from drafttrain.files import Json
@@ -61,7 +61,7 @@ class Conversation:
     tokens: list[int] = field(default_factory=list)  # tokens, spans, finish: as in a stored record
     spans: list[list[int]] = field(default_factory=list)
     finish: list[str] = field(default_factory=list)
-    replies: list[str] = field(default_factory=list)  # the responses as text, from backends that return text
+    replies: Turn = field(default_factory=list)  # the responses as messages, from servers that return text
 
     @staticmethod
     def from_row(row: Json, where: str) -> Conversation:
@@ -109,7 +109,9 @@ class Conversation:
         done = len(self.spans)
         if done >= self.total_turns or self.finish[-1] != "stop":
             return None
-        glue = turn_glue(renderer.tokenizer, self.turns[: done + 1], self.tokens[-1])
+        start, end = self.spans[-1]
+        answer = decode(renderer.tokenizer, self.tokens[start : end - 1])
+        glue = turn_glue(renderer.tokenizer, self.turns[: done + 1], self.tokens[-1], answer)
         if glue is None or len(self.tokens) + len(glue) + 1 > max_length:
             return None
         self.tokens.extend(glue)

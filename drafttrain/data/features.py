@@ -1,10 +1,17 @@
-"""`drafttrain features`: stores the target's hidden states of a data set, for training without running the target."""
+"""`drafttrain features`: stores the target's hidden states of a data set, for training without running the target.
+
+The states come from the target in this process, from a vLLM server that the command starts, or from servers that run already.
+"""
 
 from __future__ import annotations
 
 import argparse
 import shutil
+import sys
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -12,6 +19,8 @@ from datasets import Dataset
 from torch import Tensor
 
 from drafttrain.data.generate import parse_layers
+from drafttrain.data.state_client import RowStates, StateClient
+from drafttrain.data.state_server import StateServer, check_flags, flag_value, free_port
 from drafttrain.data.store import (
     FeatureStore,
     ShardWriter,
@@ -26,9 +35,9 @@ from drafttrain.files import first_change, write_json
 from drafttrain.flags import add_target_flags, load_target
 from drafttrain.folders import OutputFolder, check_folder
 from drafttrain.progress import Progress
-from drafttrain.target import Target
+from drafttrain.target import Target, load_shell
 from drafttrain.target.devices import DTYPES
-from drafttrain.values import DeviceMap, Place, Size, adder
+from drafttrain.values import AnyText, DeviceMap, File, Name, Place, Size, adder
 
 HELP = """store the target's hidden states of a data set, for training without running the target
 
@@ -38,9 +47,16 @@ free disk first. An interrupted run continues when run again; several processes 
   drafttrain features --data runs/data
   drafttrain features --data runs/data --layers 2,15,27 --top-k 64          # most likely tokens in place of last states
   accelerate launch --num_processes 8 -m drafttrain.cli features --data runs/data
-  drafttrain features --data runs/data --target-device-map auto             # a target larger than one GPU"""
+  drafttrain features --data runs/data --target-device-map auto             # a target larger than one GPU
+  drafttrain features --data runs/data --backend vllm --engine-python ~/vllm/bin/python -- --tensor-parallel-size 8
+  drafttrain features --data runs/data --backend vllm --url http://node1:8000 --url http://node2:8000   # serve-target runs there
+
+With --backend vllm the target's layers are never loaded here: vLLM computes the states, quantized or on many GPUs, and is proven
+first: its log-probabilities must be those of the target's head over its states."""
 
 _BATCH_TOKENS = 16_384  # padded tokens of one forward on a GPU; on a CPU rows run one by one
+_IN_FLIGHT = 16  # rows that a server is asked for at a time
+Row = tuple[str, list[int]]  # a conversation's id and tokens
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,6 +68,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--top-k", Size, default=0, help="store this many most likely tokens in place of the last hidden states")
     add("--store-dtype", default="bfloat16", choices=["bfloat16", "float32"], help="of stored states")
     add("--max-length", Size, default=0, help="tokens of a conversation to store; 0 stores all")
+    add("--backend", default="local", choices=["local", "vllm"], help="what computes the states (default: %(default)s)")
+    add("--url", action="append", default=[], help="server of --backend vllm that serve-target started; repeat it for several "
+        "(default: start one)")  # fmt: skip
+    add(
+        "--states-dir",
+        Name,
+        default="",
+        help="folder of the server's states, as seen here (default: as the server says)",
+    )
+    add("--engine-python", File, default=sys.executable, help="interpreter of the environment that has vLLM")
+    add(
+        "flags",
+        AnyText,
+        nargs="*",
+        metavar="-- flags",
+        help="flags of vllm serve, for the server that this command starts",
+    )
     more = "replace the stored states, which are deleted when the new ones are complete"
     add("--overwrite", action="store_true", help=more)
 
@@ -64,7 +97,11 @@ def run(args: argparse.Namespace) -> int:
     share, root = Share.of_process(), check_folder(args.data, "generate", key="data")
     meta, records = read_meta(root), load_records(root)
     name = args.target or meta["target"]["name"]
-    target = load_target(args, name, args.target_device_map)
+    check_backend(args, share)
+    if args.backend == "local":
+        target = load_target(args, name, args.target_device_map)
+    else:
+        target = load_shell(name, args.dtype, args.device, args.trust_remote_code, weights=True)
     if meta["target"]["tokenizer"] != target.identity()["tokenizer"]:
         raise UserError(f"data={args.data!r} was tokenized for target {meta['target']['name']!r}, not for {name!r}")
     if args.top_k > target.vocab_size:
@@ -76,7 +113,8 @@ def run(args: argparse.Namespace) -> int:
         if args.overwrite and share.world == 1:
             output.set_aside("features/part-*.safetensors", "features/features.json")
         try:
-            extract(args, target, layers, share, records)
+            with ExitStack() as stack:
+                extract(args, target, layers, share, records, stack)
         except BaseException:
             if not any(root.glob("features/part-*.safetensors")):
                 output.restore()
@@ -85,8 +123,38 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def extract(args: argparse.Namespace, target: Target, layers: tuple[int, ...], share: Share, records: Dataset) -> None:
-    """Computes and stores the missing states of this process's conversations."""
+def check_backend(args: argparse.Namespace, share: Share) -> None:
+    """Raises UserError: flags of one backend together with the other, or a flag of vLLM that is set here."""
+    local = args.backend == "local"
+    given = {"url": args.url, "states_dir": args.states_dir, "flags behind --": args.flags}
+    if local and (set_ := [key for key, value in given.items() if value]):
+        raise UserError(f"{set_[0]}={given[set_[0]]!r} belongs to --backend vllm; give that too, or drop it")
+    if not local and args.target_device_map:
+        raise UserError(
+            f"target_device_map={args.target_device_map!r} belongs to --backend local; vLLM spreads the target by its own "
+            "flags, behind --: --tensor-parallel-size N"
+        )
+    if args.url and args.flags:
+        raise UserError(
+            f"{args.flags[0]!r} is for a server that starts here, and --url names one that runs; drop either"
+        )
+    if not local and not args.url and share.world > 1:
+        raise UserError(
+            f"backend=vllm without --url would start {share.world} servers, one per process; start them with drafttrain "
+            "serve-target, and name them with --url"
+        )
+    check_flags(args.flags)
+
+
+def extract(
+    args: argparse.Namespace,
+    target: Target,
+    layers: tuple[int, ...],
+    share: Share,
+    records: Dataset,
+    stack: ExitStack,
+) -> None:
+    """Computes and stores the missing states of this process's conversations. stack: ends what the backend starts."""
     root = Path(args.data).expanduser()
     describe(root, target, layers, args)
     done = FeatureStore(root)
@@ -107,12 +175,18 @@ def extract(args: argparse.Namespace, target: Target, layers: tuple[int, ...], s
     check_space(root, needed, "features", "choose another disk for the data, --top-k 64, fewer --layers, --max-length")
     writer = ShardWriter(root / "features", share.rank)
     mine = [it for it in todo if share.owns(it[0])]
+    if not mine:
+        return
+    top_k, dtype = args.top_k, DTYPES[args.store_dtype]
+    if args.backend == "local":
+        found = local_states(target, mine, layers, top_k, dtype)
+    else:
+        client = stack.enter_context(proven_client(args, target, layers))
+        found = served_states(client, mine, _IN_FLIGHT * len(client.servers), top_k, dtype)
     with Progress("features", len(mine), "conversations") as progress:
-        for group in batches(mine, 1 if target.device.type == "cpu" else _BATCH_TOKENS):
-            found = states(target, [tokens for _, tokens in group], layers, args.top_k, DTYPES[args.store_dtype])
-            for (key, _), tensors in zip(group, found, strict=True):
-                writer.add(key, **tensors)
-            progress.advance(len(group))
+        for key, tensors in found:
+            writer.add(key, **tensors)
+            progress.advance()
         writer.flush()
 
 
@@ -139,24 +213,76 @@ def batches(todo: list[tuple[str, list[int]]], limit: int) -> Iterator[list[tupl
 
 
 @torch.no_grad()
-def states(
-    target: Target, rows: list[list[int]], layers: tuple[int, ...], top_k: int, dtype: torch.dtype
-) -> Iterator[dict[str, Tensor]]:
-    """The tensors that `FeatureStore.get` returns, for each row, on the CPU."""
-    ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)  # [b, s]
-    for i, tokens in enumerate(rows):
-        ids[i, : len(tokens)] = torch.as_tensor(tokens)
-    out = target.forward(ids.to(target.device), layers)
-    for i, tokens in enumerate(rows):
-        n = len(tokens) - 1
-        found = {"features": out.features[i, :n].to(dtype)}  # [n, f*h]
-        if top_k:
-            parts = [top_tokens(target.head(part), top_k) for part in out.last_hidden[i, :n].split(256)]
-            names = ("topk_ids", "topk_logits", "log_z")
-            found.update(zip(names, map(torch.cat, zip(*parts, strict=True)), strict=True))
-        else:
-            found["last_hidden"] = out.last_hidden[i, :n].to(dtype)  # [n, h]
-        yield {name: tensor.cpu() for name, tensor in found.items()}
+def local_states(
+    target: Target, rows: list[Row], layers: tuple[int, ...], top_k: int, dtype: torch.dtype
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Ids and stored tensors of rows, from the target in this process; in the order in which rows share forwards."""
+    for group in batches(rows, 1 if target.device.type == "cpu" else _BATCH_TOKENS):
+        ids = torch.zeros(len(group), max(len(tokens) for _, tokens in group), dtype=torch.long)  # [b, s]
+        for i, (_, tokens) in enumerate(group):
+            ids[i, : len(tokens)] = torch.as_tensor(tokens)
+        out = target.forward(ids.to(target.device), layers)
+        for i, (key, tokens) in enumerate(group):
+            n = len(tokens) - 1
+            yield key, stored_tensors(target, RowStates(out.features[i, :n], out.last_hidden[i, :n]), top_k, dtype)
+
+
+def served_states(
+    client: StateClient, rows: list[Row], in_flight: int, top_k: int, dtype: torch.dtype
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Ids and stored tensors of rows, in their order, from servers that are asked for `in_flight` rows at a time."""
+    waiting: deque[tuple[str, Future[RowStates]]] = deque()
+    with ThreadPoolExecutor(in_flight) as pool:
+        try:
+            for at in range(len(rows) + in_flight):
+                if at < len(rows):
+                    key, tokens = rows[at]
+                    waiting.append((key, pool.submit(client.request, tokens[:-1])))
+                if at >= in_flight and waiting:
+                    key, asked = waiting.popleft()
+                    yield key, stored_tensors(client.shell, asked.result(), top_k, dtype)
+        finally:
+            client.close()  # requests that wait for a server end
+            pool.shutdown(cancel_futures=True)
+
+
+@torch.no_grad()
+def stored_tensors(target: Target, row: RowStates, top_k: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors of a row that `FeatureStore.get` returns, on the CPU."""
+    found = {"features": row.features.to(dtype)}  # [n, f*h]
+    if top_k:
+        last = row.last_hidden.to(target.device, target.embed_weight.dtype)
+        parts = [top_tokens(target.head(part), top_k) for part in last.split(256)]
+        names = ("topk_ids", "topk_logits", "log_z")
+        found.update(zip(names, map(torch.cat, zip(*parts, strict=True)), strict=True))
+    else:
+        found["last_hidden"] = row.last_hidden.to(dtype)  # [n, h]
+    return {name: tensor.cpu() for name, tensor in found.items()}
+
+
+@contextmanager
+def proven_client(args: argparse.Namespace, shell: Target, layers: tuple[int, ...]) -> Iterator[StateClient]:
+    """A client of the servers that --url names, or of one that starts here and ends with the block; proven.
+
+    Raises UserError: a server does not start, or does not serve this target.
+    """
+    with ExitStack() as stack:
+        urls, states_dir = args.url, args.states_dir
+        if not urls:
+            port = [] if flag_value(args.flags, "--port", "") else ["--port", str(free_port())]
+            dtype = [] if args.dtype == "auto" or flag_value(args.flags, "--dtype", "") else ["--dtype", args.dtype]
+            flags = [*args.flags, *port, *dtype]
+            server = StateServer(shell, layers, flags, args.engine_python, states_dir, args.trust_remote_code)
+            stack.callback(server.stop, 1.0)  # an interrupted command has little more
+            print(f"starting {server}", flush=True)
+            server.start()
+            server.wait_until_ready()
+            urls, states_dir = [server.url], ""
+        client = StateClient(urls, shell, layers, states_dir)
+        stack.callback(client.close)
+        client.prove()
+        print("\n".join(client.proofs), flush=True)
+        yield client
 
 
 def top_tokens(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import unicodedata
+import zlib
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from drafttrain.data.row_formats import Prompt, prompt_texts
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_LONGEST = 128  # texts of a bucket that a text is compared with
 _WORD = re.compile(r"\w+", re.UNICODE)
 
 
@@ -40,7 +42,7 @@ def stable_id(prompt: Prompt) -> str:
 def is_readable(text: str) -> bool:
     """False if text holds control characters, unassigned code points, or the replacement character."""
     bad = {"Cc", "Cn", "Co", "Cs"}  # Unicode categories
-    return not any(c == "\ufffd" or (unicodedata.category(c) in bad and c not in "\n\t\r") for c in text)
+    return not any(c == "\ufffd" or (unicodedata.category(c) in bad and c not in "\n\t\r") for c in set(text))
 
 
 def is_repetitive(text: str) -> bool:
@@ -53,8 +55,9 @@ def is_repetitive(text: str) -> bool:
 class NearDuplicates:
     """MinHash with banding: finds texts that share most of their three-word runs with an earlier one.
 
-    64 permutations in 16 bands of 4. Texts whose sets of runs overlap by more than about a half share a band; their full
-    signatures are then compared.
+    64 permutations, of which one byte each is kept, in 16 bands of 4. Texts whose sets of runs overlap by more than about a half
+    share a band; their full signatures are then compared. A hash table per band chains the texts of a bucket, newest first; at
+    most `_LONGEST` of a bucket are compared, so that many alike texts do not make the work quadratic. A text takes 200 bytes.
 
     Source: Broder, On the resemblance and containment of documents (1997).
     """
@@ -63,26 +66,54 @@ class NearDuplicates:
         random = np.random.default_rng(0)
         self.factors = random.integers(1, 2**61, size=(64, 1), dtype=np.uint64) | np.uint64(1)
         self.offsets = random.integers(0, 2**61, size=(64, 1), dtype=np.uint64)
-        self.threshold = threshold
-        self.bands: dict[tuple[int, bytes], list[int]] = {}
-        self.signatures: list[np.ndarray] = []
+        self.threshold, self.count = threshold, 0
+        self.signatures = np.zeros((1024, 64), np.uint8)  # [texts, permutations]; a power of two of rows
+        self._chain()
+
+    def _buckets(self, signatures: np.ndarray) -> np.ndarray:
+        """Bucket of each band: [..., 64] uint8 -> [..., 16]. As many buckets as rows."""
+        keys = np.ascontiguousarray(signatures).view(np.uint32).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        return (keys >> np.uint64(65 - len(self.signatures).bit_length())).astype(np.int64)
+
+    def _chain(self) -> None:
+        """Builds the tables of all texts: the newest text of each bucket, and the next older one of each text; -1 for none."""
+        self._heads = np.full((16, len(self.signatures)), -1, np.int32)
+        self._older = np.full((len(self.signatures), 16), -1, np.int32)
+        for band, column in enumerate(self._buckets(self.signatures[: self.count]).T):
+            order = np.argsort(column, kind="stable").astype(np.int32)
+            alike = column[order[1:]] == column[order[:-1]]
+            self._older[order[1:], band] = np.where(alike, order[:-1], -1)
+            self._heads[band, column] = np.arange(self.count, dtype=np.int32)  # the last of equal ones stays
 
     def seen(self, text: str) -> bool:
         """True if a similar text was seen before; otherwise stores this one."""
-        runs = [hashlib.blake2b(" ".join(run).encode(), digest_size=8).digest() for run in ngrams(text, 3)]
+        runs = [zlib.crc32(" ".join(run).encode()) for run in ngrams(text, 3)]
         if not runs:
             return False
-        keys = np.frombuffer(b"".join(runs), dtype=np.uint64)
         # Multiplication wraps at 2^64; the high half of an odd-multiplier hash is well mixed.
-        hashes = (self.factors * keys + self.offsets) >> np.uint64(32)  # [64, runs]
-        signature = hashes.min(axis=1).astype(np.uint32)  # [64]
-        places = [(i, signature[4 * i : 4 * i + 4].tobytes()) for i in range(16)]
-        candidates = {index for place in places for index in self.bands.get(place, ())}
-        if any((self.signatures[index] == signature).mean() >= self.threshold for index in candidates):
-            return True
-        for place in places:
-            self.bands.setdefault(place, []).append(len(self.signatures))
-        self.signatures.append(signature)
+        hashes = (self.factors * np.array(runs, dtype=np.uint64) + self.offsets) >> np.uint64(32)  # [64, runs]
+        signature = hashes.min(axis=1).astype(np.uint8)  # [64]
+        places = self._buckets(signature).tolist()  # [16]
+        candidates: set[int] = set()
+        for band, place in enumerate(places):
+            index = int(self._heads[band, place])
+            for _ in range(_LONGEST):
+                if index < 0:
+                    break
+                candidates.add(index)
+                index = int(self._older[index, band])
+        if candidates:
+            shares = (self.signatures[list(candidates)] == signature).mean(axis=1)
+            if shares.max() >= self.threshold:
+                return True
+        self.signatures[self.count] = signature
+        for band, place in enumerate(places):
+            self._older[self.count, band] = self._heads[band, place]
+            self._heads[band, place] = self.count
+        self.count += 1
+        if self.count == len(self.signatures):
+            self.signatures = np.concatenate((self.signatures, np.zeros_like(self.signatures)))
+            self._chain()
         return False
 
 
@@ -132,7 +163,7 @@ class Filter:
 
     def _reason(self, prompt: Prompt) -> str | None:
         asked = "\n".join(prompt_texts(prompt))
-        everything = [asked, *(message["content"] for message in prompt.get("messages", ()))]
+        everything = list(dict.fromkeys((asked, *(message["content"] for message in prompt.get("messages", ())))))
         limits = self.limits
         if reason := _wrong_length(len(asked), limits.min_chars, limits.max_chars, "characters"):
             return reason
@@ -146,7 +177,7 @@ class Filter:
             return "contains a special token"
         if self.forbidden and any(self.forbidden & ngrams(text, self.ngram) for text in everything):
             return "overlaps with an evaluation prompt"
-        key = hashlib.sha256(" ".join(asked.casefold().split()).encode()).digest()
+        key = hashlib.blake2b(" ".join(asked.casefold().split()).encode(), digest_size=16).digest()
         if key in self.exact:
             return "duplicate"
         self.exact.add(key)

@@ -8,24 +8,24 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from drafttrain.data.backends import Backend, LocalBackend, OpenAIBackend, ResponseSettings, VllmBackend
+from drafttrain.data.backends import Backend, LocalBackend, OpenAIBackend, ResponseSettings
 from drafttrain.data.conversation import ChatRenderer, Conversation
 from drafttrain.data.failures import BadReply, Failures
 from drafttrain.data.masks import conversation_records
+from drafttrain.data.row_file import RowFile, line_starts
 from drafttrain.data.store import FeatureWriter, Share, Store, check_space
+from drafttrain.data.vllm_backend import VllmBackend, add_vllm_flags, applied_rules, engine_options, named_options
 from drafttrain.environment import __version__
 from drafttrain.errors import UserError, shown
 from drafttrain.files import Json, read_jsonl, write_json
 from drafttrain.flags import add_sampling_flags, add_target_flags, load_target, sampling_of
 from drafttrain.folders import check_folder, inputs_of
-from drafttrain.ops.sampling import SamplingParams
 from drafttrain.progress import Progress
 from drafttrain.target import Target, load_shell
 from drafttrain.target.generation import LogitsRules
@@ -41,6 +41,7 @@ interrupted run continues when run again; several processes share the work.
   drafttrain generate --target smollm2-135m --prompts prompts.jsonl --output data --max-new-tokens 256
   accelerate launch --num_processes 8 -m drafttrain.cli generate --target T --prompts P --output DIR
   drafttrain generate --target T --prompts P --output DIR --backend openai --url http://a:8000/v1 --url http://b:8000/v1
+  drafttrain generate --target T --prompts P --output DIR --backend vllm --tensor-parallel-size 8 -- --enable-expert-parallel
   drafttrain generate --target T --prompts chats.jsonl --output DIR --backend existing     # keep the answers in the file
 """
 
@@ -52,21 +53,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_target_flags(parser)
     add("--prompts", Place, required=True, help='JSONL: {"id", "messages": [...]} or {"id", "text"} a line')
     add("--output", Place, required=True, help="folder of the data set")
-    add_sampling_flags(parser, temperature=1.0)
+    add_sampling_flags(parser, temperature=1.0, penalties=True)
     add("--max-new-tokens", Count, default=512, help="of a response (default: %(default)s)")
     add("--max-length", Count, default=2048, help="tokens of a conversation (default: %(default)s)")
     add(
         "--slots",
         value(Count, or_word="auto"),
         default="auto",
-        help="sequences that run together (default: by memory)",
+        help="sequences that run together; --backend openai: requests per server (default: by memory; 32 requests)",
     )
     add("--max-tokens", Size, default=0, help="stop after this many response tokens of this process")
-    add("--max-minutes", Amount, default=0, help="stop after this time; running responses are cut and marked")
+    add(
+        "--max-minutes",
+        Amount,
+        default=0,
+        help="stop after this time; running responses are cut and marked (servers and vllm finish them)",
+    )
     add("--features", default="none", help="target states to store: none, default, or 2,15,27")
     add("--backend", default="local", choices=["local", "openai", "vllm", "existing"])
     add("--url", action="append", default=[], help="server of --backend openai; repeat it for several")
     add("--model", default="", help="model name in requests to the server (default: the first it lists)")
+    add_vllm_flags(parser)
     add("--overwrite", action="store_true", help="replace the data set in --output, which is deleted when the new one is "
         "complete; other files in the folder stay")  # fmt: skip
 
@@ -82,9 +89,13 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("overwrite=True with several processes deletes the others' work; delete the folder yourself")
     if args.features != "none" and args.backend != "local":
         raise UserError(f"features={args.features!r} needs --backend local: the other backends return no hidden states")
+    if args.backend != "openai" and (args.url or args.model):
+        raise UserError(f"url and model need --backend openai; --backend {args.backend} asks no server")
+    if args.backend != "vllm" and (given := [*named_options(args), *args.vllm_flags]):
+        raise UserError(f"{given[0]!r} is for --backend vllm; servers get such flags when they start")
     check_folder(args.output, "generate", inputs_of(args))
     existing = args.backend == "existing"
-    conversations = [] if existing else read_prompts(Path(args.prompts).expanduser())
+    ids, conversations = ([], None) if existing else read_prompts(Path(args.prompts).expanduser())
     target = (
         load_target(args)
         if args.backend == "local"
@@ -92,8 +103,6 @@ def run(args: argparse.Namespace) -> int:
     )
     layers = parse_layers(args.features, target)
     rules = backend_rules(args.backend, target)
-    if args.backend == "vllm":
-        sampling = replace(sampling, repetition_penalty=rules.under(sampling).repetition_penalty)
     settings = ResponseSettings(ChatRenderer(target), sampling, **limits)
     meta = {
         "target": target.identity(),
@@ -103,7 +112,8 @@ def run(args: argparse.Namespace) -> int:
     }
     with Store(args.output, meta, share.rank, args.overwrite) as store:
         done, this_run = store.done_ids(), run_counts(0, 0, 0.0, {})
-        mine = [it for it in conversations if it.id not in done and share.owns(it.id)]
+        missing = [i for i, key in enumerate(ids) if key not in done and share.owns(key)]
+        mine = conversations.chosen(missing) if conversations is not None else []
         if layers:
             needed = feature_bytes(mine, args, settings, (len(layers) + 1) * target.hidden_size * 2)
             check_space(store.directory, needed, "features")
@@ -113,39 +123,47 @@ def run(args: argparse.Namespace) -> int:
             backend = make_backend(args, target, settings, layers, len(mine))
             this_run = generate_missing(args, settings, store, backend, mine)
         dropped = this_run["dropped"].get("answer_beyond_max_length", 0)
-        report(args, store, this_run, len(store.done_ids()) + dropped if existing else len(conversations), share)
+        report(args, store, this_run, len(store.done_ids()) + dropped if existing else len(ids), share)
     return 0
 
 
 def backend_rules(backend: str, target: Target) -> LogitsRules:
-    """What a backend applies of the target's generation_config: all rules, the repetition penalty, or what a server does."""
-    if backend != "vllm":
-        return target.generation.rules if backend == "local" else LogitsRules()
-    left = ", ".join(key for key in target.generation.rules.settings if key != "repetition_penalty")
-    if left:
+    """What a backend applies of the target's generation_config: all rules, those that vLLM takes, or what a server does."""
+    if backend in ("openai", "existing"):
+        return LogitsRules()
+    rules = target.generation.rules
+    if backend == "local":
+        return rules
+    applied = applied_rules(rules)
+    if left := ", ".join(key for key in rules.settings if key not in applied.settings):
         logger.warning("backend=vllm does not apply %s of the target's generation_config; --backend local does", left)
-    return LogitsRules().under(SamplingParams(repetition_penalty=target.generation.rules.repetition_penalty))
+    return applied
 
 
-def read_prompts(path: Path) -> list[Conversation]:
-    """The prompts file as conversations.
+def read_prompts(path: Path) -> tuple[list[str], RowFile[Conversation]]:
+    """Checks a prompts file; returns the ids in order, and the conversations, which stay on disk.
 
     Raises UserError: no file, a line that is no prompt, a repeated id, or no prompts at all.
     """
     if not path.is_file():
         raise UserError(f"prompts={str(path)!r}: no such file; make one: drafttrain prompts --help")
-    conversations: dict[str, Conversation] = {}
-    for number, row in read_jsonl(path):
-        where = f"{path} line {number}"
-        if "id" not in row:
-            raise UserError(f'{where}: needs an "id"; drafttrain prompts --source file writes them')
-        conversation = Conversation.from_row(row, where)
-        if conversation.id in conversations:
-            raise UserError(f"{where}: id={conversation.id!r} occurs twice; ids must be unique")
-        conversations[conversation.id] = conversation
-    if not conversations:
+    seen: dict[str, None] = {}
+
+    def places() -> Iterator[tuple[int, int]]:
+        for (number, start), (_, row) in zip(line_starts(path), read_jsonl(path), strict=True):
+            where = f"{path} line {number}"
+            if "id" not in row:
+                raise UserError(f'{where}: needs an "id"; drafttrain prompts --source file writes them')
+            key = Conversation.from_row(row, where).id
+            if key in seen:
+                raise UserError(f"{where}: id={key!r} occurs twice; ids must be unique")
+            seen[key] = None
+            yield number, start
+
+    conversations = RowFile(path, Conversation.from_row, places())
+    if not seen:
         raise UserError(f"prompts={str(path)!r} is empty; make some: drafttrain prompts --help")
-    return list(conversations.values())
+    return list(seen), conversations
 
 
 def parse_layers(text: str, target: Target) -> tuple[int, ...]:
@@ -166,7 +184,7 @@ def parse_layers(text: str, target: Target) -> tuple[int, ...]:
 
 
 def feature_bytes(
-    conversations: list[Conversation], args: argparse.Namespace, settings: ResponseSettings, row_bytes: int
+    conversations: Sequence[Conversation], args: argparse.Namespace, settings: ResponseSettings, row_bytes: int
 ) -> float:
     """Estimated size of the stored states: prompt lengths from a sample, responses at their limit or the token budget."""
     sample = conversations[:: max(1, len(conversations) // 32)]  # 32 to 63 of them
@@ -185,10 +203,11 @@ def make_backend(
     args: argparse.Namespace, target: Target, settings: ResponseSettings, layers: tuple[int, ...], count: int
 ) -> Backend:
     """The backend of --backend. count: conversations to answer, which bounds the slots."""
+    given = None if args.slots == "auto" else args.slots
     if args.backend == "openai":
-        return OpenAIBackend(args.url, args.model, settings)
+        return OpenAIBackend(args.url, args.model, settings, given)
     if args.backend == "vllm":
-        return VllmBackend(target.path, args.dtype, settings, args.trust_remote_code)
+        return VllmBackend(target, args.dtype, settings, args.trust_remote_code, engine_options(args), given)
     slots = min(choose_slots(args.slots, target, settings.max_length, len(layers)), count)
     return LocalBackend(target, settings, slots, layers)
 
@@ -211,7 +230,7 @@ def choose_slots(slots: int | str, target: Target, max_length: int, features: in
 
 
 def generate_missing(
-    args: argparse.Namespace, settings: ResponseSettings, store: Store, backend: Backend, todo: list[Conversation]
+    args: argparse.Namespace, settings: ResponseSettings, store: Store, backend: Backend, todo: Sequence[Conversation]
 ) -> Json:
     """Answers the conversations and stores each when it ends, until the budget is spent; returns the run's counts."""
     writer = FeatureWriter(store) if args.features != "none" else None

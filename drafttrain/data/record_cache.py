@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,11 +18,11 @@ import pyarrow as pa
 from datasets import Dataset, Features, Value
 from datasets import Sequence as ListOf
 from filelock import FileLock
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 from typing_extensions import TypedDict
 
 from drafttrain.errors import UserError
-from drafttrain.files import cache_folder, read_jsonl, replacing, writing
+from drafttrain.files import cache_folder, parse_line, read_jsonl, replacing, writing
 
 LINE_FIX = "delete that line to redo its conversation"
 _LAYOUT = 1  # of the Arrow file; part of its name
@@ -38,19 +39,73 @@ _COLUMNS = Features(
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-class StoredLine(TypedDict):
+class LineEnd(TypedDict):
+    """The end of a line."""
+
+    spans: list[Annotated[list[Count], Field(min_length=2, max_length=2)]]
+    finish: list[str]
+
+
+class StoredLine(LineEnd):
     """A line of a data set's parts; `data/store.py` describes it."""
 
     id: Annotated[str, Field(min_length=1)]
     tokens: Annotated[list[Count], Field(min_length=1)]
-    spans: list[Annotated[list[Count], Field(min_length=2, max_length=2)]]
-    finish: list[str]
     source: str
+
+
+_ID = re.compile(rb'\{"id":("(?:[^"\\]|\\.)+"),"tokens":\[')
+_LINE_END = TypeAdapter(LineEnd)
 
 
 def stored_lines(part: Path) -> Iterator[tuple[int, StoredLine]]:
     """The complete lines of a part with their numbers. Raises UserError: a damaged one."""
     return read_jsonl(part, growing=True, fix=LINE_FIX, schema=StoredLine)
+
+
+class StoredIds:
+    """Which conversations a data set holds, from a scan that reads only a line's ends: its id, spans and finish reasons.
+
+    Each update continues where the last one ended. Tokens are not parsed; `cached_records` checks them.
+
+    Attributes:
+        ids: of all lines so far. counts: conversations, responses, response_tokens, truncated.
+    """
+
+    def __init__(self) -> None:
+        self.ids: set[str] = set()
+        self.counts = dict.fromkeys(("conversations", "responses", "response_tokens", "truncated"), 0)
+        self._ends: dict[Path, tuple[int, int]] = {}  # part -> (lines, bytes) that have been read
+
+    def update(self, parts: Sequence[Path]) -> None:
+        """Reads the new complete lines of the parts. Raises UserError: a damaged line."""
+        for part in parts:
+            number, end = self._ends.get(part, (0, 0))
+            with part.open("rb") as file:
+                file.seek(end)
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break
+                    number, end = number + 1, end + len(line)
+                    if line.strip():
+                        self._add(line, part, number)
+            self._ends[part] = (number, end)
+
+    def _add(self, line: bytes, part: Path, number: int) -> None:
+        # {"id":"...","tokens":[...],"spans":[...],...}, as `append_line` writes it; inside a string the quotes were escaped.
+        begin, at = _ID.match(line), line.rfind(b'"spans":')
+        try:
+            if begin is None or at < 0:
+                raise ValueError
+            key, found = json.loads(begin[1]), _LINE_END.validate_json(b"{" + line[at:], strict=True)
+        except ValueError:  # another writer's order of keys, or damage
+            row = parse_line(line, part, number, LINE_FIX, StoredLine)
+            key, found = row["id"], row
+        self.ids.add(key)
+        self.counts["conversations"] += 1
+        self.counts["responses"] += len(found["spans"])
+        self.counts["response_tokens"] += sum(stop - start for start, stop in found["spans"])
+        self.counts["truncated"] += found["finish"].count("length")
 
 
 def _broken_rule(line: StoredLine, vocab_size: int) -> str:

@@ -11,30 +11,26 @@ of the shell's head over the states that it hands out. The shell is the target w
 
 from __future__ import annotations
 
-import fcntl
 import os
 import random
 import re
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, NamedTuple, TypeVar
 
 import httpx
-import safetensors.torch
 import torch
 from pydantic import Field
-from safetensors import SafetensorError
 from torch import Tensor
 from typing_extensions import NotRequired, TypedDict
 
-from drafttrain.credentials import redact
 from drafttrain.data.backends import TIME_OUT, UNREACHABLE, key_headers, send_json
 from drafttrain.data.failures import BadReply, one_line
+from drafttrain.data.state_files import take_states
 from drafttrain.data.store import TargetIdentity
 from drafttrain.errors import UserError
 from drafttrain.files import first_change, read_json, write_json
@@ -121,6 +117,7 @@ class _StateServer:
     folder: Path = field(default_factory=Path)  # of the states, as this machine sees it
     written: int = 0  # time of the record: a server that starts writes it
     gap: float = 0.0
+    dtype: str = ""  # of its states
     proven: bool = False
     running: int = 0  # requests in flight
     failures: int = 0  # in a row
@@ -157,7 +154,7 @@ class StateClient:
         wrong = [url for url in urls if not re.match(r"https?://[^/]", url)]
         if wrong or not urls:
             raise UserError(f"url={wrong[0] if wrong else ''!r} is not an address; write http://HOST:PORT")
-        self.servers = [_StateServer(url.rstrip("/").removesuffix("/v1")) for url in dict.fromkeys(urls)]
+        self.servers = [_StateServer(url) for url in dict.fromkeys(url.rstrip("/").removesuffix("/v1") for url in urls)]
         self.shell, self.layers, self.states_dir = shell, tuple(feature_layers), states_dir
         self.timeout, self.patience = timeout, patience
         self._http = httpx.Client(headers=key_headers("OPENAI_API_KEY"), limits=httpx.Limits(max_connections=None))
@@ -166,6 +163,16 @@ class StateClient:
     @property
     def gaps(self) -> dict[str, float]:
         return {server.url: server.gap for server in self.servers if server.proven}
+
+    @property
+    def proofs(self) -> list[str]:
+        """A line about each proven server."""
+        return [
+            f"{server.url} serves {self.shell.name!r} in {server.dtype}: its log-probabilities differ by {server.gap:.2g} nats "
+            "from those of the target's head over its states"
+            for server in self.servers
+            if server.proven
+        ]
 
     def prove(self) -> None:
         """Proves every server that has not been proven yet; `request` does so when it first uses one.
@@ -183,6 +190,9 @@ class StateClient:
             UserError: after the retries, or at once where none can help; names the server, what came and the fix.
         """
         row = list(tokens)
+        if not row:
+            states = torch.zeros(0, self.shell.hidden_size, dtype=self.shell.embed_weight.dtype)
+            return RowStates(states.repeat(1, len(self.layers)), states)
 
         def ask(server: _StateServer) -> RowStates:
             self._prove_once(server)
@@ -200,7 +210,7 @@ class StateClient:
 
     def _retried(self, ask: Callable[[_StateServer], T], servers: Sequence[_StateServer]) -> T:
         """The result of `ask(server)`, tried again, on other servers if there are any, while that may help."""
-        began, damaged = time.monotonic(), 0
+        damaged, since = 0, float("inf")  # the first failure
         while True:
             server = self._next(servers)
             try:
@@ -209,7 +219,8 @@ class StateClient:
             except BadReply as bad:
                 away = bad.reason in (UNREACHABLE, TIME_OUT) or (bad.retry and bad.reason not in _DAMAGE)
                 damaged += bad.reason in _DAMAGE
-                late = time.monotonic() - began > self.patience
+                since = min(since, time.monotonic())
+                late = time.monotonic() - since > self.patience
                 if self._closing.is_set() or not (away or bad.retry) or damaged == _BAD_STATES or (away and late):
                     raise UserError(f"url={server.url!r}: {bad}{_fix(bad, self.patience if away else 0)}") from bad
 
@@ -234,7 +245,9 @@ class StateClient:
         except BadReply as bad:
             with self._lock:
                 server.failures += 1
-                pause = min(_FIRST_PAUSE * 2 ** (server.failures - 1), _LONGEST_PAUSE) * random.uniform(0.75, 1.25)
+                pause = min(_FIRST_PAUSE * 2 ** min(server.failures - 1, 10), _LONGEST_PAUSE) * random.uniform(
+                    0.75, 1.25
+                )
                 server.rests_until = time.monotonic() + max(bad.pause, pause)
                 # What comes back after an outage may be another model.
                 server.proven = server.proven and bad.reason not in (UNREACHABLE, "connection lost")
@@ -264,7 +277,7 @@ class StateClient:
         named = reply.get("kv_transfer_params")
         if not named:
             raise UserError(f"url={server.url!r} hands out no states; {self._start}")
-        states = take_states(self._path(server, named["hidden_states_path"]), self.timeout)
+        states = take_states(self._path(server, named["hidden_states_path"]), self.timeout, _SETTLE)
         self._check(server, states, None if isinstance(prompt, str) else prompt)
         return states, reply["choices"][0].get("prompt_logprobs") or []
 
@@ -275,7 +288,7 @@ class StateClient:
     def _path(self, server: _StateServer, named: str) -> Path:
         """Where this machine finds the file that a server names. Raises UserError: outside its announced folder."""
         folder, name = os.path.split(named)
-        if server.record is None:
+        if server.record is None or not server.proven:
             server.folder = Path(self.states_dir or folder).expanduser()
             if not server.folder.is_dir():
                 raise UserError(
@@ -328,7 +341,7 @@ class StateClient:
         """Compares a server with the shell. Raises BadReply while it does not answer; UserError for another target."""
         listed = send_json(self._http, "GET", f"{server.url}/v1/models", None, _ServedModels, min(30.0, self.timeout))
         server.model, server.longest = listed["data"][0]["id"], listed["data"][0].get("max_model_len")
-        server.record = None  # it may have been started with other layers
+        server.proven = False  # so its record is read again: it may have been started with other layers
         rows: list[list[int] | str] = [_spread_ids(self.shell.vocab_size)]
         if self.shell.tokenizer is not None:
             rows.append(_PROBE_TEXT)
@@ -342,6 +355,7 @@ class StateClient:
                                     f"and they differ from token {same} on")  # fmt: skip
             gap, allowed = head_gap(self.shell, states["hidden_states"], logprobs)
             gaps.append(gap)
+            server.dtype = str(states["hidden_states"].dtype).removeprefix("torch.")
             self._check_embedding(server, states)
         server.gap = max(gaps)
         if not server.gap <= allowed:
@@ -432,7 +446,7 @@ def head_gap(shell: Target, states: Tensor, logprobs: Sequence[Mapping[str, _Log
 def _normed(shell: Target, states: Tensor) -> Tensor:
     """[n, layers, h], the last of them before the final norm -> [n, h] behind it, as the shell computes."""
     last = states[:, -1].to(shell.device, shell.embed_weight.dtype)
-    return shell.final_norm(last)  # type: ignore[attr-defined]
+    return shell.final_norm(last)  # type: ignore[attr-defined]  # of TargetShell
 
 
 def _written(folder: Path) -> int:
@@ -441,73 +455,3 @@ def _written(folder: Path) -> int:
         return (folder / RECORD).stat().st_mtime_ns
     except OSError:
         return 0
-
-
-# -- files ------------------------------------------------------------------------------------------------------------
-
-
-def take_states(path: Path, seconds: float) -> dict[str, Tensor]:
-    """Reads a file of states when its writer has unlocked it, and deletes it with its lock.
-
-    Returns:
-        hidden_states [n, layers, h], token_ids [n].
-
-    Raises:
-        BadReply: no complete file; it may be torn because its writer was killed.
-    """
-    lock = path.with_name(f"{path.name}.lock")
-    try:
-        return _read_unlocked(path, lock, seconds)
-    finally:
-        for file in (path, lock):
-            with suppress(OSError):
-                file.unlink()
-
-
-def _read_unlocked(path: Path, lock: Path, seconds: float) -> dict[str, Tensor]:
-    began, pause, unlocked = time.monotonic(), 0.001, 0.0
-    while True:
-        if not _is_locked(lock):
-            try:
-                found = safetensors.torch.load(_read_regular(path))
-                if {"hidden_states", "token_ids"} <= found.keys() and found["hidden_states"].ndim:
-                    return found
-                problem, reason = f"holds {one_line(', '.join(found))}", "torn file"
-            except FileNotFoundError:
-                problem, reason = "was announced and is not there", "no file"
-            except (OSError, SafetensorError, ValueError) as error:
-                problem, reason = f"cannot be read ({error})", "torn file"
-            unlocked = unlocked or time.monotonic()
-            # Its writer has gone; a network disk may show the file a little later.
-            if time.monotonic() - unlocked > _SETTLE:
-                raise BadReply(reason, redact(f"{path} {problem}"), retry=True)
-        elif time.monotonic() - began > seconds:
-            raise BadReply(TIME_OUT, f"{path} is still being written after {seconds:g} s")
-        time.sleep(pause)
-        pause = min(2 * pause, 0.05)
-
-
-def _read_regular(path: Path) -> bytes:
-    """A file's bytes. Raises OSError: a link, or nothing regular; a server may not make us read elsewhere."""
-    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with os.fdopen(file, "rb") as opened:
-        if not stat.S_ISREG(os.fstat(file).st_mode):
-            raise OSError(f"{path.name} is no regular file")
-        return opened.read()
-
-
-def _is_locked(lock: Path) -> bool:
-    """Whether a writer holds the lock; vLLM takes it before it names the file."""
-    try:
-        file = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # no locks on this file system: a complete file counts
-        return False
-    finally:
-        os.close(file)
-    return False

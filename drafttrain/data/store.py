@@ -20,7 +20,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -33,7 +33,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from typing_extensions import NotRequired, TypedDict
 
-from drafttrain.data.record_cache import StoredLine, cached_records, stored_lines
+from drafttrain.data.record_cache import StoredIds, cached_records
 from drafttrain.environment import __version__
 from drafttrain.errors import UserError, first_line
 from drafttrain.files import (
@@ -146,12 +146,6 @@ def _parts(directory: Path) -> list[Path]:
     return sorted(directory.glob("part-*.jsonl"))
 
 
-def _lines(directory: Path) -> Iterator[StoredLine]:
-    """Complete lines of all parts."""
-    for part in _parts(directory):
-        yield from (line for _, line in stored_lines(part))
-
-
 def load_records(directory: str | Path) -> Dataset:
     """All conversations as a memory-mapped `datasets.Dataset` with the columns of a line.
 
@@ -185,6 +179,7 @@ class Store:
     def __init__(self, directory: str | Path, meta: Json, rank: int = 0, overwrite: bool = False):
         self.directory, self.rank = Path(directory).expanduser(), rank
         self.appended = 0
+        self._stored = StoredIds()
         self._folder = OutputFolder(self.directory, "generate", rank=None if overwrite else rank)
         try:
             with writing(self.directory):
@@ -192,8 +187,10 @@ class Store:
                     self._folder.set_aside()
                 self._claim(meta)
                 self._file = os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-            if complete_bytes(self._part) < self._part.stat().st_size:  # readers cache by the modification time
-                os.truncate(self._part, complete_bytes(self._part))
+            if (
+                whole := complete_bytes(self._part)
+            ) < self._part.stat().st_size:  # readers cache by the modification time
+                os.truncate(self._part, whole)
         except BaseException:
             self._folder.close()
             raise
@@ -216,8 +213,9 @@ class Store:
             )
 
     def done_ids(self) -> set[str]:
-        """Ids of the conversations in all parts."""
-        return {record["id"] for record in _lines(self.directory)}
+        """Ids of the conversations in all parts. The set grows with later calls."""
+        self._stored.update(_parts(self.directory))
+        return self._stored.ids
 
     def append(self, record: Json) -> None:
         """Appends one conversation, completely or not at all. Raises UserError: it cannot be written (the disk is full)."""
@@ -234,14 +232,9 @@ class Store:
         """Flushes, updates the counts in meta.json, and returns them."""
         with writing(self.directory):
             os.fsync(self._file)
-        counts = {"conversations": 0, "responses": 0, "response_tokens": 0, "truncated": 0}
-        for record in _lines(self.directory):
-            counts["conversations"] += 1
-            counts["responses"] += len(record["spans"])
-            counts["response_tokens"] += sum(end - start for start, end in record["spans"])
-            counts["truncated"] += record["finish"].count("length")
-        write_json(self.directory / "meta.json", {**read_meta(self.directory), "counts": counts})
-        return counts
+        self._stored.update(_parts(self.directory))
+        write_json(self.directory / "meta.json", {**read_meta(self.directory), "counts": self._stored.counts})
+        return dict(self._stored.counts)
 
     def close(self) -> None:
         """Closes the part and unlocks the folder."""

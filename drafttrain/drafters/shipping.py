@@ -19,12 +19,14 @@ from packaging.version import InvalidVersion, Version
 from torch import Tensor
 
 from drafttrain.drafters import registry
+from drafttrain.drafters.common.configs import TargetedConfig
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.read_back import compare_drafters
 from drafttrain.errors import UserError, first_line
 from drafttrain.files import Json
-from drafttrain.formats.weights import check_weights, read_config, read_weights, write_checkpoint
+from drafttrain.formats.weights import check_names, check_weights, read_config, read_weights, write_checkpoint
 from drafttrain.target import Target
+from drafttrain.target.loading import check_finite
 
 FORMATS = ("vllm", "sglang", "transformers", "gguf")
 
@@ -63,7 +65,7 @@ ENGINES = {
     )
 }
 TARGET_OVERRIDES = "hf_overrides"  # among vLLM's options: keys that the target's config gets, not the drafter's
-TRANSLATES = "assistant_tokenizer"  # among transformers' options: true if it passes text on between two tokenizers
+TOKENIZERS = "tokenizers"  # among transformers' options: generate gets both tokenizers, as the vocabularies differ
 GGUF_NAME = "draft.gguf"  # the file of the gguf format
 _DEPTH = 4  # tokens of the chains that prove an export
 
@@ -136,6 +138,20 @@ class Exported(NamedTuple):
     weights: dict[str, Tensor]
 
 
+class Published(NamedTuple):
+    """Config and weights of a published checkpoint."""
+
+    config: Json
+    weights: dict[str, Tensor]
+
+
+class _Whole:
+    """What an import knows instead of an original: it keeps the whole vocabulary, for a target."""
+
+    def __init__(self, kept_ids: Tensor, target: Json):
+        self.kept_ids, self.config = kept_ids, TargetedConfig(target=target)
+
+
 def whole_rows(head: Tensor, kept_ids: Tensor, vocab_size: int) -> Tensor:
     """[d, w] head rows of the kept tokens -> [vocab_size, w], for engines that know no table of kept tokens.
 
@@ -155,7 +171,7 @@ class Shipping(Generic[D]):
         verifiable: engines that `drafttrain verify` runs the kind in (`vllm`, `transformers`, `llama.cpp`, see
             export/engine_runs.py), and the format that each is given.
         in_root: formats that a published repository holds in its root, with our own keys added; others get a folder each.
-        reads: published checkpoints that `drafttrain import` reads, for messages.
+        reads: published checkpoints that `drafttrain import` reads, for messages. architectures: their names in config.json.
         description: half a sentence for the card, with places for the config's keys and the words of `line`.
         no_format: why the kind cannot be written in a format that `formats` lacks.
         full_rows: prefixes of our tensors that engines expect with a row per token of the target's vocabulary.
@@ -169,6 +185,7 @@ class Shipping(Generic[D]):
     verifiable: Mapping[str, str] = {}
     in_root: Sequence[str] = ()
     reads = ""
+    architectures: tuple[str, ...] = ()
     description = "of kind {kind}, {parameters} parameters"
     no_format = "no {form} format is known for kind {kind!r}"
     full_rows: tuple[str, ...] = ()
@@ -348,7 +365,7 @@ class Shipping(Generic[D]):
         vLLM: keys of --speculative-config (method), and TARGET_OVERRIDES. SGLang: flags of launch_server
         (speculative-algorithm). TensorRT-LLM: keys of speculative_config (decoding_type). llama.cpp: flags of llama-server
         (spec-type). transformers: arguments of `generate`, for drafters that are no language models speculation_type, and
-        TRANSLATES. Model and number of tokens are added; a value here wins, and None drops the key.
+        TOKENIZERS. Model and number of tokens are added; a value here wins, and None drops the key.
         """
         return self.serving
 
@@ -364,7 +381,16 @@ class Shipping(Generic[D]):
 
     def recognizes(self, config: Mapping[str, object]) -> bool:
         """Whether a published checkpoint's config.json is of this kind."""
-        return False
+        names = config.get("architectures")
+        return isinstance(names, list) and any(name in self.architectures for name in names)
+
+    def published(self, config: Json, weights: dict[str, Tensor], target: Json, where: str) -> Published:
+        """A published checkpoint in the engine's form that the kind is written in; the same where others write that form.
+
+        Raises:
+            UserError: it computes what ours cannot.
+        """
+        return Published(config, weights)
 
     def read(self, folder: Path, target: Json, allow_pickle: bool = False) -> D:
         """Reads a published checkpoint as one of our drafters, on the CPU in its dtype.
@@ -375,7 +401,23 @@ class Shipping(Generic[D]):
         Raises:
             UserError: it computes what ours cannot, lacks weights, or was trained for another target.
         """
-        raise NotImplementedError(str(folder))
+        where = repr(str(folder))
+        config, weights = self.published(read_config(folder), read_weights(folder, allow_pickle), target, where)
+        for key in ("vocab_size", "hidden_size"):
+            if config.get(key, target[key]) != target[key]:
+                raise UserError(
+                    f"{where} is for a target with {key}={config[key]!r:.80}, but {target['name']!r} has {target[key]}"
+                )
+        export, like = Exported(where, config, weights), cast(D, _Whole(torch.arange(target["vocab_size"]), target))
+        try:
+            drafter = self.drafter_from(like, export)
+            expected = {name: tuple(value.shape) for name, value in self.engine_weights(drafter, config).items()}
+            check_names(weights, expected, where)
+            check_finite(weights.items(), where, "get an intact copy of it")
+            drafter.load_state_dict(self.drafter_weights(like, drafter, export))
+        except KeyError as error:
+            raise UserError(f"{where}: config.json has no {error}; it is needed") from error
+        return cast(D, drafter.to(next(iter(weights.values())).dtype).eval())  # type: ignore[arg-type]
 
 
 def engine_of(form: str) -> EngineRelease:

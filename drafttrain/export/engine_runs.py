@@ -20,7 +20,7 @@ from transformers import __version__ as transformers_release
 
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
-from drafttrain.drafters.shipping import TARGET_OVERRIDES, TRANSLATES
+from drafttrain.drafters.shipping import TARGET_OVERRIDES, TOKENIZERS
 from drafttrain.errors import UserError
 from drafttrain.files import Json, scratch_folder
 from drafttrain.inference import generate
@@ -128,8 +128,8 @@ def transformers(job: EngineJob, drafter: Path, options: Mapping[str, object]) -
     end = target.eos_ids or None
     model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=end[0] if end else 0)
     settings = dict(options)
-    if settings.pop(TRANSLATES, False):
-        settings |= {"tokenizer": target.tokenizer, TRANSLATES: AutoTokenizer.from_pretrained(drafter)}
+    if settings.pop(TOKENIZERS, False):
+        settings |= {"tokenizer": target.tokenizer, "assistant_tokenizer": AutoTokenizer.from_pretrained(drafter)}
     passes, rounds, made = 0, 0, []
 
     def count(*_: object) -> None:

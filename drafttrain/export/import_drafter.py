@@ -14,14 +14,17 @@ from drafttrain.formats.weights import read_config
 from drafttrain.target import load_shell
 from drafttrain.values import Place, adder
 
-_READS = "; ".join(filter(None, (shipping(kind).reads for kind in shipped_kinds())))
+_READABLE = list(filter(None, (shipping(kind).reads for kind in shipped_kinds())))
+_READS, _LINES = "; ".join(_READABLE), "\n".join(f"  {reads}" for reads in _READABLE)
 
 HELP = f"""Bring a published drafter into drafttrain, to measure, tune or train it further.
 
-Import reads {_READS}.
+Import reads what trainers and engines publish (docs/publishing.md has the table of projects and releases):
+
+{_LINES}
 
   drafttrain import --checkpoint yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --target meta-llama/Llama-3.1-8B-Instruct \\
-      --output runs/eagle3-llama
+      --allow-pickle --output runs/eagle3-llama
   drafttrain eval --target meta-llama/Llama-3.1-8B-Instruct --drafter runs/eagle3-llama --output results.json
 
 Before the drafter is kept, it is exported and checked as by drafttrain verify. Of the target only config and tokenizer are read,
@@ -58,8 +61,8 @@ def convert(args: argparse.Namespace, output: OutputFolder) -> int:
         with writing(output.path):
             drafter.save_pretrained(part)
         trained = find_drafter(str(part))
-        # A drafter with features that no engine supports has no export to check.
-        form = next((form for form in kind.formats if not kind.unsupported(trained, form)), "")
+        # A drafter with features that no engine supports has no export to check; GGUF files need more than the drafter.
+        form = next((form for form in kind.formats if form != "gguf" and not kind.unsupported(trained, form)), "")
         if form:
             exported = scratch / "engine"
             kind.write(trained, form, ExportRequest(exported, next(drafter.parameters()).dtype, args.target))

@@ -17,7 +17,7 @@ from drafttrain.drafters.shipping import (
     ENGINES,
     GGUF_NAME,
     TARGET_OVERRIDES,
-    TRANSLATES,
+    TOKENIZERS,
     Trained,
     shipped_kinds,
     shipping,
@@ -42,12 +42,16 @@ trtllm-serve {target} --config speculative.yaml
     "llama.cpp": """# target.gguf: {target} as GGUF of any type; drafttrain export --format gguf --target-gguf float16 writes one
 llama-server -m target.gguf {settings}""",
     "transformers": """model = AutoModelForCausalLM.from_pretrained("{target}")
-assistant = {settings}""",
+assistant = {settings}{tokenizers})""",
     "drafttrain": """from drafttrain import generate
 
 out = generate("{target}", "The capital of France is", drafter="{drafter}", tree="{tree}")
 print(out.text, out.stats.accepted_length)""",
 }
+
+# Of a draft model with another vocabulary (universal assisted generation).
+_TOKENIZERS = """, tokenizer=AutoTokenizer.from_pretrained("{target}"),
+               assistant_tokenizer=AutoTokenizer.from_pretrained("{drafter}")"""
 
 
 class Recipe(NamedTuple):
@@ -98,10 +102,11 @@ def recipes(
         own = dict(options[engine])
         overrides = f"--hf-overrides '{json.dumps(own.pop(TARGET_OVERRIDES))}' " if TARGET_OVERRIDES in own else ""
         words = {"target": target, "drafter": place, "depth": chain.depth, "overrides": overrides}
+        both = _TOKENIZERS.format(**words) if own.pop(TOKENIZERS, False) else ""
         settings = _settings(engine, place, theirs if engine in _TREES else chain, own, schedule)
         if "--speculative-adaptive-config" in settings:
             before += f"echo '{json.dumps(sglang_config(schedule or []))}' > adaptive.json\n"
-        made.append(Recipe(engine, before + _COMMANDS[engine].format(**words, settings=settings)))
+        made.append(Recipe(engine, before + _COMMANDS[engine].format(**words, tokenizers=both, settings=settings)))
     _, plus, side = str((fastest(results) or {}).get("kind", "")).partition("+")
     ours = _COMMANDS["drafttrain"].format(target=target, drafter=drafter + plus + side, tree=tree)
     return [*made, Recipe("drafttrain", ours)]
@@ -169,16 +174,13 @@ def _settings(
 
 
 def _assisted(drafter: str, depth: int, options: Mapping[str, object]) -> str:
-    """transformers' lines after `assistant = `."""
+    """transformers' lines after `assistant = `, the last call's end left out."""
     lines, more = [f'AutoModelForCausalLM.from_pretrained("{drafter}")'], ""
     if "speculation_type" in options:  # drafts its whole block
         lines, more = [f'AutoModel.from_pretrained("{drafter}")'], f', speculation_type="{options["speculation_type"]}"'
     else:
         lines.append(f"assistant.generation_config.num_assistant_tokens = {depth}")
-    if TRANSLATES in options:
-        lines.append(f'theirs = AutoTokenizer.from_pretrained("{drafter}")  # tokenizer: the target\'s')
-        more += ", tokenizer=tokenizer, assistant_tokenizer=theirs"
-    return "\n".join([*lines, f"model.generate(**inputs, assistant_model=assistant{more})"])
+    return "\n".join([*lines, f"model.generate(**inputs, assistant_model=assistant{more}"])
 
 
 def as_text(made: Sequence[Recipe]) -> str:

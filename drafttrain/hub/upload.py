@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import yaml
-from httpx import HTTPError, InvalidURL
-from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalTokenNotFoundError
 from jinja2 import Environment, StrictUndefined
 
 from drafttrain.credentials import find_secret, redact
 from drafttrain.environment import __version__
 from drafttrain.errors import UserError, first_line
-from drafttrain.files import Json, scratch_folder, unreachable, write_text
+from drafttrain.files import Json, scratch_folder, unreachable, without_xet, write_text
 from drafttrain.folders import OutputFolder, inputs_of
 from drafttrain.values import Place, adder
 
@@ -167,7 +166,7 @@ def upload(folder: Path, repo: str, kind: str, private: bool, message: str, tag:
             tag = here[-1] if here else f"v{max(numbers, default=0) + 1}"
         if not any(ref.name == tag and ref.target_commit == done.oid for ref in refs):
             api.create_tag(repo, tag=tag, revision=done.oid, repo_type=kind)
-    except (OSError, ValueError, RuntimeError, HTTPError, InvalidURL) as error:  # HfHubHTTPError is an OSError
+    except (OSError, ValueError, RuntimeError, HTTPError) as error:  # HfHubHTTPError is an OSError
         raise UserError(f"repo={repo!r}: {_explain(error)}") from error
     prefix = "datasets/" if kind == "dataset" else ""
     return redact(f"{api.endpoint}/{prefix}{repo}/tree/{tag}")
@@ -185,4 +184,6 @@ def _explain(error: Exception) -> str:
         409: f"the Hub reports a conflict ({shown}); choose another --tag, or try again",
     }
     broken = f"the upload broke off ({shown}); run the same command again, stored files are not sent again"
+    if hint := without_xet(error):
+        return broken + hint
     return reasons.get(status, broken)

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from typing_extensions import TypedDict
 
 from drafttrain.errors import UserError
-from drafttrain.files import hub_snapshot, open_tensors, read_json
+from drafttrain.files import hub_snapshot, open_tensors, read_json, without_xet
 
 # Buffers that earlier versions of transformers stored, and parts that are not the language model's.
 _BUFFERS = re.compile(r"(rotary_emb\.inv_freq|\.attn\.(masked_)?bias|\.attention\.(masked_)?bias|position_ids)$")
@@ -68,7 +68,7 @@ def loading(what: str, fix: str) -> Iterator[None]:
         raise
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"{what} cannot be loaded ({reason[:300]}); {fix}") from error
+        raise UserError(f"{what} cannot be loaded ({reason[:300]}); {fix}{without_xet(error)}") from error
     finally:
         for logger, level in zip(quiet, levels, strict=True):
             logger.setLevel(level)
@@ -194,9 +194,13 @@ def weights_folder(where: str, files: Iterable[str]) -> Path:
     return Path(where) if Path(where).is_dir() else hub_snapshot(where, sorted(files), "target")
 
 
-def read_embedding(where: str) -> Tensor | None:
-    """The input embedding [v, h] in the safetensors of a folder or Hub id, of which one file is read; None without any."""
-    found = ((name, file) for name, file in tensor_files(where).items() if name.endswith(_EMBEDDINGS))
+def read_embedding(where: str, names: tuple[str, ...] = _EMBEDDINGS) -> Tensor | None:
+    """The input embedding [v, h] in the safetensors of a folder or Hub id, of which one file is read; None without any.
+
+    Args:
+        names: how its name may end.
+    """
+    found = ((name, file) for name, file in tensor_files(where).items() if name.endswith(names))
     name, file = next(found, ("", ""))
     if not name:
         return None

@@ -104,7 +104,7 @@ class TargetShell(Target):
         """Raises UserError: there are no layers to run."""
         self._refuse()
 
-    def pack(self) -> Target:
+    def pack(self, keep_dtype: bool = False) -> Target:
         """Raises UserError, as every way of running the target does."""
         self._refuse()
 

@@ -73,6 +73,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         owner = self.server.owner
+        if body.get("return_token_ids"):  # the question whether it exchanges ids, as servers without that answer
+            self.reply(400, b'{"error": "prompt must be a string"}')
+            return
         fault, text, finish = owner.asked(body)
         good = chat(text, finish) if "messages" in body else completion(text, finish)
         try:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import socket
 import sys
 import threading
@@ -8,16 +9,25 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
+import torch
+from tokenizers import normalizers
 
 from drafttrain import cli
 from drafttrain.data import backends
-from drafttrain.data.store import load_records
+from drafttrain.data.store import load_records, read_meta
+from drafttrain.data.vllm_backend import applied_rules, token_biases
+from tests.conftest import CHAT_TEMPLATE, make_tokenizer
 
 
 class Server:
-    """A chat completion server that can be told to fail first."""
+    """A chat completion server that can be told to fail first.
 
-    def __init__(self, failures: list[int] | None = None, models: bool = True):
+    Args:
+        answers: ids that it answers with, one entry per turn, in place of text; it then exchanges token ids.
+        tokenizer: its own. message: more fields of its chat messages.
+    """
+
+    def __init__(self, failures=None, models=True, answers=(), tokenizer=None, message=None):
         self.failures, self.requests, self.lock = list(failures or []), [], threading.Lock()
         outer = self
 
@@ -34,15 +44,26 @@ class Server:
 
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if body["max_tokens"] == 1:  # asks how the server exchanges tokens
+                    self.reply(
+                        200, outer.ids(body) if answers else {"choices": [{"text": "a", "finish_reason": "length"}]}
+                    )
+                    return
                 with outer.lock:
                     outer.requests.append((self.path, body))
                     if outer.failures:
                         self.reply(outer.failures.pop(0), {"error": "no"})
                         return
+                if answers and body.get("return_token_ids"):
+                    self.reply(200, outer.ids(body))
+                    return
                 if self.path.endswith("chat/completions"):
                     text = f"reply {len(body['messages'])}"
                     finish = "length" if body["messages"][-1]["content"] == "cut" else "stop"
-                    choice = {"message": {"role": "assistant", "content": text}, "finish_reason": finish}
+                    choice = {
+                        "message": {"role": "assistant", "content": text, **(message or {})},
+                        "finish_reason": finish,
+                    }
                 else:
                     choice = {"text": " a time", "finish_reason": "stop"}
                 self.reply(200, {"choices": [choice]})
@@ -50,9 +71,26 @@ class Server:
             def log_message(self, *args):
                 pass
 
+        self.answers, self.tokenizer = answers, tokenizer
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.http.server_port}"
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
+
+    def ids(self, body: dict) -> dict:
+        """A completion as vLLM writes it with return_token_ids."""
+        read = body["prompt"]
+        if isinstance(read, str):
+            read = self.tokenizer(read, add_special_tokens=body["add_special_tokens"])["input_ids"]
+        answer = self.answers[min(read.count(257), len(self.answers)) - 1] if self.answers else []
+        finish = "stop" if answer[-1] == 257 else "length"
+        choice = {
+            "text": "?",
+            "token_ids": answer,
+            "prompt_token_ids": read,
+            "finish_reason": finish,
+            "stop_reason": None,
+        }
+        return {"choices": [choice]}
 
     def __enter__(self):
         return self
@@ -167,31 +205,176 @@ def test_vllm_not_installed(target_dir, prompts, tmp_path, capsys, monkeypatch):
     assert "vllm is not installed here; pip install vllm" in capsys.readouterr().err
 
 
-def test_vllm_in_process(target_dir, prompts, tmp_path, tokenizer, monkeypatch):
-    made: list[dict] = []
+class FakeEngine:
+    """vLLM's engine: answers `reply N` to the N-th message, two requests per step, the newest first."""
 
-    class LLM:
-        def __init__(self, **options):
-            made.append(options)
+    def __init__(self, tokenizer):
+        self.tokenizer, self.asked, self.most = tokenizer, [], 0
 
-        def generate(self, prompts, params):
-            assert len(prompts) == len(params)
-            assert all(257 in p.stop_token_ids for p in params)
-            for prompt in prompts:
-                ids = prompt["prompt_token_ids"]
-                text = tokenizer.decode(ids)
-                turns = text.count("assistant") * 2 - 1
-                reply, reason, stop = (f"reply {turns}", "stop", [257]) if turns > 0 else (" a time", "stop", [])
-                if "cut" in text:
-                    reason, stop = "length", []
-                token_ids = tokenizer(reply, add_special_tokens=False)["input_ids"] + stop
-                yield SimpleNamespace(
-                    outputs=[SimpleNamespace(token_ids=token_ids, finish_reason=reason, stop_reason=None)]
-                )
+    def add_request(self, key, prompt, params):
+        self.asked.append((key, prompt["prompt_token_ids"], params))
+        self.most = max(self.most, len(self.asked))
 
-    fake = SimpleNamespace(LLM=LLM, SamplingParams=lambda **values: SimpleNamespace(**values))
+    def step(self):
+        now, self.asked = self.asked[-2:], self.asked[:-2]
+        for key, ids, params in now:
+            assert 257 in params.stop_token_ids
+            text = self.tokenizer.decode(ids)
+            turns = text.count("assistant") * 2 - 1
+            reply, stop = (f"reply {turns}", [257]) if turns > 0 else (" a time", [])
+            reason, stop = ("length", []) if "cut" in text else ("stop", stop)
+            token_ids = self.tokenizer(reply, add_special_tokens=False)["input_ids"] + stop
+            completion = SimpleNamespace(token_ids=token_ids, finish_reason=reason, stop_reason=None)
+            yield SimpleNamespace(request_id=key, finished=True, outputs=[completion])
+        yield SimpleNamespace(request_id="0", finished=False, outputs=[])
+
+
+@pytest.fixture
+def vllm(monkeypatch, tokenizer):
+    """A fake of vLLM in process; `made` holds the arguments of its engines, `params` those of its requests."""
+    fake = SimpleNamespace(made=[], params=[], engine=FakeEngine(tokenizer))
+    fake.LLM = lambda **options: fake.made.append(options) or SimpleNamespace(llm_engine=fake.engine)
+    fake.SamplingParams = lambda **values: fake.params.append(values) or SimpleNamespace(**values)
+    fake.sampling_params = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY=2))
     monkeypatch.setitem(sys.modules, "vllm", fake)
-    assert generate(target_dir, prompts, tmp_path / "out", "--backend", "vllm", "--max-length", "300") == 0
+    return fake
+
+
+def test_vllm_in_process(target_dir, prompts, tmp_path, tokenizer, vllm):
+    options = ["--backend", "vllm", "--max-length", "300", "--slots", "4", "--min-p", "0.1"]
+    options += ["--tensor-parallel-size", "2", "--pipeline-parallel-size", "3", "--quantization", "fp8"]
+    assert generate(target_dir, prompts, tmp_path / "out", *options) == 0
     check_rows(tokenizer, {row["id"]: row for row in load_records(tmp_path / "out")})
-    assert made[0]["model"] == str(target_dir)
-    assert made[0]["max_model_len"] == 300
+    (made,) = vllm.made
+    assert made["model"] == str(target_dir)
+    assert made["max_model_len"] == 300
+    assert (made["tensor_parallel_size"], made["pipeline_parallel_size"], made["quantization"]) == (2, 3, "fp8")
+    assert made["max_num_seqs"] == 4 == vllm.engine.most
+    assert {values["min_p"] for values in vllm.params} == {0.1}
+
+
+def test_vllm_applies_what_it_can_of_the_generation_config(target_dir, prompts, tmp_path, vllm, caplog):
+    path = target_dir / "generation_config.json"
+    rules = {"repetition_penalty": 1.3, "suppress_tokens": [7], "bad_words_ids": [[8], [257]], "min_new_tokens": 5,
+             "sequence_bias": [[[9], 0.5]], "no_repeat_ngram_size": 3}  # fmt: skip
+    path.write_text(json.dumps({**json.loads(path.read_text()), **rules}))
+    assert generate(target_dir, prompts, tmp_path / "out", "--backend", "vllm") == 0
+    assert "does not apply no_repeat_ngram_size of the target's generation_config" in caplog.text
+    for values in vllm.params:
+        assert values["repetition_penalty"] == 1.3 and values["min_tokens"] == 5
+        assert values["logit_bias"] == {9: 0.5, 8: -math.inf, 7: -math.inf}
+    del rules["no_repeat_ngram_size"], rules["repetition_penalty"]
+    recorded = read_meta(tmp_path / "out")["sampling"]
+    assert recorded["generation_config"] == rules and recorded["repetition_penalty"] == 1.3
+    assert generate(target_dir, prompts, tmp_path / "own", "--backend", "vllm", "--repetition-penalty", "1") == 0
+    assert vllm.params[-1]["repetition_penalty"] == 1
+
+
+def test_biases_are_what_transformers_computes(target):
+    generation = target.model.generation_config
+    generation.update(suppress_tokens=[7], bad_words_ids=[[8], [257]], sequence_bias=[[[9], 0.5], [[8], 2.0]])
+    rules = applied_rules(target.generation.rules)
+    logits, prompt = torch.randn(1, 300, generator=torch.Generator().manual_seed(0)), torch.arange(5)
+    want = logits.clone()
+    for processor in target.generation.rules.processors(target.model, prompt, 9, {257}):
+        want = processor(prompt[None], want)
+    for token, bias in token_biases(rules, {257}).items():
+        logits[0, token] += bias
+    assert torch.equal(logits, want)
+    generation.bad_words_ids = [[8], [1, 2]]
+    assert "bad_words_ids" not in applied_rules(target.generation.rules).settings
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--url", "http://a"], "url and model need --backend openai; --backend local asks no server"),
+        (["--tensor-parallel-size", "2"], "'tensor_parallel_size' is for --backend vllm"),
+        (
+            ["--backend", "openai", "--url", "http://a", "--", "--enforce-eager"],
+            "'--enforce-eager' is for --backend vllm",
+        ),
+    ],
+)
+def test_flags_of_other_backends_are_refused(target_dir, prompts, tmp_path, capsys, options, message):
+    assert generate(target_dir, prompts, tmp_path / "out", *options) == 2
+    assert message in capsys.readouterr().err
+
+
+# -- token ids ------------------------------------------------------------------------------------------------------
+
+ODD = [[108, 200, 3, 257], [5, 5, 257]]  # no text is tokenized like this
+
+
+def test_ids_are_stored_as_served(target_dir, prompts, tmp_path, capsys, tokenizer):
+    with Server(answers=ODD, tokenizer=tokenizer) as one, Server(answers=ODD, tokenizer=tokenizer) as two:
+        options = ["--backend", "openai", "--url", one.url, "--url", two.url, "--repetition-penalty", "1.5"]
+        assert generate(target_dir, prompts, tmp_path / "out", *options) == 0
+        asked = [body for server in (one, two) for _, body in server.requests]
+    assert "prompts and answers are exchanged as token ids, and stored as served" in capsys.readouterr().out
+    rows = {row["id"]: row for row in load_records(tmp_path / "out")}
+    assert set(rows) == {"c0", "c1", "c2", "c3", "cut", "text"}
+    for key, row in rows.items():
+        spans = [row["tokens"][start:end] for start, end in row["spans"]]
+        assert spans == (ODD[1:] if key == "text" else ODD), key
+        for start, _ in row["spans"]:
+            assert row["tokens"][:start] in [body["prompt"] for body in asked]
+        assert row["finish"] == ["stop"] * len(spans)
+    for body in asked:
+        assert (body["top_k"], body["min_p"], body["repetition_penalty"]) == (-1, 0.0, 1.5)
+        assert body["stop_token_ids"] == [257] and body["return_token_ids"] is True
+
+
+def test_another_tokenizer_is_refused(target_dir, prompts, tmp_path, capsys, tokenizer):
+    other = make_tokenizer()
+    other._tokenizer.normalizer = normalizers.Lowercase()
+    with Server(answers=ODD, tokenizer=other) as server:
+        assert generate(target_dir, prompts, tmp_path / "out", "--backend", "openai", "--url", server.url) == 2
+    error = capsys.readouterr().err
+    assert "serves another tokenizer than target=" in error and "serve the target" in error
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.thorough
+def test_one_server_without_ids_makes_all_answer_in_text(target_dir, prompts, tmp_path, capsys, tokenizer):
+    with Server(answers=ODD, tokenizer=tokenizer) as one, Server() as two:
+        options = ["--backend", "openai", "--url", two.url, "--url", one.url]
+        assert generate(target_dir, prompts, tmp_path / "out", *options) == 0
+    check_rows(tokenizer, {row["id"]: row for row in load_records(tmp_path / "out")})
+    said = capsys.readouterr().out
+    assert f"{two.url}/v1: no exchange of token ids (malformed: choices.0.token_ids: field required)" in said
+    assert "as served" not in said
+
+
+def test_a_prompt_that_the_server_changed_costs_the_conversation(target_dir, prompts, tmp_path, tokenizer, capsys):
+    with Server(answers=ODD, tokenizer=tokenizer) as server:
+        plain = server.ids
+        server.ids = lambda body: plain(body if body["max_tokens"] == 1 else {**body, "prompt": body["prompt"][:-1]})
+        assert generate(target_dir, prompts, tmp_path / "out", "--backend", "openai", "--url", server.url) == 2
+    assert (
+        "token ids 6; the last reply: token ids: the server read another prompt than was sent"
+        in capsys.readouterr().err
+    )
+
+
+THINKING = CHAT_TEMPLATE.replace(
+    "message['content'] +",
+    "('<t>' + message['thinking'] + '</t>' if message['thinking'] else '') + message['content'] +",
+)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("field", ["reasoning", "reasoning_content"])
+def test_reasoning_apart_is_put_back(target_dir, tmp_path, capsys, tokenizer, field):
+    path, options = tmp_path / "prompts.jsonl", ["--backend", "openai", "--url"]
+    path.write_text('{"id": "a", "messages": [{"role": "user", "content": "hi"}]}')
+    with Server(message={field: "\nhm hm\n"}) as server:
+        assert generate(target_dir, path, tmp_path / "none", *options, server.url) == 2
+        assert "reasoning: the chat template does not write the reasoning" in capsys.readouterr().err
+        (target_dir / "chat_template.jinja").write_text(THINKING)
+        assert generate(target_dir, path, tmp_path / "both", *options, server.url) == 0
+    with Server(message={field: "hm", "content": None}) as server:  # cut off, or ended, while it reasoned
+        assert generate(target_dir, path, tmp_path / "half", *options, server.url) == 0
+    for name, want in (("both", "<t>\nhm hm\n</t>reply 1<|im_end|>"), ("half", "<t>hm<|im_end|>")):
+        (row,) = load_records(tmp_path / name)
+        assert tokenizer.decode(row["tokens"][slice(*row["spans"][0])]) == want

@@ -267,6 +267,18 @@ def test_conversation_ends_where_the_template_rewrites_history(target):
     assert turn_glue(target.tokenizer, turns, 257) is None
 
 
+def test_conversation_ends_where_the_template_drops_an_answers_reasoning(target):
+    turns = [[{"role": "user", "content": "one"}], [{"role": "user", "content": "two"}]]
+    dropping = target.tokenizer.chat_template.replace("message['content']", "message['content'].split('</think>')[-1]")
+    for template, goes in ((target.tokenizer.chat_template, True), (dropping, False)):
+        target.tokenizer.chat_template = template
+        for answer, stays in (("plain", True), (" padded \n", True), ("<think>\nwhy\n</think>\n\nso", goes)):
+            it = Conversation("a", "", turns)
+            it.open(renderer := ChatRenderer(target))
+            it.accept([*text_ids(target.tokenizer, answer), 257], "stop")
+            assert (it.next_turn(renderer, 1000) is not None) == stays, (answer, goes)
+
+
 def test_truncated_or_full_conversations_end(target):
     renderer = ChatRenderer(target)
     turns = [[{"role": "user", "content": "one"}], [{"role": "user", "content": "two"}]]

@@ -9,6 +9,7 @@ from contextlib import closing
 import pytest
 
 from drafttrain.cli import main
+from drafttrain.data import filters
 from drafttrain.data import prompts as module
 from drafttrain.data.filters import Filter, NearDuplicates, PromptLimits, is_readable, is_repetitive, stable_id
 from drafttrain.data.magpie import BUILTIN_OPENINGS, PromptWriter, load_openings
@@ -116,6 +117,17 @@ def test_near_duplicates():
     assert not near.seen(" ".join(base[:20] + [f"else{i}" for i in range(20)]))
     assert not near.seen("!!!")
     assert not any(near.seen(distinct(i)) for i in range(300))
+
+
+@pytest.mark.thorough
+def test_near_duplicates_are_found_after_the_tables_have_grown(monkeypatch):
+    near = NearDuplicates()
+    texts = [" ".join(f"t{i}w{j}" for j in range(20)) for i in range(2500)]
+    assert not any(map(near.seen, texts)) and near.count == 2500 and len(near.signatures) == 4096
+    assert all(near.seen(text + " more") for text in texts[::50])
+    monkeypatch.setattr(filters, "_LONGEST", 1)  # only the newest text of a bucket is compared
+    alike = [f"{texts[0]} {' '.join(f'{i}x{j}' for j in range(14))}" for i in range(40)]  # share half of their runs
+    assert not any(map(near.seen, alike)) and near.seen(alike[-1])
 
 
 def test_readable_and_repetitive():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,8 @@ def quick(monkeypatch):
     monkeypatch.setattr(state_client, "_FIRST_PAUSE", 0.002)
     monkeypatch.setattr(state_client, "_LONGEST_PAUSE", 0.02)
     monkeypatch.setattr(state_client, "_SETTLE", 0.02)
+    without = functools.partial(state_client.httpx.Client, verify=False)  # reading certificates takes 0.1 s
+    monkeypatch.setattr(state_client.httpx, "Client", without)
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +118,14 @@ def test_a_fault_that_stays_is_one_line_with_the_fix(client, server, fault, mess
     with pytest.raises(UserError, match=f"^url='{server.url}'.* *{message}") as raised:
         client.request(ROWS[0])
     assert "\n" not in str(raised.value) and os.path.exists("/etc/hosts")
+
+
+def test_a_row_without_tokens_needs_no_server_and_long_outages_no_longer_pauses(client, server, target):
+    empty = client.request([])
+    assert empty.features.shape == (0, 3 * 32) and empty.last_hidden.shape == (0, 32) and not server.requests
+    client.servers[0].failures = 5000
+    server.faults.append("503")
+    assert_states(client, target, ROWS[0])
 
 
 def test_a_server_that_stays_away_is_named_with_the_time(client, server):

@@ -9,6 +9,7 @@ from collections import namedtuple
 import pytest
 import torch
 
+from drafttrain.data import record_cache
 from drafttrain.data import store as store_module
 from drafttrain.data.store import FeatureStore, FeatureWriter, Store, check_space, load_records, read_meta
 from drafttrain.errors import UserError
@@ -134,6 +135,35 @@ def test_unreadable_data(tmp_path):
     (tmp_path / "meta.json").write_text(json.dumps({"format": 99}))
     with pytest.raises(UserError, match="has format 99, this drafttrain reads 1"):
         load_records(tmp_path)
+
+
+def test_a_scan_of_line_ends_counts_what_reading_all_counts(tmp_path, monkeypatch):
+    odd = [
+        record('a"b\\c "spans":[[0,1]]'),
+        {**record("é\n"), "finish": ["length"]},
+        {**record("d"), "source": '"spans":[[9,9]]'},
+    ]
+    with Store(tmp_path, META) as store:
+        for row in odd:
+            store.append(row)
+        assert store.done_ids() == {row["id"] for row in odd}
+        parsed = []
+        monkeypatch.setattr(record_cache, "parse_line", lambda line, *rest: parsed.append(line) or json.loads(line))
+        store.append(record("e"))
+        assert len(store.done_ids()) == 4 and not parsed, "tokens are not parsed"
+        with (tmp_path / "part-0007.jsonl").open("w") as other:  # another writer's order of keys and spaces
+            other.write(json.dumps({"source": "", **record("f")}) + "\n\n" + json.dumps(record("g"))[:-3])
+        assert store.done_ids() == {row["id"] for row in odd} | {"e", "f"} and len(parsed) == 1
+        assert store.finish() == {"conversations": 5, "responses": 5, "response_tokens": 20, "truncated": 1}
+
+
+@pytest.mark.parametrize("end", [b'"spans":[[0,2]],"finish":["stop"]', b'"spans":[[0]],"finish":["stop"],"source":""}'])
+def test_a_damaged_end_is_an_error(tmp_path, end):
+    write(tmp_path, ["a"])
+    with (tmp_path / "part-0000.jsonl").open("ab") as part:
+        part.write(b'{"id":"b","tokens":[1,2],' + end + b"\n")
+    with pytest.raises(UserError, match=r"part-0000.jsonl line 2: .*; delete that line to redo its conversation"):
+        Store(tmp_path, META).done_ids()
 
 
 def test_full_disk_keeps_whole_lines(tmp_path, monkeypatch):

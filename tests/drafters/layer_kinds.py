@@ -9,7 +9,8 @@ from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import kind_class, load_drafter
 from drafttrain.inference import SamplingParams, generate, generate_batch
 from drafttrain.ops.sampling import Sampler
-from tests.drafters.test_eagle3 import make_batch, run_step
+from tests.drafters.overfitting import overfit
+from tests.drafters.test_eagle3 import make_batch, run_step, step_inputs
 from tests.drafters.test_eagle3_flags import packed_batch
 
 TREES = ("chain:3", "fanout:3x2x1", "dynamic:4,3,10", "paths:0,1,0-0,0-1,0-0-0", "chain:5@stop=0.01")
@@ -40,13 +41,9 @@ def check_training(drafter, target, learned=0.5):
     first.loss.backward()
     for name, parameter in drafter.named_parameters():
         assert parameter.grad is not None and parameter.grad.isfinite().all() and parameter.grad.abs().sum() > 0, name
-    optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-2)
-    for _ in range(60):
-        optimizer.zero_grad()
-        step = run_step(drafter, target, batch)
-        step.loss.backward()
-        optimizer.step()
-    assert (step.metrics["loss"] < learned * first.metrics["loss"]).all(), (first.metrics, step.metrics)
+    enough = lambda step: bool((step.metrics["loss"] < learned * first.metrics["loss"]).all())  # noqa: E731
+    step = overfit(drafter, step_inputs(drafter, target, batch), enough, lr=1e-2, most=60)
+    assert enough(step), (first.metrics, step.metrics)
 
 
 def check_packed_rows(drafter, target):
@@ -134,13 +131,13 @@ def check_trees(drafter, target):
 
 
 def check_lossless(drafter, target):
-    """Greedy speculative text is greedy text in every tree, alone and in a ragged batch."""
+    """Greedy speculative text is greedy text in every tree: each prompt in a ragged batch, and one of them alone, in turn."""
     prompts = [[5, 9, 11, 9, 11, 30], [7, 3, 250, 8, 1, 2, 99, 100, 4], [61, 60]]
     plain = [generate(target, None, prompt, max_new_tokens=16, eos_ids=()).tokens for prompt in prompts]
-    for text in TREES:
-        spec = TreeSpec.parse(text)
-        alone = [generate(target, drafter, prompt, max_new_tokens=16, spec=spec, eos_ids=()) for prompt in prompts]
-        assert [each.tokens for each in alone] == plain, text
+    for number, text in enumerate(TREES):
+        spec, turn = TreeSpec.parse(text), number % len(prompts)
+        alone = generate(target, drafter, prompts[turn], max_new_tokens=16, spec=spec, eos_ids=())
+        assert alone.tokens == plain[turn], text
         together = generate_batch(target, drafter, prompts, max_new_tokens=16, spec=spec, eos_ids=(), max_rows=3)
         assert [each.tokens for each in together] == plain, text
 

@@ -13,6 +13,7 @@ from drafttrain.errors import UserError
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.training.feature_sources import TargetSource
 from tests.conftest import make_target
+from tests.drafters.overfitting import overfit
 
 needs_compiler = pytest.mark.skipif(cpu_kernels() is None, reason="no C compiler here")
 
@@ -36,11 +37,14 @@ def make_batch(lengths=(17, 11), start=4, seed=5):
     return Batch(ids, torch.tensor(lengths), mask, torch.arange(len(lengths)))
 
 
-def run_step(drafter, target, batch):
-    source = TargetSource(target, drafter.feature_layers, drafter.kept_ids)
-    features, rows, row_of = source(batch)
+def step_inputs(drafter, target, batch):
+    features, rows, row_of = TargetSource(target, drafter.feature_layers, drafter.kept_ids)(batch)
     count = len(anchors_by_depth(batch.response_mask, 1)[0])
-    return drafter(StepInputs(batch, target.embed(batch.input_ids), features, rows, row_of, count))
+    return StepInputs(batch, target.embed(batch.input_ids), features, rows, row_of, count)
+
+
+def run_step(drafter, target, batch):
+    return drafter(step_inputs(drafter, target, batch))
 
 
 def test_anchors_are_nested_and_end_before_the_response_does():
@@ -58,14 +62,27 @@ def test_every_parameter_gets_a_finite_gradient_and_a_batch_can_be_overfitted(ta
     first.loss.backward()
     for name, parameter in drafter.named_parameters():
         assert parameter.grad is not None and parameter.grad.isfinite().all() and parameter.grad.abs().sum() > 0, name
-    optimizer = torch.optim.AdamW(drafter.parameters(), lr=5e-3)
-    for _ in range(300):
-        optimizer.zero_grad()
-        step = run_step(drafter, target, batch)
-        step.loss.backward()
-        optimizer.step()
-    assert step.loss < 0.1 * first.loss
-    assert (step.metrics["agree"] / step.metrics["count"])[0] > 0.9
+
+    def learned(step):
+        return step.loss < 0.1 * first.loss and (step.metrics["agree"] / step.metrics["count"])[0] > 0.9
+
+    step = overfit(drafter, step_inputs(drafter, target, batch), learned, lr=5e-3, most=300)
+    assert learned(step), (first, step)
+
+
+def test_gradients_pass_through_all_depths(target):
+    """The gradient along a direction is the slope of the loss, to which later depths contribute through earlier ones."""
+    drafter, batch = make_drafter(target, ttt_steps=4, depth_decay=1.0), make_batch()
+    inputs = step_inputs(drafter, target, batch)
+    drafter(inputs).loss.backward()
+    weight, losses = drafter.fc.weight, []
+    direction = weight.grad / weight.grad.norm()
+    for sign in (1, -1):
+        with torch.no_grad():
+            weight += sign * 1e-2 * direction
+            losses.append(drafter(inputs).loss)
+            weight -= sign * 1e-2 * direction
+    torch.testing.assert_close((losses[0] - losses[1]) / 2e-2, weight.grad.norm(), rtol=1e-2, atol=0)
 
 
 def test_padding_changes_nothing(target):

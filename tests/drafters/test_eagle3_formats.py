@@ -169,7 +169,7 @@ def test_imports_of_others_checkpoints(target, tmp_path):
     refused = {
         "norm_before_fc": ({"eagle_config": {"norm_before_fc": True}}, "norm_before_fc"),
         "vocabulary": ({"vocab_size": 301}, "vocab_size=301, but 'tiny' has 300"),
-        "architecture": ({"architectures": ["LlamaForCausalLM"]}, "import reads EAGLE-3 heads"),
+        "architecture": ({"architectures": ["Qwen2ForCausalLM"]}, "import reads EAGLE-3 heads"),
         "layers": ({"eagle_aux_hidden_state_layer_ids": [2, 4]}, r"fc takes 3 target states"),
         "missing": ({"intermediate_size": None}, "no intermediate_size"),
     }

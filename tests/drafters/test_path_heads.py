@@ -17,7 +17,8 @@ from drafttrain.ops.packing import pack
 from drafttrain.ops.sampling import Sampler
 from drafttrain.training.feature_sources import TargetSource
 from tests.conftest import make_target
-from tests.drafters.test_eagle3 import make_batch, run_step
+from tests.drafters.overfitting import overfit
+from tests.drafters.test_eagle3 import make_batch, run_step, step_inputs
 from tests.training.test_train import write_data, write_recipe
 
 # Every option of every kind, each away from its default at least once.
@@ -66,14 +67,12 @@ def test_every_parameter_gets_a_finite_gradient_and_a_batch_can_be_overfitted(ta
     first.loss.backward()
     for name, parameter in drafter.named_parameters():
         assert parameter.grad is not None and parameter.grad.isfinite().all() and parameter.grad.abs().sum() > 0, name
-    optimizer = torch.optim.AdamW(drafter.parameters(), lr=2e-2)
-    for _ in range(70):
-        optimizer.zero_grad()
-        step = run_step(drafter, target, batch)
-        step.loss.backward()
-        optimizer.step()
-    assert step.loss < 0.2 * first.loss
-    assert (step.metrics["agree"] / step.metrics["count"]).min() > 0.7
+
+    def learned(step):
+        return step.loss < 0.2 * first.loss and (step.metrics["agree"] / step.metrics["count"]).min() > 0.7
+
+    step = overfit(drafter, step_inputs(drafter, target, batch), learned, lr=2e-2, most=70)
+    assert learned(step), (first, step)
     assert step.metrics["count"].shape == (drafter.depths,)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -111,4 +112,36 @@ def test_a_checkpoint_of_no_kind_is_refused_with_what_is_read(tmp_path, capsys):
     (tmp_path / "c" / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
     assert main(["import", "--checkpoint", str(tmp_path / "c"), "--target", "x", "--output", str(tmp_path / "o")]) == 2
     printed = capsys.readouterr().err
-    assert "GPT2LMHeadModel" in printed and "import reads EAGLE-3 heads" in printed
+    assert "GPT2LMHeadModel" in printed and "import reads DFlash drafters" in printed and "EAGLE-3 heads" in printed
+
+
+@pytest.mark.thorough
+def test_draft_models_with_more_tokens_than_the_target(tmp_path):
+    """Per engine: settings that make it work, or the reason and the release; transformers runs here."""
+    target = make_target()
+    draft = make_target(layers=2, vocab_size=310)
+    for name, built in (("target", target), ("draft", draft)):
+        built.model.save_pretrained(tmp_path / name)
+        built.tokenizer.save_pretrained(tmp_path / name)
+    meta = {"drafter_kind": "draft_model", "target": {"name": str(tmp_path / "target"), "vocab_size": 300}}
+    (tmp_path / "draft" / "drafttrain.json").write_text(json.dumps(meta))
+    trained = find_drafter(str(tmp_path / "draft"))
+    kind = shipping("draft_model")
+    made = {recipe.engine: recipe for recipe in recipes(trained, "some/draft", "a/b")}
+    assert '"use_heterogeneous_vocab": true' in made["vLLM"].commands
+    assert "takes it, earlier releases" in kind.unsupported(trained, "vllm", ENGINES["vLLM"].of_release("0.31.0"))[0]
+    assert (
+        "stops at it since 0.5.15" in made["SGLang"].reasons[0]
+        and "by token id" in made["TensorRT-LLM, Triton"].reasons[0]
+    )
+    assert made["llama.cpp"].commands and not made["llama.cpp"].reasons
+    far = replace(trained, config={**trained.config, "vocab_size": 430})
+    assert "at most 128 tokens more or less" in kind.unsupported(far, "gguf")[0]
+    assert "assistant_tokenizer=AutoTokenizer.from_pretrained" in made["transformers"].commands
+    ids = torch.arange(20, 32)[None]
+    words = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    plain = target.model.generate(ids, **words)
+    both = {"assistant_model": draft.model, "tokenizer": target.tokenizer, "assistant_tokenizer": draft.tokenizer}
+    assert torch.equal(target.model.generate(ids, **words, **both), plain)
+    with pytest.raises(ValueError, match="have different tokenizers"):
+        target.model.generate(ids, **words, assistant_model=draft.model)

@@ -42,6 +42,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen3", "dflash", {"mask_token_id": 7, "train_head": True, "kept": KEPT, "block_size": 4}),
     ("llama", "dspark", {"kept": KEPT, "markov_rank": 8}),
     ("qwen3", "dspark", {"mask_token_id": 7, "markov_rank": 16, "block_size": 5}),
+    ("llama", "dspark", {"mask_token_id": 7, "markov_rank": 8, "block_size": 4, "sample_from_anchor": True}),
 ]  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from drafttrain.cli import main
-from drafttrain.drafters.dflash.model import DFlash
+from drafttrain.drafters.registry import kind_class
 from drafttrain.drafters.shipping import ExportRequest, check_expressible, find_drafter, shipped_kinds, shipping
 from drafttrain.errors import UserError
 from drafttrain.formats.weights import write_checkpoint
@@ -28,6 +28,7 @@ KEYS = {
     "medusa": {"depth", "max_log_prob_difference", "same_tokens"},
     "mlp_speculator": {"depth", "max_log_prob_difference", "same_tokens"},
     "dflash": {"rounds", "depth", "max_log_prob_difference"},
+    "dspark": {"rounds", "depth", "max_log_prob_difference", "same_tokens"},
     "mtp": {"rounds", "depth", "max_log_prob_difference"},
 }
 CASES = [
@@ -42,6 +43,8 @@ CASES = [
     ("dflash", "vllm", {}),
     ("dflash", "sglang", {"mask_token_id": 290, "kept": torch.arange(300)}),
     ("dflash", "vllm", {"train_head": True, "mask_token_id": 290}),
+    ("dspark", "vllm", {"markov_rank": 8, "sample_from_anchor": True}),
+    ("dspark", "sglang", {"markov_rank": 8, "mask_token_id": 290, "kept": torch.arange(300)}),
 ]
 
 
@@ -55,8 +58,8 @@ def target(tmp_path_factory):
 
 
 def exported(target, tmp_path, kind, form, dtype=torch.bfloat16, **options):
-    if kind == "dflash":
-        drafter = shaken(DFlash, target, feature_layers=(1, 2, 3), **options)
+    if kind in ("dflash", "dspark"):
+        drafter = shaken(kind_class(kind), target, feature_layers=(1, 2, 3), **options)
     elif kind in ("medusa", "mlp_speculator"):
         drafter = make_heads(target, kind, KEPT, **options)
     else:

@@ -33,7 +33,7 @@ from drafttrain.ops.tree_attention import CpuPlan, TreeLayout
 from drafttrain.ops.tree_cache import SlotMover, TreeCache
 from tests.fuzz import outcome
 
-CASES = 60  # of each wrapper
+CASES = 40  # of each wrapper
 PLAIN = {"scaling": 0.25, "window": None, "softcap": None, "sinks": None}
 GUARD = 1e30
 Args = dict[str, Any]

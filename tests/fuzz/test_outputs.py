@@ -135,6 +135,7 @@ def test_every_command_that_writes_is_here():
         "fetch",
         "features",
         "diagnose",
+        "serve-target",
     }
 
 

@@ -68,6 +68,8 @@ def answer(settings: ResponseSettings, server: SimpleNamespace, text: bool, bad:
     def respond(request: httpx.Request) -> httpx.Response:
         if request.method == "GET":
             return httpx.Response(200, json=MODELS)
+        if "return_token_ids" in json.loads(request.content):
+            return httpx.Response(400)
         first = not text and len(json.loads(request.content)["messages"]) == 1
         return reply(json.dumps(chat("fine")).encode()) if first else bad()
 

@@ -54,7 +54,7 @@ def collected(path: Path) -> None:
 
 
 def conversations(path: Path) -> None:
-    for conversation in read_prompts(path):
+    for conversation in read_prompts(path)[1]:
         assert conversation.id not in ("None", "") and (conversation.text or conversation.turns)
 
 

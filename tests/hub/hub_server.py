@@ -2,6 +2,7 @@
 
 https://huggingface.co/docs/hub/api and https://github.com/git-lfs/git-lfs/blob/main/docs/api/batch.md: who am I, create,
 preupload, LFS batch and upload, commit (NDJSON), tags, refs, tree, revision, resolve; models and datasets; bearer tokens.
+With `xet` it also offers Xet as the Hub does: tokens, and files that name their hash; its storage refuses every request.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class HubServer(ThreadingHTTPServer):
         self.objects: dict[str, bytes] = {}
         self.log: list[str] = []
         self.break_after = -1
+        self.xet = False
         self.lock = threading.Lock()
 
     @property
@@ -154,6 +156,18 @@ class _Handler(BaseHTTPRequestHandler):
         first = {hashlib.sha1(repo.encode()).hexdigest(): {".gitattributes": b"*.safetensors filter=lfs\n"}}
         self.server.repositories[key] = Repository(bool(body.get("private")), first)
         self._send(200, {"url": f"{self.server.url}/{repo}", "name": repo})
+
+    def xet_token(self, kind: str, repo: str, revision: str) -> None:
+        headers = {
+            "X-Xet-Cas-Url": f"{self.server.url}/cas",
+            "X-Xet-Access-Token": "t",
+            "X-Xet-Token-Expiration": "4102444800",
+        }
+        self._send(200, {"casUrl": headers["X-Xet-Cas-Url"], "accessToken": "t", "exp": 4102444800}, headers)
+
+    def xet_storage(self) -> None:
+        self._body()
+        self._fail(403, "", "storage refuses")
 
     def heal(self) -> None:
         """No part of the protocol: tests end the breaking of uploads by it."""
@@ -258,7 +272,12 @@ class _Handler(BaseHTTPRequestHandler):
                 self._fail(404, "EntryNotFound", "Entry not found")
                 return
             digest = hashlib.sha256(content).hexdigest()
-            self._send(200, content, {"ETag": f'"{digest}"', "X-Repo-Commit": oid, "Accept-Ranges": "none"})
+            headers = {"ETag": f'"{digest}"', "X-Repo-Commit": oid, "Accept-Ranges": "none"}
+            if self.server.xet and path.endswith(".safetensors"):
+                token = f"{self.server.url}/api/{kind}/{repo}/xet-read-token/{oid}"
+                headers |= {"X-Xet-Hash": digest, "X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(len(content)),
+                            "X-Xet-Refresh-Route": token}  # fmt: skip
+            self._send(200, content, headers)
 
     def _revision(self, found: Repository, revision: str) -> str | None:
         oid = found.resolve(revision)
@@ -281,6 +300,8 @@ _ROUTES = [
     (_API + r"/commit/(?P<revision>[^/]+)", _Handler.commit),
     (_API + r"/tag/(?P<revision>[^/]+)", _Handler.tag),
     (_API + r"/refs", _Handler.refs),
+    (_API + r"/xet-(?:read|write)-token/(?P<revision>[^/]+)", _Handler.xet_token),
+    (r"/cas/.*", _Handler.xet_storage),
     (_API + r"/revision/(?P<revision>[^/]+)", _Handler.info),
     (_API + r"/tree/(?P<revision>[^/]+)(?:/(?P<folder>.*))?", _Handler.tree),
     (_API, _Handler.info),

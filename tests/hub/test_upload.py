@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
-import httpx
 import huggingface_hub
 import pytest
 from huggingface_hub import constants
+from huggingface_hub.errors import HTTPError
 
 from drafttrain.errors import UserError
 from drafttrain.hub import upload
-from tests.hub.hub_server import TOKEN, HubServer
+from tests.hub.hub_server import TOKEN, HubServer, Repository
 
 
 def arguments(**values: object) -> argparse.Namespace:
@@ -79,9 +82,10 @@ def test_offline_mode_is_said(monkeypatch):
     assert "HF_HUB_OFFLINE is set; unset it to publish, or use --dry-run" in refusal()
 
 
-@pytest.mark.parametrize(
-    "error", [httpx.ConnectError("no route"), httpx.ReadTimeout("slow"), httpx.InvalidURL("bad"), OSError("reset")]
-)
+CLIENT = sys.modules[HTTPError.__module__.partition(".")[0]]  # httpx or httpx2, by the Hub client's release
+
+
+@pytest.mark.parametrize("error", [CLIENT.ConnectError("no route"), CLIENT.ReadTimeout("slow"), OSError("reset")])
 def test_a_connection_that_breaks_later_is_one_line(error, monkeypatch, tmp_path):
     def broken(*_: object) -> None:
         raise error
@@ -108,3 +112,48 @@ def test_a_refused_push_leaves_no_folder_behind(tmp_path, existed):
         upload.publish(arguments(dry_run=True, output=str(out)), "push", "model", "message", prepare)
     assert TOKEN not in str(caught.value)
     assert not out.exists() or existed
+
+
+_XET = """
+import sys
+from pathlib import Path
+from drafttrain.errors import UserError
+from drafttrain.files import hub_snapshot
+from drafttrain.hub.upload import upload
+for step in (lambda: upload(Path(sys.argv[1]), "writer/head", "model", False, "message"),
+             lambda: hub_snapshot("writer/stored", ["*.safetensors"], "drafter")):
+    try:
+        print("done", step())
+    except UserError as error:
+        print(error)
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("switched_off", [False, True])
+def test_what_fails_in_xet_names_the_switch_that_goes_without_it(tmp_path, switched_off):
+    """The storage behind Xet refuses; the Hub itself answers, and with HF_HUB_DISABLE_XET=1 all goes through it."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"weights" * 1000)
+    with HubServer() as server:
+        server.xet = True
+        server.repositories["models", "writer/stored"] = Repository(
+            False, {"a" * 40: {"model.safetensors": b"w" * 5000}}
+        )
+        environment = {
+            **{key: value for key, value in os.environ.items() if not key.startswith("HF_") and "_proxy" not in key.lower()},
+            "HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_TOKEN": TOKEN,
+            **({"HF_HUB_DISABLE_XET": "1"} if switched_off else {}),
+        }  # fmt: skip
+        done = subprocess.run([sys.executable, "-c", _XET, str(folder)], env=environment, capture_output=True, text=True,
+                              check=False, timeout=120)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    pushed, read = done.stdout.strip().splitlines()
+    asked = any(line.partition(" ")[2].startswith("/cas") for line in server.log)
+    assert asked != switched_off
+    if switched_off:
+        assert pushed.startswith("done http") and read.startswith("done ")
+    else:
+        assert "the upload broke off" in pushed and "the Hub does not provide it" in read
+        assert "HF_HUB_DISABLE_XET=1" in pushed and "HF_HUB_DISABLE_XET=1" in read, (pushed, read, server.log)

@@ -33,7 +33,7 @@ def tokens_of(generations):
 
 
 @pytest.mark.thorough
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     prompts=prompt_lists,
     seed=st.integers(0, 10_000),
@@ -60,7 +60,7 @@ def test_rows_do_not_change_each_other(prompts, seed, agree, nodes, count, max_r
 
 
 @pytest.mark.thorough
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     name=st.sampled_from(["llama", "gemma3", "mistral"]),
     prompts=prompt_lists,
@@ -81,7 +81,7 @@ def test_real_models_in_batches(name, prompts, seed, agree, nodes, count, max_ro
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", pytest.param("mistral", marks=pytest.mark.slow)])
 def test_greedy_batches_are_what_transformers_generates(name):
     target, reference = family(name)
     want = [hf_greedy(reference, prompt, 20) for prompt in PROMPTS]
@@ -91,8 +91,17 @@ def test_greedy_batches_are_what_transformers_generates(name):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("spec", ["chain:3", "fanout:2x2", "dynamic:4,3,9"])
-@pytest.mark.parametrize("combined", [False, True])
+@pytest.mark.parametrize(
+    ("spec", "combined"),
+    [
+        ("chain:3", False),
+        ("fanout:2x2", True),
+        ("dynamic:4,3,9", False),
+        pytest.param("chain:3", True, marks=pytest.mark.slow),
+        pytest.param("fanout:2x2", False, marks=pytest.mark.slow),
+        pytest.param("dynamic:4,3,9", True, marks=pytest.mark.slow),
+    ],
+)
 def test_eagle3_in_batches(target, spec, combined):
     drafter = make_drafter(target, kept=torch.arange(40, 240)).eval()
     drafter = CombinedDrafter(drafter, NgramDrafter(min_n=2)) if combined else drafter

@@ -25,7 +25,9 @@ def llama():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gemma2", "mistral"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "mistral"))]
+)
 def test_greedy_is_what_transformers_generates(name):
     target, reference = family(name)
     want = hf_greedy(reference, PROMPT, 40)
@@ -41,7 +43,7 @@ def test_greedy_is_what_transformers_generates(name):
 
 
 @pytest.mark.thorough
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     name=st.sampled_from(["llama", "gemma3"]),
     seed=st.integers(0, 10_000),
@@ -91,7 +93,7 @@ def test_eos_ends_wherever_it_comes(llama):
     plain = generate(target, None, PROMPT, max_new_tokens=20, eos_ids=()).tokens
     for place in range(12):
         end = plain.index(plain[place])
-        for seed in range(4):
+        for seed in range(2):
             drafter = FakeDrafter(plain, 0.9, nodes=20, seed=seed)
             got = generate(target, drafter, PROMPT, max_new_tokens=20, spec=ANY, eos_ids=[plain[place]])
             assert got.tokens == plain[: end + 1]
@@ -173,7 +175,7 @@ def redraw_without_removing(self, tree, logits):
 
 @pytest.mark.thorough
 def test_sampled_tokens_follow_the_target_exactly():
-    assert pair_p_value(MarkovTarget(), 5_000) > 1e-3
+    assert pair_p_value(MarkovTarget(), 2_500) > 1e-3
 
 
 @pytest.mark.thorough

@@ -14,7 +14,7 @@ from drafttrain.inference.responses import ResponseEngine, ResponseRequest
 from tests.conftest import make_target
 from tests.drafters.test_eagle3 import make_drafter
 
-THREADS, ROUNDS, COUNT = 4, 4, 24
+THREADS, ROUNDS, COUNT = 4, 3, 24
 PROMPTS = [
     [[7 * i + j for j in range(3 + i)], [i, 9, 11, 9, 11, 30 + i], list(range(i, i + 20))] for i in range(THREADS)
 ]
@@ -39,9 +39,19 @@ def tokens_of(decoder, prompts):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("shared", [True, False], ids=["one_decoder", "own_decoders"])
-@pytest.mark.parametrize("drafting", [False, True], ids=["plain", "drafting"])
-@pytest.mark.parametrize("temperature", [0.0, 1.1], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("temperature", "drafting", "shared"),
+    [
+        (0.0, True, True),
+        (0.0, False, False),
+        (1.1, True, False),
+        (1.1, False, True),
+        pytest.param(0.0, True, False, marks=pytest.mark.slow),
+        pytest.param(0.0, False, True, marks=pytest.mark.slow),
+        pytest.param(1.1, True, True, marks=pytest.mark.slow),
+        pytest.param(1.1, False, False, marks=pytest.mark.slow),
+    ],
+)
 def test_threads_write_what_one_thread_writes(packed, shared, drafting, temperature):
     one = decoders(packed, drafting, temperature)
     want = [tokens_of(one, prompts) for prompts in PROMPTS]
@@ -67,7 +77,7 @@ def test_responses_in_threads(packed):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("drafting", [False, True])
+@pytest.mark.parametrize("drafting", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_streams_of_one_decoder_interleave(packed, monkeypatch, graphs, drafting):
     monkeypatch.setattr(static, "_serves", lambda device: graphs)
     decoder = decoders(packed, drafting, 0.0)

@@ -66,7 +66,7 @@ def run(target: Target, requests: list[ResponseRequest], slots: int, sampling: S
 @pytest.mark.parametrize("prefix", [[], [256, *range(1, 20)]], ids=["no_prefix", "prefix"])
 def test_greedy_equals_transformers(make, prefix):
     target = make()
-    prompts = make_prompts(19, prefix)
+    prompts = make_prompts(11, prefix)
     want = {str(i): hf_greedy(target, prompt, 25 + i, STOPS) for i, prompt in enumerate(prompts)}
     assert len({len(tokens) for tokens in want.values()}) > 5, "the lengths should be ragged"
     requests = [ResponseRequest(str(i), prompt, 25 + i, set(STOPS)) for i, prompt in enumerate(prompts)]

@@ -54,8 +54,14 @@ def near_tie(reference, prompt, tokens):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "mixtral", "qwen3_moe", "gpt2", "opt_post_norm"])
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama", "gemma2", "gpt_oss", "mixtral", "gpt2"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_moe", "opt_post_norm")),
+    ],
+)
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     prompts=st.lists(st.lists(st.integers(0, 59), min_size=1, max_size=12), min_size=1, max_size=5),
     seed=st.integers(0, 10_000),
@@ -94,7 +100,7 @@ def test_generations_are_those_of_dynamic_passes(
 def test_every_kind_of_tree(spec, on_cpu, counted):
     target = make_target()
     drafter = make_drafter(target, kept=torch.arange(40, 240)).eval()
-    for each in (drafter, NgramDrafter()):
+    for each in (drafter, NgramDrafter()) if spec == "chain:4" else (drafter,):
         want = decode(target, each, PROMPTS, False, spec)
         assert not counted
         assert decode(target, each, PROMPTS, True, spec) == want
@@ -211,7 +217,7 @@ def on_gpu(name):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "name", ["llama", "gpt_oss", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "mixtral", "opt"))]
+    "name", ["gpt_oss", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "gemma2", "mixtral", "opt"))]
 )
 def test_one_compiled_graph_serves_a_bucket(name):
     check_compiled(family(name)[0], "aot_eager")

@@ -50,8 +50,6 @@ def recipe(tmp_path: Path, tiny, **extra: object) -> list[str]:
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2,
         "lr_scheduler_type": "cosine",
-        "decode_prompts": 2,
-        "decode_tokens": 12,
         "eval_strategy": "steps",
         "eval_steps": 4,
         **EAGLE3,

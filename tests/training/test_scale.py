@@ -42,8 +42,6 @@ def recipe(folder: Path, tiny, batch: int, pieces: int = 1, **extra: object) -> 
         "per_device_train_batch_size": batch,
         "gradient_accumulation_steps": pieces,
         "adam_epsilon": 1e-5,
-        "decode_prompts": 2,
-        "decode_tokens": 12,
         **extra,
     }
     return write_recipe(folder, *tiny, **options)

@@ -51,13 +51,19 @@ GREEDY, HOT = SamplingParams(), SamplingParams(0.7, 20)
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("kind", "sampling"), [("eagle3", GREEDY), ("ngram", GREEDY), ("eagle3+ngram", GREEDY), ("eagle3+ngram", HOT)]
+    ("kind", "sampling", "trees"),
+    [
+        ("eagle3", GREEDY, ("none", "chain:6", "dynamic:1,4,3", "dynamic:6,8,48", STOPPED[0])),
+        ("ngram", GREEDY, ("chain:6", "dynamic:3,4,8")),
+        ("eagle3+ngram", GREEDY, (*TREES, *STOPPED)),
+        ("eagle3+ngram", HOT, ("chain:4@nomatch", "dynamic:3,8,12@alone=0.5", "dynamic:2,4,3@match=11", STOPPED[1])),
+    ],
 )
-def test_a_replay_is_what_decoding_does(target, kind, sampling):
+def test_a_replay_is_what_decoding_does(target, kind, sampling, trees):
     drafter = drafters(target)[kind]
     tracks = record(target, drafter, PROMPTS, sampling, COUNT)
     accepted = 0
-    for tree in ("none", *TREES, *(STOPPED if kind != "ngram" else ())):
+    for tree in trees:
         spec = TreeSpec.parse(tree)
         decoder = Decoder(target, drafter, spec=spec, sampling=sampling)
         sizes = []

@@ -4,6 +4,7 @@
     position                  0 .. t-1   t                   t+1       t+2       t+3       t+4
     read                      f_0 ..     f_t                 x_{t+1}   mask      mask      mask
     predicts                                                           x_{t+2}   x_{t+3}   x_{t+4}
+    with sample_from_anchor                                  x_{t+2}   x_{t+3}   x_{t+4}   x_{t+5}
 
 Fused target features, hidden_norm(fc features), give each layer the keys and values of the context, computed once per
 committed token. The block's tokens see the context and each other, in both directions. A mask predicts the token at its own
@@ -113,14 +114,14 @@ class BlockDrafter(DecoderDrafter):
     def enter(self, roots: Tensor) -> Tensor:
         """[m, h] embeddings of last committed tokens -> [m * block size, h], input of the first layer."""
         mask = self.mask_embedding()
-        return torch.cat((roots[:, None], mask.expand(len(roots), self.config.depth, -1)), dim=1).flatten(0, 1)
+        return torch.cat((roots[:, None], mask.expand(len(roots), self.config.block_size - 1, -1)), dim=1).flatten(0, 1)
 
     def run(self, roots: Tensor, begins: Tensor, attends: Sequence[Attend]) -> Tensor:
         """All layers over m blocks.
 
         Args:
             roots: [m, h] embeddings of the blocks' first tokens; begins: [m] int64 their positions.
-            attends: per layer, attention over each block's own tokens and its context; the last layer computes masks only.
+            attends: per layer, attention over each block's own tokens and its context; the last layer computes predicting tokens.
 
         Returns:
             [m, depth, h], input of the head.
@@ -129,9 +130,11 @@ class BlockDrafter(DecoderDrafter):
         state = self.enter(roots.to(self.fc.weight.dtype))
         positions = (begins[:, None] + torch.arange(size, device=begins.device)).flatten()
         cos, sin = self.rotary.tables(positions, state.dtype)
-        masks = torch.arange(len(state), device=state.device).view(-1, size)[:, 1:].flatten()  # [m * depth]
+        last = (
+            torch.arange(len(state), device=state.device).view(-1, size)[:, -self.config.depth :].flatten()
+        )  # [m * depth]
         for layer, attend in zip(self.layers, attends, strict=True):
-            queries = masks if layer is self.layers[-1] else None
+            queries = last if layer is self.layers[-1] else None
             if self.gradient_checkpointing and self.training:
                 state = self._gradient_checkpointing_func(layer, state, None, cos, sin, attend, queries)
             else:

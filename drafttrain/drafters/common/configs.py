@@ -203,7 +203,9 @@ class BlockConfig(DecoderConfig):
     """Block-parallel drafters, which use the target's embedding and head.
 
     Attributes:
-        block_size: tokens of a block, the last committed one included; one less is the deepest that it drafts.
+        block_size: tokens of a block, the last committed one included.
+        sample_from_anchor: the block's first token predicts too, so that each of them predicts the token behind itself; False
+            predicts at the masks only, each of which stands at the position that it predicts.
         feature_layers: target hidden states that are fused, any number; empty for the target's default three.
         mask_token_id: the token whose embedding stands at positions to predict; None learns an embedding.
         train_head: train and save a copy of the target's head rows; False uses the target's, frozen.
@@ -219,6 +221,7 @@ class BlockConfig(DecoderConfig):
     num_hidden_layers: Layers = 2
     feature_layers: tuple[FeatureLayer, ...] = ()
     block_size: Block = 8
+    sample_from_anchor: bool = False
     mask_token_id: Size | None = None
     train_head: bool = False
     anchor_share: PositiveFraction = 1.0
@@ -229,7 +232,7 @@ class BlockConfig(DecoderConfig):
     @property
     def depth(self) -> int:
         """Tokens that a block predicts."""
-        return self.block_size - 1
+        return self.block_size - (not self.sample_from_anchor)
 
     def check(self) -> None:
         super().check()

@@ -26,20 +26,35 @@ import torch
 from torch import Tensor
 
 from drafttrain.drafters.common.block import BlockDrafter
-from drafttrain.drafters.dflash.model import DFlash, DFlashConfig
+from drafttrain.drafters.dflash.block_reading import block_fields, is_dspark, named, own_keys, without_copies
+from drafttrain.drafters.dflash.model import DFlash
 from drafttrain.drafters.gguf_heads import GgufHeads
 from drafttrain.drafters.shipping import EngineRelease, Exported, ExportRequest, Format, Trained, engine_of
 from drafttrain.errors import UserError
 from drafttrain.files import Json, writing
-from drafttrain.formats.weights import dtype_name, read_pickle, write_checkpoint
-from drafttrain.target import Target
+from drafttrain.formats.weights import (
+    check_kept_ids,
+    check_names,
+    dtype_name,
+    pop_kept_ids,
+    read_config,
+    read_pickle,
+    read_weights,
+    write_checkpoint,
+)
+from drafttrain.target import Target, load_shell
+from drafttrain.target.loading import check_finite
 
 _MASK_FILE = "mask_embedding.pt"
 _TRANSFORMERS = "5.23"  # the release that was read; its one DFlash class is a family's own, and general
 _GLIMMER = "muse_glimmer_assistant"
+# Architectures of published block drafters; a Markov head, not the name, tells DSpark from DFlash.
+PUBLISHED_BLOCKS = {
+    "DFlashDraftModel", "QwenDFlashDraftModel", "Qwen3DSparkModel", "DSparkDraftModel", "LingDSparkModel",
+}  # fmt: skip
 _SAME = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "rms_norm_eps", "rope_theta", "rope_parameters", "max_position_embeddings", "vocab_size", "draft_vocab_size", "block_size",
+    "rms_norm_eps", "rope_theta", "rope_parameters", "max_position_embeddings", "vocab_size", "draft_vocab_size",
 )  # fmt: skip
 
 
@@ -62,7 +77,7 @@ class BlockFiles(GgufHeads[Block]):
             "target_hidden_size": drafter.config.hidden_size,
             "block_size": drafter.config.block_size,
             "attention.causal": False,
-            "sample_from_anchor": False,  # a block predicts at its masks, not at the last committed token
+            "sample_from_anchor": drafter.config.sample_from_anchor,
         }
 
     def gguf_fields(self, keys: Json, like: Block) -> Json:
@@ -70,20 +85,196 @@ class BlockFiles(GgufHeads[Block]):
         return {
             "feature_layers": tuple(keys["target_layers"]),
             "block_size": keys["block_size"],
+            "sample_from_anchor": keys["sample_from_anchor"],
             "mask_token_id": None if mask == like.config.vocab_size else mask,
         }
 
     def checked_depth(self, config: Json) -> int:
-        return config["block_size"] - 1
+        return config["block_size"] - (not config.get("sample_from_anchor"))
 
     def block_depth(self, trained: Trained) -> int:
-        return trained.config["block_size"] - 1
+        return self.checked_depth(trained.config)
 
     def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
         return {"llama.cpp": {"spec-type": f"draft-{trained.kind}"}}
 
 
-class DFlashShipping(BlockFiles[DFlash]):
+class EngineBlocks(BlockFiles[Block]):
+    """Block drafters in the form that vLLM and SGLang load, which published drafters have too.
+
+    Attributes:
+        drafter_class: the kind's class. architecture: the engines' name of it.
+        own_names: the form's name of a tensor of ours, where it differs.
+        since: SGLang's first release that drafts with the kind, and that predicts at the masks alone, as ours do by default.
+    """
+
+    drafter_class: type[Block]
+    architecture = ""
+    own_names: Mapping[str, str] = {}
+    since = ("", "")
+
+    def unsupported(self, trained: Trained, form: str, engine: EngineRelease | None = None) -> list[str]:
+        found = super().unsupported(trained, form, engine)
+        if found or form == "gguf":
+            return found
+        engine, config, kind = engine or engine_of(form), trained.config, trained.kind
+        layers, last = list(config.get("feature_layers", ())), trained.target.get("num_layers", 0)
+        name, where = engine.name, f"feature_layers={layers}: {engine.name} provides"
+        checks = {
+            f"{where} the inputs of layers 1 to {last - 1} only": any(layer in (0, last) for layer in layers),
+            f"{where} features in ascending order": layers != sorted(layers),
+        }
+        if form != "vllm":
+            kept, v, first, masks = config.get("draft_vocab_size"), config.get("vocab_size"), *self.since
+            anchor = bool(config.get("sample_from_anchor"))
+            checks |= {
+                f"draft_vocab_size={kept}: {name} drafts over the whole vocabulary of {v} tokens": kept != v,
+                f"train_head=true: {name} drafts with the target's head": bool(config.get("train_head")),
+                f"mask_token_id=null, a learned mask: {name} takes a token's embedding": config.get("mask_token_id")
+                is None,
+            }
+            if name == "SGLang":
+                checks |= {
+                    f"SGLang has {kind} since {first}": engine.before(first),
+                    f"sample_from_anchor=false: SGLang reads it since {masks}": not anchor
+                    and engine.before(masks)
+                    and not engine.before(first),
+                }
+        return [reason for reason, found in checks.items() if found]
+
+    def write(self, trained: Trained, form: str, request: ExportRequest) -> list[Path]:
+        """Writes config.json, model.safetensors and, for a learned mask of its own file, mask_embedding.pt; GGUF as the base."""
+        if form == "gguf":
+            return super().write(trained, form, request)
+        drafter, name = self.load(trained), request.target_files or trained.target_name
+        target = Target.load(name, "float32", "cpu") if self.lends(drafter) else load_shell(name)
+        if target.embed_scale != 1.0 and form != "transformers":
+            scale = f"the target scales its embeddings by {target.embed_scale:g}, and the engines' class does not"
+            raise UserError(f"this drafter cannot be written for {form}: {scale}")
+        if self.lends(drafter):
+            drafter.bind(target)
+        config = self.engine_config(drafter, form, request)
+        weights = self.engine_weights(drafter, config)
+        mask = weights.pop("mask", None)
+        written = write_checkpoint(request.output, config, weights, request.dtype)
+        if mask is not None:
+            token, embedding = own_keys(config)["mask_token_id"], mask.detach().to("cpu", request.dtype)
+            written.append(request.output / _MASK_FILE)
+            with writing(request.output):
+                torch.save({"embedding": embedding, "mask_token_id": token}, written[-1])
+        return written
+
+    def engine_config(self, drafter: Block, form: str, request: ExportRequest) -> Json:
+        config, fields = drafter.config, drafter.config.to_dict()
+        return {
+            "architectures": [self.architecture],
+            "model_type": "qwen3",
+            **{name: fields[name] for name in _SAME},
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "tie_word_embeddings": False,
+            "num_target_layers": config.target["num_layers"],
+            **self.block_keys(drafter),
+            "torch_dtype": dtype_name(request.dtype),
+        }
+
+    def block_keys(self, drafter: Block) -> Json:
+        """Keys beside those of the layers: block, mask, target layers."""
+        raise NotImplementedError(type(self).__name__)
+
+    def engine_names(self, drafter: Block, config: Json) -> dict[str, str]:
+        return {self.own_names.get(own, own): own for own in super().engine_names(drafter, config)}
+
+    def engine_weights(self, drafter: Block, config: Json) -> dict[str, Tensor]:
+        weights = super().engine_weights(drafter, config)
+        if config["draft_vocab_size"] != config["vocab_size"] - self.extra_rows(drafter):
+            kept = drafter.kept_ids.cpu()  # [d] int64
+            weights |= {"lm_head.weight": drafter.head.weight, "d2t": kept - torch.arange(len(kept))}
+        return weights
+
+    def lends(self, drafter: Block) -> bool:
+        """Whether an export holds rows of the target's, which engines cannot pick themselves; others need no weights of it."""
+        return drafter.lm_head is None and len(drafter.kept_ids) != drafter.config.vocab_size
+
+    def extra_rows(self, drafter: Block) -> int:
+        """Tokens of an export's vocabulary beyond the target's."""
+        return 0
+
+    # -- reading --------------------------------------------------------------------------------------------------
+
+    def drafter_from(self, original: Block, export: Exported) -> Block:
+        learned = {} if original.mask is None else {"mask": original.mask}  # also where the export lost it
+        back = self.blank(export.config, {**named(export.weights), **learned}, original.config.target, export.where)
+        if back.mask is not None:  # of an unbound drafter only the shapes of what it lends from the target matter
+            back.embed = lambda ids: torch.zeros(*ids.shape, back.config.hidden_size)
+        return back
+
+    def drafter_weights(self, original: Block, back: Block, export: Exported) -> dict[str, Tensor]:
+        return self.state(back, without_copies(named(export.weights), back, export.where), export.where)
+
+    def blank(self, config: Json, weights: Mapping[str, Tensor], target: Json, where: str) -> Block:
+        """A drafter with the shapes and flags of a checkpoint."""
+        fields = {**block_fields(config, weights, target, where), **self.more_fields(config)}
+        return self.drafter_class(self.drafter_class.config_class(**fields))
+
+    def more_fields(self, config: Json) -> Json:
+        """A kind's own arguments of its config."""
+        return {}
+
+    def state(self, drafter: Block, found: dict[str, Tensor], where: str) -> dict[str, Tensor]:
+        """The state dict of `drafter` from a checkpoint's tensors.
+
+        Raises:
+            UserError: a tensor is missing, unknown, of another shape or not finite.
+        """
+        config = drafter.config
+        kept = pop_kept_ids(found, config.draft_vocab_size, config.vocab_size, where)
+        theirs = {own: name for name, own in self.engine_names(drafter, {}).items()}
+        shapes = {theirs[own]: tuple(value.shape) for own, value in drafter.state_dict().items() if own in theirs}
+        check_names(found, shapes, where)
+        check_kept_ids(kept, config.vocab_size, where)
+        check_finite(found.items(), where, "get an intact copy of it")
+        dtype = found["fc.weight"].dtype
+        return {"kept_ids": kept, **{own: found[name].to(dtype) for own, name in theirs.items()}}
+
+    def exported_weights(self, exported: Path) -> dict[str, Tensor]:
+        weights, path = super().exported_weights(exported), exported / _MASK_FILE
+        mask = read_pickle(path).get("embedding") if path.is_file() else None
+        return weights if mask is None else {**weights, "mask": mask}
+
+    def compare(self, original: Block, back: Block, dtype: torch.dtype, depth: int, where: str) -> Json:
+        """Compares a frozen head's rows with the target's; the drafts then use the same random head."""
+        if back.lm_head is not None and original.lm_head is None:
+            target = Target.load(original.config.target["name"], "float32", "cpu")
+            if not torch.equal(back.lm_head.weight.to(dtype), target.head_weight[back.kept_ids].to(dtype)):
+                raise UserError(f"{where} computes something else: lm_head.weight is not the target's; export again")
+            back.lm_head = None
+        return super().compare(original, back, dtype, depth, where)
+
+    def recognizes(self, config: Mapping[str, object]) -> bool:
+        names = config.get("architectures")
+        known = isinstance(names, list) and bool(PUBLISHED_BLOCKS & set(map(str, names)))
+        return (known or config.get("speculators_model_type") in ("dflash", "dspark")) and (
+            is_dspark(config) == (self.drafter_class.kind == "dspark")
+        )
+
+    def read(self, folder: Path, target: Json, allow_pickle: bool = False) -> Block:
+        where, weights = repr(str(folder)), named(read_weights(folder, allow_pickle))
+        if allow_pickle and (folder / _MASK_FILE).is_file():
+            weights["mask"] = read_pickle(folder / _MASK_FILE)["embedding"]
+        elif (folder / _MASK_FILE).is_file():
+            raise UserError(f"{where} has its mask in {_MASK_FILE}, a pickle; pass --allow-pickle to read it")
+        config = read_config(folder)
+        with torch.device("meta"):
+            drafter = self.blank(config, weights, target, where)
+        found = without_copies(weights, drafter, where, loose=True)
+        if "lm_head.weight" not in found and drafter.lm_head is not None:
+            drafter.lm_head, drafter.config.train_head = None, False  # it is the target's own
+        drafter.load_state_dict(self.state(drafter, found, where), strict=True, assign=True)
+        return drafter.eval()
+
+
+class DFlashShipping(EngineBlocks[DFlash]):
     """One checkpoint form for three engines, GGUF for llama.cpp; our own format goes to the Hub too."""
 
     description = "a DFlash drafter (arXiv 2602.06036), blocks of {block_size}, {layers}, {parameters} parameters"
@@ -94,134 +285,60 @@ class DFlashShipping(BlockFiles[DFlash]):
         **BlockFiles.formats,
     }
     verifiable = {"vllm": "vllm", "transformers": "transformers", **BlockFiles.verifiable}
-
     tiny = {"mask_token_id": 300, "num_hidden_layers": 2, "block_size": 4}
+    drafter_class = DFlash
+    architecture = "DFlashDraftModel"
+    since = ("0.5.11", "0.5.11")
+    reads = "DFlash drafters (DFlashDraftModel, speculators' form, DeepSpec's)"
 
     def unsupported(self, trained: Trained, form: str, engine: EngineRelease | None = None) -> list[str]:
-        found = super().unsupported(trained, form, engine)
-        if found or form == "gguf":
-            return found
-        engine, config = engine or engine_of(form), trained.config
-        layers, last = list(config.get("feature_layers", ())), trained.target.get("num_layers", 0)
-        name, where = engine.name, f"feature_layers={layers}: {engine.name} provides"
-        checks = {
-            f"{where} the inputs of layers 1 to {last - 1} only": any(layer in (0, last) for layer in layers),
-            f"{where} features in ascending order": layers != sorted(layers),
-        }
-        if form != "vllm":
-            kept, v = config.get("draft_vocab_size"), config.get("vocab_size")
-            checks |= {
-                f"draft_vocab_size={kept}: {name} drafts over the whole vocabulary of {v} tokens": kept != v,
-                f"train_head=true: {name} drafts with the target's head": bool(config.get("train_head")),
-                f"mask_token_id=null, a learned mask: {name} takes a token's embedding": config.get("mask_token_id")
-                is None,
-                "SGLang has DFlash since 0.5.11": name == "SGLang" and engine.before("0.5.11"),
-                f"transformers has DFlash since {_TRANSFORMERS}": name == "transformers"
-                and engine.before(_TRANSFORMERS),
-            }
-        return [reason for reason, found in checks.items() if found]
-
-    def withheld(self, trained: Trained, form: str) -> str:
-        learned = form == "vllm" and trained.config.get("mask_token_id") is None
-        reason = f"vLLM reads a learned mask from {_MASK_FILE} alone, and pickles are not published"
-        return f"{reason}; users of the repository write it by drafttrain export --format {form}" if learned else ""
-
-    def write(self, trained: Trained, form: str, request: ExportRequest) -> list[Path]:
-        """Writes config.json, model.safetensors and, for a learned mask, mask_embedding.pt; GGUF as the base class."""
-        if form == "gguf":
-            return super().write(trained, form, request)
-        target = Target.load(request.target_files or trained.target_name, "float32", "cpu")
-        if target.embed_scale != 1.0 and form != "transformers":
-            scale = f"the target scales its embeddings by {target.embed_scale:g}, and vLLM's class does not"
-            raise UserError(f"this drafter cannot be written for vLLM: {scale}")
-        drafter = self.load(trained)
-        drafter.bind(target)  # its head rows are written where an engine cannot pick them itself
-        config = self.engine_config(drafter, form, request)
-        weights = self.engine_weights(drafter, config)
-        mask = weights.pop("mask", None)
-        written = write_checkpoint(request.output, config, weights, request.dtype)
-        if mask is not None:
-            token, embedding = config["dflash_config"]["mask_token_id"], mask.detach().to("cpu", request.dtype)
-            written.append(request.output / _MASK_FILE)
-            with writing(request.output):
-                torch.save({"embedding": embedding, "mask_token_id": token}, written[-1])
-        return written
+        found, anchor = super().unsupported(trained, form, engine), trained.config.get("sample_from_anchor")
+        lacks = (
+            f"sample_from_anchor=true: {(engine or engine_of(form)).name} predicts at the masks only, for kind dflash"
+        )
+        if form == "transformers" and (engine or engine_of(form)).before(_TRANSFORMERS):
+            found = [*found, f"transformers has DFlash since {_TRANSFORMERS}"]
+        return [*found, lacks] if anchor and form != "gguf" and form in self.formats else found
 
     def engine_config(self, drafter: DFlash, form: str, request: ExportRequest) -> Json:
-        config, fields = drafter.config, drafter.config.to_dict()
-        mask_token = config.mask_token_id
-        if mask_token is None:
-            spare = torch.ones(config.vocab_size, dtype=torch.bool)
-            spare[drafter.kept_ids.cpu()] = False
-            mask_token = int(spare.nonzero().max()) if spare.any() else config.vocab_size - 1
-        layers = [layer - 1 for layer in config.feature_layers]
-        described = {
-            "architectures": ["DFlashDraftModel"],
-            "model_type": "qwen3",
-            **{name: fields[name] for name in _SAME},
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "tie_word_embeddings": False,
-            "num_target_layers": config.target["num_layers"],
-            "dflash_config": {
-                "mask_token_id": mask_token,
-                "target_layer_ids": layers,
-            },
-            "torch_dtype": dtype_name(request.dtype),
-        }
+        described = super().engine_config(drafter, form, request)
         if form != "transformers":
             return described
         own = {"architectures": ["MuseGlimmerAssistantModel"], "model_type": _GLIMMER, **described["dflash_config"]}
         own |= dict.fromkeys(
             ("bos_token_id", "eos_token_id", "pad_token_id")
         )  # not the family's, which it would default to
-        return {**described, **own, "layer_types": ["full_attention"] * config.num_hidden_layers}
+        return {**described, **own, "layer_types": ["full_attention"] * drafter.config.num_hidden_layers}
 
     def engine_names(self, drafter: DFlash, config: Json) -> dict[str, str]:
         names = super().engine_names(drafter, config)
-        if config["model_type"] != _GLIMMER:
+        if config.get("model_type") != _GLIMMER:
             return names
         encoder = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
         return {encoder.get(name, name): own for name, own in names.items()}
 
-    def engine_weights(self, drafter: DFlash, config: Json) -> dict[str, Tensor]:
-        weights = super().engine_weights(drafter, config)
-        if config["draft_vocab_size"] != config["vocab_size"]:
-            kept = drafter.kept_ids.cpu()  # [d] int64
-            weights |= {"lm_head.weight": drafter.head.weight, "d2t": kept - torch.arange(len(kept))}
-        return weights
+    def withheld(self, trained: Trained, form: str) -> str:
+        learned = form == "vllm" and trained.config.get("mask_token_id") is None
+        reason = f"vLLM reads a learned mask from {_MASK_FILE} alone, and pickles are not published"
+        return f"{reason}; users of the repository write it by drafttrain export --format {form}" if learned else ""
 
     def drafter_from(self, original: DFlash, export: Exported) -> DFlash:
-        own, learned = export.config["dflash_config"], original.mask is not None
-        return DFlash(
-            DFlashConfig(
-                **{name: export.config[name] for name in _SAME},
-                feature_layers=tuple(layer + 1 for layer in own["target_layer_ids"]),
-                mask_token_id=None if learned else own["mask_token_id"],
-                train_head=export.config["draft_vocab_size"] != export.config["vocab_size"]
-                or original.lm_head is not None,
-                target=original.config.target,
-            )
-        )
+        return super().drafter_from(original, export._replace(weights=_flat(export.weights)))
 
     def drafter_weights(self, original: DFlash, back: DFlash, export: Exported) -> dict[str, Tensor]:
-        state = super().drafter_weights(original, back, export)
-        kept = torch.arange(export.config["draft_vocab_size"]) + export.weights.get("d2t", 0)  # [d] int64
-        return {**state, "kept_ids": kept}
+        return super().drafter_weights(original, back, export._replace(weights=_flat(export.weights)))
 
-    def exported_weights(self, exported: Path) -> dict[str, Tensor]:
-        weights, path = super().exported_weights(exported), exported / _MASK_FILE
-        mask = read_pickle(path).get("embedding") if path.is_file() else None
-        return weights if mask is None else {**weights, "mask": mask}
-
-    def compare(self, original: DFlash, back: DFlash, dtype: torch.dtype, depth: int, where: str) -> Json:
-        """Compares a frozen head's rows with the target's; the drafts then use the same random head."""
-        if back.lm_head is not None and original.lm_head is None:
-            target = Target.load(original.config.target["name"], "float32", "cpu")
-            if not torch.equal(back.lm_head.weight.to(dtype), target.head_weight[back.kept_ids].to(dtype)):
-                raise UserError(f"{where} computes something else: lm_head.weight is not the target's; export again")
-            back.lm_head = None
-        return super().compare(original, back, dtype, depth, where)
+    def block_keys(self, drafter: DFlash) -> Json:
+        config, mask_token = drafter.config, drafter.config.mask_token_id
+        if mask_token is None:
+            spare = torch.ones(config.vocab_size, dtype=torch.bool)
+            spare[drafter.kept_ids.cpu()] = False
+            mask_token = int(spare.nonzero().max()) if spare.any() else config.vocab_size - 1
+        layers = [layer - 1 for layer in config.feature_layers]
+        return {
+            "block_size": config.block_size,
+            "dflash_config": {"mask_token_id": mask_token, "target_layer_ids": layers},
+        }
 
     def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
         # vLLM drafts one mask per requested token, and the drafter knows one number of them.
@@ -238,6 +355,12 @@ class DFlashShipping(BlockFiles[DFlash]):
             "TensorRT-LLM, Triton": {"decoding_type": "DFlash", "max_draft_len": depth},
             "transformers": {"speculation_type": "dflash"},
         }
+
+
+def _flat(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of transformers' form by the other engines' names."""
+    names = {name: name.removeprefix("encoder.").replace("output_norm_enc", "hidden_norm") for name in weights}
+    return {names[name]: value for name, value in weights.items()}
 
 
 SHIPPING = DFlashShipping()

@@ -13,7 +13,7 @@ from drafttrain.drafters.registry import META_FILE
 from drafttrain.drafters.shipping import (
     FORMATS,
     GGUF_NAME,
-    TRANSLATES,
+    TOKENIZERS,
     EngineRelease,
     ExportRequest,
     Format,
@@ -28,11 +28,11 @@ from drafttrain.formats.weights import dtype_name, read_config
 from drafttrain.formats.write_gguf import write_gguf
 from drafttrain.target import Target, load_shell, resolve_target
 from drafttrain.target.loading import load_language_model
-from drafttrain.target.target import tokenizer_fingerprint
 
 _PLAIN = Format("a draft model as plain HF checkpoint", ("transformers", "vLLM", "SGLang", "TensorRT-LLM, Triton"))
 _AGAIN = "train it again, or use the folder as training wrote it"
-_VLLM_TRANSLATES = "0.32"  # the release whose sources have use_heterogeneous_vocab, drafting with shared tokens only
+_VLLM_OTHER = "0.32.0"  # whose use_heterogeneous_vocab drafts among the tokens that both vocabularies have
+_LLAMA_APART = 128
 _TOLERANCE = 2e-2  # of the largest log-probability: two loaders of one file agree up to rounding
 
 
@@ -55,29 +55,34 @@ class DraftModelShipping(Shipping[DraftModel]):
     }
 
     def unsupported(self, trained: Trained, form: str, engine: EngineRelease | None = None) -> list[str]:
-        found, engine = super().unsupported(trained, form, engine), engine or engine_of(form)
-        recorded, own = trained.target.get("vocab_size"), trained.config["vocab_size"]
-        if found or form not in ("vllm", "sglang") or not recorded or recorded == own:
+        """Vocabularies of other sizes: the ids of both are the same tokens (`check_vocabulary`), one has more of them.
+
+        vLLM 0.32 config/speculative.py; SGLang srt/speculative/standalone_worker_v2.py; llama.cpp b11549 common/speculative.cpp;
+        TensorRT-LLM's features/speculative-decoding.
+        """
+        engine, found, (theirs, own) = (
+            engine or engine_of(form),
+            super().unsupported(trained, form, engine),
+            _sizes(trained),
+        )
+        if found or theirs == own:
             return found
-        differs = f"vocab_size={own} differs from the target's {recorded}, and"
-        if engine.name != "vLLM" or engine.before(_VLLM_TRANSLATES):
-            since = f" before {_VLLM_TRANSLATES}" if engine.name == "vLLM" else ""
-            return [f"{differs} {engine.name}{since} verifies drafts by token id"]
-        has = (trained.folder / "tokenizer_config.json").is_file()
-        return [] if has else [f"{differs} {engine.name} translates by the draft model's own tokenizer, which it lacks"]
+        differs = f"vocab_size={own} differs from the target's {theirs}"
+        lacks = {
+            "vLLM": engine.before(_VLLM_OTHER) and f"vLLM {_VLLM_OTHER} takes it, earlier releases want one size",
+            "SGLang": "SGLang stops at it since 0.5.15, and before it commits tokens of the wrong text",
+            "TensorRT-LLM, Triton": "the engine verifies drafts by token id",
+            "llama.cpp": abs(own - theirs) > _LLAMA_APART
+            and f"llama.cpp b11549 takes at most {_LLAMA_APART} tokens more or less",
+        }.get(engine.name)
+        return [f"{differs}: {lacks}"] if lacks else []
 
     def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
-        recorded, own = trained.target, trained.config["vocab_size"]
-        same = own == recorded.get("vocab_size", own)
-        if same and recorded.get("tokenizer") and (trained.folder / "tokenizer_config.json").is_file():
-            same = tokenizer_fingerprint(AutoTokenizer.from_pretrained(trained.folder)) == recorded["tokenizer"]
-        if same:
+        theirs, own = _sizes(trained)
+        if theirs == own:
             return self.serving
-        by_text = (
-            {TRANSLATES: True} if own != recorded.get("vocab_size", own) else {}
-        )  # which it requires, or else refuses
-        vllm = {"method": "draft_model", "use_heterogeneous_vocab": True}
-        return {**self.serving, "vLLM": vllm, "transformers": by_text}
+        more: Json = {"vLLM": {"use_heterogeneous_vocab": True}, "transformers": {TOKENIZERS: True}}
+        return {engine: {**settings, **more.get(engine, {})} for engine, settings in self.serving.items()}
 
     def shares_vocabulary(self, trained: Trained, target: Target) -> bool:
         try:
@@ -141,6 +146,12 @@ class DraftModelShipping(Shipping[DraftModel]):
             ("model.safetensors", "the draft model, for transformers, vLLM, SGLang, TensorRT-LLM and drafttrain"),
         ]
         return files + self.publish_gguf(trained, request)
+
+
+def _sizes(trained: Trained) -> tuple[int, int]:
+    """Tokens of the target's and of the draft model's vocabulary; the same where no target is recorded."""
+    own = trained.config["vocab_size"]
+    return trained.target.get("vocab_size") or own, own
 
 
 def _load_complete(folder: Path, dtype: torch.dtype) -> PreTrainedModel:

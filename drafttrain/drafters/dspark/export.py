@@ -1,27 +1,55 @@
-"""DSpark drafters as GGUF files: llama.cpp's dflash model with a Markov head.
+"""DSpark drafters as vLLM and SGLang load them (`Qwen3DSparkModel`), and as GGUF: llama.cpp's dflash with a Markov head.
 
-ours                      GGUF
-markov_in [d + 1, r]      markov_w1.weight, a row per token of the file; the last of ours for tokens that are not kept
-markov_out [d, r]         markov_w2.weight
-confidence [1, h + r]     conf_proj.weight, conf_proj.bias; read with --spec-draft-p-min above 0
+ours                      engines, GGUF
+markov_in [d + 1, r]      markov_head.markov_w1, markov_w1.weight: a row per token; the last of ours for tokens that are not kept
+markov_out [d, r]         markov_head.markov_w2, markov_w2.weight
+confidence [1, h + r]     confidence_head.proj, conf_proj; llama.cpp reads it with --spec-draft-p-min above 0, vLLM with adaptive
+                          verification, SGLang with a ragged one
+mask                      a learned one stands behind the target's rows in embed_tokens, as token number v
+
+config.json has a Qwen3 config's keys, target_layer_ids (ours - 1), mask_token_id, markov_rank, block_size (predicted tokens).
+Engines predict at a block's first token too unless `sample_from_anchor` is false. SGLang draws from the target's embedding and
+head alone, as for DFlash. vLLM's runner of this method needs a GPU. Sources: vLLM 0.32 models/qwen3_dspark.py,
+v1/worker/gpu/spec_decode/dspark; SGLang 0.5.16 to 0.5.23 srt/models/dspark.py, srt/speculative/dspark_components.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-from drafttrain.drafters.dflash.export import BlockFiles
+from drafttrain.drafters.dflash.block_reading import own_keys
+from drafttrain.drafters.dflash.export import BlockFiles, EngineBlocks
 from drafttrain.drafters.dspark.model import DSpark
+from drafttrain.drafters.shipping import EngineRelease, ExportRequest, Format, Trained
 from drafttrain.files import Json
 from drafttrain.target import Target
 
+_CERTAIN = 20.0  # confidence of checkpoints without such a head, before the sigmoid: no estimate stops a draft
 
-class DSparkShipping(BlockFiles[DSpark]):
-    """llama.cpp alone; our own format goes to the Hub too."""
+
+class DSparkShipping(EngineBlocks[DSpark]):
+    """vLLM, SGLang and llama.cpp; our own format goes to the Hub too."""
 
     description = "a DSpark drafter, blocks of {block_size} with a Markov head, {layers}, {parameters} parameters"
+    formats = {
+        "vllm": Format("DSpark as Qwen3DSparkModel", ("vLLM",)),
+        "sglang": Format("DSpark without head and mask of its own", ("SGLang",)),
+        **BlockFiles.formats,
+    }
     tiny = {"mask_token_id": 300, "num_hidden_layers": 2, "block_size": 4, "markov_rank": 16}
+    drafter_class = DSpark
+    architecture = "Qwen3DSparkModel"
+    since = ("0.5.16", "0.5.19")
+    reads = "DSpark drafters (Qwen3DSparkModel, DSparkDraftModel, speculators' form)"
+    own_names = {
+        "markov_in.weight": "markov_head.markov_w1.weight",
+        "markov_out.weight": "markov_head.markov_w2.weight",
+        "confidence.weight": "confidence_head.proj.weight",
+        "confidence.bias": "confidence_head.proj.bias",
+    }
     gguf_names = {
         **BlockFiles.gguf_names,
         "markov_in.weight": "markov_w1.weight",
@@ -29,6 +57,65 @@ class DSparkShipping(BlockFiles[DSpark]):
         "confidence.weight": "conf_proj.weight",
         "confidence.bias": "conf_proj.bias",
     }
+
+    def unsupported(self, trained: Trained, form: str, engine: EngineRelease | None = None) -> list[str]:
+        found = super().unsupported(trained, form, engine)
+        other = engine is not None and engine.form == "sglang" and engine.name != "SGLang"
+        return [f"{engine.name} knows no drafter of kind dspark"] if other and engine else found
+
+    def engine_config(self, drafter: DSpark, form: str, request: ExportRequest) -> Json:
+        described = super().engine_config(drafter, form, request)
+        return {**described, "vocab_size": described["vocab_size"] + self.extra_rows(drafter)}
+
+    def lends(self, drafter: DSpark) -> bool:
+        return super().lends(drafter) or drafter.mask is not None
+
+    def extra_rows(self, drafter: DSpark) -> int:
+        return int(drafter.mask is not None)
+
+    def block_keys(self, drafter: DSpark) -> Json:
+        config = drafter.config
+        return {
+            "target_layer_ids": [layer - 1 for layer in config.feature_layers],
+            "mask_token_id": config.vocab_size if config.mask_token_id is None else config.mask_token_id,
+            "block_size": config.depth,
+            "sample_from_anchor": config.sample_from_anchor,
+            "markov_rank": config.markov_rank,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": True,
+            "confidence_head_with_markov": True,
+        }
+
+    def checked_depth(self, config: Json) -> int:
+        exported = "markov_head_type" in config  # which counts predicted tokens
+        return config["block_size"] if exported else super().checked_depth(config)
+
+    def engine_weights(self, drafter: DSpark, config: Json) -> dict[str, Tensor]:
+        weights = super().engine_weights(drafter, config)
+        weights["markov_head.markov_w1.weight"] = drafter.markov_in.weight[_own_ids(drafter)]
+        if (mask := weights.pop("mask", None)) is not None:
+            table = drafter.embed(torch.arange(drafter.config.vocab_size))  # [v, h]
+            weights["embed_tokens.weight"] = torch.cat((table, mask[None].to(table)))
+        return weights
+
+    def more_fields(self, config: Json) -> Json:
+        return {"markov_rank": own_keys(config).get("markov_rank", 256), "markov_all": True}
+
+    def state(self, drafter: DSpark, found: dict[str, Tensor], where: str) -> dict[str, Tensor]:
+        """Rows beyond the target's vocabulary are of no token that is committed; a missing confidence is certain."""
+        name, (h, r, v) = (
+            "markov_head.markov_w1.weight",
+            (drafter.config.hidden_size, drafter.config.markov_rank, drafter.config.vocab_size),
+        )
+        if name in found and len(found[name]) > v:
+            found[name] = found[name][:v]
+        confidence = found.get("confidence_head.proj.weight")
+        if confidence is None:
+            found["confidence_head.proj.weight"] = torch.zeros(1, h + r)
+            found["confidence_head.proj.bias"] = torch.full((1,), _CERTAIN)
+        elif confidence.shape == (1, h):  # it reads the state alone
+            found["confidence_head.proj.weight"] = torch.cat((confidence, confidence.new_zeros(1, r)), dim=1)
+        return super().state(drafter, found, where)
 
     def gguf_keys(self, drafter: DSpark) -> Json:
         return {**super().gguf_keys(drafter), "has_confidence_head": True}
@@ -46,13 +133,24 @@ class DSparkShipping(BlockFiles[DSpark]):
         table[ids] = rows
         return {**found, "markov_w1.weight": table}
 
+    def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
+        depth = self.block_depth(trained)
+        return {
+            **super().options(trained),
+            "vLLM": {"method": "dspark", "num_speculative_tokens": depth},
+            "SGLang": {
+                "speculative-algorithm": "DSPARK",
+                "speculative-num-steps": None,
+                "speculative-eagle-topk": None,
+                "speculative-num-draft-tokens": depth + 1,
+            },
+        }
+
 
 def _own_ids(drafter: DSpark) -> Tensor:
-    """[tokens of a GGUF file] int64 rows of `markov_in`."""
-    size, kept = drafter.config.vocab_size + (drafter.mask is not None), drafter.kept_ids.cpu()
-    ids = torch.full((size,), len(kept))
-    ids[kept] = torch.arange(len(kept))
-    return ids
+    """[tokens of a file] int64 rows of `markov_in`; a learned mask, which is never the token before, gets the last row."""
+    rows = drafter.markov_rows()
+    return rows if drafter.mask is None else torch.cat((rows, torch.tensor([len(drafter.markov_in.weight) - 1])))
 
 
 SHIPPING = DSparkShipping()

@@ -29,12 +29,14 @@ class DSparkConfig(BlockConfig):
 
     Attributes:
         markov_rank: r of the correction; at most the hidden size. confidence_weight: of the confidence's loss.
+        markov_all: U has a row for each of the target's tokens, as published checkpoints do.
     """
 
     model_type = "drafttrain_dspark"
     recipe_keys = (*BlockConfig.recipe_keys, "confidence_weight")
     loss: str = "0.1*ce+1.8*tv"
     markov_rank: Count = 256
+    markov_all: bool = False
     confidence_weight: PositiveAmount = 1.0
 
     def check(self) -> None:
@@ -53,7 +55,8 @@ class DSpark(BlockDrafter):
     def __init__(self, config: DSparkConfig):
         super().__init__(config)
         rank = config.markov_rank
-        self.markov_in = nn.Embedding(config.draft_vocab_size + 1, rank)
+        rows = config.vocab_size if config.markov_all else config.draft_vocab_size + 1
+        self.markov_in = nn.Embedding(rows, rank)
         self.markov_out = nn.Linear(rank, config.draft_vocab_size, bias=False)
         self.confidence = nn.Linear(config.hidden_size + rank, 1)
         self.post_init()
@@ -64,11 +67,18 @@ class DSpark(BlockDrafter):
             nn.init.normal_(module.weight, std=0.01)  # the correction starts near zero
 
     def bind(self, target: Target) -> None:
-        """As the backbone; also builds own_ids [v], the drafter id of each target id."""
+        """As the backbone; also builds own_ids [v], the row of U of each target id."""
         super().bind(target)
-        self.own_ids = torch.full((target.vocab_size,), len(self.kept_ids))
-        self.own_ids[self.kept_ids.cpu()] = torch.arange(len(self.kept_ids))
-        self.own_ids = self.own_ids.to(target.device)
+        self.own_ids = self.markov_rows().to(target.device)
+
+    def markov_rows(self) -> Tensor:
+        """[v] int64, the row of U of each target id."""
+        v, kept = self.config.vocab_size, self.kept_ids.cpu()
+        if self.config.markov_all:
+            return torch.arange(v)
+        rows = torch.full((v,), len(kept))
+        rows[kept] = torch.arange(len(kept))
+        return rows
 
     def copy_from(self, target: Target) -> list[str]:
         """As the backbone; the confidence starts as one half."""

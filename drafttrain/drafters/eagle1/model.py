@@ -35,6 +35,7 @@ class Eagle1Config(LastStateConfig):
 
     Attributes:
         ttt_steps: 1 as in the paper; more also train on the drafter's own output, as EAGLE-3 does.
+        fc_bias: `fc` has a bias, as heads of the paper's authors do.
         regression, token_weight: weights of the smooth L1 distance to the target's next state (mean over its entries), and
             of the divergence.
         feature_noise: a; in training, true states get uniform noise in (-a, a) * 512 / tokens of the conversation.
@@ -43,6 +44,7 @@ class Eagle1Config(LastStateConfig):
     model_type = "drafttrain_eagle1"
     recipe_keys = (*LastStateConfig.recipe_keys, "regression", "token_weight", "feature_noise")
     ttt_steps: Depth = 1
+    fc_bias: bool = False
     regression: Weight = 1.0
     token_weight: Weight = 0.1
     feature_noise: Weight = 0.1
@@ -68,7 +70,7 @@ class Eagle1(LayerDrafter):
 
     def __init__(self, config: Eagle1Config):
         super().__init__(config)
-        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias)
         self.layers = nn.ModuleList(DraftLayer(config, normed=i > 0) for i in range(config.num_hidden_layers))
         self.finish(config.num_hidden_layers)
 

@@ -284,20 +284,20 @@ class Eagle3Shipping(GgufHeads[Eagle3], Eagle3Files[Eagle3]):
         ]
 
     def recognizes(self, config: Mapping[str, object]) -> bool:
+        """Also the authors' own heads, which are named as a language model of one layer with a draft vocabulary."""
         if "speculators_model_type" in config:
             return config["speculators_model_type"] == "eagle3"
-        architectures = config.get("architectures")
-        return isinstance(architectures, list) and any("Eagle3" in str(name) for name in architectures)
+        names = config.get("architectures")
+        own = names == ["LlamaForCausalLM"] and "draft_vocab_size" in config
+        parallel = config.get("parallel_drafting") or config.get("ptd_token_id") is not None
+        return not parallel and (own or (isinstance(names, list) and any("Eagle3" in str(name) for name in names)))
 
     def read(self, folder: Path, target: Json, allow_pickle: bool = False) -> Eagle3:
         config = read_config(folder)
         if not self.recognizes(config):
             kind = config.get("speculators_model_type") or config.get("architectures")
             raise UserError(f"{str(folder)!r} is {kind}; import reads {self.reads}")
-        weights = read_weights(folder, allow_pickle)
-        if config.get("parallel_drafting") or "mask_hidden" in weights:
-            raise UserError(f"{str(folder)!r} drafts in parallel (P-EAGLE), which is not imported")
-        return make_head(Eagle3, config, weights, target, repr(str(folder)))
+        return make_head(Eagle3, config, read_weights(folder, allow_pickle), target, repr(str(folder)))
 
 
 SHIPPING = Eagle3Shipping()

@@ -1,4 +1,10 @@
-"""Reading published EAGLE-3 heads, in the checkpoint forms that export.py writes and in other trainers' spellings of them."""
+"""Reading published EAGLE-3 heads, in the checkpoint forms that export.py writes and in other trainers' spellings of them.
+
+LlamaForCausalLM with draft_vocab_size   SafeAILab/EAGLE, the authors'
+LlamaForCausalLMEagle3                   SpecForge 0.3, TensorRT-LLM, ModelOpt (its own keys in eagle_config), NeMo Automodel
+Eagle3LlamaForCausalLM                   AngelSlim
+speculators_model_type eagle3, peagle    speculators 0.8
+"""
 
 from __future__ import annotations
 
@@ -18,6 +24,7 @@ from drafttrain.files import Json, violation
 from drafttrain.formats.weights import (
     check_kept_ids,
     check_names,
+    pop_kept_ids,
 )
 from drafttrain.target import resolve_target
 from drafttrain.target.loading import check_finite, read_embedding
@@ -47,9 +54,14 @@ class _PublishedLayer(TypedDict, total=False):
 
 
 class _EagleKeys(TypedDict, total=False):
-    """SGLang's `eagle_config`."""
+    """SGLang's and ModelOpt's `eagle_config`."""
 
     use_aux_hidden_state: bool | None
+    use_input_layernorm_in_first_layer: bool | None
+    use_last_layernorm: bool | None
+    use_mtp_layernorm: bool | None
+    next_layer_regular: bool | None
+    parallel_draft_step: int | None
     norm_before_fc: bool | None
     eagle_aux_hidden_state_layer_ids: list[int] | None
 
@@ -101,14 +113,9 @@ def make_head(
             raise UserError(
                 f"{where}: {name} is not what config.json's rope_parameters give; ask its author which one holds"
             )
-    if "d2t" not in found and d != v:
-        raise UserError(f"{where} keeps {d} of {v} tokens, but has no d2t")
-    shift = found.pop("d2t", torch.zeros(d, dtype=torch.int64))
-    if shift.shape != (d,) or shift.is_floating_point():
-        raise UserError(f"{where}: d2t must hold {d} integers, not {list(shift.shape)} {shift.dtype}")
-    found["kept_ids"] = kept = shift.long() + torch.arange(d)  # [d] int64
+    found["kept_ids"] = kept = pop_kept_ids(found, d, v, where)  # [d] int64
     if (embedding := found.pop("embed_tokens.weight", None)) is not None:
-        _check_embedding(embedding, target["name"], where)
+        check_embedding(embedding, target["name"], where)
     # Some trainers store copies of what belongs to the target, which the head does not compute with.
     for name in ("t2d", "verifier_norm.weight", "verifier_lm_head.weight"):
         found.pop(name, None)
@@ -121,7 +128,7 @@ def make_head(
     return drafter.eval()
 
 
-def _check_embedding(embedding: Tensor, target: str, where: str) -> None:
+def check_embedding(embedding: Tensor, target: str, where: str) -> None:
     """Checks that an embedding that comes with a head is the target's, which our heads read: up to its format, by value.
 
     Raises:
@@ -150,6 +157,17 @@ def _check_foreign(config: Json, layer: Json, weights: Mapping[str, Tensor], whe
     embeds, one_state = config.get("embed_requires_grad"), eagle.get("use_aux_hidden_state") is False
     mixed = set(layer.get("layer_types") or []) == {"sliding_attention", "full_attention"}
     checks = {
+        "has no norm of the token's embedding (use_input_layernorm_in_first_layer false)": eagle.get(
+            "use_input_layernorm_in_first_layer"
+        )
+        is False,
+        "has no norm before its head (use_last_layernorm false)": eagle.get("use_last_layernorm") is False,
+        "has an MTP module's norms (use_mtp_layernorm)": eagle.get("use_mtp_layernorm"),
+        "has later layers that read the embedding too (next_layer_regular false)": eagle.get("next_layer_regular")
+        is False
+        and (layer.get("num_hidden_layers") or 1) > 1,
+        "has Medusa-like heads beside its own (parallel_draft_step above 1)": (eagle.get("parallel_draft_step") or 1)
+        > 1,
         "has norm_before_fc, one norm over all features, which no kind of ours has": norms,
         "trained an embedding of its own (embed_requires_grad); ours reads the target's": embeds,
         f"has logit_scale={scale}, a factor on its logits, which no kind of ours has": scale != 1.0,
@@ -165,7 +183,8 @@ def _our_fields(config: Json, weights: Mapping[str, Tensor], target: Json, where
     layer = config.get("transformer_layer_config", config)
     _check_foreign(config, layer, weights, where)
     # What vLLM takes for heads in speculators' form that do not say.
-    defaults = {**HEAD_KEYS, "norm_before_residual": layer is not config}
+    eagle3 = layer is not config and config.get("speculators_model_type") == "eagle3"
+    defaults = {**HEAD_KEYS, "norm_before_residual": eagle3}
     fields: Json = {}
     for keys, place in ((LAYER_KEYS, layer), (defaults, config)):
         for name, default in keys.items():
@@ -175,11 +194,7 @@ def _our_fields(config: Json, weights: Mapping[str, Tensor], target: Json, where
     fields["qk_norm"] = "midlayer.self_attn.q_norm.weight" in weights
     windowed = "sliding_attention" in (layer.get("layer_types") or [])
     fields["sliding_window"] = (layer.get("sliding_window") or 0) if windowed else 0
-    rope = dict(layer.get("rope_parameters") or layer.get("rope_scaling") or {})
-    rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type", "default")
-    rope.setdefault("rope_theta", layer.get("rope_theta") or 10000.0)
-    if layer.get("partial_rotary_factor"):
-        rope.setdefault("partial_rotary_factor", layer["partial_rotary_factor"])
+    rope = published_rope(layer)
     fields |= {"rope_theta": rope["rope_theta"], "rope_parameters": rope}
     if not fields["draft_vocab_size"]:
         fields["draft_vocab_size"] = len(weights["lm_head.weight"]) if "lm_head.weight" in weights else 0
@@ -193,6 +208,16 @@ def _our_fields(config: Json, weights: Mapping[str, Tensor], target: Json, where
     # A drafter of ours that was published says how it was trained.
     trained = {key: config[key] for key in Eagle3Config.recipe_keys if "drafter_kind" in config and key in config}
     return {**fields, **trained, "target": target}
+
+
+def published_rope(layer: Json) -> Json:
+    """rope_parameters of a published config, whose trainers spell them in several ways."""
+    rope = dict(layer.get("rope_parameters") or layer.get("rope_scaling") or {})
+    rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type", "default")
+    rope.setdefault("rope_theta", layer.get("rope_theta") or 10000.0)
+    if layer.get("partial_rotary_factor"):
+        rope.setdefault("partial_rotary_factor", layer["partial_rotary_factor"])
+    return rope
 
 
 def _feature_layers(

@@ -1,9 +1,14 @@
-"""Medusa heads as vLLM's MedusaModel: `blocks.{i}.layers.{j}` and `lm_heads.{i}`, or one `lm_head` for all."""
+"""Medusa heads as vLLM's MedusaModel: `blocks.{i}.layers.{j}` and `lm_heads.{i}`, or one `lm_head` for all.
+
+Source: vLLM 0.32 models/medusa.py.
+"""
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from drafttrain.drafters.medusa.model import Medusa, MedusaConfig
-from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Shipping
+from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Published, Shipping
 from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.formats.weights import dtype_name
@@ -18,6 +23,8 @@ class MedusaShipping(Shipping[Medusa]):
     depth_key = "num_heads"
     serving = {"vLLM": {"method": "medusa"}}
     verifiable = {"vllm": "vllm"}
+    architectures = ("MedusaModel",)
+    reads = "Medusa heads without biases (MedusaModel)"
 
     def engine_config(self, drafter: Medusa, form: str, request: ExportRequest) -> Json:
         """Keeps as many heads as tokens are to be drafted: vLLM drafts one per head, whatever its config says.
@@ -55,6 +62,21 @@ class MedusaShipping(Shipping[Medusa]):
         fields |= {"blocks": export.config["num_hidden_layers"], "shared_head": export.config["original_lm_head"]}
         kept = len(original.kept_ids)
         return Medusa(MedusaConfig(**fields, draft_vocab_size=kept, target=original.config.target))
+
+    def published(self, config: Json, weights: dict[str, Tensor], target: Json, where: str) -> Published:
+        """Rows beyond the target's tokens are padding; a bias of zeros is none."""
+        biased = [name for name, value in weights.items() if name.endswith(".bias") and value.any()]
+        if biased or config.get("token_map") is not None:
+            what = f"{biased[0]}, a bias" if biased else "a token_map"
+            raise UserError(f"{where} has {what}, which our Medusa heads have not; train new ones from its target")
+        shared, v = bool(config.get("original_lm_head")), target["vocab_size"]
+        found = {
+            name: value[:v] if name.startswith("lm_head") else value
+            for name, value in weights.items()
+            if not name.endswith(".bias")
+        }
+        defaults = {"hidden_size": target["hidden_size"], "num_heads": 5, "num_hidden_layers": 1}
+        return Published({**defaults, **config, "vocab_size": v, "original_lm_head": shared}, found)
 
 
 SHIPPING = MedusaShipping()

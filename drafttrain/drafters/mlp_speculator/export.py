@@ -5,10 +5,10 @@ vLLM 0.32 has the network's class, but nothing in its runner that drafts with it
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
 from drafttrain.drafters.mlp_speculator.model import MlpSpeculator, MlpSpeculatorConfig
-from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Shipping
+from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Published, Shipping
 from drafttrain.files import Json
 from drafttrain.formats.weights import dtype_name
 
@@ -23,6 +23,8 @@ class MlpSpeculatorShipping(Shipping[MlpSpeculator]):
     formats = {"vllm": Format("MLPSpeculatorPreTrainedModel", ("vLLM",))}
     full_rows = ("lm_heads.",)
     depth_key = "n_predict"
+    architectures = ("MLPSpeculatorPreTrainedModel",)
+    reads = "MLP speculators (MLPSpeculatorPreTrainedModel)"
 
     def engine_config(self, drafter: MlpSpeculator, form: str, request: ExportRequest) -> Json:
         config = drafter.config
@@ -50,6 +52,19 @@ class MlpSpeculatorShipping(Shipping[MlpSpeculator]):
     def drafter_from(self, original: MlpSpeculator, export: Exported) -> MlpSpeculator:
         fields, kept = {key: export.config[key] for key in (*_SAME, "tie_weights")}, len(original.kept_ids)
         return MlpSpeculator(MlpSpeculatorConfig(**fields, draft_vocab_size=kept, target=original.config.target))
+
+    def published(self, config: Json, weights: dict[str, Tensor], target: Json, where: str) -> Published:
+        """Takes the prefix of published names away, and fills in what a file holds once for all steps."""
+        found = {name.removeprefix("speculator."): value for name, value in weights.items()}
+        steps, tied = config["n_predict"], bool(config.get("tie_weights"))
+        for name in list(found) if tied else ():
+            module, step, part = name.split(".", 2)
+            for later in range(int(step) + 1, steps):  # the first projection alone reads another width
+                if not (module == "proj" and step == "0"):
+                    found.setdefault(f"{module}.{later}.{part}", found[name])
+        defaults = {"scale_input": False, "inner_dim": 0, "emb_dim": target["hidden_size"]}
+        keys = {**defaults, **{key: value for key, value in config.items() if value is not None}, "tie_weights": tied}
+        return Published({**keys, "hidden_size": keys["emb_dim"]}, found)
 
 
 SHIPPING = MlpSpeculatorShipping()

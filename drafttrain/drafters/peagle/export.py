@@ -1,15 +1,23 @@
 """P-EAGLE heads in speculators' form, which vLLM loads: EAGLE-3's, with `mask_hidden` and `mask_token_id`.
 
-Sources: vLLM 0.32 transformers_utils/configs/speculators/algos.py (update_peagle) and models/llama_eagle3.py.
+Sources: vLLM 0.32 transformers_utils/configs/speculators/algos.py (update_peagle) and models/llama_eagle3.py; SpecForge 0.3
+modeling/draft/peagle.py.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
 
 from drafttrain.drafters.eagle3.export import Eagle3Files, unsupported_features
 from drafttrain.drafters.eagle3.reading import make_head
 from drafttrain.drafters.peagle.model import PEagle
 from drafttrain.drafters.shipping import EngineRelease, Exported, ExportRequest, Format, Trained, engine_of
+from drafttrain.errors import UserError
 from drafttrain.files import Json
+from drafttrain.formats.weights import read_config, read_weights
+
+_MASK_KEYS = ("mask_token_id", "ptd_token_id", "pard_token")  # as vLLM looks for the token, in this order
 
 
 class PEagleShipping(Eagle3Files[PEagle]):
@@ -21,6 +29,7 @@ class PEagleShipping(Eagle3Files[PEagle]):
     )
     formats = {"vllm": Format("P-EAGLE in speculators' form", ("vLLM",))}
     verifiable = {"vllm": "vllm"}
+    reads = "P-EAGLE heads (speculators' form, PEagleDraftModel, parallel_drafting)"
     serving = {"vLLM": {"method": "eagle3", "parallel_drafting": True}}
 
     def unsupported(self, trained: Trained, form: str, engine: EngineRelease | None = None) -> list[str]:
@@ -38,6 +47,19 @@ class PEagleShipping(Eagle3Files[PEagle]):
         described["speculators_config"]["algorithm"] = "peagle"
         own = {"architectures": ["PEagleSpeculator"], "speculators_model_type": "peagle"}
         return {**described, **own, "mask_token_id": drafter.config.mask_token_id}
+
+    def recognizes(self, config: Mapping[str, object]) -> bool:
+        names = config.get("architectures")
+        other = isinstance(names, list) and any("PEagle" in str(name) for name in names)
+        parallel = config.get("parallel_drafting") or config.get("ptd_token_id") is not None
+        return other or config.get("speculators_model_type") == "peagle" or bool(parallel)
+
+    def read(self, folder: Path, target: Json, allow_pickle: bool = False) -> PEagle:
+        where, config = repr(str(folder)), read_config(folder)
+        mask = next((config[key] for key in _MASK_KEYS if config.get(key) is not None), None)
+        if mask is None:
+            raise UserError(f"{where}: config.json has no mask_token_id; it is needed")
+        return make_head(PEagle, config, read_weights(folder, allow_pickle), target, where, mask_token_id=mask)
 
     def drafter_from(self, original: PEagle, export: Exported) -> PEagle:
         target, mask = original.config.target, export.config["mask_token_id"]

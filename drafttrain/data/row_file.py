@@ -1,0 +1,72 @@
+"""A JSON-lines file as a sequence of rows, of which only the offsets are held in memory: 16 bytes per row."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Generic, TypeVar, overload
+
+from drafttrain.errors import UserError
+from drafttrain.files import Json, parse_line
+
+Row = TypeVar("Row")
+
+
+def line_starts(path: Path) -> Iterator[tuple[int, int]]:
+    """(line number, offset) of every line that is not blank, as `read_jsonl` counts them. Raises UserError: no such file."""
+    try:
+        with path.open("rb") as file:
+            start = 0
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield number, start
+                start += len(line)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); give a JSONL file") from error
+
+
+class RowFile(Sequence[Row], Generic[Row]):
+    """Rows of a file, each read and parsed when it is asked for.
+
+    Args:
+        read: makes a row of a JSON object and its place, `FILE line 7`.
+        places: (line number, offset) of the rows; see `line_starts`.
+
+    Raises:
+        UserError: on access, a line that is no JSON object, or what `read` raises.
+    """
+
+    def __init__(self, path: Path, read: Callable[[Json, str], Row], places: Iterable[tuple[int, int]]):
+        self.path, self.read = path, read
+        self._numbers, self._starts = array("q"), array("q")
+        for number, start in places:
+            self._numbers.append(number)
+            self._starts.append(start)
+        self._file = path.open("rb")
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        number = self._numbers[index]
+        self._file.seek(self._starts[index])
+        row = parse_line(self._file.readline(), self.path, number)
+        return self.read(row, f"{self.path} line {number}")
+
+    def chosen(self, indices: Iterable[int]) -> RowFile[Row]:
+        """The rows of these indices."""
+        return RowFile(self.path, self.read, ((self._numbers[i], self._starts[i]) for i in indices))
+
+    def shuffled(self, seed: int) -> Iterator[Row]:
+        """All rows in an order that depends on their number and the seed only."""
+        order = array("l", range(len(self)))
+        random.Random(seed).shuffle(order)
+        return (self[index] for index in order)

