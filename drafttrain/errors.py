@@ -1,6 +1,9 @@
-"""UserError, the one error that users can cause, and a helper for messages of other libraries' errors."""
+"""UserError, the one error that users can cause, and helpers for messages of other libraries' errors."""
 
 from __future__ import annotations
+
+import traceback
+from pathlib import Path
 
 from drafttrain.credentials import redact
 
@@ -34,3 +37,19 @@ def shown(value: object) -> str:
     except (ValueError, RecursionError):  # more digits than Python prints, more levels than it follows
         text = f"a {type(value).__name__} too large to show"
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def without_xet(error: BaseException) -> str:
+    """How to go on without Xet, through which the Hub's client moves large files, if an error may come from there; '' if not.
+
+    Xet's library raises Python's own errors, mostly in threads; the Hub's other requests raise HTTPError.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HTTPError
+
+    frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    inside = any("xet" in f"{Path(code.co_filename).name} {code.co_name}" for code in frames)
+    native = isinstance(error, ConnectionError | PermissionError | RuntimeError) and not isinstance(error, HTTPError)
+    if constants.HF_HUB_DISABLE_XET or not (inside or native):
+        return ""
+    return "; large files go through Xet: set HF_HUB_DISABLE_XET=1 to go without it"

@@ -14,7 +14,6 @@ import shutil
 import sysconfig
 import tempfile
 import threading
-import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import TypeVar
 
 from drafttrain.credentials import redact
-from drafttrain.errors import UserError, first_line, shown
+from drafttrain.errors import UserError, first_line, shown, without_xet
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError
@@ -464,22 +463,6 @@ def unreachable(url: str, seconds: float) -> str:
     thread.start()
     thread.join(seconds)
     return redact(reasons[-1])
-
-
-def without_xet(error: BaseException) -> str:
-    """How to go on without Xet, through which the Hub's client moves large files, if an error may come from there; '' if not.
-
-    Xet's library raises Python's own errors, mostly in threads; the Hub's other requests raise HTTPError.
-    """
-    from huggingface_hub import constants
-    from huggingface_hub.errors import HTTPError
-
-    frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-    inside = any("xet" in f"{Path(code.co_filename).name} {code.co_name}" for code in frames)
-    native = isinstance(error, ConnectionError | PermissionError | RuntimeError) and not isinstance(error, HTTPError)
-    if constants.HF_HUB_DISABLE_XET or not (inside or native):
-        return ""
-    return "; large files go through Xet: set HF_HUB_DISABLE_XET=1 to go without it"
 
 
 def is_hub_id(name: str) -> bool:

@@ -132,12 +132,12 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
         raise UserError(f"target={name!r} has no tokenizer that loads ({reason}); give a folder or Hub id") from error
 
 
-def add_drafter_flag(parser: argparse.ArgumentParser, trained: bool = False, more: str = "") -> None:
-    """Adds --drafter. trained: name folders and Hub ids only. more: ends the help text."""
+def add_drafter_flag(parser: Any, trained: bool = False, more: str = "", required: bool = True) -> None:
+    """Adds --drafter to a parser or group. trained: name folders and Hub ids only. more: ends the help text."""
     from drafttrain.drafters.registry import names_help
 
     described = "a trained drafter's folder or Hub id" if trained else names_help()
-    adder(parser)("--drafter", Place, required=True, help=described + more)
+    adder(parser)("--drafter", Place, help=described + more, **({"required": True} if required else {}))
 
 
 def add_sampling_flags(

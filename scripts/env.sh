@@ -14,3 +14,21 @@ install_drafttrain() {  # install_drafttrain [extras], e.g. install_drafttrain "
     touch "$stamp"
   fi
 }
+
+install_engine() {  # install_engine FOLDER PACKAGE [the same torch as drafttrain's: yes]
+  local env="$1" package="$2" torch="${3:-}"
+  [ -f "$env/.ready" ] && return
+  echo "installing $package into $env"
+  [ -x "$env/bin/python" ] || "${PYTHON:-python3}" -m venv "$env"
+  local install=("$env/bin/python" -m pip install --quiet --disable-pip-version-check)
+  if [ -n "$torch" ]; then
+    # vLLM needs other versions of most packages than drafttrain, but the same torch. The prebuilt media packages that it pulls
+    # in are built for another torch.
+    grep '^torch==' constraints.txt > "$env/constraints.txt"
+    install+=(-c "$env/constraints.txt")
+    "${install[@]}" torch
+  fi
+  "${install[@]}" "$package"
+  [ -z "$torch" ] || "$env/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec >/dev/null 2>&1 || true
+  touch "$env/.ready"
+}

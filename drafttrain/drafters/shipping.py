@@ -25,6 +25,7 @@ from drafttrain.drafters.read_back import compare_drafters
 from drafttrain.errors import UserError, first_line
 from drafttrain.files import Json
 from drafttrain.formats.weights import check_names, check_weights, read_config, read_weights, write_checkpoint
+from drafttrain.target import Target
 from drafttrain.target.loading import check_finite
 
 FORMATS = ("vllm", "sglang", "transformers", "gguf")
@@ -60,7 +61,7 @@ ENGINES = {
         EngineRelease("SGLang", "sglang", "0.5.23"),
         EngineRelease("TensorRT-LLM, Triton", "sglang", "1.3"),  # its main branch after 1.2.1
         EngineRelease("llama.cpp", "gguf", "11549"),
-        EngineRelease("transformers", "transformers", "5.17"),
+        EngineRelease("transformers", "transformers", "5.23"),
     )
 }
 TARGET_OVERRIDES = "hf_overrides"  # among vLLM's options: keys that the target's config gets, not the drafter's
@@ -176,6 +177,8 @@ class Shipping(Generic[D]):
         full_rows: prefixes of our tensors that engines expect with a row per token of the target's vocabulary.
         depth_key: the config's key for the tokens that the kind drafts per round at most; empty for any number.
         serving: what `options` returns, for kinds whose settings are the same for every drafter.
+        own_drafting: for kinds without weights, what to type where an engine drafts so by itself, with {target} and {depth}.
+        tiny: `drafter.*` keys of the tiny drafter of `drafttrain verify --all-kinds`, one that most formats can express.
     """
 
     formats: Mapping[str, Format] = {}
@@ -188,6 +191,8 @@ class Shipping(Generic[D]):
     full_rows: tuple[str, ...] = ()
     depth_key = ""
     serving: Mapping[str, Mapping[str, object]] = {}
+    own_drafting: Mapping[str, str] = {}
+    tiny: Mapping[str, object] = {}
 
     def line(self, trained: Trained, parameters: str) -> str:
         """Describes the drafter in half a sentence, for the card. parameters: their number, as text."""
@@ -359,10 +364,14 @@ class Shipping(Generic[D]):
 
         vLLM: keys of --speculative-config (method), and TARGET_OVERRIDES. SGLang: flags of launch_server
         (speculative-algorithm). TensorRT-LLM: keys of speculative_config (decoding_type). llama.cpp: flags of llama-server
-        (spec-type). transformers: TOKENIZERS. Model
-        and number of tokens are added; a value here wins, and None drops the key.
+        (spec-type). transformers: arguments of `generate`, for drafters that are no language models speculation_type, and
+        TOKENIZERS. Model and number of tokens are added; a value here wins, and None drops the key.
         """
         return self.serving
+
+    def shares_vocabulary(self, trained: Trained, target: Target) -> bool:
+        """Whether token ids mean the same to drafter and target, as they must in our decoder."""
+        return True
 
     def block_depth(self, trained: Trained) -> int:
         """Tokens per round of kinds that draft one number of them, whatever is asked; 0 for others."""

@@ -1,30 +1,37 @@
-"""The same prompts, greedily, with a chain of the same length, in an engine and in our decoder."""
+"""The same prompts, greedily, with a chain of the same length, in an engine and in our decoder.
+
+The accepted length of both sides is the number of tokens committed per target pass after the prefill, bonus token included.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from transformers import GenerationConfig
+from transformers import AutoModel, AutoTokenizer, GenerationConfig
+from transformers import __version__ as transformers_release
 
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
-from drafttrain.drafters.shipping import TARGET_OVERRIDES
+from drafttrain.drafters.shipping import TARGET_OVERRIDES, TOKENIZERS
 from drafttrain.errors import UserError
 from drafttrain.files import Json, scratch_folder
 from drafttrain.inference import generate
 from drafttrain.target import Target
 from drafttrain.target.generation import LogitsRules
-from drafttrain.target.loading import load_language_model
+from drafttrain.target.loading import check_loaded, load_language_model, loading
 
-ENGINES = ("vllm", "transformers", "llama.cpp")
+# Engines that can be run, and the package of each in its environment.
+PACKAGES = {"vllm": "vllm", "transformers": "transformers", "llama.cpp": "xllamacpp"}
 SIDES = Path(__file__).with_name("engines")  # scripts for the engines' own environments
-_TIMEOUT = 1800  # seconds; vLLM alone takes minutes to start on a CPU
+_TIMEOUT = 3600  # seconds; vLLM alone takes minutes to start on a CPU
 
 
 class EngineJob(NamedTuple):
@@ -38,7 +45,7 @@ class EngineJob(NamedTuple):
     python: str  # interpreter of the engine's environment
 
 
-def ours(job: EngineJob, drafter: Drafter) -> Json:
+def ours(job: EngineJob, drafter: Drafter | None) -> Json:
     """Runs our decoder: accepted_length (tokens committed per target pass after the prefill, bonus included), tokens."""
     spec, target = TreeSpec.parse(f"chain:{job.depth}"), job.target.pack()
     raw = LogitsRules()  # the engines take the argmax of the logits, whatever the target's generation_config says
@@ -57,7 +64,7 @@ def vllm(job: EngineJob, drafter: Path, options: Mapping[str, object]) -> Json:
         "dtype": job.dtype,
         "prompts": list(job.prompts),
         "tokens": job.tokens,
-        "repeats": 1,
+        "steps": True,
         "warm_up": False,
         "max_model_len": max(map(len, job.prompts)) + job.tokens + 32,
         "speculative": speculative,
@@ -65,12 +72,11 @@ def vllm(job: EngineJob, drafter: Path, options: Mapping[str, object]) -> Json:
     }
     environment = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1", **os.environ}
     answer = run_side(job.python, SIDES / "vllm_side.py", described, environment)
-    counters = answer.pop("counters")
     del answer["runs"]  # texts are compared here, not speed
-    rounds = sum(value for key, value in counters.items() if key.endswith("num_drafts"))
-    accepted = sum(value for key, value in counters.items() if key.endswith("num_accepted_tokens"))
-    length = round(1 + accepted / max(rounds, 1), 4)
-    return {**answer, "rounds": rounds, "accepted": accepted, "accepted_length": length}
+    drafted = {key.removeprefix("vllm:spec_decode_"): value for key, value in answer.pop("counters").items()}
+    after_prefill = sum(len(made) - 1 for made in answer["tokens"])
+    length = round(after_prefill / max(answer["rounds"], 1), 4)
+    return {**answer, **drafted, "accepted_length": length}
 
 
 def llama_cpp(job: EngineJob, target: Path, draft: Path, kind: str) -> Json:
@@ -100,36 +106,62 @@ def llama_cpp(job: EngineJob, target: Path, draft: Path, kind: str) -> Json:
 
 
 @torch.no_grad()
-def transformers(job: EngineJob, drafter: Path) -> Json:
-    """Runs transformers' assisted generation in this process, on models of its own."""
-    target = job.target
-    model, assistant = (
-        load_language_model(str(path), repr(str(path)), "export again", dtype=target.compute_dtype).eval()
-        for path in (target.path, drafter)
-    )
+def transformers(job: EngineJob, drafter: Path, options: Mapping[str, object]) -> Json:
+    """Runs transformers' assisted generation in this process, on models of its own.
+
+    options: arguments of `generate`, see `Shipping.options`.
+    """
+    target, again, reads_states = job.target, "export again", "speculation_type" in options
+    model = load_language_model(str(target.path), repr(str(target.path)), again, dtype=target.compute_dtype)
+    if reads_states:  # a drafter without head, which is no causal language model
+        what = repr(str(drafter))
+        with loading(what, again):
+            assistant, info = AutoModel.from_pretrained(drafter, dtype=target.compute_dtype, output_loading_info=True)
+        check_loaded(assistant, info, what, again)
+    else:
+        assistant = load_language_model(str(drafter), repr(str(drafter)), again, dtype=target.compute_dtype)
+        assistant.generation_config.num_assistant_tokens = job.depth
+        assistant.generation_config.num_assistant_tokens_schedule = "constant"
+        assistant.generation_config.assistant_confidence_threshold = 0.0
     for each in (model, assistant):
-        each.to(target.device)  # type: ignore[arg-type]
+        each.eval().to(target.device)
     end = target.eos_ids or None
     model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=end[0] if end else 0)
-    assistant.generation_config.num_assistant_tokens = job.depth
-    assistant.generation_config.num_assistant_tokens_schedule = "constant"
-    assistant.generation_config.assistant_confidence_threshold = 0.0
-    passes = 0
+    settings = dict(options)
+    if settings.pop(TOKENIZERS, False):
+        settings |= {"tokenizer": target.tokenizer, "assistant_tokenizer": AutoTokenizer.from_pretrained(drafter)}
+    passes, rounds, made = 0, 0, []
 
     def count(*_: object) -> None:
         nonlocal passes
         passes += 1
 
     handle = model.register_forward_hook(count)
-    made = []
     for prompt in job.prompts:
         ids = torch.tensor([prompt], device=target.device)  # [1, L] int64
-        settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": job.tokens, "do_sample": False}
-        out = model.generate(ids, assistant_model=assistant, **settings)
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False)  # [1, L + 1]
+        if job.tokens > 1 and out[0, -1].item() not in target.eos_ids:
+            # A draft model drafts before the first pass, which then is a round like ours if the first token is known. Other
+            # drafters read the states of that pass, so it is a prefill.
+            start = ids if reads_states else out
+            passes, most = 0, len(prompt) + job.tokens - start.shape[1]
+            limits = {"attention_mask": torch.ones_like(start), "max_new_tokens": most, "do_sample": False}
+            out = model.generate(start, assistant_model=assistant, **limits, **settings)
+            rounds += passes - reads_states
         made.append(out[0, len(prompt) :].tolist())
     handle.remove()
-    # The prefill verifies a draft here, so it counts as a round.
-    return {"accepted_length": round(sum(map(len, made)) / max(passes, 1), 4), "rounds": passes, "tokens": made}
+    length = round(sum(len(each) - 1 for each in made) / max(rounds, 1), 4)
+    return {"version": transformers_release, "rounds": rounds, "accepted_length": length, "tokens": made}
+
+
+def missing(python: str, package: str) -> str:
+    """Why an interpreter cannot run an engine; empty if it has the engine's package."""
+    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
+    try:
+        done = subprocess.run([python, "-c", code], capture_output=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{python} does not run ({error})"
+    return f"no {package} in {python}" if done.returncode else ""
 
 
 def run_side(python: str, script: Path, job: Json, environment: dict[str, str]) -> Json:
@@ -143,11 +175,21 @@ def run_side(python: str, script: Path, job: Json, environment: dict[str, str]) 
         path.write_text(json.dumps({**job, "answer": str(answer)}))
         command = [python, str(script), str(path)]
         try:
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_TIMEOUT)
-        except (OSError, subprocess.TimeoutExpired) as error:
+            # A group of its own: engines start processes that outlive the script when it is killed.
+            side = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                                    process_group=0)  # fmt: skip
+        except OSError as error:
             fix = "give the engine's interpreter"
             raise UserError(f"engine-python={python!r} cannot run {script.name} ({error}); {fix}") from error
-        if done.returncode or not answer.is_file():
-            lines = [line for line in done.stderr.strip().splitlines() if line.strip()][-12:]
-            raise UserError(f"the engine stopped (exit code {done.returncode}): " + " | ".join(lines))
+        try:
+            _, stderr = side.communicate(timeout=_TIMEOUT)
+        except subprocess.TimeoutExpired as error:
+            raise UserError(f"{script.name} was stopped after {_TIMEOUT} s; ask for fewer prompts or tokens") from error
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(side.pid, signal.SIGKILL)
+            side.wait()
+        if side.returncode or not answer.is_file():
+            lines = [line for line in stderr.strip().splitlines() if line.strip()][-12:]
+            raise UserError(f"the engine stopped (exit code {side.returncode}): " + " | ".join(lines))
         return json.loads(answer.read_text())

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from drafttrain.drafters.registry import is_untrained
 from drafttrain.drafters.shipping import (
     FORMATS,
     ExportRequest,
@@ -19,7 +20,7 @@ from drafttrain.drafters.shipping import (
 )
 from drafttrain.errors import UserError
 from drafttrain.export.batch_schedule import SCHEDULE_HELP, batch_schedule
-from drafttrain.export.serving_recipes import as_text, engine_depth, recipes, tuned_tree
+from drafttrain.export.serving_recipes import as_text, engine_depth, own_drafting, recipes, tuned_tree
 from drafttrain.files import hub_snapshot, is_hub_id
 from drafttrain.flags import WEIGHTS_HELP, add_drafter_flag
 from drafttrain.folders import OutputFolder, check_folder, inputs_of
@@ -38,16 +39,17 @@ HELP = f"""Write a drafter in the form that an engine loads, and print how to se
 {format_lines()}
 
 --format gguf --target-gguf float16 also writes the target as GGUF file, where none is at hand.
-A drafter with features that the format does not support is an error that lists them. Check the result by:
+A drafter with features that the format does not support is an error that lists them. For n-grams, which engines
+draft by themselves, --drafter with that kind's name prints their settings. Check the result by:
 
   drafttrain verify --drafter runs/drafter --exported runs/export"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = adder(parser)
-    add_drafter_flag(parser, trained=True)
-    add("--format", required=True, choices=FORMATS, help="whose format; see above")
-    add("--output", Place, required=True, help="folder to write")
+    add_drafter_flag(parser, trained=True, more=", or a kind without weights, to print its recipes only")
+    add("--format", choices=FORMATS, help="whose format; see above")
+    add("--output", Place, help="folder to write")
     newest = ", ".join(f"{form}: {engine_of(form).name} {engine_of(form).release}" for form in FORMATS)
     add("--engine-version", Name, default="", help=f"release of the engine that is to load it (default: {newest})")
     add("--dtype", FileDtype, default="bfloat16", help=WEIGHTS_HELP)
@@ -60,6 +62,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns the exit status."""
+    if is_untrained(args.drafter):
+        if args.format or args.output:
+            raise UserError(
+                f"drafter={args.drafter!r} has no weights to write; drop --format and --output to see its recipes"
+            )
+        print(as_text(own_drafting(args.drafter, args.target or "TARGET", args.speculative_tokens or 5)))
+        return 0
+    if lacking := next((flag for flag in ("format", "output") if getattr(args, flag) is None), None):
+        raise UserError(f"--{lacking} is required for a trained drafter; see drafttrain export --help")
     if args.target_gguf and args.format != "gguf":
         raise UserError(f"target-gguf={args.target_gguf!r} goes with --format gguf, not {args.format!r}; drop the flag")
     schedule = batch_schedule(Path(args.schedule).expanduser()) if args.schedule else None
@@ -111,7 +122,7 @@ def export(
     Raises:
         UserError: the format does not support the drafter, or the output cannot be written.
     """
-    kind = check_expressible(trained, form)
+    kind = check_expressible(trained, form, release)
     inputs = [("drafter", str(trained.folder)), ("target", target)]
     with OutputFolder(output, "export", inputs) as folder, folder.staged() as part:
         files = kind.write(trained, form, ExportRequest(part, dtype, target, depth))

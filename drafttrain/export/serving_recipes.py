@@ -13,7 +13,16 @@ from typing import NamedTuple
 
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import decoding_settings, default_tree
-from drafttrain.drafters.shipping import ENGINES, GGUF_NAME, TARGET_OVERRIDES, TOKENIZERS, Trained, shipping
+from drafttrain.drafters.shipping import (
+    ENGINES,
+    GGUF_NAME,
+    TARGET_OVERRIDES,
+    TOKENIZERS,
+    Trained,
+    shipped_kinds,
+    shipping,
+)
+from drafttrain.errors import UserError
 from drafttrain.export.batch_schedule import Entry, sglang_config, vllm_keys
 from drafttrain.files import Json
 
@@ -33,9 +42,7 @@ trtllm-serve {target} --config speculative.yaml
     "llama.cpp": """# target.gguf: {target} as GGUF of any type; drafttrain export --format gguf --target-gguf float16 writes one
 llama-server -m target.gguf {settings}""",
     "transformers": """model = AutoModelForCausalLM.from_pretrained("{target}")
-assistant = AutoModelForCausalLM.from_pretrained("{drafter}")
-assistant.generation_config.num_assistant_tokens = {depth}
-model.generate(**inputs, assistant_model=assistant{tokenizers})""",
+assistant = {settings}{tokenizers})""",
     "drafttrain": """from drafttrain import generate
 
 out = generate("{target}", "The capital of France is", drafter="{drafter}", tree="{tree}")
@@ -105,6 +112,21 @@ def recipes(
     return [*made, Recipe("drafttrain", ours)]
 
 
+def own_drafting(drafter: str, target: str, depth: int) -> list[Recipe]:
+    """How engines draft by themselves what a drafter without weights drafts here.
+
+    Raises:
+        UserError: no engine does.
+    """
+    found = shipping(drafter.partition(":")[0]).own_drafting
+    if not found:
+        known = ", ".join(kind for kind in shipped_kinds() if shipping(kind).own_drafting)
+        raise UserError(
+            f"drafter={drafter!r} has no weights to export, and no engine drafts so; they have settings for {known}"
+        )
+    return [Recipe(engine, text.format(target=target, depth=depth)) for engine, text in found.items()]
+
+
 def _settings(
     engine: str, drafter: str, tree: TreeSpec, options: Mapping[str, object], schedule: list[Entry] | None
 ) -> str:
@@ -137,6 +159,8 @@ def _settings(
             "max_total_draft_tokens": budget,
         }
     chosen = {key: value for key, value in {**defaults.get(engine, {}), **options}.items() if value is not None}
+    if engine == "transformers":
+        return _assisted(drafter, tree.depth, options)
     if engine == "vLLM":
         return json.dumps(
             {**chosen, **(vllm_keys(schedule) if schedule and "num_speculative_tokens" not in options else {})}
@@ -147,6 +171,16 @@ def _settings(
         flags = [f"--{flag} {value}".rstrip() for flag, value in chosen.items()]
         return " \\\n  ".join([flags[0], *(" ".join(flags[at : at + 2]) for at in range(1, len(flags), 2))])
     return "\n".join(f"  {key}: {value}" for key, value in chosen.items())
+
+
+def _assisted(drafter: str, depth: int, options: Mapping[str, object]) -> str:
+    """transformers' lines after `assistant = `, the last call's end left out."""
+    lines, more = [f'AutoModelForCausalLM.from_pretrained("{drafter}")'], ""
+    if "speculation_type" in options:  # drafts its whole block
+        lines, more = [f'AutoModel.from_pretrained("{drafter}")'], f', speculation_type="{options["speculation_type"]}"'
+    else:
+        lines.append(f"assistant.generation_config.num_assistant_tokens = {depth}")
+    return "\n".join([*lines, f"model.generate(**inputs, assistant_model=assistant{more}"])
 
 
 def as_text(made: Sequence[Recipe]) -> str:

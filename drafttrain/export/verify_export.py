@@ -3,54 +3,89 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import hashlib
 import importlib.util
+import itertools
 import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from typing_extensions import TypedDict
 
-from drafttrain.drafters.registry import load_drafter
-from drafttrain.drafters.shipping import FORMATS, GGUF_NAME, Shipping, Trained, find_drafter, shipping
+from drafttrain.drafters.shipping import ENGINES, FORMATS, find_drafter, shipping
 from drafttrain.environment import describe_environment
 from drafttrain.errors import UserError
 from drafttrain.evaluation.suites import load_suite, render, take_evenly
-from drafttrain.export import engine_runs
-from drafttrain.export.engine_runs import EngineJob
+from drafttrain.export.engine_runs import PACKAGES, missing
 from drafttrain.export.export_drafter import export
 from drafttrain.export.serving_recipes import engine_depth, tuned_tree
-from drafttrain.files import Json, scratch_folder
+from drafttrain.export.tiny_drafters import shipped_drafters, tiny_prompts, tiny_target
+from drafttrain.export.verify_matrix import (
+    HALF_TOLERANCE,
+    TOLERANCE,
+    DrafterRows,
+    VerifyJob,
+    VerifyRow,
+    agrees,
+    as_cells,
+    as_line,
+    failed,
+)
+from drafttrain.files import Json, JsonlLog, scratch_folder
 from drafttrain.flags import TARGET_HELP, add_drafter_flag
 from drafttrain.folders import inputs_of, output_file
 from drafttrain.formats.public_names import write_clean_json
-from drafttrain.formats.weights import dtype_name
-from drafttrain.formats.write_gguf import write_gguf
+from drafttrain.reports.output import table_of, wide_console
 from drafttrain.target import Target, resolve_dtype
-from drafttrain.values import Count, Depth, File, FileDtype, Name, Place, adder
+from drafttrain.values import Count, Depth, FileDtype, Name, Place, adder
 
-HELP = """Prove that an exported drafter computes what it computes here.
+HELP = f"""Prove that an exported drafter computes what it computes here.
 
   drafttrain verify --drafter runs/drafter --exported runs/export
   drafttrain verify --drafter runs/drafter --engine vllm --engine-python ~/vllm/bin/python --output verify.json
   drafttrain verify --drafter runs/draft --engine transformers
-  drafttrain verify --drafter runs/draft --engine llama.cpp --engine-python ~/llama/bin/python
+  drafttrain verify --drafter runs/drafter --engine all --engine-python vllm=~/vllm/bin/python llama.cpp=~/llama/bin/python
+  drafttrain verify --all-kinds --engine all --engine-python vllm=~/vllm/bin/python --output kinds.json
 
 Always: every tensor of the export must have the name, shape and dtype that the engine's loader expects and be finite; then the
 export is read back as a drafter, which must draft what the original drafts on random inputs. With --engine: the engine answers
 prompts greedily with a chain of --speculative-tokens, and so does our decoder; texts and accepted lengths are compared.
-scripts/verify_vllm_cpu.sh makes an environment with vLLM for CPUs and runs this."""
 
-TOLERANCE = 0.05  # of the accepted length, relative
+--engine all has a row for every engine; those that cannot run here are rows that say so, with the release whose rules the
+files follow. A row that differs or fails is exit status 1: in float32 any other text and accepted lengths more than
+{TOLERANCE:.0%} apart; in half precision, where near ties fall differently, {HALF_TOLERANCE:.0%}.
+
+--all-kinds trains a tiny drafter of each kind for a tiny random target on the spot. Finished rows are in
+OUTPUT.partial.jsonl; the same command continues there.
+scripts/verify_engines_cpu.sh makes an environment for each engine that runs on a CPU and runs all of this."""
+
+FEW = 6  # prompts, below which a comparison says little
+
+
+class _KeptRow(TypedDict):
+    """A line of OUTPUT.partial.jsonl."""
+
+    row: VerifyRow
+    found: Json  # of `DrafterRows`
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = adder(parser)
-    add_drafter_flag(parser, trained=True)
+    which = parser.add_mutually_exclusive_group(required=True)
+    add_drafter_flag(which, trained=True, required=False)
+    which.add_argument(
+        "--all-kinds", action="store_true", help="a tiny drafter of every kind that engines load, in float32"
+    )
     add("--exported", Place, help="folder written by drafttrain export (default: export it now, for the engine)")
     add("--format", choices=FORMATS, help="of what is exported now (default: the engine's, else the kind's first)")
     add("--dtype", FileDtype, default="bfloat16", help="of what is exported now, and of the target")
-    engines = ("auto", "none", *engine_runs.ENGINES)
+    engines = ("auto", "none", "all", *PACKAGES)
     add("--engine", choices=engines, default="auto", help="also run it there (default: vllm or llama.cpp if installed)")
-    add("--engine-python", File, default=sys.executable, help="interpreter that has vllm, or xllamacpp for llama.cpp")
+    paths = "interpreters that have vllm, or xllamacpp for llama.cpp; with several engines each as ENGINE=PATH"
+    add("--engine-python", Place, nargs="+", default=[], metavar="[ENGINE=]PATH", help=f"{paths} (default: this one)")
     add("--target", Name, default="", help=f"{TARGET_HELP} (default: the recorded one)")
     add("--suite", Place, default="drafttrain", help="where prompts come from: a suite's name or JSONL file")
     add("--prompts", Count, default=8, help="at most, taken evenly from all categories")
@@ -62,6 +97,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns 0 if everything agrees, else 1."""
     output = output_file(args.output, "verify", inputs_of(args)) if args.output is not None else None
+    pythons = _interpreters(args.engine_python, args.engine)
+    one_only = {"exported": args.exported, "format": args.format}
+    if args.engine == "all" and (key := next((key for key, value in one_only.items() if value), None)):
+        raise UserError(f"{key}={one_only[key]!r} is of one format, and --engine all uses every one; name one engine")
+    with scratch_folder() as scratch:
+        if args.all_kinds:
+            found = _all_kinds(args, pythons, scratch, output)
+        else:
+            found = _one_drafter(args, pythons, scratch, output)
+    rows: list[VerifyRow] = found.get("rows", [])
+    if len(rows) > 1:
+        wide_console().print(table_of([name.replace("_", " ") for name in VerifyRow.__annotations__ if name != "prompts"],
+                                      map(as_cells, rows)))  # fmt: skip
+    if output is not None:
+        command = [Path(sys.argv[0]).name, *sys.argv[1:]]
+        found = {**describe_environment(torch.device("cpu")), "command": command, **found}
+        write_clean_json(output, found)
+        _partial(output).unlink(missing_ok=True)
+        print(f"wrote {args.output}")
+    wrong = [row for row in rows if not agrees(row)]
+    for row in wrong:
+        print(f"{row['kind']} in {row['engine']}: {row['verdict']}", file=sys.stderr)
+    if rows and not any(row["prompts"] or row in wrong for row in rows):
+        raise UserError(f"engine={args.engine!r} ran nothing: {rows[0]['verdict']}")
+    return 1 if wrong else 0
+
+
+def _one_drafter(args: argparse.Namespace, pythons: Mapping[str, str], scratch: Path, output: Path | None) -> Json:
+    """Verifies --drafter; returns what the JSON file holds beside the environment."""
     trained = find_drafter(args.drafter)
     kind = shipping(trained.kind)
     if not kind.formats:
@@ -71,83 +135,141 @@ def run(args: argparse.Namespace) -> int:
         fixed = kind.block_depth(trained)
         raise UserError(f"speculative-tokens={depth}: this drafter drafts blocks of {fixed} tokens; drop the flag")
     if args.engine == "auto":
-        args.engine = installed_engine(kind)
-    if args.engine not in ("none", *kind.verifiable):
+        args.engine = installed_engine(kind.verifiable, pythons)
+    if args.engine not in ("none", "all", *kind.verifiable):
         known = ", ".join(kind.verifiable)
         raise UserError(f"engine={args.engine!r} runs no {trained.kind!r} drafter; choose {known} or none")
     form = args.format or kind.verifiable.get(args.engine) or next(iter(kind.formats))
-    with scratch_folder() as scratch:
-        exported = Path(args.exported).expanduser() if args.exported else scratch / "export"
+    exported = {form: Path(args.exported).expanduser()} if args.exported else {}
+    if args.exported and not exported[form].is_dir():
+        raise UserError(f"exported={args.exported!r} is no folder; write one: drafttrain export --help")
+    name = args.target or trained.target_name
+    if args.engine != "all":
         if not args.exported:
-            export(trained, form, exported, resolve_dtype(args.dtype), args.target or trained.target_name, depth)
-        if not exported.is_dir():
-            raise UserError(f"exported={str(exported)!r} is no folder; write one: drafttrain export --help")
-        found: Json = {"files": kind.check(trained, exported)}
+            exported[form] = scratch / "export"
+            export(trained, form, exported[form], resolve_dtype(args.dtype), name, depth)
+        found: Json = {"files": kind.check(trained, exported[form])}
         figures = ", ".join(f"{key.replace('_', ' ')} {value:.3g}" for key, value in found["files"].items())
         print(f"files: as an engine loads them, they compute what the drafter does ({figures})")
-        agree = True
-        if args.engine != "none":
-            found |= _compare_engine(args, trained, exported, depth, scratch)
-            agree = abs(found["accepted_length_ratio"] - 1) <= TOLERANCE
-    if output is not None:
-        command = [Path(sys.argv[0]).name, *sys.argv[1:]]
-        found = {**describe_environment(torch.device("cpu")), "command": command, **found}
-        write_clean_json(output, found)
-        print(f"wrote {args.output}")
-    if not agree:
-        print(f"the accepted lengths differ by more than {TOLERANCE:.0%}", file=sys.stderr)
-    return 0 if agree else 1
-
-
-def installed_engine(kind: Shipping) -> str:
-    """The first engine in this environment that runs drafters of a kind, or none."""
-    for name, package in (("vllm", "vllm"), ("llama.cpp", "xllamacpp")):
-        if name in kind.verifiable and importlib.util.find_spec(package):
-            return name
-    return "none"
-
-
-def _compare_engine(args: argparse.Namespace, trained: Trained, exported: Path, depth: int, scratch: Path) -> Json:
-    """Answers the prompts on both sides; returns `ours`, the engine's entry and the comparison."""
-    name = args.target or trained.target_name
+    if args.engine == "none":
+        return found
     if not name:
         raise UserError("the drafter does not record its target; pass --target")
     target = Target.load(name, args.dtype)
+    trained = trained if trained.target else replace(trained, target=target.identity())
     questions = take_evenly(load_suite(args.suite).questions, args.prompts)
     prompts = [render(target.tokenizer, question.turns[:1], []) for question in questions]
-    job = EngineJob(target, args.dtype, prompts, args.max_new_tokens, depth, args.engine_python)
-    if args.engine == "vllm":
-        theirs = engine_runs.vllm(job, exported, shipping(trained.kind).options(trained)["vLLM"])
-    elif args.engine == "transformers":
-        theirs = engine_runs.transformers(job, exported)
-    else:
-        target_file = write_gguf(Path(target.path), scratch / "target.gguf", dtype_name(resolve_dtype(args.dtype)))
-        kind = str(shipping(trained.kind).options(trained)["llama.cpp"]["spec-type"])
-        theirs = engine_runs.llama_cpp(job, target_file, exported / GGUF_NAME, kind)
-    drafter = load_drafter(str(trained.folder), target)
-    assert drafter is not None, "a folder is no 'none'"
-    mine = engine_runs.ours(job, drafter)
-    pairs = list(zip(mine["tokens"], theirs["tokens"], strict=True))
-    same = sum(a == b for a, b in pairs)
-    ratio = theirs["accepted_length"] / mine["accepted_length"]
-    print(
-        f"{args.engine}: accepted length {theirs['accepted_length']:.3f}, ours {mine['accepted_length']:.3f} "
-        f"({ratio - 1:+.1%}); identical texts on {same} of {len(pairs)} prompts"
-    )
-    return {
-        "target": name,
-        "drafter": args.drafter,
-        "dtype": args.dtype,
-        "speculative_tokens": depth,
-        "prompts": len(prompts),
-        "ours": mine,
-        args.engine.replace(".", "_"): theirs,
-        "identical_texts": same,
-        "common_prefix": [_common(a, b) for a, b in pairs],
-        "accepted_length_ratio": round(ratio, 4),
-    }
+    if len(prompts) < FEW:
+        print(f"{len(prompts)} prompts say little about accepted lengths; give at least {FEW}", file=sys.stderr)
+    job = VerifyJob(trained, target, name, args.dtype, prompts, args.max_new_tokens, depth)
+    side = DrafterRows(job, scratch, exported, "" if args.engine == "all" else form)
+    rows = _rows([side], args, pythons, output)
+    described = {"target": name, "drafter": args.drafter, "dtype": args.dtype, "speculative_tokens": depth}
+    proven = {"files": side.files} if args.engine == "all" else {**found, **side.comparison}
+    return {**proven, **described, "prompts": len(prompts), "ours": side.ours, **side.found, "rows": rows}
 
 
-def _common(left: list[int], right: list[int]) -> int:
-    """Tokens until the first difference."""
-    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+def _all_kinds(args: argparse.Namespace, pythons: Mapping[str, str], scratch: Path, output: Path | None) -> Json:
+    """Verifies a tiny drafter of every kind; returns what the JSON file holds beside the environment."""
+    given = {"exported": args.exported, "format": args.format, "target": args.target}
+    if named := next((key for key, value in given.items() if value), None):
+        raise UserError(f"{named}={given[named]!r} goes with --drafter; --all-kinds makes target and drafters itself")
+    target = tiny_target(scratch / "target")
+    prompts = tiny_prompts(args.prompts)
+    drafters = shipped_drafters(target, prompts, args.max_new_tokens, scratch)
+    sides = []
+    for trained in drafters:
+        depth = shipping(trained.kind).block_depth(trained) or args.speculative_tokens or 3
+        job = VerifyJob(trained, target, target.path, "float32", prompts, args.max_new_tokens, depth)
+        sides.append(DrafterRows(job, scratch, {}))
+    if args.engine in ("auto", "none"):
+        args.engine = "all"
+    rows = _rows(sides, args, pythons, output)
+    files = {side.job.trained.kind: side.files for side in sides}
+    return {"files": files, "target": "a tiny random Llama", "dtype": "float32", "prompts": len(prompts), "rows": rows}
+
+
+def _rows(
+    sides: list[DrafterRows], args: argparse.Namespace, pythons: Mapping[str, str], output: Path | None
+) -> list[VerifyRow]:
+    """The rows of drafters in engines, those of an interrupted run taken from its file."""
+    engines = [engine for engine in ENGINES.values() if args.engine in ("all", engine.name.lower())]
+    many = args.all_kinds or args.engine == "all"
+    log = _log(args, output, sides, pythons) if output is not None and many else None
+    kept = {(entry["row"]["kind"], entry["row"]["engine"]): entry for entry in log.rows} if log else {}
+    absent = {engine.name: _absent(engine.name.lower(), pythons) for engine in engines}
+    rows = []
+    with contextlib.closing(log) if log else contextlib.nullcontext():
+        for side, engine in itertools.product(sides, engines):
+            kind = side.job.trained.kind
+            if entry := kept.get((kind, engine.name)):
+                side.found |= entry["found"]
+                rows.append(entry["row"])
+                continue
+            python = "" if absent[engine.name] else pythons.get(engine.name.lower(), sys.executable)
+            print(f"{kind} in {engine.name} ...", file=sys.stderr, flush=True)
+            try:
+                row = side.row(engine, python, absent[engine.name])
+            except UserError as error:
+                if not many:
+                    raise
+                row = failed(side, engine, error)
+            rows.append(row)
+            print(as_line(row), flush=True)
+            if log is not None and row["verdict"] == "same":
+                log.add({"row": row, "found": side.found})
+    return rows
+
+
+def _log(args: argparse.Namespace, output: Path, sides: list[DrafterRows], pythons: Mapping[str, str]) -> JsonlLog:
+    """Finished rows of this command on these drafters."""
+    digest = hashlib.sha256()
+    for side in sides:
+        digest.update(repr((side.job.trained.config, side.job.prompts, side.job.depth, side.job.dtype)).encode())
+        for file in sorted(side.job.trained.folder.glob("*.safetensors")):
+            digest.update(file.read_bytes())
+    settings = {"drafters": digest.hexdigest(), "tokens": args.max_new_tokens, "target": args.target}
+    return JsonlLog(_partial(output), {**settings, "pythons": dict(pythons)}, _KeptRow, overwrite=True)
+
+
+def _partial(output: Path) -> Path:
+    return output.with_name(output.name + ".partial.jsonl")
+
+
+def _interpreters(words: Iterable[str], engine: str) -> dict[str, str]:
+    """--engine-python as interpreter by engine.
+
+    Raises:
+        UserError: no such file, an engine that has none, or a path that does not say whose it is.
+    """
+    found: dict[str, str] = {}
+    for word in words:
+        name, is_named, path = word.partition("=")
+        if not is_named or name not in PACKAGES:
+            name, path = engine, word
+        if name not in PACKAGES:
+            raise UserError(
+                f"engine-python={word!r} must say whose it is: ENGINE=PATH, ENGINE one of {', '.join(PACKAGES)}"
+            )
+        if name == "transformers" and Path(path).expanduser() != Path(sys.executable):
+            raise UserError(f"engine-python={word!r}: transformers runs in drafttrain's own environment; leave it out")
+        if not Path(path).expanduser().is_file():
+            raise UserError(f"engine-python={word!r} is no existing file; give the engine's interpreter")
+        found[name] = str(Path(path).expanduser())
+    return found
+
+
+def _absent(key: str, pythons: Mapping[str, str]) -> str:
+    """Why an engine cannot run here; empty if it can."""
+    if key not in PACKAGES:
+        return "drafttrain does not start it"
+    reason = missing(pythons.get(key, sys.executable), PACKAGES[key])
+    return f"{reason}, see --engine-python" if reason else ""
+
+
+def installed_engine(verifiable: Iterable[str], pythons: Mapping[str, str]) -> str:
+    """The first of some engines that has an interpreter of its own or is in this environment, or none."""
+    for name in ("vllm", "llama.cpp"):
+        if name in verifiable and (name in pythons or importlib.util.find_spec(PACKAGES[name])):
+            return name
+    return "none"

@@ -24,7 +24,7 @@ _REPAIR = "export or download again"
 _TABLES = {"d2t": torch.int64, "t2d": torch.bool}  # tensors of EAGLE-3's forms that are no weights
 
 
-class _Index(TypedDict):
+class _ShardIndex(TypedDict):
     weight_map: dict[str, str]
 
 
@@ -48,7 +48,7 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return [path for path in [folder / "model.safetensors"] if path.is_file()]
-    named = read_json(index, "checkpoint", _REPAIR, _Index)["weight_map"].values()
+    named = read_json(index, "checkpoint", _REPAIR, _ShardIndex)["weight_map"].values()
     files = [folder / Path(name).name for name in sorted(set(named))]  # a name with a folder in it could point anywhere
     if missing := [path.name for path in files if not os.path.isfile(path)]:  # also for names that no path can have
         raise UserError(

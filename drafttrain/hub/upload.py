@@ -16,8 +16,8 @@ from jinja2 import Environment, StrictUndefined
 
 from drafttrain.credentials import find_secret, redact
 from drafttrain.environment import __version__
-from drafttrain.errors import UserError, first_line
-from drafttrain.files import Json, scratch_folder, unreachable, without_xet, write_text
+from drafttrain.errors import UserError, first_line, without_xet
+from drafttrain.files import Json, scratch_folder, unreachable, write_text
 from drafttrain.folders import OutputFolder, inputs_of
 from drafttrain.values import Place, adder
 

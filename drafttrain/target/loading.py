@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from typing_extensions import TypedDict
 
-from drafttrain.errors import UserError
-from drafttrain.files import hub_snapshot, open_tensors, read_json, without_xet
+from drafttrain.errors import UserError, without_xet
+from drafttrain.files import hub_snapshot, open_tensors, read_json
 
 # Buffers that earlier versions of transformers stored, and parts that are not the language model's.
 _BUFFERS = re.compile(r"(rotary_emb\.inv_freq|\.attn\.(masked_)?bias|\.attention\.(masked_)?bias|position_ids)$")

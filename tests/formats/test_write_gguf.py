@@ -214,7 +214,7 @@ def test_export_and_verify_of_a_draft_model(tmp_path, capsys, form):
     assert "computes other logits than the draft model" in capsys.readouterr().err
 
 
-def test_a_draft_model_with_another_vocabulary_is_refused(tmp_path, capsys):
+def test_a_draft_model_with_another_vocabulary_is_for_engines_that_translate(tmp_path, capsys):
     make_checkpoint(tmp_path / "hf", "llama")
     described = {"drafter_kind": "draft_model", "target": {"name": "user/big", "vocab_size": 301}}
     (tmp_path / "hf" / "drafttrain.json").write_text(json.dumps(described))

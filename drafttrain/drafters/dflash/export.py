@@ -1,4 +1,4 @@
-"""DFlash drafters as vLLM, SGLang and TensorRT-LLM load them (`DFlashDraftModel`), and block drafters as GGUF files.
+"""DFlash drafters as vLLM, SGLang and TensorRT-LLM load them (`DFlashDraftModel`), as transformers does, and as GGUF files.
 
 config.json   a Qwen3 config of the layers, block_size, dflash_config {mask_token_id, target_layer_ids: ours - 1}
 weights       fc, hidden_norm, norm, layers.{i}.* as ours; with a pruned vocabulary or a trained head also lm_head and d2t
@@ -7,8 +7,12 @@ mask          a learned one is mask_embedding.pt, the only form that vLLM reads 
               the Hub gets our own format, from which `drafttrain export` writes this one
 
 SGLang draws from the target's embedding and head alone: it has no place for a pruned vocabulary, a trained head or a learned
-mask. Sources: vllm/model_executor/models/qwen3_dflash.py and vllm/v1/spec_decode/dflash.py of vLLM 0.32;
-srt/models/dflash.py and srt/speculative/dflash_utils.py of SGLang 0.5.11 to 0.5.23; TensorRT-LLM's features/speculative-decoding.
+mask. Nor has transformers, whose `generate(speculation_type="dflash")` takes the same network as `MuseGlimmerAssistantModel`:
+fc and hidden_norm are encoder.fc and encoder.output_norm_enc there, and the config says layer_types.
+
+Sources: vllm/model_executor/models/qwen3_dflash.py and vllm/v1/spec_decode/dflash.py of vLLM 0.32;
+srt/models/dflash.py and srt/speculative/dflash_utils.py of SGLang 0.5.11 to 0.5.23; TensorRT-LLM's features/speculative-decoding;
+transformers 5.23 models/muse_glimmer_assistant and generation/candidate_generator.py.
 """
 
 from __future__ import annotations
@@ -42,6 +46,8 @@ from drafttrain.target import load_shell
 from drafttrain.target.loading import check_finite
 
 _MASK_FILE = "mask_embedding.pt"
+_TRANSFORMERS = "5.23"  # the release that was read; its one DFlash class is a family's own, and general
+_GLIMMER = "muse_glimmer_assistant"
 # Architectures of published block drafters; a Markov head, not the name, tells DSpark from DFlash.
 PUBLISHED_BLOCKS = {
     "DFlashDraftModel", "QwenDFlashDraftModel", "Qwen3DSparkModel", "DSparkDraftModel", "LingDSparkModel",
@@ -123,7 +129,7 @@ class EngineBlocks(BlockFiles[Block]):
             f"{where} the inputs of layers 1 to {last - 1} only": any(layer in (0, last) for layer in layers),
             f"{where} features in ascending order": layers != sorted(layers),
         }
-        if form == "sglang":
+        if form != "vllm":
             kept, v, first, masks = config.get("draft_vocab_size"), config.get("vocab_size"), *self.since
             anchor, window = bool(config.get("sample_from_anchor")), config.get("sliding_window")
             checks |= {
@@ -131,7 +137,7 @@ class EngineBlocks(BlockFiles[Block]):
                 f"train_head=true: {name} drafts with the target's head": bool(config.get("train_head")),
                 f"mask_token_id=null, a learned mask: {name} takes a token's embedding": config.get("mask_token_id")
                 is None,
-                f"sliding_window={window}: {name}'s windowed layers hide a block's later tokens": bool(window),
+                f"sliding_window={window}: {name} has no window that shows a block's later tokens": bool(window),
             }
             if name == "SGLang":
                 checks |= {
@@ -148,7 +154,7 @@ class EngineBlocks(BlockFiles[Block]):
             return super().write(trained, form, request)
         drafter, name = self.load(trained), request.target_files or trained.target_name
         target = load_shell(name, "float32", "cpu", weights=self.lends(drafter))
-        if target.embed_scale != 1.0:
+        if target.embed_scale != 1.0 and form != "transformers":
             scale = f"the target scales its embeddings by {target.embed_scale:g}, and the engines' class does not"
             raise UserError(f"this drafter cannot be written for {form}: {scale}")
         if self.lends(drafter):
@@ -281,8 +287,11 @@ class DFlashShipping(EngineBlocks[DFlash]):
     formats = {
         "vllm": Format("DFlash as DFlashDraftModel", ("vLLM",)),
         "sglang": Format("DFlash without head and mask of its own", ("SGLang", "TensorRT-LLM, Triton")),
+        "transformers": Format("DFlash as MuseGlimmerAssistantModel", ("transformers",)),
         **BlockFiles.formats,
     }
+    verifiable = {"vllm": "vllm", "transformers": "transformers", **BlockFiles.verifiable}
+    tiny = {"mask_token_id": 300, "num_hidden_layers": 2, "block_size": 4}
     drafter_class = DFlash
     architecture = "DFlashDraftModel"
     since = ("0.5.11", "0.5.11")
@@ -293,12 +302,37 @@ class DFlashShipping(EngineBlocks[DFlash]):
         lacks = (
             f"sample_from_anchor=true: {(engine or engine_of(form)).name} predicts at the masks only, for kind dflash"
         )
-        return [*found, lacks] if anchor and form in ("vllm", "sglang") else found
+        if form == "transformers" and (engine or engine_of(form)).before(_TRANSFORMERS):
+            found = [*found, f"transformers has DFlash since {_TRANSFORMERS}"]
+        return [*found, lacks] if anchor and form != "gguf" and form in self.formats else found
+
+    def engine_config(self, drafter: DFlash, form: str, request: ExportRequest) -> Json:
+        described = super().engine_config(drafter, form, request)
+        if form != "transformers":
+            return described
+        own = {"architectures": ["MuseGlimmerAssistantModel"], "model_type": _GLIMMER, **described["dflash_config"]}
+        own |= dict.fromkeys(
+            ("bos_token_id", "eos_token_id", "pad_token_id")
+        )  # not the family's, which it would default to
+        return {**described, **own, "layer_types": ["full_attention"] * drafter.config.num_hidden_layers}
+
+    def engine_names(self, drafter: DFlash, config: Json) -> dict[str, str]:
+        names = super().engine_names(drafter, config)
+        if config.get("model_type") != _GLIMMER:
+            return names
+        encoder = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+        return {encoder.get(name, name): own for name, own in names.items()}
 
     def withheld(self, trained: Trained, form: str) -> str:
         learned = form == "vllm" and trained.config.get("mask_token_id") is None
         reason = f"vLLM reads a learned mask from {_MASK_FILE} alone, and pickles are not published"
         return f"{reason}; users of the repository write it by drafttrain export --format {form}" if learned else ""
+
+    def drafter_from(self, original: DFlash, export: Exported) -> DFlash:
+        return super().drafter_from(original, export._replace(weights=_flat(export.weights)))
+
+    def drafter_weights(self, original: DFlash, back: DFlash, export: Exported) -> dict[str, Tensor]:
+        return super().drafter_weights(original, back, export._replace(weights=_flat(export.weights)))
 
     def block_keys(self, drafter: DFlash) -> Json:
         config, mask_token = drafter.config, drafter.config.mask_token_id
@@ -327,7 +361,14 @@ class DFlashShipping(EngineBlocks[DFlash]):
                 "speculative-num-draft-tokens": depth + 1,  # its block, the last committed token included
             },
             "TensorRT-LLM, Triton": {"decoding_type": "DFlash", "max_draft_len": depth},
+            "transformers": {"speculation_type": "dflash"},
         }
+
+
+def _flat(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of transformers' form by the other engines' names."""
+    names = {name: name.removeprefix("encoder.").replace("output_norm_enc", "hidden_norm") for name in weights}
+    return {names[name]: value for name, value in weights.items()}
 
 
 SHIPPING = DFlashShipping()

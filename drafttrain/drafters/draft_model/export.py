@@ -26,7 +26,7 @@ from drafttrain.files import Json
 from drafttrain.formats.public_names import write_clean_json
 from drafttrain.formats.weights import dtype_name, read_config
 from drafttrain.formats.write_gguf import write_gguf
-from drafttrain.target import load_shell, resolve_target
+from drafttrain.target import Target, load_shell, resolve_target
 from drafttrain.target.loading import load_language_model
 
 _PLAIN = Format("a draft model as plain HF checkpoint", ("transformers", "vLLM", "SGLang", "TensorRT-LLM, Triton"))
@@ -45,6 +45,7 @@ class DraftModelShipping(Shipping[DraftModel]):
     formats = dict.fromkeys(FORMATS, _PLAIN) | {"gguf": Format("a draft model as GGUF file", ("llama.cpp",))}
     verifiable = {"vllm": "vllm", "transformers": "transformers", "llama.cpp": "gguf"}
     in_root = FORMATS
+    tiny = {"layers": (0, 1, 6, 7)}
     serving = {
         "vLLM": {"method": "draft_model"},
         "SGLang": {"speculative-algorithm": "STANDALONE"},
@@ -82,6 +83,13 @@ class DraftModelShipping(Shipping[DraftModel]):
             return self.serving
         more: Json = {"vLLM": {"use_heterogeneous_vocab": True}, "transformers": {TOKENIZERS: True}}
         return {engine: {**settings, **more.get(engine, {})} for engine, settings in self.serving.items()}
+
+    def shares_vocabulary(self, trained: Trained, target: Target) -> bool:
+        try:
+            trained.load().bind(target)
+        except UserError:
+            return False
+        return True
 
     def write(self, trained: Trained, form: str, request: ExportRequest) -> list[Path]:
         """Loads the model once, to prove that its checkpoint is complete, and writes it."""

@@ -58,6 +58,7 @@ class MTPShipping(Shipping[MTP]):
     formats = {"vllm": Format("a prediction module as MiMo's", ("vLLM",))}
     verifiable = {"vllm": "vllm"}
     serving = {"vLLM": {"method": "mtp", TARGET_OVERRIDES: {"num_nextn_predict_layers": 1}}}
+    tiny = {"train_head": False, "num_key_value_heads": 2}
     no_format = (
         "the engine reads prediction modules out of the target's own checkpoint, for families that come with one; train an "
         "eagle1 or eagle3 drafter for serving there"

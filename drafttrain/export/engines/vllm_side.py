@@ -4,12 +4,28 @@
 
 The job's keys: target, dtype, prompts (token ids), tokens, repeats, warm_up, max_model_len, ignore_eos, speculative (vLLM's
 speculative_config or null), hf_overrides (of the target's config, or null) and answer, the file to write: runs, the last run's
-tokens, and vLLM's counters of speculative decoding.
+tokens, and vLLM's counters of speculative decoding. With steps, each prompt is run without compilation and once, step by step;
+in place of runs the answer holds the number of tokens of each step, and rounds, the steps after the prefills. vLLM's own counters
+leave out steps without drafts.
 """
 
 import json
 import sys
 import time
+
+
+def stepped(llm, prompt, params, number):
+    """The tokens of an answer, and how many each of the engine's steps gave."""
+    engine = llm.llm_engine
+    tokens: list[int] = []
+    sizes: list[int] = []
+    engine.add_request(str(number), prompt, params)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            made = list(output.outputs[0].token_ids)  # all up to now
+            sizes += [len(made) - len(tokens)] * (len(made) > len(tokens))
+            tokens = made
+    return tokens, sizes
 
 
 def main() -> None:
@@ -26,14 +42,19 @@ def main() -> None:
         hf_overrides=job.get("hf_overrides"),
         enable_prefix_caching=False,
         disable_log_stats=False,
+        enforce_eager=job.get("steps", False),
     )
     params = SamplingParams(temperature=0, max_tokens=job["tokens"], ignore_eos=job["ignore_eos"])
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
     if job["warm_up"]:
         llm.generate(prompts[:1], params, use_tqdm=False)
     print("vllm: ready", flush=True)
-    runs = []
-    for _ in range(job["repeats"]):
+    runs, texts = [], []
+    steps: list[list[int]] = []
+    if job.get("steps"):
+        answers = [stepped(llm, prompt, params, i) for i, prompt in enumerate(prompts)]
+        texts, steps = [tokens for tokens, _ in answers], [sizes for _, sizes in answers]
+    for _ in range(0 if steps else job["repeats"]):
         began = time.perf_counter()
         texts = [llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids for prompt in prompts]
         seconds = time.perf_counter() - began
@@ -48,6 +69,8 @@ def main() -> None:
 
     with open(job["answer"], "w") as file:
         answer = {"runs": runs, "tokens": [list(text) for text in texts], "counters": counters}
+        if steps:
+            answer |= {"steps": steps, "rounds": sum(len(sizes) - 1 for sizes in steps)}
         json.dump({**answer, "version": vllm.__version__}, file)
 
 

@@ -1,0 +1,70 @@
+"""Gathers what `drafttrain verify` wrote into eval/results/verify_matrix.json and its table into docs/serving.md.
+
+python scripts/verify_table.py OUTPUT_DIR/*.json    # of scripts/verify_engines_cpu.sh; without files: the table only
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+MATRIX, PAGE = ROOT / "eval" / "results" / "verify_matrix.json", ROOT / "docs" / "serving.md"
+BEGIN, END = "<!-- verify_table.py: begin -->\n", "<!-- verify_table.py: end -->\n"
+DROPPED = ("tokens", "files", "common_prefix")  # of an engine or our decoder
+
+
+def gathered(files: list[str]) -> dict:
+    """The runs without their tokens, by drafter."""
+    runs = []
+    for file in files:
+        found = json.loads(Path(file).read_text())
+        runs.append({key: value for key, value in found.items() if key not in ("ours", "vllm", "llama_cpp", *DROPPED)})
+        runs[-1].pop("transformers", None)
+    return {"runs": runs}
+
+
+def cell(row: dict) -> str:
+    verdict = row["verdict"]
+    if row["prompts"]:
+        ours = "-" if row["ours"] is None else f"{row['ours']:.3f}"
+        figures = f"{row['accepted_length']:.3f} ({ours}), {row['same_text']} of {row['prompts']}"
+        return figures if verdict == "same" else f"**{figures}: {verdict.partition(': ')[2]}**"
+    if verdict.startswith("not run"):
+        return "by its rules"
+    return "no" if verdict.startswith("unsupported") else "**fails**"
+
+
+def table(matrix: dict) -> str:
+    """Kind by engine, for tiny drafters and for trained heads; the heading names the releases that ran."""
+    parts = []
+    for run in sorted(matrix["runs"], key=lambda run: "drafter" in run):  # tiny ones first
+        parts += [("tiny" if "drafter" not in run else "trained", row) for row in run["rows"]]
+    releases: dict[str, str] = {}
+    for _, row in parts:
+        if row["prompts"] or row["engine"] not in releases:
+            releases[row["engine"]] = row["release"]
+    lines = [f"| | {' | '.join(f'{engine} {release}' for engine, release in releases.items())} |"]
+    lines.append(f"| --- {'| --- ' * len(releases)}|")
+    for size in ("tiny", "trained"):
+        rows = [row for kind, row in parts if kind == size]
+        for kind in sorted({row["kind"] for row in rows}):
+            cells = {row["engine"]: cell(row) for row in rows if row["kind"] == kind}
+            lines.append(f"| `{kind}`, {size} | {' | '.join(cells.get(engine, '-') for engine in releases)} |")
+    return "\n".join(lines) + "\n"
+
+
+def page(matrix: dict) -> str:
+    """docs/serving.md with the table."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    return before + BEGIN + table(matrix) + END + rest.partition(END)[2]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", help="written by drafttrain verify --engine all")
+    if files := parser.parse_args().files:
+        MATRIX.write_text(json.dumps(gathered(files), indent=1) + "\n")
+    PAGE.write_text(page(json.loads(MATRIX.read_text())))
+    print(f"wrote {PAGE}")
