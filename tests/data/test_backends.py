@@ -388,6 +388,7 @@ def write(target_dir, output, *more: str) -> int:
                      "--slots", "3", "--openings", "none", *more])  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_prompts_are_written_by_servers(target_dir, tmp_path, tokenizer, capsys):
     """The frame of a user's turn is sent as ids, each request with a seed of its own; one that fails is counted."""
     topics = [
@@ -423,6 +424,7 @@ def test_prompts_are_written_by_servers(target_dir, tmp_path, tokenizer, capsys)
     assert "dropped: failed request: token ids" in said and "dropped: unfinished" in said
 
 
+@pytest.mark.thorough
 def test_a_server_without_ids_cannot_continue_an_open_turn(target_dir, tmp_path, capsys):
     with Server() as server:
         assert write(target_dir, tmp_path / "p.jsonl", "--url", server.url) == 2

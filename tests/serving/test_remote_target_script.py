@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = "scripts/remote_target_cpu.sh"
 
 
+@pytest.mark.thorough
 def test_its_commands_exist_with_their_flags(monkeypatch, tmp_path):
     """Every line of the dry run is parsed as the command would parse it; nothing is installed, and no folder is made."""
     monkeypatch.chdir(ROOT)
