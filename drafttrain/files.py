@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from safetensors import safe_open
 
 Json = dict[str, Any]  # a JSON object
+
+
 T = TypeVar("T", default=Json)
 
 

@@ -18,6 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, 
 
 from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
 from pydantic import Field as Limits
+from typing_extensions import TypedDict
 
 from drafttrain.errors import UserError, shown
 
@@ -231,3 +232,9 @@ def adder(parser: Any) -> Callable[..., None]:
         parser.add_argument(name, *more, **options)
 
     return add
+
+
+class ShardIndex(TypedDict):
+    """The index of a model of several files: the file of each tensor."""
+
+    weight_map: dict[str, str]

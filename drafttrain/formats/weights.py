@@ -11,21 +11,17 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from typing_extensions import TypedDict
 
 from drafttrain.errors import UserError, first_line
 from drafttrain.files import Json, read_json, write_json, writing
 from drafttrain.target.loading import check_finite
+from drafttrain.values import ShardIndex
 
 Shapes = dict[str, tuple[int, ...]]  # a checkpoint's tensors: name -> shape
 
 _PICKLES = ("pytorch_model.bin", "model.bin", "model.pt", "pytorch_model.pt", "model.pth")
 _REPAIR = "export or download again"
 _TABLES = {"d2t": torch.int64, "t2d": torch.bool}  # tensors of EAGLE-3's forms that are no weights
-
-
-class _ShardIndex(TypedDict):
-    weight_map: dict[str, str]
 
 
 def read_config(folder: Path, name: str = "config.json", missing: Json | None = None) -> Json:
@@ -48,7 +44,7 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return [path for path in [folder / "model.safetensors"] if path.is_file()]
-    named = read_json(index, "checkpoint", _REPAIR, _ShardIndex)["weight_map"].values()
+    named = read_json(index, "checkpoint", _REPAIR, ShardIndex)["weight_map"].values()
     files = [folder / Path(name).name for name in sorted(set(named))]  # a name with a folder in it could point anywhere
     if missing := [path.name for path in files if not os.path.isfile(path)]:  # also for names that no path can have
         raise UserError(

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
-from typing_extensions import TypedDict
 
 from drafttrain.errors import UserError, without_xet
 from drafttrain.files import hub_snapshot, open_tensors, read_json
+from drafttrain.values import ShardIndex
 
 # Buffers that earlier versions of transformers stored, and parts that are not the language model's.
 _BUFFERS = re.compile(r"(rotary_emb\.inv_freq|\.attn\.(masked_)?bias|\.attention\.(masked_)?bias|position_ids)$")
@@ -40,12 +40,6 @@ _REPORTERS = (
     "distributed.tensor_parallel",
 )  # modules that log reports of a load
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "tok_embeddings.weight")
-
-
-class _ShardIndex(TypedDict):
-    """The index of a model of several files, as far as it is read."""
-
-    weight_map: dict[str, str]
 
 
 # Weights per byte of the files: 4 bits each, and some that are tied.
@@ -184,7 +178,7 @@ def tensor_files(where: str) -> dict[str, str]:
     index, only, fix = "model.safetensors.index.json", "model.safetensors", "download it again"
     folder = weights_folder(where, [index])
     if (folder / index).is_file():
-        return read_json(folder / index, "target", fix, _ShardIndex)["weight_map"]
+        return read_json(folder / index, "target", fix, ShardIndex)["weight_map"]
     with open_tensors(weights_folder(where, [only]) / only, "target", fix) as file:
         return dict.fromkeys(file.keys(), only)
 
