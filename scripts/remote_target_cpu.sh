@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# The quickstart with the target in a server of its own, on a CPU: vLLM alone holds the layers, and DeepSpeed trains beside it.
+# The quickstart with the target in a server of its own, on a CPU: vLLM alone holds the layers, and DeepSpeed trains a drafter from its states.
 #
 #   bash scripts/remote_target_cpu.sh [--short] [--dry-run] [--output DIR]
 #
 # Answers and states come from one server; a second head, trained on states that are computed and stored here, with the
 # same seed and steps, shows whether both learn the same. DIR/result.json holds accepted lengths, their ratio, waiting and memory;
-# exit status 1: they differ by more than 3 %. About 25 minutes on two cores, --short about 6. An interrupted run continues when
+# exit status 1: they differ by more than 3 %. About 25 minutes on two quiet cores (estimated), --short 10. An interrupted run continues when
 # run again. Variables: TARGET, COUNT (prompts), TOKENS (of an answer), STEPS, QUESTIONS (of the evaluation), PORT; $VLLM_ENV for
 # vLLM's environment (default .venv-vllm, made once, about 3 GB), or $VLLM_PYTHON for the interpreter of one that is there, and
 # $DRAFTTRAIN_PYTHON for one with drafttrain. --dry-run prints the commands.
