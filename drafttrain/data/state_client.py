@@ -244,7 +244,7 @@ class StateClient:
             yield
         except BadReply as bad:
             with self._lock:
-                server.failures += 1
+                server.failures += server.rests_until <= time.monotonic()  # requests that fail together are one failure
                 pause = min(_FIRST_PAUSE * 2 ** min(server.failures - 1, 10), _LONGEST_PAUSE) * random.uniform(
                     0.75, 1.25
                 )
