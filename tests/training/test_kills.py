@@ -97,12 +97,16 @@ def rows_by_step(notes: list[dict]) -> dict[int, list[list[int]]]:
     """The rows of each step's micro-batches. Each process goes on without a gap, and repeats the same rows."""
     steps: dict[int, list[list[int]]] = {}
     for _, lines in itertools.groupby(notes, lambda line: line["process"]):
-        attempt = {step: [line["rows"] for line in part] for step, part in itertools.groupby(lines, lambda x: x["step"])}
+        attempt = {
+            step: [line["rows"] for line in part] for step, part in itertools.groupby(lines, lambda x: x["step"])
+        }
         first, last = min(attempt), max(attempt)
         assert list(attempt) == list(range(first, last + 1)) and first <= len(steps), "a step is left out"
         for step, batches in attempt.items():
             earlier = steps.get(step, batches)
-            assert all(a == b for a, b in zip(earlier, batches, strict=False)), f"step {step} has other rows than before"
+            assert all(a == b for a, b in zip(earlier, batches, strict=False)), (
+                f"step {step} has other rows than before"
+            )
             assert len(batches) == 2 or step == last, f"step {step} is incomplete"
         steps |= attempt
     return steps

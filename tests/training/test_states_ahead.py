@@ -287,7 +287,12 @@ def test_two_processes_train_from_servers_what_they_train_from_stored_states(pla
     target, data, stored = place
     launcher = [*TWO, "--use_deepspeed", "--deepspeed_config_file", str(ROOT / "configs/deepspeed/zero2.json")]
     # 20 rows to train on, of which a step takes two, one in each process: an epoch of 10 steps and the beginning of a second.
-    one_row = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "validation": 4 / 24, "max_steps": 12}
+    one_row = {
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 1,
+        "validation": 4 / 24,
+        "max_steps": 12,
+    }
     weights, figures = {}, {}
     for name, rows, extra in (("stored", stored, {}), ("streamed", data, {"target_url": [server.url]})):
         (tmp_path / name).mkdir()
