@@ -1,8 +1,8 @@
 """Share of a step's time that training waits for states: streamed and stored, read ahead of the step and not.
 
-A server hands out a small target's states as vLLM does, and delays each answer by the time of one step. Each side is a training
-in a process of its own: `prefetch_gb` as it is by default, or 0, so that a step asks for its rows when it begins. The sides
-alternate, and take the same steps.
+A server in a process of its own hands out a small target's states as vLLM does, and delays each answer by the time of one step.
+Each side is a training: `prefetch_gb` as it is by default, or 0, so that a step asks for its rows when it begins (all but one,
+which is asked for as soon as nothing else is held). The sides alternate, and take the same steps.
 
     python eval/bench_states_ahead.py --output eval/results/bench_states_ahead_cpu.json
 """
@@ -107,6 +107,7 @@ def main() -> None:
     }.items():  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--tokenizer", default="smollm2-135m", help="any tokenizer; its text is not read")
+    parser.add_argument("--delay", type=float, default=0.0, help="seconds of each answer; 0 measures those of a step first")
     parser.add_argument("--output", type=result_path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -115,7 +116,7 @@ def main() -> None:
         folder = Path(name)
         target = write_target(folder / "target", args)
         write_data(folder / "data", target, args)
-        delay = train(folder, args, "", True)["step_seconds"]
+        delay = args.delay or train(folder, args, "", True)["step_seconds"]
         print(f"a step takes {delay:.3f} s, and so does each answer", flush=True)
         with serving(folder, target, delay) as url:
             sides = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -137,10 +138,11 @@ def test_requests_that_fail_together_lengthen_the_pause_once(client, monkeypatch
         with suppress(BadReply), client._in_flight(server):
             raise BadReply("connection lost", "the server was killed", retry=True)
     assert server.failures == 1
+    before = random.getstate()
     server.rests_until = 0.0
     with suppress(BadReply), client._in_flight(server):
         raise BadReply("connection lost", "and again", retry=True)
-    assert server.failures == 2
+    assert server.failures == 2 and random.getstate() == before, "a checkpoint holds this generator's state"
 
 
 def test_a_server_that_stays_away_is_named_with_the_time(client, server):
