@@ -107,7 +107,9 @@ def main() -> None:
     }.items():  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--tokenizer", default="smollm2-135m", help="any tokenizer; its text is not read")
-    parser.add_argument("--delay", type=float, default=0.0, help="seconds of each answer; 0 measures those of a step first")
+    parser.add_argument(
+        "--delay", type=float, default=0.0, help="seconds of each answer; 0 measures those of a step first"
+    )
     parser.add_argument("--output", type=result_path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
