@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from drafttrain.cli import main
-from drafttrain.data import features, state_client, state_server
-from drafttrain.data.state_client import RECORD
+from drafttrain.data import features, state_client, state_server, state_transports
 from drafttrain.data.state_server import StateServer, flag_value, served_layers
+from drafttrain.data.state_transports import RECORD
 from drafttrain.data.store import FeatureStore, Share, load_records
 from drafttrain.errors import UserError
 from drafttrain.serving import serve_target
@@ -49,7 +49,7 @@ def data(tmp_path, target_dir):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(state_client, "_FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(state_client, "_SETTLE", 0.02)
+    monkeypatch.setattr(state_transports, "_SETTLE", 0.02)
     without = functools.partial(state_client.httpx.Client, verify=False)  # reading certificates takes 0.1 s
     monkeypatch.setattr(state_client.httpx, "Client", without)
 
