@@ -173,7 +173,7 @@ class MooncakeTransport(StatesTransport):
 
     def _connected(self) -> Any:
         """A client of the store that holds no objects itself."""
-        os.environ.setdefault("GLOG_minloglevel", "2")  # the engine logs each step to stderr
+        os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # the engine writes each step to stderr
         try:
             from hs_connectors.mooncake_store import MooncakeHiddenStatesStore, MooncakeStoreConfig
 

@@ -64,8 +64,8 @@ def extract(data, *more: str) -> int:
     return main(["features", "--data", str(data), "--layers", "1,2,3", "--dtype", "float32", *more])
 
 
-def stored(data) -> dict[str, dict[str, torch.Tensor]]:
-    held = FeatureStore.open(data, LAYERS)
+def stored(data, layers=LAYERS) -> dict[str, dict[str, torch.Tensor]]:
+    held = FeatureStore.open(data, layers)
     return {row["id"]: held.get(row["id"]) for row in load_records(data)}
 
 
@@ -144,10 +144,12 @@ def parsed(command: str, *words: str):
 # -- serve-target -----------------------------------------------------------------------------------------------------
 
 
-def engine(folder, does: str = "time.sleep(60)", vllm: bool = True, gpu: bool = False, named: bool = True) -> str:
+def engine(
+    folder, does: str = "time.sleep(60)", vllm: bool = True, gpu: bool = False, named: bool = True, mooncake: str = ""
+) -> str:
     """The path of a program that stands for vLLM's interpreter."""
     path = folder / "python"
-    found = {"vllm": vllm, "named": named, "gpu": gpu}
+    found = {"vllm": vllm, "named": named, "gpu": gpu, "mooncake": mooncake}
     path.write_text(ENGINE.format(python=sys.executable, found=found, does=does, seen=str(folder / "seen.json")))
     path.chmod(0o755)
     return str(path)
