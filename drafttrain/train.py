@@ -128,8 +128,8 @@ def prepare(config: TrainConfig, args: TrainingArguments, output: OutputFolder |
     target, records = load_target_and_records(config, args)
     train_rows, held_out = training_rows(records, config.max_length, config.validation, args.seed)
     drafter, vocab = build_drafter(config, target, records)
-    given = config.target_url or FeatureStore.open(config.data, drafter.feature_layers) is not None
-    if isinstance(target, TargetShell) and not given:
+    streams = bool(config.target_url)
+    if isinstance(target, TargetShell) and not (streams or FeatureStore.open(config.data, drafter.feature_layers)):
         wanted = ",".join(map(str, drafter.feature_layers))
         target = load_target(config, args, f"the stored states lack some of the layers {wanted}")
         drafter.bind(target)

@@ -259,6 +259,7 @@ WORDS: dict[str, list[str]] = {
     "prompts": ["--source", "magpie", *TARGET, "--count", "5000", "--output", "p.jsonl", "--slots", "4"],
     "generate": [*GENERATE[1:], "--slots", "2", "--max-new-tokens", "200"],
     "features": ["--data", "data", *TARGET],
+    "serve-target": [*TARGET, "--layers", "1", "--dry-run"],
     "train": ["run.yaml", "max_steps=3000", "save_steps=100"],
     "ngram-store": ["--data", "data", "--output", "store.safetensors"],
     "eval": [*TARGET, *DRAFTER, "--suite", "many_suite.jsonl", "--output", "r.json", "--max-new-tokens", "100"],

@@ -29,7 +29,7 @@ def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
     add("--pipeline-parallel-size", Count, help=prefix + "groups of GPUs that share the layers")
     add("--quantization", AnyText, help=prefix + "method, such as fp8 or awq (default: as the target's config says)")
     more = "any other flags of `vllm serve`, such as -- --distributed-executor-backend ray"
-    add("vllm_flags", nargs="*", default=[], metavar="-- FLAGS", help=prefix + more)
+    add("vllm_flags", AnyText, nargs="*", default=[], metavar="-- FLAGS", help=prefix + more)
 
 
 def named_options(args: argparse.Namespace) -> Json:

@@ -169,7 +169,7 @@ class Shipping(Generic[D]):
     Attributes:
         formats: the formats that the kind can be written in, by name.
         verifiable: engines that `drafttrain verify` runs the kind in (`vllm`, `transformers`, `llama.cpp`, see
-            export/engine_runs.py), and the format that each is given.
+            export/engine_runs.py), and the format that each is given. needs_gpu: engines that run the kind on GPUs only.
         in_root: formats that a published repository holds in its root, with our own keys added; others get a folder each.
         reads: published checkpoints that `drafttrain import` reads, for messages. architectures: their names in config.json.
         description: half a sentence for the card, with places for the config's keys and the words of `line`.
@@ -183,6 +183,7 @@ class Shipping(Generic[D]):
 
     formats: Mapping[str, Format] = {}
     verifiable: Mapping[str, str] = {}
+    needs_gpu: tuple[str, ...] = ()
     in_root: Sequence[str] = ()
     reads = ""
     architectures: tuple[str, ...] = ()

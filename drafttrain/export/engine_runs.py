@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,7 @@ from drafttrain.target.loading import check_loaded, load_language_model, loading
 # Engines that can be run, and the package of each in its environment.
 PACKAGES = {"vllm": "vllm", "transformers": "transformers", "llama.cpp": "xllamacpp"}
 SIDES = Path(__file__).with_name("engines")  # scripts for the engines' own environments
+_EXCEPTION = re.compile(r"(\w+\.)*\w*(Error|Exception|Interrupt|Exit)\b")  # the line that ends a traceback
 _TIMEOUT = 3600  # seconds; vLLM alone takes minutes to start on a CPU
 
 
@@ -190,6 +192,12 @@ def run_side(python: str, script: Path, job: Json, environment: dict[str, str]) 
                 os.killpg(side.pid, signal.SIGKILL)
             side.wait()
         if side.returncode or not answer.is_file():
-            lines = [line for line in stderr.strip().splitlines() if line.strip()][-12:]
-            raise UserError(f"the engine stopped (exit code {side.returncode}): " + " | ".join(lines))
+            raise UserError(f"the engine stopped (exit code {side.returncode}): " + _last_words(stderr))
         return json.loads(answer.read_text())
+
+
+def _last_words(stderr: str) -> str:
+    """The last exception that a program reported, without its traceback; else its last lines."""
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    found = [number for number, line in enumerate(lines) if _EXCEPTION.match(line)]
+    return " | ".join(lines[found[-1] :] if found else lines[-12:])

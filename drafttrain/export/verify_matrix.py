@@ -6,6 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from typing_extensions import TypedDict
 
 from drafttrain.drafters.registry import load_drafter
@@ -102,6 +103,8 @@ class DrafterRows:
         if reasons:
             return {**row, "verdict": f"unsupported by release {engine.release}: {'; '.join(reasons)}"}
         exported = self.prove(form)
+        if python and engine.name in self.kind.needs_gpu and not torch.cuda.is_available():
+            python, absent = "", f"it drafts with {trained.kind} on GPUs only"
         if not python:
             rules = f"the files follow the rules of release {engine.release}"
             return {**row, "verdict": f"not run here ({absent}); {rules}"}

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafttrain.cli import main
 from drafttrain.drafters.registry import load_drafter
+from drafttrain.drafters.shipping import ENGINES
 from drafttrain.errors import UserError
 from drafttrain.export import engine_runs, tiny_drafters, verify_export
+from drafttrain.export.verify_matrix import DrafterRows
 from drafttrain.inference import generate
 from drafttrain.target import Target
 from tests.conftest import make_tokenizer
@@ -188,3 +191,29 @@ def test_the_docs_table_is_the_measured_one():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert module.PAGE.read_text() == module.page(json.loads(module.MATRIX.read_text())), "run scripts/verify_table.py"
+
+
+def test_of_an_engines_traceback_the_exception_is_shown():
+    stderr = """INFO starting
+Traceback (most recent call last):
+  File "engine.py", line 183, in run
+    config = make()
+             ^^^^^^
+pydantic_core.ValidationError: 1 validation error for Config
+  Value error, this runner does not support: dspark
+"""
+    said = "pydantic_core.ValidationError: 1 validation error for Config | Value error, this runner does not support: dspark"
+    assert engine_runs._last_words(stderr) == said
+    assert engine_runs._last_words("killed\nby something\n") == "killed | by something"
+
+
+def test_an_engine_that_needs_a_gpu_is_not_started_without_one(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    kind = SimpleNamespace(
+        needs_gpu=("vLLM",), verifiable={"vllm": "vllm"}, options=lambda _: {"vLLM": {}}, unsupported=lambda *_: []
+    )
+    rows = DrafterRows.__new__(DrafterRows)
+    rows.job, rows.kind, rows.form = SimpleNamespace(trained=SimpleNamespace(kind="dspark")), kind, ""
+    monkeypatch.setattr(rows, "prove", lambda form: Path(form))
+    row = rows.row(ENGINES["vLLM"], python="python")
+    assert row["verdict"].startswith("not run here (it drafts with dspark on GPUs only)") and row["loads"] is None

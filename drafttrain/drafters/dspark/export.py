@@ -39,6 +39,7 @@ class DSparkShipping(EngineBlocks[DSpark]):
         "sglang": Format("DSpark without head and mask of its own", ("SGLang",)),
         **BlockFiles.formats,
     }
+    needs_gpu = ("vLLM",)
     tiny = {"mask_token_id": 300, "num_hidden_layers": 2, "block_size": 4, "markov_rank": 16}
     drafter_class = DSpark
     architecture = "Qwen3DSparkModel"
