@@ -2,8 +2,8 @@
 
     client                                     server (vLLM, its own processes and GPUs)
     token ids of a row  ---- HTTP ---->        one forward of the target
-    path of a file      <--- HTTP -----        states of the announced layers  ----+
-    reads and deletes it  <---- a folder that both sides see: FOLDER/cmpl-....safetensors
+    name of the states  <--- HTTP -----        states of the announced layers  ----+
+    reads and deletes   <---- a file of a folder that both sides see, or an object of a Mooncake store
 
 A server is proven before its first row is used, and again after it was away: the log-probabilities that it returns must be those
 of the shell's head over the states that it hands out. The shell is the target without its layers, see `load_shell`.
@@ -11,7 +11,6 @@ of the shell's head over the states that it hands out. The shell is the target w
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import threading
@@ -19,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, NamedTuple, TypeVar
 
 import httpx
@@ -29,22 +27,18 @@ from torch import Tensor
 from typing_extensions import NotRequired, TypedDict
 
 from drafttrain.data.backends import TIME_OUT, UNREACHABLE, key_headers, send_json
-from drafttrain.data.failures import BadReply, one_line
-from drafttrain.data.state_files import take_states
-from drafttrain.data.store import TargetIdentity
+from drafttrain.data.failures import BadReply
+from drafttrain.data.state_transports import Announced, FileReply, StatesTransport, StoreReply, open_transport
 from drafttrain.errors import UserError
-from drafttrain.files import first_change, read_json, write_json
+from drafttrain.files import first_change
 from drafttrain.target import Target
 from drafttrain.target.attention import LAST
 from drafttrain.target.loading import is_finite
 
-RECORD = "drafttrain-states.json"  # in a folder of states: what `serve-target` serves
-_FILE = re.compile(r"\w[\w.:@-]*\.safetensors", re.ASCII)
 _TIMEOUT = 600.0  # seconds of a row's forward, queue included
 _PATIENCE = 900.0  # seconds that a server may be away; large targets take minutes to start
 _BAD_STATES = 4  # tries of a row whose states arrive damaged
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 10.0  # seconds before a server is asked again; doubles with each failure
-_SETTLE = 5.0  # seconds in which a complete file appears on a network disk
 _TOP = 8  # most likely tokens of each probed position
 _PROBE_IDS = 48
 _PROBE_TEXT = "Prove it: the state of 1,024 tokens — naïve café, 東京, здравствуй, def f(x): return x**2\n\tend."
@@ -52,18 +46,6 @@ _LEAST_GAP = 5e-3  # nats; kernels of float32 differ by less
 
 
 T = TypeVar("T")
-
-
-class StatesRecord(TypedDict):
-    """What a folder of states holds: RECORD, written by `serve-target`.
-
-    `folder` is its path on the server's machine. `layers` ascend; the last is the target's number of layers, the state that the
-    final norm reads.
-    """
-
-    target: TargetIdentity
-    layers: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
-    folder: str
 
 
 class _Served(TypedDict):
@@ -84,19 +66,9 @@ class _Choice(TypedDict):
     prompt_logprobs: NotRequired[list[dict[str, _Logprob] | None] | None]
 
 
-class _Transfer(TypedDict):
-    hidden_states_path: str
-
-
 class _StatesReply(TypedDict):
     choices: Annotated[list[_Choice], Field(min_length=1)]
-    kv_transfer_params: NotRequired[_Transfer | None]
-
-
-def write_record(folder: Path, target: Target, layers: Sequence[int]) -> None:
-    """Announces what a server is about to write into a folder. A new time tells clients to prove the server again."""
-    record: StatesRecord = {"target": target.identity(), "layers": list(layers), "folder": str(folder)}  # type: ignore[typeddict-item]
-    write_json(folder / RECORD, record)
+    kv_transfer_params: NotRequired[FileReply | StoreReply | None]
 
 
 class RowStates(NamedTuple):
@@ -113,9 +85,7 @@ class _StateServer:
     url: str  # without /v1
     model: str = ""
     longest: int | None = None  # tokens of a row, one for the answer included
-    record: StatesRecord | None = None
-    folder: Path = field(default_factory=Path)  # of the states, as this machine sees it
-    written: int = 0  # time of the record: a server that starts writes it
+    transport: StatesTransport | None = None
     gap: float = 0.0
     dtype: str = ""  # of its states
     proven: bool = False
@@ -223,7 +193,9 @@ class StateClient:
                 since = min(since, time.monotonic())
                 late = time.monotonic() - since > self.patience
                 if self._closing.is_set() or not (away or bad.retry) or damaged == _BAD_STATES or (away and late):
-                    raise UserError(f"url={server.url!r}: {bad}{_fix(bad, self.patience if away else 0)}") from bad
+                    raise UserError(
+                        f"url={server.url!r}: {bad}{_fix(bad, server.transport, self.patience if away else 0)}"
+                    ) from bad
 
     def _next(self, servers: Sequence[_StateServer]) -> _StateServer:
         """The server to ask: the least busy of those that do not rest after a failure; waits until one does not."""
@@ -278,44 +250,30 @@ class StateClient:
         named = reply.get("kv_transfer_params")
         if not named:
             raise UserError(f"url={server.url!r} hands out no states; {self._start}")
-        states = take_states(self._path(server, named["hidden_states_path"]), self.timeout, _SETTLE)
+        if server.transport is None or not server.proven:
+            server.transport = open_transport(named, self.states_dir, server.url, self._command, server.transport)
+            self._check_record(server, server.transport.record)
+        states = server.transport.take(named, self.timeout)
         self._check(server, states, None if isinstance(prompt, str) else prompt)
         return states, reply["choices"][0].get("prompt_logprobs") or []
 
     @property
     def _start(self) -> str:
-        return f"start it with: drafttrain serve-target --target {self.shell.name}"
+        return f"start it with: {self._command}"
 
-    def _path(self, server: _StateServer, named: str) -> Path:
-        """Where this machine finds the file that a server names. Raises UserError: outside its announced folder."""
-        folder, name = os.path.split(named)
-        if server.record is None or not server.proven:
-            server.folder = Path(self.states_dir or folder).expanduser()
-            if not server.folder.is_dir():
-                raise UserError(
-                    f"url={server.url!r} writes states to {folder!r}, which this machine does not see; mount that folder, and "
-                    "name it here with states_dir if its path differs"
-                )
-            fix = f"write it again: drafttrain serve-target --target {self.shell.name} --states-dir {folder}"
-            server.record = read_json(server.folder / RECORD, "states_dir", fix, StatesRecord)
-            server.written = _written(server.folder)
-            self._check_record(server, server.record)
-        if folder != server.record["folder"] or not _FILE.fullmatch(name):
-            raise UserError(
-                f"url={server.url!r} names the file {one_line(named)!r}, which is no file of states in its folder "
-                f"{server.record['folder']!r}; {self._start}"
-            )
-        return server.folder / name
+    @property
+    def _command(self) -> str:
+        return f"drafttrain serve-target --target {self.shell.name}"
 
     def _check(self, server: _StateServer, states: Mapping[str, Tensor], row: list[int] | None) -> None:
         """Raises BadReply: states of another row, or not finite; UserError: of another shape than announced."""
-        assert server.record is not None
+        assert server.transport is not None
         found, ids = states["hidden_states"], states["token_ids"]
-        layers, width = server.record["layers"], self.shell.hidden_size
+        layers, width = server.transport.record["layers"], self.shell.hidden_size
         if found.shape != (len(ids), len(layers), width) or found.dtype not in _DTYPES:
             raise UserError(
                 f"url={server.url!r} hands out states {list(found.shape)} {found.dtype} of {len(ids)} tokens, its record "
-                f"{str(server.folder / RECORD)!r} announces {len(layers)} layers of width {width}; {self._start}"
+                f"{server.transport.where!r} announces {len(layers)} layers of width {width}; {self._start}"
             )
         if row is not None and ids.tolist() != row:
             raise BadReply("other tokens", f"states of {len(ids)} tokens that are not the row's", retry=True)
@@ -324,8 +282,8 @@ class StateClient:
 
     @torch.no_grad()
     def _row_states(self, server: _StateServer, states: Mapping[str, Tensor]) -> RowStates:
-        assert server.record is not None
-        found, held = states["hidden_states"], server.record["layers"]  # [n, layers, h]
+        assert server.transport is not None
+        found, held = states["hidden_states"], server.transport.record["layers"]  # [n, layers, h]
         last = _normed(self.shell, found).to("cpu", found.dtype)  # [n, h]
         parts = [last if layer == LAST else found[:, held.index(layer)] for layer in self.layers]
         return RowStates(torch.cat(parts, dim=-1) if parts else last[:, :0], last.clone())
@@ -335,7 +293,7 @@ class StateClient:
     def _prove_once(self, server: _StateServer) -> None:
         """Proves a server that has not been proven since it started; other threads wait meanwhile."""
         with server.proving:
-            if not server.proven or _written(server.folder) != server.written:
+            if not server.proven or (server.transport and not server.transport.is_current()):
                 self._prove(server)
 
     def _prove(self, server: _StateServer) -> None:
@@ -370,8 +328,8 @@ class StateClient:
     def _refused(self, server: _StateServer, why: str) -> UserError:
         return UserError(f"url={server.url!r} does not serve target {self.shell.name!r}: {why}; {self._start}")
 
-    def _check_record(self, server: _StateServer, record: StatesRecord) -> None:
-        """Raises UserError: the folder's record announces another target, or lacks a layer."""
+    def _check_record(self, server: _StateServer, record: Announced) -> None:
+        """Raises UserError: the record announces another target, or lacks a layer."""
         own, theirs = self.shell.identity(), dict(record["target"])
         if changed := first_change({**theirs, "name": own["name"]}, own):
             raise self._refused(server, f"its record announces {changed.replace('this run has', 'the target has')}")
@@ -386,8 +344,8 @@ class StateClient:
 
     def _check_embedding(self, server: _StateServer, states: Mapping[str, Tensor]) -> None:
         """Raises UserError: layer 0 is asked for, and its input is not the shell's embedding."""
-        assert server.record is not None
-        if server.record["layers"][0] != 0:
+        assert server.transport is not None
+        if server.transport.record["layers"][0] != 0:
             return
         found = states["hidden_states"][:, 0].float()  # [n, h]
         ours = self.shell.embed(states["token_ids"].to(self.shell.device)).detach().cpu().float()
@@ -397,17 +355,18 @@ class StateClient:
 
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_DAMAGE = ("torn file", "no file", "other tokens", "not finite")  # reasons that depend on a file's content
+# Reasons that depend on a row's states.
+_DAMAGE = ("torn file", "no file", "torn object", "no object", "other tokens", "not finite")
 
 
-def _fix(bad: BadReply, patience: float) -> str:
+def _fix(bad: BadReply, transport: StatesTransport | None, patience: float) -> str:
     """Ends the error of a request that failed for good."""
     if patience:
         return f" (asked for {patience:.0f} s); start it again with the same serve-target command, and run this again"
     if bad.reason == "not finite":
         return " in every try; serve the target in bfloat16 or float32: -- --dtype bfloat16"
-    if bad.reason in _DAMAGE:
-        return " in every try; free space in its --states-dir, and see the server's log"
+    if bad.reason in _DAMAGE and transport is not None:
+        return f" in every try; {transport.fix}, and see the server's log"
     return "; see the server's log"
 
 
@@ -448,11 +407,3 @@ def _normed(shell: Target, states: Tensor) -> Tensor:
     """[n, layers, h], the last of them before the final norm -> [n, h] behind it, as the shell computes."""
     last = states[:, -1].to(shell.device, shell.embed_weight.dtype)
     return shell.final_norm(last)  # type: ignore[attr-defined]  # of TargetShell
-
-
-def _written(folder: Path) -> int:
-    """Time of a folder's record in nanoseconds; 0 without one."""
-    try:
-        return (folder / RECORD).stat().st_mtime_ns
-    except OSError:
-        return 0

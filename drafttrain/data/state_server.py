@@ -1,7 +1,7 @@
 """A vLLM server that hands out the target's states: its command, its folder, its life.
 
-vLLM comes from an environment of the user's own, which needs no drafttrain. On GPUs it runs as it is; on CPUs it imports
-engines/drafttrain_cpu_states.py as its connector. The server is a child of this process and ends with it.
+vLLM comes from an environment of the user's own, which needs no drafttrain. With a folder on GPUs it runs as it is; on CPUs, and
+with a Mooncake store, it imports its connector from engines/. The server is a child of this process and ends with it.
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import httpx
 
-from drafttrain.data.state_client import RECORD, write_record
-from drafttrain.errors import UserError
+from drafttrain.data.state_transports import RECORD, StoreRecord, write_record
+from drafttrain.errors import UserError, first_line
 from drafttrain.files import Json, lock, writing
 from drafttrain.target import Target
 from drafttrain.target.attention import LAST
 
-_CPU_CONNECTOR = Path(__file__).with_name("engines")  # on vLLM's PYTHONPATH
+_CONNECTORS = Path(__file__).with_name("engines")  # on vLLM's PYTHONPATH
 _STOCK = {"kv_connector": "ExampleHiddenStatesConnector"}
 _OURS = {"kv_connector": "CpuHiddenStatesConnector", "kv_connector_module_path": "drafttrain_cpu_states"}
+_MOONCAKE = {"kv_connector": "MooncakeStatesConnector", "kv_connector_module_path": "drafttrain_mooncake_states"}
 _TAKEN = ("--speculative-config", "-sc", "--kv-transfer-config", "--model")  # flags that we set
 _FREE = 4e9  # bytes of shared memory below which the temporary folder is used
 _KEPT_SECONDS = 120.0  # clients read a file when its answer comes; what stays belongs to nobody
@@ -41,7 +43,7 @@ _LOCK = ".drafttrain-states"
 # Printed by the engine's interpreter: whether vLLM is there, whether under the name that its own command needs, and a GPU.
 _LOOK = """
 import importlib.metadata, importlib.util, json
-found = {"vllm": importlib.util.find_spec("vllm") is not None, "named": True, "gpu": False}
+found = {"vllm": importlib.util.find_spec("vllm") is not None, "named": True, "gpu": False, "mooncake": ""}
 try:
     importlib.metadata.version("vllm")
 except importlib.metadata.PackageNotFoundError:
@@ -49,6 +51,10 @@ except importlib.metadata.PackageNotFoundError:
 if found["vllm"]:
     import torch
     found["gpu"] = torch.cuda.is_available()
+    try:
+        import hs_connectors, mooncake.store
+    except Exception as error:
+        found["mooncake"] = f"{type(error).__name__}: {error}"
 print(json.dumps(found))
 """
 
@@ -82,6 +88,41 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+@dataclass(frozen=True)
+class MooncakeStore:
+    """The store that a server puts states into.
+
+    Args:
+        master: HOST:PORT of the store's mooncake_master. protocol: tcp or rdma.
+        gib: memory that the server gives to the store.
+
+    Raises:
+        UserError: not an address.
+    """
+
+    master: str
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    gib: float = 4.0
+
+    def __post_init__(self) -> None:
+        host, _, port = self.master.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise UserError(
+                f"mooncake_master={self.master!r} is not HOST:PORT; name where mooncake_master runs, such as 10.0.0.5:50051"
+            )
+
+    def check(self) -> None:
+        """Raises UserError: no master answers there. vLLM itself would fail at its first request only."""
+        host, _, port = self.master.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=10.0).close()
+        except OSError as error:
+            raise UserError(
+                f"mooncake_master={self.master!r} does not answer ({first_line(error)}); start it there: mooncake_master "
+                f"--rpc_port {port}"
+            ) from error
+
+
 @dataclass
 class StateServer:
     """A vLLM server of a target's states.
@@ -93,12 +134,13 @@ class StateServer:
         python: interpreter of vLLM's environment.
         states_dir: folder of states; '' for one in shared memory, or in the temporary folder where that is small.
         trust_remote_code: let vLLM run model code that comes with the target.
+        store: where states go instead of a folder.
 
     Attributes:
-        url, folder: where clients ask, and find states.
+        url: where clients ask. place: where they find states; folder: the same as a path, unused with a store.
 
     Raises:
-        UserError: a flag that is set here, a port that is no number, or an interpreter without vLLM.
+        UserError: a flag that is set here, a port that is no number, or an interpreter without vLLM, or without Mooncake.
     """
 
     target: Target
@@ -107,6 +149,7 @@ class StateServer:
     python: str = sys.executable
     states_dir: str = ""
     trust_remote_code: bool = False
+    store: MooncakeStore | None = None
     child: subprocess.Popen[bytes] | None = field(default=None, init=False)
     _lock: int | None = field(default=None, init=False)
 
@@ -115,17 +158,27 @@ class StateServer:
         port, host = flag_value(self.flags, "--port", "8000"), flag_value(self.flags, "--host", "")
         if not port.isdecimal():
             raise UserError(f"--port={port!r} must be a whole number, such as 8000")
+        self.started = time.time_ns()
         self.url = f"http://{host if host and host not in ('0.0.0.0', '::') else '127.0.0.1'}:{port}"
         self.folder = Path(self.states_dir or _default_folder(port)).expanduser().absolute()
         self.layers = served_layers(self.layers, self.target)
         self.found = _look(self.python)
+        if self.store and (missing := self.found["mooncake"]):
+            raise UserError(
+                f"engine-python={self.python!r} cannot use Mooncake ({missing}); pip install hs-connectors "
+                "mooncake-transfer-engine there (mooncake-transfer-engine-non-cuda without a GPU), and the system's libibverbs1"
+            )
+
+    @property
+    def place(self) -> str:
+        return f"the Mooncake store of {self.store.master}" if self.store else str(self.folder)
 
     @property
     def variables(self) -> dict[str, str]:
         """Variables that vLLM's environment needs beside the present ones."""
-        if self.found["gpu"]:
+        if self.found["gpu"] and not self.store:
             return {}
-        return {"PYTHONPATH": os.pathsep.join(filter(None, [str(_CPU_CONNECTOR), os.environ.get("PYTHONPATH", "")]))}
+        return {"PYTHONPATH": os.pathsep.join(filter(None, [str(_CONNECTORS), os.environ.get("PYTHONPATH", "")]))}
 
     @property
     def words(self) -> list[str]:
@@ -139,12 +192,8 @@ class StateServer:
             begin = [self.python, "-m", "vllm.entrypoints.openai.api_server", "--model", path]
         hf_config = {"eagle_aux_hidden_state_layer_ids": list(self.layers)}
         extract = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
-        connector = _STOCK if self.found["gpu"] else _OURS
-        transfer = {
-            **connector,
-            "kv_role": "kv_producer",
-            "kv_connector_extra_config": {"shared_storage_path": str(self.folder)},
-        }
+        connector = _MOONCAKE if self.store else _STOCK if self.found["gpu"] else _OURS
+        transfer = {**connector, "kv_role": "kv_producer", "kv_connector_extra_config": self._destination()}
         return [
             *begin,
             *(["--trust-remote-code"] if self.trust_remote_code else []),
@@ -157,12 +206,41 @@ class StateServer:
             *("--kv-transfer-config", json.dumps(transfer)),
         ]
 
+    def _destination(self) -> Json:
+        """The connector's settings."""
+        if self.store is None:
+            return {"shared_storage_path": str(self.folder)}
+        record: StoreRecord = {
+            "target": self.target.identity(),  # type: ignore[typeddict-item]
+            "layers": list(self.layers),
+            "master": self.store.master,
+            "protocol": self.store.protocol,
+            "started": self.started,
+        }
+        mooncake = {
+            "master_server_address": self.store.master,
+            "protocol": self.store.protocol,
+            "global_segment_size": round(self.store.gib * 2**30),
+            "local_buffer_size": 0,  # its writers register buffers of their own
+        }
+        return {"mooncake": mooncake, "record": record}
+
     def __str__(self) -> str:
         """The command as a shell takes it."""
         return shlex.join([*(f"{name}={value}" for name, value in self.variables.items()), *self.words])
 
     def start(self) -> None:
-        """Prepares the folder and starts vLLM. Raises UserError: a folder of others, or one that another server uses."""
+        """Prepares the folder and starts vLLM. Raises UserError: a folder of others or in use, or a store without a master."""
+        if self.store:
+            self.store.check()
+        else:
+            self._prepare_folder()
+        # A session of its own: Ctrl-C reaches vLLM's processes through `stop` only, once.
+        environment = {**os.environ, **self.variables}
+        self.child = subprocess.Popen(self.words, env=environment, start_new_session=True)
+
+    def _prepare_folder(self) -> None:
+        """Locks and empties the folder, and announces what comes. Raises UserError: it belongs to others."""
         with writing(self.folder, "states_dir"):
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._check_folder()
@@ -174,9 +252,6 @@ class StateServer:
             )
         self.sweep(0.0)
         write_record(self.folder, self.target, self.layers)
-        # A session of its own: Ctrl-C reaches vLLM's processes through `stop` only, once.
-        environment = {**os.environ, **self.variables}
-        self.child = subprocess.Popen(self.words, env=environment, start_new_session=True)
 
     def _check_folder(self) -> None:
         """Raises UserError for a folder with files of others: states are deleted from it."""
@@ -208,6 +283,8 @@ class StateServer:
 
     def sweep(self, older: float = _KEPT_SECONDS) -> None:
         """Deletes states that nobody has read, of ordinary completions for instance, and that are `older` in seconds."""
+        if self.store:
+            return  # it drops the oldest objects when it is full
         now = time.time()
         for path in self.folder.glob("*.safetensors*"):
             with suppress(OSError):

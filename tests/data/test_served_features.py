@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from drafttrain.cli import main
-from drafttrain.data import features, state_client, state_server
-from drafttrain.data.state_client import RECORD
+from drafttrain.data import features, state_client, state_server, state_transports
 from drafttrain.data.state_server import StateServer, flag_value, served_layers
+from drafttrain.data.state_transports import RECORD
 from drafttrain.data.store import FeatureStore, Share, load_records
 from drafttrain.errors import UserError
 from drafttrain.serving import serve_target
@@ -49,7 +49,7 @@ def data(tmp_path, target_dir):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(state_client, "_FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(state_client, "_SETTLE", 0.02)
+    monkeypatch.setattr(state_transports, "_SETTLE", 0.02)
     without = functools.partial(state_client.httpx.Client, verify=False)  # reading certificates takes 0.1 s
     monkeypatch.setattr(state_client.httpx, "Client", without)
 
@@ -64,8 +64,8 @@ def extract(data, *more: str) -> int:
     return main(["features", "--data", str(data), "--layers", "1,2,3", "--dtype", "float32", *more])
 
 
-def stored(data) -> dict[str, dict[str, torch.Tensor]]:
-    held = FeatureStore.open(data, LAYERS)
+def stored(data, layers=LAYERS) -> dict[str, dict[str, torch.Tensor]]:
+    held = FeatureStore.open(data, layers)
     return {row["id"]: held.get(row["id"]) for row in load_records(data)}
 
 
@@ -144,10 +144,12 @@ def parsed(command: str, *words: str):
 # -- serve-target -----------------------------------------------------------------------------------------------------
 
 
-def engine(folder, does: str = "time.sleep(60)", vllm: bool = True, gpu: bool = False, named: bool = True) -> str:
+def engine(
+    folder, does: str = "time.sleep(60)", vllm: bool = True, gpu: bool = False, named: bool = True, mooncake: str = ""
+) -> str:
     """The path of a program that stands for vLLM's interpreter."""
     path = folder / "python"
-    found = {"vllm": vllm, "named": named, "gpu": gpu}
+    found = {"vllm": vllm, "named": named, "gpu": gpu, "mooncake": mooncake}
     path.write_text(ENGINE.format(python=sys.executable, found=found, does=does, seen=str(folder / "seen.json")))
     path.chmod(0o755)
     return str(path)

@@ -12,9 +12,10 @@ from contextlib import suppress
 import pytest
 import torch
 
-from drafttrain.data import state_client
+from drafttrain.data import state_client, state_transports
 from drafttrain.data.failures import BadReply
-from drafttrain.data.state_client import RECORD, StateClient, write_record
+from drafttrain.data.state_client import StateClient
+from drafttrain.data.state_transports import RECORD, write_record
 from drafttrain.errors import UserError
 from drafttrain.target import Target
 from drafttrain.target.attention import LAST
@@ -29,7 +30,7 @@ ROWS = [list(range(5 + i, 40 + 3 * i)) for i in range(12)]
 def quick(monkeypatch):
     monkeypatch.setattr(state_client, "_FIRST_PAUSE", 0.002)
     monkeypatch.setattr(state_client, "_LONGEST_PAUSE", 0.02)
-    monkeypatch.setattr(state_client, "_SETTLE", 0.02)
+    monkeypatch.setattr(state_transports, "_SETTLE", 0.02)
     without = functools.partial(state_client.httpx.Client, verify=False)  # reading certificates takes 0.1 s
     monkeypatch.setattr(state_client.httpx, "Client", without)
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from drafttrain.cli import main
-from drafttrain.data import state_client
+from drafttrain.data import state_client, state_transports
 from drafttrain.data.loader import collate
 from drafttrain.data.state_client import StateClient
 from drafttrain.data.store import ShardWriter, load_records
@@ -195,7 +195,7 @@ def place(tmp_path_factory):
 def server(place, tmp_path, monkeypatch):
     monkeypatch.setattr(state_client, "_FIRST_PAUSE", 0.002)
     monkeypatch.setattr(state_client, "_LONGEST_PAUSE", 0.02)
-    monkeypatch.setattr(state_client, "_SETTLE", 0.02)
+    monkeypatch.setattr(state_transports, "_SETTLE", 0.02)
     with FakeStateServer(Target.load(str(place[0]), "float32", "cpu"), tmp_path / "states", SERVED) as running:
         yield running
 

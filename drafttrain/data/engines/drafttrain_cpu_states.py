@@ -28,7 +28,9 @@ class _Done:
     record = synchronize = wait_event = wait_stream = wait
 
 
-class _Cuda:
+class CpuDevice:
+    """Streams and events of a device without them, as torch.cuda has them."""
+
     Event = Stream = _Done
 
     @staticmethod
@@ -43,7 +45,7 @@ class _Cuda:
 class _CpuTorch:
     """torch as the connector's module sees it."""
 
-    cuda = _Cuda
+    cuda = CpuDevice
 
     @staticmethod
     def empty_like(like: torch.Tensor, *args: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
