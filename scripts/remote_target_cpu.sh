@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# The quickstart with the target in a server of its own, on a CPU: vLLM alone holds the layers, and DeepSpeed trains a drafter from its states.
+# The quickstart with the target in a server of its own, on a CPU: vLLM alone holds the layers, DeepSpeed trains from its states.
 #
 #   bash scripts/remote_target_cpu.sh [--short] [--dry-run] [--output DIR]
 #
 # Answers and states come from one server; a second head, trained on states that are computed and stored here, with the
 # same seed and steps, shows whether both learn the same. DIR/result.json holds accepted lengths, their ratio, waiting and memory;
-# exit status 1: they differ by more than 3 %. About 25 minutes on two quiet cores (estimated), --short 10. An interrupted run continues when
-# run again. Variables: TARGET, COUNT (prompts), TOKENS (of an answer), STEPS, QUESTIONS (of the evaluation), PORT; $VLLM_ENV for
+# exit status 1: they differ by more than 3 %. About 25 minutes on two quiet cores (estimated), --short 10. An interrupted run
+# continues when run again. Variables: TARGET, COUNT (prompts), TOKENS (of an answer), STEPS, QUESTIONS (of the evaluation), PORT; $VLLM_ENV for
 # vLLM's environment (default .venv-vllm, made once, about 3 GB), or $VLLM_PYTHON for the interpreter of one that is there, and
 # $DRAFTTRAIN_PYTHON for one with drafttrain. --dry-run prints the commands.
 set -euo pipefail
@@ -18,7 +18,7 @@ while [ "$#" -gt 0 ]; do
     --short) short=yes; shift ;;
     --dry-run) dry=yes; shift ;;
     --output) output="${2:?--output needs a folder}"; shift 2 ;;
-    -h|--help) sed -n '2,13p' "$0" | cut -c3-; exit 0 ;;
+    -h|--help) sed -n '2,11p' "$0" | cut -c3-; exit 0 ;;
     *) echo "error: unknown option $1 (known: --short --dry-run --output)" >&2; exit 2 ;;
   esac
 done
@@ -111,7 +111,7 @@ train local
 
 stage "6/7 accepted length of both in the decoder"
 for name in remote local; do
-  drafttrain eval --target "$target" --drafter "$output/$name" --tree chain:3 --dtype float32 --limit "$questions" \
+  [ -f "$output/$name.json" ] || drafttrain eval --target "$target" --drafter "$output/$name" --tree chain:3 --dtype float32 --limit "$questions" \
     --max-new-tokens 64 --baselines autoregressive --output "$output/$name.json"
 done
 
