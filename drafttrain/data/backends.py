@@ -171,6 +171,7 @@ class _TextReply(TypedDict):
 
 class _IdsReply(TypedDict):
     choices: Annotated[list[_IdsChoice], Field(min_length=1)]
+    kv_transfer_params: NotRequired[Json | None]  # of servers that hand out states
 
 
 class ListedModel(TypedDict):
@@ -256,7 +257,7 @@ class OpenAIBackend(Backend):
         """Why a server cannot exchange token ids; '' if it can. Two short requests: one as text, which proves that the server's
         tokenizer is the target's, and one as ids.
 
-        Raises UserError: another tokenizer.
+        Raises UserError: another tokenizer, or sampled answers from a server that hands out states.
         """
         tokenizer = self.settings.renderer.tokenizer
         chat = [{"role": "user", "content": _PROBE}]
@@ -269,7 +270,13 @@ class OpenAIBackend(Backend):
 
         try:
             for prompt in ({"prompt": text, "add_special_tokens": False}, {"prompt": ids}):
-                read = ask(prompt)["choices"][0]["prompt_token_ids"]
+                reply = ask(prompt)
+                if reply.get("kv_transfer_params") and self.settings.sampling.temperature > 0:
+                    raise UserError(
+                        f"url={url!r} hands out states (serve-target), and vLLM samples wrong tokens while it does so; ask an "
+                        "ordinary `vllm serve`, or generate greedily: --temperature 0"
+                    )
+                read = reply["choices"][0]["prompt_token_ids"]
                 if read not in (ids, [bos, *ids]):
                     at = next((i for i, pair in enumerate(zip(read, ids, strict=False)) if pair[0] != pair[1]), 0)
                     raise UserError(

@@ -346,6 +346,17 @@ def test_one_server_without_ids_makes_all_answer_in_text(target_dir, prompts, tm
     assert "as served" not in said
 
 
+def test_sampled_answers_of_a_server_of_states_are_refused(target_dir, prompts, tmp_path, capsys, tokenizer):
+    """vLLM 0.32 runs the extraction of states as speculative decoding, and its sampled tokens are then wrong."""
+    with Server(answers=ODD, tokenizer=tokenizer) as server:
+        plain = server.ids
+        server.ids = lambda body: {**plain(body), "kv_transfer_params": {"hidden_states_path": "/states/a.safetensors"}}
+        words = ["--backend", "openai", "--url", server.url]
+        assert generate(target_dir, prompts, tmp_path / "out", *words, "--temperature", "0.8") == 2
+        assert "samples wrong tokens while it does so" in capsys.readouterr().err
+        assert generate(target_dir, prompts, tmp_path / "greedy", *words, "--temperature", "0") == 0
+
+
 def test_a_prompt_that_the_server_changed_costs_the_conversation(target_dir, prompts, tmp_path, tokenizer, capsys):
     with Server(answers=ODD, tokenizer=tokenizer) as server:
         plain = server.ids
