@@ -7,6 +7,7 @@ import contextlib
 import json
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,6 +16,7 @@ from pydantic import Field
 from rich.table import Table
 from typing_extensions import TypedDict
 
+from drafttrain.data.failures import BadReply
 from drafttrain.data.filters import Filter, PromptLimits, stable_id
 from drafttrain.data.row_file import RowFile, line_starts
 from drafttrain.data.row_formats import Prompt, parse_row, prompt_texts
@@ -50,11 +52,13 @@ from drafttrain.values import (
 if TYPE_CHECKING:
     from drafttrain.data.magpie import PromptWriter
     from drafttrain.inference.responses import Finished
+    from drafttrain.ops.sampling import SamplingParams
     from drafttrain.target import Target
 
 HELP = """Collect prompts for the target to answer, one JSON object per line: {"id", "messages" or "text", "source"}.
 
   drafttrain prompts --source magpie --target smollm2-135m --count 2000 --output prompts.jsonl
+  drafttrain prompts --source magpie --target T --url http://a:8000 --url http://b:8000 --output prompts.jsonl
   drafttrain prompts --source file --input chats.jsonl --output prompts.jsonl
   drafttrain prompts --source HuggingFaceH4/ultrachat_200k --split train_sft --count 50000 --output prompts.jsonl
 
@@ -209,21 +213,63 @@ def write_prompts(
 
 
 def magpie_prompts(args: argparse.Namespace, keep: Filter, target: Target, log: Path, settings: Json) -> Iterator[Json]:
-    """Runs the target in the inference engine as the writer of prompts; `log` holds the results until all are written."""
+    """Runs the target, here or on servers, as the writer of prompts; `log` holds the results until all are written."""
     from drafttrain.data.magpie import PromptWriter, load_openings
     from drafttrain.inference.responses import ResponseEngine
     from drafttrain.ops.sampling import SamplingParams
 
     sampling = SamplingParams(args.temperature, 0, args.top_p)
     writer = PromptWriter(target, load_openings(args.openings), args.opening_share, args.max_prompt_tokens, args.seed)
-    engine = ResponseEngine(target, slots=args.slots, max_length=writer.max_length)
+    engine = None if args.url else ResponseEngine(target, slots=args.slots, max_length=writer.max_length)
 
     def answers(start: int) -> Iterator[Finished]:
+        if engine is None:
+            return served_answers(args, target, writer, sampling, start, keep.dropped)
         return engine.run(writer.requests(start), sampling, args.seed)
 
     with contextlib.closing(JsonlLog(log, settings, WrittenPrompt, args.overwrite)) as results:
         kept = write_prompts(writer, answers, results, keep, args.count, args.max_minutes, args.seed)
     return map(json.loads, kept)
+
+
+def served_answers(
+    args: argparse.Namespace,
+    target: Target,
+    writer: PromptWriter,
+    sampling: SamplingParams,
+    start: int,
+    dropped: Counter[str],
+) -> Iterator[Finished]:
+    """Answers of the servers of --url to the writer's requests from number `start` on. dropped: counts failed requests.
+
+    Raises UserError: a server that does not exchange token ids, so that it cannot continue an open turn.
+    """
+    from drafttrain.data.backends import OpenAIBackend, ResponseSettings
+    from drafttrain.data.conversation import ChatRenderer, Conversation
+    from drafttrain.inference.responses import Finished
+
+    renderer = ChatRenderer(target)
+    renderer.stop_ids = set(writer.stop_ids)
+    settings = ResponseSettings(renderer, sampling, writer.max_tokens, writer.max_length, args.seed)
+    backend = OpenAIBackend(args.url, "", settings, args.slots)
+    if not backend.by_ids:
+        raise UserError(
+            f"url={', '.join(args.url)}: source=magpie needs servers that exchange token ids, such as vLLM; see the line above"
+        )
+    limits = dict[str, int]()  # tokens of the answers in flight
+
+    def conversations() -> Iterator[Conversation]:
+        for request in writer.requests(start):
+            limits[request.key] = request.max_new_tokens
+            yield Conversation(request.key, "magpie", tokens=list(request.prompt_ids))
+
+    for it, problem in backend.run(conversations(), lambda: False):
+        limit = limits.pop(it.id)
+        if isinstance(problem, BadReply):
+            dropped[f"failed request: {problem.reason}"] += 1
+            continue
+        begin = it.spans[0][0]
+        yield Finished(it.id, it.tokens[begin : begin + limit], it.finish[0], it.tokens)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -239,6 +285,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_target_flags(parser, described, required=False, default=None, prefix="for magpie: ")
     add("--temperature", Temperature, default=0.8, help="for magpie; large models stay coherent at 1.0 (default: 0.8)")
     add("--top-p", PositiveFraction, default=1.0, help="for magpie; below 1 is slow on a CPU (default: 1.0)")
+    add(
+        "--url",
+        action="append",
+        default=[],
+        help="for magpie: server of the target; repeat it for several (default: run here)",
+    )
     add("--openings", Place, default="builtin", help="for magpie: builtin, none, or a file with one beginning per line")
     add("--opening-share", Fraction, default=0.5, help="share of prompts that get an opening (default: 0.5)")
     add("--max-prompt-tokens", Count, default=256, help="for magpie: longer prompts are dropped (default: 256)")
@@ -315,6 +367,14 @@ def _check(args: argparse.Namespace) -> None:
     no_tokenizer = (args.min_tokens or args.max_tokens) and not args.target
     rules = [
         (args.source == "magpie" and not args.target, "source=magpie needs --target, the model that writes prompts"),
+        (
+            args.url and args.source != "magpie",
+            "url is for source=magpie, whose prompts the target writes; drop --url",
+        ),
+        (
+            args.url and (args.dtype != "auto" or args.device != "auto"),
+            "dtype and device are for a target that runs here, and with --url it does not; drop them",
+        ),
         (args.source == "file" and not args.input, "source=file needs --input FILE.jsonl"),
         (
             no_tokenizer,
@@ -340,7 +400,9 @@ def _filter(args: argparse.Namespace) -> tuple[Filter, Target | None]:
     limits = PromptLimits(args.min_chars, args.max_chars, args.min_tokens, args.max_tokens)
     texts = list(evaluation_texts(args.exclude, args.exclude_suites))
     if args.source == "magpie":
-        target = load_target(args)
+        from drafttrain.target import load_shell
+
+        target = load_shell(args.target, trust_remote_code=args.trust_remote_code) if args.url else load_target(args)
         return Filter(limits, texts, args.ngram, target.tokenizer), target
     tokenizer = load_tokenizer(args.target, args.trust_remote_code) if args.target else None
     return Filter(limits, texts, args.ngram, tokenizer), None

@@ -129,6 +129,7 @@ class StateClient:
         self.timeout, self.patience = timeout, patience
         self._http = httpx.Client(headers=key_headers("OPENAI_API_KEY"), limits=httpx.Limits(max_connections=None))
         self._lock, self._closing = threading.Lock(), threading.Event()
+        self._chance = random.Random()  # retries must not draw from the generator that checkpoints hold
 
     @property
     def gaps(self) -> dict[str, float]:
@@ -203,7 +204,7 @@ class StateClient:
                 now = time.monotonic()
                 awake = [server for server in servers if server.rests_until <= now]
                 if awake or self._closing.is_set():
-                    server = min(awake or servers, key=lambda server: (server.running, random.random()))
+                    server = min(awake or servers, key=lambda server: (server.running, self._chance.random()))
                     server.running += 1
                     return server
                 pause = min(server.rests_until for server in servers) - now
@@ -216,8 +217,8 @@ class StateClient:
             yield
         except BadReply as bad:
             with self._lock:
-                server.failures += 1
-                pause = min(_FIRST_PAUSE * 2 ** min(server.failures - 1, 10), _LONGEST_PAUSE) * random.uniform(
+                server.failures += server.rests_until <= time.monotonic()  # requests that fail together are one failure
+                pause = min(_FIRST_PAUSE * 2 ** min(server.failures - 1, 10), _LONGEST_PAUSE) * self._chance.uniform(
                     0.75, 1.25
                 )
                 server.rests_until = time.monotonic() + max(bad.pause, pause)

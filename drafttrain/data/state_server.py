@@ -199,6 +199,8 @@ class StateServer:
             *(["--trust-remote-code"] if self.trust_remote_code else []),
             # Training rows share few prefixes, and no engine tests that states of cached tokens stay complete in every layout.
             *(["--no-enable-prefix-caching"] if "--enable-prefix-caching" not in self.flags else []),
+            # vLLM 0.32 loses count of this method's drafts where it schedules ahead, and answers become another text.
+            *(["--no-async-scheduling"] if "--async-scheduling" not in self.flags else []),
             *self.flags,
             *("--speculative-config", json.dumps({**extract, "draft_model_config": {"hf_config": hf_config}})),
             *("--kv-transfer-config", json.dumps(transfer)),

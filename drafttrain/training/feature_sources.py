@@ -182,10 +182,10 @@ class TargetSource:
         self.once |= dict.fromkeys(indices)
 
     def close(self) -> None:
+        if self.servers is not None:
+            self.servers.close()  # first, so that waiting requests end
         if self.ahead is not None:
             self.ahead.close()
-        if self.servers is not None:
-            self.servers.close()
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[StatesAhead | None]:

@@ -23,6 +23,7 @@ States = dict[str, Tensor] | None  # what `FeatureStore.get` returns
 Inputs = dict[str, Tensor]  # a collated batch
 
 MOST_BATCHES = 64  # that `LookAhead` holds; token ids are small
+_LAST_READ = 2.0  # seconds that `StatesAhead.close` waits for reads that run
 
 
 class StatesLostError(UserError):
@@ -62,7 +63,7 @@ class StatesAhead:
         self._coming: dict[int, _Coming] = {}  # by index
         self._unasked: deque[_Coming] = deque()  # in order; some may have been asked for or released since
         self._jobs: SimpleQueue[_Coming | None] = SimpleQueue()
-        self._started = False
+        self._workers: list[threading.Thread] = []
 
     @property
     def room(self) -> bool:
@@ -122,9 +123,13 @@ class StatesAhead:
         self._coming.clear()
         self._unasked.clear()
         self.held = 0.0
-        for _ in range(self.threads if self._started else 0):
+        workers, self._workers = self._workers, []
+        for _ in workers:
             self._jobs.put(None)
-        self._started = False
+        # A thread that is inside torch when the interpreter ends aborts the process.
+        until = time.monotonic() + _LAST_READ
+        for worker in workers:
+            worker.join(max(until - time.monotonic(), 0))
 
     def _fill(self) -> None:
         """Asks for expected conversations while they fit."""
@@ -140,22 +145,25 @@ class StatesAhead:
         coming.states, coming.bytes = Future(), len(coming.tokens) * self.token_bytes
         self.held += coming.bytes
         self._jobs.put(coming)
-        if not self._started:
-            self._started = True
-            for number in range(
-                self.threads
-            ):  # daemons: a server that does not answer must not delay the end of the process
-                threading.Thread(target=self._work, name=f"states-{number}", daemon=True).start()
+        while len(self._workers) < self.threads:
+            # A daemon: a server that does not answer must not delay the end of the process.
+            worker = threading.Thread(target=self._work, name=f"states-{len(self._workers)}", daemon=True)
+            self._workers.append(worker)
+            worker.start()
 
     def _work(self) -> None:
         while (coming := self._jobs.get()) is not None:
-            states = coming.states
-            if states is None or not states.set_running_or_notify_cancel():
-                continue
-            try:
-                states.set_result(self.read(coming.index, coming.tokens))
-            except BaseException as error:  # raised again where the states are taken
-                states.set_exception(error)
+            self._read_one(coming)
+            del coming  # else an idle thread keeps the states that it has read last
+
+    def _read_one(self, coming: _Coming) -> None:
+        states = coming.states
+        if states is None or not states.set_running_or_notify_cancel():
+            return
+        try:
+            states.set_result(self.read(coming.index, coming.tokens))
+        except BaseException as error:  # raised again where the states are taken
+            states.set_exception(error)
 
 
 class LookAhead:

@@ -1,6 +1,6 @@
 """A server that hands out a tiny target's states as vLLM does, and fails as servers fail.
 
-In a process of its own: python -m tests.data.fake_state_server TARGET FOLDER 1,2,3,4 PORT
+In a process of its own: python -m tests.data.fake_state_server TARGET FOLDER 1,2,3,4 PORT [SECONDS before each answer]
 """
 
 from __future__ import annotations
@@ -167,9 +167,10 @@ class FakeStateServer:
 
 
 if __name__ == "__main__":
+    target, folder, layers, port, *delay = sys.argv[1:]
     server = FakeStateServer(
-        Target.load(sys.argv[1], "float32", "cpu"), Path(sys.argv[2]), tuple(map(int, sys.argv[3].split(","))),
-        port=int(sys.argv[4]),
+        Target.load(target, "float32", "cpu"), Path(folder), tuple(map(int, layers.split(","))),
+        delay=float(delay[0]) if delay else 0.0, port=int(port),
     )  # fmt: skip
     print(server.url, flush=True)
     threading.Event().wait()

@@ -378,3 +378,56 @@ def test_reasoning_apart_is_put_back(target_dir, tmp_path, capsys, tokenizer, fi
     for name, want in (("both", "<t>\nhm hm\n</t>reply 1<|im_end|>"), ("half", "<t>hm<|im_end|>")):
         (row,) = load_records(tmp_path / name)
         assert tokenizer.decode(row["tokens"][slice(*row["spans"][0])]) == want
+
+
+# -- prompts that the target writes on servers --------------------------------------------------------------------------
+
+
+def write(target_dir, output, *more: str) -> int:
+    return cli.main(["prompts", "--source", "magpie", "--target", str(target_dir), "--output", str(output), "--count", "6",
+                     "--slots", "3", "--openings", "none", *more])  # fmt: skip
+
+
+@pytest.mark.thorough
+def test_prompts_are_written_by_servers(target_dir, tmp_path, tokenizer, capsys):
+    """The frame of a user's turn is sent as ids, each request with a seed of its own; one that fails is counted."""
+    topics = [
+        "tulips",
+        "engines",
+        "a long river",
+        "seven planets",
+        "old clocks",
+        "bread and salt",
+        "deep snow",
+        "chess",
+    ]
+    with Server(answers=ODD, tokenizer=tokenizer) as server:
+
+        def ids(body: dict) -> dict:
+            number = len(server.requests) - 1
+            text = f"Please tell me everything about {topics[number % len(topics)]} ({number})."
+            answer = tokenizer(text, add_special_tokens=False)["input_ids"]
+            cut = number == 1  # too long
+            choice = {"token_ids": answer if cut else [*answer, 257], "finish_reason": "length" if cut else "stop"}
+            return {"choices": [{**choice, "prompt_token_ids": body["prompt"] if number != 2 else [1]}]}
+
+        probe = server.ids
+        server.ids = lambda body: probe(body) if body["max_tokens"] == 1 else ids(body)
+        assert write(target_dir, tmp_path / "p.jsonl", "--url", server.url) == 0
+        asked = [body for _, body in server.requests]
+    rows = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
+    said = " ".join(capsys.readouterr().out.split())
+    assert len(rows) == 6 and all(row["messages"][0]["content"].startswith("Please tell me") for row in rows)
+    assert tokenizer.decode(asked[0]["prompt"]) == "<|im_start|>user\n"
+    assert len({body["seed"] for body in asked}) == len(asked) >= 8
+    assert 257 in asked[0]["stop_token_ids"] and asked[0]["temperature"] == 0.8 and asked[0]["max_tokens"] == 256
+    assert "dropped: failed request: token ids" in said and "dropped: unfinished" in said
+
+
+@pytest.mark.thorough
+def test_a_server_without_ids_cannot_continue_an_open_turn(target_dir, tmp_path, capsys):
+    with Server() as server:
+        assert write(target_dir, tmp_path / "p.jsonl", "--url", server.url) == 2
+    assert "source=magpie needs servers that exchange token ids" in capsys.readouterr().err
+    assert write(target_dir, tmp_path / "p.jsonl", "--url", "http://127.0.0.1:1", "--dtype", "float32") == 2
+    assert "dtype and device are for a target that runs here" in capsys.readouterr().err

@@ -368,6 +368,7 @@ def test_requests_run_on_the_real_engine(target, template):
     [
         (("--source", "magpie"), "source=magpie needs --target"),
         (("--source", "file"), "source=file needs --input"),
+        (("--source", "file", "--input", "x.jsonl", "--url", "http://a"), "url is for source=magpie"),
         (("--source", "file", "--input", "x.jsonl", "--max-tokens", 5), "min_tokens and max_tokens need --target"),
         (("--source", "file", "--input", "x.jsonl", "--count", 0), "--count='0' must be a whole number from 1"),
         (("--source", "file", "--input", "x.jsonl", "--ngram", 0), "--ngram='0' must be a whole number from 1"),

@@ -160,7 +160,8 @@ def test_the_command_has_layers_connector_and_folder(tmp_path, target_dir, capsy
     words = ["serve-target", "--target", str(target_dir), "--states-dir", str(where), "--dry-run", "--layers", "3,1"]
     assert main([*words, "--engine-python", engine(tmp_path, gpu=True), "--", "--tensor-parallel-size", "8"]) == 0
     said = capsys.readouterr().out
-    assert f"vllm.entrypoints.cli.main serve {target_dir} --no-enable-prefix-caching --tensor-parallel-size 8" in said
+    ours = "--no-enable-prefix-caching --no-async-scheduling"
+    assert f"vllm.entrypoints.cli.main serve {target_dir} {ours} --tensor-parallel-size 8" in said
     assert '"eagle_aux_hidden_state_layer_ids": [1, 3, 4]' in said and "PYTHONPATH" not in said
     assert '"ExampleHiddenStatesConnector"' in said and f'"shared_storage_path": "{where}"' in said
     assert main([*words, "--engine-python", engine(tmp_path, named=False)]) == 0

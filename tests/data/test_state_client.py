@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import os
+import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 import torch
 
 from drafttrain.data import state_client, state_transports
+from drafttrain.data.failures import BadReply
 from drafttrain.data.state_client import StateClient
 from drafttrain.data.state_transports import RECORD, write_record
 from drafttrain.errors import UserError
@@ -127,6 +130,20 @@ def test_a_row_without_tokens_needs_no_server_and_long_outages_no_longer_pauses(
     client.servers[0].failures = 5000
     server.faults.append("503")
     assert_states(client, target, ROWS[0])
+
+
+def test_requests_that_fail_together_lengthen_the_pause_once(client, monkeypatch):
+    monkeypatch.setattr(state_client, "_FIRST_PAUSE", 60.0)
+    server = client.servers[0]
+    for _ in range(16):
+        with suppress(BadReply), client._in_flight(server):
+            raise BadReply("connection lost", "the server was killed", retry=True)
+    assert server.failures == 1
+    before = random.getstate()
+    server.rests_until = 0.0
+    with suppress(BadReply), client._in_flight(server):
+        raise BadReply("connection lost", "and again", retry=True)
+    assert server.failures == 2 and random.getstate() == before, "a checkpoint holds this generator's state"
 
 
 def test_a_server_that_stays_away_is_named_with_the_time(client, server):

@@ -26,7 +26,8 @@ from drafttrain.training.states_ahead import MOST_BATCHES, LookAhead, StatesAhea
 from drafttrain.training.step import StepTrainer
 from tests.conftest import make_target
 from tests.data.fake_state_server import FakeStateServer
-from tests.training.test_train import write_data, write_recipe
+from tests.training.test_scale import TWO
+from tests.training.test_train import ROOT, launch, write_data, write_recipe
 
 TOKENS = torch.arange(10)
 ROW = 10 * 4.0  # bytes of its states, at one float32 per token
@@ -278,6 +279,38 @@ def test_a_server_that_is_gone_ends_the_run_in_a_line_that_names_the_checkpoint_
     assert main(["train", *words]) == 0
     again = load_file(tmp_path / "cut" / "drafter" / "checkpoint-9" / "model.safetensors")
     assert all(torch.equal(again[name], tensor) for name, tensor in whole.items())
+
+
+@pytest.mark.slow
+def test_two_processes_train_from_servers_what_they_train_from_stored_states(place, server, tmp_path):
+    """Under DeepSpeed; each asks for the rows of its own micro-batches only."""
+    target, data, stored = place
+    launcher = [*TWO, "--use_deepspeed", "--deepspeed_config_file", str(ROOT / "configs/deepspeed/zero2.json")]
+    # 20 rows to train on, of which a step takes two, one in each process: an epoch of 10 steps and the beginning of a second.
+    one_row = {
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 1,
+        "validation": 4 / 24,
+        "max_steps": 12,
+    }
+    weights, figures = {}, {}
+    for name, rows, extra in (("stored", stored, {}), ("streamed", data, {"target_url": [server.url]})):
+        (tmp_path / name).mkdir()
+        words = write_recipe(tmp_path / name, target, rows, **{**RECIPE, **one_row, **extra})
+        done = launch(words, [*launcher, "--dynamo_backend", "no"], DS_ACCELERATOR="cpu")
+        assert done.returncode == 0, done.stderr[-4000:]
+        drafter = tmp_path / name / "drafter"
+        weights[name] = load_file(drafter / "checkpoint-12" / "model.safetensors")
+        figures[name] = json.loads((drafter / "training.json").read_text())
+    assert all(figure["processes"] == 2 and figure["engine"] == "DeepSpeedEngine" for figure in figures.values())
+    assert figures["streamed"]["train_loss"] == figures["stored"]["train_loss"]
+    assert figures["streamed"]["held_out"]["eval_loss"] == figures["stored"]["held_out"]["eval_loss"]
+    for key, tensor in weights["stored"].items():
+        assert torch.equal(weights["streamed"][key], tensor), key
+    texts = {tuple(row["tokens"][:-1]) for row in load_records(data)}
+    asked = Counter(tuple(prompt) for prompt in server.requests if tuple(prompt) in texts)
+    trained = sorted(asked[text] for text in texts)[:20]  # held-out rows are asked for by each measurement
+    assert len(texts) == 24 and min(trained) == 1 and 20 <= sum(trained) <= 24, "one process asks for a row, not both"
 
 
 @pytest.mark.parametrize(
