@@ -221,7 +221,8 @@ class StateServer:
             "master_server_address": self.store.master,
             "protocol": self.store.protocol,
             "global_segment_size": round(self.store.gib * 2**30),
-            "local_buffer_size": 0,  # its writers register buffers of their own
+            "local_buffer_size": 2
+            ** 24,  # for notes about rows that found no room; writers register buffers of their own
         }
         return {"mooncake": mooncake, "record": record}
 
