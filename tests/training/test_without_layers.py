@@ -89,6 +89,18 @@ def test_a_run_needs_no_files_of_layers(stored, tmp_path, capsys):
     assert "note: nothing is copied from the layers of target" in capsys.readouterr().out
     words = ["--drafter", str(tmp_path / "few" / "drafter"), "--output", str(tmp_path / "exported")]
     assert main(["export", *words, "--format", "vllm"]) == 0
+    words = ["--checkpoint", str(tmp_path / "exported"), "--target", str(tmp_path / "target")]
+    assert main(["import", *words, "--output", str(tmp_path / "imported")]) == 0
+    words = [
+        "--drafter",
+        str(tmp_path / "few" / "drafter"),
+        "--repo",
+        "user/name",
+        "--license",
+        "mit",
+        "--without-evaluation",
+    ]
+    assert main(["push", *words, "--dry-run", "--output", str(tmp_path / "published")]) == 0
 
 
 @pytest.mark.thorough
