@@ -128,8 +128,8 @@ def prepare(config: TrainConfig, args: TrainingArguments, output: OutputFolder |
     target, records = load_target_and_records(config, args)
     train_rows, held_out = training_rows(records, config.max_length, config.validation, args.seed)
     drafter, vocab = build_drafter(config, target, records)
-    streams = bool(config.target_url)
-    if isinstance(target, TargetShell) and not (streams or FeatureStore.open(config.data, drafter.feature_layers)):
+    stored = None if config.loss == "next_token" else FeatureStore.open(config.data, drafter.feature_layers)
+    if isinstance(target, TargetShell) and stored is None and not config.target_url:
         wanted = ",".join(map(str, drafter.feature_layers))
         target = load_target(config, args, f"the stored states lack some of the layers {wanted}")
         drafter.bind(target)
@@ -141,7 +141,7 @@ def prepare(config: TrainConfig, args: TrainingArguments, output: OutputFolder |
             "response tokens",
             flush=True,
         )
-    source = build_source(config, target, drafter, records)
+    source = build_source(config, target, drafter, records, stored)
     on_policy = None
     if config.on_policy:
         options = OnPolicyOptions.parse(config.on_policy)
@@ -250,13 +250,14 @@ def build_drafter(config: TrainConfig, target: Target, records: Dataset) -> tupl
     return drafter, {**sizes, "coverage": round(covered, 6), "seen": int((counts > 0).sum())}
 
 
-def build_source(config: TrainConfig, target: Target, drafter: TrainableDrafter, records: Dataset) -> BatchSource:
+def build_source(
+    config: TrainConfig, target: Target, drafter: TrainableDrafter, records: Dataset, stored: FeatureStore | None
+) -> BatchSource:
     """The source of target features and distributions: memory, stored features, the target; none for next_token."""
     if config.loss == "next_token":
         return NoTarget()
     usual = 4.0 if target.device.type == "cpu" and config.sequence_parallel == 1 else 0.0  # parts of rows are not kept
     cache_gb = config.cache_gb if config.cache_gb >= 0 else usual
-    stored = FeatureStore.open(config.data, drafter.feature_layers)
     servers = None
     if config.target_url:
         servers, stored = proven_servers(config, target, drafter, stored is not None), None

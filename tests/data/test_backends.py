@@ -20,7 +20,7 @@ from tests.conftest import CHAT_TEMPLATE, make_tokenizer
 
 
 class Server:
-    """A chat completion server that can be told to fail first.
+    """A chat completion server whose first replies can be faults.
 
     Args:
         answers: ids that it answers with, one entry per turn, in place of text; it then exchanges token ids.

@@ -23,18 +23,9 @@ from drafttrain.target import Target
 from drafttrain.target.attention import LAST
 from drafttrain.training.feature_sources import TargetSource
 from tests.drafters.test_eagle3 import make_drafter
-from tests.training.test_train import ROOT, write_data
+from tests.training.test_train import ROOT
 
 LAYERS = (1, 2, 3)
-
-
-@pytest.fixture
-def data(tmp_path, target_dir):
-    folder = write_data(tmp_path / "data", Target.load(str(target_dir)), rows=6)
-    meta = json.loads((folder / "meta.json").read_text())
-    meta["target"]["name"] = str(target_dir)
-    (folder / "meta.json").write_text(json.dumps(meta))
-    return folder
 
 
 def extract(data, *more: str) -> int:

@@ -37,15 +37,6 @@ else:
 """
 
 
-@pytest.fixture
-def data(tmp_path, target_dir):
-    folder = write_data(tmp_path / "data", Target.load(str(target_dir)), rows=6)
-    meta = json.loads((folder / "meta.json").read_text())
-    meta["target"]["name"] = str(target_dir)
-    (folder / "meta.json").write_text(json.dumps(meta))
-    return folder
-
-
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(state_client, "_FIRST_PAUSE", 0.001)

@@ -2,7 +2,7 @@
 
     python vllm_block_side.py JOB.json
 
-The job says target (a folder), heads (exported folders, each with a file HEAD.inputs.safetensors beside it: features [t, f*h] of
+The job names target (a folder) and heads (exported folders, each next to a file HEAD.inputs.safetensors: features [t, f*h] of
 the context, root [1], the last committed token) and answer, the file to write. HEAD.outputs.safetensors gets tokens [depth],
 log_probs [depth, d] of each drafted token's draft vocabulary, and confidence [depth].
 

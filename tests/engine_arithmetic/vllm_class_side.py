@@ -2,7 +2,7 @@
 
     python vllm_class_side.py JOB.json
 
-The job says target (a folder), heads (exported folders, each with a file HEAD.inputs.safetensors beside it: table [v, h], the
+The job names target (a folder) and heads (exported folders, each next to a file HEAD.inputs.safetensors: table [v, h], the
 embedding; tokens [t]; features [t, f*h]) and answer, the file to write. HEAD.outputs.safetensors gets logits [2, v] over the
 target's vocabulary: of the last token, and of the next depth, which reads its likeliest token and its state.
 
