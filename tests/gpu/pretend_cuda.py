@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu.pretend import PretendGpu, PretendTensor, place, without_pretending
+from tests.gpu.pretend import PretendGpu, PretendTensor, place, plain, without_pretending
 
 
 def install(gpu: PretendGpu, patches: pytest.MonkeyPatch) -> None:
@@ -210,17 +210,13 @@ def _install_triton(gpu: PretendGpu, patches: pytest.MonkeyPatch) -> None:
             GridExecutor(self.rewrite(), self.arg_names, grid, self.pre_run_hooks)(*args, **kwargs)
             return
         check_launch(gpu, self.__name__, tensors)
-        plain, named = [_data(x) for x in args], {name: _data(x) for name, x in kwargs.items()}
+        given, named = [plain(x) for x in args], {name: plain(x) for name, x in kwargs.items()}
         executor = GridExecutor(self.rewrite(), self.arg_names, grid, self.pre_run_hooks)
-        gpu.call(without_pretending(lambda: executor(*plain, **named)))
+        gpu.call(without_pretending(lambda: executor(*given, **named)))
 
     patches.setattr(InterpretedFunction, "run", run)
     if not gpu.interpret:
         patches.setattr(tree_attention_triton, "_launch", _attend_by_reference(gpu))
-
-
-def _data(x: Any) -> Any:
-    return x.data_on_cpu if isinstance(x, PretendTensor) else x
 
 
 def check_launch(gpu: PretendGpu, kernel: str, tensors: list[Tensor]) -> None:
@@ -240,12 +236,12 @@ def _attend_by_reference(gpu: PretendGpu) -> Any:
         tensors = [query, keys, values, *(x for x in (*plan, *form.values()) if isinstance(x, Tensor))]
         check_launch(gpu, "attend_parts", tensors)
         attention._check(query, keys, values, plan, form["sinks"])
-        plain = attention.PackedPlan._make(_data(x) for x in plan)
-        inputs, options = [_data(x) for x in (query, keys, values)], {name: _data(x) for name, x in form.items()}
+        own_plan = attention.PackedPlan._make(plain(x) for x in plan)
+        inputs, options = [plain(x) for x in (query, keys, values)], {name: plain(x) for name, x in form.items()}
         out = query.new_empty(1, query.shape[2], query.shape[1], values.shape[3])
 
         def compute() -> None:
-            out.data_on_cpu.copy_(attention.static_reference(*inputs, plain, **options).transpose(1, 2))
+            out.data_on_cpu.copy_(attention.static_reference(*inputs, own_plan, **options).transpose(1, 2))
 
         gpu.call(without_pretending(compute))
         return out.transpose(1, 2)
