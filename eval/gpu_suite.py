@@ -68,7 +68,7 @@ class Step:
 def tree_attention(name: str, sizes: str, tiny: str) -> Step:
     goals = (Goal("ratio", 2.0), Goal("floor_share", 0.7))
     return Step(name, f"eval/bench_tree_attention.py {sizes} --output {{out}}", f"{tiny} --heads 4 --kv-heads 2 --head-dim 16 "
-                "--dtype float32 --repeats 1", goals)  # fmt: skip
+                "--dtype float32 --repeats 1 --layers 2", goals)  # fmt: skip
 
 
 LOSS = (Goal("ratio", 0.87), Goal("memory_share", 0.1, at_least=False))
