@@ -149,6 +149,7 @@ def divergence_rows(
             ce_factor = tl.where(label >= 0, ce_weight, 0.0)
             chosen = tl.load(z + tl.maximum(label, 0)).to(tl.float32) * per_temperature
             value += ce_factor * (log_z - chosen)
+            tl.debug_barrier()  # every warp has read the label's logit before any writes the gradient over it
         if ADD:
             value += tl.load(values + row)
         tl.store(values + row, value)

@@ -15,7 +15,7 @@ import functools
 import importlib.util
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 import torch
@@ -210,6 +210,12 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+def run_kernel(kernel: Any, grid: tuple[int, ...], first: Tensor, *args: object, **options: object) -> None:
+    """Launches a Triton kernel on the device of its first argument; Triton itself would take the process's current device."""
+    with torch.cuda.device_of(first):
+        kernel[grid](first, *args, **options)
+
+
 class Geometry(NamedTuple):
     """How the work is split into programs."""
 
@@ -320,12 +326,15 @@ def _launch(
     branches = {"WINDOW": window is not None, "SOFTCAP": softcap is not None, "SINKS": sinks is not None}
     options = {"PRECISION": "ieee", "num_warps": geometry.warps, "num_stages": geometry.stages}
     # Tiles of one row and part are neighbors, so they run together and share what they read through the L2 cache.
-    attend_parts[(tiles, geometry.parts, row_count * kv_heads)](
+    run_kernel(
+        attend_parts,
+        (tiles, geometry.parts, row_count * kv_heads),
         *(query, keys, values, query if sinks is None else sinks, partial, logs, *plan[:-1]),
         *(query.stride(1), query.stride(2), *keys.stride()[:3], *values.stride()[:3]),
         *(count, plan.ancestors.shape[1], geometry.parts, window or 0, form["scaling"], softcap or 1.0),
         **(sizes | value_sizes | tiling | branches | options),
     )
     if geometry.parts > 1:
-        merge_parts[(count, heads)](partial, logs, out, count, geometry.parts, HEADS=heads, CHUNK=16, **value_sizes)
+        sizes = {"HEADS": heads, "CHUNK": 16, **value_sizes}
+        run_kernel(merge_parts, (count, heads), partial, logs, out, count, geometry.parts, **sizes)
     return out.transpose(1, 2)
