@@ -19,14 +19,20 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.autograd.function import once_differentiable
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, flex_attention
+
+from drafttrain.errors import UserError
 
 # Queries per call of the CPU's flash attention, and per block of FlexAttention's mask.
 BLOCK = 128
 cpu_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 cpu_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-Flex = Callable[..., tuple[Tensor, Tensor]]  # FlexAttention, compiled or not: outputs and log-sum-exps
+Flex = Callable[..., tuple[Tensor, AuxOutput]]  # FlexAttention, compiled or not: outputs and log-sum-exps
+# Sorts of shapes that FlexAttention is compiled for: with gradients and without, all or some tokens as queries, one block or
+# several, each in both dtypes. torch's limit is 8.
+_COMPILED = 64
 
 
 class Spans(NamedTuple):
@@ -118,18 +124,35 @@ def span_attention_backward(
 
 @functools.cache
 def _compiled_flex() -> Flex:
-    return torch.compile(flex_attention, dynamic=True)  # type: ignore[return-value]
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
+
+
+def flex_options(query: Tensor) -> dict[str, int] | None:
+    return None
 
 
 def span_attention_gpu(
     query: Tensor, key: Tensor, value: Tensor, spans: Spans, flex: Flex | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`span_attention` by FlexAttention, which differentiates the log-sum-exps too."""
+    """`span_attention` by FlexAttention, which differentiates the log-sum-exps too.
+
+    Raises:
+        UserError: shapes of more sorts than torch may compile for; it would go on without the kernel, with dense scores.
+    """
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))  # [1, heads, n, e]
-    out, lse = (flex or _compiled_flex())(
-        q, k, v, block_mask=spans.block_mask(len(key)), enable_gqa=q.shape[1] != k.shape[1], return_lse=True
-    )
-    return out[0].transpose(0, 1), lse[0].transpose(0, 1)
+    mask, grouped = spans.block_mask(len(key)), q.shape[1] != k.shape[1]
+    try:
+        with torch._dynamo.config.patch(recompile_limit=_COMPILED):
+            out, more = (flex or _compiled_flex())(
+                q, k, v, block_mask=mask, enable_gqa=grouped, return_aux=AuxRequest(lse=True),
+                kernel_options=flex_options(q),
+            )  # fmt: skip
+    except FailOnRecompileLimitHit as error:
+        raise UserError(
+            f"FlexAttention was compiled for {_COMPILED} sorts of shapes, the most of one process; run the same command again, "
+            "which continues from the last checkpoint (TORCH_LOGS=recompiles prints what differed)"
+        ) from error
+    return out[0].transpose(0, 1), more.lse[0].transpose(0, 1)
 
 
 # -- own keys, and both parts under one softmax -----------------------------------------------------------------------
@@ -251,6 +274,10 @@ def _attend(
     own: Own, spans: Spans, query: Tensor, base: tuple[Tensor, Tensor], tensors: Tensors, flex: Flex | None
 ) -> Tensor:
     """[t, heads, e]. On a CPU by flash attention; elsewhere, or by a given `flex`, with torch's own gradients."""
+    if torch.is_autocast_enabled(query.device.type):  # rotary tables in float32 have widened queries and keys
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, *tensors = (x.to(dtype) for x in (query, *tensors))
+        base = (base[0].to(dtype), base[1].to(dtype))
     if flex is None and (query.device.type == "cpu" or not len(query)):
         return _OnCpu.apply(own, spans, query, *base, *tensors)
     out, lse = span_attention_gpu(query, *base, spans, flex)

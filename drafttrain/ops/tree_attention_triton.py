@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafttrain.ops.tree_attention import AttentionForm, TreeLayout
+from drafttrain.ops.tree_attention import AttentionForm, TreeLayout, exact_scores
 
 # More parts than this cost more in the merge than they gain.
 _MOST_PARTS = 128
@@ -195,9 +195,10 @@ def static_reference(
     visible = (own[:, :, None] & visible[:, None, :]).flatten(1)  # [N, cache rows * capacity]
     # Masked slots may hold NaN, which a weight of 0 does not cancel.
     keys, values = (x.transpose(0, 1).flatten(1, 2).masked_fill(~visible.any(0)[:, None], 0) for x in (keys, values))
-    scores = query[0].unflatten(0, (kv_heads, -1)) @ keys[:, None].transpose(2, 3) * scaling
+    scores = exact_scores(query[0].unflatten(0, (kv_heads, -1)).flatten(1, 2), keys.transpose(1, 2)) * scaling
     scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
-    scores = scores.float().masked_fill(~visible, float("-inf")).flatten(0, 1)  # [heads, N, cache rows * capacity]
+    scores = scores.unflatten(1, (-1, count)).float().masked_fill(~visible, float("-inf"))
+    scores = scores.flatten(0, 1)  # [heads, N, cache rows * capacity]
     if sinks is not None:
         scores = torch.cat((scores, sinks.float()[:, None, None].expand(-1, count, 1)), dim=-1)
     weights = scores.softmax(dim=-1)[..., : visible.shape[1]].to(values.dtype)

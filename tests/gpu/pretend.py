@@ -270,7 +270,9 @@ class PretendGpu(TorchDispatchMode):
         single = func not in (aten.cat.default, aten.stack.default)  # numbers of the host may mix
         others = [x for x in flat if not isinstance(x, PretendTensor) and not (single and x.dim() == 0)]
         if others and func is not aten.lift_fresh.default:
-            raise RuntimeError(f"Expected all tensors to be on the same device, found {others[0].device}: {func} {place()}")
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, found {others[0].device}: {func} {place()}"
+            )
         devices = {x.device for x in ours if x.dim()} or {x.device for x in ours}
         if len(devices) > 1:
             raise RuntimeError(f"Expected all tensors to be on the same device, found {devices}: {func} at {place()}")
