@@ -18,7 +18,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map
 
 aten = torch.ops.aten
 # Their outputs' sizes depend on data, so the host waits for it.
@@ -40,6 +39,7 @@ _INDEXING = {
     *(aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default),
     aten._unsafe_index.Tensor,
 }
+_ROOT = Path(__file__).parents[2]
 _active: list[PretendGpu] = []
 
 
@@ -95,8 +95,27 @@ class PretendTensor(torch.Tensor):
         return self.data_on_cpu.data_ptr()
 
 
-def _plain(x: Any) -> Any:
-    return x.data_on_cpu if isinstance(x, PretendTensor) else x
+def plain(x: Any) -> Any:
+    """The data behind an argument of an operation, however tensors are nested in lists."""
+    if isinstance(x, PretendTensor):
+        return x.data_on_cpu
+    return [plain(each) for each in x] if isinstance(x, list | tuple) else x
+
+
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    found = []
+    for x in values:
+        if isinstance(x, Tensor):
+            found.append(x)
+        elif isinstance(x, list | tuple):
+            found += _tensors(x)
+    return found
+
+
+def _wrapped(x: Any, device: torch.device) -> Any:
+    if isinstance(x, Tensor):
+        return PretendTensor(x, device)
+    return type(x)(_wrapped(each, device) for each in x) if isinstance(x, list | tuple) else x
 
 
 class PretendGpu(TorchDispatchMode):
@@ -196,7 +215,7 @@ class PretendGpu(TorchDispatchMode):
     # -- operations ------------------------------------------------------------------------------------------------------
 
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        flat = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+        flat = _tensors((*args, *kwargs.values()))
         ours = [x for x in flat if isinstance(x, PretendTensor)]
         device = kwargs.get("device")
         device = None if device is None else torch.device(device)
@@ -249,7 +268,7 @@ class PretendGpu(TorchDispatchMode):
             self.upload() if non_blocking else self.wait("to the device")
         else:
             self.wait("to the host")
-        _plain(into).copy_(_plain(source))
+        plain(into).copy_(plain(source))
         return into
 
     def _check_devices(self, func: Any, args: tuple[Any, ...], flat: list[Tensor], ours: list[PretendTensor]) -> None:
@@ -280,9 +299,10 @@ class PretendGpu(TorchDispatchMode):
     def _compute(self, func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
         """Runs it on the data; wraps what is new, returns what it was given to write to."""
         schema = func._schema
-        place_of = {"device": torch.device("cpu")} if "device" in kwargs else {}
-        options = {name: value for name, value in kwargs.items() if name not in ("pin_memory", "non_blocking")}
-        args_, kwargs_ = tree_map(_plain, args), tree_map(_plain, options | place_of)
+        dropped = ("pin_memory", "non_blocking", "device")
+        args_, kwargs_ = plain(args), {name: plain(x) for name, x in kwargs.items() if name not in dropped}
+        if "device" in kwargs:
+            kwargs_["device"] = torch.device("cpu")
         run = _SUBSTITUTES.get(func, func)
         written = [i for i, x in enumerate(schema.arguments) if x.alias_info is not None and x.alias_info.is_write]
         if written:
@@ -294,17 +314,16 @@ class PretendGpu(TorchDispatchMode):
         if all(x.alias_info is None for x in schema.returns):
             self.calls[place()] += 1
             if self.recording is not None:
-                self._record(lambda: run(*args_, **kwargs_), out, args_, kwargs_)
+                self._record(lambda: run(*args_, **kwargs_), out, *args_, *kwargs_.values())
         on_cpu = "device" in kwargs and torch.device(kwargs["device"]).type == "cpu"  # new_zeros(..., device="cpu")
-        return out if on_cpu else tree_map(lambda x: PretendTensor(x, device) if isinstance(x, Tensor) else x, out)
+        return out if on_cpu else _wrapped(out, device)
 
     def _record(self, run: Callable[[], Any], out: Any, *inputs: Any) -> None:
-        made = [x for x in tree_flatten(out)[0] if isinstance(x, Tensor)]
-        given = {x.untyped_storage().data_ptr() for x in tree_flatten(inputs)[0] if isinstance(x, Tensor)}
+        made = _tensors([out])
+        given = {x.untyped_storage().data_ptr() for x in _tensors(inputs)}
 
         def again() -> None:
-            new = [x for x in tree_flatten(run())[0] if isinstance(x, Tensor)]
-            for old, value in zip(made, new, strict=True):
+            for old, value in zip(made, _tensors([run()]), strict=True):
                 old.copy_(value)
 
         assert self.recording is not None
@@ -342,23 +361,30 @@ def place() -> str:
     """The innermost line of drafttrain, or of a test, that is running."""
     frame = sys._getframe(2)
     while frame is not None:
-        name = frame.f_code.co_filename
-        if "/drafttrain/drafttrain/" in name or ("/drafttrain/" in name and "/site-packages/" not in name):
-            return f"{name.rpartition('/drafttrain/')[2]}:{frame.f_lineno} {frame.f_code.co_name}"
-        if "/tests/" in name and "/tests/gpu/pretend" not in name:
-            return f"tests/{name.rpartition('/tests/')[2]}:{frame.f_lineno} {frame.f_code.co_name}"
+        if name := _shown(frame.f_code.co_filename):
+            return f"{name}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back
     return "?"
+
+
+@cache
+def _shown(file: str) -> str:
+    """The file as `place` names it; empty for files of libraries and of the harness."""
+    path = Path(file)
+    if not path.is_relative_to(_ROOT) or path.name.startswith("pretend"):
+        return ""
+    name = path.relative_to(_ROOT)
+    return str(name.relative_to("drafttrain")) if name.parts[0] == "drafttrain" else str(name)
 
 
 def without_pretending(run: Callable[[], Any]) -> Callable[[], Any]:
     """The call, on plain tensors: no pretend GPU sees what it does."""
 
-    def plain() -> Any:
+    def unseen() -> Any:
         with _disable_current_modes(), torch.no_grad():
             return run()
 
-    return plain
+    return unseen
 
 
 def _rms_norm_backward(

@@ -11,11 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu.pretend import PretendGpu, PretendTensor, place, without_pretending
+from torch.nn.attention.flex_attention import BlockMask
+
+from drafttrain.ops import path_attention, tree_attention_triton
+from tests.gpu.pretend import PretendGpu, PretendTensor, place, plain, without_pretending
 
 
 def install(gpu: PretendGpu, patches: pytest.MonkeyPatch) -> None:
-    """Replaces functions of torch.cuda and Triton's launch; `patches` undoes it."""
+    """Replaces functions of torch.cuda, Triton's launch and FlexAttention; `patches` undoes it."""
     for name, value in (_facts(gpu) | _streams(gpu) | _graphs(gpu)).items():
         patches.setattr(torch.cuda, name, value)
     patches.setattr(torch.cuda.random, "_lazy_call", lambda run, **_: None)
@@ -25,6 +28,8 @@ def install(gpu: PretendGpu, patches: pytest.MonkeyPatch) -> None:
     patches.setattr(torch.accelerator, "is_available", lambda check_available=False: True)
     patches.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
     _install_triton(gpu, patches)
+    path_attention._compiled_flex.cache_clear()
+    patches.setattr(path_attention, "_compiled_flex", lambda: dense_flex)
 
 
 def _index(gpu: PretendGpu, device: Any) -> int:
@@ -197,8 +202,6 @@ def _install_triton(gpu: PretendGpu, patches: pytest.MonkeyPatch) -> None:
     from triton.runtime import driver
     from triton.runtime.interpreter import GridExecutor, InterpretedFunction
 
-    from drafttrain.ops import tree_attention_triton
-
     facts = {"multiprocessor_count": 132, "max_shared_mem": gpu.shared}
     utils = SimpleNamespace(get_device_properties=lambda index: facts)
     patches.setattr(driver, "_active", SimpleNamespace(utils=utils))
@@ -210,17 +213,13 @@ def _install_triton(gpu: PretendGpu, patches: pytest.MonkeyPatch) -> None:
             GridExecutor(self.rewrite(), self.arg_names, grid, self.pre_run_hooks)(*args, **kwargs)
             return
         check_launch(gpu, self.__name__, tensors)
-        plain, named = [_data(x) for x in args], {name: _data(x) for name, x in kwargs.items()}
+        given, named = [plain(x) for x in args], {name: plain(x) for name, x in kwargs.items()}
         executor = GridExecutor(self.rewrite(), self.arg_names, grid, self.pre_run_hooks)
-        gpu.call(without_pretending(lambda: executor(*plain, **named)))
+        gpu.call(without_pretending(lambda: executor(*given, **named)))
 
     patches.setattr(InterpretedFunction, "run", run)
     if not gpu.interpret:
         patches.setattr(tree_attention_triton, "_launch", _attend_by_reference(gpu))
-
-
-def _data(x: Any) -> Any:
-    return x.data_on_cpu if isinstance(x, PretendTensor) else x
 
 
 def check_launch(gpu: PretendGpu, kernel: str, tensors: list[Tensor]) -> None:
@@ -234,20 +233,56 @@ def check_launch(gpu: PretendGpu, kernel: str, tensors: list[Tensor]) -> None:
 
 def _attend_by_reference(gpu: PretendGpu) -> Any:
     """The launch of tree attention as two calls, computed by the torch reference: the interpreter takes seconds."""
-    from drafttrain.ops import tree_attention_triton as attention
+    attention = tree_attention_triton
 
     def launch(query: Tensor, keys: Tensor, values: Tensor, plan: Any, geometry: Any = None, **form: Any) -> Tensor:
         tensors = [query, keys, values, *(x for x in (*plan, *form.values()) if isinstance(x, Tensor))]
         check_launch(gpu, "attend_parts", tensors)
         attention._check(query, keys, values, plan, form["sinks"])
-        plain = attention.PackedPlan._make(_data(x) for x in plan)
-        inputs, options = [_data(x) for x in (query, keys, values)], {name: _data(x) for name, x in form.items()}
+        own_plan = attention.PackedPlan._make(plain(x) for x in plan)
+        inputs, options = [plain(x) for x in (query, keys, values)], {name: plain(x) for name, x in form.items()}
         out = query.new_empty(1, query.shape[2], query.shape[1], values.shape[3])
 
         def compute() -> None:
-            out.data_on_cpu.copy_(attention.static_reference(*inputs, plain, **options).transpose(1, 2))
+            out.data_on_cpu.copy_(attention.static_reference(*inputs, own_plan, **options).transpose(1, 2))
 
         gpu.call(without_pretending(compute))
         return out.transpose(1, 2)
 
     return launch
+
+
+def dense_flex(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    block_mask: BlockMask,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    return_aux: Any = None,
+    kernel_options: Any = None,
+) -> tuple[Tensor, Any]:
+    """FlexAttention with the scores that it never holds. Under autocast it casts as FlexAttention does.
+
+    Args:
+        query: [1, heads, t, e]; key, value: [1, kv_heads, T, e].
+    """
+    if torch.is_autocast_enabled("cuda"):
+        query, key, value = (x.to(torch.get_autocast_dtype("cuda")) for x in (query, key, value))
+    if not query.dtype == key.dtype == value.dtype:
+        raise ValueError(f"query {query.dtype}, key {key.dtype} and value {value.dtype} must share a dtype")
+    groups = query.shape[1] // key.shape[1]
+    if enable_gqa != (groups != 1):
+        raise ValueError("enable_gqa must say whether there are fewer key heads than query heads")
+    key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    asks, seen = (torch.arange(x.shape[2], device=query.device) for x in (query, key))
+    visible = block_mask.mask_mod(None, None, asks[:, None], seen[None])  # type: ignore[arg-type]
+    with torch.autocast("cuda", enabled=False):
+        scores = (query @ key.transpose(-1, -2)).float() * query.shape[-1] ** -0.5
+        scores = scores.masked_fill(~visible, float("-inf"))
+        lse = scores.logsumexp(-1)  # [1, heads, t]
+        out = (scores - lse[..., None]).exp().to(value.dtype) @ value
+    if return_aux is not None:
+        return out, SimpleNamespace(lse=lse)
+    return (out, lse) if return_lse else out
