@@ -12,6 +12,7 @@ import torch
 from drafttrain.errors import UserError, shown
 from drafttrain.ops.packing import cpu_has_bfloat16
 
+_PCI = Path("/sys/bus/pci/devices")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -89,9 +90,7 @@ def cuda_failure() -> str:
 
 def _expects_gpu(reason: str) -> bool:
     """Whether the machine has a driver, or a display or compute device of NVIDIA on its PCI bus."""
-    found = (
-        path.parent for path in Path("/sys/bus/pci/devices").glob("*/vendor") if path.read_text().strip() == "0x10de"
-    )
+    found = (path.parent for path in _PCI.glob("*/vendor") if path.read_text().strip() == "0x10de")
     return "no NVIDIA driver" not in reason or any((at / "class").read_text().startswith("0x03") for at in found)
 
 
