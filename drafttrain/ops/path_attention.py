@@ -33,6 +33,21 @@ Flex = Callable[..., tuple[Tensor, AuxOutput]]  # FlexAttention, compiled or not
 # Sorts of shapes that FlexAttention is compiled for: with gradients and without, all or some tokens as queries, one block or
 # several, each in both dtypes. torch's limit is 8.
 _COMPILED = 64
+# By bytes of a number and padded head width: bytes of shared memory that torch's blocks take, and blocks that fit 99 KB, which
+# sm_86, sm_89 and sm_120 have. What each takes was read from the compiled kernels (tests/gpu/flex_ahead.py).
+_FLEX_BLOCKS: dict[tuple[int, int], tuple[int, dict[str, int]]] = {
+    (itemsize, width): (
+        needed,
+        {"fwd_BLOCK_M": m, "fwd_BLOCK_N": n, "fwd_num_stages": 2, "fwd_num_warps": 4}
+        | dict.fromkeys(("bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2"), back)
+        | {"bwd_num_stages": stages, "bwd_num_warps": 4},
+    )
+    for itemsize, width, needed, m, n, back, stages in (
+        (2, 256, 163_840, 32, 64, 32, 2),
+        (4, 128, 163_840, 64, 32, 16, 1),
+        (4, 256, 131_072, 32, 16, 16, 1),
+    )
+}
 
 
 class Spans(NamedTuple):
@@ -127,8 +142,19 @@ def _compiled_flex() -> Flex:
     return torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
 
-def flex_options(query: Tensor) -> dict[str, int] | None:
-    return None
+def flex_options(head_dim: int, itemsize: int, shared: int) -> dict[str, int | bool]:
+    """Blocks of FlexAttention's kernels: torch's where they fit the device, else ours.
+
+    Args:
+        itemsize: bytes of a number. shared: bytes of shared memory that a program of the device may use.
+    """
+    # One kernel for any number of queries; torch would compile another one for fewer than 128.
+    options: dict[str, int | bool] = {"FORCE_USE_FLEX_ATTENTION": True}
+    width = max(64, 1 << (head_dim - 1).bit_length())
+    needed, own = _FLEX_BLOCKS.get((itemsize, width), (0, {}))
+    # torch has chosen blocks for float32 heads of 64, 128 and 256; for others its general ones are too large on every device.
+    unknown = itemsize == 4 and width == 256 > head_dim
+    return options | own if shared < needed or unknown else options
 
 
 def span_attention_gpu(
@@ -141,11 +167,14 @@ def span_attention_gpu(
     """
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))  # [1, heads, n, e]
     mask, grouped = spans.block_mask(len(key)), q.shape[1] != k.shape[1]
+    nvidia = q.is_cuda and torch.version.hip is None
+    shared = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin if nvidia else 2**18
+    options = flex_options(q.shape[3], q.element_size(), shared)
     try:
         with torch._dynamo.config.patch(recompile_limit=_COMPILED):
             out, more = (flex or _compiled_flex())(
                 q, k, v, block_mask=mask, enable_gqa=grouped, return_aux=AuxRequest(lse=True),
-                kernel_options=flex_options(q),
+                kernel_options=options,
             )  # fmt: skip
     except FailOnRecompileLimitHit as error:
         raise UserError(
