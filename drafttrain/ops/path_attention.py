@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -138,18 +138,24 @@ def span_attention_backward(
 
 
 @functools.cache
-def _compiled_flex() -> Flex:
-    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
+def _compiled_flex(options: tuple[tuple[str, str], ...] = ()) -> Flex:
+    """FlexAttention with kernel options, whose numbers come as text: numbers would become symbols of the compilation."""
+
+    def attend(*args: Tensor, **rest: object) -> object:
+        numbers = {name: int(number) for name, number in options}
+        return flex_attention(*args, kernel_options=numbers, **rest)  # type: ignore[call-overload]
+
+    return torch.compile(attend, dynamic=True, fullgraph=True)  # type: ignore[return-value]
 
 
-def flex_options(head_dim: int, itemsize: int, shared: int) -> dict[str, int | bool]:
+def flex_options(head_dim: int, itemsize: int, shared: int) -> dict[str, int]:
     """Blocks of FlexAttention's kernels: torch's where they fit the device, else ours.
 
     Args:
         itemsize: bytes of a number. shared: bytes of shared memory that a program of the device may use.
     """
     # One kernel for any number of queries; torch would compile another one for fewer than 128.
-    options: dict[str, int | bool] = {"FORCE_USE_FLEX_ATTENTION": True}
+    options = {"FORCE_USE_FLEX_ATTENTION": 1}
     width = max(64, 1 << (head_dim - 1).bit_length())
     needed, own = _FLEX_BLOCKS.get((itemsize, width), (0, {}))
     # torch has chosen blocks for float32 heads of 64, 128 and 256; for others its general ones are too large on every device.
@@ -167,20 +173,21 @@ def span_attention_gpu(
     """
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))  # [1, heads, n, e]
     mask, grouped = spans.block_mask(len(key)), q.shape[1] != k.shape[1]
-    nvidia = q.is_cuda and torch.version.hip is None
-    shared = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin if nvidia else 2**18
+    shared = 2**18  # enough for torch's blocks
+    if q.is_cuda and torch.version.hip is None:
+        facts: Any = torch.cuda.get_device_properties(q.device)  # torch's stubs lack the attribute
+        shared = facts.shared_memory_per_block_optin
     options = flex_options(q.shape[3], q.element_size(), shared)
     try:
         with torch._dynamo.config.patch(recompile_limit=_COMPILED):
-            out, more = (flex or _compiled_flex())(
-                q, k, v, block_mask=mask, enable_gqa=grouped, return_aux=AuxRequest(lse=True),
-                kernel_options=options,
-            )  # fmt: skip
+            attend = flex or _compiled_flex(tuple((name, str(number)) for name, number in options.items()))
+            out, more = attend(q, k, v, block_mask=mask, enable_gqa=grouped, return_aux=AuxRequest(lse=True))
     except FailOnRecompileLimitHit as error:
         raise UserError(
             f"FlexAttention was compiled for {_COMPILED} sorts of shapes, the most of one process; run the same command again, "
             "which continues from the last checkpoint (TORCH_LOGS=recompiles prints what differed)"
         ) from error
+    assert more.lse is not None
     return out[0].transpose(0, 1), more.lse[0].transpose(0, 1)
 
 

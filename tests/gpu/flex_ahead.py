@@ -62,9 +62,24 @@ def pretend(capability: int) -> None:
     facts = SimpleNamespace(
         **{"name": "pretend", "major": major, "minor": minor, "multi_processor_count": 132, "warp_size": 32},
         **{"total_memory": 80 * 2**30, "regs_per_multiprocessor": 65536, "max_threads_per_multi_processor": 2048},
-        **{"shared_memory_per_block_optin": SHARED[capability], "shared_memory_per_block": 49152, "L2_cache_size": 2**25},
-        **{"shared_memory_per_multiprocessor": SHARED[capability] + 1024, "max_threads_per_block": 1024, "gcnArchName": ""},
-        **{"is_integrated": 0, "uuid": "x", "clock_rate": 1, "memory_clock_rate": 1, "memory_bus_width": 1, "pci_bus_id": 0},
+        **{
+            "shared_memory_per_block_optin": SHARED[capability],
+            "shared_memory_per_block": 49152,
+            "L2_cache_size": 2**25,
+        },
+        **{
+            "shared_memory_per_multiprocessor": SHARED[capability] + 1024,
+            "max_threads_per_block": 1024,
+            "gcnArchName": "",
+        },
+        **{
+            "is_integrated": 0,
+            "uuid": "x",
+            "clock_rate": 1,
+            "memory_clock_rate": 1,
+            "memory_bus_width": 1,
+            "pci_bus_id": 0,
+        },
     )
     numbers = lambda value: lambda *_, **__: value  # noqa: E731
     answers: dict[str, Any] = {
@@ -72,7 +87,10 @@ def pretend(capability: int) -> None:
         **{name: numbers(0) for name in ("current_device", "_exchange_device", "_maybe_exchange_device")},
         **{name: numbers(True) for name in ("is_available", "is_initialized", "is_bf16_supported")},
         **{"device_count": numbers(1), "get_device_properties": numbers(facts), "get_device_name": numbers("pretend")},
-        **{"get_device_capability": numbers((major, minor)), "get_rng_state": numbers(torch.zeros(16, dtype=torch.uint8))},
+        **{
+            "get_device_capability": numbers((major, minor)),
+            "get_rng_state": numbers(torch.zeros(16, dtype=torch.uint8)),
+        },
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
@@ -83,7 +101,12 @@ def pretend(capability: int) -> None:
     stated = {
         **{"is_available": True, "get_compute_capability": capability, "is_triton_capable": True, "device_count": 1},
         **{"raise_if_triton_unavailable": None, "get_raw_stream": 0, "exchange_device": 0, "maybe_exchange_device": 0},
-        **{"current_device": 0, "set_device": None, "synchronize": None, "current_stream": SimpleNamespace(cuda_stream=0)},
+        **{
+            "current_device": 0,
+            "set_device": None,
+            "synchronize": None,
+            "current_stream": SimpleNamespace(cuda_stream=0),
+        },
     }
     for name, value in stated.items():
         setattr(interface, name, staticmethod(numbers(value)))
@@ -138,7 +161,7 @@ def lowered(dtype: str, width: int, heads: int = 8, kv_heads: int = 2) -> list[t
 def shared_memory(source: str, name: str, capability: int) -> int:
     """Bytes of shared memory that a generated kernel takes."""
     import triton
-    from torch._inductor.runtime import triton_heuristics, triton_helpers
+    from torch._inductor.runtime import triton_helpers, triton_heuristics
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -171,12 +194,21 @@ def main(words: list[str]) -> None:
 
     torch._C._ensureCUDADeviceGuardSet()  # without devices torch's guard becomes one that does nothing
     ctypes.CDLL(os.environ["DRIVER"], mode=ctypes.RTLD_GLOBAL)
-    ctypes.CDLL(os.environ["LD_PRELOAD"]).set_devices(1)
+    ctypes.CDLL(os.environ["LD_PRELOAD"]).set_devices(100)  # torch asks about more than one
     for word in words:
         dtype, width, capability = word.split(":")
         pretend(int(capability))
         sizes = [shared_memory(source, name, int(capability)) for name, source in lowered(dtype, int(width))]
-        print(dtype, width, f"sm_{capability}", "forward, backward:", *sizes, "limit:", SHARED[int(capability)], flush=True)
+        print(
+            dtype,
+            width,
+            f"sm_{capability}",
+            "forward, backward:",
+            *sizes,
+            "limit:",
+            SHARED[int(capability)],
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

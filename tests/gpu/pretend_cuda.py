@@ -28,7 +28,7 @@ def install(gpu: PretendGpu, patches: pytest.MonkeyPatch) -> None:
     patches.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
     _install_triton(gpu, patches)
     path_attention._compiled_flex.cache_clear()
-    patches.setattr(path_attention, "_compiled_flex", lambda: dense_flex)
+    patches.setattr(path_attention, "_compiled_flex", lambda options: dense_flex)
 
 
 def _index(gpu: PretendGpu, device: Any) -> int:

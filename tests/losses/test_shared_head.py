@@ -33,7 +33,9 @@ def test_depths_share_one_gradient_matrix():
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
         head = SharedHead(weight)
-        together = torch.stack([linear_divergence(x, head, rows, index, shares).loss for x in reads]).sum() + head.term()
+        together = (
+            torch.stack([linear_divergence(x, head, rows, index, shares).loss for x in reads]).sum() + head.term()
+        )
     got = torch.autograd.grad(3.0 * together, (weight, *reads))
     assert sum(saved.shape == weight.shape for saved in kept) == 1, "not one per depth"
     torch.testing.assert_close(together, apart)
