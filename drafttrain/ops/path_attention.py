@@ -141,11 +141,11 @@ def span_attention_backward(
 def _compiled_flex(options: tuple[tuple[str, str], ...] = ()) -> Flex:
     """FlexAttention with kernel options, whose numbers come as text: numbers would become symbols of the compilation."""
 
-    def attend(*args: Tensor, **rest: object) -> object:
+    def attend(*args: Any, **rest: Any) -> tuple[Tensor, AuxOutput]:
         numbers = {name: int(number) for name, number in options}
-        return flex_attention(*args, kernel_options=numbers, **rest)  # type: ignore[call-overload]
+        return flex_attention(*args, kernel_options=numbers, **rest)  # type: ignore[call-overload, no-any-return]
 
-    return torch.compile(attend, dynamic=True, fullgraph=True)  # type: ignore[return-value]
+    return torch.compile(attend, dynamic=True, fullgraph=True)
 
 
 def flex_options(head_dim: int, itemsize: int, shared: int) -> dict[str, int]:
