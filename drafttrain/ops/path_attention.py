@@ -306,14 +306,22 @@ class _OnCpu(torch.autograd.Function):
         return None, None, *grads, *ctx.own.backward(grad, grads[0], query, out, lse, scores, tensors)
 
 
+def narrowed(
+    query: Tensor, base: tuple[Tensor, Tensor], tensors: Tensors
+) -> tuple[Tensor, tuple[Tensor, Tensor], Tensors]:
+    """All in autocast's dtype, if it is on: rotary tables or norms in float32 may have widened some."""
+    kind = query.device.type
+    if not torch.is_autocast_enabled(kind):
+        return query, base, tensors
+    query, key, value, *rest = (x.to(torch.get_autocast_dtype(kind)) for x in (query, *base, *tensors))
+    return query, (key, value), rest
+
+
 def _attend(
     own: Own, spans: Spans, query: Tensor, base: tuple[Tensor, Tensor], tensors: Tensors, flex: Flex | None
 ) -> Tensor:
     """[t, heads, e]. On a CPU by flash attention; elsewhere, or by a given `flex`, with torch's own gradients."""
-    if torch.is_autocast_enabled(query.device.type):  # rotary tables in float32 have widened queries and keys
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, *tensors = (x.to(dtype) for x in (query, *tensors))
-        base = (base[0].to(dtype), base[1].to(dtype))
+    query, base, tensors = narrowed(query, base, tensors)
     if flex is None and (query.device.type == "cpu" or not len(query)):
         return _OnCpu.apply(own, spans, query, *base, *tensors)
     out, lse = span_attention_gpu(query, *base, spans, flex)

@@ -86,7 +86,12 @@ def pretend(capability: int) -> None:
         **{name: numbers(None) for name in ("_lazy_init", "set_device", "synchronize", "set_rng_state")},
         **{name: numbers(0) for name in ("current_device", "_exchange_device", "_maybe_exchange_device")},
         **{name: numbers(True) for name in ("is_available", "is_initialized", "is_bf16_supported")},
-        **{"device_count": numbers(1), "get_device_properties": numbers(facts), "get_device_name": numbers("pretend")},
+        **{
+            "device_count": numbers(1),
+            "_get_device_properties": numbers(facts),
+            "get_device_properties": numbers(facts),
+            "get_device_name": numbers("pretend"),
+        },
         **{
             "get_device_capability": numbers((major, minor)),
             "get_rng_state": numbers(torch.zeros(16, dtype=torch.uint8)),

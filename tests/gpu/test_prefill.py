@@ -48,7 +48,7 @@ def exact(query, key, value, scaling, softcap, sinks):
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("static", [False, True], ids=["prefill", "round"])
 def test_scores_are_summed_in_float32(gpu, softcap, sinks, static):
-    """A score of 30 rounds to a multiple of 1/8 in bfloat16, which changes a weight by 6 %; the weights' own rounding by 0.4 %."""
+    """A score of 30 rounds to a multiple of 1/8 in bfloat16, which changes a weight by 6 %; rounding weights, by 0.4 %."""
     prefix, n = (0, 20) if static else (10, 300)
     query, key = 4 * heads(4, n, 1), 4 * heads(2, prefix + n, 2)
     value = heads(2, prefix + n, 3)
