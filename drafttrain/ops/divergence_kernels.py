@@ -128,8 +128,7 @@ def divergence_rows(
         tl.store(alphas + row, alpha)
         tl.store(agrees + row, choice == tl.load(likeliest + row))
     if GRAD:
-        value, kl_factor, tv_factor, ce_factor, reverse = 0.0, kl_weight, tv_weight, ce_weight, 0.0
-        label = -1
+        value, kl_factor, tv_factor, ce_factor, reverse, label = 0.0, kl_weight, tv_weight, ce_weight, 0.0, -1
         if ACCEPT:
             bounded = tl.maximum(alpha, TINY)
             lam = tl.exp(-eta * alpha)

@@ -119,8 +119,7 @@ class TreeLayout:
         return first, self._masks[key]
 
     def chain_mask(self, before: int, count: int, window: int | None, repeats: int, like: Tensor) -> Tensor:
-        """[repeats*count, before+count] of 0 and -inf, of `count` chained tokens behind `before` visible keys; made on the device
-        once per shape, for all layers."""
+        """[repeats*count, before+count] for chained tokens behind `before` keys, made on the device once per shape."""
         key = (before, count, window, repeats, like.dtype, like.device)
         if key not in self._masks:
             token = torch.arange(before, before + count, device=like.device)[:, None]

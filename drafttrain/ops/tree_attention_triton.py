@@ -211,7 +211,7 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def run_kernel(kernel: Any, grid: tuple[int, ...], first: Tensor, *args: object, **options: object) -> None:
+def run_kernel(kernel: Any, grid: tuple[int, ...], first: Tensor, /, *args: Any, **options: Any) -> None:
     """Launches a Triton kernel on the device of its first argument; Triton itself would take the process's current device."""
     with torch.cuda.device_of(first):
         kernel[grid](first, *args, **options)

@@ -136,7 +136,8 @@ def lowered(dtype: str, width: int, heads: int = 8, kv_heads: int = 2) -> list[t
     from torch._inductor.fx_passes import joint_graph, post_grad
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from drafttrain.ops.path_attention import Spans, span_attention_gpu
+    from drafttrain.ops.flex_spans import span_attention_gpu
+    from drafttrain.ops.path_attention import Spans
 
     config.pattern_matcher = config.fx_graph_cache = False
     torch._functorch.config.force_non_lazy_backward_lowering = True

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from drafttrain.losses import divergence
-from drafttrain.ops import path_attention, tree_attention_triton
+from drafttrain.ops import flex_spans, tree_attention_triton
 from tests.gpu.pretend import PretendGpu, PretendTensor, place, plain, without_pretending
 
 
@@ -28,8 +28,8 @@ def install(gpu: PretendGpu, patches: pytest.MonkeyPatch) -> None:
     patches.setattr(torch.accelerator, "is_available", lambda check_available=False: True)
     patches.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
     _install_triton(gpu, patches)
-    path_attention._compiled_flex.cache_clear()
-    patches.setattr(path_attention, "_compiled_flex", lambda options: dense_flex)
+    flex_spans._compiled_flex.cache_clear()
+    patches.setattr(flex_spans, "_compiled_flex", lambda options: dense_flex)
 
 
 def _index(gpu: PretendGpu, device: Any) -> int:

@@ -13,8 +13,9 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from drafttrain.errors import UserError
-from drafttrain.ops import path_attention as module
-from drafttrain.ops.path_attention import Spans, flex_options, span_attention_gpu
+from drafttrain.ops import flex_spans as module
+from drafttrain.ops.flex_spans import flex_options, span_attention_gpu
+from drafttrain.ops.path_attention import Spans, span_attention
 from tests.gpu.flex_ahead import SHARED, environment
 
 # Bytes of shared memory, forward and backward, that our blocks take on sm_86, by bytes of a number, head size and blocks
@@ -51,7 +52,7 @@ def test_one_compilation_serves_all_lengths(monkeypatch):
         warnings.simplefilter("error", FutureWarning)  # return_lse is deprecated
         for tokens in (300, 700, 513):
             (out, lse), given = attend(tokens, flex)
-            want, want_lse = module.span_attention(*given)
+            want, want_lse = span_attention(*given)
             torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(lse, want_lse, atol=1e-5, rtol=1e-5)
     assert counter.frame_count == 1
