@@ -10,7 +10,7 @@ import torch
 from drafttrain.config import load_config
 from drafttrain.errors import UserError
 from drafttrain.inference import generate
-from drafttrain.losses import TargetRows, linear_divergence
+from drafttrain.losses import SharedHead, TargetRows, linear_divergence
 from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target import Target, devices
 from drafttrain.target import target as target_module
@@ -29,6 +29,7 @@ def recipe(tmp_path, monkeypatch, **keys):
     return arguments.training_arguments(load_config(str(tmp_path / "recipe.yaml"), words, arguments.KEYS))
 
 
+@pytest.mark.thorough
 def test_one_process_trains_on_one_gpu_and_says_how_to_use_all(two_gpus, tmp_path, monkeypatch, capfd):
     args = recipe(tmp_path, monkeypatch)
     assert args.n_gpu == 1, "transformers wraps the drafter in DataParallel beyond one"
@@ -126,6 +127,7 @@ def test_a_gpu_that_cannot_be_used_is_an_error_and_no_gpu_is_a_line(
     devices.usual_device.cache_clear()
 
 
+@pytest.mark.thorough
 def test_kernels_run_on_the_device_of_their_tensors(two_gpus):
     """Triton launches on the current device, here cuda:0, whatever its pointers say."""
     target = moved_target("cuda:1")
@@ -143,6 +145,12 @@ def test_kernels_run_on_the_device_of_their_tensors(two_gpus):
     assert out.loss.abs() < 1e-5 and torch.cuda.current_device() == 0
 
 
+def test_a_frozen_head_is_not_copied_to_another_dtype(gpu):
+    head = SharedHead(torch.zeros(8, 4, dtype=torch.bfloat16, device="cuda"))
+    assert head.weight_for(torch.zeros(1, 4, device="cuda")).dtype == torch.bfloat16, "gigabytes for 128k words"
+
+
+@pytest.mark.thorough
 def test_decoding_during_training_leaves_no_graphs_and_no_cache(gpu):
     target = moved_target()
     drafter = SimpleNamespace(eval=lambda: drafter, parameters=lambda: [], train=lambda: None)
@@ -159,6 +167,7 @@ def test_decoding_during_training_leaves_no_graphs_and_no_cache(gpu):
     assert not target.idle_steps
 
 
+@pytest.mark.thorough
 def test_a_target_is_loaded_to_its_device(gpu, target_dir, monkeypatch):
     """Without a copy in the host's memory, one per rank."""
     asked = {}

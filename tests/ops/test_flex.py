@@ -62,7 +62,7 @@ def test_one_compilation_serves_all_lengths(monkeypatch):
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_more_compilations_than_torch_allows_are_an_error(monkeypatch):
     """torch would go on without the kernel, with all scores in memory."""
     monkeypatch.setattr(module, "_COMPILED", 1)
