@@ -48,7 +48,7 @@ from drafttrain.drafters.base import NEW
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import decoding_file, kind_class
-from drafttrain.environment import __version__
+from drafttrain.environment import __version__, device_name
 from drafttrain.errors import UserError
 from drafttrain.evaluation.held_out import acceptance, first_prompts, replayed
 from drafttrain.evaluation.metrics import read_training
@@ -125,6 +125,8 @@ def prepare(config: TrainConfig, args: TrainingArguments, output: OutputFolder |
     check_pretraining(config)
     sequence = arguments.sequence_group(config, args)
     set_seed(args.seed)
+    if args.process_index == 0:
+        print(f"training on {device_name(args.device)} ({args.device}) in {arguments.precision(args)}", flush=True)
     target, records = load_target_and_records(config, args)
     train_rows, held_out = training_rows(records, config.max_length, config.validation, args.seed)
     drafter, vocab = build_drafter(config, target, records)
@@ -389,6 +391,7 @@ def finish(config: TrainConfig, run: Prepared, trainer: DrafterTrainer, seconds:
         "on_policy_rows": run.on_policy.used if run.on_policy else 0,
         "engine": type(trainer.model_wrapped).__name__,
         "device": str(args.device),
+        "precision": args.mixed_precision,
         "processes": args.world_size,
     }
     if args.process_index == 0:

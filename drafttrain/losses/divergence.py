@@ -30,6 +30,7 @@ from torch import Tensor
 
 from drafttrain.errors import UserError
 from drafttrain.losses.fused import fused_step
+from drafttrain.losses.shared_head import SharedHead, products, products_backward
 from drafttrain.losses.spec import Loss, parse_loss
 from drafttrain.ops.tree_attention_triton import has_triton
 
@@ -340,7 +341,7 @@ def _torch_step(
     hidden: Tensor, weight: Tensor, targets: Targets, index: Tensor, row_weight: Tensor, loss: Loss, measure: bool
 ) -> StepResult:
     """One chunk, as `fused_step`; float32, or float64 if hidden is."""
-    z = wide(F.linear(hidden, weight))  # [c, d]
+    z = wide(products(hidden, weight))  # [c, d]
     rows: dict[float, AlignedRows] = {}
     for term in loss.terms:
         if term.temperature not in rows:
@@ -359,18 +360,18 @@ def _torch_step(
 
 
 class _LinearDivergence(torch.autograd.Function):
-    """Sums value and gradients chunk by chunk in forward; backward scales the gradients."""
+    """Sums value and gradients chunk by chunk in forward; backward scales the gradient of the rows."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets: Targets, index, row_weight, loss: Loss, chunk: int, measure: bool):
-        total = hidden.shape[0]
-        master, weight = weight, weight.to(hidden.dtype)
+    def forward(
+        ctx, hidden, head: SharedHead, targets: Targets, index, row_weight, loss: Loss, chunk: int, measure: bool
+    ):
+        total, weight = hidden.shape[0], head.weight_for(hidden)
         step = fused_step if has_kernel(hidden) else _torch_step
         values = wide(hidden.new_empty(0)).new_empty(total)
         measured = total if measure else 0
         alpha, agree = values.new_empty(measured), values.new_empty(measured, dtype=torch.bool)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None  # [t, h]
-        grad_weight = torch.zeros_like(master) if ctx.needs_input_grad[1] else None  # [d, h]
         for start in range(0, total, chunk):
             part = slice(start, min(start + chunk, total))
             values[part], grad, chunk_alpha, chunk_agree = step(
@@ -379,26 +380,22 @@ class _LinearDivergence(torch.autograd.Function):
             if chunk_alpha is not None and chunk_agree is not None:
                 alpha[part], agree[part] = chunk_alpha, chunk_agree
             if grad_hidden is not None:
-                grad_hidden[part] = grad @ weight
-            if grad_weight is not None:
-                if grad_weight.dtype == grad.dtype:
-                    grad_weight.addmm_(grad.t(), hidden[part])
-                else:
-                    grad_weight += grad.t() @ hidden[part]
+                grad_hidden[part] = products_backward(grad, weight)
+            head.add(grad, hidden[part])
             del grad  # free it before the next chunk's logits
-        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.save_for_backward(grad_hidden)
         ctx.mark_non_differentiable(values, alpha, agree)
         return (values * row_weight).sum(), values, alpha, agree
 
     @staticmethod
     def backward(ctx, grad_loss, *_):
-        grads = [None if grad is None else grad * grad_loss.to(grad.dtype) for grad in ctx.saved_tensors]
-        return (*grads, None, None, None, None, None, None)
+        (grad,) = ctx.saved_tensors
+        return None if grad is None else grad * grad_loss.to(grad.dtype), None, None, None, None, None, None, None
 
 
 def linear_divergence(
     hidden: Tensor,
-    weight: Tensor,
+    head: Tensor | SharedHead,
     targets: Targets,
     index: Tensor,
     row_weight: Tensor,
@@ -406,10 +403,13 @@ def linear_divergence(
     chunk: int | None = None,
     measure: bool = True,
 ) -> DivergenceOutput:
-    """Divergence between drafter rows softmax(hidden weight^T) and the target rows they are aligned with.
+    """Divergence between drafter rows softmax(hidden head^T) and the target rows they are aligned with.
+
+    Under autocast the products with the head run in its dtype; sums, values and gradients of the head are as without.
 
     Args:
-        hidden: [t, h] drafter states, `weight`: [d, h] drafter head; gradients flow into both.
+        hidden: [t, h] drafter states, `head`: [d, h] drafter head; gradients flow into both. With a `SharedHead` its own flows
+            through `SharedHead.term`, which the caller adds to the sum of the losses.
         targets: the target's distributions; `index`: [t] int64, the target row of each drafter row.
         row_weight: [t] float32 factor of each token in the loss (mask, depth decay, 1 / global count).
         loss: as `parse_loss` reads it: kl, js:0.5, 0.9*kl+0.1*ce.
@@ -422,10 +422,17 @@ def linear_divergence(
     Raises:
         UserError: a loss that cannot be parsed, or that reads what the targets do not hold.
     """
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
+        hidden = hidden.to(torch.get_autocast_dtype(kind))
+    shared = head if isinstance(head, SharedHead) else SharedHead(head)
     if chunk is None:
-        fitting = _KERNEL_BYTES // (weight.shape[0] * hidden.element_size()) // 128 * 128
+        fitting = _KERNEL_BYTES // (shared.weight.shape[0] * hidden.element_size()) // 128 * 128
         chunk = max(_CHUNK, fitting) if has_kernel(hidden) else _CHUNK
-    total, values, alpha, agree = _LinearDivergence.apply(
-        hidden, weight, targets, index, row_weight, parse_loss(loss), chunk, measure
-    )
+    with torch.autocast(kind, enabled=False):  # it would round the sums too
+        total, values, alpha, agree = _LinearDivergence.apply(
+            hidden, shared, targets, index, row_weight, parse_loss(loss), chunk, measure
+        )
+    if shared is not head:
+        total = total + shared.term()
     return DivergenceOutput(total, values, alpha, agree) if measure else DivergenceOutput(total, values)

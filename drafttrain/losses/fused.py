@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from drafttrain.losses.shared_head import products
 from drafttrain.losses.spec import ACCEPTANCE, Loss
+from drafttrain.ops.tree_attention_triton import run_kernel
 
 _BLOCK = 4096  # columns of the vocabulary per iteration of a program
 
@@ -60,7 +61,7 @@ def fused_step(
     """
     from drafttrain.ops.divergence_kernels import divergence_rows
 
-    z = F.linear(hidden, weight)  # [c, d] in hidden's dtype
+    z = products(hidden, weight)  # [c, d] in hidden's dtype
     width, launches, row_weight = z.shape[1], plan(loss), row_weight.float().contiguous()
     only_ce = not measure and {term.name for term in loss.terms} == {"ce"}
     y = z if only_ce else targets.kernel_logits(index, z)  # [c, d]
@@ -80,7 +81,9 @@ def fused_step(
         full = row_weight  # not read
         if accept or measures:
             full = targets.full_log_z(index, launch.temperature).float().contiguous()  # [c]
-        divergence_rows[(len(z),)](
+        run_kernel(
+            divergence_rows,
+            (len(z),),
             *(z, y, grad, values, alpha, agree, full),
             targets.argmax[index] if measures else index,
             targets.sampled_at(index) if "ce" in weights else index,

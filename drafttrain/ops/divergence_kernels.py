@@ -128,8 +128,7 @@ def divergence_rows(
         tl.store(alphas + row, alpha)
         tl.store(agrees + row, choice == tl.load(likeliest + row))
     if GRAD:
-        value, kl_factor, tv_factor, ce_factor, reverse = 0.0, kl_weight, tv_weight, ce_weight, 0.0
-        label = -1
+        value, kl_factor, tv_factor, ce_factor, reverse, label = 0.0, kl_weight, tv_weight, ce_weight, 0.0, -1
         if ACCEPT:
             bounded = tl.maximum(alpha, TINY)
             lam = tl.exp(-eta * alpha)
@@ -149,6 +148,7 @@ def divergence_rows(
             ce_factor = tl.where(label >= 0, ce_weight, 0.0)
             chosen = tl.load(z + tl.maximum(label, 0)).to(tl.float32) * per_temperature
             value += ce_factor * (log_z - chosen)
+            tl.debug_barrier()  # every warp has read the label's logit before any writes the gradient over it
         if ADD:
             value += tl.load(values + row)
         tl.store(values + row, value)

@@ -13,20 +13,20 @@ Shapes: t queries, T base tokens, k later depths, m drafted blocks of B tokens w
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask
+
+from drafttrain.ops.flex_spans import Flex, span_attention_gpu
 
 # Queries per call of the CPU's flash attention, and per block of FlexAttention's mask.
 BLOCK = 128
 cpu_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 cpu_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-Flex = Callable[..., tuple[Tensor, Tensor]]  # FlexAttention, compiled or not: outputs and log-sum-exps
 
 
 class Spans(NamedTuple):
@@ -116,26 +116,11 @@ def span_attention_backward(
     return of_query, of_key, of_value
 
 
-@functools.cache
-def _compiled_flex() -> Flex:
-    return torch.compile(flex_attention, dynamic=True)  # type: ignore[return-value]
-
-
-def span_attention_gpu(
-    query: Tensor, key: Tensor, value: Tensor, spans: Spans, flex: Flex | None = None
-) -> tuple[Tensor, Tensor]:
-    """`span_attention` by FlexAttention, which differentiates the log-sum-exps too."""
-    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))  # [1, heads, n, e]
-    out, lse = (flex or _compiled_flex())(
-        q, k, v, block_mask=spans.block_mask(len(key)), enable_gqa=q.shape[1] != k.shape[1], return_lse=True
-    )
-    return out[0].transpose(0, 1), lse[0].transpose(0, 1)
-
-
 # -- own keys, and both parts under one softmax -----------------------------------------------------------------------
 
 
 Tensors = Sequence[Tensor]
+Pair = tuple[Tensor, Tensor]
 
 
 def _own_rows(tensor: Tensor, rows: Tensor | None) -> Tensor:
@@ -247,10 +232,18 @@ class _OnCpu(torch.autograd.Function):
         return None, None, *grads, *ctx.own.backward(grad, grads[0], query, out, lse, scores, tensors)
 
 
-def _attend(
-    own: Own, spans: Spans, query: Tensor, base: tuple[Tensor, Tensor], tensors: Tensors, flex: Flex | None
-) -> Tensor:
+def narrowed(query: Tensor, base: Pair, tensors: Tensors) -> tuple[Tensor, Pair, Tensors]:
+    """All in autocast's dtype, if it is on: rotary tables or norms in float32 may have widened some."""
+    kind = query.device.type
+    if not torch.is_autocast_enabled(kind):
+        return query, base, tensors
+    query, key, value, *rest = (x.to(torch.get_autocast_dtype(kind)) for x in (query, *base, *tensors))
+    return query, (key, value), rest
+
+
+def _attend(own: Own, spans: Spans, query: Tensor, base: Pair, tensors: Tensors, flex: Flex | None) -> Tensor:
     """[t, heads, e]. On a CPU by flash attention; elsewhere, or by a given `flex`, with torch's own gradients."""
+    query, base, tensors = narrowed(query, base, tensors)
     if flex is None and (query.device.type == "cpu" or not len(query)):
         return _OnCpu.apply(own, spans, query, *base, *tensors)
     out, lse = span_attention_gpu(query, *base, spans, flex)

@@ -69,7 +69,7 @@ class TreeLayout:
         if min(prefix_len, held, self.count) < 0:
             raise ValueError(f"prefix_len={prefix_len}, held={held}, count={self.count}: none may be negative")
         self.depths = self.tree_depths[held:]
-        self._masks: dict[tuple[object, ...], tuple[int, Tensor | None]] = {}
+        self._masks: dict[tuple[object, ...], Tensor] = {}
 
     @cached_property
     def plan(self) -> CpuPlan | None:
@@ -107,22 +107,34 @@ class TreeLayout:
         """
         reach = self.prefix_len + int(self.tree_depths.max(initial=0)) + 1
         window = None if window is None or window >= reach else window
-        key = (window, repeats, like.dtype, like.device)
+        first = 0 if window is None else max(0, self.prefix_len + 1 - window)
+        if self.count == 1 and not self.held:
+            return first, None
+        if self.parents is None:
+            return first, self.chain_mask(self.prefix_len - first, self.count, window, repeats, like)
+        key = (first, window, repeats, like.dtype, like.device)
         if key not in self._masks:
-            first = 0 if window is None else max(0, self.prefix_len + 1 - window)
-            bias = None if self.count == 1 and not self.held else self._bias(first, window)
-            tiled = None if bias is None else torch.from_numpy(np.tile(bias, (repeats, 1))).to(like.device, like.dtype)
-            self._masks[key] = (first, tiled)
+            bias = torch.from_numpy(np.tile(self._bias(first, window), (repeats, 1))).to(like.dtype)
+            self._masks[key] = bias.to(like.device, non_blocking=True)  # pageable, so it is staged before this returns
+        return first, self._masks[key]
+
+    def chain_mask(self, before: int, count: int, window: int | None, repeats: int, like: Tensor) -> Tensor:
+        """[repeats*count, before+count] for chained tokens behind `before` keys, made on the device once per shape."""
+        key = (before, count, window, repeats, like.dtype, like.device)
+        if key not in self._masks:
+            token = torch.arange(before, before + count, device=like.device)[:, None]
+            seen = torch.arange(before + count, device=like.device)
+            hidden = seen > token if window is None else (seen > token) | (seen <= token - window)
+            bias = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, float("-inf"))
+            self._masks[key] = bias.repeat(repeats, 1)
         return self._masks[key]
 
     def _bias(self, first: int, window: int | None) -> np.ndarray:
+        """The mask of a tree over the keys from slot `first` on."""
         prefix, n = self.prefix_len - first, self.held + self.count
         bias = np.zeros((n, prefix + n), dtype=np.float32)
-        if self.parents is None:
-            hidden = np.triu(np.ones((n, n), dtype=bool), 1)
-        else:
-            words = self.ancestor_words(-(-n // 32))
-            hidden = np.unpackbits(words.view(np.uint8), axis=1, count=n, bitorder="little") == 0
+        words = self.ancestor_words(-(-n // 32))
+        hidden = np.unpackbits(words.view(np.uint8), axis=1, count=n, bitorder="little") == 0
         bias[:, prefix:][hidden] = -np.inf
         if window is not None:
             new = self.prefix_len + self.tree_depths
@@ -164,7 +176,7 @@ def tree_attention(
         if plain and prefix == 0 and (window is None or window >= n):
             return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
         if n > _BLOCK:
-            return _in_blocks(query, key, value, prefix, form)
+            return _in_blocks(query, key, value, layout, form)
     first, mask = layout.mask(window, query.shape[1] // key.shape[1], query)
     return _attend(query, key[:, :, first:], value[:, :, first:], mask, form)
 
@@ -294,16 +306,17 @@ class CpuPlan:
             )
 
 
-def _in_blocks(query: Tensor, key: Tensor, value: Tensor, prefix: int, form: AttentionForm) -> Tensor:
+def _in_blocks(query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout, form: AttentionForm) -> Tensor:
     """A long chain, _BLOCK rows at a time."""
-    window, parts = form["window"], []
+    window, repeats, parts = form["window"], query.shape[1] // key.shape[1], []
     for start in range(0, query.shape[2], _BLOCK):
         rows = query[:, :, start : start + _BLOCK]
-        end = prefix + start + rows.shape[2]
+        count, begin = rows.shape[2], layout.prefix_len + start  # slot of the block's first token
+        windowed = window is not None and window < begin + count
+        first = max(0, begin + 1 - window) if window is not None and windowed else 0
         # Without a window all earlier keys are visible, so the mask is the block's own triangle.
-        before = 0 if window is None or window >= end else prefix + start
-        first, mask = TreeLayout(before, count=rows.shape[2]).mask(window, query.shape[1] // key.shape[1], query)
-        parts.append(_attend(rows, key[:, :, first:end], value[:, :, first:end], mask, form))
+        mask = layout.chain_mask(begin - first if windowed else 0, count, window if windowed else None, repeats, query)
+        parts.append(_attend(rows, key[:, :, first : begin + count], value[:, :, first : begin + count], mask, form))
     return torch.cat(parts, dim=2)
 
 
@@ -325,10 +338,10 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, form
         out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
         return out.reshape(b, heads, n, -1)
     keys = key.flatten(0, 1).transpose(1, 2)  # [b * kv_heads, e, T]
-    if softcap is None and mask is not None and masked == key.shape[2]:
+    if softcap is None and mask is not None and masked == key.shape[2] and query.dtype.itemsize > 2:
         scores = torch.baddbmm(mask, folded.flatten(0, 1), keys, alpha=scaling)  # [b * kv_heads, groups*n, T]
     else:
-        scores = torch.bmm(folded.flatten(0, 1), keys) * scaling
+        scores = exact_scores(folded.flatten(0, 1), keys) * scaling
         scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
         if mask is not None:
             scores[..., -masked:] += mask
@@ -338,3 +351,12 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, form
         column = sinks.view(kv_heads, -1, 1).expand(-1, -1, n).reshape(kv_heads, rows, 1).repeat(b, 1, 1)
         weights = torch.cat((scores, column.to(scores.dtype)), dim=-1).softmax(dim=-1, dtype=torch.float32)[..., :-1]
     return torch.bmm(weights.to(value.dtype), value.flatten(0, 1)).view(b, heads, n, -1)
+
+
+def exact_scores(queries: Tensor, keys: Tensor) -> Tensor:
+    """Batched products of 16-bit queries and keys as float32 sums, as fused attention has them; wider ones in their dtype."""
+    if queries.dtype.itemsize > 2:
+        return torch.bmm(queries, keys)
+    if queries.is_cuda:  # tensor cores read 16 bits and write 32
+        return torch.bmm(queries, keys, out_dtype=torch.float32)
+    return torch.bmm(queries.float(), keys.float())

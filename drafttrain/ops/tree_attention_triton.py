@@ -15,13 +15,13 @@ import functools
 import importlib.util
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from drafttrain.ops.tree_attention import AttentionForm, TreeLayout
+from drafttrain.ops.tree_attention import AttentionForm, TreeLayout, exact_scores
 
 # More parts than this cost more in the merge than they gain.
 _MOST_PARTS = 128
@@ -195,9 +195,10 @@ def static_reference(
     visible = (own[:, :, None] & visible[:, None, :]).flatten(1)  # [N, cache rows * capacity]
     # Masked slots may hold NaN, which a weight of 0 does not cancel.
     keys, values = (x.transpose(0, 1).flatten(1, 2).masked_fill(~visible.any(0)[:, None], 0) for x in (keys, values))
-    scores = query[0].unflatten(0, (kv_heads, -1)) @ keys[:, None].transpose(2, 3) * scaling
+    scores = exact_scores(query[0].unflatten(0, (kv_heads, -1)).flatten(1, 2), keys.transpose(1, 2)) * scaling
     scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
-    scores = scores.float().masked_fill(~visible, float("-inf")).flatten(0, 1)  # [heads, N, cache rows * capacity]
+    scores = scores.unflatten(1, (-1, count)).float().masked_fill(~visible, float("-inf"))
+    scores = scores.flatten(0, 1)  # [heads, N, cache rows * capacity]
     if sinks is not None:
         scores = torch.cat((scores, sinks.float()[:, None, None].expand(-1, count, 1)), dim=-1)
     weights = scores.softmax(dim=-1)[..., : visible.shape[1]].to(values.dtype)
@@ -208,6 +209,12 @@ def static_reference(
 @functools.cache
 def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
+
+
+def run_kernel(kernel: Any, grid: tuple[int, ...], first: Tensor, /, *args: Any, **options: Any) -> None:
+    """Launches a Triton kernel on the device of its first argument; Triton itself would take the process's current device."""
+    with torch.cuda.device_of(first):
+        kernel[grid](first, *args, **options)
 
 
 class Geometry(NamedTuple):
@@ -320,12 +327,15 @@ def _launch(
     branches = {"WINDOW": window is not None, "SOFTCAP": softcap is not None, "SINKS": sinks is not None}
     options = {"PRECISION": "ieee", "num_warps": geometry.warps, "num_stages": geometry.stages}
     # Tiles of one row and part are neighbors, so they run together and share what they read through the L2 cache.
-    attend_parts[(tiles, geometry.parts, row_count * kv_heads)](
+    run_kernel(
+        attend_parts,
+        (tiles, geometry.parts, row_count * kv_heads),
         *(query, keys, values, query if sinks is None else sinks, partial, logs, *plan[:-1]),
         *(query.stride(1), query.stride(2), *keys.stride()[:3], *values.stride()[:3]),
         *(count, plan.ancestors.shape[1], geometry.parts, window or 0, form["scaling"], softcap or 1.0),
         **(sizes | value_sizes | tiling | branches | options),
     )
     if geometry.parts > 1:
-        merge_parts[(count, heads)](partial, logs, out, count, geometry.parts, HEADS=heads, CHUNK=16, **value_sizes)
+        sizes = {"HEADS": heads, "CHUNK": 16, **value_sizes}
+        run_kernel(merge_parts, (count, heads), partial, logs, out, count, geometry.parts, **sizes)
     return out.transpose(1, 2)

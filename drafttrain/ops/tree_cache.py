@@ -24,7 +24,7 @@ from drafttrain.errors import UserError
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import check
 from drafttrain.ops.tree_attention import AttentionForm, CpuPlan, TreeLayout, tree_attention
-from drafttrain.ops.tree_attention_triton import PackedPlan, has_triton, packed_tree_attention
+from drafttrain.ops.tree_attention_triton import PackedPlan, has_triton, packed_tree_attention, run_kernel
 
 # Longer pieces are prompts. Fused causal attention reads them faster than a kernel for few tokens.
 _KERNEL_TOKENS = 256
@@ -369,7 +369,9 @@ def _launch(like: Tensor, addresses: np.ndarray, moves: Moves) -> None:
         row[0], row[1 : len(sources) + 1] = first, sources
     # Pageable memory is staged before the call returns.
     uploaded = torch.from_numpy(numbers).to(like.device, non_blocking=True)
-    move_paths[(count * heads, len(moves))](
+    run_kernel(
+        move_paths,
+        (count * heads, len(moves)),
         uploaded,
         uploaded[count:],
         like,

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
+from pathlib import Path
 
 import torch
 
 from drafttrain.errors import UserError, shown
 from drafttrain.ops.packing import cpu_has_bfloat16
 
+_PCI = Path("/sys/bus/pci/devices")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -18,7 +22,7 @@ def resolve_dtype(name: str, device: torch.device | None = None) -> torch.dtype:
     Raises UserError for an unknown name; without a device also for 'auto', as for files, which have a dtype and no device.
     """
     if name == "auto" and device is not None:
-        fast = device.type == "cuda" or (device.type == "cpu" and cpu_has_bfloat16())
+        fast = (device.type == "cuda" and has_bfloat16()) or (device.type == "cpu" and cpu_has_bfloat16())
         return torch.bfloat16 if fast else torch.float32
     if not isinstance(name, str) or name not in DTYPES:
         names = DTYPES if device is None else ["auto", *DTYPES]
@@ -26,13 +30,18 @@ def resolve_dtype(name: str, device: torch.device | None = None) -> torch.dtype:
     return DTYPES[name]
 
 
-def resolve_device(name: str = "auto") -> torch.device:
-    """The device of a name. 'auto' is this process's GPU, or the CPU if there is none.
+def has_bfloat16() -> bool:
+    """Whether this process's GPU multiplies bfloat16 natively: compute capability 8.0 or higher, or ROCm."""
+    return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
 
-    Raises UserError for a device that torch does not know, or that this machine lacks.
+
+def resolve_device(name: str = "auto") -> torch.device:
+    """The device of a name. 'auto' is this process's GPU, or the CPU if there is none; a line on stderr says which, and why.
+
+    Raises UserError for a device that torch does not know, or that this machine lacks, and for 'auto' where a GPU cannot be used.
     """
     if name == "auto":
-        name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+        name = usual_device()
     found = torch.accelerator.current_accelerator(check_available=True)
     count = 0 if found is None else torch.accelerator.device_count()
     try:
@@ -43,6 +52,46 @@ def resolve_device(name: str = "auto") -> torch.device:
         pass
     here = ["auto", "cpu", *([found.type] if found else []), *(f"{found.type}:{n}" for n in range(count) if found)]
     raise UserError(f"device={shown(name)} is not one of {', '.join(here)}, which this machine has")
+
+
+@functools.cache  # the line is printed once
+def usual_device() -> str:
+    """This process's GPU, or the CPU on machines without one.
+
+    Raises UserError: a GPU that torch cannot use (its driver is too old or absent), which the CPU would replace at a hundredth
+    of its speed.
+    """
+    name, reason = "cpu", cuda_failure()
+    if not reason:
+        name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+        reason = torch.cuda.get_device_name(name)
+    elif torch.version.cuda and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and _expects_gpu(reason):
+        raise UserError(
+            f"device='auto': torch {torch.__version__} is built for CUDA {torch.version.cuda}, but no GPU can be used "
+            f"({reason}); install a driver for it, or torch for the driver's CUDA, or choose the CPU: --device cpu "
+            "(training: use_cpu=true)"
+        )
+    print(f"device {name}: {reason}", file=sys.stderr, flush=True)
+    return name
+
+
+def cuda_failure() -> str:
+    """Why torch has no usable GPU, as a short text; '' if it has one."""
+    if torch.cuda.is_available():
+        return ""
+    if torch.version.cuda is None and torch.version.hip is None:
+        return "this torch is built without CUDA"
+    try:
+        torch.cuda.init()
+    except Exception as error:  # RuntimeError for drivers, AssertionError for builds
+        return " ".join(str(error).split()).partition(". ")[0]
+    return "no GPU is visible"
+
+
+def _expects_gpu(reason: str) -> bool:
+    """Whether the machine has a driver, or a display or compute device of NVIDIA on its PCI bus."""
+    found = (path.parent for path in _PCI.glob("*/vendor") if path.read_text().strip() == "0x10de")
+    return "no NVIDIA driver" not in reason or any((at / "class").read_text().startswith("0x03") for at in found)
 
 
 def share_of_gpus() -> dict[int | str, int] | None:

@@ -150,7 +150,9 @@ class Target:
         where, place = resolve_target(name), resolve_device(device)
         wanted = resolve_dtype(dtype, place)
         generation = read_generation_config(where, name)
-        spread = {"device_map": device_map, "max_memory": share_of_gpus()} if device_map else {}
+        spread: dict[str, Any] = {"device_map": device_map, "max_memory": share_of_gpus()} if device_map else {}
+        if not spread and place.type != "cpu":  # straight to the device, without a copy in the host's memory
+            spread = {"device_map": {"": place}}
         with loading(f"target={name!r}", _LOADABLE):
             tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
         options: dict[str, Any] = {"dtype": wanted, "trust_remote_code": trust_remote_code, **spread}
@@ -356,6 +358,12 @@ class Target:
             return self.idle_steps.pop()
         except IndexError:
             return None
+
+    def release_steps(self) -> None:
+        """Frees what decoding has kept for its next call: captured steps with their cache and memory pool."""
+        self.idle_steps.clear()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def check_length(self, length: int) -> None:
         """Raises UserError for a sequence longer than the target reads."""

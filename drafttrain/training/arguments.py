@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import get_type_hints
@@ -19,6 +20,7 @@ from drafttrain.errors import UserError
 from drafttrain.files import Json, read_json
 from drafttrain.losses import parse_loss
 from drafttrain.sequence_parallel import SequenceGroup
+from drafttrain.target.devices import has_bfloat16, usual_device
 from drafttrain.training.on_policy import OnPolicyOptions
 from drafttrain.values import check
 
@@ -57,6 +59,9 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
         **config.trainer,
         "output_dir": config.output_dir,
     }
+    if not options["use_cpu"] and os.environ.get("ACCELERATE_USE_CPU", "").lower() not in ("1", "true", "yes"):
+        usual_device()  # transformers would train on the CPU where a driver is too old
+        options = {"bf16": wants_bfloat16(options)} | options
     report = options["report_to"] or "none"
     options["report_to"] = [report] if isinstance(report, str) else report
     known = ("none", "all", *get_available_reporting_integrations())
@@ -72,10 +77,41 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
     if config.max_minutes > 0:
         options["num_train_epochs"] = 10_000  # TimeBudget ends the run, so epochs must not
     try:
-        return TrainingArguments(**options)
+        args = TrainingArguments(**options)
     except Exception as error:  # transformers, accelerate and DeepSpeed each raise their own
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"TrainingArguments: {reason[:400]}; change that key of the recipe") from error
+    if (
+        args.n_gpu > 1
+    ):  # transformers would copy the drafter to all of them in DataParallel, which the target does not follow
+        if not config.target_device_map:
+            note = "note: {0} GPUs are visible and one is used; all: accelerate launch --num_processes {0} drafttrain/train.py"
+            print(f"{note.format(args.n_gpu)} RECIPE, or configs/accelerate/gpu-8.yaml", file=sys.stderr, flush=True)
+        args._n_gpu = 1
+    return args
+
+
+def wants_bfloat16(options: Json) -> bool:
+    """Whether training computes in bfloat16 though its recipe names no precision: on GPUs that multiply it natively.
+
+    Weights, their gradients and the optimizer stay float32. A precision of accelerate's or DeepSpeed's configuration counts.
+    """
+    given = options.get("deepspeed") or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    if isinstance(given, str):
+        given = read_json(Path(given), "deepspeed", "give a DeepSpeed file such as configs/deepspeed/zero2.json")
+    sections = given if isinstance(given, dict) else {}
+    fixed = (sections.get(key, {}).get("enabled", "auto") != "auto" for key in ("bf16", "fp16"))
+    if any(fixed) or os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no":
+        return False
+    return not options.get("fp16") and has_bfloat16()
+
+
+def precision(args: TrainingArguments) -> str:
+    """What a training step computes in, for the log."""
+    names = {"bf16": "bfloat16", "fp16": "float16"}
+    if args.mixed_precision in names:
+        return f"{names[args.mixed_precision]}, with weights and optimizer in float32"
+    return "float32"
 
 
 def sequence_group(config: TrainConfig, args: TrainingArguments) -> SequenceGroup | None:

@@ -157,6 +157,7 @@ class DecodeHeldOut(TrainerCallback):
         length = 0.0
         if state.is_world_process_zero and drafter is not None:
             figures = self.decode(drafter.eval())
+            self.trainer.target.release_steps()  # training needs the memory
             length = figures["accepted_length"]
             loss_due = control.should_log  # Trainer.log clears it, and the loss would not be logged
             self.trainer.log({f"eval_decode_{name}": round(value, 4) for name, value in figures.items()})

@@ -128,11 +128,13 @@ class OnPolicy(TrainerCallback, ExportableState):
         if not requests or drafter is None:
             return []
         # A drafter drafts from its raw logits, so it answers from them too.
-        engine = ResponseEngine(drafter.as_target(), len(requests), self.max_length, rules=LogitsRules())
+        writer = drafter.as_target()
+        engine = ResponseEngine(writer, len(requests), self.max_length, rules=LogitsRules())
         made = []
         for done in engine.run(requests, SamplingParams(self.options.temperature), self.seed + self.round):
             if len(done.tokens) > 1:
                 made.append((int(done.key), _response(done.sequence, len(done.sequence) - len(done.tokens))))
+        writer.release_steps()
         return made
 
     def mix(self, inputs: dict[str, Tensor], step: int) -> dict[str, Tensor]:

@@ -406,4 +406,12 @@ def _rms_norm_backward(
     return into.to(x.dtype), scale
 
 
-_SUBSTITUTES = {aten._fused_rms_norm_backward.default: _rms_norm_backward}
+def _wide_products(left: Tensor, right: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """`aten.bmm.dtype`, which exists on GPUs alone: 16-bit factors, sums of 32 bits."""
+    return torch.bmm(left.to(out_dtype), right.to(out_dtype))
+
+
+_SUBSTITUTES = {
+    aten._fused_rms_norm_backward.default: _rms_norm_backward,
+    aten.bmm.dtype: _wide_products,
+}

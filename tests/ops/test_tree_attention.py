@@ -72,8 +72,8 @@ def test_long_chains_in_blocks(monkeypatch, window, softcap, prefix):
 def test_chains_behind_a_prefix_build_small_masks(monkeypatch):
     """All formulations, and no mask that grows with the prefix."""
     monkeypatch.setattr(module, "_BLOCK", 5)
-    sizes, bias = [], TreeLayout._bias
-    monkeypatch.setattr(TreeLayout, "_bias", lambda *a: sizes.append(bias(*a).size) or bias(*a))
+    sizes, chain_mask = [], TreeLayout.chain_mask
+    monkeypatch.setattr(TreeLayout, "chain_mask", lambda *a: sizes.append(chain_mask(*a).shape) or chain_mask(*a))
     n, prefix = 12, 40
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
         q, k, v = (x.to(dtype) for x in inputs(4, 2, n, prefix + n))
@@ -81,7 +81,7 @@ def test_chains_behind_a_prefix_build_small_masks(monkeypatch):
         floats = [x.float() for x in (q, k, v)]
         want = plain_reference(*floats, prefix, None, range(n), 0.4, None, None, None)
         torch.testing.assert_close(got.float(), want, atol=tolerance, rtol=tolerance)
-    assert max(sizes) == 5 * 5
+    assert max(sizes) == (2 * 5, 5)  # two query heads a key head
 
 
 def test_prefill_builds_no_mask(monkeypatch):

@@ -24,14 +24,13 @@ from itertools import accumulate, pairwise
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn import RMSNorm
 
 from drafttrain.batch import Attend, Part, StepOutput, TokenTree, anchors_by_depth
 from drafttrain.drafters.base import Samplers, Specs, StepInputs, Tensors
 from drafttrain.drafters.common import starts
 from drafttrain.drafters.common.configs import BlockConfig
 from drafttrain.drafters.common.layer_model import LayerSession, attend_packed
-from drafttrain.drafters.common.layers import DraftLayer, moved
+from drafttrain.drafters.common.layers import DraftLayer, RMSNorm, moved
 from drafttrain.drafters.common.trainable import DecoderDrafter
 from drafttrain.drafters.common.tree_growth import GrowingTree, Logits, grow_trees
 from drafttrain.losses import TargetRows, linear_divergence

@@ -25,7 +25,7 @@ from drafttrain.drafters.base import Drafter, JointSession, Samplers, Specs, Ste
 from drafttrain.drafters.common.layers import CacheShape, DraftLayer, moved
 from drafttrain.drafters.common.trainable import DecoderDrafter
 from drafttrain.drafters.common.tree_growth import GrowingTree, grow_trees
-from drafttrain.losses import TargetRows, linear_divergence
+from drafttrain.losses import SharedHead, TargetRows, linear_divergence
 from drafttrain.ops.cpu_layers import DraftStep, DraftWeights
 from drafttrain.ops.packing import SKINNY_ROWS
 from drafttrain.ops.path_attention import PathAttention
@@ -170,6 +170,7 @@ class LayerDrafter(DecoderDrafter):
 
         begin = torch.arange(len(valid), device=valid.device) - place  # [t] index of each conversation's first token
         attentions = [PathAttention(begin, config.sliding_window) for _ in range(self.cache_shape.layers)]
+        head = SharedHead(self.head_weight)
         losses: list[Tensor] = []
         outs = []
         before = valid[:0]  # this process's anchors of the depth before
@@ -188,10 +189,10 @@ class LayerDrafter(DecoderDrafter):
             weight = (decay[k] / (count * (share if k else 1.0))).expand(len(flat))  # [t_k] float32
             at = row_of.flatten()[flat + 1 + k]  # [t_k] rows of the target's distributions
             read, scaled = self.read_out(state), weight * self.token_weight
-            out = linear_divergence(read, self.head_weight, rows, at, scaled, config.loss, measure=measure)
+            out = linear_divergence(read, head, rows, at, scaled, config.loss, measure=measure)
             losses.append(out.loss + self.other_loss(state, rows, at, weight))
             outs.append(out)
-        return StepOutput(torch.stack(losses).sum(), sums_by_depth(outs))
+        return StepOutput(torch.stack(losses).sum() + head.term(), sums_by_depth(outs))
 
     def _depth(
         self,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn import RMSNorm
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -110,6 +110,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return torch.cat((rotate(x[..., :width], cos, sin), x[..., width:]), dim=-1)
     left, right = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-right, left), dim=-1) * sin
+
+
+class RMSNorm(nn.RMSNorm):
+    """torch's. Under autocast the weight takes the dtype of a narrower input: torch's fused kernel serves no mixture."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = self.weight.dtype != x.dtype and torch.is_autocast_enabled(x.device.type)
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps) if mixed else super().forward(x)
 
 
 class Attention(nn.Module):

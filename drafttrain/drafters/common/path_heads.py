@@ -26,7 +26,7 @@ from drafttrain.drafters.common.starts import LeastSquares, head_rows
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.common.tree_growth import GrowingTree, grow_trees
 from drafttrain.drafters.common.tree_spec import paths_text
-from drafttrain.losses import linear_divergence
+from drafttrain.losses import SharedHead, linear_divergence
 from drafttrain.target import Target
 from drafttrain.target.attention import LAST
 
@@ -96,14 +96,17 @@ class PathHeads(TrainableDrafter):
         batch, _, features, rows, row_of, count, measure = inputs
         decay = self.config.depth_decay ** torch.arange(self.depths, dtype=torch.float32, device=row_of.device)
         decay = decay / decay.sum()
+        heads = [SharedHead(head.weight) for head in self.lm_heads]  # type: ignore[arg-type]
         losses: list[Tensor] = []
         outs = []
         for k, (at, state) in enumerate(self.walk(batch, features)):
             weight = (decay[k] / count).expand(len(at))  # [t] float32
             read, index = self.read(state, k), row_of.flatten()[at]
-            out = linear_divergence(read, self.head(k).weight, rows, index, weight, self.config.loss, measure=measure)
+            head = heads[min(k, len(heads) - 1)]
+            out = linear_divergence(read, head, rows, index, weight, self.config.loss, measure=measure)
             losses.append(out.loss)
             outs.append(out)
+        losses += [head.term() for head in heads]
         return StepOutput(torch.stack(losses).sum(), sums_by_depth(outs))
 
     # -- start from the target ----------------------------------------------------------------------------------

@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import RMSNorm
 
 from drafttrain.drafters.common import starts
 from drafttrain.drafters.common.configs import FeatureLayer, LayerConfig, OwnWidth
 from drafttrain.drafters.common.layer_model import LayerDrafter
-from drafttrain.drafters.common.layers import DraftLayer
+from drafttrain.drafters.common.layers import DraftLayer, RMSNorm
 from drafttrain.files import Json
 from drafttrain.formats.weights import Shapes, file_shapes, read_weights
 from drafttrain.ops.cpu_layers import DraftWeights

@@ -19,14 +19,13 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.nn import RMSNorm
 
 from drafttrain.batch import Batch
 from drafttrain.drafters.base import Source
 from drafttrain.drafters.common import starts
 from drafttrain.drafters.common.configs import Decay, LastStateConfig, Layers
 from drafttrain.drafters.common.layer_model import LayerDrafter
-from drafttrain.drafters.common.layers import DraftLayer
+from drafttrain.drafters.common.layers import DraftLayer, RMSNorm
 from drafttrain.errors import UserError
 from drafttrain.files import Json, hub_snapshot
 from drafttrain.ops.cpu_layers import DraftWeights

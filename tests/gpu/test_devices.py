@@ -1,0 +1,184 @@
+"""Which device is used, by whom and in which precision: several GPUs, old drivers, old GPUs, memory that decoding leaves."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from drafttrain.config import load_config
+from drafttrain.errors import UserError
+from drafttrain.inference import generate
+from drafttrain.losses import SharedHead, TargetRows, linear_divergence
+from drafttrain.ops.tree_cache import TreeCache
+from drafttrain.target import Target, devices
+from drafttrain.target import target as target_module
+from drafttrain.training import arguments
+from drafttrain.training.callbacks import DecodeHeldOut
+from tests.conftest import make_target
+from tests.gpu.count import moved_target
+
+
+def recipe(tmp_path, monkeypatch, **keys):
+    """The trainer's arguments of a recipe on whatever GPUs there are."""
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)  # which the tests set, so that training does not ask for a GPU
+    devices.usual_device.cache_clear()
+    (tmp_path / "recipe.yaml").write_text("target: t\ndata: d\n")
+    words = [f"{key}={value}" for key, value in {"output_dir": tmp_path / "out", **keys}.items()]
+    return arguments.training_arguments(load_config(str(tmp_path / "recipe.yaml"), words, arguments.KEYS))
+
+
+@pytest.mark.thorough
+def test_one_process_trains_on_one_gpu_and_says_how_to_use_all(two_gpus, tmp_path, monkeypatch, capfd):
+    args = recipe(tmp_path, monkeypatch)
+    assert args.n_gpu == 1, "transformers wraps the drafter in DataParallel beyond one"
+    assert args.train_batch_size == args.per_device_train_batch_size and args.device == torch.device("cuda:0")
+    said = capfd.readouterr().err
+    assert "device cuda:0: pretend GPU sm_90" in said
+    assert "2 GPUs are visible and one is used; all: accelerate launch --num_processes 2" in said
+    assert recipe(tmp_path, monkeypatch, target_device_map="auto").n_gpu == 1
+    assert "are visible" not in capfd.readouterr().err, "the target is spread over them"
+
+
+@pytest.mark.parametrize(
+    ("keys", "capability", "said"),
+    [
+        ({}, (9, 0), "bfloat16, with weights and optimizer in float32"),
+        ({}, (7, 5), "float32"),
+        ({"bf16": "false"}, (9, 0), "float32"),
+        ({"fp16": "true"}, (9, 0), "float16, with weights and optimizer in float32"),
+        ({"deepspeed": '{"fp16": {"enabled": true}}', "fp16": "true"}, (9, 0), "float16"),
+        ({"use_cpu": "true"}, (9, 0), "float32"),
+    ],
+)
+def test_training_computes_in_bfloat16_unless_the_recipe_or_the_gpu_says_otherwise(
+    gpu, tmp_path, monkeypatch, keys, capability, said
+):
+    gpu.capability = capability
+    properties = torch.cuda.get_device_properties()
+    properties.major, properties.minor = capability
+    if "deepspeed" in keys:
+        (tmp_path / "ds.json").write_text(keys["deepspeed"])
+        options = {"deepspeed": str(tmp_path / "ds.json")}
+        assert arguments.wants_bfloat16(options) is False
+        return
+    args = recipe(tmp_path, monkeypatch, **keys)
+    assert arguments.precision(args) == said
+    assert args.bf16 == said.startswith("bfloat16")
+
+
+def test_a_zero_stage_of_ours_leaves_the_precision_to_the_default(gpu):
+    assert arguments.wants_bfloat16({"deepspeed": "configs/deepspeed/zero2.json"})
+
+
+def test_auto_is_bfloat16_for_targets_on_gpus_that_multiply_it(gpu):
+    assert devices.resolve_dtype("auto", torch.device("cuda:0")) == torch.bfloat16
+    gpu.capability = (7, 5)
+    assert devices.resolve_dtype("auto", torch.device("cuda:0")) == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("reason", "build", "visible", "pci", "error"),
+    [
+        (
+            "The NVIDIA driver on your system is too old (found version 11040). Update it.",
+            "13.0",
+            None,
+            False,
+            "too old",
+        ),
+        ("Found no NVIDIA driver on your system. Please check.", "13.0", None, True, "no NVIDIA driver"),
+        ("Found no NVIDIA driver on your system. Please check.", "13.0", None, False, ""),
+        ("No CUDA GPUs are available", "13.0", "", True, ""),
+        ("", None, None, True, ""),
+    ],
+)
+def test_a_gpu_that_cannot_be_used_is_an_error_and_no_gpu_is_a_line(
+    monkeypatch, capfd, tmp_path, reason, build, visible, pci, error
+):
+    def init() -> None:
+        raise RuntimeError(reason)
+
+    folder = tmp_path / "0000:01:00.0"
+    folder.mkdir()
+    (folder / "vendor").write_text("0x10de\n" if pci else "0x8086\n")
+    (folder / "class").write_text("0x030200\n")
+    monkeypatch.setattr(devices, "_PCI", tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(torch.version, "cuda", build)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    devices.usual_device.cache_clear()
+    assert devices.resolve_device("cpu").type == "cpu", "asked for"
+    if error:
+        with pytest.raises(UserError, match=rf"built for CUDA 13.0, but no GPU can be used .*{error}.*--device cpu"):
+            devices.resolve_device("auto")
+    else:
+        assert devices.resolve_device("auto").type == "cpu"
+        said = capfd.readouterr().err
+        assert said.startswith("device cpu: ") and said.count("\n") == 1
+        assert (reason.partition(". ")[0] or "built without CUDA") in said
+        devices.resolve_device("auto")
+        assert not capfd.readouterr().err, "said once"
+    devices.usual_device.cache_clear()
+
+
+@pytest.mark.thorough
+def test_kernels_run_on_the_device_of_their_tensors(two_gpus):
+    """Triton launches on the current device, here cuda:0, whatever its pointers say."""
+    target = moved_target("cuda:1")
+    plain = generate(make_target(), None, [5, 9, 11, 9], max_new_tokens=6).tokens
+    assert generate(target, None, [5, 9, 11, 9], max_new_tokens=6).tokens == plain
+    cache, key = TreeCache(8), torch.randn(1, 2, 3, 16, device="cuda:1")
+    cache.open([(0, [-1, -1])])
+    form = {"scaling": 0.25, "window": None, "softcap": None, "sinks": None}
+    cache.attend(0, torch.randn(1, 4, 3, 16, device="cuda:1"), key, key, **form)
+    cache.commit([[0, 2]])  # moves a slot
+    torch.testing.assert_close(cache.by_row(0)[0][0, :, 1].cpu(), key[0, :, 2].cpu())
+    states, head = torch.randn(3, 8, device="cuda:1"), torch.randn(40, 8, device="cuda:1")
+    rows = TargetRows(states, head, (states @ head.T).logsumexp(-1), (states @ head.T).argmax(-1))
+    out = linear_divergence(states, head, rows, torch.arange(3, device="cuda:1"), torch.ones(3, device="cuda:1"))
+    assert out.loss.abs() < 1e-5 and torch.cuda.current_device() == 0
+
+
+def test_a_frozen_head_is_not_copied_to_another_dtype(gpu):
+    head = SharedHead(torch.zeros(8, 4, dtype=torch.bfloat16, device="cuda"))
+    assert head.weight_for(torch.zeros(1, 4, device="cuda")).dtype == torch.bfloat16, "gigabytes for 128k words"
+
+
+@pytest.mark.thorough
+def test_decoding_during_training_leaves_no_graphs_and_no_cache(gpu):
+    target = moved_target()
+    drafter = SimpleNamespace(eval=lambda: drafter, parameters=lambda: [], train=lambda: None)
+    trainer = SimpleNamespace(drafter=drafter, target=target, log=lambda logs: None)
+
+    def decode(_):
+        generate(target, None, [5, 9, 11, 9], max_new_tokens=4)
+        assert target.idle_steps, "graphs stay for the next call"
+        return {"accepted_length": 1.0}
+
+    state = SimpleNamespace(global_step=1, is_world_process_zero=True, best_metric=None)
+    control = SimpleNamespace(should_save=True, should_training_stop=False, should_log=False)
+    DecodeHeldOut(trainer, 0, decode).on_step_end(SimpleNamespace(device=target.device), state, control)
+    assert not target.idle_steps
+
+
+@pytest.mark.thorough
+def test_a_target_is_loaded_to_its_device(gpu, target_dir, monkeypatch):
+    """Without a copy in the host's memory, one per rank."""
+    asked = {}
+
+    def load(where, what, fix, **options):
+        asked.update(options)
+        raise UserError("enough")
+
+    monkeypatch.setattr(target_module, "load_language_model", load)
+    for device, wanted in (("cuda", {"": torch.device("cuda")}), ("cpu", None)):
+        asked.clear()
+        with pytest.raises(UserError, match="enough"):
+            Target.load(str(target_dir), device=device)
+        assert asked.get("device_map") == wanted
