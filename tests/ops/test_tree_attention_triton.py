@@ -303,7 +303,7 @@ for line in sys.argv[1:]:
     g = choose_geometry(pairs, 8, 8192, width, width, 4 if dtype == "fp32" else 2, 132, shared)
     padded = _power_of_two(width)
     merged, extras = g.parts > 1, bool(extras)
-    integers = dict.fromkeys(["rows", "offsets", "prefixes", "chains", "positions", "ancestors"], "*i32")
+    integers = dict.fromkeys(["rows", "offsets", "prefixes", "chains", "helds", "places", "positions", "ancestors"], "*i32")
     inputs = dict.fromkeys(["query", "keys", "values", "sinks"], "*" + dtype)
     outputs = {"out": "*fp32" if merged else "*" + dtype, "logs": "*fp32"}
     build(
