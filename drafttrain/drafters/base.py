@@ -22,10 +22,12 @@ from typing import Any, ClassVar, NamedTuple, Self
 from torch import Tensor
 
 from drafttrain.batch import Batch, StepOutput, TokenTree
+from drafttrain.drafters.common.static_draft import DraftSteps
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.losses import TargetRows
+from drafttrain.ops.graphs import GraphPool
 from drafttrain.ops.sampling import Sampler
 from drafttrain.target import Target
 
@@ -92,6 +94,9 @@ class Session:
         """
         return [], []
 
+    def place(self, steps: DraftSteps, row: int) -> None:
+        """Makes the session, which is new, use a row of static steps (`Drafter.open_steps`)."""
+
     def observe(self, chosen: list[int]) -> None:
         """Reads the target's likeliest token after the root and after each probe; -1 for probes that were not verified.
 
@@ -100,9 +105,32 @@ class Session:
 
 
 class JointSession(Session):
-    """A session of a kind whose drafter serves several sessions in one pass (`extend_all`, `propose_all`)."""
+    """A session of a kind whose drafter serves several sessions in one pass (`extend_all`, `propose_all`).
+
+    Attributes:
+        root: what the drafter keeps of the last committed token, a row [1, ...]; None before the first `extend`.
+        steps, row: static steps that serve the session, and its row there; None: all its passes are dynamic.
+    """
 
     drafter: Any
+    root: Any = None
+    steps: DraftSteps | None = None
+    row = 0
+
+    @property
+    def held(self) -> int:
+        """Committed tokens whose keys are in the cache; a static read may write them again."""
+        return 0
+
+    def reaches(self, depth: int) -> bool:
+        """Whether the drafter can read this many tokens behind the committed ones."""
+        return True
+
+    def advance(self, count: int) -> None:
+        """Notes that a static step has read `count` committed tokens, and has stored the new root."""
+
+    def place(self, steps: DraftSteps, row: int) -> None:
+        self.steps, self.row = steps, row
 
     def extend(self, tokens: Tensor, features: Tensor) -> None:
         self.drafter.extend_all([self], [tokens], [features])
@@ -233,6 +261,17 @@ class Drafter:
         Raises:
             UserError: trained for another hidden size, vocabulary or tokenizer.
         """
+
+    def open_steps(
+        self, pool: GraphPool, capacity: int, rows: int, spec: TreeSpec, last: DraftSteps | None
+    ) -> DraftSteps | None:
+        """Static steps for a call that decodes on a GPU; None (the default) for kinds whose passes are all dynamic.
+
+        Args:
+            pool: of the graphs. capacity: most tokens of a sequence. rows: most sequences at a time. spec: the largest tree.
+            last: steps of an earlier call, which may have been another drafter's.
+        """
+        return None
 
     def start(self, prompt_ids: Tensor, max_length: int) -> Session:
         """Returns a session for a new sequence.

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from drafttrain.batch import TokenTree
 from drafttrain.drafters.base import Drafter, JointSession, Session
+from drafttrain.drafters.common.static_draft import DraftSteps
 from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.ops.graphs import GraphPool
 from drafttrain.ops.sampling import Sampler
 from drafttrain.target import Target
 
@@ -77,6 +79,11 @@ class CombinedDrafter(Drafter):
     def start(self, prompt_ids: Tensor, max_length: int) -> CombinedSession:
         return CombinedSession(self, self.main.start(prompt_ids, max_length), self.side.start(prompt_ids, max_length))
 
+    def open_steps(
+        self, pool: GraphPool, capacity: int, rows: int, spec: TreeSpec, last: DraftSteps | None
+    ) -> DraftSteps | None:
+        return self.main.open_steps(pool, capacity, rows, spec, last)
+
     def extend_all(
         self, sessions: Sequence[CombinedSession], tokens: Sequence[Tensor], features: Sequence[Tensor]
     ) -> None:
@@ -136,6 +143,9 @@ class CombinedSession(JointSession):
     def __init__(self, drafter: CombinedDrafter, main: Session, side: Session):
         self.drafter, self.main, self.side = drafter, main, side
         self.probe_counts: list[int] = []
+
+    def place(self, steps: DraftSteps, row: int) -> None:
+        self.main.place(steps, row)
 
     def extend(self, tokens: Tensor, features: Tensor) -> None:
         self.main.extend(tokens, features)

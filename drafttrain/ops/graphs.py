@@ -12,7 +12,7 @@ import time
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -88,6 +88,7 @@ class GraphPool:
         """
         if self.device.type != "cuda":
             return function
+        torch.cuda.synchronize(self.device)  # seconds are of the capture alone
         begun = time.perf_counter()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         torch.cuda.empty_cache()  # a capture does so too, and would hide its own memory
@@ -113,11 +114,14 @@ class GraphPool:
             for _ in range(2):
                 function()
         current.wait_stream(side)
-        torch.cuda.synchronize(self.device)  # so that the seconds are the capture's own
+        torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
         mode = torch.cuda.get_sync_debug_mode()
         try:
-            with warnings.catch_warnings(), torch.cuda.graph(graph, self._pool, side, capture_error_mode="thread_local"):
+            with (
+                warnings.catch_warnings(),
+                torch.cuda.graph(graph, self._pool, side, capture_error_mode="thread_local"),
+            ):
                 warnings.filterwarnings("ignore", "Synchronization debug mode")
                 # A wait then fails before CUDA sees it, which would spoil the capture, and with a clear reason.
                 torch.cuda.set_sync_debug_mode("error")
@@ -128,3 +132,39 @@ class GraphPool:
         finally:
             torch.cuda.set_stream(current)  # a capture that fails to end leaves its own
         return graph, out
+
+
+class Mark(NamedTuple):
+    """A point in the device's queue: an event on a GPU; and the host's time, captures not counted."""
+
+    event: Any
+    seconds: float
+    captured: float
+
+
+class Clock:
+    """Wall-clock seconds without captures. Never waits for the device.
+
+    Args:
+        pool: whose captures are not counted; None without graphs.
+    """
+
+    def __init__(self, device: torch.device, pool: GraphPool | None):
+        self.device, self._pool = device, pool
+
+    def now(self) -> float:
+        return time.perf_counter() - (0.0 if self._pool is None else self._pool.seconds)
+
+    def mark(self) -> Mark:
+        """A mark behind the work that is queued so far."""
+        event = None
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(self.device))
+        return Mark(event, self.now(), 0.0 if self._pool is None else self._pool.seconds)
+
+    def between(self, begin: Mark, end: Mark) -> float:
+        """Seconds between two marks that the device has passed, as any transfer behind them shows."""
+        if begin.event is None:
+            return end.seconds - begin.seconds
+        return max(0.0, begin.event.elapsed_time(end.event) / 1000 - (end.captured - begin.captured))

@@ -71,7 +71,7 @@ class PackedPlan(NamedTuple):
     positions: Tensor  # [tree tokens], absolute: L_r + depth
     ancestors: Tensor  # [tree tokens, words], bit j of word w: it sees token 32 * w + j of its row; not read for chains
     max_new: int  # no row has more new tokens
-    count: int  # N
+    queries: int  # N
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -288,10 +288,8 @@ def _check(query: Tensor, keys: Tensor, values: Tensor, plan: PackedPlan, sinks:
         raise TypeError(f"queries {query.dtype}, keys {keys.dtype} and values {values.dtype} must share a dtype")
     if not query.stride(3) == keys.stride(3) == values.stride(3) == 1:
         raise ValueError("the last dimension of queries, keys and values must be contiguous")
-    if plan.count != query.shape[2] or len(query) != 1:
-        raise ValueError(
-            f"queries {list(query.shape)}: the plan is of another forward, with {plan.count} tokens"
-        )
+    if plan.queries != query.shape[2] or len(query) != 1:
+        raise ValueError(f"queries {list(query.shape)}: the plan is of another forward, with {plan.queries} tokens")
     if query.shape[3] != width or keys.shape[:3] != values.shape[:3] or heads % kv_heads:
         found = f"queries {list(query.shape)}, keys {list(keys.shape)} and values {list(values.shape)}"
         raise ValueError(f"{found} do not fit together")

@@ -85,7 +85,12 @@ class TensorGrowth:
                 self.parents += [level[i][0] for i, _ in below]
                 paths = [(*level[i][1], rank) for i, rank in below]
                 more = [i for i, path in enumerate(paths) if depth + 1 < self.depth and self._ranks(path)]
-                indices = [i * width + rank for i, rank in below], [i for i, _ in below], [rank for _, rank in below], more
+                indices = (
+                    [i * width + rank for i, rank in below],
+                    [i for i, _ in below],
+                    [rank for _, rank in below],
+                    more,
+                )
                 self.levels.append(_Level(width, len(below), *(torch.tensor(part, device=device) for part in indices)))
                 level, made, opened = [(total + i, paths[i]) for i in more], len(below), len(more)
             total += made
@@ -106,7 +111,9 @@ class TensorGrowth:
             return ranks_below(self.spec.paths).get(path, [])
         return range(self.spec.fanout[len(path)])
 
-    def grow(self, first: Logits, ask: Ask, params: SamplingParams | None = None, uniforms: Tensor | None = None) -> Grown:
+    def grow(
+        self, first: Logits, ask: Ask, params: SamplingParams | None = None, uniforms: Tensor | None = None
+    ) -> Grown:
         """Grows R trees.
 
         Args:
@@ -132,7 +139,8 @@ class TensorGrowth:
             numbers, above_nodes = chosen + begin, self._nodes_of(level, chosen)
             begin += level.candidates
             logits = ask(depth + 1, tokens.gather(1, chosen), above_nodes)
-        return self._finish(*(torch.cat(part, dim=1) for part in zip(*parts, strict=True)), proposals)
+        made = [torch.cat(part, dim=1) for part in zip(*parts, strict=True)]
+        return self._finish(made[0], made[1], made[2], proposals)
 
     def _choose(self, level: _Level, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """The nodes to open of a level's candidates, ascending [R, m], and their scores."""
@@ -162,7 +170,9 @@ class TensorGrowth:
         order = torch.arange(self.nodes, device=self.device).expand(rows, -1)
         counts = live.sum(dim=1)
         # The last column stands for the root, and takes what is no node.
-        place.scatter_(1, torch.where(order < counts[:, None], kept, total), torch.where(order < counts[:, None], order, -1))
+        place.scatter_(
+            1, torch.where(order < counts[:, None], kept, total), torch.where(order < counts[:, None], order, -1)
+        )
         above = parents.gather(1, kept)
         above = place.gather(1, above.masked_fill(above < 0, total))
         return Grown(tokens.gather(1, kept), above, scores.gather(1, kept), counts, q)
@@ -186,7 +196,9 @@ def _drawn(logits: Logits, params: SamplingParams, uniforms: Tensor) -> tuple[Te
     return tokens[:, None], values.double()[:, None], q
 
 
-def _candidates(level: _Level, tokens: Tensor, values: Tensor, above: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _candidates(
+    level: _Level, tokens: Tensor, values: Tensor, above: Tensor, numbers: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, scores and parents [R, c] of a level's candidates: the taken ones of [R, m, width]."""
     scores, parents = above[:, :, None] + values, numbers[:, :, None].expand_as(tokens)
     tokens, scores, parents = (part.flatten(1) for part in (tokens, scores, parents))
