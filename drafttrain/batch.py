@@ -261,10 +261,12 @@ class TokenTree:
     def part(self, kept: list[int]) -> TokenTree:
         """The given nodes, ascending, each with its parent."""
         place = {old: new for new, old in enumerate(kept)} | {-1: -1}
-        log_probs = None if self.log_probs is None else self.log_probs[kept]
+        first = kept == list(range(len(kept)))  # a list of indices would be uploaded, and a GPU waits for that
+        where = slice(len(kept)) if first else kept
+        log_probs = None if self.log_probs is None else self.log_probs[where]
         proposal = self.proposal and replace(self.proposal, rows=[self.proposal.rows[node] for node in kept])
         probes = sum(node >= len(self) - self.probes for node in kept)
-        return TokenTree(self.tokens[kept], [place[self.parents[node]] for node in kept], log_probs, proposal, probes)
+        return TokenTree(self.tokens[where], [place[self.parents[node]] for node in kept], log_probs, proposal, probes)
 
     def drafts(self) -> TokenTree:
         """The tree without its probes."""

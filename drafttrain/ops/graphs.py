@@ -167,4 +167,6 @@ class Clock:
         """Seconds between two marks that the device has passed, as any transfer behind them shows."""
         if begin.event is None:
             return end.seconds - begin.seconds
+        if not end.event.query():  # of a target on several devices, another may be ahead
+            end.event.synchronize()
         return max(0.0, begin.event.elapsed_time(end.event) / 1000 - (end.captured - begin.captured))
