@@ -24,9 +24,10 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import LogitsProcessor
 
@@ -36,6 +37,9 @@ from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.sampling import Sampler, SamplingParams, argmax, pick, probabilities, sample
 from drafttrain.target import Target
 from drafttrain.target.generation import LogitsRules
+
+# Most nodes (and roots) at which a GPU chooses before it is known which ones are visited.
+_AHEAD = 64
 
 
 @dataclass
@@ -163,9 +167,12 @@ def verify_batch(
     starts = [0, *accumulate(len(tree) + 1 for tree in trees)]
     # From a GPU, the choices at all nodes arrive in one transfer, with the tokens. On a CPU, take the argmax of visited
     # nodes only: most nodes of a tree are on no path.
+    ahead = not plain and _draws_ahead(verifiers, logits)
     if plain and choices is None and not logits.is_cpu:
         choices = argmax(logits)
-    known = [choices] if plain and choices is not None else []
+    elif ahead:
+        choices = _choices_ahead(verifiers, trees, logits, sampling)
+    known = [choices] if (plain or ahead) and choices is not None else []
     parts = known + [tree.tokens for tree in trees if len(tree)]
     numbers = (parts[0] if len(parts) == 1 else torch.cat(parts)).tolist() if parts else []
     drafted = numbers[starts[-1] :] if known else numbers
@@ -182,6 +189,13 @@ def verify_batch(
         for walk, token in zip(going, tokens, strict=True):
             walk.take(token)
         going = [walk for walk in going if walk.going]
+    for walk in walks if ahead else ():
+        visited = [-1, *walk.path][: len(walk.tokens)]
+        torch.rand(
+            sum(1 + len(walk.drawn.get(node, ())) for node in visited),
+            generator=walk.verifier.sampler.generator,
+            dtype=torch.float64,
+        )
     return [Verdict(walk.path, walk.tokens, walk.ended) for walk in walks]
 
 
@@ -220,10 +234,7 @@ class _Walk:
         offered = len(tree) - tree.probes
         pairs = zip(tree.parents[:offered], drafted[:offered], strict=True)
         self.children = {key: node for node, key in enumerate(pairs)}
-        self.drawn: dict[int, list[int]] = {}
-        for node, row in enumerate(tree.proposal.rows if tree.proposal is not None else ()):
-            if row >= 0:
-                self.drawn.setdefault(tree.parents[node], []).append(node)
+        self.drawn = drawn_below(tree)
         self.path: list[int] = []
         self.tokens: list[int] = []
         self.node, self.going, self.ended = -1, True, False
@@ -237,6 +248,71 @@ class _Walk:
             self.path.append(node)
             self.node = node
         self.going = node is not None and not self.ended
+
+
+def drawn_below(tree: TokenTree) -> dict[int, list[int]]:
+    """The children of each node (-1: the root) that were drawn from q, in the order in which they were."""
+    drawn: dict[int, list[int]] = {}
+    for node, row in enumerate(tree.proposal.rows if tree.proposal is not None else ()):
+        if row >= 0:
+            drawn.setdefault(tree.parents[node], []).append(node)
+    return drawn
+
+
+def _draws_ahead(verifiers: Sequence[Verifier], logits: Tensor) -> bool:
+    """Whether to choose at all nodes at once: on a GPU, where a walk would wait for the device at every node. Processors read the
+    text of a walk, and many nodes are too much work for the few that walks visit."""
+    return not logits.is_cpu and len(logits) <= _AHEAD and not texts_of(verifiers)
+
+
+def _choices_ahead(
+    verifiers: Sequence[Verifier], trees: Sequence[TokenTree], logits: Tensor, sampling: SamplingParams
+) -> Tensor:
+    """The token [N] that a walk would choose at each node, from the numbers that it would spend there.
+
+    A walk spends a number at each node that it visits and one more per drawn child, so a node's numbers begin behind those of its
+    ancestors. The generators stay where they are.
+    """
+    device, p = logits.device, probabilities(logits, sampling).double()  # [N, v]
+    numbers: list[list[float]] = []  # per node: of the choice, then of its drawn children
+    below: list[list[int]] = []  # per node: its drawn children's places among all drafted tokens
+    sources: list[int] = []  # per node with drawn children: its q among all rows of all proposals
+    begin = row = 0
+    for verifier, tree in zip(verifiers, trees, strict=True):
+        drawn, begins = drawn_below(tree), [0]
+        for parent in tree.parents:
+            begins.append(begins[parent + 1] + 1 + len(drawn.get(parent, ())))
+        spent = [1 + len(drawn.get(node, ())) for node in range(-1, len(tree))]
+        generator = verifier.sampler.generator
+        state = generator.get_state()
+        most = max(at + count for at, count in zip(begins, spent, strict=True))
+        drawing = torch.rand(most, dtype=torch.float64, generator=generator).tolist()
+        generator.set_state(state)
+        numbers += [drawing[at : at + count] for at, count in zip(begins, spent, strict=True)]
+        nodes = [drawn.get(node, []) for node in range(-1, len(tree))]
+        below += [[begin + child for child in own] for own in nodes]
+        if tree.proposal is not None:
+            sources += [row + tree.proposal.rows[own[0]] for own in nodes if own]
+            row += len(tree.proposal.probs)
+        begin += len(tree)
+    tried = [i for i, own in enumerate(below) if own]
+    if tried:
+        width = max(map(len, below))
+        padded = [[*below[i], *[-1] * (width - len(below[i]))] for i in tried]
+        places = torch.tensor([*tried, *sources, *chain(*padded)]).to(device, non_blocking=True)
+        at, rows, children = places.split([len(tried), len(tried), len(tried) * width])
+        tokens, children = torch.cat([tree.tokens for tree in trees]), children.view(-1, width)
+        children = tokens[children.clamp_min(0)].masked_fill(children < 0, -1)  # [m, w]
+        proposals = [tree.proposal for tree in trees if tree.proposal is not None]
+        q = torch.cat([proposal.probs for proposal in proposals])[rows]  # [m, d]
+        kept = proposals[0].kept_ids
+        full = q if kept is None else q.new_zeros(len(q), p.shape[1]).index_copy_(1, kept, q)
+        full = F.pad(full, (0, p.shape[1] - full.shape[1]))
+        uniforms = [numbers[i][1:] + [0.0] * (width + 1 - len(numbers[i])) for i in tried]
+        p[at] = try_drawn(
+            p[at], full.double(), children, torch.tensor(uniforms, dtype=torch.float64).to(device, non_blocking=True)
+        )
+    return pick(p, torch.tensor([own[0] for own in numbers], dtype=torch.float64).to(device, non_blocking=True))
 
 
 def _choose(walks: list[_Walk], logits: Tensor, sampling: SamplingParams) -> list[int]:

@@ -9,7 +9,7 @@ from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.common.static_draft import DraftSteps
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import kind_class
-from drafttrain.inference import Decoder, SamplingParams, static
+from drafttrain.inference import Decoder, SamplingParams, static, verify
 from tests.conftest import make_target
 
 PROMPTS = [[5, 9, 11, 9, 11, 30, 2, 9, 11, 4, 44, 9], [7], list(range(20)), [59, 1, 59, 1]]
@@ -99,3 +99,18 @@ def test_drawn_chains_are_those_of_dynamic_passes(name, used):
         want = decode(target, drafter, "chain:3@sample", 2, False, sampling)
         assert decode(target, drafter, "chain:3@sample", 2, True, sampling) == want
     assert used["propose"] > 3
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("spec", ["none", "chain:3", "chain:3@sample", "fanout:3x2@sample", "dynamic:3,3,8"])
+@pytest.mark.parametrize("sampling", [SamplingParams(1.0), SamplingParams(0.8, top_k=20, top_p=0.9)])
+def test_choices_at_all_nodes_are_those_of_a_walk(spec, sampling, monkeypatch):
+    target = make_target(hidden=32)
+    drafter = build("eagle3", target)
+    want = decode(target, drafter, spec, 3, False, sampling)
+    calls = []
+    ahead = verify._choices_ahead
+    monkeypatch.setattr(verify, "_draws_ahead", lambda verifiers, logits: True)
+    monkeypatch.setattr(verify, "_choices_ahead", lambda *args: calls.append(1) or ahead(*args))
+    assert decode(target, drafter, spec, 3, False, sampling) == want
+    assert calls
