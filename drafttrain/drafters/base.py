@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
+import torch
 from torch import Tensor
 
 from drafttrain.batch import Batch, StepOutput, TokenTree
@@ -282,7 +283,9 @@ class Drafter:
         raise NotImplementedError(f"{type(self).__name__}.start")
 
     def extend_all(self, sessions: Sequence[Any], tokens: Tensors, features: Tensors) -> None:
-        """`Session.extend` of several of this drafter's sessions."""
+        """`Session.extend` of several of this drafter's sessions; kinds without weights read tokens on the host."""
+        if not self.trainable and tokens and not tokens[0].is_cpu:
+            tokens = torch.cat(list(tokens)).cpu().split([len(new) for new in tokens])  # one transfer for all
         for session, new, states in zip(sessions, tokens, features, strict=True):
             session.extend(new, states)
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
+import torch
 from torch import Tensor
 
 from drafttrain.batch import TokenTree
@@ -101,9 +102,14 @@ class CombinedDrafter(Drafter):
         if rows:
             mains = [sessions[row].main for row in rows]
             drafted = self.main.propose_all(mains, [specs[row] for row in rows], [samplers[row] for row in rows])
-            for row, tree in zip(rows, drafted, strict=True):
-                both = specs[row].shape == "dynamic" and len(found[row])
-                trees[row] = merge(tree, found[row], specs[row].budget) if both else tree
+            trees |= zip(rows, drafted, strict=True)
+            both = [row for row in rows if specs[row].shape == "dynamic" and len(found[row])]
+            if both:  # one transfer each way for all of them
+                device = drafted[0].tokens.device
+                parts = TokenTree.moved([each[row] for each in (trees, found) for row in both], torch.device("cpu"))
+                pairs = zip(both, parts, parts[len(both) :], strict=False)
+                merged = [merge(tree, match, specs[row].budget) for row, tree, match in pairs]
+                trees |= zip(both, TokenTree.moved(merged, device), strict=True)
         return [trees[row] for row in range(len(sessions))]
 
 

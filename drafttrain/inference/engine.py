@@ -33,7 +33,9 @@ from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.inference.adaptive import Adaptive, Pace, RoundReport
 from drafttrain.inference.sequence import (
+    Clock,
     Generation,
+    Mark,
     Sequence,
     Stats,
     TextStream,
@@ -44,7 +46,6 @@ from drafttrain.inference.sequence import (
 )
 from drafttrain.inference.static import Pass, TargetSteps
 from drafttrain.inference.verify import ProcessedText, Verdict, Verifier, verify_batch
-from drafttrain.ops.graphs import Clock, Mark
 from drafttrain.ops.sampling import SamplingParams, argmax
 from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target import Target
@@ -112,6 +113,11 @@ class Engine:
     def memory(self) -> tuple[int, str]:
         """Bytes of cache and CUDA graphs, and their description."""
         return (self.cache.nbytes, str(self.cache)) if self._steps is None else self._steps.memory
+
+    @property
+    def capture_seconds(self) -> float:
+        """Spent on CUDA graphs, in earlier calls too."""
+        return 0.0 if self._steps is None else self._steps.pool.seconds
 
     @property
     def graph_failure(self) -> str:
@@ -221,7 +227,7 @@ class Engine:
             for sequence, *seen in zip(sequences, trees, verdicts, logits.split(sizes), strict=True):
                 self.observer(sequence.index, *seen)
         if self._probes:
-            self._answer_probes(sequences, (argmax(logits) if choices is None else choices).split(sizes))
+            self._answer_probes(sequences, argmax(logits) if choices is None else choices, sizes)
         kept = [[0, *(node + 1 for node in verdict.path)] for verdict in verdicts]
         self.cache.commit(kept)
         moment = clock.now()
@@ -314,11 +320,14 @@ class Engine:
         self._charges.append((drafting, read, done))
         return [trees.get(sequence.row, self._no_tree) for sequence in sequences], begun, read, done
 
-    def _answer_probes(self, sequences: list[Sequence], chosen: Items[Tensor]) -> None:
-        """Passes the target's choices after root and probes to the sessions; chosen: [n+1] per sequence, root and nodes."""
-        for sequence, tokens in zip(sequences, chosen, strict=True):
+    def _answer_probes(self, sequences: list[Sequence], chosen: Tensor, sizes: list[int]) -> None:
+        """Passes the target's choices after root and probes to the sessions; chosen: [N], at each sequence's root and nodes."""
+        if not any(sequence.probed for sequence in sequences):
+            return
+        tokens, starts = chosen.tolist(), [0, *accumulate(sizes)]
+        for sequence, begin, end in zip(sequences, starts, starts[1:], strict=False):
             if sequence.probed and sequence.session is not None:
-                root, *nodes = tokens.tolist()
+                root, *nodes = tokens[begin:end]
                 sequence.session.observe([root, *(nodes[node] if node >= 0 else -1 for node in sequence.probed)])
                 sequence.probed = []
 
@@ -377,6 +386,7 @@ class Decoder:
 
     Attributes:
         cache: of the latest call. memory: bytes and description of the largest one so far, its CUDA graphs included.
+        capture_seconds: that the latest call spent on CUDA graphs; no record counts them.
         observer: called with each round's (index of the prompt, tree, verdict, logits [n+1, v]); None by default.
 
     Raises:
@@ -406,7 +416,7 @@ class Decoder:
         self.eos_ids = frozenset(target.eos_ids if eos_ids is None else eos_ids)
         self.stop, self.max_rows = check_stop(stop, target), check("max_rows", max_rows, Count)
         self.cache, self.graphs = TreeCache(0), graphs
-        self.memory = (0, str(self.cache))
+        self.memory, self.capture_seconds = (0, str(self.cache)), 0.0
         self.observer: Observer | None = None
 
     def generate(
@@ -474,7 +484,7 @@ class Decoder:
             graphs=self.graphs,
             observer=self.observer,
         )
-        self.cache, waiting = engine.cache, deque(sequences)
+        self.cache, waiting, before = engine.cache, deque(sequences), engine.capture_seconds
         with closing(engine):
             while waiting or engine.active:
                 joining = [waiting.popleft() for _ in range(min(len(engine.free), len(waiting)))]
@@ -485,6 +495,7 @@ class Decoder:
                         yield sequence.index, tokens
                         if sequence.stats.finish:
                             engine.release(sequence)
+                self.capture_seconds = engine.capture_seconds - before
             self.memory = max(self.memory, engine.memory)
 
 

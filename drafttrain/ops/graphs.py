@@ -1,7 +1,7 @@
 """CUDA graphs: functions of buffers with fixed addresses, whose launches a GPU replays.
 
-A captured function may not wait for the device, and everything that the host decides in it (shapes, addresses, grids) stays as it was
-when it was captured. What changes from call to call is copied into its buffers before.
+A captured function may not wait for the device, and what the host decides in it (shapes, addresses, grids) stays as it was when it was
+captured. What changes from call to call is copied into its buffers before.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -132,41 +132,3 @@ class GraphPool:
         finally:
             torch.cuda.set_stream(current)  # a capture that fails to end leaves its own
         return graph, out
-
-
-class Mark(NamedTuple):
-    """A point in the device's queue: an event on a GPU; and the host's time, captures not counted."""
-
-    event: Any
-    seconds: float
-    captured: float
-
-
-class Clock:
-    """Wall-clock seconds without captures. Never waits for the device.
-
-    Args:
-        pool: whose captures are not counted; None without graphs.
-    """
-
-    def __init__(self, device: torch.device, pool: GraphPool | None):
-        self.device, self._pool = device, pool
-
-    def now(self) -> float:
-        return time.perf_counter() - (0.0 if self._pool is None else self._pool.seconds)
-
-    def mark(self) -> Mark:
-        """A mark behind the work that is queued so far."""
-        event = None
-        if self.device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(torch.cuda.current_stream(self.device))
-        return Mark(event, self.now(), 0.0 if self._pool is None else self._pool.seconds)
-
-    def between(self, begin: Mark, end: Mark) -> float:
-        """Seconds between two marks that the device has passed, as any transfer behind them shows."""
-        if begin.event is None:
-            return end.seconds - begin.seconds
-        if not end.event.query():  # of a target on several devices, another may be ahead
-            end.event.synchronize()
-        return max(0.0, begin.event.elapsed_time(end.event) / 1000 - (end.captured - begin.captured))

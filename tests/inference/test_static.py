@@ -13,7 +13,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.ngram.model import NgramDrafter
 from drafttrain.inference import Decoder, SamplingParams, static
-from drafttrain.inference.static import StaticStep, TargetSteps, step_shape
+from drafttrain.inference.static import StaticStep, TargetSteps
+from drafttrain.ops import graphs
+from drafttrain.ops.graphs import step_shape
 from drafttrain.target import Target
 from tests.conftest import make_target
 from tests.drafters.test_eagle3 import make_drafter
@@ -183,7 +185,7 @@ def test_a_model_that_cannot_be_captured_decodes_dynamically(on_cpu, counted, mo
 def test_a_full_cache_and_large_passes_stay_dynamic(on_cpu, counted, monkeypatch):
     target = make_target(layers=2)
     want = decode(target, NgramDrafter(), PROMPTS, False, "chain:4")
-    monkeypatch.setattr(static, "_BUCKETS", (1, 2, 4))
+    monkeypatch.setattr(graphs, "BUCKETS", (1, 2, 4))
     assert decode(target, NgramDrafter(), PROMPTS, True, "chain:4") == want
     assert {shape.tokens for shape in counted} <= {1, 2, 4}
     monkeypatch.undo()
@@ -284,7 +286,7 @@ def test_captured_graphs_decode_as_dynamic_passes(name, temperature):
     (steps,) = target.idle_steps
     if name in ("llama", "gemma2", "gpt2"):  # others may wait for the device, experts in float32 for one
         assert not steps.failure
-    assert steps.failure or all(step._graph is not None for step in steps._steps.values())
+    assert steps.failure or all(step.replay != step.forward for step in steps._steps.values())
     assert bool(steps.failure) == (not steps._steps)
 
 

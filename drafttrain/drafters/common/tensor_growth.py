@@ -5,8 +5,8 @@
     opened         k likeliest  k likeliest of the depth               as many in every round
     tree           the `budget` likeliest candidates                   chosen once at the end
 
-The host's growth opens fewer nodes where the rest cannot reach the tree, and stops early; what it leaves out is never chosen, so both
-give the same nodes in the same order. Candidates below nodes that `@stop` ends have a score of -inf, and no tree holds them.
+The host's growth opens fewer nodes where the rest cannot reach the tree, and stops early; what it leaves out is never chosen, so
+both give the same nodes in the same order. Candidates below nodes that `@stop` ends have a score of -inf: no tree holds them.
 """
 
 from __future__ import annotations
