@@ -73,7 +73,7 @@ class Engine:
 
     Attributes:
         active: running sequences. free: unused rows.
-        cache: keys and values of all rows.
+        cache: keys and values of all rows. clock: of all timings.
     """
 
     def __init__(
@@ -105,19 +105,14 @@ class Engine:
         else:
             self.cache = self._steps.open(capacity, rows, self._layers, choose=plain)
             if drafter is not None:
-                self._drafts = self._steps.open_drafts(drafter, capacity, rows, self.spec)
-        self._clock = Clock(target.device, None if self._steps is None else self._steps.pool)
+                self._drafts = self._steps.open_drafts(drafter, self.spec)
+        self.clock = Clock(target.device, None if self._steps is None else self._steps.pool)
         self._charges: list[tuple[Items[Sequence], Mark, Mark]] = []  # drafting whose time is not known yet
 
     @property
     def memory(self) -> tuple[int, str]:
         """Bytes of cache and CUDA graphs, and their description."""
         return (self.cache.nbytes, str(self.cache)) if self._steps is None else self._steps.memory
-
-    @property
-    def capture_seconds(self) -> float:
-        """Spent on CUDA graphs, in earlier calls too."""
-        return 0.0 if self._steps is None else self._steps.pool.seconds
 
     @property
     def graph_failure(self) -> str:
@@ -157,7 +152,7 @@ class Engine:
 
     def prefill(self, sequences: list[Sequence]) -> Iterator[NewTokens]:
         """Reads the sequences' prompts, `_CHUNK` tokens per forward, and yields each one's first token."""
-        begun = self._clock.now()
+        begun = self.clock.now()
         for sequence in sequences:
             sequence.joined = begun
         self.active += sequences
@@ -195,7 +190,7 @@ class Engine:
             return []
         logits = self.target.head(hidden[[lasts[i] for i in done]])  # [len(done), v]
         verdicts = self._verify(sequences, [self._no_tree] * len(sequences), logits)
-        moment = self._clock.now()
+        moment = self.clock.now()
         news = []
         for sequence, verdict in zip(sequences, verdicts, strict=True):
             tokens = sequence.record(verdict, moment)
@@ -206,13 +201,13 @@ class Engine:
 
     def round(self) -> Iterator[NewTokens]:
         """One draft, one packed target pass and one verdict per active sequence; yields what each committed."""
-        sequences, clock = self.active, self._clock
+        sequences, clock = self.active, self.clock
         started = clock.now()
         if not sequences:
             return
         behind = sum(sequence.behind for sequence in sequences) if self.pace is not None else 0
         spec = self.spec if self.pace is None else self.pace.choose(len(sequences), behind)
-        trees, behind_read, drafted_from, begun = self._draft(sequences, spec)
+        trees, begun_reading, begun_drafting, begun = self._draft(sequences, spec)
         layouts = self.cache.open([(s.row, tree.parents) for s, tree in zip(sequences, trees, strict=True)])
         ids: list[Tensor] = []
         for sequence, tree in zip(sequences, trees, strict=True):
@@ -240,8 +235,8 @@ class Engine:
         if self.pace is not None:
             judged = zip(sequences, trees, verdicts, strict=True)
             drafted = [(tree, verdict.path) for s, tree, verdict in judged if s.session is not None and len(tree)]
-            seconds, read_seconds = clock.now() - started, clock.between(behind_read, drafted_from)
-            draft_seconds, read = clock.between(drafted_from, begun), behind if read_seconds else 0
+            seconds, read_seconds = clock.now() - started, clock.between(begun_reading, begun_drafting)
+            draft_seconds, read = clock.between(begun_drafting, begun), behind if read_seconds else 0
             self.pace.observe(
                 RoundReport(spec, len(sequences), sum(sizes), seconds, draft_seconds, read, read_seconds, drafted)
             )
@@ -303,7 +298,7 @@ class Engine:
         """A tree per sequence, an empty one where nothing is drafted; and marks before the sessions read, before they draft, and
         behind."""
         drafting = [s for s in sequences if s.session is not None and s.left > 1]
-        begun = self._clock.mark()
+        begun = self.clock.mark()
         if self.drafter is None or spec.shape == "none" or not drafting:
             return [self._no_tree] * len(sequences), begun, begun, begun
         read = self._read_pending(drafting) or begun
@@ -316,7 +311,7 @@ class Engine:
             if self._probes and sequence.session is not None:
                 tree, sequence.probed = tree.with_probes(*sequence.session.probe(), sequence.left - 1)
             trees[sequence.row] = tree
-        done = self._clock.mark()
+        done = self.clock.mark()
         self._charges.append((drafting, read, done))
         return [trees.get(sequence.row, self._no_tree) for sequence in sequences], begun, read, done
 
@@ -347,20 +342,20 @@ class Engine:
         sequences = [sequence for sequence in sequences if sequence.pending]
         if self.drafter is None or not sequences:
             return None
-        begun = self._clock.mark()
+        begun = self.clock.mark()
         news = [[_join(parts) for parts in zip(*sequence.pending, strict=True)] for sequence in sequences]
         tokens, features = zip(*news, strict=True)
         self.drafter.extend_all([sequence.session for sequence in sequences], tokens, features)
         for sequence in sequences:
             sequence.pending = []
-        done = self._clock.mark()
+        done = self.clock.mark()
         self._charges.append((sequences, begun, done))
         return done
 
     def _settle(self) -> None:
         """Adds the time of drafting to the sequences' records, once the device has passed its marks."""
         for sequences, begun, done in self._charges:
-            seconds = self._clock.between(begun, done)
+            seconds = self.clock.between(begun, done)
             for sequence in sequences:
                 sequence.stats.draft_seconds += seconds / len(sequences)
         self._charges = []
@@ -484,7 +479,7 @@ class Decoder:
             graphs=self.graphs,
             observer=self.observer,
         )
-        self.cache, waiting, before = engine.cache, deque(sequences), engine.capture_seconds
+        self.cache, waiting, before = engine.cache, deque(sequences), engine.clock.captured
         with closing(engine):
             while waiting or engine.active:
                 joining = [waiting.popleft() for _ in range(min(len(engine.free), len(waiting)))]
@@ -495,7 +490,7 @@ class Decoder:
                         yield sequence.index, tokens
                         if sequence.stats.finish:
                             engine.release(sequence)
-                self.capture_seconds = engine.capture_seconds - before
+                self.capture_seconds = engine.clock.captured - before
             self.memory = max(self.memory, engine.memory)
 
 

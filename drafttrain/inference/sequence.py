@@ -172,8 +172,13 @@ class Clock:
     def __init__(self, device: torch.device, pool: GraphPool | None):
         self.device, self._pool = device, pool
 
+    @property
+    def captured(self) -> float:
+        """Seconds spent on captures, in earlier calls too."""
+        return 0.0 if self._pool is None else self._pool.seconds
+
     def now(self) -> float:
-        return time.perf_counter() - (0.0 if self._pool is None else self._pool.seconds)
+        return time.perf_counter() - self.captured
 
     def mark(self) -> Mark:
         """A mark behind the work that is queued so far."""
@@ -181,7 +186,7 @@ class Clock:
         if self.device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
             event.record(torch.cuda.current_stream(self.device))
-        return Mark(event, self.now(), 0.0 if self._pool is None else self._pool.seconds)
+        return Mark(event, self.now(), self.captured)
 
     def between(self, begin: Mark, end: Mark) -> float:
         """Seconds between two marks that the device has passed, as any transfer behind them shows."""

@@ -161,11 +161,12 @@ class TargetSteps:
             self._reset(TreeCache(grown, rows))
         return self.cache
 
-    def open_drafts(self, drafter: Drafter, capacity: int, rows: int, spec: TreeSpec) -> DraftSteps | None:
+    def open_drafts(self, drafter: Drafter, spec: TreeSpec) -> DraftSteps | None:
         """The drafter's static steps, of an earlier call if they serve this one; None where its passes are dynamic."""
         weights = _addresses(drafter) if isinstance(drafter, nn.Module) else ()
         known, last = self._drafts or ((), None)
-        steps = drafter.open_steps(self.pool, _rounded(capacity), rows, spec, last if weights == known else None)
+        limits = self.cache.capacity, self.cache.rows
+        steps = drafter.open_steps(self.pool, *limits, spec, last if weights == known else None)
         self._drafts = None if steps is None else (weights, steps)
         return steps
 
@@ -187,11 +188,14 @@ class TargetSteps:
 
     @property
     def memory(self) -> tuple[int, str]:
-        """Bytes of cache and graphs, and their description."""
-        text = str(self.cache)
+        """Bytes of caches and graphs, and their description."""
+        text, nbytes = str(self.cache), self.cache.nbytes + self.pool.nbytes
+        if self._drafts is not None:
+            drafted = self._drafts[1].cache.nbytes
+            text, nbytes = f"{text}, the drafter's {drafted / 2**20:,.1f} MiB", nbytes + drafted
         if self.pool.count:
             text += f", {self.pool.count} captured CUDA graphs {self.pool.nbytes / 2**20:,.1f} MiB"
-        return self.cache.nbytes + self.pool.nbytes, text
+        return nbytes, text
 
     def run(self, ids: Tensor) -> Pass | None:
         """The pass over the new tokens [n] that `cache.open` has announced; None if it must be dynamic."""

@@ -1,7 +1,7 @@
 """CUDA graphs: functions of buffers with fixed addresses, whose launches a GPU replays.
 
-A captured function may not wait for the device, and what the host decides in it (shapes, addresses, grids) stays as it was when it was
-captured. What changes from call to call is copied into its buffers before.
+A captured function may not wait for the device, and what the host decides in it (shapes, addresses, grids) stays as it was.
+What changes from call to call is copied into its buffers before.
 """
 
 from __future__ import annotations

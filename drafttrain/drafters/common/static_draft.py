@@ -1,11 +1,11 @@
-"""Static draft steps: what a drafter reads and drafts in a round as functions of fixed buffers, which a GPU replays as CUDA graphs.
+"""Static draft steps: what a drafter reads and drafts in a round, as functions of fixed buffers that a GPU replays as CUDA graphs.
 
     round      committed tokens and features of R sequences    ->  ReadStep    keys of the tokens, `roots` of the next trees
                roots                                           ->  GrowStep    all depths of all trees, one transfer at the end
 
-Launched one by one, a depth costs a GPU more time for its launches than for its work, and a tree that the host chooses waits for the
-device at every depth. `DraftSteps` holds the steps of a drafter and the cache that its sessions share. Sessions stay usable without
-it: their buffers are views of their row, so prompts and what no step serves take the dynamic passes (`extend_all`, `propose_all`).
+The launches of a depth take a GPU longer than its work, and a tree that the host chooses waits for the device at every depth.
+`DraftSteps` holds the steps of a drafter and the cache that its sessions share. A session's buffers are views of its row there, so
+prompts, and what no step serves, take the dynamic passes (`extend_all`, `propose_all`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SlotAttention:
     """Attention of new tokens that are stored at given slots of a cache, as a plan defines it (an `AttentionContext`).
 
     Args:
-        slots: [n] int64 of the new keys, on the cache's common axis. plan: of the queries, perhaps the last ones of each row only.
+        slots: [n] int64 of the new keys, on the cache's common axis. plan: of the queries, which may be each row's last ones only.
     """
 
     def __init__(self, cache: TreeCache, slots: Tensor, plan: PackedPlan):
@@ -242,22 +242,23 @@ class DraftSteps:
 
     def __init__(self, drafter: Any, pool: GraphPool, capacity: int, rows: int, spec: TreeSpec):
         self.drafter: StaticDrafter = drafter
-        self.pool, self.failure, self.spec = pool, "", spec
-        self.limits = capacity, rows
+        self.pool, self.failure, self._limits = pool, "", (capacity, rows)
         kept = drafter.kept_ids
         self._growths: dict[TreeSpec, TensorGrowth] = {}
         self._device, self._vocabulary = kept.device, len(kept)
         self._most_read = spec.depth + 1
-        behind = max(1 + sum(self._growth(spec).opens), getattr(drafter.config, "block_size", 0))
+        self._behind = max(1 + sum(self._growth(spec).opens), getattr(drafter.config, "block_size", 0))
         padding = bucket(min(padded_rows(rows) * self._most_read, BUCKETS[-1]))
-        self.cache = TreeCache(capacity + behind + padding, rows + 1)
+        self.cache = TreeCache(capacity + self._behind + padding, rows + 1)
         self.cache.allocate(drafter.static_layers())
         self._roots: list[Tensor] = []
         self._steps: dict[object, tuple[Any, Callable[[], Any]]] = {}
 
     def fits(self, drafter: object, capacity: int, rows: int, spec: TreeSpec) -> bool:
         """Whether these steps serve such a call."""
-        return drafter is self.drafter and spec == self.spec and capacity <= self.limits[0] and rows <= self.limits[1]
+        if drafter is not self.drafter or capacity > self._limits[0] or rows > self._limits[1]:
+            return False
+        return spec.depth < self._most_read and sum(self._growth(spec).opens) < self._behind
 
     def _growth(self, spec: TreeSpec) -> TensorGrowth:
         if spec not in self._growths:

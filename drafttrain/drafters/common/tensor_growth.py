@@ -5,8 +5,8 @@
     opened         k likeliest  k likeliest of the depth               as many in every round
     tree           the `budget` likeliest candidates                   chosen once at the end
 
-The host's growth opens fewer nodes where the rest cannot reach the tree, and stops early; what it leaves out is never chosen, so
-both give the same nodes in the same order. Candidates below nodes that `@stop` ends have a score of -inf: no tree holds them.
+The host's growth opens fewer nodes where the rest cannot reach the tree, and stops early. What it leaves out is never chosen, so
+both give the same nodes in the same order. Candidates below nodes that `@stop` ends score -inf, and no tree holds them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from drafttrain.drafters.common.tree_growth import Logits
 from drafttrain.drafters.common.tree_spec import TreeSpec, ranks_below
 from drafttrain.ops.sampling import SamplingParams, pick, probabilities, top_log_probs
 
-# (depth of the asked children less 1, drafter ids [R, m] of the nodes to open, their parents [R, m] among the nodes that were opened
-# before) -> logits [R, m, d] of their children, or [R, 1, d] for all of them; perhaps with confidences [R, m]
+# (depth of the nodes to open, from 1; their drafter ids [R, m]; their parents [R, m] among the nodes that were opened before) ->
+# logits [R, m, d] of their children, or [R, 1, d] for all of them; perhaps with confidences [R, m]
 Ask = Callable[[int, Tensor, Tensor], Logits]
 _DEAD = -math.inf
 
@@ -44,14 +44,13 @@ class Grown(NamedTuple):
 
 
 class _Level(NamedTuple):
-    """A depth: opened nodes have `width` children each. Fixed shapes take the children `taken` (opened node * width + rank) of `nodes`,
-    and open those of them in `opened`, next."""
+    """A depth. Opened nodes have `width` children each. A fixed shape takes some: `taken` (opened node * width + rank), whose opened
+    nodes are `nodes`, and opens the children of those in `opened` next."""
 
     width: int
     candidates: int
     taken: Tensor | None
     nodes: Tensor | None
-    ranks: Tensor | None
     opened: Tensor | None
 
 
@@ -79,18 +78,13 @@ class TensorGrowth:
             width = min(1 + max(map(max, wanted)), vocabulary)
             if dynamic:
                 made, opened = count * width, min(spec.top_k, count * width)
-                self.levels.append(_Level(width, made, None, None, None, None))
+                self.levels.append(_Level(width, made, None, None, None))
             else:
                 below = [(i, rank) for i, ranks in enumerate(wanted) for rank in ranks if rank < width]
                 self.parents += [level[i][0] for i, _ in below]
                 paths = [(*level[i][1], rank) for i, rank in below]
                 more = [i for i, path in enumerate(paths) if depth + 1 < self.depth and self._ranks(path)]
-                indices = (
-                    [i * width + rank for i, rank in below],
-                    [i for i, _ in below],
-                    [rank for _, rank in below],
-                    more,
-                )
+                indices = [i * width + rank for i, rank in below], [i for i, _ in below], more
                 self.levels.append(_Level(width, len(below), *(torch.tensor(part, device=device) for part in indices)))
                 level, made, opened = [(total + i, paths[i]) for i in more], len(below), len(more)
             total += made
@@ -103,7 +97,7 @@ class TensorGrowth:
 
     @staticmethod
     def serves(spec: TreeSpec) -> bool:
-        """Whether shapes of all tensors follow from the spec: any tree by rule; drawn ones only as chains, which draw a number per depth."""
+        """Whether all shapes follow from the spec: those of any tree by rule, and of drawn chains, which take a number per depth."""
         return spec.shape != "none" and not (spec.sampled and (spec.shape != "chain" or spec.stop > 0))
 
     def _ranks(self, path: tuple[int, ...]) -> range | list[int]:
