@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
 import os
 import subprocess
 import sys
+from functools import partial
 from typing import NamedTuple
 
 import pytest

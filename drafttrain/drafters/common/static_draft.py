@@ -1,11 +1,11 @@
-"""Static draft steps: what a drafter reads and drafts in a round, as functions of fixed buffers that a GPU replays as CUDA graphs.
+"""Static draft steps: what a drafter reads and drafts in a round, as functions of fixed buffers that CUDA graphs replay.
 
     round      committed tokens and features of R sequences    ->  ReadStep    keys of the tokens, `roots` of the next trees
                roots                                           ->  GrowStep    all depths of all trees, one transfer at the end
 
 The launches of a depth take a GPU longer than its work, and a tree that the host chooses waits for the device at every depth.
-`DraftSteps` holds the steps of a drafter and the cache that its sessions share. A session's buffers are views of its row there, so
-prompts, and what no step serves, take the dynamic passes (`extend_all`, `propose_all`).
+`DraftSteps` holds the steps of a drafter and the cache that its sessions share. A session's buffers are views of its row there,
+so prompts, and what no step serves, take the dynamic passes (`extend_all`, `propose_all`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SlotAttention:
     """Attention of new tokens that are stored at given slots of a cache, as a plan defines it (an `AttentionContext`).
 
     Args:
-        slots: [n] int64 of the new keys, on the cache's common axis. plan: of the queries, which may be each row's last ones only.
+        slots: [n] int64 of the new keys, on the cache's common axis. plan: of the queries, perhaps each row's last ones only.
     """
 
     def __init__(self, cache: TreeCache, slots: Tensor, plan: PackedPlan):

@@ -44,8 +44,8 @@ class Grown(NamedTuple):
 
 
 class _Level(NamedTuple):
-    """A depth. Opened nodes have `width` children each. A fixed shape takes some: `taken` (opened node * width + rank), whose opened
-    nodes are `nodes`, and opens the children of those in `opened` next."""
+    """A depth. Opened nodes have `width` children each. A fixed shape takes some of them, `taken` (opened node * width + rank), below
+    the opened nodes `nodes`, and opens those in `opened` next."""
 
     width: int
     candidates: int
@@ -97,7 +97,7 @@ class TensorGrowth:
 
     @staticmethod
     def serves(spec: TreeSpec) -> bool:
-        """Whether all shapes follow from the spec: those of any tree by rule, and of drawn chains, which take a number per depth."""
+        """Whether all shapes follow from the spec: of any tree by rule, and of drawn chains (a number per depth)."""
         return spec.shape != "none" and not (spec.sampled and (spec.shape != "chain" or spec.stop > 0))
 
     def _ranks(self, path: tuple[int, ...]) -> range | list[int]:
