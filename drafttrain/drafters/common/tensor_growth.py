@@ -44,7 +44,7 @@ class Grown(NamedTuple):
 
 
 class _Level(NamedTuple):
-    """A depth. Opened nodes have `width` children each. A fixed shape takes some of them, `taken` (opened node * width + rank), below
+    """A depth. Opened nodes have `width` children each. A fixed shape takes some, `taken` (opened node * width + rank), below
     the opened nodes `nodes`, and opens those in `opened` next."""
 
     width: int
