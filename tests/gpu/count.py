@@ -2,6 +2,8 @@
 
     python -m tests.gpu.count --kind eagle3 --tree dynamic:4,4,8 --batch 8     # a kind, or all of them without --kind
     python -m tests.gpu.count --tree chain:5 --lines 0                         # a line per kind
+    python -m tests.gpu.count --training                                       # waits of a training step instead
+    python -m tests.gpu.count --budgets                                        # write tests/gpu/budgets.json from today's counts
 
 The drafter is as training begins it, for a tiny target. Rounds that read the prompt, capture a graph or end a sequence are left
 out, so what is printed is what every round of a long answer costs the host. A replayed graph is one call.
@@ -11,9 +13,12 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import os
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -21,15 +26,20 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import pytest
 import torch
 
+from drafttrain.batch import Batch, StepOutput
+from drafttrain.drafters.base import StepInputs
 from drafttrain.drafters.combined import CombinedDrafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import kind_class, untrained
 from drafttrain.inference import Decoder, SamplingParams
 from drafttrain.inference.engine import Engine
 from drafttrain.target import Target
+from drafttrain.training.feature_sources import TargetSource
 from tests.drafters import test_contract as contract
 from tests.gpu.pretend import PretendGpu
 
+BUDGETS = Path(__file__).with_name("budgets.json")
+TREES = ("chain:5", "dynamic:4,4,8")
 COMBINED = "eagle3+ngram"
 DECODERS = [*contract.KINDS, COMBINED]
 
@@ -66,6 +76,28 @@ def moved(drafter: Any, target: Target) -> Any:
         drafter = copy.copy(drafter)
     drafter.bind(target)
     return drafter
+
+
+def training_batch() -> Batch:
+    """The target's answers to the contract tests' prompts."""
+    return contract.rows_of(list(zip(contract.PROMPTS, contract.answers(), strict=True)))
+
+
+def training_step(drafter: Any, target: Target, batch: Batch, autocast: bool = False) -> StepOutput:
+    """Forward and backward of one step, the target online; autocast: products in bfloat16, weights stay float32."""
+    source = TargetSource(target, drafter.feature_layers, drafter.kept_ids)
+    torch.manual_seed(7)  # of kinds that draw noise
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        features, rows, row_of = source(batch)
+        step = drafter(StepInputs(batch, target.embed(batch.input_ids), features, rows, row_of, total=20))
+    step.loss.backward()
+    return step
+
+
+@cache
+def budgets() -> Any:
+    """What the tests allow: {"rounds": {kind: {tree: {batch: {"syncs", "calls"}}}}, "training": {kind: syncs}}."""
+    return json.loads(BUDGETS.read_text())
 
 
 class Rounds(NamedTuple):
@@ -113,30 +145,52 @@ def count_rounds(
     return Rounds(*({line: n / len(kept) for line, n in one.most_common()} for one in (syncs, calls)), len(kept))
 
 
+def _show(name: str, counts: dict[str, float], lines: int) -> None:
+    for line, n in list(counts.items())[:lines]:
+        print(f"    {n:7.1f} {name}  {line}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kind", action="append", choices=DECODERS, help="all unless given; repeat it for several")
-    parser.add_argument("--tree", action="append", help="repeat it for several; chain:5 and dynamic:4,4,8 unless given")
+    parser.add_argument("--tree", action="append", help=f"repeat it for several; {' and '.join(TREES)} unless given")
     parser.add_argument("--batch", type=int, action="append", help="sequences at a time; 1 and 8 unless given")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--lines", type=int, default=15, help="lines of the source to print per count")
+    parser.add_argument("--training", action="store_true", help="training steps instead of rounds")
+    parser.add_argument("--budgets", action="store_true", help="all kinds, both; writes the table that the tests read")
     args = parser.parse_args()
     torch.set_num_threads(1)
     drafters = {kind: drafter_of(kind) for kind in args.kind or DECODERS}
+    batch, rounds, training = training_batch(), {}, {}
     with PretendGpu() as gpu:
         target = moved_target()
-        for kind, drafter in drafters.items():
-            for tree in args.tree or ("chain:5", "dynamic:4,4,8"):
-                for batch in args.batch or (1, 8):
-                    made = count_rounds(gpu, target, moved(drafter, target), tree, batch, args.temperature)
+        for kind, drafter in drafters.items() if args.training or args.budgets else ():
+            if kind in contract.TRAINED:
+                on_gpu = moved(drafter, target).train()
+                gpu.reset()
+                training_step(on_gpu, target, batch.to(target.device), autocast=True)
+                training[kind] = sum(gpu.syncs.values())
+                print(
+                    f"{kind:16} training step: {training[kind]:3} syncs, {sum(gpu.calls.values())} torch calls",
+                    flush=True,
+                )
+                _show("syncs", dict(gpu.syncs.most_common()), args.lines)
+        for kind, drafter in drafters.items() if args.budgets or not args.training else ():
+            rounds[kind] = {tree: {} for tree in args.tree or TREES}
+            for tree, by_batch in rounds[kind].items():
+                for size in args.batch or (1, 8):
+                    made = count_rounds(gpu, target, moved(drafter, target), tree, size, args.temperature)
                     syncs, calls = made.total
+                    by_batch[size] = {"syncs": round(syncs, 1), "calls": round(calls)}
                     print(
-                        f"{kind:16} {tree:16} batch {batch}: {syncs:6.1f} syncs, {calls:7.1f} torch calls a round",
+                        f"{kind:16} {tree:14} batch {size}: {syncs:6.1f} syncs, {calls:7.1f} torch calls a round",
                         flush=True,
                     )
-                    for name, lines in (("syncs", made.syncs), ("calls", made.calls)):
-                        for line, n in list(lines.items())[: args.lines]:
-                            print(f"    {n:7.1f} {name}  {line}")
+                    _show("syncs", made.syncs, args.lines)
+                    _show("calls", made.calls, args.lines)
+    if args.budgets:
+        BUDGETS.write_text(json.dumps({"rounds": rounds, "training": training}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

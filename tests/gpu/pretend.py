@@ -15,10 +15,11 @@ Source: wrapper subclasses and dispatch modes, torch.utils._python_dispatch.
 
 from __future__ import annotations
 
-import ctypes
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from tests.gpu.pretend_build import cuda_hooks, set_device_guard
 
 aten = torch.ops.aten
 # Their outputs' sizes depend on data, so the host waits for it.
@@ -91,6 +94,12 @@ class PretendTensor(torch.Tensor):
     def numpy(self, **_: Any) -> Any:
         raise TypeError(f"can't convert {self.device} device type tensor to numpy; use Tensor.cpu() first")
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.data_on_cpu.untyped_storage()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.data_on_cpu.__reduce_ex__(protocol)  # files of a pretend GPU hold CPU tensors
+
     def data_ptr(self) -> int:
         return self.data_on_cpu.data_ptr()
 
@@ -124,8 +133,8 @@ class PretendGpu(TorchDispatchMode):
     Args:
         devices: how many.
         capability: compute capability. shared: bytes of shared memory of a program; 227 KiB as an H100's.
-        interpret: run the tree attention kernels in Triton's interpreter too, which takes seconds per forward, instead of
-            their torch reference as one launch. Other kernels always run in the interpreter.
+        interpret: run tree attention and the fused loss in Triton's interpreter, which takes seconds per launch, instead of
+            their torch references. Other kernels always run in the interpreter.
 
     Attributes:
         syncs: waits of the host, by "reason  file:line function"; calls: torch calls that compute on the device, likewise.
@@ -148,7 +157,7 @@ class PretendGpu(TorchDispatchMode):
         self.recording: list[Callable[[], object]] | None = None
         self.strict = False  # torch.cuda.set_sync_debug_mode("error")
         self._outputs: list[Tensor] = []  # of the capture
-        self._patches = pytest.MonkeyPatch()
+        self._patches, self._hooks = pytest.MonkeyPatch(), ExitStack()
         self.reset()
 
     def reset(self) -> None:
@@ -162,10 +171,12 @@ class PretendGpu(TorchDispatchMode):
 
         if _active or torch.cuda.is_available():
             raise RuntimeError("a pretend GPU works alone: neither beside another one nor beside a real one")
-        _set_device_guard()
+        set_device_guard()
+        self._hooks.enter_context(cuda_hooks())
         torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") first makes a CPU tensor
         torch._C._set_multithreading_enabled(False)  # backward runs here, not in a thread of a device
         pretend_cuda.install(self, self._patches)
+        self._patches.setattr(threading.Thread, "run", _run_thread(threading.Thread.run))
         _active.append(self)
         return super().__enter__()
 
@@ -173,6 +184,7 @@ class PretendGpu(TorchDispatchMode):
         super().__exit__(*error)
         _active.pop()
         self._patches.undo()
+        self._hooks.close()
         torch._C._set_multithreading_enabled(True)
         torch._C._set_only_lift_cpu_tensors(False)
 
@@ -224,7 +236,7 @@ class PretendGpu(TorchDispatchMode):
         if func is torch.ops.prim.device.default:
             return args[0].device
         if torch.is_inference_mode_enabled() and _is_composite(func):
-            with self:  # inference mode dispatches operations that are made of others, too
+            with _InThread():  # inference mode dispatches operations that are made of others, too
                 return func.decompose(*args, **kwargs)
         if func is aten._local_scalar_dense.default:
             self.wait("item")
@@ -332,24 +344,20 @@ class PretendGpu(TorchDispatchMode):
         self._outputs += [x for x in made if x.untyped_storage().data_ptr() not in given]
 
 
-@cache
-def _set_device_guard() -> None:
-    """Gives torch a device guard for CUDA that does nothing, which builds without CUDA lack.
+class _InThread(TorchDispatchMode):
+    """The pretend GPU in a thread that was started while it is open: modes are a thread's own."""
 
-    torch has one for builds with CUDA on machines without a device, and sets it where the present guard counts no devices.
-    The guard put there for that question answers 0 to whatever it is asked.
-    """
-    library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libc10.so"))
-    guards = (ctypes.c_void_p * 2).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")  # [CPU, CUDA]
-    before = guards[1]
-    if not before:
-        answer = ctypes.CFUNCTYPE(ctypes.c_long)(lambda: 0)
-        methods = (ctypes.c_void_p * 64)(*[ctypes.cast(answer, ctypes.c_void_p).value] * 64)
-        guard = (ctypes.c_void_p * 1)(ctypes.addressof(methods))
-        before = guards[1] = ctypes.addressof(guard)
-    torch._C._ensureCUDADeviceGuardSet()
-    if guards[1] == before:
-        raise RuntimeError(f"torch {torch.__version__} did not set its guard for pretend devices")
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _active[-1].dispatch(func, args, kwargs or {}) if _active else func(*args, **(kwargs or {}))
+
+
+def _run_thread(run: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
+    def inside(self: threading.Thread) -> None:
+        with _InThread():
+            torch._C._set_multithreading_enabled(False)
+            run(self)
+
+    return inside
 
 
 def _is_composite(func: Any) -> bool:

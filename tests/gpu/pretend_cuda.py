@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-
 from torch.nn.attention.flex_attention import BlockMask
 
+from drafttrain.losses import divergence
 from drafttrain.ops import path_attention, tree_attention_triton
 from tests.gpu.pretend import PretendGpu, PretendTensor, place, plain, without_pretending
 
@@ -111,6 +111,9 @@ def _streams(gpu: PretendGpu) -> dict[str, Any]:
 
         def query(self) -> bool:
             return True
+
+        def is_capturing(self) -> bool:
+            return gpu.recording is not None
 
         def synchronize(self) -> None:
             gpu.wait("stream")
@@ -219,6 +222,7 @@ def _install_triton(gpu: PretendGpu, patches: pytest.MonkeyPatch) -> None:
     patches.setattr(InterpretedFunction, "run", run)
     if not gpu.interpret:
         patches.setattr(tree_attention_triton, "_launch", _attend_by_reference(gpu))
+        patches.setattr(divergence, "has_kernel", lambda hidden: False)
 
 
 def check_launch(gpu: PretendGpu, kernel: str, tensors: list[Tensor]) -> None:

@@ -20,7 +20,7 @@ def test_devices_do_not_mix(gpu):
         torch.cat((there, torch.tensor(1.0)[None]))
     with pytest.raises(RuntimeError, match="should be on the CPU"):
         here[torch.zeros(1, dtype=torch.long, device="cuda")]
-    with pytest.raises(TypeError, match="use Tensor.cpu"):
+    with pytest.raises(TypeError, match=r"use Tensor\.cpu"):
         there.numpy()
     with pytest.raises(RuntimeError, match="invalid device ordinal 1"):
         torch.ones(1, device="cuda:1")

@@ -39,7 +39,7 @@ class FakeDrafter(Drafter):
         self.features: list[Tensor] = []
 
     def start(self, prompt_ids, max_length):
-        self.prompt = prompt_ids.tolist()
+        self.prompt, self.device = prompt_ids.tolist(), prompt_ids.device
         self.tokens, self.features, self.max_length = self.prompt[:1], [], max_length
         return self
 
@@ -68,7 +68,7 @@ class FakeDrafter(Drafter):
             tokens.append(token)
             parents.append(parent)
             depths.append(depth)
-        return TokenTree(torch.tensor(tokens, dtype=torch.long), parents)
+        return TokenTree(torch.tensor(tokens, dtype=torch.long, device=self.device), parents)
 
 
 class FakeBatch(Drafter):

@@ -1,0 +1,319 @@
+"""A training step without data: the real code on tensors that have shapes and no numbers, to learn what memory it takes.
+
+    target, drafter    built on torch's meta device      ->   a `_Ghost` per weight
+    step               features, forward, backward       ->   every tensor's storage, from its allocation to its release
+    result             weights, gradients, optimizer states, and the activations' peak with the line that reached it
+
+Floating-point tensors are meta tensors. Integers (tokens, anchors, rows) have data on the CPU, because shapes depend on them.
+A GPU's step runs as it would there: FlexAttention and the fused loss are stood in for by what they allocate. What the prediction
+leaves out is the CUDA context, cuBLAS workspaces and fragmentation: about 1 GB, and a few per cent.
+
+Source: wrapper subclasses, torch.utils._python_dispatch; rounding to 512 bytes, torch's CUDA caching allocator.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from drafttrain.batch import Batch
+from drafttrain.drafters.base import StepInputs
+from drafttrain.drafters.registry import kind_class
+from drafttrain.files import Json
+from drafttrain.losses import divergence
+from drafttrain.ops import path_attention
+from drafttrain.target import Target
+from drafttrain.training.feature_sources import TargetSource
+
+_BLOCK = 512  # bytes; the CUDA allocator's unit
+_aten = torch.ops.aten
+_INDEXING = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default)
+_ghosts: list[_Ghosts] = []  # of the dry step that runs
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes of a training step by part, without the CUDA context. at: the line that reached the activations' peak."""
+
+    target: int
+    drafter: int
+    gradients: int
+    optimizer: int  # AdamW's two float32 states per trained weight
+    activations: int  # most bytes at a time beyond the other parts
+    at: str
+
+    @property
+    def total(self) -> int:
+        return self.target + self.drafter + self.gradients + self.optimizer + self.activations
+
+    def json(self) -> Json:
+        """Gigabytes (10^9 bytes) by part, and their total."""
+        parts = {name: size / 1e9 for name, size in asdict(self).items() if name != "at"}
+        return {**parts, "total": self.total / 1e9, "at": self.at}
+
+
+class _Ghost(torch.Tensor):
+    """A tensor of the dry step. `data_` is a meta tensor, or a CPU tensor of integers."""
+
+    data_: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, data: Tensor, device: torch.device) -> _Ghost:
+        layout = {"dtype": data.dtype, "layout": data.layout, "device": device}
+        make: Any = torch.Tensor._make_wrapper_subclass
+        made: _Ghost = make(cls, data.size(), data.stride(), data.storage_offset(), **layout)
+        made.data_ = data
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _ghosts[-1].run(func, args, kwargs or {})
+
+    def tolist(self) -> Any:
+        return (torch.zeros(self.shape) if self.data_.is_meta else self.data_).tolist()
+
+
+class _Ghosts(TorchDispatchMode):
+    """Runs operations on ghosts, and counts the bytes of their storages while anything refers to them."""
+
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self.device, self.now, self.peak, self.at = device, 0, 0, ""
+        self._users: Counter[int] = Counter()  # tensors per storage
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.run(func, args, kwargs or {})
+
+    def wrap(self, data: Tensor) -> _Ghost:
+        """A ghost of new data or of a view; floats lose their numbers, integers without numbers become zeros."""
+        if data.is_floating_point():
+            data = data if data.is_meta else data.to("meta")
+        elif data.is_meta:
+            data = torch.zeros(data.shape, dtype=data.dtype)
+        storage = data.untyped_storage()
+        key, size = storage._cdata, -(-storage.nbytes() // _BLOCK) * _BLOCK
+        if not self._users[key]:
+            self.now += size
+            if self.now > self.peak:
+                self.peak, self.at = self.now, _place()
+        self._users[key] += 1
+        weakref.finalize(data, self._release, key, size, storage)  # the storage is kept, so that no other takes its key
+        return _Ghost(data, self.device)
+
+    def _release(self, key: int, size: int, storage: torch.UntypedStorage) -> None:
+        self._users[key] -= 1
+        if not self._users[key]:
+            del self._users[key]
+            self.now -= size
+
+    def _wrapped(self, out: Any) -> Any:
+        if isinstance(out, Tensor):
+            return out if isinstance(out, _Ghost) else self.wrap(out)
+        return type(out)(map(self._wrapped, out)) if isinstance(out, list | tuple) else out
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One operation, on meta tensors where a float takes part, else on the integers."""
+        if func is torch.ops.prim.device.default:
+            return self.device
+        given = _tensors((*args, *kwargs.values()))
+        ghosts = [x for x in given if isinstance(x, _Ghost)]
+        asked = kwargs.get("device")
+        if not ghosts and (given or asked is None):
+            return func(*args, **kwargs)
+        if func is _aten._local_scalar_dense.default:
+            return 1.0 if args[0].data_.is_meta else args[0].data_.item()
+        plain = [_plain(x) for x in args]
+        options = {name: _plain(x) for name, x in kwargs.items() if name not in ("pin_memory", "non_blocking", "device")}
+        floats = any(x.data_.is_meta for x in ghosts)
+        dtype = kwargs.get("dtype")
+        if "device" in kwargs:
+            # A factory makes floats without numbers; arange and full take theirs from the arguments.
+            chosen = func.overloadpacket not in (_aten.arange, _aten.full) if dtype is None else dtype.is_floating_point
+            floats = floats or (not given and chosen)
+            options["device"] = torch.device("meta" if floats else "cpu")
+        written = [i for i, x in enumerate(func._schema.arguments) if x.alias_info is not None and x.alias_info.is_write]
+        if floats:
+            if func in _INDEXING:  # a mask's true elements are as many as its numbers say
+                plain[1] = [y for x in plain[1] for y in (x.nonzero().unbind(1) if _is_mask(x) else (x,))]
+            if any(not args[i].data_.is_meta for i in written if i < len(args) and isinstance(args[i], _Ghost)):
+                return args[written[0]]  # integers computed from floats: leave them
+            plain, options = _on_meta(plain), {name: _on_meta(x) for name, x in options.items()}
+        out = func(*plain, **options)
+        if written:
+            changed = [args[i] if i < len(args) else kwargs.get(func._schema.arguments[i].name) for i in written]
+            changed = changed[: len(func._schema.returns)]
+            return None if not changed else changed[0] if len(changed) == 1 else tuple(changed)
+        return self._wrapped(out)
+
+    def take(self, module: nn.Module) -> int:
+        """Makes a module's weights ghosts; returns their bytes."""
+        before = self.now
+        known: dict[int, nn.Parameter] = {}  # tied weights stay one
+        for each in module.modules():
+            for name, weight in each._parameters.items():
+                if weight is not None and not isinstance(weight, _Ghost):
+                    if id(weight) not in known:
+                        known[id(weight)] = nn.Parameter(self.wrap(weight.detach()), weight.requires_grad)
+                    each._parameters[name] = known[id(weight)]
+            for name, buffer in each._buffers.items():
+                if buffer is not None and not isinstance(buffer, _Ghost):
+                    each._buffers[name] = self.wrap(buffer)
+        return self.now - before
+
+
+def dry_step(
+    config: PretrainedConfig,
+    kind: str,
+    options: Json,
+    *,
+    rows: int = 1,
+    length: int = 4096,
+    prompt: int = 128,
+    gpu: bool = True,
+    target_dtype: torch.dtype = torch.bfloat16,
+    autocast: torch.dtype | None = torch.bfloat16,
+    checkpointing: bool = False,
+) -> StepMemory:
+    """The memory of one training step with the target online.
+
+    Args:
+        config: the target's. kind, options: the drafter's, as a recipe's `kind` and `drafter`; weights are float32.
+        rows, length: token rows of a batch and their tokens; the first `prompt` of each are not learned.
+        gpu: with the kernels of a GPU; False for those of a CPU.
+        autocast: dtype of the drafter's products; None multiplies in float32.
+        checkpointing: whether a depth's activations are computed anew in backward.
+    """
+    device = torch.device("cpu")  # autocast knows no meta tensors
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config).to(target_dtype).eval().requires_grad_(False)
+        target = Target.wrap(model, None, name=config.model_type, dtype=target_dtype)
+        cls: Any = kind_class(kind)
+        drafter = cls(cls.config_class.for_target(target, **options)).train()
+    with ExitStack() as open_:
+        for owner, name, value in _stand_ins() if gpu else ():
+            open_.enter_context(mock.patch.object(owner, name, value))
+        before = torch._C._only_lift_cpu_tensors()
+        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=...) first makes a CPU tensor
+        open_.callback(torch._C._set_only_lift_cpu_tensors, before)
+        ghosts = _Ghosts(device)
+        _ghosts.append(ghosts)
+        open_.callback(_ghosts.pop)
+        weights = ghosts.take(model)
+        own = ghosts.take(drafter)
+        drafter.kept_ids = ghosts.wrap(torch.arange(len(drafter.kept_ids)))
+        if checkpointing:
+            drafter.gradient_checkpointing_enable()
+        open_.enter_context(ghosts)
+        drafter.bind(target)
+        mask = (torch.arange(length) >= prompt).repeat(rows, 1)
+        ids = torch.randint(0, target.vocab_size, (rows, length))
+        made = (ids, torch.full((rows,), length), mask, torch.arange(rows))
+        batch = Batch(*(ghosts.wrap(x) for x in made))
+        held, ghosts.peak = ghosts.now, ghosts.now
+        source = TargetSource(target, drafter.feature_layers, drafter.kept_ids)
+        if autocast is not None:
+            open_.enter_context(torch.autocast("cpu", autocast))
+        features, targets, row_of = source(batch)
+        total = ghosts.wrap(torch.tensor(rows * length))
+        step = drafter(StepInputs(batch, target.embed(batch.input_ids), features, targets, row_of, total, True))
+        del features, targets, row_of
+        step.loss.backward()
+        trained = [x for x in drafter.parameters() if x.requires_grad]
+        gradients = sum(x.grad.nbytes for x in trained if x.grad is not None)
+        optimizer = 8 * sum(x.numel() for x in trained)
+        return StepMemory(weights, own, gradients, optimizer, max(0, ghosts.peak - held - gradients), ghosts.at)
+
+
+def _stand_ins() -> list[tuple[Any, str, Any]]:
+    """What a GPU runs instead of what the code chooses for a CPU: (module, name, replacement)."""
+    from drafttrain.ops import divergence_kernels
+
+    class NoLaunch:
+        def __getitem__(self, grid: Any) -> Callable[..., None]:
+            return lambda *args, **constants: None
+
+    return [
+        (divergence, "has_kernel", lambda hidden: True),
+        (divergence_kernels, "divergence_rows", NoLaunch()),
+        (path_attention, "_attend", _attend),
+        (nn.functional, "scaled_dot_product_attention", _flash),
+    ]
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+    query.new_empty(query.shape[:-1], dtype=torch.float32)  # log-sum-exps, released at once: the target has no backward
+    return query.new_empty(*query.shape[:-1], value.shape[-1])
+
+
+class _Flex(torch.autograd.Function):
+    """What FlexAttention keeps: its inputs, outputs and log-sum-exps."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        query, key, value, _, lse = ctx.saved_tensors
+        torch.empty_like(lse)  # sums of out * grad
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _attend(own: Any, spans: Any, query: Tensor, base: tuple[Tensor, Tensor], tensors: Any, flex: Any) -> Tensor:
+    if not len(query):
+        return query
+    out, lse = path_attention.span_attention_gpu(query, *base, spans, _flex)
+    return own.merge(query, out, lse, tensors, flash=False)[0]
+
+
+def _flex(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+    if torch.is_autocast_enabled("cpu"):
+        query, key, value = (x.to(torch.get_autocast_dtype("cpu")) for x in (query, key, value))
+    out, lse = _Flex.apply(query, key, value)
+    return (out, mock.Mock(lse=lse)) if options.get("return_aux") is not None else (out, lse)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    lists = (_tensors(x) for x in values if isinstance(x, list | tuple))
+    return [x for x in values if isinstance(x, Tensor)] + [y for part in lists for y in part]
+
+
+def _plain(x: Any) -> Any:
+    if isinstance(x, list | tuple):
+        return [_plain(each) for each in x]
+    return x.data_ if isinstance(x, _Ghost) else x
+
+
+def _on_meta(x: Any) -> Any:
+    if isinstance(x, list | tuple):
+        return [_on_meta(each) for each in x]
+    return x.to("meta") if isinstance(x, Tensor) and not x.is_meta else x
+
+
+def _is_mask(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype == torch.bool and not x.is_meta
+
+
+def _place() -> str:
+    """The innermost line of drafttrain that runs, outside this file."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        name = frame.f_code.co_filename
+        if "drafttrain" in name and name != __file__ and "site-packages" not in name:
+            return f"{name.rpartition('drafttrain/')[2]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""

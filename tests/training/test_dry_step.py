@@ -1,0 +1,96 @@
+"""The dry step against what torch allocates in a real one on this CPU, by the profiler's record of the allocator."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from drafttrain.batch import Batch
+from drafttrain.drafters.base import StepInputs
+from drafttrain.drafters.registry import kind_class
+from drafttrain.target import Target
+from drafttrain.training.dry_step import dry_step
+from drafttrain.training.feature_sources import TargetSource
+
+ROWS, LENGTH, PROMPT = 2, 384, 16
+OPTIONS = {
+    "eagle3": {"draft_vocab_size": 2000, "ttt_steps": 3},
+    "medusa": {"draft_vocab_size": 2000},
+    "dflash": {"draft_vocab_size": 2000, "block_size": 4},
+}
+
+
+def config(**sizes):
+    return LlamaConfig(
+        **{
+            **{"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4},
+            **{"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 4000, "tie_word_embeddings": False},
+            **sizes,
+        }
+    )
+
+
+def allocated(run) -> int:
+    """Most bytes that `run` held at a time beyond those before it."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        result = run()
+    del result
+    found = record.profiler.kineto_results.events()
+    events = sorted((e for e in found if e.name() == "[memory]"), key=lambda e: e.start_ns())
+    now = peak = 0
+    for event in events:
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
+
+
+def real_step(kind: str) -> int:
+    torch.manual_seed(0)
+    target = Target.wrap(LlamaForCausalLM(config()), None, name="tiny", dtype=torch.float32)
+    cls = kind_class(kind)
+    drafter = cls(cls.config_class.for_target(target, **OPTIONS[kind])).train()
+    drafter.kept_ids.copy_(torch.arange(len(drafter.kept_ids)))
+    drafter.bind(target)
+    mask = (torch.arange(LENGTH) >= PROMPT).repeat(ROWS, 1)
+    ids = torch.randint(0, 4000, (ROWS, LENGTH))
+    batch = Batch(ids, torch.full((ROWS,), LENGTH), mask, torch.arange(ROWS))
+    source = TargetSource(target, drafter.feature_layers, drafter.kept_ids)
+
+    def step():
+        given = source(batch)
+        made = drafter(StepInputs(batch, target.embed(batch.input_ids), *given, torch.tensor(ROWS * LENGTH)))
+        made.loss.backward()
+        return made
+
+    return allocated(step)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", list(OPTIONS))
+def test_a_dry_step_takes_what_a_real_one_takes(kind):
+    want = real_step(kind)
+    memory = dry_step(
+        config(), kind, OPTIONS[kind], rows=ROWS, length=LENGTH, prompt=PROMPT, gpu=False, target_dtype=torch.float32,
+        autocast=None,
+    )  # fmt: skip
+    assert memory.activations + memory.gradients == pytest.approx(want, rel=0.1)
+    model = LlamaForCausalLM(config())
+    assert memory.target == pytest.approx(sum(x.nbytes for x in model.parameters()), rel=0.01)
+    assert memory.gradients > 1e6 and memory.optimizer == 2 * memory.gradients and memory.at
+
+
+def test_an_eagle3_head_of_an_8b_target_in_bfloat16():
+    """The shapes of Llama-3.1-8B: no weight is allocated, and a second row adds activations alone."""
+    big = config(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+        head_dim=128, vocab_size=128256,
+    )  # fmt: skip
+    one, two = (dry_step(big, "eagle3", {"draft_vocab_size": 32000}, rows=rows, length=1024) for rows in (1, 2))
+    assert one.target == pytest.approx(16.06e9, rel=0.01)
+    for part in ("target", "drafter", "gradients", "optimizer"):
+        assert getattr(one, part) == getattr(two, part)
+    assert 1.3 * one.activations < two.activations < 2.1 * one.activations
+    wide = dry_step(big, "eagle3", {"draft_vocab_size": 32000}, length=1024, autocast=None)
+    assert wide.activations > 1.1 * one.activations
