@@ -135,7 +135,9 @@ class _Ghosts(TorchDispatchMode):
         if func is _aten._local_scalar_dense.default:
             return 1.0 if args[0].data_.is_meta else args[0].data_.item()
         plain = [_plain(x) for x in args]
-        options = {name: _plain(x) for name, x in kwargs.items() if name not in ("pin_memory", "non_blocking", "device")}
+        options = {
+            name: _plain(x) for name, x in kwargs.items() if name not in ("pin_memory", "non_blocking", "device")
+        }
         floats = any(x.data_.is_meta for x in ghosts)
         dtype = kwargs.get("dtype")
         if "device" in kwargs:
@@ -143,7 +145,9 @@ class _Ghosts(TorchDispatchMode):
             chosen = func.overloadpacket not in (_aten.arange, _aten.full) if dtype is None else dtype.is_floating_point
             floats = floats or (not given and chosen)
             options["device"] = torch.device("meta" if floats else "cpu")
-        written = [i for i, x in enumerate(func._schema.arguments) if x.alias_info is not None and x.alias_info.is_write]
+        written = [
+            i for i, x in enumerate(func._schema.arguments) if x.alias_info is not None and x.alias_info.is_write
+        ]
         if floats:
             if func in _INDEXING:  # a mask's true elements are as many as its numbers say
                 plain[1] = [y for x in plain[1] for y in (x.nonzero().unbind(1) if _is_mask(x) else (x,))]

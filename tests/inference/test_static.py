@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.ngram.model import NgramDrafter
 from drafttrain.inference import Decoder, SamplingParams, static
+from drafttrain.inference.sequence import Clock
 from drafttrain.inference.static import StaticStep, TargetSteps
 from drafttrain.ops import graphs
 from drafttrain.ops.graphs import step_shape
@@ -149,6 +150,23 @@ def test_cache_and_steps_outlive_a_call(on_cpu):
     target.model.lm_head.weight.data = target.model.lm_head.weight.data.clone()
     assert decode(target, None, PROMPTS, True) == want
     assert target.idle_steps and target.idle_steps[0] is not steps
+
+
+def test_an_outgrown_cache_doubles_as_far_as_the_target_reads():
+    steps = TargetSteps(make_target(layers=2))
+    steps.target.max_positions = 5000
+    capacities = [steps.open(least, 1, (), choose=True).capacity for least in (600, 900, 1100, 2100, 4100)]
+    assert capacities == [1024, 1024, 2048, 4096, 5120]  # 5000 and what padding takes
+    assert steps.open(600, 2, (), choose=True).capacity == 1024  # more rows: as much as they need
+
+
+def test_the_clock_stands_still_during_captures():
+    pool = graphs.GraphPool(torch.device("cpu"))
+    clock = Clock(torch.device("cpu"), pool)
+    begun = clock.mark()
+    pool.seconds += 1000  # as if a capture had taken them
+    assert clock.between(begun, clock.mark()) == pytest.approx(-1000, abs=100)
+    assert clock.captured == 1000
 
 
 def test_two_streams_at_once_do_not_share_a_cache(on_cpu):

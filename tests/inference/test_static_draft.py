@@ -74,7 +74,7 @@ def decode(target, drafter, spec, rows, graphs, sampling=None, count=10):
 
 
 SPECS = ["chain:3", "dynamic:4,3,9", "fanout:3x2@stop=0.02", "paths:0,1,0-0,0-2,0-0-0"]
-QUICK = {("eagle3", SPECS[1]), ("draft_model", SPECS[1]), ("dspark", SPECS[2]), ("peagle", SPECS[0])}
+QUICK = {("eagle3", SPECS[1]), ("draft_model", SPECS[1]), ("dspark", SPECS[2])}
 
 
 def slow_unless(quick, *values):
@@ -95,7 +95,7 @@ def test_trees_are_those_of_dynamic_passes(name, spec, used):
         assert used["read"] > 3 and used["propose"] > 3
 
 
-@pytest.mark.parametrize("name", [slow_unless(name == "hydra", name) for name in OPTIONS])
+@pytest.mark.parametrize("name", [slow_unless(False, name) for name in OPTIONS])
 def test_drawn_chains_are_those_of_dynamic_passes(name, used):
     target = make_target(hidden=32)
     drafter, sampling = build(name, target), SamplingParams(0.7, top_p=0.9)
@@ -116,8 +116,8 @@ def test_choices_at_all_nodes_are_those_of_a_walk(spec, sampling, monkeypatch):
     target = make_target(hidden=32)
     drafter = build("eagle3", target)
     want = decode(target, drafter, spec, 3, False, sampling)
-    calls, ahead = [], verify._choices_ahead
+    calls, ahead = [], verify.choices_ahead
     monkeypatch.setattr(verify, "_draws_ahead", lambda verifiers, logits: True)
-    monkeypatch.setattr(verify, "_choices_ahead", lambda *args: calls.append(1) or ahead(*args))
+    monkeypatch.setattr(verify, "choices_ahead", lambda *args: calls.append(1) or ahead(*args))
     assert decode(target, drafter, spec, 3, False, sampling) == want
     assert calls
