@@ -221,7 +221,7 @@ class Engine:
         if self.observer is not None:
             for sequence, *seen in zip(sequences, trees, verdicts, logits.split(sizes), strict=True):
                 self.observer(sequence.index, *seen)
-        if self._probes:
+        if any(sequence.probed for sequence in sequences):
             self._answer_probes(sequences, argmax(logits) if choices is None else choices, sizes)
         kept = [[0, *(node + 1 for node in verdict.path)] for verdict in verdicts]
         self.cache.commit(kept)
@@ -295,8 +295,7 @@ class Engine:
     # -- drafter ------------------------------------------------------------------------------------------------
 
     def _draft(self, sequences: list[Sequence], spec: TreeSpec) -> tuple[list[TokenTree], Mark, Mark, Mark]:
-        """A tree per sequence, an empty one where nothing is drafted; and marks before the sessions read, before they draft, and
-        behind."""
+        """A tree per sequence, perhaps empty; and marks before the sessions read, before they draft, and behind."""
         drafting = [s for s in sequences if s.session is not None and s.left > 1]
         begun = self.clock.mark()
         if self.drafter is None or spec.shape == "none" or not drafting:
@@ -305,20 +304,22 @@ class Engine:
         sessions = [sequence.session for sequence in drafting]
         samplers = [sequence.verifier.sampler for sequence in drafting]
         drafted = self.drafter.propose_all(sessions, [spec] * len(drafting), samplers)
+        if self._probes:  # probes are merged on the host: one transfer each way for all sequences
+            drafted = TokenTree.moved(drafted, torch.device("cpu"))
         trees = {}
         for sequence, tree in zip(drafting, drafted, strict=True):
             tree = tree.prune(sequence.left - 1)
             if self._probes and sequence.session is not None:
                 tree, sequence.probed = tree.with_probes(*sequence.session.probe(), sequence.left - 1)
             trees[sequence.row] = tree
+        if self._probes:
+            trees = dict(zip(trees, TokenTree.moved([*trees.values()], self.target.device), strict=True))
         done = self.clock.mark()
         self._charges.append((drafting, read, done))
         return [trees.get(sequence.row, self._no_tree) for sequence in sequences], begun, read, done
 
     def _answer_probes(self, sequences: list[Sequence], chosen: Tensor, sizes: list[int]) -> None:
         """Passes the target's choices after root and probes to the sessions; chosen: [N], at each sequence's root and nodes."""
-        if not any(sequence.probed for sequence in sequences):
-            return
         tokens, starts = chosen.tolist(), [0, *accumulate(sizes)]
         for sequence, begin, end in zip(sequences, starts, starts[1:], strict=False):
             if sequence.probed and sequence.session is not None:
@@ -355,9 +356,8 @@ class Engine:
     def _settle(self) -> None:
         """Adds the time of drafting to the sequences' records, once the device has passed its marks."""
         for sequences, begun, done in self._charges:
-            seconds = self.clock.between(begun, done)
             for sequence in sequences:
-                sequence.stats.draft_seconds += seconds / len(sequences)
+                sequence.stats.draft_seconds += self.clock.between(begun, done) / len(sequences)
         self._charges = []
 
 
