@@ -147,6 +147,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--dtype", default="bfloat16", choices=list(DTYPES))
     parser.add_argument("--device", default="auto")
+    parser.add_argument(
+        "--layers", type=int, help="caches that calls take in turn; as many as fill 0.5 GB unless given"
+    )
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=result_path)
@@ -162,7 +165,8 @@ def main() -> None:
     query = torch.randn(args.batch, args.heads, args.nodes, args.head_dim, dtype=dtype, device=device)
     first = [torch.randn(shape, dtype=dtype, device=device) for _ in range(2)]
     read = sum(x.numel() * x.element_size() for x in first)
-    layers = [(first[0].clone(), first[1].clone()) for _ in range(max(2, -(-CACHE_BYTES[device.type] // read)))]
+    count = args.layers or max(2, -(-CACHE_BYTES[device.type] // read))
+    layers = [(first[0].clone(), first[1].clone()) for _ in range(count)]
     sides = make_sides(args, device, query)
     want = sides["sdpa_dense_mask"](layers[0][0], layers[0][1]).float()
     errors = {name: (side(*layers[0]).float() - want).abs().max().item() for name, side in sides.items()}

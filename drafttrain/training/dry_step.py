@@ -44,13 +44,17 @@ _ghosts: list[_Ghosts] = []  # of the dry step that runs
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes of a training step by part, without the CUDA context. at: the line that reached the activations' peak."""
+    """Bytes of a training step by part, without the CUDA context.
+
+    Gradients count in full, although the peak may come before they exist: `activations` is what the peak has beyond the other
+    parts. at: the line that reached the peak; empty where backward did outside drafttrain's own lines.
+    """
 
     target: int
     drafter: int
     gradients: int
     optimizer: int  # AdamW's two float32 states per trained weight
-    activations: int  # most bytes at a time beyond the other parts
+    activations: int
     at: str
 
     @property

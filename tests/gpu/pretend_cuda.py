@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention import flex_attention
 
 from drafttrain.losses import divergence
 from drafttrain.ops import path_attention, tree_attention_triton
@@ -30,6 +30,9 @@ def install(gpu: PretendGpu, patches: pytest.MonkeyPatch) -> None:
     _install_triton(gpu, patches)
     path_attention._compiled_flex.cache_clear()
     patches.setattr(path_attention, "_compiled_flex", lambda: dense_flex)
+    patches.setattr(flex_attention, "flex_attention", dense_flex)
+    patches.setattr(flex_attention, "create_block_mask", lambda sees, *_, **__: SimpleNamespace(mask_mod=sees))
+    patches.setattr(torch, "compile", lambda model=None, **_: model)
 
 
 def _index(gpu: PretendGpu, device: Any) -> int:
@@ -260,7 +263,8 @@ def dense_flex(
     key: Tensor,
     value: Tensor,
     *,
-    block_mask: BlockMask,
+    block_mask: Any,
+    scale: float | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
     return_aux: Any = None,
@@ -269,7 +273,7 @@ def dense_flex(
     """FlexAttention with the scores that it never holds. Under autocast it casts as FlexAttention does.
 
     Args:
-        query: [1, heads, t, e]; key, value: [1, kv_heads, T, e].
+        query: [b, heads, t, e]; key, value: [b, kv_heads, T, e]. block_mask: anything with a mask_mod.
     """
     if torch.is_autocast_enabled("cuda"):
         query, key, value = (x.to(torch.get_autocast_dtype("cuda")) for x in (query, key, value))
@@ -279,13 +283,13 @@ def dense_flex(
     if enable_gqa != (groups != 1):
         raise ValueError("enable_gqa must say whether there are fewer key heads than query heads")
     key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-    asks, seen = (torch.arange(x.shape[2], device=query.device) for x in (query, key))
-    visible = block_mask.mask_mod(None, None, asks[:, None], seen[None])  # type: ignore[arg-type]
+    rows, asks, seen = (torch.arange(n, device=query.device) for n in (len(query), query.shape[2], key.shape[2]))
+    visible = block_mask.mask_mod(rows[:, None, None, None], 0, asks[:, None], seen[None])  # broadcasts to [b, 1, t, T]
     with torch.autocast("cuda", enabled=False):
-        scores = (query @ key.transpose(-1, -2)).float() * query.shape[-1] ** -0.5
+        scores = (query @ key.transpose(-1, -2)).float() * (scale or query.shape[-1] ** -0.5)
         scores = scores.masked_fill(~visible, float("-inf"))
-        lse = scores.logsumexp(-1)  # [1, heads, t]
+        lse = scores.logsumexp(-1)  # [b, heads, t]
         out = (scores - lse[..., None]).exp().to(value.dtype) @ value
     if return_aux is not None:
         return out, SimpleNamespace(lse=lse)
-    return (out, lse) if return_lse else out
+    return (out, lse) if return_lse else out  # type: ignore[return-value]

@@ -68,7 +68,7 @@ def real_step(kind: str) -> int:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", list(OPTIONS))
+@pytest.mark.parametrize("kind", ["eagle3", "medusa", pytest.param("dflash", marks=pytest.mark.slow)])
 def test_a_dry_step_takes_what_a_real_one_takes(kind):
     want = real_step(kind)
     memory = dry_step(
@@ -81,6 +81,7 @@ def test_a_dry_step_takes_what_a_real_one_takes(kind):
     assert memory.gradients > 1e6 and memory.optimizer == 2 * memory.gradients and memory.at
 
 
+@pytest.mark.slow
 def test_an_eagle3_head_of_an_8b_target_in_bfloat16():
     """The shapes of Llama-3.1-8B: no weight is allocated, and a second row adds activations alone."""
     big = config(

@@ -1,0 +1,228 @@
+"""Everything that needs a GPU, in one command: tests, benchmarks against their goals, a page. At most 40 minutes on an H100.
+
+    bash eval/gpu_suite.sh                          # all steps, to eval/results/gpu; goes on where it was cut
+    bash eval/gpu_suite.sh --step decode --again    # one step, measured anew
+    bash eval/gpu_suite.sh --pretend                # the same steps at tiny sizes on a machine without a GPU: only that they run
+
+No network, no downloads. A step that needs more memory than the GPU has free, or weights that are not there, is skipped and
+says so. Each step writes FOLDER/STEP.json when it ends, so a cut run repeats nothing. FOLDER/suite.json and FOLDER/suite.md hold
+every goal with its figure. Exit status: 0 all goals met or skipped, 1 goals missed, 2 a step failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "drafttrain" / "models" / "smollm2-135m"
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A figure of a step's JSON: its path, the bound, and whether it bounds from below."""
+
+    path: str
+    bound: float
+    at_least: bool = True
+
+    def value(self, result: Any) -> float | None:
+        for key in self.path.split("/"):
+            result = result.get(key) if isinstance(result, dict) else None
+        return result if isinstance(result, int | float) else None
+
+    def met(self, value: float) -> bool:
+        return value >= self.bound if self.at_least else value <= self.bound
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command, {out} being its JSON file.
+
+    Attributes:
+        tiny: words that replace or follow those of the command with --pretend.
+        gigabytes: memory that it needs free. minutes: after which it is stopped.
+        needs: a folder without which it is skipped. json: whether the command writes its JSON itself.
+    """
+
+    name: str
+    command: str
+    tiny: str
+    goals: tuple[Goal, ...] = ()
+    gigabytes: float = 2.0
+    minutes: float = 4.0
+    needs: Path | None = None
+    json: bool = True
+    tiny_command: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def tree_attention(name: str, sizes: str, tiny: str) -> Step:
+    goals = (Goal("ratio", 2.0), Goal("floor_share", 0.7))
+    return Step(name, f"eval/bench_tree_attention.py {sizes} --output {{out}}", f"{tiny} --heads 4 --kv-heads 2 --head-dim 16 "
+                "--dtype float32 --repeats 1 --layers 2", goals)  # fmt: skip
+
+
+LOSS = (Goal("ratio", 0.87), Goal("memory_share", 0.1, at_least=False))
+TRAIN = (Goal("memory_off", 0.15, at_least=False),)
+GPU = "--shape tiny --words 250 --dtype float32 --repeats 1 --prompt 8"
+QUICK = "runs/gpu_quickstart"
+STEPS = (
+    Step("tests", "-m pytest -q -m gpu tests", "", json=False, minutes=8,
+         tiny_command="-m pytest -q -n 0 tests/gpu/test_pretend.py"),
+    tree_attention("tree_attention", "--prefix 8192 --nodes 64", "--prefix 16 --nodes 4"),
+    tree_attention("tree_attention_long", "--prefix 32768 --nodes 32", "--prefix 24 --nodes 3"),
+    tree_attention("tree_attention_batch", "--prefix 2048 --nodes 16 --batch 16", "--prefix 8 --nodes 3 --batch 2"),
+    Step("loss", "eval/bench_loss.py --output {out}", "--tokens 8 --vocabulary 64 --hidden 16 --dtype float32 --repeats 1", LOSS,
+         gigabytes=60),
+    Step("train", "eval/bench_gpu.py train --output {out}", f"{GPU} --length 48", TRAIN, gigabytes=45),
+    Step("train_batch", "eval/bench_gpu.py train --rows 4 --output {out}", f"{GPU} --length 48 --rows 2", TRAIN, gigabytes=78),
+    Step("train_float32", "eval/bench_gpu.py train --no-autocast --output {out}", f"{GPU} --length 48", TRAIN, gigabytes=50),
+    Step("decode", "eval/bench_gpu.py decode --output {out}", f"{GPU} --tokens 16",
+         (Goal("round_in_readings", 1.25, at_least=False),), gigabytes=22),
+    Step("decode_batch", "eval/bench_gpu.py decode --batch 8 --output {out}", f"{GPU} --tokens 12 --batch 2", gigabytes=24),
+    Step("generate", "eval/bench_gpu.py generate --batch 256 --output {out}", f"{GPU} --tokens 6 --batch 3", gigabytes=40),
+    Step("against_generate", "eval/bench_decode.py --random 16x2048 --output {out}",
+         "--random 2x256 --prompts 1 --tokens 4 --repeats 1 --dtype float32", (Goal("ratio", 1.5),), gigabytes=12, minutes=6),
+    Step("quickstart", f"scripts/quickstart.sh --budget 4 --output {QUICK}", "", (Goal("speedup/autoregressive", 1.0),),
+         needs=MODEL, minutes=9, json=False, tiny_command="-m pytest -q -n 0 -m slow tests/gpu/test_commands.py"),
+    Step("train_peers", f"eval/bench_train.py --data {QUICK}/data --dtype bfloat16 --peer-python {{peer}} --output {{out}}", "",
+         needs=Path(os.environ.get("PEER_PYTHON", "/nonexistent/python"))),
+)  # fmt: skip
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [step.name for step in STEPS]
+    parser.add_argument("folder", nargs="?", type=Path, help="eval/results/gpu unless given")
+    parser.add_argument("--step", action="append", choices=names, help="all unless given; repeat it for several")
+    parser.add_argument("--again", action="store_true", help="measure anew what an earlier run has measured")
+    parser.add_argument("--pretend", action="store_true", help="tiny sizes on a pretend GPU: figures mean nothing")
+    args = parser.parse_args()
+    args.folder = args.folder or ROOT / "eval" / "results" / ("gpu_pretend" if args.pretend else "gpu")
+    return args
+
+
+def words_of(step: Step, args: argparse.Namespace, out: Path) -> list[str]:
+    """The command line of a step, for a GPU or for a pretend one."""
+    text = step.tiny_command if args.pretend and step.tiny_command else step.command
+    words = text.format(out=out, peer=step.needs).split()
+    if words[0].endswith(".sh"):
+        return ["bash", *words]
+    if args.pretend and not step.tiny_command:
+        return [sys.executable, "-m", "tests.gpu.under", *words, *step.tiny.split()]
+    return [sys.executable, *words]
+
+
+def free_gigabytes(pretend: bool) -> float:
+    if pretend:
+        return 80.0
+    import torch
+
+    if not torch.cuda.is_available():
+        raise SystemExit("error: torch sees no GPU here; bash eval/gpu_suite.sh --pretend checks that the suite runs")
+    return torch.cuda.mem_get_info()[0] / 1e9
+
+
+def run_step(step: Step, args: argparse.Namespace) -> dict[str, Any]:
+    """Runs a step, or says why not: {"status": done, kept, skipped or failed, "why", "seconds", "result"}."""
+    out = args.folder / f"{step.name}.json"
+    if out.exists() and not args.again:
+        return {"status": "kept", "result": json.loads(out.read_text())}
+    runs_pretend = args.pretend and step.tiny_command
+    if step.needs is not None and not step.needs.exists() and not runs_pretend:
+        return {"status": "skipped", "why": f"{step.needs} is not there"}
+    free = free_gigabytes(args.pretend)
+    if free < step.gigabytes:
+        return {"status": "skipped", "why": f"needs {step.gigabytes:g} GB of memory, {free:.1f} GB are free"}
+    out.unlink(missing_ok=True)
+    words = words_of(step, args, out)
+    print(f"== {step.name}: {' '.join(words)}", flush=True)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", **step.environment}
+    began = time.monotonic()
+    limit = 60 * step.minutes * (5 if args.pretend else 1)
+    try:
+        code = subprocess.run(words, cwd=ROOT, env=environment, timeout=limit).returncode
+        why = f"exit status {code}"
+    except subprocess.TimeoutExpired:
+        code, why = 1, f"took more than {limit / 60:.0f} minutes"
+    seconds = round(time.monotonic() - began, 1)
+    if code == 0 and not step.json:
+        found = ROOT / QUICK / "results.json"
+        headline = json.loads(found.read_text())["overall"] if step.name == "quickstart" and found.exists() else {}
+        out.write_text(json.dumps({"passed": True, **headline, "command": words}) + "\n")
+    if code or not out.exists():
+        return {"status": "failed", "why": why if code else "wrote no result", "seconds": seconds}
+    return {"status": "done", "seconds": seconds, "result": json.loads(out.read_text())}
+
+
+def judged(step: Step, outcome: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
+    """Rows of the page: step, figure, goal, verdict."""
+    if "result" not in outcome:
+        yield step.name, "", "", f"{outcome['status']}: {outcome['why']}"
+        return
+    if not step.goals:
+        yield step.name, "", "", outcome["status"]
+    for goal in step.goals:
+        value = goal.value(outcome["result"])
+        sign = ">=" if goal.at_least else "<="
+        verdict = "not measured" if value is None else "met" if goal.met(value) else "MISSED"
+        yield (
+            step.name,
+            f"{goal.path} {'' if value is None else round(value, 3)}".strip(),
+            f"{sign} {goal.bound:g}",
+            verdict,
+        )
+
+
+def main() -> int:
+    args = arguments()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    chosen = [step for step in STEPS if not args.step or step.name in args.step]
+    outcomes, rows, began = {}, [], time.monotonic()
+    for number, step in enumerate(chosen, 1):
+        outcome = outcomes[step.name] = run_step(step, args)
+        rows += judged(step, outcome)
+        spent = (time.monotonic() - began) / 60
+        note = outcome.get("why", "")
+        print(
+            f"-- {number}/{len(chosen)} {step.name}: {outcome['status']} {note} ({spent:.1f} minutes so far)",
+            flush=True,
+        )
+        write(args, outcomes, rows)
+    for row in rows:
+        print("{:22} {:36} {:10} {}".format(*row))
+    missed = [f"{row[0]} ({row[1]}, goal {row[2]})" for row in rows if row[3] == "MISSED"]
+    failed = [name for name, outcome in outcomes.items() if outcome["status"] == "failed"]
+    if failed:
+        print(f"failed: {', '.join(failed)}")
+    elif args.pretend:
+        print("every step runs; nothing was measured: the GPU is a pretend one")
+    else:
+        print(f"goals missed: {'; '.join(missed) or 'none'}")
+    print(f"wrote {args.folder / 'suite.md'} and suite.json")
+    return 2 if failed else 1 if missed and not args.pretend else 0
+
+
+def write(args: argparse.Namespace, outcomes: dict[str, Any], rows: list[tuple[str, str, str, str]]) -> None:
+    """The page and its JSON, so far."""
+    title = "# GPU suite on a pretend GPU: figures mean nothing" if args.pretend else "# GPU suite"
+    lines = [title, "", "| step | figure | goal | verdict |", "| --- | --- | --- | --- |"]
+    if args.pretend:
+        rows = [(*row[:3], "not measured" if row[3] in ("met", "MISSED") else row[3]) for row in rows]
+    lines += [f"| {' | '.join(row)} |" for row in rows]
+    (args.folder / "suite.md").write_text("\n".join(lines) + "\n")
+    summary = {"pretend": args.pretend, "command": sys.argv, "steps": outcomes, "rows": rows}
+    (args.folder / "suite.json").write_text(json.dumps(summary, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
