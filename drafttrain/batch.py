@@ -255,16 +255,26 @@ class TokenTree:
     ) -> TokenTree:
         """The tree of the `count` nodes of highest path log-probability."""
         kept = TokenTree.best_nodes(log_probs, count)
-        tree = TokenTree(torch.tensor(tokens, dtype=torch.long, device=device), parents, torch.tensor(log_probs))
+        ids = torch.tensor(tokens, dtype=torch.long).to(device, non_blocking=True)
+        tree = TokenTree(ids, parents, torch.tensor(log_probs))
         return tree if len(kept) == len(tokens) else tree.part(kept)
 
     def part(self, kept: list[int]) -> TokenTree:
         """The given nodes, ascending, each with its parent."""
         place = {old: new for new, old in enumerate(kept)} | {-1: -1}
-        log_probs = None if self.log_probs is None else self.log_probs[kept]
+        at = torch.tensor(kept, dtype=torch.long)
+        tokens = self.tokens[at.to(self.tokens.device, non_blocking=True)]
+        log_probs = self.log_probs
+        log_probs = None if log_probs is None else log_probs[at.to(log_probs.device, non_blocking=True)]
         proposal = self.proposal and replace(self.proposal, rows=[self.proposal.rows[node] for node in kept])
         probes = sum(node >= len(self) - self.probes for node in kept)
-        return TokenTree(self.tokens[kept], [place[self.parents[node]] for node in kept], log_probs, proposal, probes)
+        return TokenTree(tokens, [place[self.parents[node]] for node in kept], log_probs, proposal, probes)
+
+    @staticmethod
+    def moved(trees: Sequence[TokenTree], device: torch.device) -> list[TokenTree]:
+        """The trees with their tokens on another device, in one transfer."""
+        tokens = torch.cat([tree.tokens for tree in trees]).to(device, non_blocking=device.type != "cpu")
+        return [replace(tree, tokens=own) for tree, own in zip(trees, tokens.split([*map(len, trees)]), strict=True)]
 
     def drafts(self) -> TokenTree:
         """The tree without its probes."""
@@ -299,7 +309,7 @@ class TokenTree:
         if log_probs is not None:
             log_probs = torch.nn.functional.pad(log_probs, (0, count), value=-torch.inf)  # [n + count]
         proposal = self.proposal and replace(self.proposal, rows=self.proposal.rows + [-1] * count)
-        made = torch.tensor(ids, dtype=torch.long, device=self.tokens.device)
+        made = torch.tensor(ids, dtype=torch.long).to(self.tokens.device, non_blocking=True)
         return TokenTree(made, above, log_probs, proposal, self.probes + count), nodes
 
     @staticmethod

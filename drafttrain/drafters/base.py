@@ -19,13 +19,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
+import torch
 from torch import Tensor
 
 from drafttrain.batch import Batch, StepOutput, TokenTree
+from drafttrain.drafters.common.static_draft import DraftSteps
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.losses import TargetRows
+from drafttrain.ops.graphs import GraphPool
 from drafttrain.ops.sampling import Sampler
 from drafttrain.target import Target
 
@@ -92,6 +95,9 @@ class Session:
         """
         return [], []
 
+    def place(self, steps: DraftSteps, row: int) -> None:
+        """Makes the session, which is new, use a row of static steps (`Drafter.open_steps`)."""
+
     def observe(self, chosen: list[int]) -> None:
         """Reads the target's likeliest token after the root and after each probe; -1 for probes that were not verified.
 
@@ -100,9 +106,32 @@ class Session:
 
 
 class JointSession(Session):
-    """A session of a kind whose drafter serves several sessions in one pass (`extend_all`, `propose_all`)."""
+    """A session of a kind whose drafter serves several sessions in one pass (`extend_all`, `propose_all`).
+
+    Attributes:
+        root: what the drafter keeps of the last committed token, a row [1, ...]; None before the first `extend`.
+        steps, row: static steps that serve the session, and its row there; None: all its passes are dynamic.
+    """
 
     drafter: Any
+    root: Any = None
+    steps: DraftSteps | None = None
+    row = 0
+
+    @property
+    def held(self) -> int:
+        """Committed tokens whose keys are in the cache; a static read may write them again."""
+        return 0
+
+    def reaches(self, depth: int) -> bool:
+        """Whether the drafter can read this many tokens behind the committed ones."""
+        return True
+
+    def advance(self, count: int) -> None:
+        """Notes that a static step has read `count` committed tokens, and has stored the new root."""
+
+    def place(self, steps: DraftSteps, row: int) -> None:
+        self.steps, self.row = steps, row
 
     def extend(self, tokens: Tensor, features: Tensor) -> None:
         self.drafter.extend_all([self], [tokens], [features])
@@ -234,6 +263,17 @@ class Drafter:
             UserError: trained for another hidden size, vocabulary or tokenizer.
         """
 
+    def open_steps(
+        self, pool: GraphPool, capacity: int, rows: int, spec: TreeSpec, last: DraftSteps | None
+    ) -> DraftSteps | None:
+        """Static steps for a call that decodes on a GPU; None (the default) for kinds whose passes are all dynamic.
+
+        Args:
+            pool: of the graphs. capacity: most tokens of a sequence. rows: most sequences at a time. spec: the largest tree.
+            last: steps of an earlier call, which may have been another drafter's.
+        """
+        return None
+
     def start(self, prompt_ids: Tensor, max_length: int) -> Session:
         """Returns a session for a new sequence.
 
@@ -243,7 +283,9 @@ class Drafter:
         raise NotImplementedError(f"{type(self).__name__}.start")
 
     def extend_all(self, sessions: Sequence[Any], tokens: Tensors, features: Tensors) -> None:
-        """`Session.extend` of several of this drafter's sessions."""
+        """`Session.extend` of several of this drafter's sessions; kinds without weights read tokens on the host."""
+        if not self.trainable and tokens and not tokens[0].is_cpu:
+            tokens = torch.cat(list(tokens)).cpu().split([len(new) for new in tokens])  # one transfer for all
         for session, new, states in zip(sessions, tokens, features, strict=True):
             session.extend(new, states)
 

@@ -12,11 +12,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
+import torch
 from torch import Tensor
 
 from drafttrain.batch import TokenTree
 from drafttrain.drafters.base import Drafter, JointSession, Session
+from drafttrain.drafters.common.static_draft import DraftSteps
 from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.ops.graphs import GraphPool
 from drafttrain.ops.sampling import Sampler
 from drafttrain.target import Target
 
@@ -77,6 +80,11 @@ class CombinedDrafter(Drafter):
     def start(self, prompt_ids: Tensor, max_length: int) -> CombinedSession:
         return CombinedSession(self, self.main.start(prompt_ids, max_length), self.side.start(prompt_ids, max_length))
 
+    def open_steps(
+        self, pool: GraphPool, capacity: int, rows: int, spec: TreeSpec, last: DraftSteps | None
+    ) -> DraftSteps | None:
+        return self.main.open_steps(pool, capacity, rows, spec, last)
+
     def extend_all(
         self, sessions: Sequence[CombinedSession], tokens: Sequence[Tensor], features: Sequence[Tensor]
     ) -> None:
@@ -94,9 +102,14 @@ class CombinedDrafter(Drafter):
         if rows:
             mains = [sessions[row].main for row in rows]
             drafted = self.main.propose_all(mains, [specs[row] for row in rows], [samplers[row] for row in rows])
-            for row, tree in zip(rows, drafted, strict=True):
-                both = specs[row].shape == "dynamic" and len(found[row])
-                trees[row] = merge(tree, found[row], specs[row].budget) if both else tree
+            trees |= zip(rows, drafted, strict=True)
+            both = [row for row in rows if specs[row].shape == "dynamic" and len(found[row])]
+            if both:  # one transfer each way for all of them
+                device = drafted[0].tokens.device
+                parts = TokenTree.moved([each[row] for each in (trees, found) for row in both], torch.device("cpu"))
+                pairs = zip(both, parts, parts[len(both) :], strict=False)
+                merged = [merge(tree, match, specs[row].budget) for row, tree, match in pairs]
+                trees |= zip(both, TokenTree.moved(merged, device), strict=True)
         return [trees[row] for row in range(len(sessions))]
 
 
@@ -136,6 +149,9 @@ class CombinedSession(JointSession):
     def __init__(self, drafter: CombinedDrafter, main: Session, side: Session):
         self.drafter, self.main, self.side = drafter, main, side
         self.probe_counts: list[int] = []
+
+    def place(self, steps: DraftSteps, row: int) -> None:
+        self.main.place(steps, row)
 
     def extend(self, tokens: Tensor, features: Tensor) -> None:
         self.main.extend(tokens, features)

@@ -316,7 +316,8 @@ def engine_side(decoder: Decoder) -> Side:
     ) -> list[tuple[list[int], Record]]:
         start = time.perf_counter()
         generations = decoder.generate(prompts, max_new_tokens=max(limits), seed=seed, speculate=speculate)
-        share = (time.perf_counter() - start) / len(prompts) if len(prompts) > 1 else None
+        seconds = time.perf_counter() - start - decoder.capture_seconds
+        share = seconds / len(prompts) if len(prompts) > 1 else None
         return [(generation.tokens, side_record(generation, share)) for generation in generations]
 
     return run

@@ -17,7 +17,6 @@ several threads and interleaved streams.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Items
@@ -29,11 +28,14 @@ from torch import Tensor
 
 from drafttrain.batch import TokenTree
 from drafttrain.drafters.base import Drafter
+from drafttrain.drafters.common.static_draft import DraftSteps
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.inference.adaptive import Adaptive, Pace, RoundReport
 from drafttrain.inference.sequence import (
+    Clock,
     Generation,
+    Mark,
     Sequence,
     Stats,
     TextStream,
@@ -71,7 +73,7 @@ class Engine:
 
     Attributes:
         active: running sequences. free: unused rows.
-        cache: keys and values of all rows.
+        cache: keys and values of all rows. clock: of all timings.
     """
 
     def __init__(
@@ -95,12 +97,17 @@ class Engine:
         self._capture = tuple(capture)
         self._layers = drafter.feature_layers if drafter is not None else self._capture
         self._probes = drafter.probes if drafter is not None else 0
-        self._now, self._no_tree = _clock(target.device), TokenTree.empty(target.device)
+        self._no_tree = TokenTree.empty(target.device)
         self._steps = TargetSteps.lease(target, graphs)
+        self._drafts: DraftSteps | None = None
         if self._steps is None:
             self.cache = TreeCache(capacity, rows)
         else:
             self.cache = self._steps.open(capacity, rows, self._layers, choose=plain)
+            if drafter is not None:
+                self._drafts = self._steps.open_drafts(drafter, self.spec)
+        self.clock = Clock(target.device, None if self._steps is None else self._steps.pool)
+        self._charges: list[tuple[Items[Sequence], Mark, Mark]] = []  # drafting whose time is not known yet
 
     @property
     def memory(self) -> tuple[int, str]:
@@ -145,7 +152,7 @@ class Engine:
 
     def prefill(self, sequences: list[Sequence]) -> Iterator[NewTokens]:
         """Reads the sequences' prompts, `_CHUNK` tokens per forward, and yields each one's first token."""
-        begun = self._now()
+        begun = self.clock.now()
         for sequence in sequences:
             sequence.joined = begun
         self.active += sequences
@@ -164,6 +171,8 @@ class Engine:
                 wanted = sequence.speculate and sequence.limit > 2 and not sequence.stats.finish
                 if self.drafter is not None and begin == 0 and wanted:
                     sequence.session = self.drafter.start(sequence.prompt, len(sequence.prompt) + sequence.limit)
+                    if self._drafts is not None:
+                        sequence.session.place(self._drafts, sequence.row)
                 if sequence.session is not None and not sequence.stats.finish:
                     extended.append((sequence, follow, features))
                 if self._capture:
@@ -181,7 +190,7 @@ class Engine:
             return []
         logits = self.target.head(hidden[[lasts[i] for i in done]])  # [len(done), v]
         verdicts = self._verify(sequences, [self._no_tree] * len(sequences), logits)
-        moment = self._now()
+        moment = self.clock.now()
         news = []
         for sequence, verdict in zip(sequences, verdicts, strict=True):
             tokens = sequence.record(verdict, moment)
@@ -192,29 +201,31 @@ class Engine:
 
     def round(self) -> Iterator[NewTokens]:
         """One draft, one packed target pass and one verdict per active sequence; yields what each committed."""
-        sequences, started = self.active, self._now()
+        sequences, clock = self.active, self.clock
+        started = clock.now()
         if not sequences:
             return
         behind = sum(sequence.behind for sequence in sequences) if self.pace is not None else 0
         spec = self.spec if self.pace is None else self.pace.choose(len(sequences), behind)
-        trees, read_seconds = self._draft(sequences, spec)
-        begun = self._now()
+        trees, begun_reading, begun_drafting, begun = self._draft(sequences, spec)
         layouts = self.cache.open([(s.row, tree.parents) for s, tree in zip(sequences, trees, strict=True)])
         ids: list[Tensor] = []
         for sequence, tree in zip(sequences, trees, strict=True):
             ids += (sequence.root, tree.tokens) if len(tree) else (sequence.root,)
         features, logits, choices = self.run_target(_join(ids))
-        share = (self._now() - begun) / len(sequences)
+        passed = clock.mark()
         sizes = [layout.count for layout in layouts]
-        verdicts = self._verify(sequences, trees, logits, choices)
+        verdicts = self._verify(sequences, trees, logits, choices)  # waits for the device
+        share = clock.between(begun, passed) / len(sequences)
+        self._settle()
         if self.observer is not None:
             for sequence, *seen in zip(sequences, trees, verdicts, logits.split(sizes), strict=True):
                 self.observer(sequence.index, *seen)
-        if self._probes:
-            self._answer_probes(sequences, (argmax(logits) if choices is None else choices).split(sizes))
+        if any(sequence.probed for sequence in sequences):
+            self._answer_probes(sequences, argmax(logits) if choices is None else choices, sizes)
         kept = [[0, *(node + 1 for node in verdict.path)] for verdict in verdicts]
         self.cache.commit(kept)
-        moment = self._now()
+        moment = clock.now()
         news = []
         for sequence, tree, verdict in zip(sequences, trees, verdicts, strict=True):
             tokens = sequence.record(verdict, moment)
@@ -224,8 +235,8 @@ class Engine:
         if self.pace is not None:
             judged = zip(sequences, trees, verdicts, strict=True)
             drafted = [(tree, verdict.path) for s, tree, verdict in judged if s.session is not None and len(tree)]
-            seconds, read = self._now() - started, behind if read_seconds else 0
-            draft_seconds = begun - started - read_seconds
+            seconds, read_seconds = clock.now() - started, clock.between(begun_reading, begun_drafting)
+            draft_seconds, read = clock.between(begun_drafting, begun), behind if read_seconds else 0
             self.pace.observe(
                 RoundReport(spec, len(sequences), sum(sizes), seconds, draft_seconds, read, read_seconds, drafted)
             )
@@ -263,7 +274,7 @@ class Engine:
         if drafting:
             starts = [0, *accumulate(sizes)]
             numbers += [starts[i] + node for i in going for node in kept[i]]
-        uploaded = torch.tensor(numbers, device=features.device)  # one transfer
+        uploaded = torch.tensor(numbers).to(features.device, non_blocking=True)  # one transfer
         tokens = uploaded[:count]
         if drafting:
             features = features.index_select(0, uploaded[count:])  # [count, f*h]
@@ -283,30 +294,36 @@ class Engine:
 
     # -- drafter ------------------------------------------------------------------------------------------------
 
-    def _draft(self, sequences: list[Sequence], spec: TreeSpec) -> tuple[list[TokenTree], float]:
-        """A tree per sequence, an empty one where nothing is drafted; and seconds of the sessions' reading before."""
+    def _draft(self, sequences: list[Sequence], spec: TreeSpec) -> tuple[list[TokenTree], Mark, Mark, Mark]:
+        """A tree per sequence, perhaps empty; and marks before the sessions read, before they draft, and behind."""
         drafting = [s for s in sequences if s.session is not None and s.left > 1]
+        begun = self.clock.mark()
         if self.drafter is None or spec.shape == "none" or not drafting:
-            return [self._no_tree] * len(sequences), 0.0
-        read_seconds = self._read_pending(drafting)
-        begun = self._now()
+            return [self._no_tree] * len(sequences), begun, begun, begun
+        read = self._read_pending(drafting) or begun
         sessions = [sequence.session for sequence in drafting]
         samplers = [sequence.verifier.sampler for sequence in drafting]
         drafted = self.drafter.propose_all(sessions, [spec] * len(drafting), samplers)
+        if self._probes:  # probes are merged on the host: one transfer each way for all sequences
+            drafted = TokenTree.moved(drafted, torch.device("cpu"))
         trees = {}
         for sequence, tree in zip(drafting, drafted, strict=True):
             tree = tree.prune(sequence.left - 1)
             if self._probes and sequence.session is not None:
                 tree, sequence.probed = tree.with_probes(*sequence.session.probe(), sequence.left - 1)
             trees[sequence.row] = tree
-        self._charge(drafting, begun)
-        return [trees.get(sequence.row, self._no_tree) for sequence in sequences], read_seconds
+        if self._probes:
+            trees = dict(zip(trees, TokenTree.moved([*trees.values()], self.target.device), strict=True))
+        done = self.clock.mark()
+        self._charges.append((drafting, read, done))
+        return [trees.get(sequence.row, self._no_tree) for sequence in sequences], begun, read, done
 
-    def _answer_probes(self, sequences: list[Sequence], chosen: Items[Tensor]) -> None:
-        """Passes the target's choices after root and probes to the sessions; chosen: [n+1] per sequence, root and nodes."""
-        for sequence, tokens in zip(sequences, chosen, strict=True):
+    def _answer_probes(self, sequences: list[Sequence], chosen: Tensor, sizes: list[int]) -> None:
+        """Passes the target's choices after root and probes to the sessions; chosen: [N], at each sequence's root and nodes."""
+        tokens, starts = chosen.tolist(), [0, *accumulate(sizes)]
+        for sequence, begin, end in zip(sequences, starts, starts[1:], strict=False):
             if sequence.probed and sequence.session is not None:
-                root, *nodes = tokens.tolist()
+                root, *nodes = tokens[begin:end]
                 sequence.session.observe([root, *(nodes[node] if node >= 0 else -1 for node in sequence.probed)])
                 sequence.probed = []
 
@@ -321,24 +338,27 @@ class Engine:
         if full:
             self._read_pending(full)
 
-    def _read_pending(self, sequences: list[Sequence]) -> float:
-        """Lets the sessions read what was committed since their last proposal; returns seconds."""
+    def _read_pending(self, sequences: list[Sequence]) -> Mark | None:
+        """Lets the sessions read what was committed since their last proposal; a mark behind, None if there was nothing."""
         sequences = [sequence for sequence in sequences if sequence.pending]
         if self.drafter is None or not sequences:
-            return 0.0
-        begun = self._now()
+            return None
+        begun = self.clock.mark()
         news = [[_join(parts) for parts in zip(*sequence.pending, strict=True)] for sequence in sequences]
         tokens, features = zip(*news, strict=True)
         self.drafter.extend_all([sequence.session for sequence in sequences], tokens, features)
         for sequence in sequences:
             sequence.pending = []
-        return self._charge(sequences, begun)
+        done = self.clock.mark()
+        self._charges.append((sequences, begun, done))
+        return done
 
-    def _charge(self, sequences: Items[Sequence], begun: float) -> float:
-        seconds = self._now() - begun
-        for sequence in sequences:
-            sequence.stats.draft_seconds += seconds / len(sequences)
-        return seconds
+    def _settle(self) -> None:
+        """Adds the time of drafting to the sequences' records, once the device has passed its marks."""
+        for sequences, begun, done in self._charges:
+            for sequence in sequences:
+                sequence.stats.draft_seconds += self.clock.between(begun, done) / len(sequences)
+        self._charges = []
 
 
 class Decoder:
@@ -361,6 +381,7 @@ class Decoder:
 
     Attributes:
         cache: of the latest call. memory: bytes and description of the largest one so far, its CUDA graphs included.
+        capture_seconds: that the latest call spent on CUDA graphs; no record counts them.
         observer: called with each round's (index of the prompt, tree, verdict, logits [n+1, v]); None by default.
 
     Raises:
@@ -390,7 +411,7 @@ class Decoder:
         self.eos_ids = frozenset(target.eos_ids if eos_ids is None else eos_ids)
         self.stop, self.max_rows = check_stop(stop, target), check("max_rows", max_rows, Count)
         self.cache, self.graphs = TreeCache(0), graphs
-        self.memory = (0, str(self.cache))
+        self.memory, self.capture_seconds = (0, str(self.cache)), 0.0
         self.observer: Observer | None = None
 
     def generate(
@@ -458,7 +479,7 @@ class Decoder:
             graphs=self.graphs,
             observer=self.observer,
         )
-        self.cache, waiting = engine.cache, deque(sequences)
+        self.cache, waiting, before = engine.cache, deque(sequences), engine.clock.captured
         with closing(engine):
             while waiting or engine.active:
                 joining = [waiting.popleft() for _ in range(min(len(engine.free), len(waiting)))]
@@ -469,21 +490,10 @@ class Decoder:
                         yield sequence.index, tokens
                         if sequence.stats.finish:
                             engine.release(sequence)
+                self.capture_seconds = engine.clock.captured - before
             self.memory = max(self.memory, engine.memory)
 
 
 def _join(parts: Items[Tensor]) -> Tensor:
     """Concatenates parts; a single part needs no copy."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
-
-
-def _clock(device: torch.device) -> Callable[[], float]:
-    """A wall clock in seconds that waits for the device's queued work."""
-    if device.type != "cuda":
-        return time.perf_counter
-
-    def synchronized() -> float:
-        torch.cuda.synchronize(device)
-        return time.perf_counter()
-
-    return synchronized

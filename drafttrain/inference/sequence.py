@@ -1,16 +1,18 @@
 """The sequences of a batch: the state of each, the record of its generation, and its text.
 
-`Sequence` holds what the engine knows of one sequence, `Stats` records the generation for metrics, and `TextStream` turns
-tokens into text and finds stop strings.
+`Sequence` holds what the engine knows of one sequence, `Stats` records the generation for metrics, `Clock` measures it, and
+`TextStream` turns tokens into text and finds stop strings.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from drafttrain.drafters.base import Session
 from drafttrain.errors import UserError, shown
 from drafttrain.inference.verify import Verdict, Verifier
+from drafttrain.ops.graphs import GraphPool
 from drafttrain.target import Target
 from drafttrain.values import AnyText, Count, check
 
@@ -149,6 +152,49 @@ class Sequence:
         self.stats.target_seconds += seconds
         self.stats.accepted.append(tokens if cut else accepted)
         self.stats.offered.append(tokens if cut else depth)
+
+
+class Mark(NamedTuple):
+    """A point in the device's queue: an event on a GPU; and the host's time, captures not counted."""
+
+    event: Any
+    seconds: float
+    captured: float
+
+
+class Clock:
+    """Wall-clock seconds without captures. Never waits for the device.
+
+    Args:
+        pool: whose captures are not counted; None without graphs.
+    """
+
+    def __init__(self, device: torch.device, pool: GraphPool | None):
+        self.device, self._pool = device, pool
+
+    @property
+    def captured(self) -> float:
+        """Seconds spent on captures, in earlier calls too."""
+        return 0.0 if self._pool is None else self._pool.seconds
+
+    def now(self) -> float:
+        return time.perf_counter() - self.captured
+
+    def mark(self) -> Mark:
+        """A mark behind the work that is queued so far."""
+        event = None
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(self.device))
+        return Mark(event, self.now(), self.captured)
+
+    def between(self, begin: Mark, end: Mark) -> float:
+        """Seconds between two marks that the device has passed, as any transfer behind them shows."""
+        if begin.event is None:
+            return end.seconds - begin.seconds
+        if not end.event.query():  # of a target on several devices, another may be ahead
+            end.event.synchronize()
+        return max(0.0, begin.event.elapsed_time(end.event) / 1000 - (end.captured - begin.captured))
 
 
 def chunks(lengths: Items[int], size: int) -> Iterator[list[tuple[int, int, int]]]:

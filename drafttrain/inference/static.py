@@ -16,31 +16,29 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
-import warnings
-from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, Unpack
+from typing import NamedTuple, Unpack
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from drafttrain.drafters.base import Drafter
+from drafttrain.drafters.common.static_draft import DraftSteps, SlotAttention
+from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import first_line
+from drafttrain.ops.graphs import BUCKETS, GraphPool, step_shape, upload
 from drafttrain.ops.sampling import argmax
 from drafttrain.ops.tree_attention import AttentionForm, TreeLayout
-from drafttrain.ops.tree_attention_triton import PackedPlan, PlanShape, pack_plan, packed_tree_attention
+from drafttrain.ops.tree_attention_triton import PackedPlan, PlanShape, pack_plan
 from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target import Target
 
-_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, *range(64, 128, 16), *range(128, 513, 32))
-_WORD = 32
 # Most slots that padding tokens take behind a row's own.
-_SPARE = max(after - before - 1 for before, after in pairwise(_BUCKETS))
+_SPARE = max(after - before - 1 for before, after in pairwise(BUCKETS))
 # Capacities are multiples of this, so that few sequences outgrow a cache whose graphs are captured.
 _CAPACITY_STEP = 1024
-_capturing = threading.Lock()  # the synchronization debug mode is global
 
 
 class Pass(NamedTuple):
@@ -53,24 +51,6 @@ class Pass(NamedTuple):
     features: Tensor
     logits: Tensor
     choices: Tensor | None
-
-
-def step_shape(counts: Sequence[int]) -> PlanShape | None:
-    """The static shape for rows with these counts of new tokens; None beyond the largest bucket.
-
-    Padding tokens go to the last row. The number of rows is a power of two. The bound of a row's tokens is a bucket of its
-    own, because it determines the attention kernel's grid.
-    """
-    total = sum(counts)
-    if total > _BUCKETS[-1]:
-        return None
-    tokens = _bucket(total)
-    most = _bucket(max(*counts, counts[-1] + tokens - total))
-    return PlanShape(1 << (len(counts) - 1).bit_length(), tokens, most, -(-most // _WORD))
-
-
-def _bucket(count: int) -> int:
-    return _BUCKETS[bisect_left(_BUCKETS, count)]
 
 
 class StaticStep:
@@ -97,8 +77,7 @@ class StaticStep:
         self.plan = PackedPlan.static(self._numbers[: shape.numbers], shape)
         self.slots = self._numbers[shape.numbers :].view(torch.int64)
         target.hook(self.feature_layers)
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._out: Pass | None = None
+        self.replay: Callable[[], Pass] = self.forward  # captured, once it is
 
     def fill(self, ids: Tensor, opened: Sequence[tuple[int, TreeLayout]]) -> None:
         """Writes the next pass to the buffers: ids [n] on the device; cache row and layout of each part."""
@@ -109,8 +88,7 @@ class StaticStep:
         starts = [row * self.cache.capacity + layout.prefix_len for row, layout in opened]
         slots = np.concatenate([np.arange(start, start + n) for start, n in zip(starts, counts, strict=True)])
         numbers = np.concatenate((pack_plan(layouts, rows, self.shape), slots.view(np.int32)))
-        # Pageable memory is staged before the call returns, so the host need not wait for the device here.
-        self._numbers.copy_(torch.from_numpy(numbers), non_blocking=True)
+        upload(torch.from_numpy(numbers), self._numbers)
 
     @torch.no_grad()
     def forward(self) -> Pass:
@@ -122,47 +100,11 @@ class StaticStep:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]) -> Tensor:
         """See `AttentionContext.attend`."""
-        self.cache.store(layer, self.slots, key, value)
-        return packed_tree_attention(query, *self.cache.by_row(layer), self.plan, **form).transpose(1, 2)
-
-    def capture(self, pool: Any) -> None:
-        """Captures the function on the GPU, after a warm-up with the present contents of the buffers.
-
-        Args:
-            pool: memory that all graphs share. They run one after the other, and the outputs of each stay its own.
-
-        Raises:
-            RuntimeError: the model's forward waits for the device, for control flow that depends on data.
-        """
-        device = self.target.device
-        current, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                self.forward()
-        current.wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        mode = torch.cuda.get_sync_debug_mode()
-        try:
-            with warnings.catch_warnings(), torch.cuda.graph(graph, pool, side, capture_error_mode="thread_local"):
-                warnings.filterwarnings("ignore", "Synchronization debug mode")
-                # A wait then fails before CUDA sees it, which would spoil the capture, and with a clear reason.
-                torch.cuda.set_sync_debug_mode("error")
-                try:
-                    self._out = self.forward()
-                finally:
-                    torch.cuda.set_sync_debug_mode(mode)
-        finally:
-            torch.cuda.set_stream(current)  # a capture that fails to end leaves its own
-        self._graph = graph
+        return SlotAttention(self.cache, self.slots, self.plan).attend(layer, query, key, value, **form)
 
     def run(self) -> Pass:
         """The pass over the contents of the buffers, all N tokens: replayed if captured, else computed."""
-        if self._graph is None:
-            return self.forward()
-        self._graph.replay()
-        assert self._out is not None
-        return self._out
+        return self.replay()
 
 
 class TargetSteps:
@@ -172,14 +114,15 @@ class TargetSteps:
 
     Attributes:
         cache: set by `open`.
+        pool: of its graphs and of the drafter's.
         failure: why the target's passes stay dynamic; empty unless a capture failed.
-        graph_bytes: memory of the captured graphs.
     """
 
     def __init__(self, target: Target):
         self.target = target
-        self.failure = ""
-        self._weights = _addresses(target)
+        self.failure, self.pool = "", GraphPool(target.device)
+        self._weights = _addresses(target.model)
+        self._drafts: tuple[tuple[int, ...], DraftSteps] | None = None
         self.choose, self.feature_layers = False, tuple[int, ...]()
         self._reset(TreeCache(0))
 
@@ -196,7 +139,7 @@ class TargetSteps:
             return None
         steps: TargetSteps | None = target.take_idle_steps()
         # Graphs hold addresses: weights that moved would be read from freed memory.
-        while steps is not None and steps._weights != _addresses(target):
+        while steps is not None and steps._weights != _addresses(target.model):
             steps = target.take_idle_steps()
         return steps or TargetSteps(target)
 
@@ -214,28 +157,45 @@ class TargetSteps:
         """
         self.feature_layers, self.choose = tuple(feature_layers), choose
         if capacity + _SPARE > self.cache.capacity or rows > self.cache.rows:
-            self._reset(TreeCache(_rounded(capacity), rows))
+            grown = self._grown(capacity) if rows <= self.cache.rows else _rounded(capacity)
+            self._reset(TreeCache(grown, rows))
         return self.cache
+
+    def open_drafts(self, drafter: Drafter, spec: TreeSpec) -> DraftSteps | None:
+        """The drafter's static steps, of an earlier call if they serve this one; None where its passes are dynamic."""
+        weights = _addresses(drafter) if isinstance(drafter, nn.Module) else ()
+        known, last = self._drafts or ((), None)
+        limits = self.cache.capacity, self.cache.rows
+        steps = drafter.open_steps(self.pool, *limits, spec, last if weights == known else None)
+        self._drafts = None if steps is None else (weights, steps)
+        return steps
 
     def reserve(self, capacity: int) -> None:
         """Grows the cache, which moves its buffers, so all graphs are dropped."""
         if capacity > self.cache.capacity:
-            self.cache.reserve(_rounded(capacity))
+            self.cache.reserve(self._grown(capacity))
             self._reset(self.cache)
 
     def _reset(self, cache: TreeCache) -> None:
         self.cache = cache
         self._steps: dict[tuple[tuple[int, ...], bool, PlanShape], StaticStep] = {}
-        self._pool: Any = None
-        self.graph_bytes = 0
+        self._drafts = None
+        self.pool.clear()
+
+    def _grown(self, capacity: int) -> int:
+        """At least twice the present capacity, as far as the target reads, so that growing sequences seldom drop the graphs."""
+        return max(_rounded(capacity), min(2 * self.cache.capacity, _rounded(self.target.max_positions or capacity)))
 
     @property
     def memory(self) -> tuple[int, str]:
-        """Bytes of cache and graphs, and their description."""
-        text = str(self.cache)
-        if self.graph_bytes:
-            text += f", {len(self._steps)} captured CUDA graphs {self.graph_bytes / 2**20:,.1f} MiB"
-        return self.cache.nbytes + self.graph_bytes, text
+        """Bytes of caches and graphs, and their description."""
+        text, nbytes = str(self.cache), self.cache.nbytes + self.pool.nbytes
+        if self._drafts is not None:
+            drafted = self._drafts[1].cache.nbytes
+            text, nbytes = f"{text}, the drafter's {drafted / 2**20:,.1f} MiB", nbytes + drafted
+        if self.pool.count:
+            text += f", {self.pool.count} captured CUDA graphs {self.pool.nbytes / 2**20:,.1f} MiB"
+        return nbytes, text
 
     def run(self, ids: Tensor) -> Pass | None:
         """The pass over the new tokens [n] that `cache.open` has announced; None if it must be dynamic."""
@@ -273,15 +233,7 @@ class TargetSteps:
         return step
 
     def _capture(self, step: StaticStep) -> None:
-        device = self.target.device
-        if device.type != "cuda":
-            return
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        torch.cuda.empty_cache()  # a capture does so too, and would hide its own memory
-        before = torch.cuda.memory_reserved(device)
-        with _capturing, torch.cuda.device(device):
-            step.capture(self._pool)
-        self.graph_bytes += max(0, torch.cuda.memory_reserved(device) - before)
+        step.replay = self.pool.capture(step.forward)
 
 
 def _rounded(capacity: int) -> int:
@@ -293,6 +245,5 @@ def _serves(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _addresses(target: Target) -> tuple[int, ...]:
-    model = target.model
+def _addresses(model: nn.Module) -> tuple[int, ...]:
     return tuple(tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))

@@ -32,10 +32,14 @@ from transformers import LogitsProcessor
 
 from drafttrain.batch import TokenTree
 from drafttrain.errors import UserError
+from drafttrain.inference.rejection import choices_ahead, try_drawn
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.sampling import Sampler, SamplingParams, argmax, pick, probabilities, sample
 from drafttrain.target import Target
 from drafttrain.target.generation import LogitsRules
+
+# Most nodes (and roots) at which a GPU chooses before it is known which ones are visited.
+_AHEAD = 64
 
 
 @dataclass
@@ -163,9 +167,13 @@ def verify_batch(
     starts = [0, *accumulate(len(tree) + 1 for tree in trees)]
     # From a GPU, the choices at all nodes arrive in one transfer, with the tokens. On a CPU, take the argmax of visited
     # nodes only: most nodes of a tree are on no path.
+    ahead = not plain and _draws_ahead(verifiers, logits)
     if plain and choices is None and not logits.is_cpu:
         choices = argmax(logits)
-    known = [choices] if plain and choices is not None else []
+    elif ahead:
+        generators, drawn = [each.sampler.generator for each in verifiers], [drawn_below(tree) for tree in trees]
+        choices = choices_ahead(generators, trees, drawn, logits, sampling)
+    known = [choices] if (plain or ahead) and choices is not None else []
     parts = known + [tree.tokens for tree in trees if len(tree)]
     numbers = (parts[0] if len(parts) == 1 else torch.cat(parts)).tolist() if parts else []
     drafted = numbers[starts[-1] :] if known else numbers
@@ -182,6 +190,13 @@ def verify_batch(
         for walk, token in zip(going, tokens, strict=True):
             walk.take(token)
         going = [walk for walk in going if walk.going]
+    for walk in walks if ahead else ():
+        visited = [-1, *walk.path][: len(walk.tokens)]
+        torch.rand(
+            sum(1 + len(walk.drawn.get(node, ())) for node in visited),
+            generator=walk.verifier.sampler.generator,
+            dtype=torch.float64,
+        )
     return [Verdict(walk.path, walk.tokens, walk.ended) for walk in walks]
 
 
@@ -220,10 +235,7 @@ class _Walk:
         offered = len(tree) - tree.probes
         pairs = zip(tree.parents[:offered], drafted[:offered], strict=True)
         self.children = {key: node for node, key in enumerate(pairs)}
-        self.drawn: dict[int, list[int]] = {}
-        for node, row in enumerate(tree.proposal.rows if tree.proposal is not None else ()):
-            if row >= 0:
-                self.drawn.setdefault(tree.parents[node], []).append(node)
+        self.drawn = drawn_below(tree)
         self.path: list[int] = []
         self.tokens: list[int] = []
         self.node, self.going, self.ended = -1, True, False
@@ -237,6 +249,21 @@ class _Walk:
             self.path.append(node)
             self.node = node
         self.going = node is not None and not self.ended
+
+
+def drawn_below(tree: TokenTree) -> dict[int, list[int]]:
+    """The children of each node (-1: the root) that were drawn from q, in the order in which they were."""
+    drawn: dict[int, list[int]] = {}
+    for node, row in enumerate(tree.proposal.rows if tree.proposal is not None else ()):
+        if row >= 0:
+            drawn.setdefault(tree.parents[node], []).append(node)
+    return drawn
+
+
+def _draws_ahead(verifiers: Sequence[Verifier], logits: Tensor) -> bool:
+    """Whether to choose at all nodes at once: on a GPU, where a walk would wait for the device at every node. Processors read the
+    text of a walk, and many nodes are too much work for the few that walks visit."""
+    return not logits.is_cpu and len(logits) <= _AHEAD and not texts_of(verifiers)
 
 
 def _choose(walks: list[_Walk], logits: Tensor, sampling: SamplingParams) -> list[int]:
@@ -276,38 +303,3 @@ def _sample(walks: list[_Walk], p: Tensor) -> Tensor:
             p[tried], q.double(), children, torch.tensor(uniforms, dtype=torch.float64, device=p.device)
         )
     return pick(p, torch.tensor([row[0] for row in numbers], dtype=torch.float64, device=p.device))
-
-
-def try_drawn(p: Tensor, q: Tensor, drawn: Tensor, uniforms: Tensor) -> Tensor:
-    """Multi-round rejection of children that were drawn without replacement.
-
-    Child x is accepted with probability min(1, p(x) / q(x)). A rejection leaves p <- norm(max(p - q, 0)), the residual
-    that the accepted share min(p, q) leaves of p, and q <- q without x, renormalized, from which the next child was drawn.
-    Every round is the same problem again, so by induction the outcome is distributed as p.
-
-    Args:
-        p: [m, v] float64, the target's distributions.
-        q: [m, v] float64, proposal distribution of each row's first child.
-        drawn: [m, w] int64, children's tokens in the order they were drawn, then -1.
-        uniforms: [m, w] float64.
-
-    Returns:
-        [m, v] float64: all mass on the accepted child, or the residual from which the bonus token is drawn.
-
-    Source: SpecInfer, arXiv 2305.09781; without replacement: arXiv 2402.14160 and Sequoia, arXiv 2402.12374.
-    """
-    p = p / p.sum(-1, keepdim=True)
-    open_ = torch.ones_like(drawn[:, :1], dtype=torch.bool)  # [m, 1], rows where every child so far was rejected
-    for i in range(drawn.shape[1]):
-        open_ = open_ & (drawn[:, i : i + 1] >= 0)
-        child = drawn[:, i : i + 1].clamp_min(0)
-        mass = q.sum(-1, keepdim=True)
-        accepted = open_ & (uniforms[:, i : i + 1] * q.gather(-1, child) < p.gather(-1, child) * mass)
-        left = (p - q / mass).clamp_min(0)  # [m, v]
-        total = left.sum(-1, keepdim=True)
-        # An empty residual means p = q. Then only rounding can reject, and p itself is the answer.
-        p = torch.where(open_ & ~accepted & (total > 0), left / total, p)
-        p = torch.where(accepted, torch.zeros_like(p).scatter_(-1, child, 1.0), p)
-        q = q.scatter(-1, child, 0.0)
-        open_ = open_ & ~accepted
-    return p

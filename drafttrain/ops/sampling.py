@@ -28,6 +28,8 @@ _BLOCK = 256
 # Number of top tokens that are searched for kept ones first; top-k searches k and some more for ties.
 _NUCLEUS = 1024
 _TIES = 16
+# Up to this many rows, a GPU sorts whole rows sooner than the host learns whether the top tokens are enough.
+_FEW_SORTED = 64
 
 
 @dataclass(frozen=True)
@@ -222,12 +224,16 @@ def _needs_order(params: SamplingParams, vocab_size: int) -> bool:
     return 0 < params.top_k < vocab_size or params.top_p < 1
 
 
-def _kept(scores: Tensor, params: SamplingParams) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _kept(scores: Tensor, params: SamplingParams) -> Iterator[tuple[Tensor | slice, Tensor, Tensor]]:
     """Yields groups of rows with the tokens that top-k, top-p and min-p keep: row numbers [r], weights, ids.
 
     See `_likeliest` for weights and ids.
     """
     v = scores.shape[-1]
+    if not scores.is_cpu and len(scores) <= _FEW_SORTED:
+        weights, ids, _ = _likeliest(scores, params, v)
+        yield slice(None), weights, ids
+        return
     rows = torch.arange(len(scores), device=scores.device)
     narrow = min((params.top_k or _NUCLEUS) + _TIES, v)
     weights, ids, fits = _likeliest(scores, params, narrow)

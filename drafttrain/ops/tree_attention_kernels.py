@@ -82,7 +82,7 @@ def _step(
 
 @triton.jit(do_not_specialize=["count", "words", "parts"])
 def attend_parts(
-    query, keys, values, sinks, out, logs, rows, offsets, prefixes, chains, positions, ancestors,
+    query, keys, values, sinks, out, logs, rows, offsets, prefixes, chains, helds, places, positions, ancestors,
     query_head_stride, query_token_stride, key_row_stride, key_head_stride, key_stride,
     value_row_stride, value_head_stride, value_stride,
     count, words, parts, window, scaling, softcap,
@@ -105,17 +105,22 @@ def attend_parts(
     live = token < n
     at = first.to(tl.int64) + token
     prefix = tl.load(prefixes + row)
-    position = tl.load(positions + at, mask=live, other=0)
+    held, chain = tl.load(helds + row), tl.load(chains + row) != 0
+    own = held + token  # number in the tree
+    positions += tl.load(places + row)
+    ancestors += tl.load(places + row).to(tl.int64) * words
+    position = tl.load(positions + own, mask=live, other=0)
 
-    # Ancestors come before their descendants, so the tile's last token bounds what it sees.
-    stop = prefix + tl.minimum(n, (tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1)
+    # A chain's tokens see earlier ones only, so the tile's last token bounds what it sees.
+    bound = tl.where(chain, tl.minimum(n, (tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1), n)
+    stop = prefix + held + bound
     start = 0
     if WINDOW:
         start = tl.maximum(prefix + 1 - window, 0) // BLOCK_N * BLOCK_N
     length = tl.cdiv(tl.cdiv(stop - start, BLOCK_N), parts) * BLOCK_N
     begin = start + part * length
     end = tl.minimum(begin + length, stop)
-    used = tl.where(live, tl.where(tl.load(chains + row) != 0, 0, words), 0)  # a chain has no bits
+    used = tl.where(live, tl.where(chain, 0, words), 0)  # a chain has no bits
     place = (part.to(tl.int64) * count + at) * (KV_HEADS * GROUP) + head
     if begin >= end:
         if MERGED:
@@ -128,8 +133,6 @@ def attend_parts(
     slot_row = tl.load(rows + row).to(tl.int64)
     keys += slot_row * key_row_stride + kv_head * key_head_stride
     values += slot_row * value_row_stride + kv_head * value_head_stride
-    positions += first
-    ancestors += first.to(tl.int64) * words
 
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -143,7 +146,7 @@ def attend_parts(
         for slot in range(dense if tree else begin, end if tree else dense, BLOCK_N):
             top, total, mean = _step(
                 top, total, mean, queries, keys, values, slot, end, key_stride, value_stride,
-                token, position, prefix, positions, ancestors, words, used, window, scaling, softcap,
+                own, position, prefix, positions, ancestors, words, used, window, scaling, softcap,
                 BLOCK_N, tree, WINDOW, SOFTCAP, PRECISION, WIDTH, VALUE_WIDTH, PADDED, VALUE_PADDED,
             )  # fmt: skip
 

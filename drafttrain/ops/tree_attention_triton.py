@@ -38,9 +38,9 @@ class PlanShape(NamedTuple):
 
     @property
     def sizes(self) -> list[tuple[int, ...]]:
-        """Shapes of rows, offsets, prefix_lens, chains, positions and ancestors."""
+        """Shapes of rows, offsets, prefix_lens, chains, helds, places, positions and ancestors."""
         n = self.rows
-        return [(n,), (n + 1,), (n,), (n,), (self.tokens,), (self.tokens, self.words)]
+        return [(n,), (n + 1,), (n,), (n,), (n,), (n,), (self.tokens,), (self.tokens, self.words)]
 
     @property
     def numbers(self) -> int:
@@ -55,6 +55,9 @@ def _aligned(count: int) -> int:
 class PackedPlan(NamedTuple):
     """Where the N new tokens of one forward stand; R rows, row r's new tokens at offsets[r] .. offsets[r+1].
 
+    A tree may grow over several forwards: then a row holds the tokens of earlier ones in the slots behind its prefix, and its new
+    tokens continue their numbers. Positions and ancestors stand at places[r] + number, for held tokens too.
+
     All tensors are int32 on the device, views of one. A static plan has a shape that fits many forwards, whose numbers
     (`pack_plan`) are copied into it: nothing that a captured CUDA graph holds depends on lengths or trees.
     """
@@ -63,11 +66,16 @@ class PackedPlan(NamedTuple):
     offsets: Tensor  # [R+1]
     prefix_lens: Tensor  # [R], L_r
     chains: Tensor  # [R], 1 if new tokens see all earlier ones, 0 if `ancestors` defines whom they see
-    positions: Tensor  # [N], absolute: L_r + depth
-    ancestors: (
-        Tensor  # [N, words], bit j of word w: the token sees new token 32 * w + j of its row; not read for chains
-    )
+    helds: Tensor  # [R], tokens of the row's tree that earlier forwards stored
+    places: Tensor  # [R], where the row's tree begins in the next two
+    positions: Tensor  # [tree tokens], absolute: L_r + depth
+    ancestors: Tensor  # [tree tokens, words], bit j of word w: it sees token 32 * w + j of its row; not read for chains
     max_new: int  # no row has more new tokens
+    queries: int  # N
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return list(self[:8])
 
     @staticmethod
     def build(
@@ -92,7 +100,7 @@ class PackedPlan(NamedTuple):
         counts = [math.prod(size) for size in shape.sizes]
         pieces = numbers.split([_aligned(count) for count in counts])
         views = [piece[:n].view(size) for piece, n, size in zip(pieces, counts, shape.sizes, strict=True)]
-        return PackedPlan._make([*views, shape.max_new])
+        return PackedPlan._make([*views, shape.max_new, shape.tokens])
 
 
 def pack_plan(layouts: Sequence[TreeLayout], rows: Sequence[int], shape: PlanShape) -> np.ndarray:
@@ -118,6 +126,8 @@ def pack_plan(layouts: Sequence[TreeLayout], rows: Sequence[int], shape: PlanSha
         offsets,
         np.asarray([*(layout.prefix_len for layout in layouts), *spare]),
         np.asarray([*(layout.parents is None for layout in layouts), *spare]),
+        np.zeros(shape.rows),
+        offsets[:-1],
         np.concatenate([layout.depths + layout.prefix_len for layout in layouts] + [[layouts[-1].prefix_len] * pads]),
         ancestors.view(np.int32),
     ]
@@ -144,7 +154,7 @@ def packed_tree_attention(
         [1, heads, N, value_dim], whose transpose [1, N, heads, value_dim] is contiguous.
     """
     if torch.compiler.is_compiling():
-        return _opaque(query, keys, values, list(plan[:-1]), plan.max_new, **form)
+        return _opaque(query, keys, values, plan.tensors, plan.max_new, **form)
     return (_launch if query.is_cuda and has_triton() else static_reference)(query, keys, values, plan, **form)
 
 
@@ -162,7 +172,7 @@ def _opaque(
 ) -> Tensor:
     """`packed_tree_attention` as torch.compile sees it: one operator that it does not trace."""
     form = AttentionForm(scaling=scaling, window=window, softcap=softcap, sinks=sinks)
-    return packed_tree_attention(query, keys, values, PackedPlan._make([*plan, max_new]), **form)
+    return packed_tree_attention(query, keys, values, PackedPlan._make([*plan, max_new, query.shape[2]]), **form)
 
 
 @_opaque.register_fake
@@ -182,15 +192,18 @@ def static_reference(
     count, (cache_rows, kv_heads, capacity, _) = query.shape[2], keys.shape
     token = torch.arange(count, device=query.device)
     row = torch.searchsorted(plan.offsets[1:], token.to(torch.int32), right=True)  # [N]
-    first, prefix, chain = (x[row][:, None] for x in (plan.offsets, plan.prefix_lens, plan.chains))  # [N, 1] each
+    held = plan.helds[row]
+    own = held + token - plan.offsets[row]  # [N] number in the tree
+    first, prefix, chain = (x[row][:, None] for x in (plan.places, plan.prefix_lens, plan.chains))  # [N, 1] each
+    at = plan.places[row] + own
     slot = torch.arange(capacity, device=query.device)
     node = slot - prefix  # [N, capacity]
-    new = (node >= 0) & (node < plan.offsets[row + 1][:, None] - first)
-    bits = plan.ancestors.gather(1, (node // _WORD).clamp(0, plan.ancestors.shape[1] - 1)) >> (node % _WORD) & 1
-    visible = (node < 0) | new & torch.where(chain != 0, node <= token[:, None] - first, bits != 0)
+    new = (node >= 0) & (node < (held + plan.offsets[row + 1] - plan.offsets[row])[:, None])
+    bits = plan.ancestors[at].gather(1, (node // _WORD).clamp(0, plan.ancestors.shape[1] - 1)) >> (node % _WORD) & 1
+    visible = (node < 0) | new & torch.where(chain != 0, node <= own[:, None], bits != 0)
     if window is not None:
-        position = torch.where(new, plan.positions[(first + node).clamp(0, count - 1)], slot)
-        visible &= plan.positions[:, None] - position < window
+        position = torch.where(new, plan.positions[(first + node).clamp(0, len(plan.positions) - 1)], slot)
+        visible &= plan.positions[at][:, None] - position < window
     own = torch.arange(cache_rows, device=query.device) == plan.rows[row][:, None]
     visible = (own[:, :, None] & visible[:, None, :]).flatten(1)  # [N, cache rows * capacity]
     # Masked slots may hold NaN, which a weight of 0 does not cancel.
@@ -282,14 +295,12 @@ def _check(query: Tensor, keys: Tensor, values: Tensor, plan: PackedPlan, sinks:
         raise TypeError(f"queries {query.dtype}, keys {keys.dtype} and values {values.dtype} must share a dtype")
     if not query.stride(3) == keys.stride(3) == values.stride(3) == 1:
         raise ValueError("the last dimension of queries, keys and values must be contiguous")
-    if len(plan.positions) != query.shape[2] or len(query) != 1:
-        raise ValueError(
-            f"queries {list(query.shape)}: the plan is of another forward, with {len(plan.positions)} tokens"
-        )
+    if plan.queries != query.shape[2] or len(query) != 1:
+        raise ValueError(f"queries {list(query.shape)}: the plan is of another forward, with {plan.queries} tokens")
     if query.shape[3] != width or keys.shape[:3] != values.shape[:3] or heads % kv_heads:
         found = f"queries {list(query.shape)}, keys {list(keys.shape)} and values {list(values.shape)}"
         raise ValueError(f"{found} do not fit together")
-    tensors = (keys, values, *plan[:-1], *(() if sinks is None else (sinks,)))
+    tensors = (keys, values, *plan.tensors, *(() if sinks is None else (sinks,)))
     if any(tensor.device != query.device for tensor in tensors) or (sinks is not None and sinks.shape != (heads,)):
         raise ValueError(f"keys, values, plan and sinks [{heads}] must be on {query.device}")
 
@@ -330,7 +341,7 @@ def _launch(
     run_kernel(
         attend_parts,
         (tiles, geometry.parts, row_count * kv_heads),
-        *(query, keys, values, query if sinks is None else sinks, partial, logs, *plan[:-1]),
+        *(query, keys, values, query if sinks is None else sinks, partial, logs, *plan.tensors),
         *(query.stride(1), query.stride(2), *keys.stride()[:3], *values.stride()[:3]),
         *(count, plan.ancestors.shape[1], geometry.parts, window or 0, form["scaling"], softcap or 1.0),
         **(sizes | value_sizes | tiling | branches | options),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, pairwise
 from typing import NamedTuple, Unpack
 
@@ -99,6 +99,23 @@ class TreeCache:
     def __str__(self) -> str:
         rows = "1 row" if self.rows == 1 else f"{self.rows} rows"
         return f"key/value cache {self.nbytes / 2**20:,.1f} MiB ({rows} x {self.capacity:,} positions)"
+
+    def allocate(self, layers: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+        """Makes the buffers before the first forward, all zero, from empty keys and values [1, kv_heads, 0, e] of each layer."""
+        for layer, (key, value) in layers.items():
+            self._layers[layer] = (self._allocate(key).zero_(), self._allocate(value).zero_())
+
+    @property
+    def layers(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """Empty keys and values of each layer, as `allocate` takes them."""
+        return {layer: (keys[None, :, :0], values[None, :, :0]) for layer, (keys, values) in self._layers.items()}
+
+    def view(self, row: int) -> TreeCache:
+        """A cache of one row that is a row of this one."""
+        made, begin = TreeCache(self.capacity), row * self.capacity
+        for layer, (keys, values) in self._layers.items():
+            made._layers[layer] = keys[:, begin : begin + self.capacity], values[:, begin : begin + self.capacity]
+        return made
 
     def clear(self, row: int) -> None:
         """Empties a row for its next sequence."""

@@ -69,7 +69,8 @@ def builds(architecture: int, widths: tuple[int, ...] = WIDTHS) -> Iterator[Buil
         for dtype in types_for(architecture):
             size = 4 if dtype == "fp32" else 2
             g = choose_geometry(TREE * GROUP, KV_HEADS, CAPACITY, width, width, size, processors, shared)
-            numbers = dict.fromkeys(("rows", "offsets", "prefixes", "chains", "positions", "ancestors"), "*i32")
+            names = ("rows", "offsets", "prefixes", "chains", "helds", "places", "positions", "ancestors")
+            numbers = dict.fromkeys(names, "*i32")
             inputs = dict.fromkeys(("query", "keys", "values", "sinks"), "*" + dtype)
             outputs = {"out": "*fp32" if g.parts > 1 else "*" + dtype, "logs": "*fp32"}
             sizes = {"KV_HEADS": KV_HEADS, "GROUP": GROUP, "BLOCK_M": g.block_m, "BLOCK_N": g.block_n}

@@ -13,7 +13,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.ngram.model import NgramDrafter
 from drafttrain.inference import Decoder, SamplingParams, static
-from drafttrain.inference.static import StaticStep, TargetSteps, step_shape
+from drafttrain.inference.sequence import Clock
+from drafttrain.inference.static import StaticStep, TargetSteps
+from drafttrain.ops import graphs
+from drafttrain.ops.graphs import step_shape
 from drafttrain.target import Target
 from tests.conftest import make_target
 from tests.drafters.test_eagle3 import make_drafter
@@ -149,6 +152,23 @@ def test_cache_and_steps_outlive_a_call(on_cpu):
     assert target.idle_steps and target.idle_steps[0] is not steps
 
 
+def test_an_outgrown_cache_doubles_as_far_as_the_target_reads():
+    steps = TargetSteps(make_target(layers=2))
+    steps.target.max_positions = 5000
+    capacities = [steps.open(least, 1, (), choose=True).capacity for least in (600, 900, 1100, 2100, 4100)]
+    assert capacities == [1024, 1024, 2048, 4096, 5120]  # 5000 and what padding takes
+    assert steps.open(600, 2, (), choose=True).capacity == 1024  # more rows: as much as they need
+
+
+def test_the_clock_stands_still_during_captures():
+    pool = graphs.GraphPool(torch.device("cpu"))
+    clock = Clock(torch.device("cpu"), pool)
+    begun = clock.mark()
+    pool.seconds += 1000  # as if a capture had taken them
+    assert clock.between(begun, clock.mark()) == pytest.approx(-1000, abs=100)
+    assert clock.captured == 1000
+
+
 def test_two_streams_at_once_do_not_share_a_cache(on_cpu):
     target = make_target(layers=2)
     want = [
@@ -183,7 +203,7 @@ def test_a_model_that_cannot_be_captured_decodes_dynamically(on_cpu, counted, mo
 def test_a_full_cache_and_large_passes_stay_dynamic(on_cpu, counted, monkeypatch):
     target = make_target(layers=2)
     want = decode(target, NgramDrafter(), PROMPTS, False, "chain:4")
-    monkeypatch.setattr(static, "_BUCKETS", (1, 2, 4))
+    monkeypatch.setattr(graphs, "BUCKETS", (1, 2, 4))
     assert decode(target, NgramDrafter(), PROMPTS, True, "chain:4") == want
     assert {shape.tokens for shape in counted} <= {1, 2, 4}
     monkeypatch.undo()
@@ -284,7 +304,7 @@ def test_captured_graphs_decode_as_dynamic_passes(name, temperature):
     (steps,) = target.idle_steps
     if name in ("llama", "gemma2", "gpt2"):  # others may wait for the device, experts in float32 for one
         assert not steps.failure
-    assert steps.failure or all(step._graph is not None for step in steps._steps.values())
+    assert steps.failure or all(step.replay != step.forward for step in steps._steps.values())
     assert bool(steps.failure) == (not steps._steps)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -303,7 +304,7 @@ for line in sys.argv[1:]:
     g = choose_geometry(pairs, 8, 8192, width, width, 4 if dtype == "fp32" else 2, 132, shared)
     padded = _power_of_two(width)
     merged, extras = g.parts > 1, bool(extras)
-    integers = dict.fromkeys(["rows", "offsets", "prefixes", "chains", "positions", "ancestors"], "*i32")
+    integers = dict.fromkeys(["rows", "offsets", "prefixes", "chains", "helds", "places", "positions", "ancestors"], "*i32")
     inputs = dict.fromkeys(["query", "keys", "values", "sinks"], "*" + dtype)
     outputs = {"out": "*fp32" if merged else "*" + dtype, "logs": "*fp32"}
     build(
@@ -392,3 +393,40 @@ def test_what_does_not_fit_the_plan_is_refused_before_a_launch(change):
         module._launch(*change(query, keys, values), plan, **form)
     with pytest.raises(ValueError, match="do not fit the plan's shape"):
         pack_plan([TreeLayout(5, [-1])], [-1], PlanShape(1, 2, 2, 1))
+
+
+@pytest.mark.parametrize("attend", [static_reference, partial(module._launch, geometry=Geometry(16, 16, 2, 4, 2))])
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_tree_that_grows_over_passes_attends_as_one(attend, window):
+    """Two rows of a tree of 6 tokens, whose first 3 are stored; then a block whose tokens see each other, the last two asking."""
+    layouts, capacity = [TreeLayout(5, [-1, -1, 0, 1, 2]), TreeLayout(2, [-1, 0, 1, 1, 0])], 16
+    torch.manual_seed(0)
+    query, keys, values = torch.randn(1, 4, 12, 16), torch.randn(2, 2, capacity, 16), torch.randn(2, 2, capacity, 16)
+    form = {"scaling": 0.25, "window": window, "softcap": None, "sinks": None}
+    whole = PackedPlan.build(layouts)
+    want = attend(query, keys, values, whole, **form)
+    later = whole._replace(
+        offsets=torch.tensor([0, 3, 6], dtype=torch.int32),
+        helds=torch.full((2,), 3, dtype=torch.int32),
+        max_new=3,
+        queries=6,
+    )
+    asking = [3, 4, 5, 9, 10, 11]
+    got = attend(query[:, :, asking], keys, values, later, **form)
+    torch.testing.assert_close(got, want[:, :, asking], atol=1e-5, rtol=1e-5)
+    mutual = later._replace(
+        offsets=torch.tensor([0, 2, 4], dtype=torch.int32),
+        helds=torch.full((2,), 4, dtype=torch.int32),
+        ancestors=torch.full_like(whole.ancestors, -1),
+        max_new=2,
+        queries=4,
+    )
+    got = attend(query[:, :, [4, 5, 10, 11]], keys, values, mutual, **form)
+    for row, (layout, queries) in enumerate(zip(layouts, query[0, :, [4, 5, 10, 11]].split(2, dim=1), strict=True)):
+        end = layout.prefix_len + 6
+        seen, value = (x[row, :, :end].repeat_interleave(2, dim=0) for x in (keys, values))
+        places = torch.cat((torch.arange(layout.prefix_len), torch.from_numpy(layout.tree_depths) + layout.prefix_len))
+        scores = queries @ seen.transpose(1, 2) * 0.25
+        if window is not None:
+            scores = scores.masked_fill(places[-2:, None] - places >= window, -torch.inf)
+        torch.testing.assert_close(got[0, :, 2 * row : 2 * row + 2], scores.softmax(-1) @ value, atol=1e-5, rtol=1e-5)

@@ -31,6 +31,8 @@ from drafttrain.drafters.common import starts
 from drafttrain.drafters.common.configs import BlockConfig
 from drafttrain.drafters.common.layer_model import LayerSession, attend_packed
 from drafttrain.drafters.common.layers import DraftLayer, RMSNorm, moved
+from drafttrain.drafters.common.static_draft import DraftPlaces, SlotAttention
+from drafttrain.drafters.common.tensor_growth import Ask
 from drafttrain.drafters.common.trainable import DecoderDrafter
 from drafttrain.drafters.common.tree_growth import GrowingTree, Logits, grow_trees
 from drafttrain.losses import TargetRows, linear_divergence
@@ -47,9 +49,14 @@ class BlockDrafter(DecoderDrafter):
     the same), and add a loss term (`other_loss`) with metrics (`measures`).
     """
 
+    static = True
     measures: tuple[str, ...] = ()
     config: BlockConfig
     solve_start = starts.block_start
+
+    @property
+    def static_depth(self) -> int:  # type: ignore[override]
+        return self.config.depth
 
     @property
     def sequence_reach(self) -> int:
@@ -114,7 +121,8 @@ class BlockDrafter(DecoderDrafter):
         """[h], the input at positions to predict."""
         if self.mask is not None:
             return self.mask
-        return self.embed(torch.tensor(self.config.mask_token_id, device=self.kept_ids.device)).to(self.fc.weight.dtype)
+        mask = torch.full((), self.config.mask_token_id or 0, device=self.kept_ids.device)
+        return self.embed(mask).to(self.fc.weight.dtype)
 
     def enter(self, roots: Tensor) -> Tensor:
         """[m, h] embeddings of last committed tokens -> [m * block size, h], input of the first layer."""
@@ -256,9 +264,40 @@ class BlockDrafter(DecoderDrafter):
     def start(self, prompt_ids: Tensor, max_length: int) -> BlockSession:
         return BlockSession(self, self.cache_shape, max_length + self.config.block_size)
 
+    def read_static(
+        self, ids: Tensor, features: Tensor, positions: Tensor, context: SlotAttention, ends: Tensor
+    ) -> Tensor:
+        states = self.fuse(features)
+        tables = self.rotary.tables(positions, states.dtype)
+        for i, layer in enumerate(self.decoder_layers):
+            key, value = layer.self_attn.keys_values(states, *tables)  # [n, kv_heads, e] each
+            context.cache.store(i, context.slots, key.transpose(0, 1)[None], value.transpose(0, 1)[None])
+        return ids[ends]
+
+    def draft_static(self, roots: Tensor, places: DraftPlaces) -> tuple[Logits, Ask]:
+        size, last, window = self.config.block_size, len(self.layers) - 1, self.cache_shape.window
+        _, context = places.behind(size, size, mutual=True)
+        _, ending = places.behind(size, self.config.depth, mutual=True)  # the last layer computes predicting tokens
+        attends = [*context.layers(last, window), ending.layers(last + 1, window)[last]]
+        reads = self.run(self.embed(roots), places.held, attends)  # [R, depth, h]
+        block = self.logits(reads)  # [R, depth, d]
+
+        def ask(depth: int, tokens: Tensor, parents: Tensor) -> Logits:
+            (rows, m), ids = tokens.shape, self.kept_ids[tokens.flatten()]
+            own, read = (part[:, depth, None].expand(-1, m, -1).flatten(0, 1) for part in (block, reads))
+            logits = self.conditional(own, read, ids)
+            if isinstance(logits, tuple):
+                return logits[0].unflatten(0, (rows, m)), logits[1].unflatten(0, (rows, m))
+            return logits.unflatten(0, (rows, m))
+
+        first = self.conditional(block[:, 0], reads[:, 0], roots)
+        return (first[0][:, None], first[1][:, None]) if isinstance(first, tuple) else first[:, None], ask
+
     @torch.no_grad()
     def extend_all(self, sessions: Sequence[BlockSession], tokens: Tensors, features: Tensors) -> None:
         """Keys and values of the new context, of all sessions at once."""
+        if (steps := sessions[0].steps) is not None and steps.read(sessions, tokens, features):
+            return
         sizes = [len(new) for new in tokens]
         starts = [session.length for session in sessions]
         context = self.fuse(torch.cat(list(features)))
@@ -275,6 +314,9 @@ class BlockDrafter(DecoderDrafter):
     @torch.no_grad()
     def propose_all(self, sessions: Sequence[BlockSession], specs: Specs, samplers: Samplers) -> list[TokenTree]:
         """One pass drafts the blocks of all sessions; their trees then grow without the layers."""
+        steps = sessions[0].steps
+        if steps is not None and (static := steps.propose(sessions, specs, samplers)) is not None:
+            return static
         deepest = max(1, min(self.config.depth, max(spec.depth for spec in specs)))
         roots = torch.cat([session.root for session in sessions])
         begins = torch.tensor([session.length for session in sessions], device=roots.device)

@@ -23,8 +23,10 @@ from torch import Tensor, nn
 from drafttrain.batch import Attend, Batch, Part, StepOutput, TokenTree, anchors_by_depth, sums_by_depth
 from drafttrain.drafters.base import Drafter, JointSession, Samplers, Specs, StepInputs, Tensors
 from drafttrain.drafters.common.layers import CacheShape, DraftLayer, moved
+from drafttrain.drafters.common.static_draft import DraftPlaces, DraftSteps, SlotAttention
+from drafttrain.drafters.common.tensor_growth import Ask
 from drafttrain.drafters.common.trainable import DecoderDrafter
-from drafttrain.drafters.common.tree_growth import GrowingTree, grow_trees
+from drafttrain.drafters.common.tree_growth import GrowingTree, Logits, grow_trees
 from drafttrain.losses import SharedHead, TargetRows, linear_divergence
 from drafttrain.ops.cpu_layers import DraftStep, DraftWeights
 from drafttrain.ops.packing import SKINNY_ROWS
@@ -56,6 +58,7 @@ class LayerDrafter(DecoderDrafter):
         leave(state), read_out(state)    input of the next depth, and of the head, from the last layer's output
     """
 
+    static = True
     lm_head: nn.Linear
     draft_step: DraftStep | None = None  # the CPU kernel that is `step` and `logits` in one
 
@@ -242,9 +245,31 @@ class LayerDrafter(DecoderDrafter):
     def start(self, prompt_ids: Tensor, max_length: int) -> LayerSession:
         return LayerSession(self, self.cache_shape, max_length)
 
+    def read_static(
+        self, ids: Tensor, features: Tensor, positions: Tensor, context: SlotAttention, ends: Tensor
+    ) -> Tensor:
+        attends = context.layers(self.cache_shape.layers, self.cache_shape.window)
+        return self.step(self.fuse(features), self.embed(ids), positions, attends)[ends]
+
+    def draft_static(self, roots: Tensor, places: DraftPlaces) -> tuple[Logits, Ask]:
+        states = roots[:, None]  # [R, 1, h] of the nodes that were opened last
+
+        def ask(depth: int, tokens: Tensor, parents: Tensor) -> Logits:
+            nonlocal states
+            positions, context = places.open(depth, parents)
+            above = states.gather(1, parents[:, :, None].expand(-1, -1, states.shape[2])).flatten(0, 1)
+            attends = context.layers(self.cache_shape.layers, self.cache_shape.window)
+            embeds = self.embed(self.kept_ids[tokens.flatten()])
+            states = self.step(above, embeds, positions, attends, None, depth).unflatten(0, tokens.shape)
+            return self.logits(states.flatten(0, 1)).unflatten(0, tokens.shape)
+
+        return self.logits(roots)[:, None], ask
+
     @torch.no_grad()
     def extend_all(self, sessions: Sessions, tokens: Tensors, features: Tensors) -> None:
         """One step over the new tokens of all sessions; only each last token needs an output, the root of the next tree."""
+        if (steps := sessions[0].steps) is not None and steps.read(sessions, tokens, features):
+            return
         new = [TreeLayout(session.length, count=len(own)) for session, own in zip(sessions, tokens, strict=True)]
         inputs = self.fuse(cat(features)), self.embed(cat(tokens))  # [t, h], [t, target h]
         single = self._kernel_step(sessions, new, *inputs, outputs=1)
@@ -256,6 +281,9 @@ class LayerDrafter(DecoderDrafter):
     @torch.no_grad()
     def propose_all(self, sessions: Sessions, specs: Specs, samplers: Samplers) -> list[TokenTree]:
         """One step per depth over the nodes that any of the trees opens."""
+        steps = sessions[0].steps
+        if steps is not None and (static := steps.propose(sessions, specs, samplers)) is not None:
+            return static
         known = [session.logits for session in sessions if session.logits is not None]
         complete = len(known) == len(sessions)
         first = cat(known) if complete else self.logits(cat([session.root for session in sessions]))  # [sessions, d]
@@ -344,14 +372,26 @@ class LayerSession(JointSession):
         logits: [1, d] the root's, if computed. tables: cos, sin [positions, 1, r] for the kernel of a draft step.
     """
 
-    root: Tensor
-
     def __init__(self, drafter: Drafter, shape: CacheShape, max_length: int):
         self.drafter, self.shape, self.capacity = drafter, shape, max_length
         self.layers: list[tuple[Tensor, Tensor]] = []  # allocated when the first key shows dtype and device
         self.length = 0
         self.logits: Tensor | None = None
         self.tables: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def held(self) -> int:
+        return self.length
+
+    def advance(self, count: int) -> None:
+        self.length += count
+        self.logits = None
+
+    def place(self, steps: DraftSteps, row: int) -> None:
+        super().place(steps, row)
+        self.capacity = steps.cache.capacity
+        both = [steps.cache.by_row(layer) for layer in range(self.shape.layers)]
+        self.layers = [(keys[row], values[row]) for keys, values in both]
 
     def attend(self, layer: int, layout: TreeLayout, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Stores a layer's new keys and values [m, kv_heads, e] and attends with queries [n, heads, e] of the last n of those

@@ -23,8 +23,10 @@ from torch import Tensor, nn
 from drafttrain.batch import Batch, StepOutput, TokenTree, anchors_by_depth, sums_by_depth
 from drafttrain.drafters.base import JointSession, Samplers, Source, Specs, StepInputs, Tensors
 from drafttrain.drafters.common.starts import LeastSquares, head_rows
+from drafttrain.drafters.common.static_draft import DraftPlaces, SlotAttention
+from drafttrain.drafters.common.tensor_growth import Ask
 from drafttrain.drafters.common.trainable import TrainableDrafter
-from drafttrain.drafters.common.tree_growth import GrowingTree, grow_trees
+from drafttrain.drafters.common.tree_growth import GrowingTree, Logits, grow_trees
 from drafttrain.drafters.common.tree_spec import paths_text
 from drafttrain.losses import SharedHead, linear_divergence
 from drafttrain.target import Target
@@ -45,9 +47,14 @@ class PathHeads(TrainableDrafter):
     """
 
     supports_gradient_checkpointing = False
+    static = True
     feature_layers = (LAST,)
     independent = False
     depths: int
+
+    @property
+    def static_depth(self) -> int:  # type: ignore[override]
+        return self.depths
 
     def finish(self, width: int, heads: int) -> None:
         """Ends `__init__`: the heads, which read `width` columns, and the vocabulary."""
@@ -154,9 +161,30 @@ class PathHeads(TrainableDrafter):
     def start(self, prompt_ids: Tensor, max_length: int) -> PathSession:
         return PathSession(self)
 
+    def read_static(
+        self, ids: Tensor, features: Tensor, positions: Tensor, context: SlotAttention, ends: Tensor
+    ) -> Tensor:
+        return self.enter(features[ends], ids[ends])
+
+    def draft_static(self, roots: Tensor, places: DraftPlaces) -> tuple[Logits, Ask]:
+        states = roots[:, None]  # [R, 1, w] of the nodes that were opened last
+
+        def ask(depth: int, tokens: Tensor, parents: Tensor) -> Logits:
+            nonlocal states
+            if self.independent:  # one row for all nodes of a depth
+                return self.logits(roots, depth)[:, None]
+            above = states.gather(1, parents[:, :, None].expand(-1, -1, states.shape[2])).flatten(0, 1)
+            state = self.advance(above, self.kept_ids[tokens.flatten()], depth)
+            states = state.unflatten(0, tokens.shape)
+            return self.logits(state, depth).unflatten(0, tokens.shape)
+
+        return self.logits(roots, 0)[:, None], ask
+
     @torch.no_grad()
     def extend_all(self, sessions: Sequence[PathSession], tokens: Tensors, features: Tensors) -> None:
         """Computes the state of each session's last committed token; the others leave nothing behind."""
+        if (steps := sessions[0].steps) is not None and steps.read(sessions, tokens, features):
+            return
         last = torch.cat([states[-1:] for states in features]), torch.cat([new[-1:] for new in tokens])
         for session, state in zip(sessions, self.enter(*last).split(1), strict=True):
             session.root = state
@@ -164,6 +192,9 @@ class PathHeads(TrainableDrafter):
     @torch.no_grad()
     def propose_all(self, sessions: Sequence[PathSession], specs: Specs, samplers: Samplers) -> list[TokenTree]:
         """One step per depth over the nodes that any of the trees opens, down to the last head."""
+        steps = sessions[0].steps
+        if steps is not None and (static := steps.propose(sessions, specs, samplers)) is not None:
+            return static
         first = self.logits(torch.cat([session.root for session in sessions]), 0)  # [sessions, d]
         trees = [
             GrowingTree(spec, first[row], self.kept_ids, sampler, self.depths, row, session.root)
@@ -226,8 +257,6 @@ def likeliest_paths(shares: Tensor, nodes: int) -> list[tuple[int, ...]]:
 
 class PathSession(JointSession):
     """One sequence being drafted. root: [1, w] state at the last committed token, from the first `extend` on."""
-
-    root: Tensor
 
     def __init__(self, drafter: PathHeads):
         self.drafter = drafter

@@ -13,10 +13,15 @@ from transformers import PreTrainedModel
 from drafttrain.config import neighbours
 from drafttrain.drafters.base import NEW, Drafter, KeepTokens
 from drafttrain.drafters.common.layers import CacheShape, DraftLayer, Rotary
+from drafttrain.drafters.common.static_draft import DraftPlaces, DraftSteps, SlotAttention
+from drafttrain.drafters.common.tensor_growth import Ask
+from drafttrain.drafters.common.tree_growth import Logits
+from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import drafter_folder, kind_of
 from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.formats.weights import Shapes, check_kept_ids, check_names, file_shapes, read_weights
+from drafttrain.ops.graphs import GraphPool
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import pack
 from drafttrain.target import Target
@@ -35,6 +40,7 @@ class TrainableDrafter(Drafter, PreTrainedModel):
 
     Attributes:
         kept_ids: [d] int64, the target id of each drafter id.
+        static: the kind implements `read_static` and `draft_static`. static_depth: its deepest node; None for any.
         embed: the target's embedding, ids [...] -> [..., h]; attached by `bind` as a plain function, so that it is neither
             trained, saved nor sharded with the drafter.
     """
@@ -46,6 +52,8 @@ class TrainableDrafter(Drafter, PreTrainedModel):
     config_class: Any = None  # a TargetedConfig
     kept_ids: Tensor
     embed: Callable[[Tensor], Tensor]
+    static = False
+    static_depth: int | None = None
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
@@ -197,6 +205,42 @@ class TrainableDrafter(Drafter, PreTrainedModel):
             )
         self.embed = target.embed
 
+    # -- static steps -------------------------------------------------------------------------------------------
+
+    def open_steps(
+        self, pool: GraphPool, capacity: int, rows: int, spec: TreeSpec, last: DraftSteps | None
+    ) -> DraftSteps | None:
+        if not self.static or not self.kept_ids.numel():
+            return None
+        kept = last if last is not None and last.fits(self, capacity, rows, spec) else None
+        return kept or DraftSteps(self, pool, capacity, rows, spec)
+
+    def static_layers(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """Empty keys and values [1, kv_heads, 0, e] of each layer with a cache."""
+        return {}
+
+    def read_static(
+        self, ids: Tensor, features: Tensor, positions: Tensor, context: SlotAttention, ends: Tensor
+    ) -> Tensor:
+        """`extend_all` as a function of buffers, without waiting for the device.
+
+        Args:
+            ids: [n] int64, committed tokens; features: [n, f*h] of the tokens before them; positions: [n] int64 among the keys.
+            context: stores their keys and attends. ends: [R] int64, each sequence's last token among the n.
+
+        Returns:
+            [R, ...], the sequences' roots, which `JointSession.root` and `draft_static` read.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.read_static")
+
+    def draft_static(self, roots: Tensor, places: DraftPlaces) -> tuple[Logits, Ask]:
+        """`propose_all` as a function of buffers: what a tree needs to grow below roots [R, ...].
+
+        Returns:
+            Logits [R, 1, d] of the roots' children, perhaps with confidences; and what gives those of deeper nodes.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.draft_static")
+
 
 class DecoderDrafter(TrainableDrafter):
     """A trained drafter of decoder layers, with a cache. A kind calls `finish` when it has made its modules."""
@@ -216,6 +260,11 @@ class DecoderDrafter(TrainableDrafter):
     @property
     def decoder_layers(self) -> list[DraftLayer]:
         return list(self.layers)  # type: ignore[arg-type]
+
+    def static_layers(self) -> dict[int, tuple[Tensor, Tensor]]:
+        shape = self.cache_shape
+        empty = next(self.parameters()).new_empty(1, shape.kv_heads, 0, shape.head_dim)
+        return dict.fromkeys(range(shape.layers), (empty, empty))
 
     def pack(self) -> None:
         """Packs layers for the CPU kernels (float32), then linear layers and norms."""

@@ -29,8 +29,10 @@ from torch import Tensor
 from drafttrain.batch import Batch, StepOutput, TokenTree, anchors_by_depth, sums_by_depth
 from drafttrain.drafters.base import JointSession, KeepTokens, Samplers, Specs, StepInputs, Tensors
 from drafttrain.drafters.common.configs import TargetedConfig
+from drafttrain.drafters.common.static_draft import DraftPlaces, DraftSteps, SlotAttention
+from drafttrain.drafters.common.tensor_growth import Ask
 from drafttrain.drafters.common.trainable import TrainableDrafter
-from drafttrain.drafters.common.tree_growth import GrowingTree, grow_trees
+from drafttrain.drafters.common.tree_growth import GrowingTree, Logits, grow_trees
 from drafttrain.drafters.draft_model import start as language_models
 from drafttrain.drafters.registry import META_FILE
 from drafttrain.environment import __version__
@@ -90,6 +92,7 @@ class DraftModel(TrainableDrafter):
 
     config_class = DraftModelConfig
     kind = "draft_model"
+    static = True
     pretrains = True
     writes_responses = True
     loads_language_models = True
@@ -300,8 +303,31 @@ class DraftModel(TrainableDrafter):
         return DraftModelSession(self, prompt_ids, max_length)
 
     @torch.no_grad()
+    def static_layers(self) -> dict[int, tuple[Tensor, Tensor]]:
+        ids, cache = torch.zeros(1, 1, dtype=torch.long, device=self.device), TreeCache(1)
+        cache.open([(0, 1)])
+        self.runner.forward(ids, (), ids, cache)
+        return cache.layers
+
+    def read_static(
+        self, ids: Tensor, features: Tensor, positions: Tensor, context: SlotAttention, ends: Tensor
+    ) -> Tensor:
+        read = self.runner.forward(self._readable(ids)[None], (), positions[None], context).last_hidden[0]
+        return self._logits(read[ends])
+
+    def draft_static(self, roots: Tensor, places: DraftPlaces) -> tuple[Logits, Ask]:
+        def ask(depth: int, tokens: Tensor, parents: Tensor) -> Logits:
+            positions, context = places.open(depth, parents)
+            read = self.runner.forward(tokens.flatten()[None], (), positions[None], context).last_hidden[0]
+            return self._logits(read).unflatten(0, tokens.shape)
+
+        return roots[:, None], ask
+
+    @torch.no_grad()
     def extend_all(self, sessions: Sequence[DraftModelSession], tokens: Tensors, features: Tensors) -> None:
         """One pass over the tokens that the sessions have not read yet; each session's last token becomes its root."""
+        if (steps := sessions[0].steps) is not None and steps.read(sessions, tokens, features):
+            return
         parts = [
             (session, rest) for session, new in zip(sessions, tokens, strict=True) if len(rest := session.take(new))
         ]
@@ -311,19 +337,22 @@ class DraftModel(TrainableDrafter):
         hidden = self._read([session for session, _ in parts], [rest for _, rest in parts])
         ends = torch.tensor(sizes, device=hidden.device).cumsum(0) - 1
         logits = self._logits(hidden[ends])
-        for (session, rest), row in zip(parts, logits, strict=True):
+        for (session, rest), root in zip(parts, logits.split(1), strict=True):
             session.cache.commit([range(len(rest) - 1)])
-            session.root = row
+            session.root = root
 
     @torch.no_grad()
     def propose_all(self, sessions: Sequence[DraftModelSession], specs: Specs, samplers: Samplers) -> list[TokenTree]:
         """One pass per depth over the nodes that any of the trees opens."""
+        steps = sessions[0].steps
+        if steps is not None and (static := steps.propose(sessions, specs, samplers)) is not None:
+            return static
         kept = None if len(self.kept_ids) == self.target_vocab_size else self.kept_ids
         trees = []
         for row, (session, spec, sampler) in enumerate(zip(sessions, specs, samplers, strict=True)):
             session.forget()
             if session.root is not None and session.reaches(spec.depth):
-                trees.append(GrowingTree(spec, session.root, kept, sampler, row=row))
+                trees.append(GrowingTree(spec, session.root[0], kept, sampler, row=row))
 
         def step(growing: list[GrowingTree], depth: int) -> Sequence[Tensor]:
             own, tokens = [sessions[tree.row] for tree in growing], [tree.tokens for tree in growing]
@@ -366,7 +395,7 @@ class DraftModelSession(JointSession):
     committed tokens again would give the same keys.
 
     Attributes:
-        root: [d] logits after the last committed token; None before the first `extend`, and once the sequence exceeds the
+        root: [1, d] logits after the last committed token; None before the first `extend`, and once the sequence exceeds the
             draft model's context.
         tokens, parents: of the opened nodes. full: the sequence exceeds the context.
     """
@@ -377,10 +406,20 @@ class DraftModelSession(JointSession):
         self.drafter = drafter
         self.cache = TreeCache(max_length + _TREE_SLOTS)
         self.unread = prompt_ids[:1]  # no extend() contains the prompt's first token
-        self.root: Tensor | None = None
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.full = False
+
+    @property
+    def held(self) -> int:
+        return self.cache.lengths[0] + 1
+
+    def advance(self, count: int) -> None:
+        self.cache.lengths[0] += count
+
+    def place(self, steps: DraftSteps, row: int) -> None:
+        super().place(steps, row)
+        self.cache = steps.cache.view(row)
 
     def reaches(self, depth: int) -> bool:
         """True if a node of this depth is inside the draft model's context."""

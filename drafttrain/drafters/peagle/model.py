@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from drafttrain.batch import Batch, TokenTree, anchors_by_depth
 from drafttrain.drafters.base import Samplers, Source, Specs
 from drafttrain.drafters.common.layer_model import LayerSession
-from drafttrain.drafters.common.tree_growth import GrowingTree, grow_trees
+from drafttrain.drafters.common.static_draft import DraftPlaces
+from drafttrain.drafters.common.tensor_growth import Ask
+from drafttrain.drafters.common.tree_growth import GrowingTree, Logits, grow_trees
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
 from drafttrain.errors import UserError
 from drafttrain.ops.tree_attention import TreeLayout
@@ -83,15 +85,28 @@ class PEagle(Eagle3):
     def masks(self, count: int) -> tuple[Tensor, Tensor]:
         """Inputs of `count` masked positions: states [count, h] and embeddings [count, target h]."""
         state = self.fuse(self.mask_hidden.view(1, -1))
-        token = torch.tensor([self.config.mask_token_id], device=state.device)
+        token = torch.full((1,), self.config.mask_token_id, device=state.device)
         return state.expand(count, -1), self.embed(token).expand(count, -1)
 
     def next_inputs(self, state: Tensor, embeds: Tensor) -> tuple[Tensor, Tensor]:
         return self.masks(len(embeds))
 
+    def draft_static(self, roots: Tensor, places: DraftPlaces) -> tuple[Logits, Ask]:
+        rows, states, masks = len(roots), roots[:, None], places.depth - 1
+        if masks:
+            positions, context = places.behind(masks, masks)
+            attends = context.layers(self.cache_shape.layers, self.cache_shape.window)
+            deeper = self.step(*self.masks(rows * masks), positions, attends, None, 1)
+            states = torch.cat((states, deeper.unflatten(0, (rows, masks))), dim=1)  # [R, depth, h]
+        logits = self.logits(states.flatten(0, 1)).unflatten(0, states.shape[:2])
+        return logits[:, :1], lambda depth, tokens, parents: logits[:, depth, None]
+
     @torch.no_grad()
     def propose_all(self, sessions: Sequence[LayerSession], specs: Specs, samplers: Samplers) -> list[TokenTree]:
         """All depths of all sessions in one step over masked positions."""
+        steps = sessions[0].steps
+        if steps is not None and (static := steps.propose(sessions, specs, samplers)) is not None:
+            return static
         sizes = [max(spec.depth - 1, 0) for spec in specs]
         states = torch.cat([session.root for session in sessions])  # [sessions, h]
         drafting = [(session, size) for session, size in zip(sessions, sizes, strict=True) if size]
