@@ -392,6 +392,7 @@ class Target:
         """
         few = input_ids.shape[0] == 1 and input_ids.shape[1] <= NATIVE_ROWS
         if self._native is not None and few and context is not None and position_ids is not None:
+            assert not isinstance(context, SnapshotCache)  # native layers are of the packed path
             return self._native.forward(input_ids, feature_layers, position_ids, context)
         if isinstance(context, SnapshotCache):
             return context.forward(input_ids, feature_layers)
