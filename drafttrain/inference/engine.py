@@ -50,6 +50,7 @@ from drafttrain.ops.sampling import SamplingParams, argmax
 from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target import Target
 from drafttrain.target.generation import LogitsRules
+from drafttrain.target.snapshots import SnapshotCache
 from drafttrain.values import Count, Seed, check
 
 # Most tokens of one prefill forward: bounds activations and features for prompts of any length.
@@ -98,10 +99,12 @@ class Engine:
         self._layers = drafter.feature_layers if drafter is not None else self._capture
         self._probes = drafter.probes if drafter is not None else 0
         self._no_tree = TokenTree.empty(target.device)
-        self._steps = TargetSteps.lease(target, graphs)
+        snapshots = target.continuation is not None
+        self._steps = None if snapshots else TargetSteps.lease(target, graphs)
         self._drafts: DraftSteps | None = None
+        self.cache: TreeCache | SnapshotCache
         if self._steps is None:
-            self.cache = TreeCache(capacity, rows)
+            self.cache = SnapshotCache(target, capacity, rows) if snapshots else TreeCache(capacity, rows)
         else:
             self.cache = self._steps.open(capacity, rows, self._layers, choose=plain)
             if drafter is not None:
@@ -410,8 +413,9 @@ class Decoder:
         self.rules = target.generation.rules_for(self.sampling, rules)
         self.eos_ids = frozenset(target.eos_ids if eos_ids is None else eos_ids)
         self.stop, self.max_rows = check_stop(stop, target), check("max_rows", max_rows, Count)
-        self.cache, self.graphs = TreeCache(0), graphs
-        self.memory, self.capture_seconds = (0, str(self.cache)), 0.0
+        self.cache: TreeCache | SnapshotCache = TreeCache(0)
+        self.graphs, self.capture_seconds = graphs, 0.0
+        self.memory = (0, str(self.cache))
         self.observer: Observer | None = None
 
     def generate(

@@ -25,6 +25,9 @@ from drafttrain.errors import UserError
 from drafttrain.ops.tree_attention import AttentionForm
 from drafttrain.target.attention import ATTENTION, LAST, AttentionContext, InterleavedRows, attention_context
 
+# transformers' names of layer types: with plain attention, and with a state.
+_SERVED = {"full_attention", "sliding_attention"}
+_RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 _TOKENS = 4  # of each row
 # Largest relative errors. In half precision rounding may send a token to another expert; unrelated states would differ by 1.4.
 _STATES, _STATES_HALF = 1e-2, 0.5
@@ -38,9 +41,12 @@ class ProvenModel(Protocol):
     body: Any
     config: Any
     name: str
+    reason: str
     num_layers: int
+    hidden_size: int
     vocab_size: int
     logit_scale: float
+    continuation: Any  # of own_cache.py
 
     @property
     def compute_dtype(self) -> torch.dtype: ...
@@ -48,11 +54,39 @@ class ProvenModel(Protocol):
     def device(self) -> torch.device: ...
     def hook(self, layers: Sequence[int], /) -> None: ...
     def head(self, hidden: Tensor, /) -> Tensor: ...
-    def forward(self, ids: Tensor, layers: Sequence[int], at: Tensor, context: AttentionContext, /) -> TargetOutput: ...
+    def forward(
+        self, ids: Tensor, layers: Sequence[int], at: Tensor | None = None, context: AttentionContext | None = None, /
+    ) -> TargetOutput: ...
+    def run_body(
+        self, ids: Tensor, layers: Sequence[int], context: AttentionContext | None, /, **options: Any
+    ) -> tuple[TargetOutput, Any]: ...
 
 
 def unsupported(name: str, model: PreTrainedModel, fault: str) -> UserError:
     return UserError(f"target={name!r} ({type(model).__name__}) {fault}")
+
+
+def unpackable(model: PreTrainedModel) -> str | None:
+    """Why a model cannot attend through a context, as far as its class and config show; None if no reason is found."""
+    types = set(getattr(model.config.get_text_config(), "layer_types", None) or []) - _SERVED
+    named = f" ({', '.join(sorted(types))})" if types else ""
+    if "chunked_attention" in types:
+        return "attends in fixed chunks, which no window of an attention context can express"
+    if model._is_stateful or types & _RECURRENT:
+        return f"keeps recurrent state{named}, from which rejected tokens cannot be rolled back"
+    if types:
+        return f"has layers of an unsupported type{named}"
+    return None if model._can_set_attn_implementation() else "does not use the transformers attention interface"
+
+
+def check_rows(target: ProvenModel, ids: Tensor, positions: Tensor | None, context: object) -> None:
+    """Raises UserError for packed rows, which a model's own forward cannot tell apart."""
+    consecutive = positions is None or bool((positions == torch.arange(ids.shape[1], device=ids.device)).all())
+    if context is not None or not consecutive:
+        raise UserError(
+            f"target {target.name!r} runs its own forward and cache, which packed rows cannot share ({target.reason}); "
+            "give it a row per sequence"
+        )
 
 
 class _ProofRun(NamedTuple):
@@ -102,7 +136,7 @@ def prove(target: ProvenModel) -> tuple[list[AttentionForm], float]:
 
 def _run(target: ProvenModel) -> _ProofRun:
     n = _TOKENS
-    ids = (torch.arange(1, 2 * n + 1, device=target.device) * target.vocab_size // (2 * n + 2)).view(2, n)
+    ids = proof_tokens(target, 2 * n).view(2, n)
     rows, positions = InterleavedRows(n), torch.arange(n, device=target.device).repeat_interleave(2)[None]
     states: list[Tensor] = []  # what the body returns, per forward
     caught: dict[int, Tensor] = {}
@@ -119,8 +153,58 @@ def _run(target: ProvenModel) -> _ProofRun:
     scale, head = find_scale(target, caught.get(LAST, before), own)
     logits = target.head(packed).view(n, 2, -1).transpose(0, 1)
     return _ProofRun(
-        rows, scale, _difference(after.view(n, 2, -1).transpose(0, 1), before), head, _difference(logits, own)
+        rows, scale, relative_error(after.view(n, 2, -1).transpose(0, 1), before), head, relative_error(logits, own)
     )
+
+
+@torch.no_grad()
+def prove_own(target: ProvenModel) -> float:
+    """Proves that a model's own forward gives a target's states: each layer's, none changed by later tokens or padding, with the
+    model's own logits behind the head.
+
+        rows      a0 .. a7           the states of these positions must be the same
+        padded    a0 .. a7 x x x     in both
+
+    Returns:
+        The factor on the head's products.
+
+    Raises:
+        UserError: a model that fails on it, sees later tokens, or transforms its logits in an unknown way.
+    """
+    n, half, layers = 2 * _TOKENS, target.compute_dtype.itemsize < 4, range(target.num_layers + 1)
+    ids = proof_tokens(target, 3 * n).view(2, -1)  # [2, 3n/2]
+    try:
+        own = target.model(input_ids=ids[:, :n], use_cache=False).logits.float()  # [2, n, v]
+        rows, padded = (target.forward(part, layers) for part in (ids[:, :n], ids))
+        shapes = {tuple(x.shape[:2]) for x in (rows.last_hidden, rows.features, own)}
+        if shapes != {(2, n)} or rows.last_hidden.shape[2] != target.hidden_size:
+            raise ValueError(f"{n} tokens have states and logits of {sorted(shapes)}")
+    except UserError:
+        raise
+    except KeyError as error:
+        raise unsupported(target.name, target.model, f"does not run its layer {error} on text") from error
+    except Exception as error:  # code of other libraries
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise unsupported(target.name, target.model, f"fails on a proof of {n} tokens ({reason})") from error
+    seen = max(
+        relative_error(after[:, :n], before)
+        for before, after in ((rows.features, padded.features), (rows.last_hidden, padded.last_hidden))
+    )
+    if not seen <= (_STATES_HALF if half else _STATES):
+        fault = (
+            f"computes states that change with later tokens (relative error {seen:.2g}); use a causal language model"
+        )
+        raise unsupported(target.name, target.model, fault)
+    scale, head = find_scale(target, rows.last_hidden, own)
+    if not head <= (LOGITS_HALF if half else LOGITS):
+        fault = f"transforms its logits in an unknown way (relative error of ours {head:.2g})"
+        raise unsupported(target.name, target.model, f"{fault}; use a target whose logits are its head's products")
+    return scale
+
+
+def proof_tokens(target: ProvenModel, count: int) -> Tensor:
+    """[count] different ids, spread over the vocabulary."""
+    return torch.arange(1, count + 1, device=target.device) * target.vocab_size // (count + 2)
 
 
 def find_scale(target: ProvenModel, states: Tensor, own: Tensor) -> tuple[float, float]:
@@ -128,7 +212,7 @@ def find_scale(target: ProvenModel, states: Tensor, own: Tensor) -> tuple[float,
 
     def error(scale: float) -> float:
         target.logit_scale = scale
-        return _difference(target.head(states), own)
+        return relative_error(target.head(states), own)
 
     errors = {scale: error(scale) for scale in _scales(target.config)}
     if not any(
@@ -152,7 +236,7 @@ def _scales(config: PreTrainedConfig) -> Iterator[float]:
             yield from (float(value), 1.0 / value)
 
 
-def _difference(ours: Tensor, theirs: Tensor) -> float:
+def relative_error(ours: Tensor, theirs: Tensor) -> float:
     """Relative error; NaN if either is not finite."""
     ours, theirs = ours.to(theirs.device).float(), theirs.float()
     return float((ours - theirs).norm() / theirs.norm())
