@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from drafttrain.drafters.common.llama_layers import LAYER_KEYS, layer_keys, unsupported_by_llama
-from drafttrain.drafters.mtp.model import MIMO, MTP, MTPConfig
+from drafttrain.drafters.mtp.model import MTP, MTPConfig
+from drafttrain.drafters.mtp.native import MIMO, swapped
 from drafttrain.drafters.shipping import (
     TARGET_OVERRIDES,
     EngineRelease,
@@ -45,11 +46,6 @@ _SHAPE = (
     "rope_parameters",
 )
 _BIASED = ("q_proj", "k_proj", "v_proj")
-
-
-def _swapped(project: Tensor) -> Tensor:
-    """[h, 2h] with its halves exchanged."""
-    return torch.cat(project.chunk(2, dim=1)[::-1], dim=1)
 
 
 class MTPShipping(Shipping[MTP]):
@@ -114,7 +110,7 @@ class MTPShipping(Shipping[MTP]):
         for name in [name for name in weights if name.endswith(tuple(f"{each}.weight" for each in _BIASED))]:
             weights[name.removesuffix("weight") + "bias"] = torch.zeros(len(weights[name]))
         project = next(name for name in weights if name.endswith("input_proj.weight"))
-        return {**weights, project: _swapped(weights[project])}
+        return {**weights, project: swapped(weights[project])}
 
     def drafter_from(self, original: MTP, export: Exported) -> MTP:
         fields = {key: export.config[key] for key in (*LAYER_KEYS, "rope_parameters")}
@@ -125,7 +121,7 @@ class MTPShipping(Shipping[MTP]):
         if any(weight.any() for name, weight in export.weights.items() if name.endswith("bias")):
             raise UserError(f"{export.where} computes something else: a bias is not zero; export again")
         state = super().drafter_weights(original, back, export)
-        return {**state, "blocks.0.eh_proj.weight": _swapped(state["blocks.0.eh_proj.weight"])}
+        return {**state, "blocks.0.eh_proj.weight": swapped(state["blocks.0.eh_proj.weight"])}
 
 
 SHIPPING = MTPShipping()
