@@ -48,7 +48,12 @@ class ProvenModel(Protocol):
     def device(self) -> torch.device: ...
     def hook(self, layers: Sequence[int], /) -> None: ...
     def head(self, hidden: Tensor, /) -> Tensor: ...
-    def forward(self, ids: Tensor, layers: Sequence[int], at: Tensor, context: AttentionContext, /) -> TargetOutput: ...
+    def forward(
+        self, ids: Tensor, layers: Sequence[int], at: Tensor | None = None, context: AttentionContext | None = None, /
+    ) -> TargetOutput: ...
+    def run_body(
+        self, ids: Tensor, layers: Sequence[int], context: AttentionContext | None, /, **options: Any
+    ) -> tuple[TargetOutput, Any]: ...
 
 
 def unsupported(name: str, model: PreTrainedModel, fault: str) -> UserError:
@@ -102,7 +107,7 @@ def prove(target: ProvenModel) -> tuple[list[AttentionForm], float]:
 
 def _run(target: ProvenModel) -> _ProofRun:
     n = _TOKENS
-    ids = (torch.arange(1, 2 * n + 1, device=target.device) * target.vocab_size // (2 * n + 2)).view(2, n)
+    ids = proof_tokens(target, 2 * n).view(2, n)
     rows, positions = InterleavedRows(n), torch.arange(n, device=target.device).repeat_interleave(2)[None]
     states: list[Tensor] = []  # what the body returns, per forward
     caught: dict[int, Tensor] = {}
@@ -121,6 +126,51 @@ def _run(target: ProvenModel) -> _ProofRun:
     return _ProofRun(
         rows, scale, _difference(after.view(n, 2, -1).transpose(0, 1), before), head, _difference(logits, own)
     )
+
+
+@torch.no_grad()
+def prove_own(target: ProvenModel) -> float:
+    """Proves that a model's own forward gives a target's states: each layer's, none changed by later tokens or padding, with the
+    model's own logits behind the head.
+
+        rows      a0 .. a7           the states of these positions must be the same
+        padded    a0 .. a7 x x x     in both
+
+    Returns:
+        The factor on the head's products.
+
+    Raises:
+        UserError: a model that fails on it, sees later tokens, or transforms its logits in an unknown way.
+    """
+    n, half, layers = 2 * _TOKENS, target.compute_dtype.itemsize < 4, range(target.num_layers + 1)
+    ids = proof_tokens(target, 3 * n).view(2, -1)  # [2, 3n/2]
+    try:
+        own = target.model(input_ids=ids[:, :n], use_cache=False).logits.float()  # [2, n, v]
+        rows, padded = (target.forward(part, layers) for part in (ids[:, :n], ids))
+    except UserError:
+        raise
+    except Exception as error:  # code of other libraries
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise unsupported(target.name, target.model, f"fails on a proof of {n} tokens ({reason})") from error
+    seen = max(
+        _difference(after[:, :n], before)
+        for before, after in ((rows.features, padded.features), (rows.last_hidden, padded.last_hidden))
+    )
+    if not seen <= (_STATES_HALF if half else _STATES):
+        fault = (
+            f"computes states that change with later tokens (relative error {seen:.2g}); use a causal language model"
+        )
+        raise unsupported(target.name, target.model, fault)
+    scale, head = find_scale(target, rows.last_hidden, own)
+    if not head <= (LOGITS_HALF if half else LOGITS):
+        fault = f"transforms its logits in an unknown way (relative error of ours {head:.2g})"
+        raise unsupported(target.name, target.model, f"{fault}; use a target whose logits are its head's products")
+    return scale
+
+
+def proof_tokens(target: ProvenModel, count: int) -> Tensor:
+    """[count] different ids, spread over the vocabulary."""
+    return torch.arange(1, count + 1, device=target.device) * target.vocab_size // (count + 2)
 
 
 def find_scale(target: ProvenModel, states: Tensor, own: Tensor) -> tuple[float, float]:

@@ -4,16 +4,18 @@ Everything that runs the target (training, response generation, tree verificatio
 same thing everywhere. This subpackage is the only place that knows the insides of transformers' models:
 
     target.py        Target: load or wrap a model, run it
-    proof.py         proves that states and logits through our attention are the model's own
+    proof.py         proves that states and logits are the model's own: through our attention, or else of its own forward
+    snapshots.py     decoding with the model's own forward and cache, for what our attention cannot serve
     shell.py         a target without its layers
     loading.py       loads models whose files hold exactly what their config promises
     attention.py     the registered attention function and feature hooks, through which a model's layers reach our cache
     native_body.py   the same forward as a few C calls, for decoding on a CPU
     fetch.py, convert_gguf.py: getting one
 
-A family needs no code here. Any decoder-only model whose layers call the transformers attention interface works unpatched;
-`Target.wrap` proves it on eight tokens (proof.py), logits included. Unsupported are recurrent layers, chunked attention and
-models with attention code of their own; the error says which.
+A family needs no code here. A model whose layers call the transformers attention interface decodes packed trees through our
+cache; `Target.wrap` proves it on eight tokens (proof.py), logits included. Any other causal model (recurrent layers, chunked
+attention, attention code of its own) runs its own forward with its own cache, proven too. Unsupported are models that see later
+tokens or whose logits are not their head's products; the error says which.
 
 A Target holds no state of a call: threads may run forwards of one Target at a time, each with a context of its own.
 """
@@ -26,7 +28,7 @@ import re
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +56,7 @@ from drafttrain.target.fetch import cached_model
 from drafttrain.target.generation import TargetGeneration, end_tokens, read_generation_config
 from drafttrain.target.loading import load_language_model, loading
 from drafttrain.target.native_body import NATIVE_ROWS, NativeBody
-from drafttrain.target.proof import prove, unsupported
+from drafttrain.target.proof import prove, prove_own, unsupported
 
 # transformers' names of layer types: with plain attention, and with a state.
 _SERVED = {"full_attention", "sliding_attention"}
@@ -95,7 +97,10 @@ class Target:
         max_positions: the longest sequence that it reads, or None if nothing limits it.
         eos_ids: every token id that ends a response.
         generation: what its generation_config asks of decoding.
-        forms: how each layer attends; empty without weights.
+        decoding_path: "packed" if rows and trees of many sequences share one forward through our attention; "snapshot" if the
+            model runs as it is, row by row, with copies of its own cache.
+        reason: why it is not packed; empty if it is.
+        forms: how each layer attends; empty without weights and on the snapshot path.
         idle_steps: captured decoding steps (CUDA graphs) between two calls of the decoder, see `take_idle_steps`.
     """
 
@@ -105,11 +110,14 @@ class Target:
         self.name, self.path, self.dtype = name, path, dtype
         self.config = self.model.config.get_text_config()
         self.body: Any = self.model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+        if self.body is model:  # some families' name for the whole model
+            self.body = next((child for child in model.children() if not isinstance(child, nn.Linear)), model)
         self.hidden_size: int = self.config.hidden_size
         self.num_layers: int = self.config.num_hidden_layers
         self.max_positions = self._find_max_positions()
         self.embed_scale: float = getattr(self.config, "embedding_multiplier", None) or 1.0
-        self.softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
+        caps = (getattr(self.config, key, None) for key in ("final_logit_softcapping", "logits_soft_cap"))
+        self.softcap: float | None = next((cap for cap in caps if cap), None)
         self.logit_scale = 1.0  # `prove` finds it
         head = self.model.get_output_embeddings()
         if head is None:
@@ -119,6 +127,8 @@ class Target:
         self.layers = self._find_layers()
         self.generation = TargetGeneration(model, self.vocab_size, name)
         self.eos_ids = end_tokens((self.generation.config, self.config, tokenizer), self.vocab_size)
+        self.decoding_path: Literal["packed", "snapshot"] = "packed"
+        self.reason = ""
         self.forms: list[AttentionForm] = []
         self._packed = False
         self._native: NativeBody | None = None
@@ -171,27 +181,41 @@ class Target:
         dtype: torch.dtype | None = None,
         freeze: bool = True,
     ) -> Target:
-        """Makes a Target of a loaded model, which attends through our interface from now on, and freezes it.
+        """Makes a Target of a loaded model and freezes it. It attends through our interface from now on, if that is proven.
 
-        A draft model, which runs the same way but is trained, is wrapped with freeze=False.
+        A draft model, which is trained and whose forwards are packed, is wrapped with freeze=False.
 
         Raises:
-            UserError: a model that an attention context cannot run, or whose logits we do not reproduce, with its class name
-                and the reason.
+            UserError: a model that sees later tokens, or whose logits or cached continuation we do not reproduce; with
+                freeze=False, one that an attention context cannot run. Names its class and the reason.
         """
         dtype = dtype or next(model.parameters()).dtype
-        reason = _unservable(model)
-        if reason is not None:
-            raise unsupported(name, model, f"{reason}; use a target with plain attention")
         model.eval()
         if freeze:
             if dtype == torch.bfloat16 and model.device.type == "cpu" and not cpu_has_bfloat16():
                 model = model.float()
             model.requires_grad_(False)
         target = cls(model, tokenizer, name, path, dtype)
-        if model.device.type != "meta":  # a model without weights stands for one that runs elsewhere
-            target.forms, target.logit_scale = prove(target)
+        target._choose_path(packed_only=not freeze)
         return target
+
+    def _choose_path(self, packed_only: bool) -> None:
+        """Proves the packed path or else the snapshot path; without weights (`meta`) the config decides."""
+        own, self.reason = self.model.config._attn_implementation, _unservable(self.model) or ""
+        meta = self.device.type == "meta"  # a model without weights stands for one that runs elsewhere
+        try:
+            if self.reason:
+                raise unsupported(self.name, self.model, f"{self.reason}; use a model with plain attention")
+            if not meta:
+                self.forms, self.logit_scale = prove(self)
+        except UserError as error:
+            if packed_only:
+                raise
+            self.decoding_path, self.reason = "snapshot", self.reason or str(error)
+            if self.model.config._attn_implementation != own:
+                self.model.set_attn_implementation(own)
+            if not meta:
+                self.logit_scale = prove_own(self)
 
     def widen(self) -> None:
         """Computes in float32 from now on where that decodes faster: bfloat16 weights on a CPU with our kernels.
@@ -328,24 +352,49 @@ class Target:
             position_ids: [b, s]; needed with `context`, whose tokens need not be consecutive.
             context: a decoder's cache and mask. Without one, plain causal attention over the rows.
 
+        On the snapshot path, contexts are those of `SnapshotCache`, and rows without one are [b, s] from position 0. Padding
+        goes to the right: no position sees a later one.
+
         Returns:
             features [b, s, f*h] and last_hidden [b, s, h]. The head is not applied.
 
         Raises:
-            UserError: rows longer than the target reads.
+            UserError: rows longer than the target reads, or packed ones on the snapshot path.
         """
+        if self.decoding_path == "snapshot":
+            return self._forward_own(input_ids, feature_layers, position_ids, context)
         few = input_ids.shape[0] == 1 and input_ids.shape[1] <= NATIVE_ROWS
         if self._native is not None and few and context is not None and position_ids is not None:
             return self._native.forward(input_ids, feature_layers, position_ids, context)
         if context is None:
             self.check_length(input_ids.shape[1])
+        context = context or CausalRows(input_ids.shape[1])
+        return self.run_body(input_ids, feature_layers, context, position_ids=position_ids, use_cache=False)[0]
+
+    def _forward_own(
+        self, input_ids: Tensor, feature_layers: Sequence[int], position_ids: Tensor | None, context: object
+    ) -> TargetOutput:
+        """`forward` on the snapshot path."""
+        consecutive = torch.arange(input_ids.shape[1], device=input_ids.device)
+        if context is not None or (position_ids is not None and not (position_ids == consecutive).all()):
+            raise UserError(
+                f"target {self.name!r} runs its own forward and cache, which packed rows cannot share ({self.reason}); "
+                "give it a row per sequence"
+            )
+        self.check_length(input_ids.shape[1])
+        return self.run_body(input_ids, feature_layers, None, use_cache=False)[0]
+
+    def run_body(
+        self, input_ids: Tensor, feature_layers: Sequence[int], context: AttentionContext | None, **options: Any
+    ) -> tuple[TargetOutput, Any]:
+        """One call of the model's body with these options: the caught features [b, s, f*h] and its own output."""
         self.hook(feature_layers)
         caught: dict[int, Tensor] = {}
-        with attention_context(context or CausalRows(input_ids.shape[1]), caught):
-            out = self.body(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+        with attention_context(context, caught):
+            out = self.body(input_ids=input_ids, **options)
         caught[LAST] = last = caught.get(LAST, out.last_hidden_state).to(input_ids.device)
         parts = [caught[i].to(input_ids.device) for i in feature_layers]  # a spread target has them on several devices
-        return TargetOutput(torch.cat(parts, dim=-1) if parts else last[..., :0], last)
+        return TargetOutput(torch.cat(parts, dim=-1) if parts else last[..., :0], last), out
 
     def take_idle_steps(self) -> Any:
         """Leases captured steps that an earlier call left: removes and returns them; None if there are none.
@@ -383,7 +432,7 @@ def _unservable(model: PreTrainedModel) -> str | None:
     if "chunked_attention" in types:
         return "attends in fixed chunks, which no window of an attention context can express"
     if model._is_stateful or types & _RECURRENT:
-        return f"keeps recurrent state{named}, and rejected tokens cannot be rolled back from a state"
+        return f"keeps recurrent state{named}, from which rejected tokens cannot be rolled back"
     if types:
         return f"has layers of an unsupported type{named}"
     return None if model._can_set_attn_implementation() else "does not use the transformers attention interface"
