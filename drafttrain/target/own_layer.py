@@ -65,9 +65,9 @@ class OwnLayer(nn.Module):
     def __init__(self, spec: Json):
         super().__init__()
         model = skeleton(spec["config"])
-        _, layers = layers_of(model)
         model.config._attn_implementation = ATTENTION
-        self.layer: Any = type(layers[spec["index"]])(model.config, spec["index"])
+        kind: Any = type(layers_of(model)[1][spec["index"]])
+        self.layer = kind(model.config, spec["index"])
         with torch.device("cpu"):  # also where a loader builds drafters on the meta device
             self.rotary = [type(model.get_decoder().rotary_emb)(model.config)]
 
@@ -84,9 +84,15 @@ class OwnLayer(nn.Module):
         queries: Tensor | None = None,
     ) -> Tensor:
         """As `DraftLayer`: state [t, h]; cos, sin [t, 1, r] -> [t or queries, h]. embeds are not read."""
-        with attention_context(_Flat(attend, queries)):
+        count = len(state)
+        if (
+            not count
+        ):  # a depth without anchors; the weights need a gradient all the same, and no family runs without tokens
+            state, cos, sin = (x.new_zeros(1, *x.shape[1:]) for x in (state, cos, sin))
+        rows = torch.arange(count, device=state.device) if queries is None else queries
+        with attention_context(_Flat(attend, count, rows)):
             out = self.run(state[None], cos.transpose(0, 1), sin.transpose(0, 1))[0]
-        return out if queries is None else out[queries]
+        return out if queries is None and count else out[rows]
 
     def run(self, states: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
         """states [1, t, h]; cos, sin [1, t, r] -> [1, t, h], through the attention that is set."""
@@ -106,7 +112,8 @@ class OwnLayer(nn.Module):
         Raises:
             UserError: a form of attention that drafters lack, or other states; names the relative error.
         """
-        (states, cos, sin), probe = self.probe(), _Flat(causal)
+        states, cos, sin = self.probe()
+        probe = _Flat(causal, len(states), torch.arange(len(states)))
         inputs = states[None], cos.transpose(0, 1), sin.transpose(0, 1)
         with attention_context(probe):
             ours = self.run(*inputs)
@@ -138,13 +145,14 @@ class _Flat:
     Values narrower than keys (latent attention) are padded, so that caches and kernels see one width.
 
     Args:
-        queries: [tq] rows that need an output, the others get zeros; None: all.
+        count: tokens, of which each has a key; behind them there may be a spare one. queries: [tq] of them that need an output,
+            the others get zeros.
     """
 
     shape: LayerShape | None = None  # of the last call
 
-    def __init__(self, attend: Attend, queries: Tensor | None = None):
-        self.inner, self.queries = attend, queries
+    def __init__(self, attend: Attend, count: int, queries: Tensor):
+        self.inner, self.count, self.queries = attend, count, queries
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]) -> Tensor:
         """[1, heads, t, width] each -> [1, t, heads, value width]."""
@@ -154,18 +162,19 @@ class _Flat:
         self.shape = LayerShape(query.shape[1], key.shape[1], width, form["window"] or 0)
         factor = form["scaling"] * width**0.5  # drafters scale by width ** -0.5
         flat = (F.pad(x[0].transpose(0, 1), (0, width - x.shape[-1])) for x in (query * factor, key, value))
-        rows, keys, values = (x.contiguous() for x in flat)  # [t, heads, width] each
-        out = self.inner(rows if self.queries is None else rows[self.queries], keys, values)
-        out = out.view(len(out), -1, width)[..., :own]
-        if self.queries is not None:
-            out = out.new_zeros(len(rows), *out.shape[1:]).index_copy(0, self.queries, out)
+        rows, keys, values = (x[: self.count].contiguous() for x in flat)  # [t, heads, width] each
+        few = len(self.queries) < query.shape[2]
+        out = self.inner(rows[self.queries] if few else rows, keys, values)
+        out = out.view(len(out), query.shape[1], width)[..., :own]
+        if few:
+            out = out.new_zeros(query.shape[2], *out.shape[1:]).index_copy(0, self.queries, out)
         return out[None]
 
 
 def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Plain causal attention over one row of flat tokens, as an `Attend`."""
-    rows = (x.transpose(0, 1)[None] for x in (query, key, value))  # [1, heads, t, width] each
-    return F.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True)[0].transpose(0, 1).flatten(1)
+    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))  # [1, heads, t, width] each
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1).flatten(1)
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:
@@ -207,7 +216,8 @@ def spec_of(config: PreTrainedConfig, index: int) -> Json:
 def _mapping(model: Any) -> tuple[list[Any], list[Any], list[Any]]:
     """How transformers turns a checkpoint's tensors into a model's: all rules, those that rename, those that convert."""
     rules: list[Any] = get_model_conversion_mapping(model)
-    return rules, *([rule for rule in rules if isinstance(rule, kind)] for kind in (WeightRenaming, WeightConverter))
+    renamed, converted = ([rule for rule in rules if isinstance(rule, kind)] for kind in (WeightRenaming, WeightConverter))
+    return rules, renamed, converted
 
 
 @torch.no_grad()
@@ -238,7 +248,7 @@ def read_own_layer(target: Target, weights: Mapping[str, Tensor]) -> tuple[OwnLa
         if not tried[form]:
             spec = spec_of(target.config, index)
             return _filled(OwnLayer(spec), spec, weights), spec
-    wrong = sorted(min(tried.values(), key=len))
+    wrong = sorted(min(tried.values(), key=lambda names: len(names)))
     raise UserError(f"{'unknown' if wrong[0] in weights else 'missing'} are {', '.join(wrong[:3])}")
 
 

@@ -34,7 +34,12 @@ GATED = {
     **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
 }
-QWEN_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20}
+QWEN_MOE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+}
 ROUTED = {
     **{"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1},
     **{"first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "norm_topk_prob": True},
@@ -44,7 +49,14 @@ LATENT = {
     **{"num_key_value_heads": HEADS, "n_group": 4, "topk_group": 2},
 }
 GLM = {
-    **{"num_key_value_heads": 2, "head_dim": 16, "use_qk_norm": True, "attention_bias": True, "n_group": 1, "topk_group": 1},
+    **{
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "n_group": 1,
+        "topk_group": 1,
+    },
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
 }
 
@@ -62,9 +74,7 @@ class Family(NamedTuple):
 FAMILIES = {
     "qwen3-next": Family(Qwen3NextConfig, Qwen3NextForCausalLM, {**GATED, **QWEN_MOE}, "mtp.", "layers.0."),
     "qwen3.5": Family(Qwen3_5TextConfig, Qwen3_5ForCausalLM, GATED, "mtp.", "layers.0."),
-    "deepseek-v3": Family(
-        DeepseekV3Config, DeepseekV3ForCausalLM, {**ROUTED, **LATENT}, f"model.layers.{LAYERS}.", ""
-    ),
+    "deepseek-v3": Family(DeepseekV3Config, DeepseekV3ForCausalLM, {**ROUTED, **LATENT}, f"model.layers.{LAYERS}.", ""),
     "glm-4-moe": Family(Glm4MoeConfig, Glm4MoeForCausalLM, {**ROUTED, **GLM}, f"model.layers.{LAYERS}.", ""),
 }
 NAMES = {
@@ -87,7 +97,12 @@ def module_tensors(name):
     around = {f"{each}.weight": random(H, around=one) for each in (first, second, norm)}
     around[f"{project}.weight"] = random(H, 2 * H)
     layer = {f"{each}_layernorm.weight": random(H, around=one) for each in ("input", "post_attention")}
-    shapes = {"q_proj": ((2 if gated else 1) * HEADS * e, H), "k_proj": (kv * e, H), "v_proj": (kv * e, H), "o_proj": (H, HEADS * e)}
+    shapes = {
+        "q_proj": ((2 if gated else 1) * HEADS * e, H),
+        "k_proj": (kv * e, H),
+        "v_proj": (kv * e, H),
+        "o_proj": (H, HEADS * e),
+    }
     norms = {"q_norm": e, "k_norm": e}
     if name == "deepseek-v3":
         shapes = {"q_a_proj": (16, H), "q_b_proj": (HEADS * 16, 16), "kv_a_proj_with_mqa": (16 + 8, H),
@@ -215,7 +230,11 @@ def latent_attention(weights, x, positions, values, shift):
 
 
 def dense(weights, where, x):
-    return linear(weights, f"{where}.down_proj", F.silu(linear(weights, f"{where}.gate_proj", x)) * linear(weights, f"{where}.up_proj", x))
+    return linear(
+        weights,
+        f"{where}.down_proj",
+        F.silu(linear(weights, f"{where}.gate_proj", x)) * linear(weights, f"{where}.up_proj", x),
+    )
 
 
 def mixture(weights, x, values):
@@ -237,7 +256,10 @@ def mixture(weights, x, values):
         shares = shares / shares.sum(-1, keepdim=True)
         shared = dense(weights, "mlp.shared_expert", x) * linear(weights, "mlp.shared_expert_gate", x).sigmoid()
     rows = [
-        sum(share * dense(weights, f"mlp.experts.{int(i)}", x[t : t + 1])[0] for share, i in zip(shares[t], chosen[t], strict=True))
+        sum(
+            share * dense(weights, f"mlp.experts.{int(i)}", x[t : t + 1])[0]
+            for share, i in zip(shares[t], chosen[t], strict=True)
+        )
         for t in range(len(x))
     ]
     return torch.stack(rows) + shared

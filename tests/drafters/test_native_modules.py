@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from drafttrain.drafters.mtp.model import MTP
-from drafttrain.errors import UserError
 from drafttrain.target import Target, load_shell
 from drafttrain.target.own_layer import OwnLayer, causal
 from tests.drafters.layer_kinds import check_lossless, check_parity, check_round_trip, check_trees
-from tests.drafters.native_families import FAMILIES, H, VOCAB, reference, write_checkpoint
+from tests.drafters.native_families import FAMILIES, VOCAB, H, reference, write_checkpoint
 from tests.drafters.test_eagle3 import make_batch, run_step
 
 ALL = torch.arange(VOCAB)
@@ -29,7 +27,9 @@ def test_a_module_computes_what_is_published(name, tmp_path):
     positions = torch.arange(9) + 20
     with torch.no_grad():
         ours = drafter.step(drafter.fuse(states), embeds, positions, [causal])
-        last = drafter.step(drafter.fuse(states), embeds, positions, [lambda q, k, v: causal_rows(q, k, v)], torch.tensor([8]))
+        last = drafter.step(
+            drafter.fuse(states), embeds, positions, [lambda q, k, v: causal_rows(q, k, v)], torch.tensor([8])
+        )
     torch.testing.assert_close(ours, reference(name, tensors, embeds, states, positions), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(last, ours[8:], rtol=1e-4, atol=1e-5)
 
@@ -38,3 +38,39 @@ def causal_rows(query, key, value):
     """Attention of the last token only."""
     padded = torch.cat((query.new_zeros(len(key) - len(query), *query.shape[1:]), query))
     return causal(padded, key, value)[-len(query) :]
+
+
+def begin(target, **options):
+    drafter = MTP.native(target, options.pop("kept", ALL), options)
+    drafter.bind(target)
+    return drafter
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", pytest.param("glm-4-moe", marks=pytest.mark.thorough)])
+def test_both_halves_are_one_forward(name, tmp_path):
+    write_checkpoint(name, tmp_path)
+    target = Target.load(str(tmp_path), "float32", "cpu")
+    check_parity(lambda: begin(target, ttt_steps=4).eval(), target)
+    check_trees(begin(target).eval(), target)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", FAMILIES)
+def test_training_goes_on_decodes_and_is_saved(name, tmp_path):
+    """One batch is learned from the module on, decoding is lossless with it, and a saved drafter is the same."""
+    write_checkpoint(name, tmp_path / "target")
+    target = Target.load(str(tmp_path / "target"), "float32", "cpu")
+    drafter = begin(target)
+    before = run_step(drafter, target, make_batch())
+    before.loss.backward()
+    for part, parameter in drafter.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all() and parameter.grad.abs().sum() > 0, part
+    optimizer = torch.optim.Adam(drafter.parameters(), lr=5e-3)
+    for _ in range(12):
+        optimizer.zero_grad()
+        run_step(drafter, target, make_batch()).loss.backward()
+        optimizer.step()
+    assert run_step(drafter, target, make_batch()).loss < 0.8 * before.loss.detach()
+    drafter.eval()
+    check_lossless(drafter, target)
+    check_round_trip(drafter, target, tmp_path / "drafter")

@@ -215,11 +215,18 @@ class MTP(LayerDrafter):
     def _own_native(cls, target: Target, module: NativeModule, kept_ids: Tensor, options: Json) -> MTP:
         own, spec = read_own_layer(target, module.layer)
         heads, kv_heads, width, window = own.prove()
-        shapes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": width, "sliding_window": window}
+        shapes = {
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": width,
+            "sliding_window": window,
+        }
         if wrong := [name for name in options if name in (*shapes, *_LAYER_KEYS) and options[name] != shapes.get(name)]:
             raise UserError(f"drafter.{wrong[0]}={options[wrong[0]]!r} does not change it; drop the key")
         options = {**options, **shapes, "target_layer": spec}
-        return cls._around(target, module, options, kept_ids, {f"layer.{k}": v for k, v in own.layer.state_dict().items()})
+        return cls._around(
+            target, module, options, kept_ids, {f"layer.{k}": v for k, v in own.layer.state_dict().items()}
+        )
 
     @classmethod
     def _around(

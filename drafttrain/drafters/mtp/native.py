@@ -133,7 +133,10 @@ def _find(target: Target) -> tuple[str, str, dict[str, Path]]:
         own = {name.removeprefix(prefix): path for name, path in files.items() if name.startswith(prefix)}
         if all(f"{name}.weight" in own for name in form.names):
             if any(name.startswith(_further(form, target)) for name in files):
-                print(f"note: target {target.name!r} has several prediction modules; the first serves all depths", flush=True)
+                print(
+                    f"note: target {target.name!r} has several prediction modules; the first serves all depths",
+                    flush=True,
+                )
             return key, prefix, own
     raise UserError(
         f"init='native': the checkpoint of target {target.name!r} ({target.path}) holds no multi-token prediction module "
@@ -150,7 +153,9 @@ def _widened(weight: Tensor, name: str, scales: Path | None, target: Target) -> 
     if scales is None:
         return weight.float()
     if weight.element_size() > 1:
-        raise UserError(f"init='native': {name}{_SCALE} of target {target.name!r} scales a weight that is not FP8; use init=target")
+        raise UserError(
+            f"init='native': {name}{_SCALE} of target {target.name!r} scales a weight that is not FP8; use init=target"
+        )
     rows, columns = (getattr(target.config, "quantization_config", None) or {}).get("weight_block_size") or (128, 128)
     with safe_open(scales, "pt") as file:
         factors = file.get_tensor(name + _SCALE).float()
