@@ -216,7 +216,9 @@ def spec_of(config: PreTrainedConfig, index: int) -> Json:
 def _mapping(model: Any) -> tuple[list[Any], list[Any], list[Any]]:
     """How transformers turns a checkpoint's tensors into a model's: all rules, those that rename, those that convert."""
     rules: list[Any] = get_model_conversion_mapping(model)
-    renamed, converted = ([rule for rule in rules if isinstance(rule, kind)] for kind in (WeightRenaming, WeightConverter))
+    renamed, converted = (
+        [rule for rule in rules if isinstance(rule, kind)] for kind in (WeightRenaming, WeightConverter)
+    )
     return rules, renamed, converted
 
 
@@ -247,13 +249,17 @@ def read_own_layer(target: Target, weights: Mapping[str, Tensor]) -> tuple[OwnLa
         tried[form] = {found.get(name, name) for name in found.keys() ^ expected}
         if not tried[form]:
             spec = spec_of(target.config, index)
-            return _filled(OwnLayer(spec), spec, weights), spec
-    wrong = sorted(min(tried.values(), key=lambda names: len(names)))
+            own = OwnLayer(spec)
+            fill(own, spec, weights)
+            return own, spec
+    closest: set[str] = min(tried.values(), key=len)
+    wrong = sorted(closest)
     raise UserError(f"{'unknown' if wrong[0] in weights else 'missing'} are {', '.join(wrong[:3])}")
 
 
-def _filled(own: OwnLayer, spec: Json, weights: Mapping[str, Tensor]) -> OwnLayer:
-    """Gives a layer these weights, as transformers loads them."""
+@torch.no_grad()
+def fill(own: OwnLayer, spec: Json, weights: Mapping[str, Tensor]) -> None:
+    """Gives a layer these weights, as transformers loads them; see `read_own_layer`. Raises UserError."""
     model = skeleton(spec["config"])
     where, layers = layers_of(model)
     place = f"{where}.{spec['index']}."
@@ -267,7 +273,6 @@ def _filled(own: OwnLayer, spec: Json, weights: Mapping[str, Tensor]) -> OwnLaye
     if lost := {name for name, _ in own.layer.named_buffers()} - loaded.keys():
         raise UserError(f"{min(lost)} is computed by its class, and drafters save weights only")
     own.layer.load_state_dict(loaded)
-    return own
 
 
 def layer_tensors(own: OwnLayer, spec: Json) -> dict[str, Tensor]:

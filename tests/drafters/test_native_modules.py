@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from drafttrain.drafters.mtp.model import MTP
+from drafttrain.drafters.shipping import ExportRequest, check_expressible, find_drafter, shipping
+from drafttrain.errors import UserError
 from drafttrain.target import Target, load_shell
 from drafttrain.target.own_layer import OwnLayer, causal
 from tests.drafters.layer_kinds import check_lossless, check_parity, check_round_trip, check_trees
@@ -74,3 +79,39 @@ def test_training_goes_on_decodes_and_is_saved(name, tmp_path):
     drafter.eval()
     check_lossless(drafter, target)
     check_round_trip(drafter, target, tmp_path / "drafter")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_export_is_the_familys_own_layout(name, tmp_path):
+    """Trained or not, all tensors return under their names, and the export drafts what the drafter does."""
+    target, tensors = tmp_path / "target", write_checkpoint(name, tmp_path / "target")
+    shell = load_shell(str(target), "float32", weights=True)
+    drafter = begin(shell, train_head=False)
+    drafter.save_pretrained(tmp_path / "drafter")
+    trained, form = find_drafter(str(tmp_path / "drafter")), FAMILIES[name]
+    out = tmp_path / "out"
+    check_expressible(trained, "vllm").write(trained, "vllm", ExportRequest(out, torch.float32, str(target)))
+    written = load_file(out / "model.safetensors")
+    assert written.keys() == {form.module + key for key in tensors}
+    for key, weight in tensors.items():
+        torch.testing.assert_close(written[form.module + key], weight, msg=key)
+    config = json.loads((out / "config.json").read_text())
+    assert config["architectures"] == [form.model.__name__]
+    assert config.get("num_nextn_predict_layers") or config["mtp_num_hidden_layers"] == 1
+    figures = shipping("mtp").check(trained, out)
+    assert figures["same_tokens"] and figures["max_log_prob_difference"] < 1e-4
+    written[next(iter(written))] += 0.5
+    save_file(written, out / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError):
+        shipping("mtp").check(trained, out)
+
+
+def test_what_engines_cannot_load_of_it(tmp_path):
+    target = tmp_path / "target"
+    write_checkpoint("qwen3.5", target)
+    begin(load_shell(str(target), "float32", weights=True), modules=2).save_pretrained(tmp_path / "drafter")
+    trained = find_drafter(str(tmp_path / "drafter"))
+    reasons = " ".join(shipping("mtp").unsupported(trained, "vllm"))
+    assert "train_head=true" in reasons and "modules=2" in reasons and "model_type" not in reasons
+    assert "model_type=qwen3_5_text" in " ".join(shipping("mtp").unsupported(trained, "sglang"))
+    assert shipping("mtp").options(trained)["vLLM"] == {"method": "mtp"}

@@ -15,12 +15,14 @@ Sources: vLLM 0.32 models/mimo_mtp.py, config/speculative.py (hf_config_override
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from drafttrain.drafters.common.llama_layers import LAYER_KEYS, layer_keys, unsupported_by_llama
+from drafttrain.drafters.mtp.family_export import FAMILY, FORMATS
 from drafttrain.drafters.mtp.model import MTP, MTPConfig
 from drafttrain.drafters.mtp.native import MIMO, swapped
 from drafttrain.drafters.shipping import (
@@ -49,9 +51,9 @@ _BIASED = ("q_proj", "k_proj", "v_proj")
 
 
 class MTPShipping(Shipping[MTP]):
-    """vLLM alone; our own format goes to the Hub too."""
+    """vLLM alone for plain layers, which are written as MiMo's; layers of the target's class as the family's own (FAMILY)."""
 
-    formats = {"vllm": Format("a prediction module as MiMo's", ("vLLM",))}
+    formats = {**FORMATS, "vllm": Format("a prediction module as MiMo's, or as the target family's own", ("vLLM",))}
     verifiable = {"vllm": "vllm"}
     serving = {"vLLM": {"method": "mtp", TARGET_OVERRIDES: {"num_nextn_predict_layers": 1}}}
     tiny = {"train_head": False, "num_key_value_heads": 2}
@@ -66,8 +68,12 @@ class MTPShipping(Shipping[MTP]):
         return f"{many} (arXiv 2412.19437), {parameters} parameters"
 
     def unsupported(self, trained: Trained, form: str, engine: EngineRelease | None = None) -> list[str]:
+        if trained.config.get("target_layer"):
+            return FAMILY.unsupported(trained, form, engine)
         if found := super().unsupported(trained, form, engine):
             return found
+        if form not in self.verifiable.values():
+            return [self.no_format]
         config: MTPConfig = self.load(trained).config  # type: ignore[assignment]
         checks = {
             "train_head=true: the engine drafts with the target's head; train with drafter.train_head=false": config.train_head,
@@ -80,6 +86,8 @@ class MTPShipping(Shipping[MTP]):
 
     def write(self, trained: Trained, form: str, request: ExportRequest) -> list[Path]:
         """As of most kinds. Raises UserError also for layers of another shape than the target's, which the engine reads."""
+        if trained.config.get("target_layer"):
+            return FAMILY.write(trained, form, request)
         target = load_shell(request.target_files or trained.target_name)
         ours, theirs = vars(self.load(trained).config), vars(MTPConfig.for_target(target))
         wrong = [f"{key}={ours[key]} (there {theirs[key]})" for key in _SHAPE if ours[key] != theirs[key]]
@@ -90,6 +98,13 @@ class MTPShipping(Shipping[MTP]):
                 f"{', '.join(wrong)}; train it without these drafter.* keys"
             )
         return super().write(trained, form, request)
+
+    def check(self, trained: Trained, exported: Path) -> Json:
+        own = bool(trained.config.get("target_layer"))
+        return FAMILY.check(trained, exported) if own else super().check(trained, exported)
+
+    def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
+        return FAMILY.serving if trained.config.get("target_layer") else self.serving
 
     def engine_config(self, drafter: MTP, form: str, request: ExportRequest) -> Json:
         config: MTPConfig = drafter.config  # type: ignore[assignment]

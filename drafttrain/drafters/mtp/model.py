@@ -46,8 +46,8 @@ class MTPConfig(LastStateConfig):
     Attributes:
         modules: 1, or more for one per depth; deeper depths use the last one. Each has one layer.
         train_head: train and save a copy of the target's head rows; False uses the target's, frozen, as engines do.
-        target_layer: of modules whose layer is of the target's class: its config and index (`target.own_layer.spec_of`); set by
-            init=native. Empty for plain layers.
+        target_layer: of modules whose layer is of the target's class: its config and index (`target.own_layer.spec_of`), and
+            the form of the checkpoint it came from; set by init=native. Empty for plain layers.
     """
 
     model_type = "drafttrain_mtp"
@@ -223,7 +223,7 @@ class MTP(LayerDrafter):
         }
         if wrong := [name for name in options if name in (*shapes, *_LAYER_KEYS) and options[name] != shapes.get(name)]:
             raise UserError(f"drafter.{wrong[0]}={options[wrong[0]]!r} does not change it; drop the key")
-        options = {**options, **shapes, "target_layer": spec}
+        options = {**options, **shapes, "target_layer": {**spec, "form": module.form}}
         return cls._around(
             target, module, options, kept_ids, {f"layer.{k}": v for k, v in own.layer.state_dict().items()}
         )

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from drafttrain.drafters.common import starts
 from drafttrain.errors import UserError
@@ -112,7 +112,7 @@ def read_native(target: Target) -> NativeModule:
         f"init='native': the prediction module of target {target.name!r}",
         "use init=target",
     )
-    offset = norm_offset(target)
+    offset = norm_offset(starts.final_norm(target))
     around = {name: weight + offset if "norm" in name else weight for name, weight in around.items()}
     if form.swapped:
         around["eh_proj.weight"] = swapped(around["eh_proj.weight"])
@@ -172,9 +172,8 @@ def swapped(project: Tensor) -> Tensor:
     return torch.cat(project.chunk(2, dim=1)[::-1], dim=1)
 
 
-def norm_offset(target: Target) -> float:
-    """1 for families whose norms store their factors minus one, read off the target's final norm; else 0."""
-    norm = starts.final_norm(target)
+def norm_offset(norm: nn.Module | None) -> float:
+    """1 for a norm that stores its factors minus one, else 0; read off the target's final norm, families have it for all norms."""
     weight = None if norm is None else starts.norm_weight(norm)
     return 0.0 if norm is None or weight is None else float((weight - next(norm.parameters())).float().mean().round())
 
@@ -188,7 +187,10 @@ def plain_layer(module: NativeModule, target: Target) -> tuple[Json, dict[str, T
     state = dict(module.layer)
     if wrong := [name for name in state if name.rpartition(".")[0] not in _PLAIN]:
         raise UserError(f"not a plain dense layer, which has no {wrong[0]}")
-    state = {name: weight + (norm_offset(target) if "norm" in name else 0) for name, weight in state.items()}
+    state = {
+        name: weight + (norm_offset(starts.final_norm(target)) if "norm" in name else 0)
+        for name, weight in state.items()
+    }
     shapes: Json = {
         "intermediate_size": len(state.get("mlp.gate_proj.weight", torch.empty(1))),
         "qk_norm": "self_attn.q_norm.weight" in state,
