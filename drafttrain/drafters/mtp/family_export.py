@@ -1,4 +1,4 @@
-"""Prediction modules of the target's own class, written back as the family stores them; vLLM and SGLang read them with its loaders.
+"""Modules of the target's own class, written back as the family stores them; vLLM and SGLang read them with its loaders.
 
     config.json          the target's own, with the number of modules
     model.safetensors    the module's tensors alone, under the names of the target's checkpoint, experts one by one

@@ -173,7 +173,7 @@ def swapped(project: Tensor) -> Tensor:
 
 
 def norm_offset(norm: nn.Module | None) -> float:
-    """1 for a norm that stores its factors minus one, else 0; read off the target's final norm, families have it for all norms."""
+    """1 for a norm that stores its factors minus one, else 0. A family does it for all norms of a module."""
     weight = None if norm is None else starts.norm_weight(norm)
     return 0.0 if norm is None or weight is None else float((weight - next(norm.parameters())).float().mean().round())
 
