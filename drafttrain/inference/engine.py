@@ -48,6 +48,7 @@ from drafttrain.ops.sampling import SamplingParams, argmax
 from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target import Target
 from drafttrain.target.generation import LogitsRules
+from drafttrain.target.snapshots import SnapshotCache
 from drafttrain.values import Count, Seed, check
 
 # Most tokens of one prefill forward: bounds activations and features for prompts of any length.
@@ -96,9 +97,11 @@ class Engine:
         self._layers = drafter.feature_layers if drafter is not None else self._capture
         self._probes = drafter.probes if drafter is not None else 0
         self._now, self._no_tree = _clock(target.device), TokenTree.empty(target.device)
-        self._steps = TargetSteps.lease(target, graphs)
+        snapshots = target.continuation is not None
+        self._steps = None if snapshots else TargetSteps.lease(target, graphs)
+        self.cache: TreeCache | SnapshotCache
         if self._steps is None:
-            self.cache = TreeCache(capacity, rows)
+            self.cache = SnapshotCache(target, capacity, rows) if snapshots else TreeCache(capacity, rows)
         else:
             self.cache = self._steps.open(capacity, rows, self._layers, choose=plain)
 
@@ -389,7 +392,8 @@ class Decoder:
         self.rules = target.generation.rules_for(self.sampling, rules)
         self.eos_ids = frozenset(target.eos_ids if eos_ids is None else eos_ids)
         self.stop, self.max_rows = check_stop(stop, target), check("max_rows", max_rows, Count)
-        self.cache, self.graphs = TreeCache(0), graphs
+        self.cache: TreeCache | SnapshotCache = TreeCache(0)
+        self.graphs = graphs
         self.memory = (0, str(self.cache))
         self.observer: Observer | None = None
 

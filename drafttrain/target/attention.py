@@ -200,7 +200,7 @@ def catch_input(layer: int, _module, args, kwargs):
 
 def catch_output(layer: int, _module, _args, _kwargs, output):
     if _active.caught is not None:
-        _active.caught[layer] = output[0] if isinstance(output, tuple) else output
+        _active.caught[layer] = output[0] if isinstance(output, (tuple, list)) else output
 
 
 def hook_features(module: nn.Module, layer: int, output: bool = False) -> None:

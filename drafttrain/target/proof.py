@@ -39,8 +39,10 @@ class ProvenModel(Protocol):
     config: Any
     name: str
     num_layers: int
+    hidden_size: int
     vocab_size: int
     logit_scale: float
+    continuation: Any  # of snapshots.py
 
     @property
     def compute_dtype(self) -> torch.dtype: ...
@@ -124,7 +126,7 @@ def _run(target: ProvenModel) -> _ProofRun:
     scale, head = find_scale(target, caught.get(LAST, before), own)
     logits = target.head(packed).view(n, 2, -1).transpose(0, 1)
     return _ProofRun(
-        rows, scale, _difference(after.view(n, 2, -1).transpose(0, 1), before), head, _difference(logits, own)
+        rows, scale, relative_error(after.view(n, 2, -1).transpose(0, 1), before), head, relative_error(logits, own)
     )
 
 
@@ -147,13 +149,17 @@ def prove_own(target: ProvenModel) -> float:
     try:
         own = target.model(input_ids=ids[:, :n], use_cache=False).logits.float()  # [2, n, v]
         rows, padded = (target.forward(part, layers) for part in (ids[:, :n], ids))
+        if rows.last_hidden.shape != (2, n, target.hidden_size):
+            raise ValueError(f"states have shape {list(rows.last_hidden.shape)}")
     except UserError:
         raise
+    except KeyError as error:
+        raise unsupported(target.name, target.model, f"does not run its layer {error} on text") from error
     except Exception as error:  # code of other libraries
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise unsupported(target.name, target.model, f"fails on a proof of {n} tokens ({reason})") from error
     seen = max(
-        _difference(after[:, :n], before)
+        relative_error(after[:, :n], before)
         for before, after in ((rows.features, padded.features), (rows.last_hidden, padded.last_hidden))
     )
     if not seen <= (_STATES_HALF if half else _STATES):
@@ -178,7 +184,7 @@ def find_scale(target: ProvenModel, states: Tensor, own: Tensor) -> tuple[float,
 
     def error(scale: float) -> float:
         target.logit_scale = scale
-        return _difference(target.head(states), own)
+        return relative_error(target.head(states), own)
 
     errors = {scale: error(scale) for scale in _scales(target.config)}
     if not any(
@@ -202,7 +208,7 @@ def _scales(config: PreTrainedConfig) -> Iterator[float]:
             yield from (float(value), 1.0 / value)
 
 
-def _difference(ours: Tensor, theirs: Tensor) -> float:
+def relative_error(ours: Tensor, theirs: Tensor) -> float:
     """Relative error; NaN if either is not finite."""
     ours, theirs = ours.to(theirs.device).float(), theirs.float()
     return float((ours - theirs).norm() / theirs.norm())

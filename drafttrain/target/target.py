@@ -57,6 +57,7 @@ from drafttrain.target.generation import TargetGeneration, end_tokens, read_gene
 from drafttrain.target.loading import load_language_model, loading
 from drafttrain.target.native_body import NATIVE_ROWS, NativeBody
 from drafttrain.target.proof import prove, prove_own, unsupported
+from drafttrain.target.snapshots import Continuation, SnapshotCache
 
 # transformers' names of layer types: with plain attention, and with a state.
 _SERVED = {"full_attention", "sliding_attention"}
@@ -99,7 +100,7 @@ class Target:
         generation: what its generation_config asks of decoding.
         decoding_path: "packed" if rows and trees of many sequences share one forward through our attention; "snapshot" if the
             model runs as it is, row by row, with copies of its own cache.
-        reason: why it is not packed; empty if it is.
+        reason: why it is not packed; empty if it is. continuation: how its own cache is used, None if it is packed.
         forms: how each layer attends; empty without weights and on the snapshot path.
         idle_steps: captured decoding steps (CUDA graphs) between two calls of the decoder, see `take_idle_steps`.
     """
@@ -110,14 +111,16 @@ class Target:
         self.name, self.path, self.dtype = name, path, dtype
         self.config = self.model.config.get_text_config()
         self.body: Any = self.model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
-        if self.body is model:  # some families' name for the whole model
-            self.body = next((child for child in model.children() if not isinstance(child, nn.Linear)), model)
+        if (
+            not isinstance(self.body, PreTrainedModel) or self.body is model
+        ):  # a name for something else in some families
+            self.body = next((child for child in model.children() if isinstance(child, PreTrainedModel)), model)
         self.hidden_size: int = self.config.hidden_size
         self.num_layers: int = self.config.num_hidden_layers
         self.max_positions = self._find_max_positions()
         self.embed_scale: float = getattr(self.config, "embedding_multiplier", None) or 1.0
-        caps = (getattr(self.config, key, None) for key in ("final_logit_softcapping", "logits_soft_cap"))
-        self.softcap: float | None = next((cap for cap in caps if cap), None)
+        names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+        self.softcap: float | None = next(filter(None, (getattr(self.config, name, None) for name in names)), None)
         self.logit_scale = 1.0  # `prove` finds it
         head = self.model.get_output_embeddings()
         if head is None:
@@ -129,6 +132,7 @@ class Target:
         self.eos_ids = end_tokens((self.generation.config, self.config, tokenizer), self.vocab_size)
         self.decoding_path: Literal["packed", "snapshot"] = "packed"
         self.reason = ""
+        self.continuation: Continuation | None = None
         self.forms: list[AttentionForm] = []
         self._packed = False
         self._native: NativeBody | None = None
@@ -216,6 +220,7 @@ class Target:
                 self.model.set_attn_implementation(own)
             if not meta:
                 self.logit_scale = prove_own(self)
+                self.continuation = Continuation.prove(self)
 
     def widen(self) -> None:
         """Computes in float32 from now on where that decodes faster: bfloat16 weights on a CPU with our kernels.
@@ -248,7 +253,11 @@ class Target:
         for module in self.body.modules():
             if isinstance(module, nn.ModuleList) and len(module) == self.num_layers:
                 return module
-        raise unsupported(self.name, self.model, f"has no list of {self.num_layers} decoder layers")
+        lists = [module for module in self.body.children() if isinstance(module, nn.ModuleList)]
+        if len(lists) != 1:
+            raise unsupported(self.name, self.model, f"has no list of {self.num_layers} decoder layers")
+        self.num_layers = len(lists[0])  # the config counts an encoder's layers, or parts of layers
+        return lists[0]
 
     def _find_max_positions(self) -> int | None:
         # LongRoPE (Phi-3) changes the keys of all positions once a sequence is longer than the original length. Cached keys
@@ -256,7 +265,8 @@ class Target:
         rope = getattr(self.config, "rope_parameters", None) or {}
         if rope.get("rope_type") == "longrope":
             return rope.get("original_max_position_embeddings") or self.config.original_max_position_embeddings
-        return getattr(self.config, "max_position_embeddings", None)
+        limit = getattr(self.config, "max_position_embeddings", None)
+        return limit if limit is None or limit > 0 else None
 
     # -- facts --------------------------------------------------------------------------------------------------
 
@@ -341,7 +351,7 @@ class Target:
         input_ids: Tensor,
         feature_layers: Sequence[int],
         position_ids: Tensor | None = None,
-        context: AttentionContext | None = None,
+        context: AttentionContext | SnapshotCache | None = None,
     ) -> TargetOutput:
         """Runs the body of the model.
 
@@ -361,6 +371,8 @@ class Target:
         Raises:
             UserError: rows longer than the target reads, or packed ones on the snapshot path.
         """
+        if isinstance(context, SnapshotCache):
+            return context.forward(input_ids, feature_layers)
         if self.decoding_path == "snapshot":
             return self._forward_own(input_ids, feature_layers, position_ids, context)
         few = input_ids.shape[0] == 1 and input_ids.shape[1] <= NATIVE_ROWS
@@ -385,7 +397,7 @@ class Target:
         return self.run_body(input_ids, feature_layers, None, use_cache=False)[0]
 
     def run_body(
-        self, input_ids: Tensor, feature_layers: Sequence[int], context: AttentionContext | None, **options: Any
+        self, input_ids: Tensor, feature_layers: Sequence[int], context: AttentionContext | None, /, **options: Any
     ) -> tuple[TargetOutput, Any]:
         """One call of the model's body with these options: the caught features [b, s, f*h] and its own output."""
         self.hook(feature_layers)

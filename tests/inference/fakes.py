@@ -98,6 +98,7 @@ class MarkovTarget:
     name = "markov"
     eos_ids: list[int] = []
     max_positions = None
+    continuation = None
     generation = TargetGeneration(None, 0, name)
 
     def __init__(self, vocab=4, seed=0):
