@@ -26,7 +26,7 @@ from tests.conftest import make_tokenizer
 H, HEADS, LAYERS, VOCAB, EPS = 32, 4, 4, 300, 1e-6
 COMMON = {
     "hidden_size": H, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "vocab_size": VOCAB, "intermediate_size": 48,
-    "max_position_embeddings": 1024, "rms_norm_eps": EPS, "initializer_range": 0.2, "bos_token_id": 256, "eos_token_id": 257,
+    "max_position_embeddings": 4096, "rms_norm_eps": EPS, "initializer_range": 0.2, "bos_token_id": 256, "eos_token_id": 257,
     "pad_token_id": 257, "tie_word_embeddings": False,
 }  # fmt: skip
 GATED = {
