@@ -212,11 +212,15 @@ class PackedRMSNorm(nn.Module):
         return next((packed for packed in trials if torch.allclose(packed(x), expected, rtol=1e-5, atol=1e-6)), None)
 
 
-def pack(module: nn.Module) -> None:
+def pack(module: nn.Module, norms: bool = True) -> list[tuple[nn.Module, str, nn.Module]]:
     """Packs a module on a CPU for inference, in place: linear layers, and RMS norms as one kernel call.
 
     Unsupported modules stay as they are: bfloat16 without native support, other norms, other devices.
+
+    Returns:
+        (parent, name, child) of each linear layer that was replaced.
     """
+    replaced: list[tuple[nn.Module, str, nn.Module]] = []
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
@@ -224,5 +228,7 @@ def pack(module: nn.Module) -> None:
                 served = dtype == torch.float32 or (dtype == torch.bfloat16 and cpu_has_bfloat16())
                 if served and on_cpu and torch.backends.mkldnn.is_available():
                     setattr(parent, name, PackedLinear(child))
-            elif (norm := PackedRMSNorm.like(child)) is not None:
+                    replaced.append((parent, name, child))
+            elif norms and (norm := PackedRMSNorm.like(child)) is not None:
                 setattr(parent, name, norm)
+    return replaced

@@ -441,9 +441,9 @@ class SnapshotCache:
         """Keeps, per part of the last forward, the given new tokens, in path order; all of a part that was not drafted."""
         for part, indices in zip(self._open, map(list, kept), strict=True):
             row = part.row
-            self.lengths[row] += len(indices)
             if not part.drafted and len(indices) != part.layout.count:
                 raise ValueError(f"kept={indices} must be all {part.layout.count} tokens of row {row}")
+            self.lengths[row] += len(indices)
             if row not in self._read:  # its cache moved on already
                 continue
             cache, tokens = self._read.pop(row)

@@ -146,6 +146,23 @@ _MULTIPLIED = {
 _ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
 _LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.1], "long_factor": [2.0, 4.0], "factor": 4.0}
+_LINEAR = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 4}
+_MAMBA2 = {"n_groups": 1, "chunk_size": 4}
+_EXPERTS = {**_ROUTED, "num_experts": 4}
+_LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+_BLOCKS = ["linear_attention", "hybrid", "linear_attention"]
+_EMBED = {"n_embd": 32, "n_head": 4, "n_layer": 3, "n_positions": 512, "rotary_dim": 4, "vocab_size": VOCAB}
+_EMBED |= {"bos_token_id": 1, "eos_token_id": None, "tie_word_embeddings": False}
+
+
+def _without(settings: dict, *names: str) -> dict:
+    return {name: value for name, value in settings.items() if name not in names}
+
+
 # model_type and settings of each family, with a window (if any) shorter than the tests' prompts.
 FAMILIES: dict[str, tuple[str, dict]] = {
     "llama": ("llama", _GROUPED),
@@ -174,6 +191,11 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "gpt2": ("gpt2", {**_SIZE, "n_inner": 48, "tie_word_embeddings": True}),
     "gpt_neox": ("gpt_neox", {**_SIZE, "intermediate_size": 48, "rotary_pct": 0.25, "use_parallel_residual": True}),
     "granite": ("granite", {**_GROUPED, **_MULTIPLIED}),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {**_without(_GROUPED, "head_dim"), **_LATENT, **_ROUTED, "num_key_value_heads": 4, "n_routed_experts": 4}
+        | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16, "n_shared_experts": 1},
+    ),
     "gpt_oss": (
         "gpt_oss",
         {**_GROUPED, **_MIXED, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": _YARN},
@@ -181,15 +203,99 @@ FAMILIES: dict[str, tuple[str, dict]] = {
 }
 
 
+# Families that decode with their own cache.
+OWN: dict[str, tuple[str, dict]] = {
+    "qwen3_next": ("qwen3_next", {**_GROUPED, **_EXPERTS, **_LINEAR, "shared_expert_intermediate_size": 24}),
+    "qwen3_5": ("qwen3_5_text", {**_GROUPED, **_LINEAR}),
+    "falcon_h1": ("falcon_h1", {**_GROUPED, **_MAMBA, "mamba_d_ssm": 64}),
+    "lfm2": (
+        "lfm2",
+        {**_GROUPED, "layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
+    ),
+    "granite_hybrid": (
+        "granitemoehybrid",
+        {**_GROUPED, **_MAMBA, "layer_types": _LINEAR["layer_types"], "num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"shared_intermediate_size": 24},
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        {**_without(_GROUPED, "num_hidden_layers"), **_MAMBA2, "mamba_num_heads": 8, "mamba_head_dim": 8}
+        | {"ssm_state_size": 8, "layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention"]},
+    ),
+    "bamba": ("bamba", {**_GROUPED, **_MAMBA, "attn_layer_indices": [1]}),
+    "jamba": (
+        "jamba",
+        {**_GROUPED, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
+        | {"num_experts": 4, "num_experts_per_tok": 2, "mamba_d_state": 8, "use_mamba_kernels": False},
+    ),
+    "mamba": ("mamba", {**_SIZE, "state_size": 8}),
+    "mamba2": ("mamba2", {**_SIZE, **_MAMBA2, "state_size": 8, "num_heads": 8, "head_dim": 8}),
+    "recurrent_gemma": (
+        "recurrent_gemma",
+        {**_without(_GROUPED, "head_dim"), "lru_width": 32, "attention_window_size": 7}
+        | {"block_types": ["recurrent", "attention", "recurrent"]},
+    ),
+    "minimax": (
+        "minimax",
+        {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": _LINEAR["layer_types"]}
+        | {"block_size": 4},
+    ),
+    "kimi_linear": (
+        "kimi_linear",
+        {**_GROUPED, **_EXPERTS, **_LATENT, "num_key_value_heads": 4, "layer_types": _LINEAR["layer_types"]}
+        | {"q_lora_rank": None, "linear_num_heads": 4, "linear_head_dim": 8},
+    ),
+    "rwkv": ("rwkv", {**_SIZE, "attention_hidden_size": 32, "context_length": 512}),
+    "xlstm": ("xlstm", {**_SIZE, "num_heads": 4, "embedding_dim": 32, "num_blocks": 3}),
+    "zamba": (
+        "zamba",
+        {**_without(_GROUPED, "head_dim"), "attention_hidden_size": 64, "attention_head_dim": 16, "n_mamba_heads": 2}
+        | {"layers_block_type": _BLOCKS, "mamba_d_state": 8, "use_mamba_kernels": False},
+    ),
+    "zamba2": (
+        "zamba2",
+        {**_GROUPED, "layers_block_type": _BLOCKS, "mamba_d_state": 8, "n_mamba_heads": 8, "mamba_headdim": 8}
+        | {"mamba_ngroups": 1, "chunk_size": 4, "adapter_rank": 8, "num_mem_blocks": 1, "mamba_expand": 2},
+    ),
+    "falcon_alibi": ("falcon", {**_SIZE, "alibi": True, "multi_query": True}),
+    "falcon": ("falcon", _SIZE),
+    "bloom": ("bloom", {**_SIZE, "n_layer": 3, "n_head": 4}),
+    "mpt": (
+        "mpt",
+        {"d_model": 32, "n_heads": 4, "n_layers": 3, "vocab_size": VOCAB, "max_seq_len": 512, "expansion_ratio": 2}
+        | {"tie_word_embeddings": False, "eos_token_id": None},
+    ),
+    "gptj": ("gptj", _EMBED),
+    "codegen": ("codegen", _EMBED),
+    "gpt_neo": (
+        "gpt_neo",
+        {**_without(_SIZE, "num_hidden_layers", "num_attention_heads"), "num_layers": 4, "num_heads": 4}
+        | {"attention_types": [[["global", "local"], 2]], "window_size": 7},
+    ),
+    "llama4": (
+        "llama4_text",
+        {**_GROUPED, "num_hidden_layers": 4, "num_local_experts": 2, "intermediate_size_mlp": 48}
+        | {"attention_chunk_size": 7, "interleave_moe_layer_step": 2, "no_rope_layers": [1, 1, 1, 0]},
+    ),
+    "qwen2_moe_window": (
+        "qwen2_moe",
+        {**_GROUPED, **_EXPERTS, **_MIXED, "shared_expert_intermediate_size": 24, "use_sliding_window": True},
+    ),
+}
+
+
 @functools.cache
 def family(name: str) -> tuple[Target, nn.Module]:
-    """A tiny target of a family, and an untouched copy of its model that attends as transformers' eager functions do."""
-    model_type, settings = FAMILIES[name]
+    """A tiny target of a family, and an untouched copy of its model, which attends as transformers' eager functions do where the
+    target is packed."""
+    model_type, settings = {**FAMILIES, **OWN}[name]
+    torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings))
     sharpen(model, seed=8)
     model.eval()
     reference = copy.deepcopy(model)
-    reference.set_attn_implementation("eager")
+    if name in FAMILIES:
+        reference.set_attn_implementation("eager")
     return Target.wrap(model, None, name=name), reference
 
 

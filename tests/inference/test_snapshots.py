@@ -1,0 +1,198 @@
+"""Models that decode with a cache of their own, against transformers: states, tokens, distributions, batches."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from transformers import BertConfig, BertLMHeadModel
+
+from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.drafters.ngram.model import NgramDrafter
+from drafttrain.errors import UserError
+from drafttrain.inference import Decoder, SamplingParams, generate
+from drafttrain.inference.responses import ResponseEngine, ResponseRequest
+from drafttrain.ops.sampling import probabilities
+from drafttrain.target import Target
+from drafttrain.target.attention import CausalRows
+from drafttrain.target.snapshots import SnapshotCache
+from tests.drafters.test_eagle3 import make_drafter
+from tests.inference.fakes import ANY, OWN, VOCAB, FakeBatch, FakeDrafter, family, hf_greedy
+from tests.inference.test_families import hf_states, tokens
+
+QUICK = ("bloom", "lfm2")  # the others take a second each
+FAMILIES = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in OWN]
+LENGTHS, COUNT = (1, 11, 70), 44
+
+
+def prompts_of(lengths=LENGTHS):
+    return [tokens(length, seed=length).tolist() for length in lengths]
+
+
+def decoded(target, drafter, spec, prompts, count, rows, **options):
+    decoder = Decoder(target, drafter, spec=TreeSpec.parse(spec), eos_ids=(), max_rows=rows, **options)
+    return decoder, decoder.generate(prompts, max_new_tokens=count)
+
+
+def passes_of(decoder):
+    assert isinstance(decoder.cache, SnapshotCache)
+    return decoder.cache.passes
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_states_and_logits_are_those_of_transformers(name):
+    target, reference = family(name)
+    assert target.decoding_path == "snapshot" and target.reason
+    ids = tokens(2, 24, seed=6)
+    logits, states = hf_states(reference, ids)
+    out = target.forward(ids, range(target.num_layers + 1))
+    torch.testing.assert_close(out.features, states, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(target.head(out.last_hidden), logits, atol=1e-4, rtol=1e-5)
+    # A row of a ragged batch, padded on the right, has the states that it has alone.
+    alone = target.forward(ids[1:, :13], range(target.num_layers + 1))
+    assert (out.features[1:, :13] - alone.features).norm() <= 1e-5 * alone.features.norm()
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in OWN])
+def test_greedy_is_what_transformers_generates(name):
+    target, reference = family(name)
+    quick = name in QUICK
+    prompts, count = prompts_of(), 12 if quick else COUNT
+    want = [hf_greedy(reference, prompt, count) for prompt in prompts]
+    truths = {tuple(prompt): tokens for prompt, tokens in zip(prompts, want, strict=True)}
+    sides = [
+        (lambda: None, "none"),
+        (NgramDrafter, "chain:4"),
+        (lambda: make_drafter(target).eval(), "chain:3"),
+        (lambda: FakeBatch(truths, agree=0.7, nodes=9, seed=1), str(ANY)),
+    ]
+    for make, spec in sides:
+        for rows in (3,) if quick else (1, 3):
+            _, got = decoded(target, make(), spec, prompts, count, rows)
+            assert [one.tokens for one in got] == want, (spec, rows)
+    assert got[1].stats.accepted_length > 1.3
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_packed_weights_change_nothing(name):
+    target, _ = family(name)
+    packed = Target.wrap(copy.deepcopy(target.model), None).pack()
+    ids = tokens(1, 16, seed=7)
+    torch.testing.assert_close(
+        packed.forward(ids, ()).last_hidden, target.forward(ids, ()).last_hidden, atol=1e-4, rtol=1e-4
+    )
+    sides = [generate(side, None, ids[0].tolist(), max_new_tokens=9, eos_ids=()).tokens for side in (target, packed)]
+    assert sides[0] == sides[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_next", "mpt"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_pairs_of_sampled_tokens_follow_the_model(name, rows):
+    """Chi-square of the second of two tokens, given the first, where a drafter's trees favour some tokens."""
+    target, reference = family(name)
+    prompt, sampling, count = tokens(5).tolist(), SamplingParams(1.2, top_k=4), 1200
+    drafter = FakeDrafter(None, nodes=4, vocab=VOCAB // 2)
+    seen: dict[tuple[int, int], int] = {}
+    decoder = Decoder(target, drafter, spec=ANY, sampling=sampling, eos_ids=(), max_rows=rows)
+    for seed in range(count // rows):
+        for one in decoder.generate([prompt] * rows, max_new_tokens=3, seed=1000 * seed):
+            seen[one.tokens[0], one.tokens[1]] = seen.get((one.tokens[0], one.tokens[1]), 0) + 1
+    first = probabilities(hf_states(reference, torch.tensor([prompt]))[0][:, -1], sampling)[0].double()
+    expected = {}
+    for a in first.nonzero().flatten().tolist():
+        second = probabilities(hf_states(reference, torch.tensor([[*prompt, a]]))[0][:, -1], sampling)[0].double()
+        expected |= {(a, b): float(first[a] * second[b]) for b in second.nonzero().flatten().tolist()}
+    assert set(seen) <= set(expected), "a token that top-k drops"
+    kept = [pair for pair, p in expected.items() if p * count >= 5]
+    found = [seen.get(pair, 0) for pair in kept]
+    rest = sum(seen.values()) - sum(found)
+    wanted = torch.tensor([expected[pair] for pair in kept]) * sum(seen.values())
+    spare = sum(seen.values()) - float(wanted.sum())
+    if spare > 1:
+        found, wanted = [*found, rest], torch.cat((wanted, torch.tensor([spare])))
+    assert chisquare(found, (wanted * sum(found) / wanted.sum()).numpy()).pvalue > 1e-3
+
+
+def test_plain_sequences_share_a_forward_as_they_come_and_go():
+    """Five sequences of different length in three rows; each round is one forward, whoever leaves and joins."""
+    target, reference = family("lfm2")
+    prompts = prompts_of((3, 9, 1, 14, 5))
+    decoder, got = decoded(target, None, "none", prompts, 10, rows=3)
+    assert [one.tokens for one in got] == [hf_greedy(reference, prompt, 10) for prompt in prompts]
+    # Three rows of 10 tokens and two that join when they end: a prompt each, then 9 and 9 rounds.
+    assert passes_of(decoder) == {"read": 5 + 18}
+
+
+@pytest.mark.parametrize("name", ["lfm2", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+def test_responses_share_prefix_and_rows(name):
+    """Data generation: a shared system prompt, follow-ups in their row, rows that end at different times."""
+    target, _ = family(name)
+    prefix = tokens(20, seed=1).tolist()
+    prompts = [[*prefix, *tokens(3 + i, seed=2 + i).tolist()] for i in range(4)]
+    limits = [4, 9, 6, 5]
+
+    def alone(prompt, count):
+        return generate(target, None, prompt, max_new_tokens=count, eos_ids=()).tokens
+
+    def follow(finished):
+        return [7, 8, 9] if len(finished.sequence) < 40 and finished.key == "1" else None
+
+    engine = ResponseEngine(target, slots=3, max_length=80, feature_layers=(1,))
+    requests = [
+        ResponseRequest(str(i), prompt, limit, ())
+        for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
+    ]
+    done = {one.key: one for one in engine.run(requests, SamplingParams(), follow_up=follow)}
+    for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+        first = alone(prompt, limit)
+        expected = (
+            [*prompt, *first] if i != 1 else [*prompt, *first, 7, 8, 9, *alone([*prompt, *first, 7, 8, 9], limit)]
+        )
+        assert done[str(i)].sequence == expected
+        states = target.forward(torch.tensor([expected[:-1]]), (1,))
+        assert (done[str(i)].features.float() - states.features[0]).norm() <= 1e-2 * states.features.norm()
+
+
+@pytest.mark.parametrize(("name", "moves"), [("lfm2", False), pytest.param("falcon_h1", True, marks=pytest.mark.slow)])
+def test_rejected_drafts_leave_no_trace_and_snapshots_move_on(name, moves):
+    """Every draft is wrong: a state would keep them. Tokens since the snapshot are read again until it moves on."""
+    target, reference = family(name)
+    prompt = tokens(6, seed=3).tolist()
+    want = hf_greedy(reference, prompt, 40)
+    wrong = FakeDrafter([(token + 1) % VOCAB for token in want], agree=1.0, nodes=3)
+    decoder, got = decoded(target, wrong, "chain:3", [prompt], 40, rows=1)
+    assert got[0].tokens == want and got[0].stats.accepted_length < 1.1
+    assert (passes_of(decoder)["snapshot"] > 0) == moves
+    assert passes_of(decoder)["snapshot"] <= 3
+
+
+def test_what_a_model_can_do_with_its_cache_is_found():
+    assert str(family("bloom")[0].continuation) == "rejected tokens dropped, batches"
+    assert "snapshot" not in (family("llama")[0].continuation or "packed")
+
+
+def test_encoders_and_packed_rows_are_refused():
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    encoder = BertLMHeadModel(BertConfig(vocab_size=VOCAB, **sizes, initializer_range=0.3))
+    with pytest.raises(UserError, match=r"\(BertLMHeadModel\) computes states that change with later tokens"):
+        Target.wrap(encoder, None)
+    target, _ = family("bloom")
+    with pytest.raises(UserError, match="runs its own forward and cache, which packed rows cannot share"):
+        target.forward(tokens(1, 6), (), torch.arange(6)[None], CausalRows(6))
+    with pytest.raises(UserError, match="runs its own forward and cache"):
+        target.forward(tokens(1, 6), (), torch.tensor([[0, 1, 2, 0, 1, 2]]))
+
+
+def test_misuse_of_the_cache_is_refused():
+    cache = SnapshotCache(family("bloom")[0], 32, rows=2)
+    cache.open([(0, 5)])
+    cache.target.forward(tokens(1, 5), (), None, cache)
+    with pytest.raises(ValueError, match="must be all 5 tokens of row 0"):
+        cache.commit([[0, 1]])
+    with pytest.raises(ValueError, match="must be distinct numbers from 0 to 1"):
+        cache.open([(0, 1), (0, 1)])
+    with pytest.raises(ValueError, match="not all tokens"):
+        cache.copy(0, 1, 2)
