@@ -47,7 +47,7 @@ def hybrid(tmp_path_factory):
     words += ["--output", str(folder / "data"), "--max-new-tokens", "24", "--slots", "4", *PLAIN]
     assert main(words) == 0
     assert (
-        main(["features", "--data", str(folder / "data"), "--layers", "1,2,4,-1", "--store-dtype", "float32", *PLAIN])
+        main(["features", "--data", str(folder / "data"), "--layers", "1,2", "--store-dtype", "float32", *PLAIN])
         == 0
     )
     return folder / "target", folder / "data"

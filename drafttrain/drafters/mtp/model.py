@@ -171,6 +171,14 @@ class MTP(LayerDrafter):
         return self.norm(state)
 
     @classmethod
+    def check_options(cls, options: Json) -> Json:
+        if "target_layer" in options:
+            raise UserError(
+                "drafter.target_layer is found in the target's checkpoint: drop the key, and set init=native"
+            )
+        return super().check_options(options)
+
+    @classmethod
     def native(cls, target: Target, kept_ids: Tensor, options: Json) -> MTP:
         """A drafter with the weights of the MTP module in the target's checkpoint; of several, the first, for all depths.
 
@@ -215,18 +223,11 @@ class MTP(LayerDrafter):
     def _own_native(cls, target: Target, module: NativeModule, kept_ids: Tensor, options: Json) -> MTP:
         own, spec = read_own_layer(target, module.layer)
         heads, kv_heads, width, window = own.prove()
-        shapes = {
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "head_dim": width,
-            "sliding_window": window,
-        }
+        shapes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": width}
         if wrong := [name for name in options if name in (*shapes, *_LAYER_KEYS) and options[name] != shapes.get(name)]:
             raise UserError(f"drafter.{wrong[0]}={options[wrong[0]]!r} does not change it; drop the key")
-        options = {**options, **shapes, "target_layer": {**spec, "form": module.form}}
-        return cls._around(
-            target, module, options, kept_ids, {f"layer.{k}": v for k, v in own.layer.state_dict().items()}
-        )
+        options = {"sliding_window": window, **options, **shapes, "target_layer": {**spec, "form": module.form}}
+        return cls._around(target, module, options, kept_ids, dict(own.state_dict()))
 
     @classmethod
     def _around(
