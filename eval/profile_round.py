@@ -5,7 +5,8 @@
 
 Parts: target (body), head, draft steps (the drafter's forward while a tree grows), tree building (what else proposing
 takes: top-k, choosing nodes), extend (the drafter reads what was committed), verify (with sampling), commit (moving the
-accepted keys), rest (Python around it). Milliseconds are means over all rounds after the prefill.
+accepted keys), snapshot (copies of a model's own cache, and the forwards that move them on), rest (Python around it).
+Milliseconds are means over all rounds after the prefill.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from drafttrain.evaluation.suites import load_suite, render, take_evenly
 from drafttrain.inference import SamplingParams, engine, generate
 from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target import Target
+from drafttrain.target.own_cache import CacheForm
+from drafttrain.target.snapshots import SnapshotCache
 
 
 class Parts:
@@ -56,8 +59,11 @@ class Parts:
 
 def profile(target: Target, drafter: Any, spec: str, sampling: SamplingParams, prompts: list[list[int]], count: int):
     parts = Parts()
-    saved = {name: getattr(engine.Engine, name) for name in ("round", "_draft", "_read_pending")}
-    verify, commit = engine.verify_batch, TreeCache.commit
+    replaced = [(engine.Engine, name) for name in ("round", "_draft", "_read_pending")]
+    replaced += [(TreeCache, "commit"), (SnapshotCache, "commit"), (SnapshotCache, "_move_on")]
+    replaced += [(CacheForm, name) for name in ("copy", "row", "stack")]
+    saved = [(owner, name, getattr(owner, name)) for owner, name in replaced]
+    verify = engine.verify_batch
     owned = [(target, "forward", "target"), (target, "head", "head")]
     stepping = drafter.main if isinstance(drafter, CombinedDrafter) else drafter
     if isinstance(stepping, LayerDrafter):
@@ -65,7 +71,8 @@ def profile(target: Target, drafter: Any, spec: str, sampling: SamplingParams, p
     parts.wrap(engine.Engine, "_draft", "tree building")
     parts.wrap(engine.Engine, "_read_pending", "extend")
     parts.wrap(engine, "verify_batch", "verify")
-    parts.wrap(TreeCache, "commit", "commit")
+    for owner, name in replaced[3:]:
+        parts.wrap(owner, name, "commit" if name == "commit" else "snapshot")
     for owner, attribute, part in owned:
         parts.wrap(owner, attribute, part)
     inner = engine.Engine.round
@@ -88,9 +95,9 @@ def profile(target: Target, drafter: Any, spec: str, sampling: SamplingParams, p
             ).stats
             tokens, rounds = tokens + stats.new_tokens - 1, rounds + stats.target_passes
     finally:
-        for name, method in saved.items():
-            setattr(engine.Engine, name, method)
-        engine.verify_batch, TreeCache.commit = verify, commit  # type: ignore[method-assign]
+        for owner, name, method in saved:
+            setattr(owner, name, method)
+        engine.verify_batch = verify
         for owner, attribute, _ in owned:
             delattr(owner, attribute)
     means = {part: 1000 * seconds / rounds for part, seconds in parts.seconds.items()}

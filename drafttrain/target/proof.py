@@ -42,7 +42,7 @@ class ProvenModel(Protocol):
     hidden_size: int
     vocab_size: int
     logit_scale: float
-    continuation: Any  # of snapshots.py
+    continuation: Any  # of own_cache.py
 
     @property
     def compute_dtype(self) -> torch.dtype: ...
@@ -149,8 +149,8 @@ def prove_own(target: ProvenModel) -> float:
     try:
         own = target.model(input_ids=ids[:, :n], use_cache=False).logits.float()  # [2, n, v]
         rows, padded = (target.forward(part, layers) for part in (ids[:, :n], ids))
-        if rows.last_hidden.shape != (2, n, target.hidden_size):
-            raise ValueError(f"states have shape {list(rows.last_hidden.shape)}")
+        if rows.last_hidden.shape != (2, n, target.hidden_size) or own.shape[:2] != (2, n):
+            raise ValueError(f"states have shape {list(rows.last_hidden.shape)}, logits {list(own.shape)}")
     except UserError:
         raise
     except KeyError as error:

@@ -5,7 +5,8 @@ same thing everywhere. This subpackage is the only place that knows the insides 
 
     target.py        Target: load or wrap a model, run it
     proof.py         proves that states and logits are the model's own: through our attention, or else of its own forward
-    snapshots.py     decoding with the model's own forward and cache, for what our attention cannot serve
+    own_cache.py     a model's own cache, for what our attention cannot serve: how it is copied, how the model goes on from it
+    snapshots.py     decoding with such caches
     shell.py         a target without its layers
     loading.py       loads models whose files hold exactly what their config promises
     attention.py     the registered attention function and feature hooks, through which a model's layers reach our cache
@@ -56,8 +57,9 @@ from drafttrain.target.fetch import cached_model
 from drafttrain.target.generation import TargetGeneration, end_tokens, read_generation_config
 from drafttrain.target.loading import load_language_model, loading
 from drafttrain.target.native_body import NATIVE_ROWS, NativeBody
+from drafttrain.target.own_cache import Continuation
 from drafttrain.target.proof import proof_tokens, prove, prove_own, relative_error, unsupported
-from drafttrain.target.snapshots import Continuation, SnapshotCache
+from drafttrain.target.snapshots import SnapshotCache
 
 # transformers' names of layer types: with plain attention, and with a state.
 _SERVED = {"full_attention", "sliding_attention"}

@@ -90,7 +90,7 @@ def wrapped(model, name):
 
 
 def outcome_of(model, name):
-    """'proven', or the line of the refusal; asserts that what was accepted decodes as the model itself computes."""
+    """'packed' or 'snapshot', or the line of the refusal; asserts that what was accepted decodes as the model itself computes."""
     with torch.no_grad():
         own = model(input_ids=PROMPT[None], use_cache=False).logits
     target, line = wrapped(model, name)
@@ -109,7 +109,7 @@ def outcome_of(model, name):
         got = generate(target, drafter, PROMPT.tolist(), max_new_tokens=12, spec=ANY, eos_ids=())
         assert got.tokens == plain, packed
         target.pack()
-    return "proven"
+    return target.decoding_path
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Every family against its own transformers implementation: tokens, distributions, states, and refusals with reasons."""
+"""Every packed family against its own transformers implementation: tokens, distributions, states, and what is not packed."""
 
 from __future__ import annotations
 
@@ -213,43 +213,13 @@ def tiny(model_type, **settings):
     return AutoModelForCausalLM.from_config(config)
 
 
-MOE = {"num_key_value_heads": 2, "intermediate_size": 48, "moe_intermediate_size": 24, "num_experts": 4}
-REFUSED = {
-    "mamba": ({}, r"\(MambaForCausalLM\) keeps recurrent state \(linear_attention\), and rejected tokens cannot be"),
-    "rwkv": (
-        {"attention_hidden_size": 32},
-        r"\(RwkvForCausalLM\) keeps recurrent state, and rejected tokens cannot be",
-    ),
-    "jamba": (
-        {**MOE, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
-        r"\(JambaForCausalLM\) keeps recurrent state \(linear_attention\)",
-    ),
-    "qwen3_next": (
-        {**MOE, "shared_expert_intermediate_size": 24, "head_dim": 8},
-        r"\(Qwen3NextForCausalLM\) keeps recurrent state \(linear_attention\)",
-    ),
-    "lfm2": (
-        {"intermediate_size": 48, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]},
-        r"\(Lfm2ForCausalLM\) keeps recurrent state \(conv\)",
-    ),
-    "llama4_text": (
-        {**MOE, "intermediate_size_mlp": 48, "num_local_experts": 2, "head_dim": 8},
-        r"\(Llama4ForCausalLM\) attends in fixed chunks",
-    ),
-    "bloom": ({}, r"\(BloomForCausalLM\) does not use the transformers attention interface"),
-    "qwen2_moe": (
-        {**MOE, "shared_expert_intermediate_size": 24, "use_sliding_window": True, "sliding_window": 7}
-        | {"layer_types": ["sliding_attention", "full_attention"]},
-        r"\(Qwen2MoeForCausalLM\) does not pass its window of 7 tokens to the attention interface",
-    ),
-}
-
-
-@pytest.mark.parametrize("model_type", REFUSED)
-def test_what_cannot_work_is_refused_by_name(model_type):
-    settings, reason = REFUSED[model_type]
-    with pytest.raises(UserError, match=reason):
-        Target.wrap(tiny(model_type, **settings), None)
+def test_sparse_windows_that_attention_is_not_told_run_as_they_are():
+    """Qwen2-MoE masks by a window that it does not pass to the attention interface: packed rows would lose it."""
+    settings = {"num_key_value_heads": 2, "intermediate_size": 48, "moe_intermediate_size": 24, "num_experts": 4}
+    settings |= {"shared_expert_intermediate_size": 24, "use_sliding_window": True, "sliding_window": 7}
+    target = Target.wrap(tiny("qwen2_moe", **settings, layer_types=["sliding_attention", "full_attention"]), None)
+    assert target.decoding_path == "snapshot"
+    assert "does not pass its window of 7 tokens to the attention interface" in target.reason
 
 
 def shift_tokens(module, args, output):
@@ -267,21 +237,30 @@ def ignore_positions(module, args, kwargs):
     return args, {**kwargs, "position_ids": None}
 
 
-@pytest.mark.parametrize("fault", [shift_tokens, first_come])
-def test_layers_that_mix_tokens_are_found(fault):
+def test_layers_that_mix_tokens_are_found():
     model = tiny("llama", intermediate_size=48)
     sharpen(model, seed=1)
-    model.model.layers[1].mlp.register_forward_hook(fault)
-    with pytest.raises(UserError, match=r"\(LlamaForCausalLM\) computes other states for packed rows than for one row"):
+    model.model.layers[1].mlp.register_forward_hook(shift_tokens)
+    with pytest.raises(UserError, match=r"\(LlamaForCausalLM\) computes states that change with later tokens"):
         Target.wrap(model, None)
+
+
+def test_a_capacity_of_tokens_is_found():
+    model = tiny("llama", intermediate_size=48)
+    sharpen(model, seed=1)
+    model.model.layers[1].mlp.register_forward_hook(first_come)
+    target = Target.wrap(model, None)
+    assert "computes other states for packed rows than for one row" in target.reason
+    assert str(target.continuation) == "no cache, sequences are read again"
 
 
 def test_a_model_that_counts_its_own_positions_is_found():
     model = tiny("llama", intermediate_size=48)
     sharpen(model, seed=1)
     model.model.register_forward_pre_hook(ignore_positions, with_kwargs=True)
-    with pytest.raises(UserError, match="computes other states for packed rows"):
-        Target.wrap(model, None)
+    target = Target.wrap(model, None)
+    assert "computes other states for packed rows" in target.reason
+    assert str(target.continuation) == "rejected tokens dropped, rows one by one"  # padded rows need positions
 
 
 def test_a_mask_of_the_models_own_is_found():
@@ -291,5 +270,7 @@ def test_a_mask_of_the_models_own_is_found():
         return args, {**kwargs, "attention_mask": torch.zeros(1, 1, 1, 1)}
 
     model.model.layers[0].register_forward_pre_hook(add_mask, with_kwargs=True)
-    with pytest.raises(UserError, match="LlamaAttention brings its own mask or position bias"):
+    with pytest.raises(UserError, match="computes states that change with later tokens"):
         Target.wrap(model, None)
+    with pytest.raises(UserError, match="LlamaAttention brings its own mask or position bias"):
+        Target.wrap(model, None, freeze=False)

@@ -102,15 +102,3 @@ def test_afmoe_takes_views_of_what_attention_returns():
     target = Target.wrap(model, None, "afmoe")
     torch.testing.assert_close(target.head(target.forward(ids, (0, 1)).last_hidden), own, rtol=1e-4, atol=1e-4)
     assert generate(target, None, ids[0].tolist(), max_new_tokens=6, eos_ids=()).tokens == greedy
-
-
-def test_llama4_without_chunks_is_refused_in_one_line():
-    settings = {
-        "intermediate_size_mlp": 48, "num_local_experts": 2, "num_experts_per_tok": 1, "attention_chunk_size": None,
-        "layer_types": ["full_attention", "full_attention"],
-    }  # fmt: skip
-    with pytest.raises(UserError, match=r"^target='' \(Llama4ForCausalLM\) fails on a proof of 8 tokens") as found:
-        Target.wrap(
-            AutoModelForCausalLM.from_config(AutoConfig.for_model("llama4_text", **{**SIZES, **settings})), None
-        )
-    assert len(str(found.value).splitlines()) == 1

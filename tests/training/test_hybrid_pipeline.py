@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
@@ -10,7 +11,7 @@ from drafttrain.cli import main
 from drafttrain.data.loader import training_rows
 from drafttrain.data.store import FeatureStore, load_records
 from drafttrain.drafters.common.tree_spec import TreeSpec
-from drafttrain.drafters.registry import load_drafter
+from drafttrain.drafters.registry import kind_class
 from drafttrain.evaluation.held_out import acceptance, first_prompts, replayed
 from drafttrain.target import Target, TargetShell, load_shell
 from drafttrain.training.feature_sources import TargetSource
@@ -47,8 +48,7 @@ def hybrid(tmp_path_factory):
     words += ["--output", str(folder / "data"), "--max-new-tokens", "24", "--slots", "4", *PLAIN]
     assert main(words) == 0
     assert (
-        main(["features", "--data", str(folder / "data"), "--layers", "1,2", "--store-dtype", "float32", *PLAIN])
-        == 0
+        main(["features", "--data", str(folder / "data"), "--layers", "1,2", "--store-dtype", "float32", *PLAIN]) == 0
     )
     return folder / "target", folder / "data"
 
@@ -97,7 +97,8 @@ def test_replay_in_training_gives_the_figures_of_decoding(hybrid, tmp_path, kind
     assert target.decoding_path == "snapshot"
     shell = load_shell(str(folder), "float32", "cpu", weights=True)
     assert isinstance(shell, TargetShell)
-    drafter = load_drafter(str(trained), target)
+    drafter = kind_class(kind).load(trained).eval()
+    drafter.bind(target)
     records = load_records(data)
     rows, _ = training_rows(records, 2048, 0, 0)
     store = FeatureStore.open(data, drafter.feature_layers)
@@ -113,8 +114,6 @@ def test_replay_in_training_gives_the_figures_of_decoding(hybrid, tmp_path, kind
 @pytest.mark.slow
 def test_training_runs_the_target_where_no_states_are_stored(hybrid, tmp_path, capsys):
     """Online, in packed rows and with answers of the drafter's own: the held-out loss is that of stored states."""
-    import shutil
-
     target, data = hybrid
     shutil.copytree(data, tmp_path / "data", ignore=shutil.ignore_patterns("features"))
     losses = []
@@ -124,7 +123,7 @@ def test_training_runs_the_target_where_no_states_are_stored(hybrid, tmp_path, c
         ("packed", tmp_path / "data", {"packing": True}),
     ):
         (tmp_path / name).mkdir()
-        folder = train(tmp_path / name, (target, own), "eagle3", **extra)
+        folder = train(tmp_path / name, (target, own), "eagle3", cache_gb=0, decode_prompts=0, **extra)
         losses.append(json.loads((folder / "training.json").read_text())["held_out"]["eval_loss"])
     assert losses[1] == pytest.approx(losses[0], rel=1e-4) and losses[2] > 0
     (tmp_path / "own").mkdir()
