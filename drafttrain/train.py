@@ -125,8 +125,8 @@ def prepare(config: TrainConfig, args: TrainingArguments, output: OutputFolder |
     """Loads target and data, builds the drafter, and finds the checkpoint to resume from."""
     check_pretraining(config)
     sequence = arguments.sequence_group(config, args)
-    set_seed(args.seed)
     target, records = load_target_and_records(config, args)
+    set_seed(args.seed)  # behind the target: some models draw random numbers while they load
     train_rows, held_out = training_rows(records, config.max_length, config.validation, args.seed)
     drafter, vocab = build_drafter(config, target, records)
     stored = None if config.loss == "next_token" else FeatureStore.open(config.data, drafter.feature_layers)
