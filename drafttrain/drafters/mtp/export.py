@@ -24,7 +24,7 @@ from torch import Tensor
 from drafttrain.drafters.common.llama_layers import LAYER_KEYS, layer_keys, unsupported_by_llama
 from drafttrain.drafters.mtp.family_export import FAMILY, FORMATS
 from drafttrain.drafters.mtp.model import MTP, MTPConfig
-from drafttrain.drafters.mtp.native import MIMO, swapped
+from drafttrain.drafters.mtp.checkpoint_modules import MIMO, swapped
 from drafttrain.drafters.shipping import (
     TARGET_OVERRIDES,
     EngineRelease,

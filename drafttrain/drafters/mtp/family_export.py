@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from drafttrain.drafters.mtp.model import MTP, MTPConfig
-from drafttrain.drafters.mtp.native import FORMS, norm_offset, swapped
+from drafttrain.drafters.mtp.checkpoint_modules import FORMS, norm_offset, swapped
 from drafttrain.drafters.shipping import EngineRelease, Exported, ExportRequest, Format, Shipping, Trained
 from drafttrain.files import Json
 from drafttrain.formats.weights import dtype_name

@@ -26,7 +26,7 @@ from drafttrain.drafters.common import starts
 from drafttrain.drafters.common.configs import Decay, LastStateConfig, Layers
 from drafttrain.drafters.common.layer_model import LayerDrafter
 from drafttrain.drafters.common.layers import DraftLayer, Rotary
-from drafttrain.drafters.mtp.native import NativeModule, plain_layer, read_native
+from drafttrain.drafters.mtp.checkpoint_modules import NativeModule, plain_layer, read_native
 from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.ops.cpu_layers import DraftWeights
