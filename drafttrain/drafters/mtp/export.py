@@ -22,20 +22,13 @@ import torch
 from torch import Tensor
 
 from drafttrain.drafters.common.llama_layers import LAYER_KEYS, layer_keys, unsupported_by_llama
+from drafttrain.drafters.mtp.checkpoint_modules import MIMO, swapped
 from drafttrain.drafters.mtp.family_export import FAMILY, FORMATS
 from drafttrain.drafters.mtp.model import MTP, MTPConfig
-from drafttrain.drafters.mtp.checkpoint_modules import MIMO, swapped
-from drafttrain.drafters.shipping import (
-    TARGET_OVERRIDES,
-    EngineRelease,
-    Exported,
-    ExportRequest,
-    Format,
-    Shipping,
-    Trained,
-)
+from drafttrain.drafters.shipping import TARGET_OVERRIDES, Exported, ExportRequest, Format, Shipping, Trained
 from drafttrain.errors import UserError
 from drafttrain.files import Json
+from drafttrain.formats.engines import EngineRelease
 from drafttrain.formats.weights import dtype_name
 from drafttrain.target import load_shell
 

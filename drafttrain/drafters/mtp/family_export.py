@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from drafttrain.drafters.mtp.model import MTP, MTPConfig
 from drafttrain.drafters.mtp.checkpoint_modules import FORMS, norm_offset, swapped
-from drafttrain.drafters.shipping import EngineRelease, Exported, ExportRequest, Format, Shipping, Trained
+from drafttrain.drafters.mtp.model import MTP, MTPConfig
+from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Shipping, Trained
 from drafttrain.files import Json
+from drafttrain.formats.engines import EngineRelease
 from drafttrain.formats.weights import dtype_name
 from drafttrain.target import load_shell
 from drafttrain.target.own_layer import OwnLayer, fill, layer_tensors, spec_of
