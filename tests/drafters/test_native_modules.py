@@ -20,6 +20,7 @@ from tests.drafters.test_eagle3 import make_batch, run_step
 ALL = torch.arange(VOCAB)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_module_computes_what_is_published(name, tmp_path):
     """All tensors of the real layout are read, and the first depth gives the reference's states."""
@@ -51,7 +52,8 @@ def begin(target, **options):
     return drafter
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3", pytest.param("glm-4-moe", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["deepseek-v3", pytest.param("glm-4-moe", marks=pytest.mark.slow)])
 def test_both_halves_are_one_forward(name, tmp_path):
     write_checkpoint(name, tmp_path)
     target = Target.load(str(tmp_path), "float32", "cpu")
@@ -59,7 +61,7 @@ def test_both_halves_are_one_forward(name, tmp_path):
     check_trees(begin(target).eval(), target)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_training_goes_on_decodes_and_is_saved(name, tmp_path):
     """One batch is learned from the module on, decoding is lossless with it, and a saved drafter is the same."""
@@ -81,7 +83,10 @@ def test_training_goes_on_decodes_and_is_saved(name, tmp_path):
     check_round_trip(drafter, target, tmp_path / "drafter")
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "name", [name if name == "deepseek-v3" else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
 def test_an_export_is_the_familys_own_layout(name, tmp_path):
     """Trained or not, all tensors return under their names, and the export drafts what the drafter does."""
     target, tensors = tmp_path / "target", write_checkpoint(name, tmp_path / "target")

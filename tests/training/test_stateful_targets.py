@@ -54,6 +54,7 @@ def check_states(name):
     return target
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["qwen3_next", "lfm2"])
 def test_states_of_ragged_rows_are_the_models_own(name):
     check_states(name)
@@ -65,7 +66,8 @@ def test_states_of_every_hybrid(name):
     check_states(name)
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "mamba2"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["qwen3_next", pytest.param("mamba2", marks=pytest.mark.slow)])
 def test_packed_rows_train_as_rows_of_their_own(name):
     """No state leaks from a conversation to its neighbour in a packed row: same features, same loss."""
     target = hybrid(name, 300)
