@@ -111,6 +111,7 @@ def test_an_export_is_the_familys_own_layout(name, tmp_path):
         shipping("mtp").check(trained, out)
 
 
+@pytest.mark.thorough
 def test_what_engines_cannot_load_of_it(tmp_path):
     target = tmp_path / "target"
     write_checkpoint("qwen3.5", target)
