@@ -232,30 +232,39 @@ class Continuation:
             return cls()
         found = cls(name, takes=parameters & {"attention_mask", "position_ids"}, several=False)
 
-        def error() -> float:
-            """Of the states of all tokens, the last ones continued from the cache of the first; inf if the model fails."""
-            try:
-                first, cache = found.begin(target, ids[:, :_READ], ())
-                states = (first, found.go_on(target, cache, ids[:, _READ:], (), [_READ])[0])
-            except Exception:  # code of other libraries
-                return math.inf
+        def rest() -> float:
+            """Error of all tokens' states, the last ones continued from the cache of the first."""
+            first, cache = found.begin(target, ids[:, :_READ], ())
+            states = (first, found.go_on(target, cache, ids[:, _READ:], (), [_READ])[0])
             return relative_error(torch.cat([out.last_hidden for out in states], dim=1), whole)
 
-        # One at a time is what every model of transformers generates with; several at once may round otherwise.
-        steps = error()
+        # One at a time is what every model of transformers generates with; several at once may be computed otherwise.
+        steps = _tried(rest)
         if not steps <= (_STEPS_HALF if half else _STEPS):
             return cls()
         bound = max(4 * steps, _EXACT_HALF if half else _EXACT)
-        found.several = True
-        found.several = error() <= bound
+        # What layers of a model's own do beyond the proof's few tokens is unknown: they get as little trust as possible.
+        layers = getattr(own[name], "layers", ())
+        known = all(type(layer).__module__ == cache_utils.__name__ for layer in layers)
+        found.several = known
+        found.several = known and _tried(rest) <= bound
         caches = [found.begin(target, part, ())[1] for part in (ids[:, :2], ids.view(2, -1)[:, :2], ids[:, :3])]
-        found.form = CacheForm.of(caches[0], caches[1], caches[2], _owned(found, target, ids))
+        owned = _owned(found, target, ids) if known else [True] * len(leaves_of(caches[0]))
+        found.form = CacheForm.of(caches[0], caches[1], caches[2], owned)
         if found.form is None:
             return cls()
-        found.crops = _crops(found, target, ids, whole, bound)
-        known = all(type(layer).__module__ == cache_utils.__name__ for layer in getattr(caches[0], "layers", ()))
-        found.batched = known and _batches(found, target, ids, bound)
+        found.crops = known and _tried(lambda: _cropped(found, target, ids, whole)) <= bound
+        found.batched = known and _tried(lambda: _together(found, target, ids)) <= bound
         return found
+
+
+def _tried(trial: Callable[[], float]) -> float:
+    """The relative error that a trial finds; infinite where the model's code fails, or the error is not a number."""
+    try:
+        found = trial()
+    except Exception:  # code of other libraries
+        return math.inf
+    return math.inf if math.isnan(found) else found
 
 
 def _owned(found: Continuation, target: ProvenModel, ids: Tensor) -> list[bool]:
@@ -267,35 +276,31 @@ def _owned(found: Continuation, target: ProvenModel, ids: Tensor) -> list[bool]:
     return [isinstance(leaf, Tensor) and leaf._version > before for leaf, before in zip(leaves, versions, strict=True)]
 
 
-def _crops(found: Continuation, target: ProvenModel, ids: Tensor, whole: Tensor, bound: float) -> bool:
-    """Whether the cache says that it can drop its last tokens, and does."""
+def _cropped(found: Continuation, target: ProvenModel, ids: Tensor, whole: Tensor) -> float:
+    """Error behind a cache that dropped its last tokens, if it says that it can."""
     _, cache = found.begin(target, ids[:, :_READ], ())
-    if found.form is None or not getattr(cache, "is_croppable", False):
-        return False
+    if not getattr(cache, "is_croppable", False):
+        return math.inf
     cache.activate_past_recording()
     _, cache = found.go_on(target, cache, ids[:, :_MORE], (), [_READ])  # rejected ones
     cache.crop(-_MORE)
     out, _ = found.go_on(target, cache, ids[:, _READ:], (), [_READ])
-    return relative_error(out.last_hidden, whole[:, _READ:]) <= bound
+    return relative_error(out.last_hidden, whole[:, _READ:])
 
 
-def _batches(found: Continuation, target: ProvenModel, ids: Tensor, bound: float) -> bool:
-    """Whether two rows of different length give the same states together and apart, also after they part again."""
-    if found.form is None:
-        return False
+def _together(found: Continuation, target: ProvenModel, ids: Tensor) -> float:
+    """Error of two rows of different length read together, against apart, also after they part again."""
+    assert found.form is not None
     new, apart, caches, lengths = ids[:, :1], [], [], [_READ, _MORE]
     for length in lengths:
         _, cache = found.begin(target, ids[:, -length:], ())
         out, after = found.go_on(target, found.form.copy(cache), new, (), [length])
         apart += [out.last_hidden, found.go_on(target, after, new, (), [length + 1])[0].last_hidden]
         caches.append(cache)
-    try:
-        stacked = found.form.stack(caches, lengths)
-        out, stacked = found.go_on(target, stacked, new.expand(2, 1), (), lengths)
-        together = [out.last_hidden[:1], out.last_hidden[1:]]
-        for index, length in enumerate(lengths):
-            row = found.form.row(stacked, index, length + 1, _READ - length)
-            together.insert(2 * index + 1, found.go_on(target, row, new, (), [length + 1])[0].last_hidden)
-        return relative_error(torch.cat(together), torch.cat(apart)) <= bound
-    except Exception:  # code of other libraries: rows are then read one by one
-        return False
+    stacked = found.form.stack(caches, lengths)
+    out, stacked = found.go_on(target, stacked, new.expand(2, 1), (), lengths)
+    together = [out.last_hidden[:1], out.last_hidden[1:]]
+    for index, length in enumerate(lengths):
+        row = found.form.row(stacked, index, length + 1, _READ - length)
+        together.insert(2 * index + 1, found.go_on(target, row, new, (), [length + 1])[0].last_hidden)
+    return relative_error(torch.cat(together), torch.cat(apart))

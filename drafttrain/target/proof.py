@@ -149,8 +149,9 @@ def prove_own(target: ProvenModel) -> float:
     try:
         own = target.model(input_ids=ids[:, :n], use_cache=False).logits.float()  # [2, n, v]
         rows, padded = (target.forward(part, layers) for part in (ids[:, :n], ids))
-        if rows.last_hidden.shape != (2, n, target.hidden_size) or own.shape[:2] != (2, n):
-            raise ValueError(f"states have shape {list(rows.last_hidden.shape)}, logits {list(own.shape)}")
+        shapes = {tuple(x.shape[:2]) for x in (rows.last_hidden, rows.features, own)}
+        if shapes != {(2, n)} or rows.last_hidden.shape[2] != target.hidden_size:
+            raise ValueError(f"{n} tokens have states and logits of {sorted(shapes)}")
     except UserError:
         raise
     except KeyError as error:

@@ -390,13 +390,14 @@ class Target:
         Raises:
             UserError: rows longer than the target reads, or packed ones on the snapshot path.
         """
+        few = input_ids.shape[0] == 1 and input_ids.shape[1] <= NATIVE_ROWS
+        if self._native is not None and few and context is not None and position_ids is not None:
+            assert not isinstance(context, SnapshotCache)  # native layers are of the packed path
+            return self._native.forward(input_ids, feature_layers, position_ids, context)
         if isinstance(context, SnapshotCache):
             return context.forward(input_ids, feature_layers)
         if self.decoding_path == "snapshot":
             return self._forward_own(input_ids, feature_layers, position_ids, context)
-        few = input_ids.shape[0] == 1 and input_ids.shape[1] <= NATIVE_ROWS
-        if self._native is not None and few and context is not None and position_ids is not None:
-            return self._native.forward(input_ids, feature_layers, position_ids, context)
         if context is None:
             self.check_length(input_ids.shape[1])
         context = context or CausalRows(input_ids.shape[1])

@@ -85,7 +85,8 @@ def test_states_and_logits_are_those_of_transformers(name):
 
 def assert_greedy(name, prompts, count, sides, batches):
     target, reference = family(name)
-    want = [hf_greedy(reference, prompt, count) for prompt in prompts]
+    # xLSTM's own generate fails on a CPU with the cache that it makes.
+    want = [hf_greedy(reference, prompt, count, use_cache=name != "xlstm") for prompt in prompts]
     truths = {tuple(prompt): tokens for prompt, tokens in zip(prompts, want, strict=True)}
     drafters = {
         "none": lambda: None,
