@@ -57,6 +57,7 @@ from drafttrain.folders import PARTIAL, OutputFolder, check_folder
 from drafttrain.losses import parse_loss
 from drafttrain.sequence_parallel import SequenceGroup
 from drafttrain.target import Target, TargetShell, load_shell
+from drafttrain.target.shared_rows import check_shared
 from drafttrain.training import arguments
 from drafttrain.training.callbacks import DecodeHeldOut, ProgressLines, SaveOnTerm, TimeBudget, gather_drafter
 from drafttrain.training.feature_sources import BatchSource, NoTarget, TargetSource
@@ -124,10 +125,10 @@ def prepare(config: TrainConfig, args: TrainingArguments, output: OutputFolder |
     """Loads target and data, builds the drafter, and finds the checkpoint to resume from."""
     check_pretraining(config)
     sequence = arguments.sequence_group(config, args)
-    set_seed(args.seed)
     if args.process_index == 0:
         print(f"training on {device_name(args.device)} ({args.device}) in {arguments.precision(args)}", flush=True)
     target, records = load_target_and_records(config, args)
+    set_seed(args.seed)  # behind the target: some models draw random numbers while they load
     train_rows, held_out = training_rows(records, config.max_length, config.validation, args.seed)
     drafter, vocab = build_drafter(config, target, records)
     stored = None if config.loss == "next_token" else FeatureStore.open(config.data, drafter.feature_layers)
@@ -261,6 +262,8 @@ def build_source(
     usual = 4.0 if target.device.type == "cpu" and config.sequence_parallel == 1 else 0.0  # parts of rows are not kept
     cache_gb = config.cache_gb if config.cache_gb >= 0 else usual
     servers = None
+    if config.sequence_parallel > 1 and stored is None and not config.target_url:
+        check_shared(target)
     if config.target_url:
         servers, stored = proven_servers(config, target, drafter, stored is not None), None
     ids = list(records["id"]) if stored else None

@@ -53,7 +53,7 @@ def keys(settings: type, prefix: str = "") -> Iterator[tuple[object, ...]]:
 def options(kind: str) -> Iterator[tuple[object, ...]]:
     config = kind_class(kind).config_class()  # type: ignore[attr-defined]
     for name, wanted in kinds_of(type(config)).items():  # type: ignore[arg-type]
-        if name not in ("vocab_size", "loss", "target"):
+        if name not in ("vocab_size", "loss", "target", "target_layer"):
             yield f"`drafter.{name}`", rule(wanted), getattr(type(config), name, "")
 
 

@@ -175,8 +175,9 @@ def choose_slots(slots: int | str, target: Target, max_length: int, features: in
     if isinstance(slots, int):
         return slots
     config = target.config
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    every = getattr(config, "num_attention_heads", None) or 1  # Mamba has none, and a state of about this size
+    heads = getattr(config, "num_key_value_heads", None) or every
+    width = getattr(config, "head_dim", None) or config.hidden_size // every
     itemsize = 4 if target.device.type == "cpu" else target.compute_dtype.itemsize  # a CPU's cache is float32
     token = 2 * target.num_layers * heads * width * itemsize  # bytes per token: keys and values
     token += (features + 1) * target.hidden_size * 2 if features else 0  # captured states in bfloat16

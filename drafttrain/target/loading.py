@@ -108,7 +108,7 @@ def check_sizes(config: PreTrainedConfig, where: str, what: str, fix: str) -> No
     stored = sum(path.stat().st_size for path in Path(where).glob("*.safetensors"))
     if stored:  # a Hub id has none here
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config) if _is_known(config) else None
+            model = AutoModelForCausalLM.from_config(config) if is_known(config) else None
         count = sum(weight.numel() for weight in model.parameters()) if model is not None else 0
         if count > _MOST_PER_BYTE * stored:
             raise UserError(
@@ -116,7 +116,7 @@ def check_sizes(config: PreTrainedConfig, where: str, what: str, fix: str) -> No
             )
 
 
-def _is_known(config: PreTrainedConfig) -> bool:
+def is_known(config: PreTrainedConfig) -> bool:
     """Whether the config's class is transformers' own: code of others is built once only."""
     return type(config).__module__.startswith("transformers.")
 

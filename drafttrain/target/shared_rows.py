@@ -1,8 +1,8 @@
-"""The target's forward in processes that share rows: each runs it over its part of the tokens."""
+"""The target's forward over many conversations: each in itself, in one call or a few, or shared among processes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Unpack
 
 import torch
@@ -10,12 +10,43 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafttrain.batch import Batch
+from drafttrain.errors import UserError
 from drafttrain.ops.tree_attention import AttentionForm
 from drafttrain.sequence_parallel import SharedPart
 from drafttrain.target.attention import DocumentAttention
 
 if TYPE_CHECKING:
     from drafttrain.target.target import Target
+
+
+def run_rows(target: Target, layers: Sequence[int], conversations: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Features [s, f*h] and last states [s, h] of each conversation of token ids [s], in one forward.
+
+    Where the target's attention is ours they lie behind each other in one row, without padding. A state or an attention of the
+    model's own would leak from one to the next: there each is a row, padded on its right, which no position before it sees.
+    """
+    lengths = [len(ids) for ids in conversations]
+    target.check_length(max(lengths))
+    if target.decoding_path == "snapshot":
+        ids = torch.nn.utils.rnn.pad_sequence(list(conversations), batch_first=True)  # [b, s]
+        out = target.forward(ids, layers)
+        parts = zip(out.features, out.last_hidden, lengths, strict=True)
+        yield from ((features[:length], last[:length]) for features, last, length in parts)
+        return
+    device = conversations[0].device
+    positions = torch.cat([torch.arange(length, device=device) for length in lengths])
+    ids = torch.cat(list(conversations))  # [n] tokens of all of them
+    out = target.forward(ids[None], layers, positions[None], DocumentAttention(lengths))
+    yield from zip(out.features[0].split(lengths), out.last_hidden[0].split(lengths), strict=True)
+
+
+def check_shared(target: Target) -> None:
+    """Raises UserError for a target whose rows processes cannot share."""
+    if target.decoding_path == "snapshot":
+        raise UserError(
+            f"sequence_parallel: target {target.name!r} runs its own forward, which processes cannot share ({target.reason}); "
+            "set sequence_parallel=1, or store its states first: drafttrain features"
+        )
 
 
 class SharedRows:
@@ -51,6 +82,7 @@ def run_shared(
         batch: its `shared` says which tokens are whose.
         conversations: row, columns, positions in this process's part, and positions [r] whose last states it reads.
     """
+    check_shared(target)
     part, s, device = batch.shared, batch.input_ids.shape[1], batch.input_ids.device
     assert isinstance(part, SharedPart)
     lengths = [span.stop - span.start for _, span, _, _ in conversations]

@@ -178,7 +178,8 @@ class TargetShell(Target):
         self.model.set_attn_implementation(MASKLESS)
         reason, mask = "", {"attention_mask": torch.ones(1, _TOKENS, device="meta")}
         # Families differ in what their layers return, and some look for padding in the ids where no mask is given.
-        for answer, more in itertools.product((states, (states,)), ({}, mask)):
+        answers = (states, (states,), (states, None), (states, None, None))
+        for answer, more in itertools.product(answers, ({}, mask)):
             try:
                 with _answering(self.layers, answer), self._calls() as calls:
                     output = self.body(input_ids=ids, use_cache=False, **more)

@@ -14,8 +14,7 @@ from drafttrain.batch import Batch
 from drafttrain.errors import UserError
 from drafttrain.losses import StoredTopK, TargetRows, Targets, tempered
 from drafttrain.target import Target
-from drafttrain.target.attention import DocumentAttention
-from drafttrain.target.shared_rows import run_shared
+from drafttrain.target.shared_rows import run_rows, run_shared
 from drafttrain.training.states_ahead import Inputs, States, StatesAhead
 
 if TYPE_CHECKING:
@@ -285,14 +284,8 @@ class TargetSource:
         return CachedTopK(features, ids[:, 0], ids, log_p, rest)
 
     def _run_target(self, conversations: list[Tensor], rows: list[Tensor]) -> Iterator[CachedStates]:
-        """Conversations of token ids [s] in one row of the target, without padding; rows: [r] positions that losses read."""
-        lengths = [len(ids) for ids in conversations]
-        self.target.check_length(max(lengths))
-        positions = torch.cat([torch.arange(length, device=rows[0].device) for length in lengths])
-        ids = torch.cat(conversations)  # [n] tokens of all of them
-        out = self.target.forward(ids[None], self.layers, positions[None], DocumentAttention(lengths))
-        parts = zip(rows, out.features[0].split(lengths), out.last_hidden[0].split(lengths), strict=True)
-        for needed, features, last in parts:  # [r], [s, f*h], [s, h]
+        """Conversations of token ids [s] in one forward of the target; rows: [r] positions that losses read."""
+        for needed, (features, last) in zip(rows, run_rows(self.target, self.layers, conversations), strict=True):
             hidden = last[needed]  # [r, h]
             argmax, log_z = self._statistics(hidden)
             if self.limit_bytes > 0:  # to be kept: half the memory in bfloat16, the precision of stored features

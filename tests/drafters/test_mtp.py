@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import GraniteConfig, GraniteForCausalLM
 
 from drafttrain.drafters.mtp.model import MTP, MTPConfig
 from drafttrain.errors import UserError
 from drafttrain.target import Target
+from drafttrain.target.own_layer import OwnLayer
 from drafttrain.training.feature_sources import TargetSource
 from tests.conftest import make_target
 from tests.drafters.layer_kinds import (
@@ -164,10 +166,16 @@ def test_a_native_module_predicts_as_it_did(target, target_dir):
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ("mlp.experts.0.up_proj.weight", "is a mixture of experts"),
-        ("self_attn.kv_a_proj_with_mqa.weight", "is multi-head latent attention"),
-        ("mlp.up_proj.weight_scale_inv", "is quantized"),
-        ("self_attn.indexer.wk.weight", "is of another kind"),
+        (
+            "mlp.experts.0.up_proj.weight",
+            "no mlp.experts.0.up_proj.weight, nor a layer of the target's class: unknown are mlp.exp",
+        ),
+        (
+            "self_attn.indexer.wk.weight",
+            "no self_attn.indexer.wk.weight, nor a layer of the target's class: unknown are self_attn",
+        ),
+        ("mlp.up_proj.weight_scale_inv", "mlp.up_proj.weight_scale_inv of target .* scales a weight that is not FP8"),
+        ("embed_tokens.weight", "embed_tokens.weight of target .* is not the target's embedding"),
     ],
 )
 def test_native_modules_of_other_kinds_are_refused(target, target_dir, extra, message):
@@ -177,6 +185,40 @@ def test_native_modules_of_other_kinds_are_refused(target, target_dir, extra, me
         MTP.native(loaded, torch.arange(target.vocab_size), {})
 
 
+def test_fp8_blocks_and_heads_of_their_own_are_read(target, target_dir, capsys):
+    """DeepSeek publishes FP8 blocks with factors; a module may have a head of its own; a second module is named."""
+    tensors = native_tensors(make_kind("mtp", target, shake=True), "deepseek")
+    name, head = "model.layers.4.mlp.up_proj.weight", torch.randn(target.vocab_size, 32)
+    plain = tensors[name]  # [64, 32]: one block
+    tensors[name], tensors[f"{name}_scale_inv"] = (plain / 0.01).to(torch.float8_e4m3fn), torch.full((1, 1), 0.01)
+    more = {"model.layers.4.shared_head.head.weight": head, "model.layers.5.eh_proj.weight": torch.zeros(2)}
+    loaded = with_native(target_dir, {**tensors, **more})
+    drafter = MTP.native(loaded, KEPT, {})
+    ours = drafter.blocks[0].layer.mlp.up_proj.weight
+    torch.testing.assert_close(ours, tensors[name].float() * 0.01)
+    torch.testing.assert_close(ours, plain, rtol=0.1, atol=0.01)
+    assert torch.equal(drafter.lm_head.weight, head[KEPT])
+    assert "has several prediction modules; the first serves all depths" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"train_head=false: the prediction module .* has a head of its own"):
+        MTP.native(loaded, KEPT, {"train_head": False})
+
+
+def test_the_class_decides_where_tensors_fit_a_plain_layer_too(target, target_dir):
+    """Granite's tensors have Llama's names and shapes, and its layers scale what they add to the residual."""
+    sizes = {
+        key: getattr(target.config, key)
+        for key in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+    }
+    torch.manual_seed(0)
+    model = GraniteForCausalLM(
+        GraniteConfig(**sizes, num_key_value_heads=2, num_hidden_layers=4, residual_multiplier=0.4)
+    )
+    model.save_pretrained(target_dir)
+    loaded = with_native(target_dir, native_tensors(make_kind("mtp", target, shake=True), "deepseek"))
+    layer = MTP.native(loaded, KEPT, {}).blocks[0].layer
+    assert isinstance(layer, OwnLayer) and layer.layer.residual_multiplier == 0.4
+
+
 def test_no_native_module_and_other_shapes_are_said(target, target_dir):
     loaded = Target.load(str(target_dir), "float32")
     with pytest.raises(UserError, match="holds no multi-token prediction module"):
@@ -184,5 +226,5 @@ def test_no_native_module_and_other_shapes_are_said(target, target_dir):
     tensors = native_tensors(make_kind("mtp", target), "qwen")
     gated = tensors["mtp.layers.0.self_attn.q_proj.weight"].repeat(2, 1)
     loaded = with_native(target_dir, {**tensors, "mtp.layers.0.self_attn.q_proj.weight": gated})
-    with pytest.raises(UserError, match=r"q_proj.weight of target .* is \[64, 32\], not \[32, 32\]"):
+    with pytest.raises(UserError, match=r"q_proj.weight is \[64, 32\], not \[32, 32\]"):
         MTP.native(loaded, torch.arange(target.vocab_size), {})

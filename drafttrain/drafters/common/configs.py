@@ -31,6 +31,7 @@ Smoothing = Annotated[float, Field(ge=0, le=0.999)]
 Nodes = Annotated[int, Field(ge=1, le=1024)]
 # Rotary scalings for positions beyond those of pretraining. Scalings that depend on the length of the current sequence are
 # unsupported: cached keys would have to change while it grows.
+_HEAD = 64  # width of a head where the target has none
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -148,7 +149,8 @@ class DecoderConfig(TargetedConfig):
                 f"hidden_size={width}: kind={cls.kind()!r} shares states with the target, so its width is the target's, "
                 f"{target.hidden_size}; drop the key, or choose a smaller intermediate_size"
             )
-        heads = config.num_attention_heads
+        # Models without attention (Mamba) have no heads to follow.
+        heads = getattr(config, "num_attention_heads", None) or max(1, target.hidden_size // _HEAD)
         defaults = {"intermediate_size": 4 * target.hidden_size, "num_key_value_heads": heads, "rms_norm_eps": 1e-5}
         defaults |= {"head_dim": target.hidden_size // heads, "max_position_embeddings": 131072}
         own = {name: getattr(config, name, None) or value for name, value in defaults.items()}
@@ -156,7 +158,7 @@ class DecoderConfig(TargetedConfig):
         own["rope_parameters"] = None if "rope_theta" in options else rope_parameters_of(config)
         if width != target.hidden_size:  # the size of heads and MLP follows the drafter's own width
             del own["intermediate_size"], own["head_dim"]
-            if options.get("num_attention_heads", config.num_attention_heads) % own["num_key_value_heads"]:
+            if options.get("num_attention_heads", heads) % own["num_key_value_heads"]:
                 del own["num_key_value_heads"]
         return own
 

@@ -15,13 +15,16 @@ Sources: vLLM 0.32 models/mimo_mtp.py, config/speculative.py (hf_config_override
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from drafttrain.drafters.common.llama_layers import LAYER_KEYS, layer_keys, unsupported_by_llama
-from drafttrain.drafters.mtp.model import MIMO, MTP, MTPConfig
+from drafttrain.drafters.mtp.checkpoint_modules import MIMO, swapped
+from drafttrain.drafters.mtp.family_export import FAMILY, FORMATS
+from drafttrain.drafters.mtp.model import MTP, MTPConfig
 from drafttrain.drafters.shipping import TARGET_OVERRIDES, Exported, ExportRequest, Format, Shipping, Trained
 from drafttrain.errors import UserError
 from drafttrain.files import Json
@@ -40,15 +43,10 @@ _SHAPE = (
 _BIASED = ("q_proj", "k_proj", "v_proj")
 
 
-def _swapped(project: Tensor) -> Tensor:
-    """[h, 2h] with its halves exchanged."""
-    return torch.cat(project.chunk(2, dim=1)[::-1], dim=1)
-
-
 class MTPShipping(Shipping[MTP]):
-    """vLLM alone; our own format goes to the Hub too."""
+    """vLLM alone for plain layers, which are written as MiMo's; layers of the target's class as the family's own (FAMILY)."""
 
-    formats = {"vllm": Format("a prediction module as MiMo's", ("vLLM",))}
+    formats = {**FORMATS, "vllm": Format("a prediction module as MiMo's, or as the target family's own", ("vLLM",))}
     verifiable = {"vllm": "vllm"}
     serving = {"vLLM": {"method": "mtp", TARGET_OVERRIDES: {"num_nextn_predict_layers": 1}}}
     tiny = {"train_head": False, "num_key_value_heads": 2}
@@ -63,8 +61,12 @@ class MTPShipping(Shipping[MTP]):
         return f"{many} (arXiv 2412.19437), {parameters} parameters"
 
     def unsupported(self, trained: Trained, form: str, engine: EngineRelease | None = None) -> list[str]:
+        if trained.config.get("target_layer"):
+            return FAMILY.unsupported(trained, form, engine)
         if found := super().unsupported(trained, form, engine):
             return found
+        if form not in self.verifiable.values():
+            return [self.no_format]
         config: MTPConfig = self.load(trained).config  # type: ignore[assignment]
         checks = {
             "train_head=true: the engine drafts with the target's head; train with drafter.train_head=false": config.train_head,
@@ -77,6 +79,8 @@ class MTPShipping(Shipping[MTP]):
 
     def write(self, trained: Trained, form: str, request: ExportRequest) -> list[Path]:
         """As of most kinds. Raises UserError also for layers of another shape than the target's, which the engine reads."""
+        if trained.config.get("target_layer"):
+            return FAMILY.write(trained, form, request)
         target = load_shell(request.target_files or trained.target_name)
         ours, theirs = vars(self.load(trained).config), vars(MTPConfig.for_target(target))
         wrong = [f"{key}={ours[key]} (there {theirs[key]})" for key in _SHAPE if ours[key] != theirs[key]]
@@ -87,6 +91,13 @@ class MTPShipping(Shipping[MTP]):
                 f"{', '.join(wrong)}; train it without these drafter.* keys"
             )
         return super().write(trained, form, request)
+
+    def check(self, trained: Trained, exported: Path) -> Json:
+        own = bool(trained.config.get("target_layer"))
+        return FAMILY.check(trained, exported) if own else super().check(trained, exported)
+
+    def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
+        return FAMILY.serving if trained.config.get("target_layer") else self.serving
 
     def engine_config(self, drafter: MTP, form: str, request: ExportRequest) -> Json:
         config: MTPConfig = drafter.config  # type: ignore[assignment]
@@ -107,7 +118,7 @@ class MTPShipping(Shipping[MTP]):
         for name in [name for name in weights if name.endswith(tuple(f"{each}.weight" for each in _BIASED))]:
             weights[name.removesuffix("weight") + "bias"] = torch.zeros(len(weights[name]))
         project = next(name for name in weights if name.endswith("input_proj.weight"))
-        return {**weights, project: _swapped(weights[project])}
+        return {**weights, project: swapped(weights[project])}
 
     def drafter_from(self, original: MTP, export: Exported) -> MTP:
         fields = {key: export.config[key] for key in (*LAYER_KEYS, "rope_parameters")}
@@ -118,7 +129,7 @@ class MTPShipping(Shipping[MTP]):
         if any(weight.any() for name, weight in export.weights.items() if name.endswith("bias")):
             raise UserError(f"{export.where} computes something else: a bias is not zero; export again")
         state = super().drafter_weights(original, back, export)
-        return {**state, "blocks.0.eh_proj.weight": _swapped(state["blocks.0.eh_proj.weight"])}
+        return {**state, "blocks.0.eh_proj.weight": swapped(state["blocks.0.eh_proj.weight"])}
 
 
 SHIPPING = MTPShipping()

@@ -13,11 +13,10 @@ depths see the keys that the first module computes from true states: a cache as 
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, NamedTuple
+from dataclasses import field
+from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from drafttrain.batch import Batch
@@ -25,13 +24,19 @@ from drafttrain.drafters.base import Source
 from drafttrain.drafters.common import starts
 from drafttrain.drafters.common.configs import Decay, LastStateConfig, Layers
 from drafttrain.drafters.common.layer_model import LayerDrafter
-from drafttrain.drafters.common.layers import DraftLayer, RMSNorm
+from drafttrain.drafters.common.layers import DraftLayer, RMSNorm, Rotary
+from drafttrain.drafters.mtp.checkpoint_modules import NativeModule, plain_layer, read_native
 from drafttrain.errors import UserError
-from drafttrain.files import Json, hub_snapshot
+from drafttrain.files import Json
 from drafttrain.ops.cpu_layers import DraftWeights
 from drafttrain.ops.packing import PackedLinear
 from drafttrain.target import Target
-from drafttrain.target.loading import check_finite, loading
+from drafttrain.target.own_layer import PLACES, OwnLayer, causal, read_own_layer, relative_error
+
+# Options that shape a plain layer, and that a layer of the target's class has from the target.
+_LAYER_KEYS = (
+    "intermediate_size", "rms_norm_eps", "qk_norm", "attention_bias", "mlp_bias", "hidden_act", "rope_theta", "rope_parameters"
+)  # fmt: skip
 
 
 class MTPConfig(LastStateConfig):
@@ -40,12 +45,15 @@ class MTPConfig(LastStateConfig):
     Attributes:
         modules: 1, or more for one per depth; deeper depths use the last one. Each has one layer.
         train_head: train and save a copy of the target's head rows; False uses the target's, frozen, as engines do.
+        target_layer: of modules whose layer is of the target's class: its config and index (`target.own_layer.spec_of`), and
+            the form of the checkpoint it came from; set by init=native. Empty for plain layers.
     """
 
     model_type = "drafttrain_mtp"
     modules: Layers = 1
     train_head: bool = True
     depth_decay: Decay = 0.6
+    target_layer: Json = field(default_factory=dict)
 
     def check(self) -> None:
         super().check()
@@ -65,7 +73,21 @@ class MTPModule(nn.Module):
         h, eps = config.hidden_size, config.rms_norm_eps
         self.enorm, self.hnorm = RMSNorm(h, eps), RMSNorm(h, eps)
         self.eh_proj = nn.Linear(2 * h, h, bias=False)
-        self.layer = DraftLayer(config)
+        self.layer: DraftLayer | OwnLayer = OwnLayer(config.target_layer) if config.target_layer else DraftLayer(config)
+
+
+class FamilyRotary(Rotary):
+    """The rotary tables of a family's layer."""
+
+    width = 0  # no CPU kernel reads these tables
+
+    def __init__(self, layer: OwnLayer):
+        self.layer = layer
+
+    def compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return self.layer.tables(positions, dtype)
+
+    tables = compute
 
 
 class MTP(LayerDrafter):
@@ -83,6 +105,9 @@ class MTP(LayerDrafter):
         # The target's head; in a list, so that it is neither trained nor saved.
         self.frozen: list[nn.Linear | PackedLinear] = []
         self.finish(layers=1)
+        own = self.blocks[0].layer
+        if isinstance(own, OwnLayer):
+            self.rotary = FamilyRotary(own)
 
     @property
     def head(self) -> nn.Linear | PackedLinear:
@@ -110,17 +135,17 @@ class MTP(LayerDrafter):
                 self.pack_depths()
 
     @property
-    def decoder_layers(self) -> list[DraftLayer]:
+    def decoder_layers(self) -> list[Any]:  # DraftLayer or OwnLayer
         return [block.layer for block in self.blocks]
 
     def block_at(self, depth: int) -> MTPModule:
         return self.blocks[min(depth, len(self.blocks) - 1)]
 
-    def layers_at(self, depth: int) -> list[DraftLayer]:
+    def layers_at(self, depth: int) -> list[Any]:
         return [self.block_at(depth).layer]
 
     def draft_weights(self) -> DraftWeights | None:
-        if len(self.blocks) > 1 or not (self.config.train_head or self.frozen):
+        if len(self.blocks) > 1 or self.config.target_layer or not (self.config.train_head or self.frozen):
             return None
         block = self.blocks[0]
         return DraftWeights(
@@ -145,29 +170,89 @@ class MTP(LayerDrafter):
         return self.norm(state)
 
     @classmethod
-    def native(cls, target: Target, kept_ids: Tensor, options: Json) -> MTP:
-        """A drafter with the weights of the MTP module in the target's checkpoint; of several, the first, for all depths."""
-        shapes, state = read_native(target)
-        drafter = cls(MTPConfig.for_target(target, **{**shapes, **options}, draft_vocab_size=len(kept_ids)))
-        drafter.initialize(target, kept_ids)
-        where, block = f"init='native': the prediction module of target {target.name!r}", drafter.blocks[0]
-        expected = {"norm.weight", *(name for name, _ in block.named_parameters())}
-        if wrong := sorted(expected ^ state.keys()):
+    def check_options(cls, options: Json) -> Json:
+        if "target_layer" in options:
             raise UserError(
-                f"{where} {'has unknown' if wrong[0] in state else 'lacks'} weights: {wrong[0]}; use init=target"
+                "drafter.target_layer is found in the target's checkpoint: drop the key, and set init=native"
             )
-        check_finite(state.items(), where, "use init=target")
-        for name, weight in state.items():
-            ours = drafter.norm.weight if name == "norm.weight" else block.get_parameter(name)
-            if ours.shape != weight.shape:
+        return super().check_options(options)
+
+    @classmethod
+    def native(cls, target: Target, kept_ids: Tensor, options: Json) -> MTP:
+        """A drafter with the weights of the MTP module in the target's checkpoint; of several, the first, for all depths.
+
+        Raises:
+            UserError: no module, or one that neither a `DraftLayer` nor a layer of the target's class computes.
+        """
+        module = read_native(target)
+        reasons, made = list[str](), list[MTP]()
+        for build in (cls._plain_native, cls._own_native):
+            try:
+                made.append(build(target, module, kept_ids, options))
+            except UserError as error:
+                reasons.append(str(error))
+        if not made:
+            raise UserError(
+                f"init='native': the prediction module of target {target.name!r} is {reasons[0]}, nor a layer of the target's "
+                f"class: {reasons[1]}; use init=target"
+            )
+        # A plain layer with the same weights may compute something else: other rotary tables, a gate, a scale.
+        if len(made) == 2 and not made[0]._computes_as(made[1]):
+            made.reverse()
+        drafter = made[0]
+        if module.head is not None:
+            if not drafter.config.train_head:
                 raise UserError(
-                    f"init='native': {name} of target {target.name!r} is {list(weight.shape)}, not {list(ours.shape)} as in a "
-                    "plain layer of its sizes (gated attention?); use init=target"
+                    f"drafter.train_head=false: the prediction module of target {target.name!r} has a head of its own; set "
+                    "drafter.train_head=true"
                 )
-            ours.data.copy_(weight)
+            drafter.lm_head.weight.data.copy_(module.head[kept_ids])
         for block in drafter.blocks[1:]:
             block.load_state_dict(drafter.blocks[0].state_dict())
+        kind = "a plain layer" if isinstance(drafter.blocks[0].layer, DraftLayer) else "a layer of the target's class"
+        print(f"initialized from the prediction module of target {target.name!r}, {kind}", flush=True)
         return drafter
+
+    @classmethod
+    def _plain_native(cls, target: Target, module: NativeModule, kept_ids: Tensor, options: Json) -> MTP:
+        shapes, state = plain_layer(module, target)
+        return cls._around(target, module, {**shapes, **options}, kept_ids, state)
+
+    @classmethod
+    def _own_native(cls, target: Target, module: NativeModule, kept_ids: Tensor, options: Json) -> MTP:
+        own, spec = read_own_layer(target, module.layer)
+        heads, kv_heads, width, window = own.prove()
+        shapes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": width}
+        if wrong := [name for name in options if name in (*shapes, *_LAYER_KEYS) and options[name] != shapes.get(name)]:
+            raise UserError(f"drafter.{wrong[0]}={options[wrong[0]]!r} does not change it; drop the key")
+        options = {"sliding_window": window, **options, **shapes, "target_layer": {**spec, "form": module.form}}
+        return cls._around(target, module, options, kept_ids, dict(own.state_dict()))
+
+    @classmethod
+    def _around(
+        cls, target: Target, module: NativeModule, options: Json, kept_ids: Tensor, layer: dict[str, Tensor]
+    ) -> MTP:
+        """A drafter of these options whose first block has the module's weights and those of `layer`. Raises UserError."""
+        drafter = cls(MTPConfig.for_target(target, **{**options, "draft_vocab_size": len(kept_ids)}))
+        drafter.initialize(target, kept_ids)
+        block = drafter.blocks[0]
+        ours = {"norm.weight": drafter.norm.weight, **block.state_dict()}
+        theirs = {**module.around, **{f"layer.{name}": weight for name, weight in layer.items()}}
+        if wrong := sorted(ours.keys() ^ theirs.keys()):
+            raise UserError(f"not a plain layer: {'unknown' if wrong[0] in theirs else 'missing'} is {wrong[0]}")
+        for name, weight in theirs.items():
+            if ours[name].shape != weight.shape:
+                raise UserError(f"not a plain layer: {name} is {list(weight.shape)}, not {list(ours[name].shape)}")
+            ours[name].data.copy_(weight)
+        return drafter
+
+    @torch.no_grad()
+    def _computes_as(self, other: MTP) -> bool:
+        """Whether this drafter's first layer, a plain one, gives the states of another's, an `OwnLayer`."""
+        states, cos, sin = other.blocks[0].layer.probe()
+        places = torch.tensor(PLACES)
+        ours = self.blocks[0].layer(states, None, *self.rotary.tables(places, states.dtype), causal, None)
+        return relative_error(ours, other.blocks[0].layer(states, None, cos, sin, causal, None)) < 1e-4
 
     def copy_from(self, target: Target) -> list[str]:
         """Copies head rows, final norm and, into each module, the last layer; projections start as the identity on the state."""
@@ -180,7 +265,7 @@ class MTP(LayerDrafter):
         last, copied = target.last_layers(1), list[str]()
         for block in self.blocks:
             starts.identity_on_last(block.eh_proj)
-            copied = starts.copy_layer(block.layer, last[0]) if last else []
+            copied = starts.copy_layer(block.layer, last[0]) if last and isinstance(block.layer, DraftLayer) else []
         return names + copied
 
     @torch.no_grad()
@@ -194,116 +279,6 @@ class MTP(LayerDrafter):
         self.norm.weight.fill_(size)
         starts.set_temperature(self, batches[0], source, self.norm.weight)
         return explained
-
-
-class _Form(NamedTuple):
-    """How a family stores its first module.
-
-    Attributes:
-        module: prefix of its tensors; {n} is the target's number of layers. layer: prefix of the decoder layer's, after that.
-        names: the family's names -> ours, without `.weight`.
-        swapped: the projection reads the state before the embedding.
-    """
-
-    module: str
-    layer: str
-    names: dict[str, str]
-    swapped: bool = False
-
-
-_DEEPSEEK = _Form(  # GLM-4 too
-    "model.layers.{n}.", "", {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "shared_head.norm": "norm"}
-)
-_QWEN = _Form(
-    "mtp.",
-    "layers.0.",
-    {"pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "fc": "eh_proj", "norm": "norm"},
-)
-MIMO = _Form(
-    "model.mtp_layers.0.",
-    "",
-    {"token_layernorm": "enorm", "hidden_layernorm": "hnorm", "input_proj": "eh_proj", "final_layernorm": "norm"},
-    swapped=True,
-)
-# Copies of the target's own tensors.
-_SHARED = ("embed_tokens.weight", "shared_head.head.weight", "rotary_emb.inv_freq")
-# Parts of tensor names that show an unsupported layer, and its description.
-_FOREIGN = {"experts": "a mixture of experts", "kv_a_proj": "multi-head latent attention", "scale": "quantized"}
-_PLAIN = {f"{block}.{name}" for block, names in starts.PROJECTIONS.items() for name in names}
-_PLAIN |= {"self_attn.q_norm", "self_attn.k_norm", "input_layernorm", "post_attention_layernorm"}
-
-
-def read_native(target: Target) -> tuple[Json, dict[str, Tensor]]:
-    """Reads the first MTP module of the target's checkpoint.
-
-    Returns:
-        The drafter's config options that it fixes, and its tensors by the names of `MTPModule`, and `norm.weight`.
-
-    Raises:
-        UserError: no such tensors, or a module that is not dense with plain attention.
-    """
-    form, prefix, own = _find(target)
-    layer, names = form.layer, form.names
-    state: dict[str, Tensor] = {}
-    for name, path in own.items():
-        stem, _, part = name.rpartition(".")
-        inner = stem.removeprefix(layer)
-        if stem in names:
-            ours = f"{names[stem]}.{part}"
-        elif inner in _PLAIN and name.startswith(layer) and part in ("weight", "bias"):
-            ours = f"layer.{inner}.{part}"
-        elif name.endswith(_SHARED) or (layer and name.startswith("layers.") and not name.startswith(layer)):
-            continue  # shared, or a further module's
-        else:
-            what = next((what for sign, what in _FOREIGN.items() if sign in name), "of another kind")
-            raise UserError(
-                f"init='native': the prediction module of target {target.name!r} is {what} ({prefix}{name}), and only dense "
-                "ones with plain attention are supported; use init=target"
-            )
-        with loading(f"target={target.path!r}", "download it again"), safe_open(path, "pt") as file:
-            state[ours] = file.get_tensor(prefix + name).float()
-    offset = _norm_offset(target)
-    for name in state:
-        if "norm" in name:
-            state[name] = state[name] + offset
-    if form.swapped:
-        state["eh_proj.weight"] = torch.cat(state["eh_proj.weight"].chunk(2, dim=1)[::-1], dim=1)
-    gate = state.get("layer.mlp.gate_proj.weight", torch.empty(1, 1))
-    shapes: Json = {
-        "intermediate_size": len(gate),
-        "qk_norm": "layer.self_attn.q_norm.weight" in state,
-    }
-    if "layer.self_attn.q_proj.bias" in state:
-        shapes["attention_bias"] = True  # of all four; one that is missing is zero
-        state.setdefault("layer.self_attn.o_proj.bias", torch.zeros(target.hidden_size))
-    return shapes, state
-
-
-def _find(target: Target) -> tuple[_Form, str, dict[str, Path]]:
-    """The form of the checkpoint's module, the prefix of its tensors, and the file of each tensor by the rest of its name."""
-    folder = Path(target.path)
-    if not folder.is_dir():
-        folder = hub_snapshot(target.path, ["*.safetensors"], "target")
-    files: dict[str, Path] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with loading(f"target={target.path!r}", "download it again"), safe_open(path, "pt") as file:
-            files |= dict.fromkeys(file.keys(), path)
-    for form in (_DEEPSEEK, _QWEN, MIMO):
-        prefix = form.module.format(n=target.num_layers)
-        own = {name.removeprefix(prefix): path for name, path in files.items() if name.startswith(prefix)}
-        if all(f"{name}.weight" in own for name in form.names):
-            return form, prefix, own
-    raise UserError(
-        f"init='native': the checkpoint of target {target.name!r} ({target.path}) holds no multi-token prediction module "
-        "(eh_proj, mtp.fc or mtp_layers); use init=target"
-    )
-
-
-def _norm_offset(target: Target) -> float:
-    """1 for families whose norms store their factors minus one, read off the target's final norm; else 0."""
-    norm = starts.final_norm(target)
-    weight = None if norm is None else starts.norm_weight(norm)
-    return 0.0 if norm is None or weight is None else float((weight - next(norm.parameters())).float().mean().round())
 
 
 KIND = MTP
