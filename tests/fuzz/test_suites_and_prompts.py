@@ -19,7 +19,7 @@ from drafttrain.data.magpie import load_openings
 from drafttrain.data.masks import conversation_records
 from drafttrain.data.ngram_corpus import texts
 from drafttrain.drafters.common.tree_spec import TreeSpec
-from drafttrain.evaluation.suites import load_suite, render, take_evenly
+from drafttrain.evaluation.suites import load_suite, take_evenly
 from drafttrain.files import JsonlLog
 from drafttrain.tuning.tune import calibration_prompts
 from tests.conftest import make_target
@@ -41,7 +41,7 @@ def suite(path: Path) -> None:
     for name in (str(path), f"mt_bench:{path}"):
         for question in take_evenly(load_suite(name).questions, 3):
             assert question.category.strip() != "None"
-            render(TARGET.tokenizer, question.turns[:1], [])
+            question.prompt(TARGET.tokenizer)
 
 
 def collected(path: Path) -> None:

@@ -77,7 +77,9 @@ CASES = [
         [
             system("You are an agent."),
             user("Will it rain in Zürich?"),
-            answer("", "I must look: get_weather.", call("functions.get_weather:0", "get_weather", city="Zürich", days=2)),
+            answer(
+                "", "I must look: get_weather.", call("functions.get_weather:0", "get_weather", city="Zürich", days=2)
+            ),
             result("functions.get_weather:0", "get_weather", '{"rain": [0.1, 0.9]}'),
             answer("Not today; tomorrow yes.", "0.9 is the second day."),
             user("What are 12.5 dollars in francs?"),

@@ -66,7 +66,9 @@ class Family:
             texts, trainers.BpeTrainer(vocab_size=480, initial_alphabet=alphabet, show_progress=False)
         )
         fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=self.bos, eos_token=self.eos)
-        fast.add_special_tokens({"additional_special_tokens": [t for t in self.special if t not in (self.bos, self.eos)]})
+        fast.add_special_tokens(
+            {"additional_special_tokens": [t for t in self.special if t not in (self.bos, self.eos)]}
+        )
         fast.add_tokens([AddedToken(text, special=False, normalized=False) for text in self.plain])
         fast.chat_template = (FOLDER / f"{self.file}.jinja").read_text()
         return fast
@@ -152,7 +154,8 @@ def _deepseek(message: Message, thinking: bool) -> tuple[str, str]:
         return text, ""
     text += ("</think>" if thinking else "") + message["content"]
     calls = "".join(
-        f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{_json(args)}<｜tool▁call▁end｜>" for _, name, args in _calls(message)
+        f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{_json(args)}<｜tool▁call▁end｜>"
+        for _, name, args in _calls(message)
     )
     return text + (f"<｜tool▁calls▁begin｜>{calls}<｜tool▁calls▁end｜>" if calls else ""), "<｜end▁of▁sentence｜>"
 
@@ -167,7 +170,9 @@ def _harmony(message: Message, thinking: bool) -> tuple[str, str]:
     if calls:
         if message["content"]:  # a preamble
             parts.append(f"<|channel|>commentary<|message|>{message['content']}")
-        parts += [f" to=functions.{name}<|channel|>commentary json<|message|>{_json(args)}" for _, name, args in calls[:1]]
+        parts += [
+            f" to=functions.{name}<|channel|>commentary json<|message|>{_json(args)}" for _, name, args in calls[:1]
+        ]
     else:
         parts.append(f"<|channel|>final<|message|>{message['content']}")
     return "<|end|><|start|>assistant".join(parts), "<|call|>" if calls else "<|return|>"
@@ -287,12 +292,10 @@ FAMILIES = [
     Family(
         "Mistral",
         "mistral",
-        tuple(
-            f"[{slash}{word}]"
-            for word in ("INST", "AVAILABLE_TOOLS", "TOOL_RESULTS", "SYSTEM_PROMPT")
-            for slash in ("", "/")
-        )
-        + ("[TOOL_CALLS]",),
+        (
+            *("[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
+            *("[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
+        ),
         ("</s>",),
         _mistral,
         bos="<s>",
