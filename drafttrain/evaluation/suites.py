@@ -44,6 +44,13 @@ class OpeningMessage(TypedDict):
     content: str
 
 
+class SuiteTool(TypedDict):
+    """A function that the target may call."""
+
+    type: Literal["function"]
+    function: Json
+
+
 class SuiteRow(TypedDict):
     """A line of a suite's file: FastChat's question format, and what the chat template gets besides the turns."""
 
@@ -51,7 +58,7 @@ class SuiteRow(TypedDict):
     category: NotRequired[Category | None]
     turns: Annotated[list[Annotated[str, Field(pattern=r"\S")]], Field(min_length=1)]
     opening: NotRequired[list[OpeningMessage]]
-    tools: NotRequired[list[Json]]
+    tools: NotRequired[list[SuiteTool]]
     chat_template_kwargs: NotRequired[Json]
 
 

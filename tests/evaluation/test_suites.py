@@ -44,6 +44,7 @@ def test_the_digest_follows_the_content(tmp_path):
         ('{"text": "a"}', "line 1: turns: field required; correct or delete"),
         ('{"turns": ["a", ""]}', "line 1: turns.1='': string should match"),
         ('{"turns": ["a"], "tools": {}}', "line 1: tools=\\{\\}: input should be a valid array"),
+        ('{"turns": ["a"], "tools": [{"name": "f"}]}', "line 1: tools.0.type: field required"),
         (
             '{"turns": ["a"], "opening": [{"role": "tool", "content": "x"}]}',
             "line 1: opening.0.role='tool': input should be",

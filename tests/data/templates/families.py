@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 FOLDER = Path(__file__).parent
+# How text is cut before merging: as Llama 3 and Qwen do, whose line breaks are one piece; others use GPT-2's, where the last
+# line break before a letter is a piece of its own.
+PIECES = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 CHATML = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 
 
@@ -33,7 +39,7 @@ class Family:
         write: text that the target generates for a message, and the token that ends it. thinking: as `Case.thinking`.
         thinking: chat_template_kwargs that let the target reason, and those that do not. tools_key: where the tools go.
         calls: most tool calls of a turn that the template writes; 0 if it has no calls, None for any number.
-        reasons: whether its targets reason. call_id: form of the ids of calls.
+        reasons: whether its targets reason. call_id: form of the ids of calls. gpt2: whether text is cut as by GPT-2.
     """
 
     name: str
@@ -48,16 +54,22 @@ class Family:
     tools_key: str = "tools"
     calls: int | None = None
     reasons: bool = True
-    call_id: str = "functions.{name}:{number}"  # as the family writes or requires them
+    call_id: str = "functions.{name}:{number}"
+    gpt2: bool = False
 
     @functools.cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
         """A byte-level BPE with a few hundred merges, some of them across the borders of turns."""
-        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+        from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
         from transformers import PreTrainedTokenizerFast
 
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        if not self.gpt2:
+            split = pre_tokenizers.Split(Regex(PIECES), "isolated")
+            tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+                [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+            )
         tokenizer.decoder = decoders.ByteLevel()
         texts = [json.dumps(case.messages, ensure_ascii=False) for case in CASES] * 2
         texts += ["\n\n", ">\n", "\n\n\n", "<think>\n\n</think>\n\n"] * 3
@@ -340,5 +352,6 @@ FAMILIES = [
         plain=(*THINK, *CALL),
         thinking=ENABLE,
         tools_key="xml_tools",
+        gpt2=True,
     ),
 ]

@@ -79,9 +79,21 @@ class Script:
             made += [vocab[token]] if whole else [vocab[letter] for letter in token]
         return made
 
+    def by_ids(self, prompt: list[int]) -> list[int] | None:
+        """What was generated after a prompt that was read in these ids; None if none was."""
+        return next((served.ids for ids, served in self.log if ids == prompt), None)
+
+    def by_text(self, prompt: list[int]) -> list[int] | None:
+        """The same for a prompt of this text, which a server may have read in other ids."""
+        served = self.prompts.get(self.text(prompt))
+        return served.ids if served else None
+
+    def text(self, ids: Sequence[int]) -> str:
+        return str(self.family.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
     def answer(self, ids: Sequence[int]) -> Served | None:
         """The response to a prompt; None for one that is unknown."""
-        text = self.family.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = self.text(ids)
         served = self.prompts.get(text)
         if served is None:
             self.unknown.append(text)
@@ -166,7 +178,11 @@ class ScriptedServer:
             {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}}
             for call in told.get("tool_calls", [])
         ]  # fmt: skip
-        message = {"role": "assistant", "content": told["content"] or None, "reasoning_content": told["reasoning_content"] or None}
+        message = {
+            "role": "assistant",
+            "content": told["content"] or None,
+            "reasoning_content": told["reasoning_content"] or None,
+        }
         message |= {"tool_calls": calls} if calls else {}
         finish = "tool_calls" if calls and served.finish == "stop" else served.finish
         return 200, {"choices": [{"index": 0, "message": message, "finish_reason": finish}]}

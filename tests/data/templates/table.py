@@ -1,10 +1,13 @@
-"""Stores the conversations of every family on every path and compares with what was served: python -m tests.data.templates.table"""
+"""Stores the conversations of every family on every path, and compares the rows with what was served.
+
+python -m tests.data.templates.table
+"""
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +26,7 @@ from tests.data.templates.conversations import CASES, Case
 from tests.data.templates.families import FAMILIES, Family
 from tests.data.templates.scripted import Script, ScriptedEngine, ScriptedServer
 
+Served = Callable[[list[int]], list[int] | None]  # what was generated after a prompt
 PATHS = ("engine", "ids", "text", "existing")
 
 
@@ -44,14 +48,14 @@ class Cell:
     wrong: list[str] = field(default_factory=list)
     refused: str = ""
 
-    def add(self, record: Json, served: dict[tuple[int, ...], list[int]]) -> None:
+    def add(self, record: Json, served: Served) -> None:
         """Counts a stored row. served: what was generated after each prompt that was read."""
         self.rows += 1
         self.stored += len(record["spans"])
         self.tokens += len(record["tokens"])
         for start, end in record["spans"]:
             self.generated += end - start
-            if served.get(tuple(record["tokens"][:start])) != record["tokens"][start:end]:
+            if served(record["tokens"][:start]) != record["tokens"][start:end]:
                 self.wrong.append(f"{record['id']} [{start}, {end})")
 
 
@@ -60,7 +64,9 @@ def target_of(family: Family) -> Target:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    config = LlamaConfig(**sizes, vocab_size=len(family.tokenizer), max_position_embeddings=4096, eos_token_id=family.end_ids)
+    config = LlamaConfig(
+        **sizes, vocab_size=len(family.tokenizer), max_position_embeddings=4096, eos_token_id=family.end_ids
+    )
     return Target.wrap(LlamaForCausalLM(config), family.tokenizer, name=family.name, dtype=torch.float32)
 
 
@@ -95,11 +101,9 @@ def stored(family: Family, case: Case, path: str) -> Cell:
 
 def _existing(family: Family, case: Case, file: Path, cell: Cell) -> None:
     script = Script.of(family, [case])
-    tokenizer = family.tokenizer
-    served = {tuple(tokenizer(text, add_special_tokens=False)["input_ids"]): it.ids for text, it in script.prompts.items()}
     try:
-        for record in conversation_records(tokenizer, file):
-            cell.add(record, served)
+        for record in conversation_records(family.tokenizer, file):
+            cell.add(record, script.by_text)
     except UserError as error:
         cell.refused = str(error)
 
@@ -119,7 +123,7 @@ def _generated(family: Family, case: Case, path: str, file: Path, cell: Cell) ->
             for it in conversations:
                 it.open(settings.renderer)
             for it, ended in backend.run(iter(conversations), lambda: False):
-                served = {tuple(prompt): response.ids for prompt, response in script.log}
+                served = script.by_text if path == "text" else script.by_ids
                 if isinstance(ended, BadReply):
                     cell.refused = str(ended)
                 else:
@@ -138,5 +142,9 @@ def cells() -> Iterator[tuple[Family, Case, dict[str, Cell]]]:
 if __name__ == "__main__":
     for family, case, found in cells():
         for path, cell in found.items():
-            done = f"{cell.stored} of {cell.turns} answers in {cell.rows} rows, {cell.generated} of {cell.tokens} tokens"
-            print(f"{family.name:14} {case.name:20} {path:9} {done}  {'WRONG ' + str(cell.wrong) if cell.wrong else 'equal'} {cell.refused[:140]}")
+            done = (
+                f"{cell.stored} of {cell.turns} answers in {cell.rows} rows, {cell.generated} of {cell.tokens} tokens"
+            )
+            print(
+                f"{family.name:14} {case.name:20} {path:9} {done}  {'WRONG ' + str(cell.wrong) if cell.wrong else 'equal'} {cell.refused[:140]}"
+            )
