@@ -145,6 +145,5 @@ if __name__ == "__main__":
             done = (
                 f"{cell.stored} of {cell.turns} answers in {cell.rows} rows, {cell.generated} of {cell.tokens} tokens"
             )
-            print(
-                f"{family.name:14} {case.name:20} {path:9} {done}  {'WRONG ' + str(cell.wrong) if cell.wrong else 'equal'} {cell.refused[:140]}"
-            )
+            equal = f"WRONG {cell.wrong}" if cell.wrong else "equal"
+            print(f"{family.name:14} {case.name:20} {path:9} {done}  {equal}  {cell.refused[:140]}")
