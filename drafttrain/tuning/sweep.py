@@ -17,7 +17,7 @@ from drafttrain.evaluation import runner
 from drafttrain.evaluation.metrics import fingerprint, folder_state
 from drafttrain.evaluation.results_schema import Results
 from drafttrain.evaluation.runner import EvalSettings
-from drafttrain.evaluation.suites import Question, Suite, load_suite, render
+from drafttrain.evaluation.suites import Question, Suite, load_suite
 from drafttrain.files import Json, read_json, write_json
 from drafttrain.flags import DEVICE, TARGET_HELP
 from drafttrain.folders import OutputFolder, inputs_of
@@ -168,7 +168,7 @@ def lengthen(target: Target, suite: Suite, context: int, max_new_tokens: int) ->
 
     def longer(index: int, question: Question) -> Question:
         notes: list[str] = []
-        missing = context - len(render(target.tokenizer, question.turns[:1], []))
+        missing = context - len(question.prompt(target.tokenizer))
         others = itertools.cycle(texts[index + 1 :] + texts[: index + 1])
         while missing > 0:
             ids = target.tokenizer(next(others), add_special_tokens=False).input_ids[:missing]

@@ -1,0 +1,218 @@
+"""A target of a family that answers the conversations of `conversations.py` as recorded: as a server and as an engine."""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from drafttrain.inference.responses import Finished, ResponseRequest
+from drafttrain.ops.sampling import SamplingParams
+from tests.data.templates.conversations import CASES, Case, Message
+from tests.data.templates.families import Family
+
+NAMES = ("reasoning_content", "reasoning", "thinking")  # of reasoning, in the templates that read it
+
+
+@dataclass(frozen=True)
+class Served:
+    """A response. ids: all that the target generated. message: what a server's parsers make of it."""
+
+    ids: list[int]
+    finish: str
+    message: Message
+
+
+@dataclass
+class Script:
+    """What a family's target answers, by the text of the prompt.
+
+    Attributes:
+        pieces: whether the target's ids are other pieces of its text than the tokenizer's, as sampled ids may be.
+        prompts: text of each prompt -> the response. log: (prompt's ids, response) of everything that was asked.
+        unknown: prompts that no server with this chat template would make of the conversations.
+    """
+
+    family: Family
+    pieces: bool
+    prompts: dict[str, Served] = field(default_factory=dict)
+    log: list[tuple[list[int], Served]] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+
+    @staticmethod
+    def of(family: Family, cases: Iterable[Case] = CASES, pieces: bool = False) -> Script:
+        script = Script(family, pieces)
+        for case in cases:
+            messages = family.messages(case)
+            for number, message in enumerate(messages):
+                if message["role"] != "assistant":
+                    continue
+                try:
+                    prompt = script.rendered(messages[:number], case)
+                except Exception:  # the template refuses the turns so far
+                    break
+                ids = script.sampled(family.response(case, message))
+                script.prompts[prompt] = Served(ids, "length" if message["cut"] else "stop", message)
+        return script
+
+    def rendered(self, messages: Sequence[Message], case: Case) -> str:
+        """The prompt as the chat template writes it."""
+        tools = case.tools if self.family.tools_key == "tools" else []
+        return self.render(messages, tools, self.family.kwargs(case))
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Message], kwargs: dict[str, Any]) -> str:
+        tokenizer, given = self.family.tokenizer, [as_server(message) for message in messages]
+        return str(tokenizer.apply_chat_template(given, tools=list(tools) or None, tokenize=False,
+                                                 add_generation_prompt=True, **kwargs))  # fmt: skip
+
+    def sampled(self, text: str) -> list[int]:
+        ids = self.family.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not self.pieces:
+            return ids
+        vocab, made = self.family.tokenizer.get_vocab(), []
+        for token in self.family.tokenizer.convert_ids_to_tokens(ids):
+            whole = len(token) == 1 or token in self.family.tokenizer.added_tokens_encoder or len(made) % 3
+            made += [vocab[token]] if whole else [vocab[letter] for letter in token]
+        return made
+
+    def by_ids(self, prompt: list[int]) -> list[int] | None:
+        """What was generated after a prompt that was read in these ids; None if none was."""
+        return next((served.ids for ids, served in self.log if ids == prompt), None)
+
+    def by_text(self, prompt: list[int]) -> list[int] | None:
+        """The same for a prompt of this text, which a server may have read in other ids."""
+        served = self.prompts.get(self.text(prompt))
+        return served.ids if served else None
+
+    def text(self, ids: Sequence[int]) -> str:
+        return str(self.family.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def answer(self, ids: Sequence[int]) -> Served | None:
+        """The response to a prompt; None for one that is unknown."""
+        text = self.text(ids)
+        served = self.prompts.get(text)
+        if served is None:
+            self.unknown.append(text)
+        else:
+            self.log.append((list(ids), served))
+        return served
+
+
+def as_server(message: Message) -> Message:
+    """A message as servers hand it to the template: arguments as objects, reasoning under every name."""
+    made = copy.deepcopy({key: value for key, value in message.items() if key != "cut" and value not in ("", None)})
+    made.setdefault("content", "")
+    reasoning = next((made.pop(name) for name in NAMES if name in made), "")
+    made |= dict.fromkeys(NAMES, reasoning) if reasoning else {}
+    for call in made.get("tool_calls", []):
+        if isinstance(call["function"]["arguments"], str):
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    return made
+
+
+class ScriptedEngine:
+    """In the place of `ResponseEngine` in a local backend."""
+
+    def __init__(self, script: Script):
+        self.script, self.new_tokens = script, 0
+
+    def run(
+        self,
+        requests: Iterable[ResponseRequest],
+        sampling: SamplingParams,
+        seed: int = 0,
+        follow_up: Callable[[Finished], list[int] | None] | None = None,
+        stop: Callable[[], bool] | None = None,
+    ) -> Iterator[Finished]:
+        for request in requests:
+            sequence, more = list(request.prompt_ids), []
+            while more is not None:
+                served = self.script.answer(sequence)
+                assert served is not None, f"no server makes this prompt: {self.script.unknown[-1]!r}"
+                sequence += served.ids
+                finished = Finished(request.key, list(served.ids), served.finish, list(sequence))
+                more = follow_up(finished) if follow_up else None
+                sequence += more or []
+            yield finished
+
+
+class ScriptedServer:
+    """An OpenAI server of the script's target, with parsers for reasoning and tools. ids: whether it exchanges token ids."""
+
+    def __init__(self, script: Script, ids: bool):
+        self.script, self.ids = script, ids
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), _Handler, bind_and_activate=False)
+        self.http.request_queue_size, self.http.daemon_threads = 64, True
+        self.http.server_bind()
+        self.http.server_activate()
+        self.http.owner = self  # type: ignore[attr-defined]
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+
+    def reply(self, path: str, body: Message) -> tuple[int, Message]:
+        tokenizer = self.script.family.tokenizer
+        if "messages" not in body:
+            if not self.ids:
+                return 400, {"error": "no token ids here"}
+            prompt = body["prompt"]
+            prompt = tokenizer(prompt, add_special_tokens=False)["input_ids"] if isinstance(prompt, str) else prompt
+            if body["max_tokens"] == 1:  # whether ids are exchanged
+                return 200, {"choices": [{"token_ids": [1], "prompt_token_ids": prompt, "finish_reason": "length"}]}
+            served = self.script.answer(prompt)
+            if served is None:
+                return 400, {"error": "unknown prompt"}
+            choice = {"token_ids": served.ids, "prompt_token_ids": prompt, "finish_reason": served.finish}
+            return 200, {"choices": [choice]}
+        try:
+            text = self.script.render(body["messages"], body.get("tools") or [], body.get("chat_template_kwargs") or {})
+        except Exception as error:
+            return 400, {"error": f"the template refuses it: {error}"}
+        served = self.script.answer(tokenizer(text, add_special_tokens=False)["input_ids"])
+        if served is None:
+            return 400, {"error": "unknown prompt"}
+        told = served.message
+        calls = [
+            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}}
+            for call in told.get("tool_calls", [])
+        ]  # fmt: skip
+        message = {
+            "role": "assistant",
+            "content": told["content"] or None,
+            "reasoning_content": told["reasoning_content"] or None,
+        }
+        message |= {"tool_calls": calls} if calls else {}
+        finish = "tool_calls" if calls and served.finish == "stop" else served.finish
+        return 200, {"choices": [{"index": 0, "message": message, "finish_reason": finish}]}
+
+    def __enter__(self) -> ScriptedServer:
+        threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.http.shutdown()
+        self.http.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    wbufsize = -1
+
+    def _send(self, status: int, content: Message) -> None:
+        raw = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(raw)))
+        self.end_headers()
+        self.wfile.write(raw)
+
+    def do_GET(self) -> None:
+        self._send(200, {"data": [{"id": "served"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self._send(*self.server.owner.reply(self.path, body))  # type: ignore[attr-defined]
+
+    def log_message(self, *args: object) -> None:
+        pass

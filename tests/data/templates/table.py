@@ -1,0 +1,149 @@
+"""Stores the conversations of every family on every path, and compares the rows with what was served.
+
+python -m tests.data.templates.table
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from drafttrain.data.backends import Backend, LocalBackend, OpenAIBackend, ResponseSettings
+from drafttrain.data.conversation import ChatRenderer
+from drafttrain.data.failures import BadReply
+from drafttrain.data.generate import read_prompts
+from drafttrain.data.masks import conversation_records
+from drafttrain.errors import UserError
+from drafttrain.files import Json
+from drafttrain.ops.sampling import SamplingParams
+from drafttrain.target import Target
+from tests.data.templates.conversations import CASES, Case
+from tests.data.templates.families import FAMILIES, Family
+from tests.data.templates.scripted import Script, ScriptedEngine, ScriptedServer
+
+Served = Callable[[list[int]], list[int] | None]  # what was generated after a prompt
+PATHS = ("engine", "ids", "text", "existing")
+
+
+@dataclass
+class Cell:
+    """A conversation on one path.
+
+    Attributes:
+        turns: answers in the conversation. stored: those in the data set. rows: its rows.
+        tokens, generated: of the rows, and of their spans. wrong: spans that are not what was served, with their place.
+        refused: why nothing, or not everything, was stored.
+    """
+
+    turns: int
+    stored: int = 0
+    rows: int = 0
+    tokens: int = 0
+    generated: int = 0
+    wrong: list[str] = field(default_factory=list)
+    refused: str = ""
+
+    def add(self, record: Json, served: Served) -> None:
+        """Counts a stored row. served: what was generated after each prompt that was read."""
+        self.rows += 1
+        self.stored += len(record["spans"])
+        self.tokens += len(record["tokens"])
+        for start, end in record["spans"]:
+            self.generated += end - start
+            if served(record["tokens"][:start]) != record["tokens"][start:end]:
+                self.wrong.append(f"{record['id']} [{start}, {end})")
+
+
+def target_of(family: Family) -> Target:
+    """A tiny target whose tokens are the family's; it never runs."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = LlamaConfig(
+        **sizes, vocab_size=len(family.tokenizer), max_position_embeddings=4096, eos_token_id=family.end_ids
+    )
+    return Target.wrap(LlamaForCausalLM(config), family.tokenizer, name=family.name, dtype=torch.float32)
+
+
+def row_of(family: Family, case: Case) -> Json:
+    """The conversation as a line of a file in OpenAI's form."""
+    messages = []
+    for message in family.messages(case):
+        kept = {key: value for key, value in message.items() if key != "cut" and (value or key == "content")}
+        for call in kept.get("tool_calls", []):
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        messages.append(kept)
+    row: Json = {"id": case.name, "messages": messages, "chat_template_kwargs": family.kwargs(case)}
+    return row | ({"tools": case.tools} if case.tools and family.tools_key == "tools" else {})
+
+
+def answered(case: Case) -> int:
+    return sum(message["role"] == "assistant" for message in case.messages)
+
+
+def stored(family: Family, case: Case, path: str) -> Cell:
+    """Stores a conversation on one of PATHS."""
+    cell = Cell(answered(case))
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rows.jsonl"
+        file.write_text(json.dumps(row_of(family, case)) + "\n")
+        if path == "existing":
+            _existing(family, case, file, cell)
+        else:
+            _generated(family, case, path, file, cell)
+    return cell
+
+
+def _existing(family: Family, case: Case, file: Path, cell: Cell) -> None:
+    script = Script.of(family, [case])
+    try:
+        for record in conversation_records(family.tokenizer, file):
+            cell.add(record, script.by_text)
+    except UserError as error:
+        cell.refused = str(error)
+
+
+def _generated(family: Family, case: Case, path: str, file: Path, cell: Cell) -> None:
+    script = Script.of(family, [case], pieces=path != "text")
+    settings = ResponseSettings(ChatRenderer(target_of(family)), SamplingParams(), 300, 4000, 0)
+    try:
+        with ScriptedServer(script, ids=path == "ids") as server:
+            backend: Backend
+            if path == "engine":
+                backend = LocalBackend(settings.renderer.target, settings, 1, ())
+                backend.engine = ScriptedEngine(script)  # type: ignore[assignment]
+            else:
+                backend = OpenAIBackend([server.url], "served", settings)
+            conversations = list(read_prompts(file)[1])
+            for it in conversations:
+                it.open(settings.renderer)
+            for it, ended in backend.run(iter(conversations), lambda: False):
+                served = script.by_text if path == "text" else script.by_ids
+                if isinstance(ended, BadReply):
+                    cell.refused = str(ended)
+                else:
+                    for record in [it.record()]:
+                        cell.add(record, served)
+    except UserError as error:
+        cell.refused = str(error)
+
+
+def cells() -> Iterator[tuple[Family, Case, dict[str, Cell]]]:
+    for family in FAMILIES:
+        for case in CASES:
+            yield family, case, {path: stored(family, case, path) for path in PATHS}
+
+
+if __name__ == "__main__":
+    for family, case, found in cells():
+        for path, cell in found.items():
+            done = (
+                f"{cell.stored} of {cell.turns} answers in {cell.rows} rows, {cell.generated} of {cell.tokens} tokens"
+            )
+            equal = f"WRONG {cell.wrong}" if cell.wrong else "equal"
+            print(f"{family.name:14} {case.name:20} {path:9} {done}  {equal}  {cell.refused[:140]}")
