@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import threading
@@ -10,59 +11,60 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from jinja2 import TemplateError
+
+from drafttrain.errors import UserError
 from drafttrain.inference.responses import Finished, ResponseRequest
 from drafttrain.ops.sampling import SamplingParams
-from tests.data.templates.conversations import CASES, Case, Message
-from tests.data.templates.families import Family
+from tests.data.templates.conversations import Case, Message
+from tests.data.templates.families import Family, Written
 
 NAMES = ("reasoning_content", "reasoning", "thinking")  # of reasoning, in the templates that read it
 
 
 @dataclass(frozen=True)
 class Served:
-    """A response. ids: all that the target generated. message: what a server's parsers make of it."""
+    """A response. ids: all that the target generated."""
 
     ids: list[int]
     finish: str
-    message: Message
+    written: Written
 
 
 @dataclass
 class Script:
-    """What a family's target answers, by the text of the prompt.
+    """What a family's target answers in a conversation, by the text of the prompt.
 
     Attributes:
         pieces: whether the target's ids are other pieces of its text than the tokenizer's, as sampled ids may be.
         prompts: text of each prompt -> the response. log: (prompt's ids, response) of everything that was asked.
-        unknown: prompts that no server with this chat template would make of the conversations.
+        unknown: prompts that no server with this chat template would make of the conversation.
     """
 
     family: Family
-    pieces: bool
+    case: Case
+    pieces: bool = False
     prompts: dict[str, Served] = field(default_factory=dict)
     log: list[tuple[list[int], Served]] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
 
-    @staticmethod
-    def of(family: Family, cases: Iterable[Case] = CASES, pieces: bool = False) -> Script:
-        script = Script(family, pieces)
-        for case in cases:
-            messages = family.messages(case)
-            for number, message in enumerate(messages):
-                if message["role"] != "assistant":
-                    continue
-                try:
-                    prompt = script.rendered(messages[:number], case)
-                except Exception:  # the template refuses the turns so far
-                    break
-                ids = script.sampled(family.response(case, message))
-                script.prompts[prompt] = Served(ids, "length" if message["cut"] else "stop", message)
-        return script
+    def __post_init__(self) -> None:
+        history: list[Message] = []
+        replied: list[Message] = []  # the same with a server's own messages
+        for message, written in self.family.turns(self.case):
+            if written is not None:
+                ids = self.sampled(written.text + written.end)
+                served = Served(ids, "stop" if written.end else "length", written)
+                for messages in (history, replied):
+                    with contextlib.suppress(TemplateError, TypeError):  # the template refuses the turns so far
+                        self.prompts[self.rendered(messages)] = served
+            history.append(message)
+            replied.append(written.reply if written else message)
 
-    def rendered(self, messages: Sequence[Message], case: Case) -> str:
+    def rendered(self, messages: Sequence[Message]) -> str:
         """The prompt as the chat template writes it."""
-        tools = case.tools if self.family.tools_key == "tools" else []
-        return self.render(messages, tools, self.family.kwargs(case))
+        tools = self.case.tools if self.family.tools_key == "tools" else []
+        return self.render(messages, tools, self.family.kwargs(self.case))
 
     def render(self, messages: Sequence[Message], tools: Sequence[Message], kwargs: dict[str, Any]) -> str:
         tokenizer, given = self.family.tokenizer, [as_server(message) for message in messages]
@@ -104,7 +106,7 @@ class Script:
 
 def as_server(message: Message) -> Message:
     """A message as servers hand it to the template: arguments as objects, reasoning under every name."""
-    made = copy.deepcopy({key: value for key, value in message.items() if key != "cut" and value not in ("", None)})
+    made = copy.deepcopy({key: value for key, value in message.items() if value not in ("", None)})
     made.setdefault("content", "")
     reasoning = next((made.pop(name) for name in NAMES if name in made), "")
     made |= dict.fromkeys(NAMES, reasoning) if reasoning else {}
@@ -132,7 +134,8 @@ class ScriptedEngine:
             sequence, more = list(request.prompt_ids), []
             while more is not None:
                 served = self.script.answer(sequence)
-                assert served is not None, f"no server makes this prompt: {self.script.unknown[-1]!r}"
+                if served is None:
+                    raise UserError(f"unknown prompt: ...{self.script.unknown[-1][-300:]!r}")
                 sequence += served.ids
                 finished = Finished(request.key, list(served.ids), served.finish, list(sequence))
                 more = follow_up(finished) if follow_up else None
@@ -163,7 +166,7 @@ class ScriptedServer:
                 return 200, {"choices": [{"token_ids": [1], "prompt_token_ids": prompt, "finish_reason": "length"}]}
             served = self.script.answer(prompt)
             if served is None:
-                return 400, {"error": "unknown prompt"}
+                return 400, {"error": f"unknown prompt: ...{self.script.unknown[-1][-300:]!r}"}
             choice = {"token_ids": served.ids, "prompt_token_ids": prompt, "finish_reason": served.finish}
             return 200, {"choices": [choice]}
         try:
@@ -172,20 +175,18 @@ class ScriptedServer:
             return 400, {"error": f"the template refuses it: {error}"}
         served = self.script.answer(tokenizer(text, add_special_tokens=False)["input_ids"])
         if served is None:
-            return 400, {"error": "unknown prompt"}
-        told = served.message
+            return 400, {"error": f"unknown prompt: ...{self.script.unknown[-1][-300:]!r}"}
+        told = served.written.reply
         calls = [
             {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}}
             for call in told.get("tool_calls", [])
         ]  # fmt: skip
-        message = {
-            "role": "assistant",
-            "content": told["content"] or None,
-            "reasoning_content": told["reasoning_content"] or None,
-        }
-        message |= {"tool_calls": calls} if calls else {}
+        texts = {key: told.get(key) or None for key in ("content", "reasoning_content")}
+        message = {"role": "assistant", **texts, **({"tool_calls": calls} if calls else {})}
         finish = "tool_calls" if calls and served.finish == "stop" else served.finish
-        return 200, {"choices": [{"index": 0, "message": message, "finish_reason": finish}]}
+        end = served.written.end  # vLLM names the token, but for the tokenizer's own
+        stop = tokenizer.convert_tokens_to_ids(end) if end and end != tokenizer.eos_token else None
+        return 200, {"choices": [{"index": 0, "message": message, "finish_reason": finish, "stop_reason": stop}]}
 
     def __enter__(self) -> ScriptedServer:
         threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()

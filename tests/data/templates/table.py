@@ -73,8 +73,8 @@ def target_of(family: Family) -> Target:
 def row_of(family: Family, case: Case) -> Json:
     """The conversation as a line of a file in OpenAI's form."""
     messages = []
-    for message in family.messages(case):
-        kept = {key: value for key, value in message.items() if key != "cut" and (value or key == "content")}
+    for message, _ in family.turns(case):
+        kept = {key: value for key, value in message.items() if value or key == "content"}
         for call in kept.get("tool_calls", []):
             call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
         messages.append(kept)
@@ -100,7 +100,7 @@ def stored(family: Family, case: Case, path: str) -> Cell:
 
 
 def _existing(family: Family, case: Case, file: Path, cell: Cell) -> None:
-    script = Script.of(family, [case])
+    script = Script(family, case)
     try:
         for record in conversation_records(family.tokenizer, file):
             cell.add(record, script.by_text)
@@ -109,7 +109,7 @@ def _existing(family: Family, case: Case, file: Path, cell: Cell) -> None:
 
 
 def _generated(family: Family, case: Case, path: str, file: Path, cell: Cell) -> None:
-    script = Script.of(family, [case], pieces=path != "text")
+    script = Script(family, case, pieces=path != "text")
     settings = ResponseSettings(ChatRenderer(target_of(family)), SamplingParams(), 300, 4000, 0)
     try:
         with ScriptedServer(script, ids=path == "ids") as server:
@@ -127,8 +127,7 @@ def _generated(family: Family, case: Case, path: str, file: Path, cell: Cell) ->
                 if isinstance(ended, BadReply):
                     cell.refused = str(ended)
                 else:
-                    for record in [it.record()]:
-                        cell.add(record, served)
+                    cell.add(it.record(settings.renderer), served)
     except UserError as error:
         cell.refused = str(error)
 
@@ -146,4 +145,4 @@ if __name__ == "__main__":
                 f"{cell.stored} of {cell.turns} answers in {cell.rows} rows, {cell.generated} of {cell.tokens} tokens"
             )
             equal = f"WRONG {cell.wrong}" if cell.wrong else "equal"
-            print(f"{family.name:14} {case.name:20} {path:9} {done}  {equal}  {cell.refused[:140]}")
+            print(f"{family.name:14} {case.name:20} {path:9} {done}  {equal}  {cell.refused[:500]}")
