@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 # {"role", "content"}; of an assistant also {"tool_calls", "reasoning_content"}, of a tool {"tool_call_id", "name"}.
 Message = Mapping[str, Any]
 _MARKER = "drafttrain marks this place"  # plain words that no template strips or rewrites
-_NAME = "drafttrain_marks_a_name"  # the same where a template needs the name of a function
+MARKED_NAME = "drafttrain_marks_a_name"  # the same where a template needs the name of a function
 _RESERVED = {"messages", "tools", "add_generation_prompt"}  # what every template is given
-_TOOL = {"type": "function", "function": {"name": _NAME, "description": "", "parameters": {"type": "object"}}}
 
 
 @dataclass(frozen=True)
@@ -139,26 +138,24 @@ def _wants_text(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
         TemplateRefuses: it writes no calls.
     """
     refused = None
-    inputs = ChatInputs((_TOOL,) if "tools" in template_variables(template) else ())
     for as_text in (False, True):
-        for key in (f"functions.{_NAME}:0", "marks0000"):  # forms that templates ask of a call's id
-            turns = [{"role": "user", "content": "hello"}, _for_template(marked_call(key), as_text)]
+        for key in ("marks000{}", f"functions.{MARKED_NAME}:{{}}"):  # forms that templates ask of a call's id
+            turns = [{"role": "user", "content": "hello"}, _for_template(marked_calls(key, 1), as_text)]
             try:
-                text = _render(tokenizer, turns, False, inputs)
+                text = _render(tokenizer, turns, False, NO_INPUTS)
             except TemplateRefuses as error:
                 refused = error
                 continue
-            if (
-                text.count(_NAME) >= 2 + len(inputs.tools) and "{'marked'" not in text
-            ):  # Python's form of a dict is no JSON
+            if MARKED_NAME in text and "{'marked'" not in text:  # Python's form of a dict is no JSON
                 return as_text
     raise TemplateRefuses("the chat template writes no tool calls; choose a target that calls tools") from refused
 
 
-def marked_call(key: str, content: str = "") -> Json:
-    """An assistant's message that calls a function of a marked name with a marked argument. key: the call's id."""
-    call = {"type": "function", "id": key, "function": {"name": _NAME, "arguments": {"marked": _NAME}}}
-    return {"role": "assistant", "content": content, "tool_calls": [call]}
+def marked_calls(key: str, count: int) -> Json:
+    """An assistant's message that calls a function of a marked name. key: the calls' ids, with {} for their number."""
+    function = {"name": MARKED_NAME, "arguments": {"marked": "value"}}
+    calls = [{"type": "function", "id": key.format(number), "function": function} for number in range(count)]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
 def render_prompt(
@@ -221,72 +218,57 @@ def user_frame(tokenizer: PreTrainedTokenizerBase) -> TurnFrame | None:
     """Derives the frame of a user's turn by rendering a marker as its content; None if the template hides either."""
     messages = [{"role": "user", "content": _MARKER}]
     before, found, after = render_text(tokenizer, messages, generation=True).partition(_MARKER)
-    prefix, stops = text_ids(tokenizer, before), _leading_special(tokenizer, after)
+    prefix, stops = text_ids(tokenizer, before), leading_special(tokenizer, after)
     return TurnFrame(prefix, frozenset(stops), "" if stops else after.strip()) if found and prefix else None
 
 
 def closing_token(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """The special token that the template writes after an assistant's turn; empty if it writes none."""
-    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _MARKER}]
-    return _leading_special(tokenizer, render_text(tokenizer, messages).partition(_MARKER)[2].lstrip())
+    """The special token that the template writes after an assistant's turn; empty if it writes none.
 
-
-def answer_text(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], content: str, reasoning: str
-) -> str | None:
-    """An answer as the target wrote it, from what a server's reasoning parser made of it.
-
-    The template renders the answer, with the reasoning under the names that templates read. Without content the answer ended
-    inside the reasoning.
-
-    Returns:
-        The text after the prompt, without the end of the turn; None if the template does not write all of it.
+    Where a turn has no end of its own, the token that begins the next one.
     """
-    names = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), reasoning)
-    before = render_text(tokenizer, messages, generation=True)
-    after = render_text(tokenizer, [*messages, {"role": "assistant", "content": content, **names}])
-    text, end = after[len(before) :] if after.startswith(before) else "", 0
-    for part in filter(None, (reasoning.strip(), content.strip())):
-        at = text.find(part, end)
-        if at < 0:
-            return None
-        end = at + len(part)
-    return text[:end]
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _MARKER}]
+    for following in ([], messages[:1]):
+        text = render_text(tokenizer, [*messages, *following]).partition(_MARKER)[2]
+        if found := leading_special(tokenizer, text.lstrip()):
+            return found
+    return set()
 
 
 def turn_glue(
-    tokenizer: PreTrainedTokenizerBase, turns: Sequence[Sequence[Message]], stop_id: int, answer: str = ""
+    tokenizer: PreTrainedTokenizerBase,
+    turns: Sequence[Sequence[Message]],
+    stop_id: int,
+    answers: Sequence[str] = (),
+    inputs: ChatInputs = NO_INPUTS,
 ) -> list[int] | None:
     """Token ids between a response and the next one: the end of its turn, the next user turn, the assistant's header.
 
     Args:
         turns: the messages before each response; the last entry is the one after the glue's response. At least two.
         stop_id: the last token of the response before the glue, which the glue does not repeat.
-        answer: text of that response, without its stop token.
+        answers: texts of the responses, without their stop tokens.
 
     Returns:
-        The ids, or None if the template rewrites earlier turns, for example without the reasoning in `answer`, or closes turns
-        with another token: the tokens so far then differ from what the target would read, and the conversation has to end.
+        The ids, or None if the template rewrites earlier turns, for example without the reasoning in an answer, or closes turns
+        with another token: the tokens so far then differ from what the target would read.
     """
-    messages: list[Message] = []
-    before = ""
-    for i, turn in enumerate(turns[:-1]):
-        messages += turn
-        if i == len(turns) - 2:
-            before = render_text(tokenizer, messages, generation=True)
-        messages.append({"role": "assistant", "content": f"{_MARKER} {i}."})
-    rendered = render_text(tokenizer, [*messages, *turns[-1]], generation=True)
-    history, found, after = rendered.partition(messages[-1]["content"])
-    if answer.strip():
-        said = render_text(
-            tokenizer, [*messages[:-1], {"role": "assistant", "content": answer}, *turns[-1]], generation=True
-        )
-        found = found if answer.strip() in said else ""
+
+    def rendered(texts: Sequence[str]) -> str:
+        spoken = [[*turn, {"role": "assistant", "content": text}] for turn, text in zip(turns, texts, strict=False)]
+        return render_text(tokenizer, [*(m for turn in spoken for m in turn), *turns[len(spoken)]], True, inputs)
+
+    marks = [f"{_MARKER} {i}." for i in range(len(turns) - 1)]
+    history, found, after = rendered(marks).partition(marks[-1])
+    said, at = rendered(answers) if answers else "", 0
+    for answer in answers:
+        at = said.find(answer.strip(), at) if at >= 0 else at
     ids = text_ids(tokenizer, after.lstrip())  # begins with the token that closes the response
-    return ids[1:] if found and history == before and ids[:1] == [stop_id] and len(ids) > 1 else None
+    kept = found and at >= 0 and history == rendered(marks[:-1])
+    return ids[1:] if kept and ids[:1] == [stop_id] and len(ids) > 1 else None
 
 
-def _leading_special(tokenizer: PreTrainedTokenizerBase, text: str) -> set[int]:
+def leading_special(tokenizer: PreTrainedTokenizerBase, text: str) -> set[int]:
     """The first token of a text, if it is a special or an added one."""
     special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
     return set(text_ids(tokenizer, text)[:1]) & special
