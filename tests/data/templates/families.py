@@ -29,7 +29,7 @@ PIECES = (
 CHATML = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Family:
     """A family.
 
@@ -41,7 +41,8 @@ class Family:
         calls: most tool calls of a turn that the template writes; 0 if it has no calls, None for any number.
         reasons: whether its targets reason. call_id: form of the ids of calls. gpt2: whether text is cut as by GPT-2.
         raw: whether the template knows neither reasoning nor calls, so that a turn's content is all that the target wrote.
-        marks: before reasoning, after it, and before calls, where servers part the text by them. agent: whether the target reasons where it may call tools.
+        marks: before reasoning, after it, and before calls, where servers part the text by them.
+        agent: whether the target reasons where it may call tools.
     """
 
     name: str

@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from jinja2 import TemplateError
+from pydantic import TypeAdapter
 
+from drafttrain.data.backends import OpenAIBackend, ResponseSettings
+from drafttrain.data.failures import BadReply
 from drafttrain.errors import UserError
+from drafttrain.files import Json
 from drafttrain.inference.responses import Finished, ResponseRequest
 from drafttrain.ops.sampling import SamplingParams
 from tests.data.templates.conversations import Case, Message
@@ -143,22 +145,26 @@ class ScriptedEngine:
             yield finished
 
 
-class ScriptedServer:
-    """An OpenAI server of the script's target, with parsers for reasoning and tools. ids: whether it exchanges token ids."""
+class ScriptedServers(OpenAIBackend):
+    """The backend of OpenAI servers; the script's target answers its requests. by_ids: whether it exchanges token ids."""
 
-    def __init__(self, script: Script, ids: bool):
-        self.script, self.ids = script, ids
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), _Handler, bind_and_activate=False)
-        self.http.request_queue_size, self.http.daemon_threads = 64, True
-        self.http.server_bind()
-        self.http.server_activate()
-        self.http.owner = self  # type: ignore[attr-defined]
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
+    def __init__(self, settings: ResponseSettings, script: Script, by_ids: bool):
+        self.script, self.exchanges = script, by_ids
+        super().__init__(["http://scripted"], "served", settings)
 
-    def reply(self, path: str, body: Message) -> tuple[int, Message]:
+    def _send(self, method: str, url: str, body: Json | None, schema: type) -> Json:
+        if body is None:
+            return {"data": [{"id": "served"}]}
+        status, content = self.reply(json.loads(json.dumps(body)))
+        if status != 200:
+            raise BadReply(f"HTTP {status}", str(content))
+        checked: Json = TypeAdapter(schema).validate_python(json.loads(json.dumps(content)), strict=True)
+        return checked
+
+    def reply(self, body: Json) -> tuple[int, Json]:
         tokenizer = self.script.family.tokenizer
         if "messages" not in body:
-            if not self.ids:
+            if not self.exchanges:
                 return 400, {"error": "no token ids here"}
             prompt = body["prompt"]
             prompt = tokenizer(prompt, add_special_tokens=False)["input_ids"] if isinstance(prompt, str) else prompt
@@ -181,39 +187,11 @@ class ScriptedServer:
             {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}}
             for call in told.get("tool_calls", [])
         ]  # fmt: skip
-        texts = {key: told.get(key) or None for key in ("content", "reasoning_content")}
+        # A parser that found no reasoning says null, and '' of an empty block.
+        reasoning = told["reasoning_content"] if self.script.family.thinks(self.script.case) and not self.script.family.raw else None
+        texts = {"content": told["content"] or None, "reasoning_content": reasoning}
         message = {"role": "assistant", **texts, **({"tool_calls": calls} if calls else {})}
         finish = "tool_calls" if calls and served.finish == "stop" else served.finish
         end = served.written.end  # vLLM names the token, but for the tokenizer's own
         stop = tokenizer.convert_tokens_to_ids(end) if end and end != tokenizer.eos_token else None
         return 200, {"choices": [{"index": 0, "message": message, "finish_reason": finish, "stop_reason": stop}]}
-
-    def __enter__(self) -> ScriptedServer:
-        threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.http.shutdown()
-        self.http.server_close()
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    wbufsize = -1
-
-    def _send(self, status: int, content: Message) -> None:
-        raw = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(raw)))
-        self.end_headers()
-        self.wfile.write(raw)
-
-    def do_GET(self) -> None:
-        self._send(200, {"data": [{"id": "served"}]})
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self._send(*self.server.owner.reply(self.path, body))  # type: ignore[attr-defined]
-
-    def log_message(self, *args: object) -> None:
-        pass

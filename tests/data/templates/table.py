@@ -5,15 +5,18 @@ python -m tests.data.templates.table
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import torch
 
-from drafttrain.data.backends import Backend, LocalBackend, OpenAIBackend, ResponseSettings
+from drafttrain.data.backends import LocalBackend, ResponseSettings
 from drafttrain.data.conversation import ChatRenderer
 from drafttrain.data.failures import BadReply
 from drafttrain.data.generate import read_prompts
@@ -24,7 +27,7 @@ from drafttrain.ops.sampling import SamplingParams
 from drafttrain.target import Target
 from tests.data.templates.conversations import CASES, Case
 from tests.data.templates.families import FAMILIES, Family
-from tests.data.templates.scripted import Script, ScriptedEngine, ScriptedServer
+from tests.data.templates.scripted import Script, ScriptedEngine, ScriptedServers
 
 Served = Callable[[list[int]], list[int] | None]  # what was generated after a prompt
 PATHS = ("engine", "ids", "text", "existing")
@@ -108,26 +111,31 @@ def _existing(family: Family, case: Case, file: Path, cell: Cell) -> None:
         cell.refused = str(error)
 
 
+@cache
+def backend_of(family: Family, path: str) -> tuple[LocalBackend | ScriptedServers, ResponseSettings]:
+    settings = ResponseSettings(ChatRenderer(target_of(family)), SamplingParams(), 300, 4000, 0)
+    with contextlib.redirect_stdout(io.StringIO()):
+        if path == "engine":
+            return LocalBackend(settings.renderer.target, settings, 1, ()), settings
+        return ScriptedServers(settings, Script(family, CASES[0]), path == "ids"), settings
+
+
 def _generated(family: Family, case: Case, path: str, file: Path, cell: Cell) -> None:
     script = Script(family, case, pieces=path != "text")
-    settings = ResponseSettings(ChatRenderer(target_of(family)), SamplingParams(), 300, 4000, 0)
+    backend, settings = backend_of(family, path)
+    if isinstance(backend, LocalBackend):
+        backend.engine = ScriptedEngine(script)  # type: ignore[assignment]
+    else:
+        backend.script = script
     try:
-        with ScriptedServer(script, ids=path == "ids") as server:
-            backend: Backend
-            if path == "engine":
-                backend = LocalBackend(settings.renderer.target, settings, 1, ())
-                backend.engine = ScriptedEngine(script)  # type: ignore[assignment]
+        conversations = list(read_prompts(file)[1])
+        for it in conversations:
+            it.open(settings.renderer)
+        for it, ended in backend.run(iter(conversations), lambda: False):
+            if isinstance(ended, BadReply):
+                cell.refused = str(ended)
             else:
-                backend = OpenAIBackend([server.url], "served", settings)
-            conversations = list(read_prompts(file)[1])
-            for it in conversations:
-                it.open(settings.renderer)
-            for it, ended in backend.run(iter(conversations), lambda: False):
-                served = script.by_text if path == "text" else script.by_ids
-                if isinstance(ended, BadReply):
-                    cell.refused = str(ended)
-                else:
-                    cell.add(it.record(settings.renderer), served)
+                cell.add(it.record(settings.renderer), script.by_text if path == "text" else script.by_ids)
     except UserError as error:
         cell.refused = str(error)
 
