@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,9 +18,8 @@ from pathlib import Path
 import torch
 
 from drafttrain.data.backends import LocalBackend, ResponseSettings
-from drafttrain.data.conversation import ChatRenderer
+from drafttrain.data.conversation import ChatRenderer, Conversation
 from drafttrain.data.failures import BadReply
-from drafttrain.data.generate import read_prompts
 from drafttrain.data.masks import conversation_records
 from drafttrain.errors import UserError
 from drafttrain.files import Json
@@ -92,23 +92,23 @@ def answered(case: Case) -> int:
 def stored(family: Family, case: Case, path: str) -> Cell:
     """Stores a conversation on one of PATHS."""
     cell = Cell(answered(case))
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "rows.jsonl"
-        file.write_text(json.dumps(row_of(family, case)) + "\n")
+    try:
         if path == "existing":
-            _existing(family, case, file, cell)
+            _existing(family, case, cell)
         else:
-            _generated(family, case, path, file, cell)
+            _generated(family, case, path, cell)
+    except UserError as error:
+        cell.refused = str(error)
     return cell
 
 
-def _existing(family: Family, case: Case, file: Path, cell: Cell) -> None:
+def _existing(family: Family, case: Case, cell: Cell) -> None:
     script = Script(family, case)
-    try:
-        for record in conversation_records(family.tokenizer, file):
+    with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
+        file.write(json.dumps(row_of(family, case)) + "\n")
+        file.flush()
+        for record in conversation_records(family.tokenizer, Path(file.name), None, family.end_ids):
             cell.add(record, script.by_text)
-    except UserError as error:
-        cell.refused = str(error)
 
 
 @cache
@@ -120,29 +120,24 @@ def backend_of(family: Family, path: str) -> tuple[LocalBackend | ScriptedServer
         return ScriptedServers(settings, Script(family, CASES[0]), path == "ids"), settings
 
 
-def _generated(family: Family, case: Case, path: str, file: Path, cell: Cell) -> None:
+def _generated(family: Family, case: Case, path: str, cell: Cell) -> None:
     script = Script(family, case, pieces=path != "text")
     backend, settings = backend_of(family, path)
     if isinstance(backend, LocalBackend):
         backend.engine = ScriptedEngine(script)  # type: ignore[assignment]
     else:
         backend.script = script
-    try:
-        conversations = list(read_prompts(file)[1])
-        for it in conversations:
-            it.open(settings.renderer)
-        for it, ended in backend.run(iter(conversations), lambda: False):
-            if isinstance(ended, BadReply):
-                cell.refused = str(ended)
-            else:
-                cell.add(it.record(settings.renderer), script.by_text if path == "text" else script.by_ids)
-    except UserError as error:
-        cell.refused = str(error)
+    conversation = Conversation.from_row(row_of(family, case), "row")
+    conversation.open(settings.renderer)
+    for it, ended in backend.run([conversation], lambda: False):
+        cell.refused = str(ended) if isinstance(ended, BadReply) else it.ended
+        if not isinstance(ended, BadReply):
+            cell.add(it.record(settings.renderer), script.by_text if path == "text" else script.by_ids)
 
 
 def cells() -> Iterator[tuple[Family, Case, dict[str, Cell]]]:
     for family in FAMILIES:
-        for case in CASES:
+        for case in CASES if len(sys.argv) < 2 or family.name in sys.argv else ():
             yield family, case, {path: stored(family, case, path) for path in PATHS}
 
 
