@@ -336,19 +336,20 @@ class OpenAIBackend(Backend):
         if not it.turns:
             choice = self._query(it, number, "completions", body | {"prompt": it.text}, TextReply)
             check_unicode(choice["text"])
-            return self._closed_text(choice["text"], choice["finish_reason"])
+            return self._closed_text(choice["text"], choice)
         messages = it.messages
         body |= {"messages": [sent_message(message) for message in messages]}
         body |= {"tools": list(it.inputs.tools)} if it.inputs.tools else {}
         body |= {"chat_template_kwargs": it.inputs.kwargs} if it.inputs.kwargs else {}
         choice = self._query(it, number, "chat/completions", body, ChatReply)
-        text, end, finish = reassembled(renderer, it, choice, messages)
-        return (text_ids(renderer.tokenizer, text), finish) if end else self._closed_text(text, finish)
+        text, end = reassembled(renderer, it, choice, messages)
+        return (text_ids(renderer.tokenizer, text), "stop") if end else self._closed_text(text, choice)
 
-    def _closed_text(self, text: str, finish: str) -> tuple[list[int], str]:
-        """The ids of a server's text, from which it has stripped the stop token."""
-        renderer = self.settings.renderer
-        return text_ids(renderer.tokenizer, text) + ([renderer.closing_id] if finish == "stop" else []), finish
+    def _closed_text(self, text: str, choice: Json) -> tuple[list[int], str]:
+        """The ids of a server's text, with the stop token that it has stripped, and the finish reason."""
+        finish = "length" if choice["finish_reason"] == "length" else "stop"
+        ids = text_ids(self.settings.renderer.tokenizer, text)
+        return self.settings.closed(ids, finish, choice.get("stop_reason")) if ids else ids, finish
 
     def _query(self, it: Conversation, number: int, path: str, more: Json, schema: type) -> Json:
         """The server's choice for the conversation's next response. A retry goes to the next server."""

@@ -31,6 +31,7 @@ class _Message(TypedDict):
 class _ChatChoice(TypedDict):
     message: _Message
     finish_reason: Finish | Literal["tool_calls"]  # no tool_choice is sent, so calls are the target's text too
+    stop_reason: NotRequired[int | str | None]
 
 
 class _TextChoice(TypedDict):
@@ -68,10 +69,8 @@ class ModelList(TypedDict):
     data: Annotated[list[ListedModel], Field(min_length=1)]
 
 
-def reassembled(
-    renderer: ChatRenderer, it: Conversation, choice: Json, messages: Sequence[Message]
-) -> tuple[str, str, str]:
-    """The text that the target generated, the token at its end ('' where the server has stripped it), and the finish reason.
+def reassembled(renderer: ChatRenderer, it: Conversation, choice: Json, messages: Sequence[Message]) -> tuple[str, str]:
+    """The text that the target generated, and the token at its end; '' where the server has stripped it, or a limit came first.
 
     Sets `it.reply`. The template writes reasoning and calls as the target does; content alone is the target's text.
 
@@ -98,12 +97,12 @@ def reassembled(
         parsed = closing and any(message.get(key) is not None for key in REASONING)
         opened = form.opening == "" and closing not in it.reply["content"] and finish == "stop"
         if not (parsed or opened or len(it.reply) > 2):  # more than role and content
-            return it.reply["content"], "", finish
+            return it.reply["content"], ""
         text, end = rendered_answer(tokenizer, messages, it.reply, it.inputs, renderer.stop_ids, finish == "stop")
     except TemplateRefuses as error:
         raise BadReply(reason, f"the chat template does not write the {reason} that the server took out of the answer; "
                        f"serve the target without a {reason} parser ({error})") from error  # fmt: skip
-    return text, end if finish == "stop" else "", finish
+    return text, end if finish == "stop" else ""
 
 
 def sent_message(message: Json) -> Json:
