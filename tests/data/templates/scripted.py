@@ -26,11 +26,12 @@ NAMES = ("reasoning_content", "reasoning", "thinking")  # of reasoning, in the t
 
 @dataclass(frozen=True)
 class Served:
-    """A response. ids: all that the target generated."""
+    """A response. ids: all that the target generated. reasoning: how many of the first are; None if no token ends it."""
 
     ids: list[int]
     finish: str
     written: Written
+    reasoning: int | None = None
 
 
 @dataclass
@@ -39,6 +40,7 @@ class Script:
 
     Attributes:
         pieces: whether the target's ids are other pieces of its text than the tokenizer's, as sampled ids may be.
+        cut: whether a limit ends the answers that the conversation says; a data set does not say it of plain text.
         prompts: text of each prompt -> the response. log: (prompt's ids, response) of everything that was asked.
         unknown: prompts that no server with this chat template would make of the conversation.
     """
@@ -46,6 +48,7 @@ class Script:
     family: Family
     case: Case
     pieces: bool = False
+    cut: bool = True
     prompts: dict[str, Served] = field(default_factory=dict)
     log: list[tuple[list[int], Served]] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
@@ -55,8 +58,9 @@ class Script:
         replied: list[Message] = []  # the same with a server's own messages
         for message, written in self.family.turns(self.case):
             if written is not None:
-                ids = self.sampled(written.text + written.end)
-                served = Served(ids, "stop" if written.end else "length", written)
+                end = written.end if self.cut or written.end else self.family.write(message, False)[1]
+                ids = self.sampled(written.text + end)
+                served = Served(ids, "stop" if end else "length", written, self.reasoning(ids))
                 for messages in (history, replied):
                     with contextlib.suppress(TemplateError, TypeError):  # the template refuses the turns so far
                         self.prompts[self.rendered(messages)] = served
@@ -73,6 +77,12 @@ class Script:
         return str(tokenizer.apply_chat_template(given, tools=list(tools) or None, tokenize=False,
                                                  add_generation_prompt=True, **kwargs))  # fmt: skip
 
+    def reasoning(self, ids: Sequence[int]) -> int | None:
+        if not self.family.marks:
+            return None
+        end = self.family.tokenizer.convert_tokens_to_ids(self.family.marks[1])
+        return 0 if not self.family.thinks(self.case) else list(ids).index(end) + 1 if end in ids else len(ids)
+
     def sampled(self, text: str) -> list[int]:
         ids = self.family.tokenizer(text, add_special_tokens=False)["input_ids"]
         if not self.pieces:
@@ -83,14 +93,13 @@ class Script:
             made += [vocab[token]] if whole else [vocab[letter] for letter in token]
         return made
 
-    def by_ids(self, prompt: list[int]) -> list[int] | None:
+    def by_ids(self, prompt: list[int]) -> Served | None:
         """What was generated after a prompt that was read in these ids; None if none was."""
-        return next((served.ids for ids, served in self.log if ids == prompt), None)
+        return next((served for ids, served in self.log if ids == prompt), None)
 
-    def by_text(self, prompt: list[int]) -> list[int] | None:
+    def by_text(self, prompt: list[int]) -> Served | None:
         """The same for a prompt of this text, which a server may have read in other ids."""
-        served = self.prompts.get(self.text(prompt))
-        return served.ids if served else None
+        return self.prompts.get(self.text(prompt))
 
     def text(self, ids: Sequence[int]) -> str:
         return str(self.family.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
@@ -188,7 +197,11 @@ class ScriptedServers(OpenAIBackend):
             for call in told.get("tool_calls", [])
         ]  # fmt: skip
         # A parser that found no reasoning says null, and '' of an empty block.
-        reasoning = told["reasoning_content"] if self.script.family.thinks(self.script.case) and not self.script.family.raw else None
+        reasoning = (
+            told["reasoning_content"]
+            if self.script.family.thinks(self.script.case) and not self.script.family.raw
+            else None
+        )
         texts = {"content": told["content"] or None, "reasoning_content": reasoning}
         message = {"role": "assistant", **texts, **({"tool_calls": calls} if calls else {})}
         finish = "tool_calls" if calls and served.finish == "stop" else served.finish

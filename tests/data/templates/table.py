@@ -27,9 +27,8 @@ from drafttrain.ops.sampling import SamplingParams
 from drafttrain.target import Target
 from tests.data.templates.conversations import CASES, Case
 from tests.data.templates.families import FAMILIES, Family
-from tests.data.templates.scripted import Script, ScriptedEngine, ScriptedServers
+from tests.data.templates.scripted import Script, ScriptedEngine, ScriptedServers, Served
 
-Served = Callable[[list[int]], list[int] | None]  # what was generated after a prompt
 PATHS = ("engine", "ids", "text", "existing")
 
 
@@ -39,7 +38,7 @@ class Cell:
 
     Attributes:
         turns: answers in the conversation. stored: those in the data set. rows: its rows.
-        tokens, generated: of the rows, and of their spans. wrong: spans that are not what was served, with their place.
+        tokens, generated: of the rows, and of their spans. wrong: spans that are not what was served, or whose reasoning is not.
         refused: why nothing, or not everything, was stored.
     """
 
@@ -51,15 +50,18 @@ class Cell:
     wrong: list[str] = field(default_factory=list)
     refused: str = ""
 
-    def add(self, record: Json, served: Served) -> None:
+    def add(self, record: Json, served: Callable[[list[int]], Served | None]) -> None:
         """Counts a stored row. served: what was generated after each prompt that was read."""
         self.rows += 1
         self.stored += len(record["spans"])
         self.tokens += len(record["tokens"])
-        for start, end in record["spans"]:
+        for number, (start, end) in enumerate(record["spans"]):
             self.generated += end - start
-            if served(record["tokens"][:start]) != record["tokens"][start:end]:
+            found = served(record["tokens"][:start])
+            if found is None or found.ids != record["tokens"][start:end]:
                 self.wrong.append(f"{record['id']} [{start}, {end})")
+            elif found.reasoning is not None and found.reasoning != record["reasoning"][number]:
+                self.wrong.append(f"reasoning of {record['id']} [{start}, {end})")
 
 
 def target_of(family: Family) -> Target:
@@ -103,7 +105,7 @@ def stored(family: Family, case: Case, path: str) -> Cell:
 
 
 def _existing(family: Family, case: Case, cell: Cell) -> None:
-    script = Script(family, case)
+    script = Script(family, case, cut=family.thinks(case) and not family.raw)
     with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
         file.write(json.dumps(row_of(family, case)) + "\n")
         file.flush()
@@ -135,17 +137,39 @@ def _generated(family: Family, case: Case, path: str, cell: Cell) -> None:
             cell.add(it.record(settings.renderer), script.by_text if path == "text" else script.by_ids)
 
 
-def cells() -> Iterator[tuple[Family, Case, dict[str, Cell]]]:
-    for family in FAMILIES:
-        for case in CASES if len(sys.argv) < 2 or family.name in sys.argv else ():
-            yield family, case, {path: stored(family, case, path) for path in PATHS}
+def cells(family: Family) -> dict[str, dict[str, Cell]]:
+    """A family's conversations by name, on every path."""
+    return {case.name: {path: stored(family, case, path) for path in PATHS} for case in CASES}
+
+
+def markdown(table: dict[str, dict[str, dict[str, Cell]]]) -> str:
+    """The page's table from the cells of all families. A cell holds generated / stored tokens of the exchange of ids."""
+    short = {"text": "t", "existing": "e"}
+    lines = ["| family | " + " | ".join(case.name for case in CASES) + " |", "| --- |" + " --- |" * len(CASES)]
+    for name, rows in table.items():
+        shown = []
+        for found in rows.values():
+            ids = found["ids"]
+            part = f", {ids.stored} of {ids.turns}" if ids.stored < ids.turns else ""
+            missing = " ".join(letter for path, letter in short.items() if found[path].stored < found[path].turns)
+            shown.append(
+                f"{ids.generated}/{ids.tokens}{part}{f' ({missing})' if missing else ''}" if ids.stored else "refused"
+            )
+        lines.append(f"| {name} | " + " | ".join(shown) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def report(table: dict[str, dict[str, dict[str, Cell]]]) -> Iterator[str]:
+    """A line per cell."""
+    for name, rows in table.items():
+        for case, found in rows.items():
+            for path, cell in found.items():
+                done = f"{cell.stored} of {cell.turns} answers in {cell.rows} rows, {cell.generated} of {cell.tokens} tokens"
+                equal = f"WRONG {cell.wrong}" if cell.wrong else "equal"
+                yield f"{name:14} {case:20} {path:9} {done}  {equal}  {cell.refused[:500]}"
 
 
 if __name__ == "__main__":
-    for family, case, found in cells():
-        for path, cell in found.items():
-            done = (
-                f"{cell.stored} of {cell.turns} answers in {cell.rows} rows, {cell.generated} of {cell.tokens} tokens"
-            )
-            equal = f"WRONG {cell.wrong}" if cell.wrong else "equal"
-            print(f"{family.name:14} {case.name:20} {path:9} {done}  {equal}  {cell.refused[:500]}")
+    chosen = {family.name: cells(family) for family in FAMILIES if len(sys.argv) < 2 or family.name in sys.argv}
+    print(*report(chosen), sep="\n")
+    print(markdown(chosen))
