@@ -21,6 +21,7 @@ from drafttrain.data.chat import (
     ChatInputs,
     Message,
     TemplateRefuses,
+    closing_token,
     decode,
     has_template,
     leading_special,
@@ -259,14 +260,10 @@ def rendered_answer(
     stop = max((token for token in special if token.strip() and text.endswith(token)), key=len, default="")
     if stop or not has_template(tokenizer):
         return text, stop
-    following = {"role": "tool" if answer.get("tool_calls") else "user", "content": "hello"}
-    longer = render_text(tokenizer, [*messages, answer, following], inputs=inputs)
-    header = (
-        leading_special(tokenizer, longer[len(before) + len(text) :].lstrip())
-        if longer.startswith(before + text)
-        else set()
-    )
-    stop = (
-        decode(tokenizer, sorted(header)) if header & set(stop_ids) else ""
-    )  # the next turn's first token ends this one
+    header = closing_token(tokenizer)  # the next turn's first token ends this one
+    if answer.get("tool_calls"):
+        longer = render_text(tokenizer, [*messages, answer, {"role": "tool", "content": "hello"}], inputs=inputs)
+        after = longer[len(before) + len(text) :] if longer.startswith(before + text) else ""
+        header = leading_special(tokenizer, after.lstrip())
+    stop = decode(tokenizer, sorted(header)) if header & set(stop_ids) else ""
     return text + stop, stop

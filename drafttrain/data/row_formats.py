@@ -239,7 +239,7 @@ def _turn(turn: object) -> Json | None:
 
 def _with_calls(message: Json, names: Sequence[str]) -> Json:
     """An assistant's message whose text holds calls, in Hermes' or ToolACE's form, with them as tool_calls."""
-    if message["role"] != "assistant" or "tool_calls" in message:
+    if message["role"] != "assistant" or "tool_calls" in message or not names:  # without tools the text is all there is
         return message
     content, calls = calls_in(message["content"], names)
     return {**message, "content": content, "tool_calls": calls} if calls else message

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ PIECES = (
 CHATML = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Family:
     """A family.
 
@@ -40,6 +40,9 @@ class Family:
         thinking: chat_template_kwargs that let the target reason, and those that do not. tools_key: where the tools go.
         calls: most tool calls of a turn that the template writes; 0 if it has no calls, None for any number.
         reasons: whether its targets reason. call_id: form of the ids of calls. gpt2: whether text is cut as by GPT-2.
+        raw: whether the template knows neither reasoning nor calls, so that a turn's content is all that the target wrote.
+        marks: before reasoning, after it, and before calls, where servers part the text by them.
+        agent: whether the target reasons where it may call tools.
     """
 
     name: str
@@ -56,6 +59,9 @@ class Family:
     reasons: bool = True
     call_id: str = "functions.{name}:{number}"
     gpt2: bool = False
+    raw: bool = False
+    marks: tuple[str, str, str] | None = None
+    agent: bool = True
 
     @functools.cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
@@ -89,31 +95,51 @@ class Family:
     def end_ids(self) -> list[int]:
         return [self.tokenizer.convert_tokens_to_ids(token) for token in self.ends]
 
-    def response(self, case: Case, message: Message) -> str:
-        """Text of all tokens that the target generates for a message, the end included unless the limit came first."""
-        text, end = self.write(message, self.reasons and case.thinking)
-        return text + ("" if message["cut"] else end)
+    def thinks(self, case: Case) -> bool:
+        return self.reasons and case.thinking and (self.agent or not case.tools)
 
     def kwargs(self, case: Case) -> dict[str, Any]:
         """The row's chat_template_kwargs."""
         tools = {self.tools_key: case.tools} if case.tools and self.tools_key != "tools" else {}
-        return {**self.thinking[0 if case.thinking else 1], **tools}
+        return {**self.thinking[0 if case.thinking and (self.agent or not case.tools) else 1], **tools}
 
-    def messages(self, case: Case) -> list[Message]:
-        """The conversation as a data set of this family holds it: its ids of calls, no reasoning where its targets have none."""
+    def turns(self, case: Case) -> Iterator[tuple[Message, Written | None]]:
+        """The messages of a conversation as a data set of this family holds them, and what the target wrote for its own."""
         ids: dict[str, str] = {}
-        made = []
         for message in copy.deepcopy(case.messages):
             for call in message.get("tool_calls", []):
                 name = call["function"]["name"]
                 ids[call["id"]] = call["id"] = self.call_id.format(name=name, number=len(ids))
             if "tool_call_id" in message:
                 message["tool_call_id"] = ids[message["tool_call_id"]]
-            if message["role"] == "assistant" and not (self.reasons and case.thinking):
+            if message["role"] != "assistant":
+                yield message, None
+                continue
+            if not self.thinks(case):
                 cut, message["reasoning_content"] = message["reasoning_content"], ""
                 message["content"] = cut if message["cut"] else message["content"]
-            made.append(message)
-        return made
+            text, end = self.write(message, self.thinks(case))
+            end = "" if message.pop("cut") else end
+            if self.raw:
+                message = {"role": "assistant", "content": text}
+            yield message, Written(text, end, self._parsed(message, text, self.thinks(case)))
+
+    def _parsed(self, message: Message, text: str, thinks: bool) -> Message:
+        """What a server's parsers make of the target's text: with marks, the pieces between them with all white space."""
+        if not self.marks:
+            return message
+        opening, closing, calls = self.marks
+        before, _, rest = text.partition(closing) if thinks else ("", "", text)
+        return {**message, "reasoning_content": before.removeprefix(opening), "content": rest.partition(calls)[0]}
+
+
+@dataclass(frozen=True)
+class Written:
+    """An answer: text that the target generates, the token that ends it ('' where the limit did), and a server's message."""
+
+    text: str
+    end: str
+    reply: Message
 
 
 def _json(arguments: Mapping[str, object]) -> str:
@@ -249,6 +275,7 @@ FAMILIES = [
         _tags(False, _hermes, "\n"),
         bos="<|endoftext|>",
         eos="<|im_end|>",
+        marks=("<think>", "</think>", "<tool_call>"),
         plain=(*THINK, *CALL, "<tool_response>", "</tool_response>"),
         thinking=ENABLE,
     ),
@@ -260,6 +287,7 @@ FAMILIES = [
         _tags(True, _parameters, "\n\n"),
         bos="<|endoftext|>",
         eos="<|im_end|>",
+        marks=("<think>", "</think>", "<tool_call>"),
         plain=(*THINK, *CALL, "<tool_response>", "</tool_response>"),
         thinking=ENABLE,
     ),
@@ -276,6 +304,8 @@ FAMILIES = [
         _deepseek,
         bos="<｜begin▁of▁sentence｜>",
         eos="<｜end▁of▁sentence｜>",
+        marks=("<think>", "</think>", "<｜tool▁calls▁begin｜>"),
+        agent=False,
         plain=THINK,
         thinking=THINKING,
     ),
@@ -323,6 +353,7 @@ FAMILIES = [
         _glm,
         bos="<|endoftext|>",
         eos="<|endoftext|>",
+        marks=("\n<think>", "</think>", "<tool_call>"),
         plain=(*THINK, *CALL, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "/nothink"),
         thinking=ENABLE,
     ),
@@ -338,6 +369,7 @@ FAMILIES = [
         _kimi,
         bos="[BOS]",
         eos="<|im_end|>",
+        marks=("<think>", "</think>", "<|tool_calls_section_begin|>"),
         plain=THINK,
         thinking=THINKING,
     ),
@@ -353,5 +385,6 @@ FAMILIES = [
         thinking=ENABLE,
         tools_key="xml_tools",
         gpt2=True,
+        raw=True,
     ),
 ]

@@ -2,72 +2,86 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from jinja2 import TemplateError
+from pydantic import TypeAdapter
+
+from drafttrain.data.backends import OpenAIBackend, ResponseSettings
+from drafttrain.data.failures import BadReply
+from drafttrain.errors import UserError
+from drafttrain.files import Json
 from drafttrain.inference.responses import Finished, ResponseRequest
 from drafttrain.ops.sampling import SamplingParams
-from tests.data.templates.conversations import CASES, Case, Message
-from tests.data.templates.families import Family
+from tests.data.templates.conversations import Case, Message
+from tests.data.templates.families import Family, Written
 
 NAMES = ("reasoning_content", "reasoning", "thinking")  # of reasoning, in the templates that read it
 
 
 @dataclass(frozen=True)
 class Served:
-    """A response. ids: all that the target generated. message: what a server's parsers make of it."""
+    """A response. ids: all that the target generated. reasoning: how many of the first are; None if no token ends it."""
 
     ids: list[int]
     finish: str
-    message: Message
+    written: Written
+    reasoning: int | None = None
 
 
 @dataclass
 class Script:
-    """What a family's target answers, by the text of the prompt.
+    """What a family's target answers in a conversation, by the text of the prompt.
 
     Attributes:
         pieces: whether the target's ids are other pieces of its text than the tokenizer's, as sampled ids may be.
+        cut: whether a limit ends the answers that the conversation says; a data set does not say it of plain text.
         prompts: text of each prompt -> the response. log: (prompt's ids, response) of everything that was asked.
-        unknown: prompts that no server with this chat template would make of the conversations.
+        unknown: prompts that no server with this chat template would make of the conversation.
     """
 
     family: Family
-    pieces: bool
+    case: Case
+    pieces: bool = False
+    cut: bool = True
     prompts: dict[str, Served] = field(default_factory=dict)
     log: list[tuple[list[int], Served]] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
 
-    @staticmethod
-    def of(family: Family, cases: Iterable[Case] = CASES, pieces: bool = False) -> Script:
-        script = Script(family, pieces)
-        for case in cases:
-            messages = family.messages(case)
-            for number, message in enumerate(messages):
-                if message["role"] != "assistant":
-                    continue
-                try:
-                    prompt = script.rendered(messages[:number], case)
-                except Exception:  # the template refuses the turns so far
-                    break
-                ids = script.sampled(family.response(case, message))
-                script.prompts[prompt] = Served(ids, "length" if message["cut"] else "stop", message)
-        return script
+    def __post_init__(self) -> None:
+        history: list[Message] = []
+        replied: list[Message] = []  # the same with a server's own messages
+        for message, written in self.family.turns(self.case):
+            if written is not None:
+                end = written.end if self.cut or written.end else self.family.write(message, False)[1]
+                ids = self.sampled(written.text + end)
+                served = Served(ids, "stop" if end else "length", written, self.reasoning(ids))
+                for messages in (history, replied):
+                    with contextlib.suppress(TemplateError, TypeError):  # the template refuses the turns so far
+                        self.prompts[self.rendered(messages)] = served
+            history.append(message)
+            replied.append(written.reply if written else message)
 
-    def rendered(self, messages: Sequence[Message], case: Case) -> str:
+    def rendered(self, messages: Sequence[Message]) -> str:
         """The prompt as the chat template writes it."""
-        tools = case.tools if self.family.tools_key == "tools" else []
-        return self.render(messages, tools, self.family.kwargs(case))
+        tools = self.case.tools if self.family.tools_key == "tools" else []
+        return self.render(messages, tools, self.family.kwargs(self.case))
 
     def render(self, messages: Sequence[Message], tools: Sequence[Message], kwargs: dict[str, Any]) -> str:
         tokenizer, given = self.family.tokenizer, [as_server(message) for message in messages]
         return str(tokenizer.apply_chat_template(given, tools=list(tools) or None, tokenize=False,
                                                  add_generation_prompt=True, **kwargs))  # fmt: skip
+
+    def reasoning(self, ids: Sequence[int]) -> int | None:
+        if not self.family.marks:
+            return None
+        end = self.family.tokenizer.convert_tokens_to_ids(self.family.marks[1])
+        return 0 if not self.family.thinks(self.case) else list(ids).index(end) + 1 if end in ids else len(ids)
 
     def sampled(self, text: str) -> list[int]:
         ids = self.family.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -79,14 +93,13 @@ class Script:
             made += [vocab[token]] if whole else [vocab[letter] for letter in token]
         return made
 
-    def by_ids(self, prompt: list[int]) -> list[int] | None:
+    def by_ids(self, prompt: list[int]) -> Served | None:
         """What was generated after a prompt that was read in these ids; None if none was."""
-        return next((served.ids for ids, served in self.log if ids == prompt), None)
+        return next((served for ids, served in self.log if ids == prompt), None)
 
-    def by_text(self, prompt: list[int]) -> list[int] | None:
+    def by_text(self, prompt: list[int]) -> Served | None:
         """The same for a prompt of this text, which a server may have read in other ids."""
-        served = self.prompts.get(self.text(prompt))
-        return served.ids if served else None
+        return self.prompts.get(self.text(prompt))
 
     def text(self, ids: Sequence[int]) -> str:
         return str(self.family.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
@@ -104,7 +117,7 @@ class Script:
 
 def as_server(message: Message) -> Message:
     """A message as servers hand it to the template: arguments as objects, reasoning under every name."""
-    made = copy.deepcopy({key: value for key, value in message.items() if key != "cut" and value not in ("", None)})
+    made = copy.deepcopy({key: value for key, value in message.items() if value not in ("", None)})
     made.setdefault("content", "")
     reasoning = next((made.pop(name) for name in NAMES if name in made), "")
     made |= dict.fromkeys(NAMES, reasoning) if reasoning else {}
@@ -132,7 +145,8 @@ class ScriptedEngine:
             sequence, more = list(request.prompt_ids), []
             while more is not None:
                 served = self.script.answer(sequence)
-                assert served is not None, f"no server makes this prompt: {self.script.unknown[-1]!r}"
+                if served is None:
+                    raise UserError(f"unknown prompt: ...{self.script.unknown[-1][-300:]!r}")
                 sequence += served.ids
                 finished = Finished(request.key, list(served.ids), served.finish, list(sequence))
                 more = follow_up(finished) if follow_up else None
@@ -140,22 +154,26 @@ class ScriptedEngine:
             yield finished
 
 
-class ScriptedServer:
-    """An OpenAI server of the script's target, with parsers for reasoning and tools. ids: whether it exchanges token ids."""
+class ScriptedServers(OpenAIBackend):
+    """The backend of OpenAI servers; the script's target answers its requests. by_ids: whether it exchanges token ids."""
 
-    def __init__(self, script: Script, ids: bool):
-        self.script, self.ids = script, ids
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), _Handler, bind_and_activate=False)
-        self.http.request_queue_size, self.http.daemon_threads = 64, True
-        self.http.server_bind()
-        self.http.server_activate()
-        self.http.owner = self  # type: ignore[attr-defined]
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
+    def __init__(self, settings: ResponseSettings, script: Script, by_ids: bool):
+        self.script, self.exchanges = script, by_ids
+        super().__init__(["http://scripted"], "served", settings)
 
-    def reply(self, path: str, body: Message) -> tuple[int, Message]:
+    def _send(self, method: str, url: str, body: Json | None, schema: type) -> Json:
+        if body is None:
+            return {"data": [{"id": "served"}]}
+        status, content = self.reply(json.loads(json.dumps(body)))
+        if status != 200:
+            raise BadReply(f"HTTP {status}", str(content))
+        checked: Json = TypeAdapter(schema).validate_python(json.loads(json.dumps(content)), strict=True)
+        return checked
+
+    def reply(self, body: Json) -> tuple[int, Json]:
         tokenizer = self.script.family.tokenizer
         if "messages" not in body:
-            if not self.ids:
+            if not self.exchanges:
                 return 400, {"error": "no token ids here"}
             prompt = body["prompt"]
             prompt = tokenizer(prompt, add_special_tokens=False)["input_ids"] if isinstance(prompt, str) else prompt
@@ -163,7 +181,7 @@ class ScriptedServer:
                 return 200, {"choices": [{"token_ids": [1], "prompt_token_ids": prompt, "finish_reason": "length"}]}
             served = self.script.answer(prompt)
             if served is None:
-                return 400, {"error": "unknown prompt"}
+                return 400, {"error": f"unknown prompt: ...{self.script.unknown[-1][-300:]!r}"}
             choice = {"token_ids": served.ids, "prompt_token_ids": prompt, "finish_reason": served.finish}
             return 200, {"choices": [choice]}
         try:
@@ -172,47 +190,21 @@ class ScriptedServer:
             return 400, {"error": f"the template refuses it: {error}"}
         served = self.script.answer(tokenizer(text, add_special_tokens=False)["input_ids"])
         if served is None:
-            return 400, {"error": "unknown prompt"}
-        told = served.message
+            return 400, {"error": f"unknown prompt: ...{self.script.unknown[-1][-300:]!r}"}
+        told = served.written.reply
         calls = [
             {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}}
             for call in told.get("tool_calls", [])
         ]  # fmt: skip
-        message = {
-            "role": "assistant",
-            "content": told["content"] or None,
-            "reasoning_content": told["reasoning_content"] or None,
-        }
-        message |= {"tool_calls": calls} if calls else {}
+        # A parser that found no reasoning says null, and '' of an empty block.
+        reasoning = (
+            told["reasoning_content"]
+            if self.script.family.thinks(self.script.case) and not self.script.family.raw
+            else None
+        )
+        texts = {"content": told["content"] or None, "reasoning_content": reasoning}
+        message = {"role": "assistant", **texts, **({"tool_calls": calls} if calls else {})}
         finish = "tool_calls" if calls and served.finish == "stop" else served.finish
-        return 200, {"choices": [{"index": 0, "message": message, "finish_reason": finish}]}
-
-    def __enter__(self) -> ScriptedServer:
-        threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.http.shutdown()
-        self.http.server_close()
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    wbufsize = -1
-
-    def _send(self, status: int, content: Message) -> None:
-        raw = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(raw)))
-        self.end_headers()
-        self.wfile.write(raw)
-
-    def do_GET(self) -> None:
-        self._send(200, {"data": [{"id": "served"}]})
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self._send(*self.server.owner.reply(self.path, body))  # type: ignore[attr-defined]
-
-    def log_message(self, *args: object) -> None:
-        pass
+        end = served.written.end  # vLLM names the token, but for the tokenizer's own
+        stop = tokenizer.convert_tokens_to_ids(end) if end and end != tokenizer.eos_token else None
+        return 200, {"choices": [{"index": 0, "message": message, "finish_reason": finish, "stop_reason": stop}]}

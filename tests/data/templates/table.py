@@ -5,18 +5,21 @@ python -m tests.data.templates.table
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import torch
 
-from drafttrain.data.backends import Backend, LocalBackend, OpenAIBackend, ResponseSettings
-from drafttrain.data.conversation import ChatRenderer
+from drafttrain.data.backends import LocalBackend, ResponseSettings
+from drafttrain.data.conversation import ChatRenderer, Conversation
 from drafttrain.data.failures import BadReply
-from drafttrain.data.generate import read_prompts
 from drafttrain.data.masks import conversation_records
 from drafttrain.errors import UserError
 from drafttrain.files import Json
@@ -24,9 +27,8 @@ from drafttrain.ops.sampling import SamplingParams
 from drafttrain.target import Target
 from tests.data.templates.conversations import CASES, Case
 from tests.data.templates.families import FAMILIES, Family
-from tests.data.templates.scripted import Script, ScriptedEngine, ScriptedServer
+from tests.data.templates.scripted import Script, ScriptedEngine, ScriptedServers, Served
 
-Served = Callable[[list[int]], list[int] | None]  # what was generated after a prompt
 PATHS = ("engine", "ids", "text", "existing")
 
 
@@ -36,7 +38,7 @@ class Cell:
 
     Attributes:
         turns: answers in the conversation. stored: those in the data set. rows: its rows.
-        tokens, generated: of the rows, and of their spans. wrong: spans that are not what was served, with their place.
+        tokens, generated: of the rows, and of their spans. wrong: spans that are not what was served, or whose reasoning is not.
         refused: why nothing, or not everything, was stored.
     """
 
@@ -48,15 +50,18 @@ class Cell:
     wrong: list[str] = field(default_factory=list)
     refused: str = ""
 
-    def add(self, record: Json, served: Served) -> None:
+    def add(self, record: Json, served: Callable[[list[int]], Served | None]) -> None:
         """Counts a stored row. served: what was generated after each prompt that was read."""
         self.rows += 1
         self.stored += len(record["spans"])
         self.tokens += len(record["tokens"])
-        for start, end in record["spans"]:
+        for number, (start, end) in enumerate(record["spans"]):
             self.generated += end - start
-            if served(record["tokens"][:start]) != record["tokens"][start:end]:
+            found = served(record["tokens"][:start])
+            if found is None or found.ids != record["tokens"][start:end]:
                 self.wrong.append(f"{record['id']} [{start}, {end})")
+            elif found.reasoning is not None and found.reasoning != record["reasoning"][number]:
+                self.wrong.append(f"reasoning of {record['id']} [{start}, {end})")
 
 
 def target_of(family: Family) -> Target:
@@ -73,8 +78,8 @@ def target_of(family: Family) -> Target:
 def row_of(family: Family, case: Case) -> Json:
     """The conversation as a line of a file in OpenAI's form."""
     messages = []
-    for message in family.messages(case):
-        kept = {key: value for key, value in message.items() if key != "cut" and (value or key == "content")}
+    for message, _ in family.turns(case):
+        kept = {key: value for key, value in message.items() if value or key == "content"}
         for call in kept.get("tool_calls", []):
             call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
         messages.append(kept)
@@ -89,61 +94,82 @@ def answered(case: Case) -> int:
 def stored(family: Family, case: Case, path: str) -> Cell:
     """Stores a conversation on one of PATHS."""
     cell = Cell(answered(case))
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "rows.jsonl"
-        file.write_text(json.dumps(row_of(family, case)) + "\n")
+    try:
         if path == "existing":
-            _existing(family, case, file, cell)
+            _existing(family, case, cell)
         else:
-            _generated(family, case, path, file, cell)
+            _generated(family, case, path, cell)
+    except UserError as error:
+        cell.refused = str(error)
     return cell
 
 
-def _existing(family: Family, case: Case, file: Path, cell: Cell) -> None:
-    script = Script.of(family, [case])
-    try:
-        for record in conversation_records(family.tokenizer, file):
+def _existing(family: Family, case: Case, cell: Cell) -> None:
+    script = Script(family, case, cut=family.thinks(case) and not family.raw)
+    with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
+        file.write(json.dumps(row_of(family, case)) + "\n")
+        file.flush()
+        for record in conversation_records(family.tokenizer, Path(file.name), None, family.end_ids):
             cell.add(record, script.by_text)
-    except UserError as error:
-        cell.refused = str(error)
 
 
-def _generated(family: Family, case: Case, path: str, file: Path, cell: Cell) -> None:
-    script = Script.of(family, [case], pieces=path != "text")
+@cache
+def backend_of(family: Family, path: str) -> tuple[LocalBackend | ScriptedServers, ResponseSettings]:
     settings = ResponseSettings(ChatRenderer(target_of(family)), SamplingParams(), 300, 4000, 0)
-    try:
-        with ScriptedServer(script, ids=path == "ids") as server:
-            backend: Backend
-            if path == "engine":
-                backend = LocalBackend(settings.renderer.target, settings, 1, ())
-                backend.engine = ScriptedEngine(script)  # type: ignore[assignment]
-            else:
-                backend = OpenAIBackend([server.url], "served", settings)
-            conversations = list(read_prompts(file)[1])
-            for it in conversations:
-                it.open(settings.renderer)
-            for it, ended in backend.run(iter(conversations), lambda: False):
-                served = script.by_text if path == "text" else script.by_ids
-                if isinstance(ended, BadReply):
-                    cell.refused = str(ended)
-                else:
-                    for record in [it.record()]:
-                        cell.add(record, served)
-    except UserError as error:
-        cell.refused = str(error)
+    with contextlib.redirect_stdout(io.StringIO()):
+        if path == "engine":
+            return LocalBackend(settings.renderer.target, settings, 1, ()), settings
+        return ScriptedServers(settings, Script(family, CASES[0]), path == "ids"), settings
 
 
-def cells() -> Iterator[tuple[Family, Case, dict[str, Cell]]]:
-    for family in FAMILIES:
-        for case in CASES:
-            yield family, case, {path: stored(family, case, path) for path in PATHS}
+def _generated(family: Family, case: Case, path: str, cell: Cell) -> None:
+    script = Script(family, case, pieces=path != "text")
+    backend, settings = backend_of(family, path)
+    if isinstance(backend, LocalBackend):
+        backend.engine = ScriptedEngine(script)  # type: ignore[assignment]
+    else:
+        backend.script = script
+    conversation = Conversation.from_row(row_of(family, case), "row")
+    conversation.open(settings.renderer)
+    for it, ended in backend.run([conversation], lambda: False):
+        cell.refused = str(ended) if isinstance(ended, BadReply) else it.ended
+        if not isinstance(ended, BadReply):
+            cell.add(it.record(settings.renderer), script.by_text if path == "text" else script.by_ids)
+
+
+def cells(family: Family) -> dict[str, dict[str, Cell]]:
+    """A family's conversations by name, on every path."""
+    return {case.name: {path: stored(family, case, path) for path in PATHS} for case in CASES}
+
+
+def markdown(table: dict[str, dict[str, dict[str, Cell]]]) -> str:
+    """The page's table from the cells of all families. A cell holds generated / stored tokens of the exchange of ids."""
+    short = {"text": "t", "existing": "e"}
+    lines = ["| family | " + " | ".join(case.name for case in CASES) + " |", "| --- |" + " --- |" * len(CASES)]
+    for name, rows in table.items():
+        shown = []
+        for found in rows.values():
+            ids = found["ids"]
+            part = f", {ids.stored} of {ids.turns}" if ids.stored < ids.turns else ""
+            missing = " ".join(letter for path, letter in short.items() if found[path].stored < found[path].turns)
+            shown.append(
+                f"{ids.generated}/{ids.tokens}{part}{f' ({missing})' if missing else ''}" if ids.stored else "refused"
+            )
+        lines.append(f"| {name} | " + " | ".join(shown) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def report(table: dict[str, dict[str, dict[str, Cell]]]) -> Iterator[str]:
+    """A line per cell."""
+    for name, rows in table.items():
+        for case, found in rows.items():
+            for path, cell in found.items():
+                done = f"{cell.stored} of {cell.turns} answers in {cell.rows} rows, {cell.generated} of {cell.tokens} tokens"
+                equal = f"WRONG {cell.wrong}" if cell.wrong else "equal"
+                yield f"{name:14} {case:20} {path:9} {done}  {equal}  {cell.refused[:500]}"
 
 
 if __name__ == "__main__":
-    for family, case, found in cells():
-        for path, cell in found.items():
-            done = (
-                f"{cell.stored} of {cell.turns} answers in {cell.rows} rows, {cell.generated} of {cell.tokens} tokens"
-            )
-            equal = f"WRONG {cell.wrong}" if cell.wrong else "equal"
-            print(f"{family.name:14} {case.name:20} {path:9} {done}  {equal}  {cell.refused[:140]}")
+    chosen = {family.name: cells(family) for family in FAMILIES if len(sys.argv) < 2 or family.name in sys.argv}
+    print(*report(chosen), sep="\n")
+    print(markdown(chosen))
