@@ -89,8 +89,8 @@ def _render(
         return str(tokenizer.apply_chat_template([dict(message) for message in messages], **inputs.kwargs, **options))
     except Exception as error:  # jinja's TemplateError, but also TypeError and KeyError from inside the template
         roles = ", ".join(str(message.get("role")) for message in messages)
-        told = f"the chat template refuses a conversation with the roles [{roles}]: {first_line(error)}"
-        raise TemplateRefuses(told) from error
+        problem = f"the chat template refuses a conversation with the roles [{roles}]: {first_line(error)}"
+        raise TemplateRefuses(problem) from error
 
 
 def _for_template(message: Message, as_text: bool) -> Message:

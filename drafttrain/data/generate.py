@@ -247,17 +247,51 @@ def choose_slots(slots: int | str, target: Target, max_length: int, features: in
     return max(1, min(most, int(free / 2 / (token * max_length))))
 
 
+class RowKeeper:
+    """Stores the rows of conversations, those of one together, so that it is stored with all of its turns or not at all.
+
+    Attributes:
+        held: rows of conversations that go on. conversations: stored ones.
+    """
+
+    def __init__(self, store: Store, writer: FeatureWriter | None):
+        self.store, self.writer, self.conversations = store, writer, 0
+        self.held: dict[str, list[tuple[Json, Finished | None]]] = {}
+
+    def add(self, it: Conversation, record: Json, finished: Finished | None) -> None:
+        """Adds a conversation's next row. finished: with its states, if they are stored."""
+        self.held.setdefault(it.id, []).append((record, finished))
+        if not it.follows:
+            self._store(self.held.pop(it.id))
+
+    def end(self) -> None:
+        """Stores conversations that the budget has ended between two rows."""
+        for key, rows in self.held.items():
+            rows[-1][0].update(id=key)
+            del rows[-1][0]["part"]
+            self._store(rows)
+
+    def _store(self, rows: Sequence[tuple[Json, Finished | None]]) -> None:
+        for record, finished in rows:
+            if self.writer is None:
+                self.store.append(record)
+            else:
+                assert finished is not None and finished.features is not None and finished.last_hidden is not None
+                fed = len(record["tokens"]) - 1  # the last token was never an input
+                self.writer.append(record, finished.features[:fed], finished.last_hidden[:fed])
+        self.conversations += 1
+
+
 def generate_missing(
     args: argparse.Namespace, settings: ResponseSettings, store: Store, backend: Backend, todo: Sequence[Conversation]
 ) -> Json:
     """Answers the conversations and stores each when it ends, until the budget is spent; returns the run's counts."""
     writer = FeatureWriter(store) if args.features != "none" else None
     dropped = dict.fromkeys(("prompt_too_long", "turns_not_reached", "other_tool_calls", "template_refuses_answer"), 0)
-    held: dict[str, list[tuple[Json, Finished | None]]] = {}  # rows of conversations that go on
+    rows = RowKeeper(store, writer)
     least = min(_LEAST_RESPONSE, settings.max_new_tokens)
     failures = Failures(store.directory, store.rank)
-    stored = tokens = 0
-    began = time.perf_counter()
+    tokens, began = 0, time.perf_counter()
 
     def show(count: int) -> float:
         """Counts finished conversations; returns the spent share of the token or time budget, whichever is larger."""
@@ -284,40 +318,23 @@ def generate_missing(
                 dropped["prompt_too_long"] += 1
                 show(1)
 
-    def keep(rows: list[tuple[Json, Finished | None]]) -> None:
-        """Stores the rows of a conversation."""
-        nonlocal stored
-        for record, finished in rows:
-            if writer is None:
-                store.append(record)
-            else:
-                assert finished is not None and finished.features is not None and finished.last_hidden is not None
-                fed = len(record["tokens"]) - 1  # the last token was never an input
-                writer.append(record, finished.features[:fed], finished.last_hidden[:fed])
-        stored += 1
-
     with Progress("generate", len(todo), "conversations") as progress:
         try:
             for it, finished in backend.run(opened(), lambda: show(0) >= 1):
                 if isinstance(finished, BadReply):
-                    held.pop(it.id, None)
+                    rows.held.pop(it.id, None)
                     failures.add(it.id, finished)
                     show(1)
                     continue
-                rows = held.setdefault(it.id, [])
-                rows.append((it.record(settings.renderer), finished))
                 tokens += sum(end - start for start, end in it.spans)
+                rows.add(it, it.record(settings.renderer), finished)
                 if it.follows:
                     continue
-                keep(held.pop(it.id))
                 dropped["turns_not_reached"] += it.total_turns - len(it.spans)
                 if it.ended:
                     dropped[it.ended] += 1
                 show(1)
-            for rows in held.values():  # the budget ended these between two rows
-                rows[-1][0].update(id=rows[-1][0]["id"].rpartition("/")[0])
-                del rows[-1][0]["part"]
-                keep(rows)
+            rows.end()
         finally:  # an interrupted run keeps the states of what was finished
             if writer is not None:
                 writer.flush()
@@ -328,7 +345,7 @@ def generate_missing(
             f"no conversation has got an answer ({failures}; the last reply: {failures.last}); check the server and the name "
             f"of its model, and run the same command again; {failures.path} lists the reasons"
         )
-    counts = run_counts(stored, tokens, time.perf_counter() - began, dropped)
+    counts = run_counts(rows.conversations, tokens, time.perf_counter() - began, dropped)
     return {**counts, "failed": dict(failures.counts)}
 
 

@@ -33,6 +33,21 @@ ANSWERED = [
     for i in range(2)
 ]
 
+CALLING = {  # a prompt with everything that a row may give the chat template
+    "id": "t",
+    "tools": [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}],
+    "chat_template_kwargs": {"enable_thinking": False, "documents": [{"title": "a", "text": "b"}]},
+    "messages": [
+        {"role": "system", "content": "Look."},
+        {"role": "user", "content": "What is there to be seen?"},
+        {"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": [
+            {"id": "c", "type": "function", "function": {"name": "look", "arguments": '{"at": [1, {"b": null}]}'}}
+        ]},
+        {"role": "tool", "tool_call_id": "c", "name": "look", "content": "a tree"},
+        {"role": "assistant", "content": "A tree.", "thinking": "Yes."},
+    ],
+}  # fmt: skip
+
 
 def rows_of(name: str) -> list[dict]:
     return [json.loads(line) for line in (FIXTURES / name).read_text().split("\n") if line]
@@ -93,6 +108,8 @@ READERS = {
     "suite bfcl:FILE": (lambda path: with_tools(f"bfcl:{path}"), BFCL),
     "prompts --source file": (collected, rows_of("chats.jsonl")),
     "generate --prompts": (conversations, rows_of("prompts.jsonl")[:3]),
+    "generate --prompts, tools": (conversations, [CALLING]),
+    "prompts --source file, tools": (collected, [CALLING]),
     "generate --backend existing": (lambda path: list(conversation_records(TARGET.tokenizer, path)), ANSWERED),
     "tune --calibrate": (lambda path: calibration_prompts(TARGET, str(path)), rows_of("chats.jsonl")),
     "ngram-store --text": (lambda path: list(texts(path, TARGET.tokenizer)), [{"text": "one"}, *ANSWERED]),
