@@ -8,6 +8,7 @@ How a target writes them is derived from its template, by rendering messages wit
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 _HELLO: list[Message] = [{"role": "user", "content": "hello"}]
 _REASONING, _CONTENT = "drafttrain marks this reasoning", "drafttrain marks this content"
+_KEYS = ("marks000{}", f"functions.{MARKED_NAME}:{{}}")  # ids of calls in the forms that templates ask for
 _DECODER = json.JSONDecoder()
 
 
@@ -46,13 +48,14 @@ class AnswerFormat:
     Attributes:
         opening: text that begins the reasoning; '' where the prompt ends with it, None where the target does not reason.
         closing: token that ends the reasoning; None if it is no token of its own.
-        between: text from the reasoning to the content.
+        between: text from the reasoning to the content. header: text before the content of an answer without reasoning.
         lead, follow: text before the name of a called function and the letter after it, without whitespace; '' if unknown.
     """
 
     opening: str | None = None
     closing: int | None = None
     between: str = ""
+    header: str = ""
     lead: str = ""
     follow: str = ""
 
@@ -79,6 +82,8 @@ class AnswerFormat:
             reasoning, _, rest = text[len(self.opening) :].partition(close)
             gap = self.between.lstrip().removeprefix(close)
             made |= {"content": rest.removeprefix(gap), "reasoning_content": reasoning.strip("\n")}
+        elif self.header:
+            made["content"] = text.removeprefix(self.header)
         if calls := list(_json_calls(made["content"])) or list(self._called_with(made["content"])):
             ids = [call.get("id") or key for call, key in zip(calls, [*keys, *[""] * len(calls)], strict=False)]
             made["tool_calls"] = [
@@ -136,7 +141,17 @@ def _derived(tokenizer: PreTrainedTokenizerBase, template: str, kwargs: str, too
     inputs = ChatInputs((), json.loads(kwargs))
     before = render_text(tokenizer, _HELLO, True, inputs)
     marked = {"role": "assistant", "content": _CONTENT, "reasoning_content": _REASONING}
-    head, found, rest = render_text(tokenizer, [*_HELLO, marked], inputs=inputs).partition(_REASONING)
+    bare = render_text(tokenizer, [*_HELLO, {"role": "assistant", "content": _CONTENT}], inputs=inputs).partition(
+        _CONTENT
+    )
+    header = bare[0].removeprefix(before) if bare[0].startswith(before) else ""
+    head, found, rest = "", "", ""
+    for more in ({}, *(marked_calls(key, 1) for key in _KEYS)):  # some keep reasoning only beside calls
+        with contextlib.suppress(TemplateRefuses):
+            text = render_text(tokenizer, [*_HELLO, {**more, **marked}], inputs=inputs)
+            head, found, rest = text.partition(_REASONING)
+        if found:
+            break
     between, after, _ = rest.partition(_CONTENT)
     opening, closing = None, None
     if found and after:
@@ -147,14 +162,15 @@ def _derived(tokenizer: PreTrainedTokenizerBase, template: str, kwargs: str, too
         closing = min(leading_special(tokenizer, tag[:1] + "/" + tag[1:]), default=None) if tag else None
         if closing is not None and leading_special(tokenizer, tag):
             opening, between = "", decode(tokenizer, [closing])
-    return AnswerFormat(
-        opening, closing if opening is not None else None, between, *_call_frame(tokenizer, before, inputs)
-    )
+    if opening is not None and header.split() == (opening + between).split() or not header.strip():
+        header = ""  # nothing, or a block of no reasoning
+    closing = closing if opening is not None else None
+    return AnswerFormat(opening, closing, between, header, *_call_frame(tokenizer, before, inputs))
 
 
 def _call_frame(tokenizer: PreTrainedTokenizerBase, before: str, inputs: ChatInputs) -> tuple[str, str]:
     """`lead` and `follow` of AnswerFormat."""
-    for key in ("marks000{}", f"functions.{MARKED_NAME}:{{}}"):
+    for key in _KEYS:
         for count in (2, 1):  # some templates write one call a turn
             try:
                 text = render_text(tokenizer, [*_HELLO, marked_calls(key, count)], inputs=inputs)
@@ -201,6 +217,14 @@ def rendered_answer(
             rest = after[len(bare) :]
             joined = answer["reasoning_content"] + (rest if rest.startswith(close) else f"\n{close}\n\n{rest}")
             tail = joined if complete or answer.get("content") else answer["reasoning_content"]
+    if tail is None:  # the answer changes what stands before it, so it is rendered after a question alone
+        alone = render_text(tokenizer, _HELLO, True, inputs)
+        tail = render_text(tokenizer, [*_HELLO, answer], inputs=inputs)
+        tail = tail[len(alone) :] if tail.startswith(alone) else None
+    empty = (form.opening or "") + form.between
+    if tail is not None and empty and reasoning not in tail and tail.startswith(empty):
+        # The template keeps no reasoning of an answer without calls: it goes into the block that is left empty.
+        tail = f"{form.opening}{answer['reasoning_content']}{form.between}{tail[len(empty) :]}"
     if tail is None:
         raise TemplateRefuses("the assistant's turn does not begin where the chat template's generation prompt ends")
     end, calls = 0, [("call", call["function"]["name"]) for call in answer.get("tool_calls") or ()]
