@@ -8,13 +8,12 @@ How a target writes them is derived from its template, by rendering messages wit
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import json
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from drafttrain.data.chat import (
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
 
 _HELLO: list[Message] = [{"role": "user", "content": "hello"}]
 _REASONING, _CONTENT = "drafttrain marks this reasoning", "drafttrain marks this content"
-_KEYS = ("marks000{}", f"functions.{MARKED_NAME}:{{}}")  # ids of calls in the forms that templates ask for
 _DECODER = json.JSONDecoder()
 
 
@@ -48,14 +46,14 @@ class AnswerFormat:
     Attributes:
         opening: text that begins the reasoning; '' where the prompt ends with it, None where the target does not reason.
         closing: token that ends the reasoning; None if it is no token of its own.
-        between: text from the reasoning to the content. header: text before the content of an answer without reasoning.
+        between, direct: text from the reasoning to the content, and from the prompt to the content without reasoning.
         lead, follow: text before the name of a called function and the letter after it, without whitespace; '' if unknown.
     """
 
     opening: str | None = None
     closing: int | None = None
     between: str = ""
-    header: str = ""
+    direct: str = ""
     lead: str = ""
     follow: str = ""
 
@@ -74,23 +72,31 @@ class AnswerFormat:
         pieces = "".join(text.split()).split(self.lead)[1:]
         return [piece.partition(self.follow)[0] for piece in pieces]
 
-    def message(self, tokenizer: PreTrainedTokenizerBase, text: str, keys: Sequence[str]) -> Json:
-        """An answer's text as a message with its reasoning and JSON calls apart. keys: ids for calls that have none."""
+    def message(self, tokenizer: PreTrainedTokenizerBase, text: str, keys: Sequence[str] | None) -> Json:
+        """An answer's text as a message with its reasoning and JSON calls apart.
+
+        keys: ids for calls that have none; None for an answer that makes no calls.
+        """
         made: Json = {"role": "assistant", "content": text}
         close = decode(tokenizer, [self.closing]) if self.closing is not None else ""
         if close and self.opening is not None and text.startswith(self.opening):
             reasoning, _, rest = text[len(self.opening) :].partition(close)
             gap = self.between.lstrip().removeprefix(close)
             made |= {"content": rest.removeprefix(gap), "reasoning_content": reasoning.strip("\n")}
-        elif self.header:
-            made["content"] = text.removeprefix(self.header)
-        if calls := list(_json_calls(made["content"])) or list(self._called_with(made["content"])):
+        elif self.direct and text.startswith(self.direct):
+            made["content"] = text[len(self.direct) :]
+        if keys is not None and (
+            calls := list(_json_calls(made["content"])) or list(self._called_with(made["content"]))
+        ):
             ids = [call.get("id") or key for call, key in zip(calls, [*keys, *[""] * len(calls)], strict=False)]
             made["tool_calls"] = [
                 {"type": "function", "id": key, "function": {"name": call["name"], "arguments": call["arguments"]}}
                 for call, key in zip(calls, ids, strict=True)
             ]
-            made["content"] = ""
+            marks = "|".join(map(re.escape, filter(str.strip, tokenizer.added_tokens_encoder)))
+            said = re.split(marks, made["content"], maxsplit=1) if marks else []
+            named = len(said) < 2 or calls[0]["name"] in said[0]
+            made["content"] = "" if named else said[0].strip()  # what stands before the first token of calls
         return made
 
     def _called_with(self, text: str) -> Iterator[Json]:
@@ -125,7 +131,7 @@ def _json_calls(text: str) -> Iterator[Json]:
 
 def _shared(one: str, other: str) -> int:
     """Length of the beginning that two texts share."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def answer_format(tokenizer: PreTrainedTokenizerBase, inputs: ChatInputs) -> AnswerFormat:
@@ -140,49 +146,74 @@ def answer_format(tokenizer: PreTrainedTokenizerBase, inputs: ChatInputs) -> Ans
 def _derived(tokenizer: PreTrainedTokenizerBase, template: str, kwargs: str, tools: bool) -> AnswerFormat:
     inputs = ChatInputs((), json.loads(kwargs))
     before = render_text(tokenizer, _HELLO, True, inputs)
+    opening, closing, between = None, None, ""
     marked = {"role": "assistant", "content": _CONTENT, "reasoning_content": _REASONING}
-    bare = render_text(tokenizer, [*_HELLO, {"role": "assistant", "content": _CONTENT}], inputs=inputs).partition(
-        _CONTENT
-    )
-    header = bare[0].removeprefix(before) if bare[0].startswith(before) else ""
-    head, found, rest = "", "", ""
-    for more in ({}, *(marked_calls(key, 1) for key in _KEYS)):  # some keep reasoning only beside calls
-        with contextlib.suppress(TemplateRefuses):
-            text = render_text(tokenizer, [*_HELLO, {**more, **marked}], inputs=inputs)
-            head, found, rest = text.partition(_REASONING)
-        if found:
+    for calls in ({}, {"tool_calls": marked_calls("functions.{}", 1)["tool_calls"]}):  # some keep it beside calls only
+        try:
+            head, found, rest = render_text(tokenizer, [*_HELLO, {**marked, **calls}], inputs=inputs).partition(
+                _REASONING
+            )
+        except TemplateRefuses:
+            continue
+        between, after, _ = rest.partition(_CONTENT)
+        if found and after:
+            opening = head[len(before) :] if head.startswith(before) else None
+            closing = min(leading_special(tokenizer, between.lstrip()), default=None)
             break
-    between, after, _ = rest.partition(_CONTENT)
-    opening, closing = None, None
-    if found and after:
-        opening = head[len(before) :] if head.startswith(before) else None
-        closing = min(leading_special(tokenizer, between.lstrip()), default=None)
-    elif last := text_ids(tokenizer, before.rstrip())[-1:]:  # the prompt may open reasoning that no history keeps
-        tag = decode(tokenizer, last).strip()
-        closing = min(leading_special(tokenizer, tag[:1] + "/" + tag[1:]), default=None) if tag else None
-        if closing is not None and leading_special(tokenizer, tag):
-            opening, between = "", decode(tokenizer, [closing])
-    if opening is not None and header.split() == (opening + between).split() or not header.strip():
-        header = ""  # nothing, or a block of no reasoning
+    else:
+        opening, closing = _opened_by_prompt(tokenizer, before)
+        between = decode(tokenizer, [closing]) if closing is not None else ""
+    plain = render_text(tokenizer, [*_HELLO, {"role": "assistant", "content": _CONTENT}], inputs=inputs)
+    direct = plain.partition(_CONTENT)[0].removeprefix(before) if plain.startswith(before) else ""
     closing = closing if opening is not None else None
-    return AnswerFormat(opening, closing, between, header, *_call_frame(tokenizer, before, inputs))
+    return AnswerFormat(opening, closing, between, direct, *_call_frame(tokenizer, before, inputs))
+
+
+def _opened_by_prompt(tokenizer: PreTrainedTokenizerBase, before: str) -> tuple[str | None, int | None]:
+    """`opening` and `closing` where a prompt ends with the token that opens reasoning, which no history keeps."""
+    tag = decode(tokenizer, text_ids(tokenizer, before.rstrip())[-1:]).strip()
+    closing = min(leading_special(tokenizer, tag[:1] + "/" + tag[1:]), default=None) if tag else None
+    return ("", closing) if closing is not None and leading_special(tokenizer, tag) else (None, None)
 
 
 def _call_frame(tokenizer: PreTrainedTokenizerBase, before: str, inputs: ChatInputs) -> tuple[str, str]:
     """`lead` and `follow` of AnswerFormat."""
-    for key in _KEYS:
-        for count in (2, 1):  # some templates write one call a turn
+    for key in ("marks000{}", f"functions.{MARKED_NAME}:{{}}"):
+        leads, follow = list[str](), ""
+        for content, count in itertools.product((_CONTENT, ""), (2, 1)):  # some write one call a turn, or no content
             try:
-                text = render_text(tokenizer, [*_HELLO, marked_calls(key, count)], inputs=inputs)
+                text = render_text(
+                    tokenizer, [*_HELLO, {**marked_calls(key, count), "content": content}], inputs=inputs
+                )
             except TemplateRefuses:
                 continue
-            text = text[_shared(before, text) :]
-            first, *others = ("".join(part.split()) for part in text.split(MARKED_NAME))
-            if len(others) != count:
-                continue
-            alike = _shared(first[::-1], others[0][::-1]) if count == 2 else len(first)
-            return first[len(first) - alike :], others[-1][:1]
+            text = text[_shared(before, text) :].rpartition(_CONTENT)[2]
+            pieces = ["".join(part.split()) for part in text.split(MARKED_NAME)]
+            if len(pieces) == count + 1:
+                leads, follow = [*leads, *pieces[:-1]], pieces[-1][:1]
+        if leads:
+            alike = min(_shared(leads[0][::-1], lead[::-1]) for lead in leads)
+            return leads[0][len(leads[0]) - alike :], follow
     return "", ""
+
+
+def _tail(
+    tokenizer: PreTrainedTokenizerBase, form: AnswerFormat, before: str, after: str, answer: Message
+) -> str | None:
+    """What a rendering adds to its prompt, with reasoning that the template leaves out of history; None if they differ."""
+    tail, thought = after[len(before) :] if after.startswith(before) else None, answer.get("reasoning_content") or ""
+    if form.closing is None or form.opening is None or (tail is not None and thought.strip() in tail):
+        return tail
+    close = decode(tokenizer, [form.closing])
+    bare = before if form.opening else before.rstrip().removesuffix(close[:1] + close[2:])
+    if not after.startswith(bare):
+        return None
+    rest = after[len(bare) :]
+    said = answer.get("content") or answer.get("tool_calls")
+    if form.opening and rest.startswith(form.opening):  # an empty block
+        rest = rest[len(form.opening) :].lstrip()
+    joined = rest if rest.startswith(close) else f"\n{close}\n\n{rest}"
+    return form.opening + thought + (joined if said else "")
 
 
 def rendered_answer(
@@ -205,26 +236,13 @@ def rendered_answer(
     Raises:
         TemplateRefuses: the template does not write all of the answer where the target would.
     """
-    before = render_text(tokenizer, messages, True, inputs)
-    after = render_text(tokenizer, [*messages, answer], inputs=inputs)
     form, reasoning = answer_format(tokenizer, inputs), (answer.get("reasoning_content") or "").strip()
-    tail = after[len(before) :] if after.startswith(before) else None
-    if form.opening == "" and form.closing is not None and reasoning and reasoning not in (tail or ""):
-        # The template keeps no reasoning: it goes between the prompt, which opens it, and the rest.
-        close = decode(tokenizer, [form.closing])
-        bare = before.rstrip().removesuffix(close[:1] + close[2:])
-        if after.startswith(bare):
-            rest = after[len(bare) :]
-            joined = answer["reasoning_content"] + (rest if rest.startswith(close) else f"\n{close}\n\n{rest}")
-            tail = joined if complete or answer.get("content") else answer["reasoning_content"]
-    if tail is None:  # the answer changes what stands before it, so it is rendered after a question alone
-        alone = render_text(tokenizer, _HELLO, True, inputs)
-        tail = render_text(tokenizer, [*_HELLO, answer], inputs=inputs)
-        tail = tail[len(alone) :] if tail.startswith(alone) else None
-    empty = (form.opening or "") + form.between
-    if tail is not None and empty and reasoning not in tail and tail.startswith(empty):
-        # The template keeps no reasoning of an answer without calls: it goes into the block that is left empty.
-        tail = f"{form.opening}{answer['reasoning_content']}{form.between}{tail[len(empty) :]}"
+    for context in (messages, _HELLO):  # the answer may change how the turns before it are rendered
+        before = render_text(tokenizer, context, True, inputs)
+        after = render_text(tokenizer, [*context, answer], inputs=inputs)
+        tail = _tail(tokenizer, form, before, after, answer)
+        if tail is not None:
+            break
     if tail is None:
         raise TemplateRefuses("the assistant's turn does not begin where the chat template's generation prompt ends")
     end, calls = 0, [("call", call["function"]["name"]) for call in answer.get("tool_calls") or ()]

@@ -172,15 +172,17 @@ class Conversation:
             self.answers[done - 1 :] = [message]
             try:
                 said = render_text(tokenizer, self.messages, True, self.inputs)
-                glue = text_ids(tokenizer, said[len(so_far) :]) if said.startswith(so_far) else None
-                # Templates that trim an answer still write what surrounds it.
-                if not glue and not any("tool_calls" in it or it["role"] == "tool" for it in self.messages):
-                    texts = [decode(tokenizer, self.tokens[a : b - 1]) for a, b in self.spans]
-                    turns = [[*self.history, *self.turns[0]], *self.turns[1 : done + 1]]
-                    glue = turn_glue(tokenizer, turns, self.tokens[-1], texts, self.inputs)
             except TemplateRefuses:
                 continue
-            chosen = message
+            glue = text_ids(tokenizer, said[len(so_far) :]) if said.startswith(so_far) else None
+            if not glue and not any("tool_calls" in it or it["role"] == "tool" for it in self.messages):
+                texts = [decode(tokenizer, self.tokens[a : b - 1]) for a, b in self.spans]
+                turns = [[*self.history, *self.turns[0]], *self.turns[1 : done + 1]]
+                with contextlib.suppress(
+                    TemplateRefuses
+                ):  # templates that trim an answer still write what surrounds it
+                    glue = turn_glue(tokenizer, turns, self.tokens[-1], texts, self.inputs)
+            chosen = message if glue else chosen or message
             if glue:
                 break
         self.answers[done - 1 :] = [chosen or {"role": "assistant", "content": answer}]
@@ -210,7 +212,7 @@ class Conversation:
         """
         done = len(self.spans)
         keys = [key for _, key in self.called[done - 1]] if self.called else []
-        made = self.reply or form.message(tokenizer, answer, keys)
+        made = self.reply or form.message(tokenizer, answer, keys if self.inputs.tools or keys else None)
         ids = [call.get("id") for call in made.get("tool_calls", ())]
         results = [it for it in self.turns[done] if it["role"] == "tool"]
         for key, result in zip(ids, results, strict=False):
@@ -219,12 +221,25 @@ class Conversation:
             yield self.reply
             return
         plain = {"role": "assistant", "content": answer}
-        yield plain
-        if made != plain:
-            before = [*self.history, *self.messages[len(self.history) : -len(self.turns[done]) - 1]]
-            with contextlib.suppress(TemplateRefuses):
-                if render_text(tokenizer, [*before, made], inputs=self.inputs).startswith(so_far):
-                    yield made
+
+        def again(message: Json) -> str | None:
+            """The row with the message as the template renders it; None if it refuses."""
+            try:
+                return render_text(tokenizer, [*before, message], inputs=self.inputs)
+            except TemplateRefuses:
+                return None
+
+        before = self.messages
+        if made == plain:
+            yield plain
+            return
+        exact = again(made)
+        if exact is None and "tool_calls" in made and form.lead:
+            return  # no server would make a prompt of these calls
+        if (again(plain) or "").startswith(so_far):
+            yield plain
+        if exact is not None and ("tool_calls" not in made or exact.startswith(so_far)):
+            yield made
 
     def rest(self, renderer: ChatRenderer, max_length: int, least: int = 1) -> Conversation | None:
         """The conversation's next row, opened, where `next_turn` ended this one because the template rewrites earlier turns."""

@@ -86,18 +86,23 @@ def reassembled(renderer: ChatRenderer, it: Conversation, choice: Json, messages
         raise BadReply("malformed", "choices.0.message.content=None: input should be a valid string")
     try:
         it.reply = plain_message({"role": "assistant", **message})
+        if (
+            len(it.reply) > 2
+        ):  # more than role and content: parsers differ in what white space between the parts they keep
+            it.reply["content"] = it.reply["content"].strip()
     except (ValueError, TypeError) as error:
         raise BadReply("malformed", f"the arguments of a tool call are no JSON object ({error})") from error
     check_unicode(json.dumps(it.reply, ensure_ascii=False))
-    reason = "reasoning" if "reasoning_content" in it.reply else "tool calls"
+    reason, content = "tool calls" if "tool_calls" in it.reply else "reasoning", it.reply["content"]
     try:
         form = answer_format(tokenizer, it.inputs)
-        closing = decode(tokenizer, [form.closing]) if form.closing is not None else ""
-        # A parser took empty reasoning out, or the prompt opened it and the content does not hold its end.
-        parsed = closing and any(message.get(key) is not None for key in REASONING)
-        opened = form.opening == "" and closing not in it.reply["content"] and finish == "stop"
-        if not (parsed or opened or len(it.reply) > 2):  # more than role and content
-            return it.reply["content"], ""
+        whole = form.closing is None  # whether the content holds the reasoning too, or there is none
+        if form.closing is not None and (opening := (form.opening or "").strip()):
+            whole = content.lstrip().startswith(opening)
+        elif form.closing is not None:
+            whole = decode(tokenizer, [form.closing]) in content or finish == "length"
+        if whole and len(it.reply) == 2:  # role and content
+            return content, ""
         text, end = rendered_answer(tokenizer, messages, it.reply, it.inputs, renderer.stop_ids, finish == "stop")
     except TemplateRefuses as error:
         raise BadReply(reason, f"the chat template does not write the {reason} that the server took out of the answer; "
