@@ -60,7 +60,7 @@ class EvalSettings:
         target, drafter: as the user names them. output: the results file.
         tree: a tree's text form, `auto` to search for the fastest, or None for the drafter's default, else `auto`.
         calibrate: file with prompts for `auto`. limit: questions at most.
-        assistant: draft model of the baseline hf_assisted.
+        assistant: draft model of the baseline hf_assisted. chat_template_kwargs: those of the suite, to be recorded.
 
     Raises:
         UserError: a value out of range, found before any model is loaded.
@@ -79,6 +79,7 @@ class EvalSettings:
     baselines: tuple[str, ...] = BASELINES
     assistant: str = ""
     trust_remote_code: bool = False
+    chat_template_kwargs: Json = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -191,6 +192,7 @@ def describe(settings: EvalSettings, target: Target, suite: Suite) -> Json:
             "max_new_tokens": settings.max_new_tokens,
             "batch_size": settings.batch_size,
             "seed": settings.seed,
+            **({"chat_template_kwargs": settings.chat_template_kwargs} if settings.chat_template_kwargs else {}),
         },
     }
 

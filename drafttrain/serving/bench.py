@@ -23,6 +23,7 @@ from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import percentiles
 from drafttrain.evaluation.suites import Question, load_suite
 from drafttrain.files import Json, write_json
+from drafttrain.flags import add_template_flag
 from drafttrain.folders import inputs_of, output_file
 from drafttrain.progress import Progress
 from drafttrain.reports.output import table_of, wide_console
@@ -53,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", default="", help="name of the model in the requests (default: the first that the server lists)")
     add("--model2", default="", help="the same for --url2")
     add("--suite", Place, default="drafttrain", help="the questions to ask (first turns), as in drafttrain eval")
+    add_template_flag(parser, "; the server's template reads them")
     load = parser.add_mutually_exclusive_group()
     adder(load)("--concurrency", values(Count), help="steps of requests in flight, such as 1,2,4,8 (the default)")
     adder(load)("--request-rate", values(PositiveAmount), help="steps of requests per second, such as 0.5,1,2")
@@ -73,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command; returns 1 if every request of a server failed. Raises UserError for a server that does not answer."""
     steps = steps_of(args)
     output = output_file(args.output, "bench-server", inputs_of(args))
-    suite = load_suite(args.suite)
+    suite = load_suite(args.suite, args.chat_template_kwargs)
     partial = output_file(output.with_name(f"{output.name}.partial"), "bench-server")
 
     def results(servers: dict[str, Json]) -> Json:

@@ -10,12 +10,19 @@ from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import load_drafter
 from drafttrain.errors import UserError, shown
-from drafttrain.evaluation.diagnose import print_findings
-from drafttrain.evaluation.metrics import BASELINES, HF_SPECULATIVE
+from drafttrain.evaluation.diagnose import other_template_kwargs, print_findings
+from drafttrain.evaluation.metrics import BASELINES, HF_SPECULATIVE, training_record
 from drafttrain.evaluation.runner import EvalSettings, evaluate
 from drafttrain.evaluation.suites import known_suites, load_suite, take_evenly
 from drafttrain.files import Json
-from drafttrain.flags import add_drafter_flag, add_sampling_flags, add_target_flags, load_target, sampling_of
+from drafttrain.flags import (
+    add_drafter_flag,
+    add_sampling_flags,
+    add_target_flags,
+    add_template_flag,
+    load_target,
+    sampling_of,
+)
 from drafttrain.folders import inputs_of, output_file
 from drafttrain.inference import SamplingParams
 from drafttrain.reports.report import print_results
@@ -41,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_drafter_flag(parser, more=", or none")
     add("--suite", Place, default="drafttrain", help=f"{', '.join(known_suites())}, a JSONL file in FastChat's question "
         "format, or NAME:FILE for a public suite in a file")  # fmt: skip
+    add_template_flag(parser, "; a question's own come first")
     add_sampling_flags(parser, penalties=True)
     add("--max-new-tokens", Count, default=128, help="per answer")
     add("--batch-size", Count, default=1, help="prompts at a time, on every side; --tree auto times single ones")
@@ -59,7 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the command. Raises UserError for values out of range, or anything that cannot be loaded."""
     settings = settings_of(args)
-    suite = load_suite(args.suite)
+    suite = load_suite(args.suite, args.chat_template_kwargs)
+    found = other_template_kwargs(args.chat_template_kwargs, training_record(args.drafter))
+    print_findings([found] if found else [])
     take_evenly(suite.questions, args.limit)  # checks the limit before the models load
     target = load_target(args)
     search = partial(find_tree, calibrate=args.calibrate)
@@ -73,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 def settings_of(args: argparse.Namespace) -> EvalSettings:
     """Reads the command's flags. Raises UserError for a value out of range."""
     names = ("target", "drafter", "max_new_tokens", "batch_size", "tree", "calibrate", "limit", "seed", "assistant")
-    chosen = {name: vars(args)[name] for name in (*names, "trust_remote_code")}
+    chosen = {name: vars(args)[name] for name in (*names, "trust_remote_code", "chat_template_kwargs")}
     baselines = tuple(parse_baselines(args.baselines))
     output = output_file(args.output, "eval", inputs_of(args))
     return EvalSettings(**chosen, sampling=sampling_of(args), baselines=baselines, output=output)

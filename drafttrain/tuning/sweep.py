@@ -19,7 +19,7 @@ from drafttrain.evaluation.results_schema import Results
 from drafttrain.evaluation.runner import EvalSettings
 from drafttrain.evaluation.suites import Question, Suite, load_suite
 from drafttrain.files import Json, read_json, write_json
-from drafttrain.flags import DEVICE, TARGET_HELP
+from drafttrain.flags import DEVICE, TARGET_HELP, add_template_flag
 from drafttrain.folders import OutputFolder, inputs_of
 from drafttrain.inference import SamplingParams, token_limit
 from drafttrain.reports.output import table_of, wide_console
@@ -46,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--target", Place, required=True, help=TARGET_HELP)
     add("--drafter", Place, required=True, help="as in drafttrain eval")
     add("--suite", Place, default="drafttrain", help="as in drafttrain eval")
+    add_template_flag(parser, "; a question's own come first")
     add("--temperatures", values(Temperature), default="0", help="a list, such as 0,0.7,1")
     add(
         "--trees", default="", help="a list split by ; or spaces, such as 'chain:3 dynamic:3,4,8' (default: as in eval)"
@@ -77,7 +78,7 @@ def measure_cells(args: argparse.Namespace, folder: Path) -> list[Json]:
     """Measures the cells that are not finished; returns the summary's row of each cell."""
     axes = parse_axes(args)
     every = [(cell, cell_settings(args, cell, folder)) for cell in cells(axes, args.grid)]
-    suite = load_suite(args.suite)
+    suite = load_suite(args.suite, args.chat_template_kwargs)
     loaded: tuple[str, Target, Drafter | None] | None = None
     summary: list[Json] = []
     for number, (cell, settings) in enumerate(every, 1):
@@ -135,7 +136,7 @@ def describe(cell: Json) -> str:
 
 def cell_settings(args: argparse.Namespace, cell: Json, folder: Path) -> EvalSettings:
     """The evaluation settings of one cell. Raises UserError for a value out of range."""
-    names = ("target", "drafter", "max_new_tokens", "limit", "seed", "trust_remote_code")
+    names = ("target", "drafter", "max_new_tokens", "limit", "seed", "trust_remote_code", "chat_template_kwargs")
     return EvalSettings(
         **{name: vars(args)[name] for name in names},
         **{name: cell[name] for name in ("tree", "batch_size")},
