@@ -43,7 +43,7 @@ def system(content: str) -> Message:
     return {"role": "system", "content": content}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     """A conversation with the target's answers in it.
 

@@ -7,7 +7,7 @@ import copy
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache
 
 from jinja2 import TemplateError
 from pydantic import TypeAdapter
@@ -54,28 +54,11 @@ class Script:
     unknown: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        history: list[Message] = []
-        replied: list[Message] = []  # the same with a server's own messages
-        for message, written in self.family.turns(self.case):
-            if written is not None:
-                end = written.end if self.cut or written.end else self.family.write(message, False)[1]
-                ids = self.sampled(written.text + end)
-                served = Served(ids, "stop" if end else "length", written, self.reasoning(ids))
-                for messages in (history, replied):
-                    with contextlib.suppress(TemplateError, TypeError):  # the template refuses the turns so far
-                        self.prompts[self.rendered(messages)] = served
-            history.append(message)
-            replied.append(written.reply if written else message)
-
-    def rendered(self, messages: Sequence[Message]) -> str:
-        """The prompt as the chat template writes it."""
-        tools = self.case.tools if self.family.tools_key == "tools" else []
-        return self.render(messages, tools, self.family.kwargs(self.case))
-
-    def render(self, messages: Sequence[Message], tools: Sequence[Message], kwargs: dict[str, Any]) -> str:
-        tokenizer, given = self.family.tokenizer, [as_server(message) for message in messages]
-        return str(tokenizer.apply_chat_template(given, tools=list(tools) or None, tokenize=False,
-                                                 add_generation_prompt=True, **kwargs))  # fmt: skip
+        for texts, written in histories(self.family, self.case):
+            end = written.end if self.cut or written.end else self.family.write(written.reply | {"cut": True}, False)[1]
+            ids = self.sampled(written.text + end)
+            served = Served(ids, "stop" if end else "length", written, self.reasoning(ids))
+            self.prompts |= dict.fromkeys(texts, served)
 
     def reasoning(self, ids: Sequence[int]) -> int | None:
         if not self.family.marks:
@@ -113,6 +96,32 @@ class Script:
         else:
             self.log.append((list(ids), served))
         return served
+
+
+@cache
+def histories(family: Family, case: Case) -> list[tuple[list[str], Written]]:
+    """Each answer with the prompts that a server reads before it: of the conversation's messages, and of its own replies."""
+    history: list[Message] = []
+    replied: list[Message] = []
+    found = []
+    for message, written in family.turns(case):
+        if written is not None:
+            texts = []
+            for messages in (history, replied):
+                with contextlib.suppress(TemplateError, TypeError):  # the template refuses the turns so far
+                    tools = case.tools if family.tools_key == "tools" else []
+                    texts.append(prompt_text(family, messages, tools, family.kwargs(case)))
+            found.append((texts, written))
+        history.append(message)
+        replied.append(written.reply if written else message)
+    return found
+
+
+def prompt_text(family: Family, messages: Sequence[Message], tools: Sequence[Json], kwargs: Json) -> str:
+    """The prompt that a server's chat template makes of messages."""
+    given = [as_server(message) for message in messages]
+    options = {"tools": list(tools) or None, "tokenize": False, "add_generation_prompt": True}
+    return str(family.tokenizer.apply_chat_template(given, **options, **kwargs))
 
 
 def as_server(message: Message) -> Message:
@@ -155,10 +164,10 @@ class ScriptedEngine:
 
 
 class ScriptedServers(OpenAIBackend):
-    """The backend of OpenAI servers; the script's target answers its requests. by_ids: whether it exchanges token ids."""
+    """The backend of OpenAI servers that exchange token ids, unless `by_ids` is unset; the script's target answers."""
 
-    def __init__(self, settings: ResponseSettings, script: Script, by_ids: bool):
-        self.script, self.exchanges = script, by_ids
+    def __init__(self, settings: ResponseSettings, script: Script):
+        self.script = script
         super().__init__(["http://scripted"], "served", settings)
 
     def _send(self, method: str, url: str, body: Json | None, schema: type) -> Json:
@@ -173,8 +182,6 @@ class ScriptedServers(OpenAIBackend):
     def reply(self, body: Json) -> tuple[int, Json]:
         tokenizer = self.script.family.tokenizer
         if "messages" not in body:
-            if not self.exchanges:
-                return 400, {"error": "no token ids here"}
             prompt = body["prompt"]
             prompt = tokenizer(prompt, add_special_tokens=False)["input_ids"] if isinstance(prompt, str) else prompt
             if body["max_tokens"] == 1:  # whether ids are exchanged
@@ -185,7 +192,8 @@ class ScriptedServers(OpenAIBackend):
             choice = {"token_ids": served.ids, "prompt_token_ids": prompt, "finish_reason": served.finish}
             return 200, {"choices": [choice]}
         try:
-            text = self.script.render(body["messages"], body.get("tools") or [], body.get("chat_template_kwargs") or {})
+            kwargs = body.get("chat_template_kwargs") or {}
+            text = prompt_text(self.script.family, body["messages"], body.get("tools") or [], kwargs)
         except Exception as error:
             return 400, {"error": f"the template refuses it: {error}"}
         served = self.script.answer(tokenizer(text, add_special_tokens=False)["input_ids"])

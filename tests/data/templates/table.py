@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from drafttrain.data.backends import LocalBackend, ResponseSettings
+from drafttrain.data.backends import Backend, LocalBackend, ResponseSettings
 from drafttrain.data.conversation import ChatRenderer, Conversation
 from drafttrain.data.failures import BadReply
 from drafttrain.data.masks import conversation_records
@@ -114,21 +114,21 @@ def _existing(family: Family, case: Case, cell: Cell) -> None:
 
 
 @cache
-def backend_of(family: Family, path: str) -> tuple[LocalBackend | ScriptedServers, ResponseSettings]:
+def backends_of(family: Family) -> tuple[LocalBackend, ScriptedServers]:
+    """The backends that run every conversation of a family."""
     settings = ResponseSettings(ChatRenderer(target_of(family)), SamplingParams(), 300, 4000, 0)
     with contextlib.redirect_stdout(io.StringIO()):
-        if path == "engine":
-            return LocalBackend(settings.renderer.target, settings, 1, ()), settings
-        return ScriptedServers(settings, Script(family, CASES[0]), path == "ids"), settings
+        servers = ScriptedServers(settings, Script(family, CASES[0]))
+    return LocalBackend(settings.renderer.target, settings, 1, ()), servers
 
 
 def _generated(family: Family, case: Case, path: str, cell: Cell) -> None:
     script = Script(family, case, pieces=path != "text")
-    backend, settings = backend_of(family, path)
-    if isinstance(backend, LocalBackend):
-        backend.engine = ScriptedEngine(script)  # type: ignore[assignment]
-    else:
-        backend.script = script
+    local, servers = backends_of(family)
+    local.engine = ScriptedEngine(script)  # type: ignore[assignment]
+    servers.script, servers.by_ids = script, path == "ids"
+    backend: Backend = local if path == "engine" else servers
+    settings = servers.settings
     conversation = Conversation.from_row(row_of(family, case), "row")
     conversation.open(settings.renderer)
     for it, ended in backend.run([conversation], lambda: False):
@@ -142,21 +142,19 @@ def cells(family: Family) -> dict[str, dict[str, Cell]]:
     return {case.name: {path: stored(family, case, path) for path in PATHS} for case in CASES}
 
 
-def markdown(table: dict[str, dict[str, dict[str, Cell]]]) -> str:
-    """The page's table from the cells of all families. A cell holds generated / stored tokens of the exchange of ids."""
-    short = {"text": "t", "existing": "e"}
-    lines = ["| family | " + " | ".join(case.name for case in CASES) + " |", "| --- |" + " --- |" * len(CASES)]
-    for name, rows in table.items():
-        shown = []
-        for found in rows.values():
-            ids = found["ids"]
-            part = f", {ids.stored} of {ids.turns}" if ids.stored < ids.turns else ""
-            missing = " ".join(letter for path, letter in short.items() if found[path].stored < found[path].turns)
-            shown.append(
-                f"{ids.generated}/{ids.tokens}{part}{f' ({missing})' if missing else ''}" if ids.stored else "refused"
-            )
-        lines.append(f"| {name} | " + " | ".join(shown) + " |")
-    return "\n".join(lines) + "\n"
+HEADER = ["| family | " + " | ".join(case.name for case in CASES) + " |", "| --- |" + " --- |" * len(CASES)]
+
+
+def row(name: str, rows: dict[str, dict[str, Cell]]) -> str:
+    """A family's line of the page's table: generated / stored tokens of the exchange of ids, and what the others lack."""
+    shown = []
+    for found in rows.values():
+        ids = found["ids"]
+        lacking = [path for path in ("text", "existing") if found[path].stored < found[path].turns]
+        part = f", {ids.stored} of {ids.turns} answers" if ids.stored < ids.turns else ""
+        without = f", not by {' or '.join(lacking)}" if lacking else ""
+        shown.append(f"{ids.generated} / {ids.tokens}{part}{without}" if ids.stored else "refused")
+    return f"| {name} | " + " | ".join(shown) + " |"
 
 
 def report(table: dict[str, dict[str, dict[str, Cell]]]) -> Iterator[str]:
@@ -172,4 +170,4 @@ def report(table: dict[str, dict[str, dict[str, Cell]]]) -> Iterator[str]:
 if __name__ == "__main__":
     chosen = {family.name: cells(family) for family in FAMILIES if len(sys.argv) < 2 or family.name in sys.argv}
     print(*report(chosen), sep="\n")
-    print(markdown(chosen))
+    print("", *HEADER, *(row(name, rows) for name, rows in chosen.items()), sep="\n")
