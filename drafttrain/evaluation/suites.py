@@ -11,10 +11,10 @@ import gzip
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 from transformers import PreTrainedTokenizerBase
@@ -78,7 +78,7 @@ class Question:
     inputs: ChatInputs = NO_INPUTS
 
     @staticmethod
-    def from_row(row: SuiteRow, index: int, category: str, defaults: Json | None = None) -> Question:
+    def from_row(row: Mapping[str, Any], index: int, category: str, defaults: Json | None = None) -> Question:
         """Reads a checked row. index: its id if it has none. category: if it names none. defaults: chat_template_kwargs."""
         key = row.get("question_id")
         return Question(
@@ -86,7 +86,7 @@ class Question:
             row.get("category") or category,
             tuple(row["turns"]),
             tuple(dict(message) for message in row.get("opening", ())),
-            ChatInputs.of({**row}, defaults),
+            ChatInputs.of(dict(row), defaults),
         )
 
     def messages(self, answers: Sequence[str] = ()) -> list[Message]:
