@@ -39,7 +39,9 @@ class ChatInputs:
     @staticmethod
     def of(row: Json, defaults: Json | None = None) -> ChatInputs:
         """Those of a row of prompts. defaults: chat_template_kwargs where the row has none of that name."""
-        return ChatInputs(row.get("tools") or (), {**(defaults or {}), **(row.get("chat_template_kwargs") or {})})
+        return ChatInputs(
+            tuple(row.get("tools") or ()), {**(defaults or {}), **(row.get("chat_template_kwargs") or {})}
+        )
 
 
 NO_INPUTS = ChatInputs()
@@ -72,7 +74,7 @@ def render_text(
     if not has_template(tokenizer):
         if inputs.tools or inputs.kwargs or any(message.get("tool_calls") for message in messages):
             raise TemplateRefuses("tools and chat_template_kwargs need a target with a chat template")
-        text = "\n\n".join(message["content"] for message in messages)
+        text = "\n\n".join(message.get("content") or "" for message in messages)
         return text + "\n\n" if generation else text
     template = tokenizer.get_chat_template(tools=list(inputs.tools) or None)
     check_inputs(template, inputs)

@@ -265,6 +265,6 @@ class Conversation:
             "finish": self.finish,
             "source": self.source,
         }
-        form = answer_format(renderer.tokenizer, self.inputs)
+        form = answer_format(renderer.tokenizer, self.inputs) if self.turns else AnswerFormat()
         known = [form.reasoning_tokens(renderer.tokenizer, self.tokens[start:end]) for start, end in self.spans]
         return record | ({} if None in known else {"reasoning": known}) | ({"part": self.part} if self.follows else {})

@@ -52,7 +52,10 @@ class _Row:
             raise UserError(f"{where}: empty mask: the assistant's content is empty; drop such rows")
         if i == 0:
             raise UserError(f"{where}: the assistant's turn does not begin where a prompt ends; start with a user turn")
-        before = render_text(tokenizer, self.messages[:i], True, self.inputs)
+        try:
+            before = render_text(tokenizer, self.messages[:i], True, self.inputs)
+        except TemplateRefuses as error:
+            raise UserError(f"{where}: {error}") from error
         if not before.startswith(self.text):
             raise TemplateRewrites(f"{where}: the chat template renders the turns before it differently from here on")
         try:

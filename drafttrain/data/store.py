@@ -239,8 +239,10 @@ class Store:
         with writing(self.directory):
             os.fsync(self._file)
         self._stored.update(_parts(self.directory))
-        write_json(self.directory / "meta.json", {**read_meta(self.directory), "counts": self._stored.counts})
-        return dict(self._stored.counts)
+        counts, plain = dict(self._stored.counts), {"rows": self._stored.counts["conversations"], "reasoning_tokens": 0}
+        counts = {name: count for name, count in counts.items() if plain.get(name) != count}  # what is there to be said
+        write_json(self.directory / "meta.json", {**read_meta(self.directory), "counts": counts})
+        return counts
 
     def close(self) -> None:
         """Closes the part and unlocks the folder."""

@@ -14,16 +14,18 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
-from transformers import PreTrainedTokenizerBase
 from typing_extensions import NotRequired, TypedDict
 
 from drafttrain.data.chat import NO_INPUTS, ChatInputs, Message, prompt_ids
 from drafttrain.errors import UserError
 from drafttrain.evaluation import bfcl
 from drafttrain.files import Json, check_json, parse_json, read_jsonl, reading, suites_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # SPEED-Bench replaces texts that NVIDIA may not redistribute by this note; NVIDIA's script fetches them.
 _MASKED = "FULL BENCHMARK DATA SHOULD BE FETCHED"
@@ -308,7 +310,7 @@ def _read_public(name: str, path: str, defaults: Json | None) -> Iterator[Questi
         read |= {"question_id": row.get("question_id", row.get(suite.id_key)), "turns": turns}
         check_json(read, f"{where} row {index + 1}", _ROW_FIX, SuiteRow)
         masked += any(turn.startswith(_MASKED) for turn in turns)
-        yield Question.from_row(read, index, name, defaults)
+        yield Question.from_row(read, index, name, defaults)  # type: ignore[arg-type]  # checked above
     if masked:
         raise UserError(
             f"{where}: {masked} rows hold only a note that their text must be fetched from its owner; prepare the set with "

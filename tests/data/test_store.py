@@ -51,8 +51,7 @@ def test_round_trip(tmp_path):
     meta = read_meta(tmp_path / "d")
     assert meta["target"] == META["target"]
     assert meta["format"] == 1
-    tokens = {"responses": 3, "response_tokens": 12, "reasoning_tokens": 0, "truncated": 0}
-    assert meta["counts"] == {"conversations": 3, "rows": 3, **tokens}
+    assert meta["counts"] == {"conversations": 3, "responses": 3, "response_tokens": 12, "truncated": 0}
 
 
 def test_what_grew_is_read_anew(tmp_path):
@@ -157,8 +156,7 @@ def test_a_scan_of_line_ends_counts_what_reading_all_counts(tmp_path, monkeypatc
         with (tmp_path / "part-0007.jsonl").open("w") as other:  # another writer's order of keys and spaces
             other.write(json.dumps({"source": "", **record("f")}) + "\n\n" + json.dumps(record("g"))[:-3])
         assert store.done_ids() == {row["id"] for row in odd} | {"e", "f"} and len(parsed) == 1
-        assert store.finish() == {"conversations": 5, "rows": 5, "responses": 5, "response_tokens": 20, "reasoning_tokens": 0,
-                                  "truncated": 1}  # fmt: skip
+        assert store.finish() == {"conversations": 5, "responses": 5, "response_tokens": 20, "truncated": 1}
 
 
 @pytest.mark.parametrize("end", [b'"spans":[[0,2]],"finish":["stop"]', b'"spans":[[0]],"finish":["stop"],"source":""}'])

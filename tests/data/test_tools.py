@@ -8,7 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from drafttrain import cli
+from drafttrain import cli, generate
 from drafttrain.data.answers import answer_format, rendered_answer
 from drafttrain.data.chat import ChatInputs, TemplateRefuses, render_text, text_ids
 from drafttrain.data.conversation import ChatRenderer, Conversation
@@ -129,6 +129,18 @@ def test_arguments_come_as_the_template_reads_them(written):
     assert '<call>Get Weather {"city": "Rome"}<|im_end|>' in said
 
 
+def test_the_python_api_passes_tools_and_variables(target):
+    target.tokenizer.chat_template = TEMPLATE
+    options = {"tools": [TOOL], "chat_template_kwargs": {"thinking": False}, "max_new_tokens": 1}
+    plain, more = generate(target, [ASKED], max_new_tokens=1), generate(target, [ASKED], **options)
+    whole = render_text(target.tokenizer, [ASKED], True, ChatInputs([TOOL], {"thinking": False}))
+    assert more.stats.prompt_tokens == len(text_ids(target.tokenizer, whole)) > plain.stats.prompt_tokens
+    with pytest.raises(UserError, match="tools and chat_template_kwargs need a chat as prompt"):
+        generate(target, "text", **options)
+    with pytest.raises(UserError, match=r"prompt: tools\.0\.function: field required"):
+        generate(target, [ASKED], tools=[{}])
+
+
 def test_the_format_of_answers_is_derived():
     tokenizer = tokenizer_with(TEMPLATE)
     form = answer_format(tokenizer, ChatInputs())
@@ -211,10 +223,12 @@ def test_rows_of_the_local_engine_are_as_served(target_dir, tmp_path, capsys, bu
     assert cli.main([*args, *budget]) == 0
     stored = {row["id"]: row for row in load_records(tmp_path / "out")}
     counts = read_meta(tmp_path / "out")["counts"]
-    assert counts["rows"] == len(stored) and counts["conversations"] == len({key.partition("/")[0] for key in stored})
+    assert counts.get("rows", counts["conversations"]) == len(stored) and counts["conversations"] == len(
+        {key.partition("/")[0] for key in stored}
+    )
     assert all(key.partition("/")[0] in stored for key in stored), "a conversation's last row has the plain id"
-    assert counts["rows"] > counts["conversations"] or budget
-    assert ("more rows, because the chat template rewrites" in capsys.readouterr().out) == (
+    assert "rows" in counts or budget
+    assert (f"{len(stored)} rows, because the chat template rewrites" in capsys.readouterr().out) == (
         len(stored) > counts["conversations"]
     )
     target = Target.load(str(target_dir), "float32")
