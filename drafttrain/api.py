@@ -5,6 +5,7 @@ A thin layer over `drafttrain.inference` that turns names into models and prompt
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Number
 from pathlib import Path
@@ -15,13 +16,14 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import TypedDict
 
-from drafttrain.data.chat import has_template, prompt_ids
+from drafttrain.data.chat import NO_INPUTS, ChatInputs, has_template, prompt_ids
+from drafttrain.data.row_formats import PromptInputs
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import decoding_settings, default_tree
 from drafttrain.drafters.registry import load_drafter as load_for_target
 from drafttrain.errors import UserError, first_line, shown
-from drafttrain.files import read_json
+from drafttrain.files import Json, check_json, read_json
 from drafttrain.flags import CommandParser
 from drafttrain.inference import Decoder, SamplingParams, strip_padding
 from drafttrain.inference.decode import DecoderOptions
@@ -63,6 +65,8 @@ def generate(
     stop: str | Sequence[str] = (),
     batch_size: int = 8,
     category: str | Sequence[str] = "",
+    tools: Sequence[Json] = (),
+    chat_template_kwargs: Json | None = None,
 ) -> Any:
     """Continues a prompt or a list of prompts; the output is the model's own, a drafter only makes it faster.
 
@@ -84,6 +88,8 @@ def generate(
         batch_size: prompts at a time.
         category: the category of the request, or a list with one per prompt. Categories that the drafter's decoding.json
             lists as `off` are decoded plainly; needs the drafter's name.
+        tools, chat_template_kwargs: what the chat template reads besides the messages: JSON schemas of functions, and its
+            variables, such as {"enable_thinking": False}.
 
     Returns:
         A `Generation` (text, tokens, stats), or a list of them for a list of prompts or a padded batch.
@@ -96,7 +102,8 @@ def generate(
         model, drafter, tokenizer, tree, DecoderOptions(sampling=sampling, stop=stop, max_rows=batch_size)
     )
     several = _is_several(prompt)
-    ids = [_ids(decoder.target, each) for each in (_split(prompt) if several else [prompt])]
+    inputs = _inputs(tools, chat_template_kwargs)
+    ids = [_ids(decoder.target, each, inputs) for each in (_split(prompt) if several else [prompt])]
     off = decoding_settings(drafter).get("off", []) if isinstance(drafter, str) else []
     category = check("category", category, AnyText | tuple[AnyText, ...])
     categories = [category] * len(ids) if isinstance(category, str) else category
@@ -127,13 +134,16 @@ def stream(
     repetition_penalty: float | None = None,
     seed: int = 0,
     stop: str | Sequence[str] = (),
+    tools: Sequence[Json] = (),
+    chat_template_kwargs: Json | None = None,
 ) -> Iterator[str]:
     """Yields the text of `generate` for one prompt in pieces. See `generate` for the arguments."""
     sampling = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty)
     decoder = _decoder(model, drafter, tokenizer, tree, DecoderOptions(sampling=sampling, stop=stop))
     if decoder.target.tokenizer is None:
         raise UserError("stream gives text, but the model has no tokenizer; pass tokenizer=")
-    rounds = decoder.stream([_ids(decoder.target, prompt)], max_new_tokens=max_new_tokens, seed=seed)
+    ids = _ids(decoder.target, prompt, _inputs(tools, chat_template_kwargs))
+    rounds = decoder.stream([ids], max_new_tokens=max_new_tokens, seed=seed)
     return _pieces(TextStream(decoder.target.tokenizer, decoder.stop), rounds)
 
 
@@ -166,7 +176,13 @@ def evaluate(target: str, drafter: str, output: str | Path, **options: Any) -> d
     words = []
     for name, value in {"target": target, "drafter": drafter, "output": output, **options}.items():
         flag = f"--{name.replace('_', '-')}"
-        words += [flag] if value is True else [] if value is None or value is False else [f"{flag}={value}"]
+        words += (
+            [flag]
+            if value is True
+            else []
+            if value is None or value is False
+            else [f"{flag}={json.dumps(value) if isinstance(value, dict) else value}"]
+        )
     try:
         args = parser.parse_args(words)
     except UserError as error:
@@ -228,11 +244,20 @@ def _split(prompts: Any) -> Sequence[Any]:
     return strip_padding(ids, mask) if isinstance(ids, Tensor) and mask is not None else list(ids)
 
 
-def _ids(target: Target, prompt: Any) -> Tensor | Sequence[int]:
+def _inputs(tools: Sequence[Json], kwargs: Json | None) -> ChatInputs:
+    """What the chat template reads besides the messages. Raises UserError: another form."""
+    found = {"tools": list(tools), "chat_template_kwargs": kwargs}
+    check_json(found, "prompt", "give tools as JSON schemas, and chat_template_kwargs as a dict", PromptInputs)
+    return ChatInputs.of(found)
+
+
+def _ids(target: Target, prompt: Any, inputs: ChatInputs = NO_INPUTS) -> Tensor | Sequence[int]:
     """Token ids of one prompt."""
     if isinstance(prompt, Mapping):
-        return _ids(target, prompt.get("input_ids"))
+        return _ids(target, prompt.get("input_ids"), inputs)
     chat = isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+    if not chat and inputs != NO_INPUTS:
+        raise UserError("tools and chat_template_kwargs need a chat as prompt: they are read by the chat template")
     if not isinstance(prompt, str) and not chat:
         return prompt
     check(
@@ -245,6 +270,6 @@ def _ids(target: Target, prompt: Any) -> Tensor | Sequence[int]:
             f"prompt is a chat, but the tokenizer of {target.name!r} has no chat template; give text instead"
         )
     try:
-        return prompt_ids(target.tokenizer, prompt)
+        return prompt_ids(target.tokenizer, prompt, inputs)
     except TemplateError as error:
         raise UserError(f"prompt: the chat template of {target.name!r} refuses it ({first_line(error)})") from error

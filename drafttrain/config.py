@@ -6,7 +6,7 @@ import difflib
 import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field
@@ -59,6 +59,9 @@ class TrainConfig:
     )
     drafter: Options = key({}, "options of the kind: draft_vocab_size, ttt_steps, feature_layers, ...")
     loss: AnyText = key("kl", "kl, js:0.5, lk_lambda, 0.9*kl+0.1*ce, ...; next_token pretrains a draft model")
+    loss_on: Literal["all", "answer"] = key(
+        "all", "tokens of the responses that are learned; answer leaves out the reasoning"
+    )
     on_policy: Options = key({}, "the drafter writes a share of the responses: share, refresh_steps, ...")
     dtype: Dtype = key("auto", "of the frozen target")
     target_device_map: DeviceMap = key("", "auto spreads a target too large for one GPU over several")

@@ -31,6 +31,7 @@ from drafttrain.values import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from drafttrain.files import Json
     from drafttrain.ops.sampling import SamplingParams
     from drafttrain.target import Target
 
@@ -38,6 +39,7 @@ TARGET_HELP = "short name, folder or Hub id"
 DTYPE_HELP = "float32, bfloat16, float16 or auto (bfloat16 where the device has it)"
 SCHEDULE_HELP = "a sweep's summary.json or an estimate's output: recipes of vLLM and SGLang then draft by batch size"
 WEIGHTS_HELP = "of the weights: bfloat16 (default), float16, float32"
+_KWARGS_RULE = "a JSON object, such as '{\"enable_thinking\": false}'"
 
 
 def _device(word: str) -> str:
@@ -49,6 +51,21 @@ def _device(word: str) -> str:
 
 
 DEVICE = reader(_device, "auto, cpu, or an accelerator that torch finds, such as cuda or cuda:1")
+
+
+def _template_kwargs(word: str) -> Json:
+    from drafttrain.files import parse_json
+
+    try:
+        found = parse_json(word)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise UserError(f"={shown(word)} must be {_KWARGS_RULE}")
+    return found
+
+
+TEMPLATE_KWARGS = reader(_template_kwargs, _KWARGS_RULE)
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -111,6 +128,12 @@ def add_target_flags(
     add("--dtype", Dtype, default="auto", help=prefix + DTYPE_HELP)
     add("--device", DEVICE, default="auto", help=prefix + "cpu, cuda, cuda:N or auto")
     add("--trust-remote-code", action="store_true", help="run model code that comes with the target")
+
+
+def add_template_flag(parser: argparse.ArgumentParser, more: str = "") -> None:
+    """Adds --chat-template-kwargs. more: ends its help."""
+    described = "variables of the target's chat template, as JSON: '{\"enable_thinking\": false}'" + more
+    adder(parser)("--chat-template-kwargs", TEMPLATE_KWARGS, default={}, metavar="JSON", help=described)
 
 
 def load_target(args: argparse.Namespace, name: str = "", device_map: str = "") -> Target:

@@ -41,6 +41,7 @@ from drafttrain.data.loader import (
     load_text,
     pack_rows,
     training_rows,
+    without_reasoning,
 )
 from drafttrain.data.state_client import StateClient
 from drafttrain.data.store import FeatureStore, Share, load_records, read_meta, stored_features
@@ -160,7 +161,11 @@ def prepare(config: TrainConfig, args: TrainingArguments, output: OutputFolder |
 
 def data_facts(data: str) -> Json:
     """Counts and sampling of a data set, for a model card that is written where the data is not; empty for a text."""
-    return {} if is_text(data) else {key: read_meta(data).get(key) or {} for key in ("counts", "sampling")}
+    return (
+        {}
+        if is_text(data)
+        else {key: read_meta(data).get(key) or {} for key in ("counts", "sampling", "chat_template_kwargs")}
+    )
 
 
 def load_target_and_records(config: TrainConfig, args: TrainingArguments) -> tuple[Target, Dataset]:
@@ -169,9 +174,15 @@ def load_target_and_records(config: TrainConfig, args: TrainingArguments) -> tup
     unset_hf_deepspeed_config()
     records = None if is_text(config.data) else load_records(config.data)
     target = load_target(config, args, layers_needed(config, records))
+    if config.loss_on != "all" and (records is None or config.loss == "next_token"):
+        raise UserError(
+            f"loss_on={config.loss_on!r} needs a data set of `drafttrain generate` and another loss than next_token"
+        )
     if records is None:
         return target, load_text(config.data, target, config.max_length)
     check_data(read_meta(config.data), stored_features(Path(config.data).expanduser()), target, config.data)
+    if config.loss_on == "answer":
+        records = without_reasoning(records, config.data)
     if config.loss == "next_token":
         records = records.map(lambda row: {"spans": [[0, len(row["tokens"])]]})
     return target, records

@@ -22,7 +22,7 @@ from benchmark import alternate, median, result_path, write_result
 
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import load_drafter, load_trained
-from drafttrain.evaluation.suites import load_suite, render, take_evenly
+from drafttrain.evaluation.suites import load_suite, take_evenly
 from drafttrain.inference import Decoder
 from drafttrain.target import Target
 
@@ -71,7 +71,7 @@ def main() -> None:
     drafter: Any = load_drafter(args.drafter, target)
     useless = randomised(args.drafter, target)
     questions = take_evenly(load_suite(args.suite).questions, args.prompts)
-    prompts = [render(target.tokenizer, question.turns[:1], []) for question in questions]
+    prompts = [question.prompt(target.tokenizer) for question in questions]
     fixed, adaptive = TreeSpec.parse(args.tree), TreeSpec.parse(f"{args.tree}@adapt")
     plain, with_tree, with_pace = (
         Decoder(target, own, spec=spec, eos_ids=())

@@ -25,7 +25,7 @@ import torch
 from benchmark import against, alternate, median, result_path, write_result
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from drafttrain.evaluation.suites import load_suite, render, take_evenly
+from drafttrain.evaluation.suites import load_suite, take_evenly
 from drafttrain.inference import Decoder
 from drafttrain.inference.engine import Engine
 from drafttrain.target import Target
@@ -125,7 +125,7 @@ def load(args: argparse.Namespace) -> tuple[Target, Any, list[list[int]]]:
         target.path, dtype=DTYPES.get(args.dtype, target.dtype), use_safetensors=True
     )
     questions = take_evenly(load_suite(args.suite).questions, args.prompts)
-    prompts = [render(target.tokenizer, question.turns[:1], []) for question in questions]
+    prompts = [question.prompt(target.tokenizer) for question in questions]
     return target, model.to(target.device).eval(), prompts
 
 

@@ -23,7 +23,7 @@ from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import load_drafter
 from drafttrain.drafters.shipping import find_drafter
-from drafttrain.evaluation.suites import load_suite, render, take_evenly
+from drafttrain.evaluation.suites import load_suite, take_evenly
 from drafttrain.export import engines
 from drafttrain.export.export_drafter import export
 from drafttrain.files import Json
@@ -110,7 +110,7 @@ def main() -> None:
     args = parser.parse_args()
     target = Target.load(args.target, args.dtype).pack()
     questions = take_evenly(load_suite(args.suite).questions, args.prompts)
-    prompts = [render(target.tokenizer, question.turns[:1], []) for question in questions]
+    prompts = [question.prompt(target.tokenizer) for question in questions]
     head = load_drafter(args.drafter, target)
     exported = tempfile.mkdtemp()
     export(find_drafter(args.drafter), "sglang", Path(exported))

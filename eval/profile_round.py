@@ -22,7 +22,7 @@ from drafttrain.drafters.combined import CombinedDrafter
 from drafttrain.drafters.common.layer_model import LayerDrafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import load_drafter
-from drafttrain.evaluation.suites import load_suite, render, take_evenly
+from drafttrain.evaluation.suites import load_suite, take_evenly
 from drafttrain.inference import SamplingParams, engine, generate
 from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target import Target
@@ -126,7 +126,7 @@ def main() -> None:
     target = Target.load(args.target, args.dtype, args.device).pack()
     drafter = load_drafter(args.drafter, target)
     questions = take_evenly(load_suite(args.suite).questions, args.prompts)
-    prompts = [render(target.tokenizer, question.turns[:1], []) for question in questions]
+    prompts = [question.prompt(target.tokenizer) for question in questions]
     sampling = SamplingParams(args.temperature)
     generate(target, drafter, prompts[0], max_new_tokens=8, spec=TreeSpec.parse(args.tree[0]), sampling=sampling)
     sides = {"plain": profile(target, None, "none", sampling, prompts, args.tokens)}

@@ -13,20 +13,29 @@ import threading
 import time
 import zlib
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from itertools import islice
 from queue import SimpleQueue
-from typing import Annotated, Literal, TypeVar
+from typing import TypeVar
 
 import httpx
-from pydantic import Field, TypeAdapter, ValidationError
-from typing_extensions import NotRequired, TypedDict
+from pydantic import TypeAdapter, ValidationError
 
-from drafttrain.data.chat import answer_text, has_template, render_text, text_ids
+from drafttrain.data.chat import has_template, render_text, text_ids
 from drafttrain.data.conversation import ChatRenderer, Conversation
 from drafttrain.data.failures import BadReply
+from drafttrain.data.openai_replies import (
+    ChatReply,
+    IdsReply,
+    ModelList,
+    TextReply,
+    check_unicode,
+    reassembled,
+    sent_message,
+)
 from drafttrain.errors import UserError
 from drafttrain.files import Json, violation
 from drafttrain.inference.responses import Finished, ResponseEngine, ResponseRequest
@@ -80,8 +89,12 @@ class ResponseSettings:
         return [*tokens, stop_reason if type(stop_reason) is int else self.renderer.closing_id]
 
     def next_turn(self, it: Conversation) -> list[int] | None:
-        """Appends the next prompt to the conversation; None when it ends."""
+        """Appends the next prompt to the conversation; None when its row ends."""
         return it.next_turn(self.renderer, self.max_length)
+
+    def rest(self, it: Conversation) -> Conversation | None:
+        """The next row of a conversation whose row has ended, opened; None after its last."""
+        return it.rest(self.renderer, self.max_length)
 
 
 class Backend(ABC):
@@ -96,7 +109,7 @@ class Backend(ABC):
 
     @abstractmethod
     def run(self, conversations: Iterable[Conversation], stop: Callable[[], bool]) -> Iterator[Ended]:
-        """Yields conversations as they end. They are open already: their tokens hold the first prompt.
+        """Yields the rows of conversations as they end. They are open already: their tokens hold the first prompt.
 
         Once `stop` returns True, no new conversation starts.
         """
@@ -115,73 +128,36 @@ class LocalBackend(Backend):
 
     def run(self, conversations: Iterable[Conversation], stop: Callable[[], bool]) -> Iterator[Ended]:
         settings, running = self.settings, dict[str, Conversation]()
-
-        def requests() -> Iterator[ResponseRequest]:
-            for it in conversations:
-                running[it.id] = it
-                yield ResponseRequest(it.id, list(it.tokens), settings.max_new_tokens, settings.renderer.stop_ids)
+        waiting = deque[Conversation]()  # later rows of conversations
 
         def follow_up(finished: Finished) -> list[int] | None:
             it = running[finished.key]
             it.accept(finished.tokens, finished.finish_reason)
             return settings.next_turn(it)
 
-        for finished in self.engine.run(requests(), settings.sampling, settings.seed, follow_up, stop):
+        requests = _Requests(waiting, iter(conversations), running, settings)
+        for finished in self.engine.run(requests, settings.sampling, settings.seed, follow_up, stop):
             it = running.pop(finished.key)
             if len(it.tokens) < len(finished.sequence):  # stopped inside a response, so follow_up was not called
                 it.accept(finished.tokens, finished.finish_reason)
+            waiting.extend(filter(None, [settings.rest(it)]))
             yield it, finished
 
 
-Finish = Literal["stop", "length"]  # after another one (content_filter, abort, tool_calls) the text is not the target's
+@dataclass
+class _Requests(Iterator[ResponseRequest]):
+    """Requests for the engine. Unlike a generator it goes on when a later row of a conversation comes after the last one."""
 
+    waiting: deque[Conversation]
+    conversations: Iterator[Conversation]
+    running: dict[str, Conversation]
+    settings: ResponseSettings
 
-class _Message(TypedDict):
-    content: str | None
-    reasoning_content: NotRequired[
-        str | None
-    ]  # what a reasoning parser took out of the content; vLLM calls it reasoning
-    reasoning: NotRequired[str | None]
-
-
-class _ChatChoice(TypedDict):
-    message: _Message
-    finish_reason: Finish
-
-
-class _TextChoice(TypedDict):
-    text: str
-    finish_reason: Finish
-
-
-class _IdsChoice(TypedDict):
-    token_ids: list[int]
-    prompt_token_ids: list[int]
-    finish_reason: Finish
-    stop_reason: NotRequired[int | str | None]
-
-
-class _ChatReply(TypedDict):
-    choices: Annotated[list[_ChatChoice], Field(min_length=1)]
-
-
-class _TextReply(TypedDict):
-    choices: Annotated[list[_TextChoice], Field(min_length=1)]
-
-
-class _IdsReply(TypedDict):
-    choices: Annotated[list[_IdsChoice], Field(min_length=1)]
-    kv_transfer_params: NotRequired[Json | None]  # of servers that hand out states
-
-
-class ListedModel(TypedDict):
-    id: str
-
-
-class ModelList(TypedDict):
-    """What a server answers to /v1/models."""
-
-    data: Annotated[list[ListedModel], Field(min_length=1)]
+    def __next__(self) -> ResponseRequest:
+        it = self.waiting.popleft() if self.waiting else next(self.conversations)
+        key = f"{it.id}\0{it.part}" if it.part else it.id  # random numbers depend on it
+        self.running[key] = it
+        return ResponseRequest(key, list(it.tokens), self.settings.max_new_tokens, self.settings.renderer.stop_ids)
 
 
 def key_headers(variable: str) -> dict[str, str]:
@@ -266,7 +242,7 @@ class OpenAIBackend(Backend):
         body = {"model": self.models[url], "max_tokens": 1, "temperature": 0.0, "return_token_ids": True}
 
         def ask(prompt: Json) -> Json:
-            return self._retried(lambda _: self._send("POST", f"{url}/completions", {**body, **prompt}, _IdsReply))
+            return self._retried(lambda _: self._send("POST", f"{url}/completions", {**body, **prompt}, IdsReply))
 
         try:
             for prompt in ({"prompt": text, "add_special_tokens": False}, {"prompt": ids}):
@@ -290,17 +266,15 @@ class OpenAIBackend(Backend):
 
     def run(self, conversations: Iterable[Conversation], stop: Callable[[], bool]) -> Iterator[Ended]:
         source = enumerate(iter(conversations))
-        ended: SimpleQueue[tuple[Conversation, Exception | None]] = SimpleQueue()
+        ended: SimpleQueue[tuple[list[Conversation], Exception | None]] = SimpleQueue()
         running = row = 0  # conversations in flight; failed ones in a row
         fatal: Exception | None = None
 
         def converse(number: int, it: Conversation) -> None:
             try:
-                self._converse(it, number)
+                ended.put((self._converse(it, number), None))
             except Exception as error:  # raised in the main thread
-                ended.put((it, error))
-            else:
-                ended.put((it, None))
+                ended.put(([it], error))
 
         try:
             while True:
@@ -313,10 +287,10 @@ class OpenAIBackend(Backend):
                     raise fatal
                 if not running:
                     return
-                it, problem = ended.get()
+                rows, problem = ended.get()
                 running -= 1
                 if problem is None or isinstance(problem, BadReply):
-                    yield it, problem
+                    yield from ((it, problem) for it in rows)
                     row = row + 1 if problem else 0
                     if row == _IN_A_ROW:
                         fatal = UserError(
@@ -330,15 +304,18 @@ class OpenAIBackend(Backend):
             if not running:
                 self.client.close()
 
-    def _converse(self, it: Conversation, number: int) -> None:
-        """All turns of one conversation with one server, which may keep its prefix cached. Raises BadReply."""
+    def _converse(self, it: Conversation, number: int) -> list[Conversation]:
+        """All turns of one conversation with one server, which may keep its prefix cached; returns its rows. Raises BadReply."""
+        rows = [it]
         while True:
-            tokens, finish = self._ids(it, number) if self.by_ids else self._text(it, number)
-            self.settings.accept(it, tokens, finish)
+            tokens, finish = self._ids(rows[-1], number) if self.by_ids else self._text(rows[-1], number)
+            self.settings.accept(rows[-1], tokens, finish)
             with self._count:
                 self._new_tokens += len(tokens)
-            if self.settings.next_turn(it) is None:
-                return
+            if self.settings.next_turn(rows[-1]) is None:
+                if (rest := self.settings.rest(rows[-1])) is None:
+                    return rows
+                rows.append(rest)
 
     def _ids(self, it: Conversation, number: int) -> tuple[list[int], str]:
         """The next response's ids, stop token included, and finish reason."""
@@ -346,38 +323,33 @@ class OpenAIBackend(Backend):
         # Values that mean "off" are sent too: otherwise the server takes those of the target's generation_config.
         body: Json = {"top_k": sampling.top_k or -1, "min_p": sampling.min_p, "return_token_ids": True}
         body |= {"prompt": it.tokens, "stop_token_ids": sorted(self.settings.renderer.stop_ids)}
-        choice = self._query(it, number, "completions", body, _IdsReply)
+        choice = self._query(it, number, "completions", body, IdsReply)
         if choice["prompt_token_ids"] != it.tokens:
             raise BadReply("token ids", "the server read another prompt than was sent")
         finish = choice["finish_reason"]
         return self.settings.closed(choice["token_ids"], finish, choice.get("stop_reason")), finish
 
     def _text(self, it: Conversation, number: int) -> tuple[list[int], str]:
-        """The same from a server's text, which is tokenized here. Reasoning is put back where the chat template writes it."""
+        """The same from a server's text, which is tokenized here. What its parsers took out of the text is put back."""
         renderer, sampling = self.settings.renderer, self.settings.sampling
         body: Json = {key: value for key in ("top_k", "min_p") if (value := getattr(sampling, key))}
         if not it.turns:
-            choice = self._query(it, number, "completions", body | {"prompt": it.text}, _TextReply)
-            text = choice["text"]
-        else:
-            messages: list[dict[str, str]] = list(it.turns[0])
-            for reply, turn in zip(it.replies, it.turns[1:], strict=False):
-                messages += [reply, *turn]
-            choice = self._query(it, number, "chat/completions", body | {"messages": messages}, _ChatReply)
-            message = choice["message"]
-            field = next((key for key in ("reasoning_content", "reasoning") if message.get(key)), "")
-            if message["content"] is None and not field:
-                raise BadReply("malformed", "choices.0.message.content=None: input should be a valid string")
-            content = message["content"] or ""
-            it.replies.append({"role": "assistant", "content": content, **({field: message[field]} if field else {})})
-            _check_unicode(content + (message[field] if field else ""))
-            text = answer_text(renderer.tokenizer, messages, content, message[field]) if field else content
-            if text is None:
-                raise BadReply("reasoning", "the chat template does not write the reasoning that the server took out of the "
-                               "answer; serve the target without a reasoning parser")  # fmt: skip
-        _check_unicode(text)
-        finish = choice["finish_reason"]  # servers strip the stop token
-        return text_ids(renderer.tokenizer, text) + ([renderer.closing_id] if finish == "stop" else []), finish
+            choice = self._query(it, number, "completions", body | {"prompt": it.text}, TextReply)
+            check_unicode(choice["text"])
+            return self._closed_text(choice["text"], choice)
+        messages = it.messages
+        body |= {"messages": [sent_message(message) for message in messages]}
+        body |= {"tools": list(it.inputs.tools)} if it.inputs.tools else {}
+        body |= {"chat_template_kwargs": it.inputs.kwargs} if it.inputs.kwargs else {}
+        choice = self._query(it, number, "chat/completions", body, ChatReply)
+        text, end = reassembled(renderer, it, choice, messages)
+        return (text_ids(renderer.tokenizer, text), "stop") if end else self._closed_text(text, choice)
+
+    def _closed_text(self, text: str, choice: Json) -> tuple[list[int], str]:
+        """The ids of a server's text, with the stop token that it has stripped, and the finish reason."""
+        finish = "length" if choice["finish_reason"] == "length" else "stop"
+        ids = text_ids(self.settings.renderer.tokenizer, text)
+        return self.settings.closed(ids, finish, choice.get("stop_reason")) if ids else ids, finish
 
     def _query(self, it: Conversation, number: int, path: str, more: Json, schema: type) -> Json:
         """The server's choice for the conversation's next response. A retry goes to the next server."""
@@ -461,13 +433,6 @@ def send_json(client: httpx.Client, method: str, url: str, body: Json | None, sc
         raise BadReply("malformed", violation(error)) from error
     except (ValueError, RecursionError) as error:
         raise BadReply("not JSON", shown) from error
-
-
-def _check_unicode(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise BadReply("not Unicode", f"the answer holds half a surrogate pair at {error.start}") from error
 
 
 def _named(error: Exception) -> str:

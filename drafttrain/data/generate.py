@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import math
 import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from drafttrain.data.backends import Backend, LocalBackend, OpenAIBackend, ResponseSettings
+from drafttrain.data.chat import ChatInputs, TemplateRefuses, check_inputs, has_template
 from drafttrain.data.conversation import ChatRenderer, Conversation
 from drafttrain.data.failures import BadReply, Failures
 from drafttrain.data.masks import conversation_records
@@ -26,6 +28,7 @@ from drafttrain.errors import UserError, shown
 from drafttrain.files import Json, read_jsonl, write_json
 from drafttrain.flags import load_target, sampling_of
 from drafttrain.folders import check_folder, inputs_of
+from drafttrain.inference.responses import Finished
 from drafttrain.progress import Progress
 from drafttrain.target import Target, load_shell
 from drafttrain.target.generation import LogitsRules
@@ -53,12 +56,17 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"{given[0]!r} is for --backend vllm; servers get such flags when they start")
     check_folder(args.output, "generate", inputs_of(args))
     existing = args.backend == "existing"
-    ids, conversations = ([], None) if existing else read_prompts(Path(args.prompts).expanduser())
+    kwargs = args.chat_template_kwargs
+    ids, conversations = ([], None) if existing else read_prompts(Path(args.prompts).expanduser(), kwargs)
     target = (
         load_target(args)
         if args.backend == "local"
         else load_shell(args.target, trust_remote_code=args.trust_remote_code)
     )
+    if kwargs:
+        if not has_template(target.tokenizer):
+            raise UserError(f"chat_template_kwargs: target={target.name!r} has no chat template; drop them")
+        check_inputs(target.tokenizer.get_chat_template(), ChatInputs((), kwargs))
     layers = parse_layers(args.features, target)
     rules = backend_rules(args.backend, target)
     settings = ResponseSettings(ChatRenderer(target), sampling, **limits)
@@ -67,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
         "sampling": {"max_length": args.max_length} if existing else {**rules.recorded(sampling), **limits},
         "backend": args.backend,
         "features": {"layers": list(layers), "dtype": "bfloat16"} if layers else None,
+        **({"chat_template_kwargs": kwargs} if kwargs else {}),
     }
     with Store(args.output, meta, share.rank, args.overwrite) as store:
         done, this_run = store.done_ids(), run_counts(0, 0, 0.0, {})
@@ -76,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
             needed = feature_bytes(mine, args, settings, (len(layers) + 1) * target.hidden_size * 2)
             check_space(store.directory, needed, "features")
         if existing:
-            this_run = store_existing(args, target.tokenizer, store, share)
+            this_run = store_existing(args, target, store, share)
         elif mine:
             backend = make_backend(args, target, settings, layers, len(mine))
             this_run = generate_missing(args, settings, store, backend, mine)
@@ -98,8 +107,10 @@ def backend_rules(backend: str, target: Target) -> LogitsRules:
     return applied
 
 
-def read_prompts(path: Path) -> tuple[list[str], RowFile[Conversation]]:
+def read_prompts(path: Path, kwargs: Json | None = None) -> tuple[list[str], RowFile[Conversation]]:
     """Checks a prompts file; returns the ids in order, and the conversations, which stay on disk.
+
+    kwargs: chat_template_kwargs for rows that do not set them.
 
     Raises UserError: no file, a line that is no prompt, a repeated id, or no prompts at all.
     """
@@ -118,7 +129,7 @@ def read_prompts(path: Path) -> tuple[list[str], RowFile[Conversation]]:
             seen[key] = None
             yield number, start
 
-    conversations = RowFile(path, Conversation.from_row, places())
+    conversations = RowFile(path, partial(Conversation.from_row, kwargs=kwargs), places())
     if not seen:
         raise UserError(f"prompts={str(path)!r} is empty; make some: drafttrain prompts --help")
     return list(seen), conversations
@@ -146,9 +157,13 @@ def feature_bytes(
 ) -> float:
     """Estimated size of the stored states: prompt lengths from a sample, responses at their limit or the token budget."""
     sample = conversations[:: max(1, len(conversations) // 32)]  # 32 to 63 of them
-    if not sample:
+    lengths = []
+    for it in sample:
+        with contextlib.suppress(TemplateRefuses):
+            lengths.append(len(it.open(settings.renderer)))
+    if not lengths:
         return 0.0
-    prompt = sum(len(it.open(settings.renderer)) for it in sample) / len(sample)
+    prompt = sum(lengths) / len(lengths)
     turns = sum(it.total_turns for it in sample) / len(sample)
     response = min(turns * settings.max_new_tokens, settings.max_length)
     count = len(conversations)
@@ -188,16 +203,51 @@ def choose_slots(slots: int | str, target: Target, max_length: int, features: in
     return max(1, min(most, int(free / 2 / (token * max_length))))
 
 
+class RowKeeper:
+    """Stores the rows of conversations, those of one together, so that it is stored with all of its turns or not at all.
+
+    Attributes:
+        held: rows of conversations that go on. conversations: stored ones.
+    """
+
+    def __init__(self, store: Store, writer: FeatureWriter | None):
+        self.store, self.writer, self.conversations = store, writer, 0
+        self.held: dict[str, list[tuple[Json, Finished | None]]] = {}
+
+    def add(self, it: Conversation, record: Json, finished: Finished | None) -> None:
+        """Adds a conversation's next row. finished: with its states, if they are stored."""
+        self.held.setdefault(it.id, []).append((record, finished))
+        if not it.follows:
+            self._store(self.held.pop(it.id))
+
+    def end(self) -> None:
+        """Stores conversations that the budget has ended between two rows."""
+        for key, rows in self.held.items():
+            rows[-1][0].update(id=key)
+            del rows[-1][0]["part"]
+            self._store(rows)
+
+    def _store(self, rows: Sequence[tuple[Json, Finished | None]]) -> None:
+        for record, finished in rows:
+            if self.writer is None:
+                self.store.append(record)
+            else:
+                assert finished is not None and finished.features is not None and finished.last_hidden is not None
+                fed = len(record["tokens"]) - 1  # the last token was never an input
+                self.writer.append(record, finished.features[:fed], finished.last_hidden[:fed])
+        self.conversations += 1
+
+
 def generate_missing(
     args: argparse.Namespace, settings: ResponseSettings, store: Store, backend: Backend, todo: Sequence[Conversation]
 ) -> Json:
     """Answers the conversations and stores each when it ends, until the budget is spent; returns the run's counts."""
     writer = FeatureWriter(store) if args.features != "none" else None
-    dropped = {"prompt_too_long": 0, "turns_not_reached": 0}
+    dropped = dict.fromkeys(("prompt_too_long", "turns_not_reached", "other_tool_calls", "template_refuses_answer"), 0)
+    rows = RowKeeper(store, writer)
     least = min(_LEAST_RESPONSE, settings.max_new_tokens)
     failures = Failures(store.directory, store.rank)
-    stored = tokens = 0
-    began = time.perf_counter()
+    tokens, began = 0, time.perf_counter()
 
     def show(count: int) -> float:
         """Counts finished conversations; returns the spent share of the token or time budget, whichever is larger."""
@@ -212,7 +262,12 @@ def generate_missing(
 
     def opened() -> Iterator[Conversation]:
         for it in todo:
-            length = len(it.open(settings.renderer))
+            try:
+                length = len(it.open(settings.renderer))
+            except TemplateRefuses as error:
+                failures.add(it.id, BadReply("chat template", str(error)))
+                show(1)
+                continue
             if 0 < length <= settings.max_length - least:
                 yield it
             else:
@@ -223,20 +278,19 @@ def generate_missing(
         try:
             for it, finished in backend.run(opened(), lambda: show(0) >= 1):
                 if isinstance(finished, BadReply):
+                    rows.held.pop(it.id, None)
                     failures.add(it.id, finished)
                     show(1)
                     continue
-                record = it.record()
-                if writer is None:
-                    store.append(record)
-                else:
-                    assert finished is not None and finished.features is not None and finished.last_hidden is not None
-                    fed = len(record["tokens"]) - 1  # the last token was never an input
-                    writer.append(record, finished.features[:fed], finished.last_hidden[:fed])
-                stored += 1
                 tokens += sum(end - start for start, end in it.spans)
+                rows.add(it, it.record(settings.renderer), finished)
+                if it.follows:
+                    continue
                 dropped["turns_not_reached"] += it.total_turns - len(it.spans)
+                if it.ended:
+                    dropped[it.ended] += 1
                 show(1)
+            rows.end()
         finally:  # an interrupted run keeps the states of what was finished
             if writer is not None:
                 writer.flush()
@@ -247,11 +301,11 @@ def generate_missing(
             f"no conversation has got an answer ({failures}; the last reply: {failures.last}); check the server and the name "
             f"of its model, and run the same command again; {failures.path} lists the reasons"
         )
-    counts = run_counts(stored, tokens, time.perf_counter() - began, dropped)
+    counts = run_counts(rows.conversations, tokens, time.perf_counter() - began, dropped)
     return {**counts, "failed": dict(failures.counts)}
 
 
-def store_existing(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, store: Store, share: Share) -> Json:
+def store_existing(args: argparse.Namespace, target: Target, store: Store, share: Share) -> Json:
     """Stores this process's conversations with the answers in the file; returns the run's counts.
 
     Another model's answers teach the drafter that model's habits, so the target's own answers work better. Rows longer than
@@ -264,7 +318,9 @@ def store_existing(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase,
     conversations = tokens = beyond = 0
     began = time.perf_counter()
     with Progress("conversations", None, "conversations") as progress:
-        for record in conversation_records(tokenizer, Path(args.prompts).expanduser()):
+        for record in conversation_records(
+            target.tokenizer, Path(args.prompts).expanduser(), args.chat_template_kwargs, target.eos_ids
+        ):
             key = record["id"]
             if key in seen:
                 raise UserError(f"{args.prompts}: id={key!r} occurs twice; ids must be unique")
@@ -296,7 +352,10 @@ def cut(record: Json, limit: int) -> Json | None:
     finish = list(record["finish"][: len(spans)])
     if spans[-1][1] < record["spans"][len(spans) - 1][1]:
         finish[-1] = "length"
-    return {**record, "tokens": record["tokens"][: spans[-1][1]], "spans": spans, "finish": finish}
+    kept = {**record, "tokens": record["tokens"][: spans[-1][1]], "spans": spans, "finish": finish}
+    if "reasoning" in record:
+        kept["reasoning"] = [min(n, end - start) for n, (start, end) in zip(record["reasoning"], spans, strict=False)]
+    return kept
 
 
 def run_counts(conversations: int, tokens: int, seconds: float, dropped: dict[str, int]) -> Json:
@@ -322,6 +381,10 @@ def report(args: argparse.Namespace, store: Store, this_run: Json, prompts: int,
         "this_run": this_run,
     }
     write_json(store.directory / "summary.json", summary)
+    if "rows" in counts:
+        print(
+            f"{args.output}: {counts['rows']} rows, because the chat template rewrites earlier turns of a conversation"
+        )
     dropped = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in this_run["dropped"].items() if count)
     print(
         f"{args.output}: {counts['conversations']} of {prompts} conversations, {counts['response_tokens']} response "

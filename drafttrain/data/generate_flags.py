@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 
-from drafttrain.flags import add_sampling_flags, add_target_flags
+from drafttrain.flags import add_sampling_flags, add_target_flags, add_template_flag
 from drafttrain.values import Amount, AnyText, Count, Place, Size, adder, value
 
 HELP = """let the target answer the prompts: the distillation data
 
 Conversations are regenerated turn by turn; token ids, response spans and finish reasons are written to DIR. An
-interrupted run continues when run again; several processes share the work.
+interrupted run continues when run again; several processes share the work. Prompts may hold tools and tool turns: a recorded
+result follows where the target makes the recorded calls.
 
   drafttrain generate --target smollm2-135m --prompts prompts.jsonl --output data --max-new-tokens 256
   accelerate launch --num_processes 8 -m drafttrain.cli generate --target T --prompts P --output DIR
   drafttrain generate --target T --prompts P --output DIR --backend openai --url http://a:8000/v1 --url http://b:8000/v1
+  drafttrain generate --target T --prompts P --output DIR --chat-template-kwargs '{"enable_thinking": false}'
   drafttrain generate --target T --prompts P --output DIR --backend vllm --tensor-parallel-size 8 -- --enable-expert-parallel
   drafttrain generate --target T --prompts chats.jsonl --output DIR --backend existing     # keep the answers in the file
 """
@@ -24,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = adder(parser)
     add_target_flags(parser)
     add("--prompts", Place, required=True, help='JSONL: {"id", "messages": [...]} or {"id", "text"} a line')
+    add_template_flag(parser, "; a row's own chat_template_kwargs come first")
     add("--output", Place, required=True, help="folder of the data set")
     add_sampling_flags(parser, temperature=1.0, penalties=True)
     add("--max-new-tokens", Count, default=512, help="of a response (default: %(default)s)")

@@ -54,6 +54,21 @@ def training_rows(records: Dataset, max_length: int, validation: float, seed: in
     return split["train"], split["test"]
 
 
+def without_reasoning(records: Dataset, data: str) -> Dataset:
+    """The rows with spans that leave out the reasoning. Raises UserError: rows that do not say which tokens that is."""
+    unknown = sum(row is None for row in records["reasoning"])
+    if unknown:
+        raise UserError(
+            f"loss_on='answer', but {unknown} of {len(records)} rows of data={data!r} do not say which tokens are reasoning "
+            "(written by an earlier release, or the chat template shows no end of it); generate them again, or set loss_on=all"
+        )
+
+    def shortened(row: Json) -> Json:
+        return {"spans": [[a + n, b] for n, (a, b) in zip(row["reasoning"], row["spans"], strict=True)]}
+
+    return records.map(shortened, desc="leaving out reasoning")
+
+
 # -- raw text, for pretraining a draft model from scratch ----------------------------------------------------------------
 
 

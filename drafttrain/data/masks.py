@@ -6,17 +6,19 @@ The conversation is rendered turn by turn; the code never searches for a templat
     render(messages[:i + 1])                             p p p p p p r r r r e n
     span of turn i (what the target would have written)              r r r r e
 
-p prompt, r the assistant's answer, e the token that ends the turn, n what the template adds after it (a line break).
+p prompt, r the assistant's answer (reasoning, content, calls), e the token that ends the turn, n what the template adds after it
+(a line break).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from drafttrain.data.chat import Message, decode, encode, render_text
+from drafttrain.data.answers import answer_format, rendered_answer
+from drafttrain.data.chat import NO_INPUTS, ChatInputs, Message, TemplateRefuses, encode, render_text, text_ids
 from drafttrain.data.row_formats import parse_row, row_id
 from drafttrain.errors import UserError
 from drafttrain.files import Json, read_jsonl
@@ -26,41 +28,100 @@ class TemplateRewrites(UserError):
     """The chat template renders an earlier turn differently once a later one follows, for example without its reasoning."""
 
 
-def conversation_record(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], id: str) -> Json:
+class _Row:
+    """A growing row: the tokens of some turns of a conversation and the spans of its answers."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        messages: Sequence[Message],
+        inputs: ChatInputs,
+        stops: Collection[int],
+    ):
+        self.tokenizer, self.messages, self.inputs, self.stops = tokenizer, messages, inputs, stops
+        self.tokens: list[int] = []
+        self.text = ""
+        self.spans: list[list[int]] = []
+        self.finish: list[str] = []
+
+    def add(self, i: int, id: str) -> None:
+        """Appends message i and its prompt. Raises TemplateRewrites, which leaves the row as it is; UserError."""
+        where, answer, tokenizer = f"row id={id!r}, message {i}", self.messages[i], self.tokenizer
+        said = [(answer.get(key) or "").strip() for key in ("content", "reasoning_content")]
+        if not any(said) and not answer.get("tool_calls"):
+            raise UserError(f"{where}: empty mask: the assistant's content is empty; drop such rows")
+        if i == 0:
+            raise UserError(f"{where}: the assistant's turn does not begin where a prompt ends; start with a user turn")
+        try:
+            before = render_text(tokenizer, self.messages[:i], True, self.inputs)
+        except TemplateRefuses as error:
+            raise UserError(f"{where}: {error}") from error
+        if not before.startswith(self.text):
+            raise TemplateRewrites(f"{where}: the chat template renders the turns before it differently from here on")
+        try:
+            text, end = rendered_answer(tokenizer, self.messages[:i], answer, self.inputs, self.stops)
+        except TemplateRefuses as error:
+            raise UserError(f"{where}: {error}; let the target answer again: drafttrain generate") from error
+        if end and any(end in part for part in said):
+            raise UserError(f"{where}: the content itself holds {end!r}, the token that ends a turn; drop such rows")
+        prompt = _extend(tokenizer, self.tokens, self.text, before)
+        self.tokens, self.text = _extend(tokenizer, prompt, before, before + text), before + text
+        self.spans.append([len(prompt), len(self.tokens)])
+        self.finish.append("stop" if end else "length")
+
+    def record(self, id: str) -> Json:
+        """The stored record."""
+        form = answer_format(self.tokenizer, self.inputs)
+        known = [form.reasoning_tokens(self.tokenizer, self.tokens[start:end]) for start, end in self.spans]
+        record = {"id": id, "tokens": self.tokens, "spans": self.spans, "finish": self.finish}
+        return record | ({} if None in known else {"reasoning": known})
+
+
+def conversation_record(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    id: str,
+    inputs: ChatInputs = NO_INPUTS,
+    stop_ids: Collection[int] = (),
+) -> Json:
     """A conversation as tokens with the spans that the assistant wrote.
 
     Args:
-        messages: turns in order; `content` is text. Turns after the last assistant turn are left out.
+        messages: turns in order. Turns after the last assistant turn are left out.
+        stop_ids: tokens that end the target's responses, besides the tokenizer's special ones.
 
     Returns:
-        {"id", "tokens", "spans": [[start, end], ...], "finish": "stop" or "length" per span}. A span holds the token
-        that ends the turn, where the template writes one ("stop"), because the target has to predict it too.
+        {"id", "tokens", "spans": [[start, end], ...], "finish": "stop" or "length" per span, "reasoning": its tokens per span}.
+        A span holds the token that ends the turn, where the template writes one ("stop"): the target has to predict it too.
 
     Raises:
-        TemplateRewrites: the template renders earlier turns differently later on; make a record per turn.
+        TemplateRewrites: the template renders earlier turns differently later on; the conversation takes several records.
         UserError: no assistant turn, an empty one, or one whose text the rendering does not contain.
     """
-    tokens: list[int] = []
-    text, spans, finish = "", [], []
+    row = _Row(tokenizer, messages, inputs, stop_ids)
     for i in _assistant_turns(messages, id):
-        tokens, text, span, reason = _add_turn(tokenizer, messages, i, id, tokens, text)
-        spans.append(span)
-        finish.append(reason)
-    return {"id": id, "tokens": tokens[: spans[-1][1]], "spans": spans, "finish": finish}
+        row.add(i, id)
+    return row.record(id)
 
 
-def conversation_records(tokenizer: PreTrainedTokenizerBase, path: Path) -> Iterator[Json]:
-    """Records of a JSONL file of conversations: OpenAI, ShareGPT, or instruction and answer.
+def conversation_records(
+    tokenizer: PreTrainedTokenizerBase, path: Path, kwargs: Json | None = None, stop_ids: Collection[int] = ()
+) -> Iterator[Json]:
+    """Records of a JSONL file of conversations: OpenAI, ShareGPT, instruction and answer, or with tools.
 
-    If the template rewrites earlier turns, a conversation becomes one record per assistant turn (id "row/2" for message 2),
-    each rendered as the target sees it at that point.
+    Where the template rewrites earlier turns, a conversation goes on in another record, rendered as the target sees it from
+    there. All records of such a conversation have ids like "row/2", for message 2 as the first answer; all but the last have a
+    "part".
+
+    Args:
+        kwargs: chat_template_kwargs for rows that do not set them. stop_ids: as in `conversation_record`.
 
     Raises:
         UserError: as in `conversation_record`, or a row that is not a conversation.
     """
     for number, row in read_jsonl(path):
-        messages = (parse_row(row) or {}).get("messages")
-        if messages is None:
+        parsed = parse_row(row) or {}
+        if "messages" not in parsed:
             raise UserError(
                 f"{path} line {number}: no conversation in a known format with text in every turn; clean the file "
                 "with: drafttrain prompts --source file"
@@ -69,12 +130,19 @@ def conversation_records(tokenizer: PreTrainedTokenizerBase, path: Path) -> Iter
             row_id(row.get("id", number), f"{path} line {number}"),
             {"source": str(row.get("source") or path.name)},
         )
-        try:
-            yield conversation_record(tokenizer, messages, id) | source
-        except TemplateRewrites:
-            for i in _assistant_turns(messages, id):
-                tokens, _, span, reason = _add_turn(tokenizer, messages, i, id, [], "")
-                yield {"id": f"{id}/{i}", "tokens": tokens[: span[1]], "spans": [span], "finish": [reason]} | source
+        messages, inputs = parsed["messages"], ChatInputs.of(parsed, kwargs)
+        made: list[tuple[int, _Row]] = []
+        for i in _assistant_turns(messages, id):
+            try:
+                if not made:
+                    raise TemplateRewrites("the first row")
+                made[-1][1].add(i, id)
+            except TemplateRewrites:
+                made.append((i, _Row(tokenizer, messages, inputs, stop_ids)))
+                made[-1][1].add(i, id)
+        for part, (i, built) in enumerate(made):
+            record = built.record(id if len(made) == 1 else f"{id}/{i}") | source
+            yield record if part == len(made) - 1 else {**record, "part": part}
 
 
 def _assistant_turns(messages: Sequence[Message], id: str) -> list[int]:
@@ -86,26 +154,6 @@ def _assistant_turns(messages: Sequence[Message], id: str) -> list[int]:
     return turns
 
 
-def _add_turn(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], i: int, id: str, tokens: list[int], text: str
-) -> tuple[list[int], str, list[int], str]:
-    """Appends message i and its prompt to a row of the earlier turns: the row's tokens and text, i's span, and how i ends."""
-    where = f"row id={id!r}, message {i}"
-    before = render_text(tokenizer, messages[:i], generation=True) if i else ""
-    after = render_text(tokenizer, messages[: i + 1])
-    if not before.startswith(text):
-        raise TemplateRewrites(f"{where}: the chat template renders the turns before it differently from here on")
-    if not before or not after.startswith(before):
-        raise UserError(
-            f"{where}: the assistant's turn does not begin where the chat template's generation prompt ends, so its "
-            "span is unknown; start with a user turn, or let the target answer again: drafttrain generate"
-        )
-    prompt = _extend(tokenizer, tokens, text, before)
-    row = _extend(tokenizer, prompt, before, after)
-    length, stopped = _response_length(tokenizer, row[len(prompt) :], messages[i]["content"], where)
-    return row, after, [len(prompt), len(prompt) + length], "stop" if stopped else "length"
-
-
 def _extend(tokenizer: PreTrainedTokenizerBase, tokens: list[int], text: str, longer: str) -> list[int]:
     """Token ids of `longer` that begin with `tokens`, the ids of its prefix `text`.
 
@@ -115,32 +163,4 @@ def _extend(tokenizer: PreTrainedTokenizerBase, tokens: list[int], text: str, lo
     ids = encode(tokenizer, longer)
     if ids[: len(tokens)] == tokens:
         return ids
-    return tokens + tokenizer(longer[len(text) :], add_special_tokens=False)["input_ids"]
-
-
-def _response_length(tokenizer: PreTrainedTokenizerBase, tail: list[int], content: str, where: str) -> tuple[int, bool]:
-    """Number of tokens in `tail` that the target generates: the answer and the stop token, if there is one (True)."""
-    wanted = content.strip()  # many templates strip the content
-    if not wanted:
-        raise UserError(f"{where}: empty mask: the assistant's content is empty; drop such rows")
-    text = decode(tokenizer, tail)
-    # Text that the template puts before the content (an empty reasoning block) may contain it, so search from the end.
-    begin = text.find(wanted) if text.lstrip().startswith(wanted) else text.rfind(wanted)
-    if begin < 0:
-        raise UserError(
-            f"{where}: the chat template's rendering does not contain the assistant's content as given "
-            f"({wanted[:40]!r}...), so its mask cannot be verified; let the target answer again: drafttrain generate"
-        )
-    end = len(tail)
-    while len(decode(tokenizer, tail[: end - 1])) >= begin + len(wanted):
-        end -= 1
-    special = set(tokenizer.all_special_ids)
-    for position, token in enumerate(tail[end:], end):
-        shown = decode(tokenizer, [token])
-        if token in special and token in tail[:end]:
-            raise UserError(f"{where}: the content itself holds {shown!r}, the token that ends a turn; drop such rows")
-        if token in special:
-            return position + 1, True
-        if shown.strip():
-            break
-    return end, False
+    return tokens + text_ids(tokenizer, longer[len(text) :])

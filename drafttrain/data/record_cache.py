@@ -19,13 +19,13 @@ from datasets import Dataset, Features, Value
 from datasets import Sequence as ListOf
 from filelock import FileLock
 from pydantic import Field, TypeAdapter
-from typing_extensions import TypedDict
+from typing_extensions import NotRequired, TypedDict
 
 from drafttrain.errors import UserError
 from drafttrain.files import cache_folder, parse_line, read_jsonl, replacing, writing
 
 LINE_FIX = "delete that line to redo its conversation"
-_LAYOUT = 1  # of the Arrow file; part of its name
+_LAYOUT = 2  # of the Arrow file; part of its name
 _BATCH_ROWS = 1000
 _COLUMNS = Features(
     {
@@ -34,8 +34,10 @@ _COLUMNS = Features(
         "spans": ListOf(ListOf(Value("int32"))),
         "finish": ListOf(Value("string")),
         "source": Value("string"),
+        "reasoning": ListOf(Value("int32")),
     }
 )
+_COUNTS = ("conversations", "rows", "responses", "response_tokens", "reasoning_tokens", "truncated")
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -44,6 +46,8 @@ class LineEnd(TypedDict):
 
     spans: list[Annotated[list[Count], Field(min_length=2, max_length=2)]]
     finish: list[str]
+    reasoning: NotRequired[list[Count]]
+    part: NotRequired[Count]
 
 
 class StoredLine(LineEnd):
@@ -69,12 +73,14 @@ class StoredIds:
     Each update continues where the last one ended. Tokens are not parsed; `cached_records` checks them.
 
     Attributes:
-        ids: of all lines so far. counts: conversations, responses, response_tokens, truncated.
+        ids: of all lines so far.
+        counts: conversations, rows (more, where the template rewrites earlier turns), responses, response_tokens,
+            reasoning_tokens, truncated.
     """
 
     def __init__(self) -> None:
         self.ids: set[str] = set()
-        self.counts = dict.fromkeys(("conversations", "responses", "response_tokens", "truncated"), 0)
+        self.counts = dict.fromkeys(_COUNTS, 0)
         self._ends: dict[Path, tuple[int, int]] = {}  # part -> (lines, bytes) that have been read
 
     def update(self, parts: Sequence[Path]) -> None:
@@ -102,7 +108,9 @@ class StoredIds:
             row = parse_line(line, part, number, LINE_FIX, StoredLine)
             key, found = row["id"], row
         self.ids.add(key)
-        self.counts["conversations"] += 1
+        self.counts["conversations"] += "part" not in found
+        self.counts["rows"] += 1
+        self.counts["reasoning_tokens"] += sum(found.get("reasoning", ()))
         self.counts["responses"] += len(found["spans"])
         self.counts["response_tokens"] += sum(stop - start for start, stop in found["spans"])
         self.counts["truncated"] += found["finish"].count("length")
@@ -117,6 +125,11 @@ def _broken_rule(line: StoredLine, vocab_size: int) -> str:
         end = stop
     if len(line["finish"]) != len(line["spans"]):
         return f"finish={line['finish']}: there must be one entry for each of the {len(line['spans'])} spans"
+    reasoning = line.get("reasoning", [0] * len(line["spans"]))
+    if len(reasoning) != len(line["spans"]) or any(
+        n > b - a for n, (a, b) in zip(reasoning, line["spans"], strict=True)
+    ):
+        return f"reasoning={reasoning}: there must be one count for each span, at most its length"
     if max(line["tokens"]) >= vocab_size:
         return f"tokens: {max(line['tokens'])} is outside the target's vocabulary of {vocab_size}"
     return ""

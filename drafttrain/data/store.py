@@ -6,8 +6,10 @@
     DIR/features/features.json              their settings, if `drafttrain features` wrote them
     DIR/arrow/                              the cache of `load_records`, see record_cache.py
 
-A line {"id", "tokens", "spans": [[start, end], ...], "finish": ["stop" | "length", ...], "source"}: spans are the
-responses' token ranges, end exclusive, stop token included; finish names per span how it ended. Lines are only appended,
+A line {"id", "tokens", "spans": [[start, end], ...], "finish": ["stop" | "length", ...], "source", "reasoning", "part"}: spans
+are the responses' token ranges, end exclusive, stop token included; finish names per span how it ended; reasoning counts per
+span the first tokens that are reasoning (absent if unknown); part numbers the rows of a conversation that another row
+continues, because the chat template rewrites earlier turns. Lines are only appended,
 each by one write; an incomplete last line of a killed process is cut off when its part is opened again. All parts together
 determine which conversations are done, so any number of processes can continue the work of any other.
 """
@@ -237,8 +239,10 @@ class Store:
         with writing(self.directory):
             os.fsync(self._file)
         self._stored.update(_parts(self.directory))
-        write_json(self.directory / "meta.json", {**read_meta(self.directory), "counts": self._stored.counts})
-        return dict(self._stored.counts)
+        counts, plain = dict(self._stored.counts), {"rows": self._stored.counts["conversations"], "reasoning_tokens": 0}
+        counts = {name: count for name, count in counts.items() if plain.get(name) != count}  # what is there to be said
+        write_json(self.directory / "meta.json", {**read_meta(self.directory), "counts": counts})
+        return counts
 
     def close(self) -> None:
         """Closes the part and unlocks the folder."""

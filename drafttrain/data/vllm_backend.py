@@ -121,6 +121,9 @@ class VllmBackend(Backend):
                 except BadReply as error:
                     bad = error
                 del running[output.request_id]
+                if bad is None and (rest := self.settings.rest(it)) is not None:
+                    running[output.request_id] = rest
+                    self._ask(output.request_id, rest)
                 yield it, bad
 
     def _ask(self, key: str, it: Conversation) -> None:

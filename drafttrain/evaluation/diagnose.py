@@ -7,6 +7,7 @@ measured speed-up, and the measurement decides: with cheap verification a short 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 
 from rich.text import Text
@@ -45,7 +46,14 @@ def diagnose(results: Json, training: Json | None = None, others: Sequence[Json]
     if not results["overall"]["target_passes"] or _tree(results).get("shape") == "none":
         return []
     training = training or {}
-    found = [_verdict(results), _mismatch(results, training), _vocabulary(results), _depth(results, training)]
+    given = results["decoding"].get("chat_template_kwargs") or {}
+    found = [
+        _verdict(results),
+        other_template_kwargs(given, training),
+        _mismatch(results, training),
+        _vocabulary(results),
+        _depth(results, training),
+    ]
     found += [_context(results, training), _categories(results), _cost(results), _temperature(results, others)]
     return [each for each in found if each is not None]
 
@@ -79,6 +87,18 @@ def _verdict(results: Json) -> Json:
     if max(high, speedup) < 1 or rate == 0:
         return finding("verdict", figures, slows)
     return finding("verdict", figures, f"inconclusive: {prompts} prompts are too few to tell; measure more of them")
+
+
+def other_template_kwargs(given: Json, training: Json) -> Json | None:
+    """A finding where chat_template_kwargs differ from those that the drafter's data were generated with."""
+    learned = training.get("data_set", {}).get("chat_template_kwargs")
+    if learned is None or learned == given:
+        return None
+    return finding(
+        "other chat_template_kwargs",
+        f"the drafter learned from answers with {json.dumps(learned)}, and is measured with {json.dumps(given)}",
+        f"add --chat-template-kwargs '{json.dumps(learned)}', or generate data as the target is used",
+    )
 
 
 def _mismatch(results: Json, training: Json) -> Json | None:

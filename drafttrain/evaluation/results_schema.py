@@ -155,6 +155,7 @@ class Decoding(TypedDict):
 
     temperature: Amount
     tree: NotRequired[TreeNote]
+    chat_template_kwargs: NotRequired[Json]
 
 
 class SweepSettings(TypedDict, total=False):
@@ -232,9 +233,16 @@ class TrainedWith(TypedDict, total=False):
 HeldOut = TypedDict("HeldOut", {"eval_agree@1": NotRequired[Share]})
 
 
+class LearnedData(TypedDict, total=False):
+    """What a training recorded of its data set."""
+
+    chat_template_kwargs: Json
+
+
 class TrainingRecord(TypedDict, total=False):
     """training.json."""
 
     config: TrainedWith
     held_out: HeldOut
+    data_set: LearnedData
     parameters: Count

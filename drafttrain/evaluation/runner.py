@@ -38,7 +38,7 @@ from drafttrain.evaluation.metrics import (
     summarize,
     training_record,
 )
-from drafttrain.evaluation.suites import Question, Suite, render, take_evenly
+from drafttrain.evaluation.suites import Question, Suite, take_evenly
 from drafttrain.files import Json, write_json
 from drafttrain.inference import Decoder, SamplingParams, token_limit
 from drafttrain.progress import Progress
@@ -59,7 +59,7 @@ class EvalSettings:
         target, drafter: as the user names them. output: the results file.
         tree: a tree's text form, `auto` to search for the fastest, or None for the drafter's default, else `auto`.
         calibrate: file with prompts for `auto`. limit: questions at most.
-        assistant: draft model of the baseline hf_assisted.
+        assistant: draft model of the baseline hf_assisted. chat_template_kwargs: those of the suite, to be recorded.
 
     Raises:
         UserError: a value out of range, found before any model is loaded.
@@ -78,6 +78,7 @@ class EvalSettings:
     baselines: tuple[str, ...] = BASELINES
     assistant: str = ""
     trust_remote_code: bool = False
+    chat_template_kwargs: Json = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -167,7 +168,7 @@ def check_lengths(target: Target, questions: Sequence[Question], max_new_tokens:
     """Raises UserError for the first question whose first turn does not fit into the target's context."""
     for question in questions:
         try:
-            token_limit(target, len(render(target.tokenizer, question.turns[:1], [])), max_new_tokens)
+            token_limit(target, len(question.prompt(target.tokenizer)), max_new_tokens)
         except UserError as error:
             raise UserError(f"question {question.question_id!r}: {error}") from error
 
@@ -190,6 +191,7 @@ def describe(settings: EvalSettings, target: Target, suite: Suite) -> Json:
             "max_new_tokens": settings.max_new_tokens,
             "batch_size": settings.batch_size,
             "seed": settings.seed,
+            **({"chat_template_kwargs": settings.chat_template_kwargs} if settings.chat_template_kwargs else {}),
         },
     }
 
@@ -225,7 +227,7 @@ def measure(
     keys = [f"{index}:{question.question_id}" for index, question in enumerate(questions)]
     left = [index for index, key in enumerate(keys) if key not in saved.records]
     if left:  # warm up
-        prompt = render(plan.target.tokenizer, questions[left[0]].turns[:1], [])
+        prompt = questions[left[0]].prompt(plan.target.tokenizer)
         for side in sides.values():
             side([prompt], [min(WARM_UP_TOKENS, token_limit(plan.target, len(prompt), WARM_UP_TOKENS))], seed)
     with Progress("answering", len(questions), "prompts") as meter:
@@ -261,7 +263,7 @@ def answer(plan: EvalPlan, batch: dict[int, Question], sides: dict[str, Side]) -
         limits: dict[int, int] = {}
         for index, question in batch.items():
             if turn < len(question.turns) and len(answers[index]) == turn:
-                prompt = render(target.tokenizer, question.turns[: turn + 1], answers[index])
+                prompt = question.prompt(target.tokenizer, answers[index])
                 with contextlib.suppress(UserError):
                     limits[index] = token_limit(target, len(prompt), settings.max_new_tokens)
                     prompts[index] = prompt

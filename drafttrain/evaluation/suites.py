@@ -11,16 +11,17 @@ import gzip
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 from typing_extensions import NotRequired, TypedDict
 
-from drafttrain.data.chat import Message, prompt_ids
+from drafttrain.data.chat import NO_INPUTS, ChatInputs, Message, prompt_ids
 from drafttrain.errors import UserError
+from drafttrain.evaluation import bfcl
 from drafttrain.files import Json, check_json, parse_json, read_jsonl, reading, suites_folder
 
 if TYPE_CHECKING:
@@ -38,21 +39,74 @@ _SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".csv")
 Category = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$")]
 
 
+class OpeningMessage(TypedDict):
+    """A message before the first turn."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str
+
+
+class SuiteTool(TypedDict):
+    """A function that the target may call."""
+
+    type: Literal["function"]
+    function: Json
+
+
 class SuiteRow(TypedDict):
-    """A line of a suite's file, in FastChat's question format."""
+    """A line of a suite's file: FastChat's question format, and what the chat template gets besides the turns."""
 
     question_id: NotRequired[str | int | None]
     category: NotRequired[Category | None]
     turns: Annotated[list[Annotated[str, Field(pattern=r"\S")]], Field(min_length=1)]
+    opening: NotRequired[list[OpeningMessage]]
+    tools: NotRequired[list[SuiteTool]]
+    chat_template_kwargs: NotRequired[Json]
 
 
 @dataclass(frozen=True)
 class Question:
-    """One row in FastChat's question format. Each turn after the first follows the answer to the turn before."""
+    """One row of a suite.
+
+    Attributes:
+        turns: of the user; each after the first follows the answer to the turn before. opening: messages before them.
+        inputs: tools and chat_template_kwargs.
+    """
 
     question_id: str
     category: str
     turns: tuple[str, ...]
+    opening: tuple[Message, ...] = ()
+    inputs: ChatInputs = NO_INPUTS
+
+    @staticmethod
+    def from_row(row: Mapping[str, Any], index: int, category: str, defaults: Json | None = None) -> Question:
+        """Reads a checked row. index: its id if it has none. category: if it names none. defaults: chat_template_kwargs."""
+        key = row.get("question_id")
+        return Question(
+            str(index if key is None else key),
+            row.get("category") or category,
+            tuple(row["turns"]),
+            tuple(dict(message) for message in row.get("opening", ())),
+            ChatInputs.of(dict(row), defaults),
+        )
+
+    def messages(self, answers: Sequence[str] = ()) -> list[Message]:
+        """The conversation up to the turn after these answers."""
+        made = list(self.opening)
+        for index, turn in enumerate(self.turns[: len(answers) + 1]):
+            made.append({"role": "user", "content": turn})
+            made += [{"role": "assistant", "content": answer} for answer in answers[index : index + 1]]
+        return made
+
+    def request(self) -> Json:
+        """The first turn as the body of a chat completion."""
+        more = {"tools": list(self.inputs.tools), "chat_template_kwargs": self.inputs.kwargs}
+        return {"messages": self.messages(), **{key: value for key, value in more.items() if value}}
+
+    def prompt(self, tokenizer: PreTrainedTokenizerBase, answers: Sequence[str] = ()) -> list[int]:
+        """Token ids of `messages` up to where the target answers. Raises UserError: the chat template refuses them."""
+        return prompt_ids(tokenizer, self.messages(answers), self.inputs)
 
 
 @dataclass(frozen=True)
@@ -73,6 +127,8 @@ class PublicSuite(NamedTuple):
         turns: reads the user's turns of a row. Raises KeyError for a row in another format.
         config, split: of the Hub data set. id_key: key of the row's own id, if it has one.
         category: reads the category of a row; None stands for the suite's name.
+        more: reads the other keys of a `SuiteRow` from a row and the folder of its file.
+        files: patterns of the Hub's files, for sets that `datasets` cannot read. beside: of files that `more` reads.
     """
 
     source: str
@@ -82,6 +138,9 @@ class PublicSuite(NamedTuple):
     split: str = "test"
     id_key: str = "question_id"
     category: Callable[[Json], str | None] = lambda row: row.get("category")
+    more: Callable[[Json, Path], Json] = lambda row, folder: {}
+    files: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
 
 
 def _humaneval(row: Json) -> list[str]:
@@ -142,6 +201,16 @@ PUBLIC: dict[str, PublicSuite] = {
         id_key="_id",
         category=lambda row: row.get("domain") or row.get("dataset"),
     ),
+    "bfcl": PublicSuite(
+        "gorilla-llm/Berkeley-Function-Calling-Leaderboard",
+        "Apache-2.0",
+        bfcl.bfcl_turns,
+        id_key="id",
+        category=bfcl.bfcl_category,
+        more=bfcl.bfcl_more,
+        files=bfcl.FILES,
+        beside=(f"{bfcl.DOCS}/*.json",),
+    ),
     "alpaca": PublicSuite(
         "tatsu-lab/alpaca",
         "CC BY-NC 4.0",
@@ -168,12 +237,13 @@ def known_suites() -> list[str]:
     return [*sorted(path.stem for path in suites_folder().glob("*.jsonl")), *PUBLIC]
 
 
-def load_suite(name: str) -> Suite:
+def load_suite(name: str, defaults: Json | None = None) -> Suite:
     """Reads a suite.
 
     Args:
         name: a JSONL file with `turns` and optionally `question_id` and `category`; a name of `known_suites`; or
             NAME:FILE, a public benchmark in a file of its own format.
+        defaults: chat_template_kwargs of questions that do not name them.
 
     Raises:
         UserError: a missing file, a public benchmark that cannot be loaded, a malformed row, or no rows.
@@ -187,18 +257,12 @@ def load_suite(name: str) -> Suite:
             "known name, or NAME:FILE for a public one in a file"
         )
     if path is not None:
-        questions = tuple(
-            Question(
-                str(index if row.get("question_id") is None else row["question_id"]),
-                row.get("category") or "all",
-                tuple(row["turns"]),
-            )
-            for index, (_, row) in enumerate(read_jsonl(path, fix=_ROW_FIX, schema=SuiteRow))
-        )
-        content, license_name = path.read_bytes(), ""
+        rows = read_jsonl(path, fix=_ROW_FIX, schema=SuiteRow)
+        questions = tuple(Question.from_row(row, index, "all", defaults) for index, (_, row) in enumerate(rows))
+        content, license_name = path.read_bytes() + (json.dumps(defaults).encode() if defaults else b""), ""
     else:
-        questions = tuple(_read_public(public, file))
-        texts = [(question.category, question.turns) for question in questions]
+        questions = tuple(_read_public(public, file, defaults))
+        texts = [_content(question) for question in questions]
         content, license_name = json.dumps(texts, ensure_ascii=False).encode(), PUBLIC[public].license
     if not questions:
         raise UserError(f"suite={name!r} holds no questions; each line is a JSON object with turns")
@@ -219,37 +283,34 @@ def take_evenly(questions: Sequence[Question], limit: int | None) -> list[Questi
     return [questions[index] for index in sorted(index for _, index in sorted(ranked)[:limit])]
 
 
-def render(tokenizer: PreTrainedTokenizerBase, turns: Sequence[str], answers: Sequence[str]) -> list[int]:
-    """Token ids of a conversation up to the answer to its last turn. answers: the replies to all turns but the last."""
-    messages: list[Message] = []
-    for index, turn in enumerate(turns):
-        messages.append({"role": "user", "content": turn})
-        messages += [{"role": "assistant", "content": answer} for answer in answers[index : index + 1]]
-    return prompt_ids(tokenizer, messages)
+def _content(question: Question) -> list[object]:
+    """What a digest covers. Questions without `more` have the digests of earlier versions."""
+    more = [question.opening, question.inputs.tools, question.inputs.kwargs]
+    return [question.category, question.turns, *(more if any(more) else ())]
 
 
 # -- public benchmarks ------------------------------------------------------------------------------------------------
 
 
-def _read_public(name: str, path: str) -> Iterator[Question]:
+def _read_public(name: str, path: str, defaults: Json | None) -> Iterator[Question]:
     """Reads a benchmark from a file or folder in its own format or FastChat's; an empty path is the Hub. Raises UserError."""
     suite, where = PUBLIC[name], f"suite={name}:{path}" if path else f"suite={name}"
     rows = _local_rows(where, suite, Path(path).expanduser()) if path else _hub_rows(name, suite)
     masked = 0
-    for index, row in enumerate(rows):
+    for index, (row, folder) in enumerate(rows):
         try:
             turns = row["turns"] if "turns" in row else suite.turns(row)
-        except (KeyError, TypeError, AttributeError) as error:
+            read = {"category": suite.category(row) or name, **({} if "turns" in row else suite.more(row, folder))}
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
             keys = ", ".join(map(str, row)) or "none" if isinstance(row, dict) else f"of a {type(row).__name__}"
             raise UserError(
                 f"{where} row {index + 1} has the keys {keys}, which is not {name}'s format (no {error}); "
                 "give the benchmark's own file, or JSON lines with turns"
             ) from error
-        key, category = row.get("question_id", row.get(suite.id_key)), suite.category(row) or name
-        read = {"question_id": index if key is None else key, "category": category, "turns": turns}
+        read |= {"question_id": row.get("question_id", row.get(suite.id_key)), "turns": turns}
         check_json(read, f"{where} row {index + 1}", _ROW_FIX, SuiteRow)
         masked += any(turn.startswith(_MASKED) for turn in turns)
-        yield Question(str(read["question_id"]), category, tuple(turns))
+        yield Question.from_row(read, index, name, defaults)  # type: ignore[arg-type]  # checked above
     if masked:
         raise UserError(
             f"{where}: {masked} rows hold only a note that their text must be fetched from its owner; prepare the set with "
@@ -257,26 +318,40 @@ def _read_public(name: str, path: str) -> Iterator[Question]:
         )
 
 
-def _hub_rows(name: str, suite: PublicSuite) -> Iterable[Json]:
+def _hub_rows(name: str, suite: PublicSuite) -> Iterator[tuple[Json, Path]]:
+    """Each row, and the folder of its file where `suite.files` names files."""
     from datasets import load_dataset
+    from huggingface_hub import snapshot_download
 
     with reading(suite.source, f"suite={name!r}: source", f"go online once, or give its file as {name}:FILE"):
-        if suite.source.startswith("https://"):
-            return load_dataset("json", data_files=suite.source, split=suite.split)
-        return load_dataset(suite.source, suite.config, split=suite.split)
+        if suite.files:
+            chosen = [*suite.files, *suite.beside]
+            path = Path(snapshot_download(suite.source, repo_type="dataset", allow_patterns=chosen))
+            rows = _local_rows(f"suite={name}", suite, path)
+        elif suite.source.startswith("https://"):
+            rows = ((row, Path()) for row in load_dataset("json", data_files=suite.source, split=suite.split))
+        else:
+            rows = ((row, Path()) for row in load_dataset(suite.source, suite.config, split=suite.split))
+    yield from rows
 
 
-def _local_rows(where: str, suite: PublicSuite, path: Path) -> Iterator[Json]:
+def _local_rows(where: str, suite: PublicSuite, path: Path) -> Iterator[tuple[Json, Path]]:
     for file in _files(where, suite, path):
         with reading(file, "suite", "check the file"):
             rows = _file_rows(file)
-        yield from rows
+        for row in rows:
+            yield row, file.parent
 
 
 def _files(where: str, suite: PublicSuite, path: Path) -> list[Path]:
     """The file itself; in a folder with the Hub's layout, the files of the config and split."""
     if path.is_file():
         return [path]
+    if suite.files:
+        found = sorted({file for pattern in suite.files for file in path.glob(pattern)})
+        if not found:
+            raise UserError(f"{where}: no such file, and no folder with files as {suite.files[0]}; check the path")
+        return found
     folder = path / suite.config if suite.config and (path / suite.config).is_dir() else path
     files = sorted(file for file in folder.rglob("*") if file.name.endswith(_SUFFIXES)) if folder.is_dir() else []
     split = [file for file in files if file.name.startswith(suite.split)]

@@ -18,7 +18,7 @@ from typing_extensions import TypedDict
 from drafttrain.drafters.shipping import find_drafter, shipping
 from drafttrain.environment import describe_environment
 from drafttrain.errors import UserError
-from drafttrain.evaluation.suites import load_suite, render, take_evenly
+from drafttrain.evaluation.suites import load_suite, take_evenly
 from drafttrain.export.engine_runs import missing
 from drafttrain.export.export_drafter import export
 from drafttrain.export.serving_recipes import engine_depth, tuned_tree
@@ -113,7 +113,7 @@ def _one_drafter(args: argparse.Namespace, pythons: Mapping[str, str], scratch: 
     target = Target.load(name, args.dtype)
     trained = trained if trained.target else replace(trained, target=target.identity())
     questions = take_evenly(load_suite(args.suite).questions, args.prompts)
-    prompts = [render(target.tokenizer, question.turns[:1], []) for question in questions]
+    prompts = [question.prompt(target.tokenizer) for question in questions]
     if len(prompts) < FEW:
         print(f"{len(prompts)} prompts say little about accepted lengths; give at least {FEW}", file=sys.stderr)
     job = VerifyJob(trained, target, name, args.dtype, prompts, args.max_new_tokens, depth)

@@ -16,11 +16,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from drafttrain.batch import TokenTree
-from drafttrain.data.chat import decode
+from drafttrain.data.chat import decode, prompt_ids
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import default_tree, load_drafter
 from drafttrain.errors import UserError
-from drafttrain.evaluation.suites import render
 from drafttrain.files import Json, write_text
 from drafttrain.flags import load_target, sampling_of
 from drafttrain.folders import inputs_of, output_file
@@ -123,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
     target = load_target(args)
     drafter = load_drafter(args.drafter, target)
     decoder = Decoder(target.pack(), drafter, spec=spec, sampling=sampling)
-    prompt = render(target.tokenizer, [args.prompt], [])
+    prompt = prompt_ids(target.tokenizer, [{"role": "user", "content": args.prompt}])
     trace = record(decoder, prompt, max_new_tokens=args.max_new_tokens, seed=args.seed)
     chosen = trace.best() if args.round is None else args.round
     if args.round is not None and not 1 <= args.round <= len(trace.rounds):

@@ -21,7 +21,7 @@ from drafttrain.data.backends import key_headers
 from drafttrain.environment import describe_environment
 from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import percentiles
-from drafttrain.evaluation.suites import load_suite
+from drafttrain.evaluation.suites import Question, load_suite
 from drafttrain.files import Json, write_json
 from drafttrain.folders import inputs_of, output_file
 from drafttrain.progress import Progress
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command; returns 1 if every request of a server failed. Raises UserError for a server that does not answer."""
     steps = steps_of(args)
     output = output_file(args.output, "bench-server", inputs_of(args))
-    suite = load_suite(args.suite)
+    suite = load_suite(args.suite, args.chat_template_kwargs)
     partial = output_file(output.with_name(f"{output.name}.partial"), "bench-server")
 
     def results(servers: dict[str, Json]) -> Json:
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     def keep(servers: dict[str, Json]) -> None:
         write_json(partial, results(servers))
 
-    servers = asyncio.run(measure(args, steps, [question.turns[0] for question in suite.questions], keep))
+    servers = asyncio.run(measure(args, steps, suite.questions, keep))
     write_json(output, results(servers))
     partial.unlink(missing_ok=True)
     print_results(results(servers))
@@ -71,7 +71,7 @@ def steps_of(args: argparse.Namespace) -> list[dict[str, float]]:
 async def measure(
     args: argparse.Namespace,
     steps: Sequence[dict[str, float]],
-    prompts: Sequence[str],
+    questions: Sequence[Question],
     keep: Callable[[dict[str, Json]], None],
 ) -> dict[str, Json]:
     """Runs every step on every server, alternating. Returns the `servers` of the results, by name (url, url2).
@@ -80,7 +80,7 @@ async def measure(
     """
     body = {"max_tokens": args.max_tokens, "temperature": args.temperature}
     body |= {"ignore_eos": True} if args.ignore_eos else {}
-    bodies = [{"messages": [{"role": "user", "content": prompt}], **body} for prompt in prompts]
+    bodies = [{**question.request(), **body} for question in questions]
     timeout = httpx.Timeout(args.timeout, connect=min(10.0, args.timeout))
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(timeout=timeout, limits=limits) as client:

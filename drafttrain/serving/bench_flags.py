@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from drafttrain.flags import add_template_flag
 from drafttrain.values import Count, Place, PositiveAmount, Seed, Size, Temperature, adder, values
 
 HELP = """Measure an OpenAI-compatible server under load, or two of them side by side.
@@ -26,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", default="", help="name of the model in the requests (default: the first that the server lists)")
     add("--model2", default="", help="the same for --url2")
     add("--suite", Place, default="drafttrain", help="the questions to ask (first turns), as in drafttrain eval")
+    add_template_flag(parser, "; the server's template reads them")
     load = parser.add_mutually_exclusive_group()
     adder(load)("--concurrency", values(Count), help="steps of requests in flight, such as 1,2,4,8 (the default)")
     adder(load)("--request-rate", values(PositiveAmount), help="steps of requests per second, such as 0.5,1,2")

@@ -18,8 +18,8 @@ import httpx
 from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from drafttrain.data.backends import ModelList
 from drafttrain.data.failures import one_line
+from drafttrain.data.openai_replies import ModelList
 from drafttrain.errors import UserError, first_line
 from drafttrain.files import Json, violation
 

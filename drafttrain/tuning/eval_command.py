@@ -10,7 +10,8 @@ from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import load_drafter
 from drafttrain.evaluation.baselines import parse_baselines
-from drafttrain.evaluation.diagnose import print_findings
+from drafttrain.evaluation.diagnose import other_template_kwargs, print_findings
+from drafttrain.evaluation.metrics import training_record
 from drafttrain.evaluation.runner import EvalSettings, evaluate
 from drafttrain.evaluation.suites import load_suite, take_evenly
 from drafttrain.files import Json
@@ -25,7 +26,9 @@ from drafttrain.tuning.tune import TuneSettings, calibration_prompts, search_tre
 def run(args: argparse.Namespace) -> int:
     """Runs the command. Raises UserError for values out of range, or anything that cannot be loaded."""
     settings = settings_of(args)
-    suite = load_suite(args.suite)
+    suite = load_suite(args.suite, args.chat_template_kwargs)
+    found = other_template_kwargs(args.chat_template_kwargs, training_record(args.drafter))
+    print_findings([found] if found else [])
     take_evenly(suite.questions, args.limit)  # checks the limit before the models load
     target = load_target(args)
     search = partial(find_tree, calibrate=args.calibrate)
@@ -39,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 def settings_of(args: argparse.Namespace) -> EvalSettings:
     """Reads the command's flags. Raises UserError for a value out of range."""
     names = ("target", "drafter", "max_new_tokens", "batch_size", "tree", "calibrate", "limit", "seed", "assistant")
-    chosen = {name: vars(args)[name] for name in (*names, "trust_remote_code")}
+    chosen = {name: vars(args)[name] for name in (*names, "trust_remote_code", "chat_template_kwargs")}
     baselines = tuple(parse_baselines(args.baselines))
     output = output_file(args.output, "eval", inputs_of(args))
     return EvalSettings(**chosen, sampling=sampling_of(args), baselines=baselines, output=output)

@@ -6,7 +6,7 @@ import argparse
 
 from drafttrain.evaluation.baselines import ALL_BASELINES, BASELINES
 from drafttrain.evaluation.suites import known_suites
-from drafttrain.flags import add_drafter_flag, add_sampling_flags, add_target_flags
+from drafttrain.flags import add_drafter_flag, add_sampling_flags, add_target_flags, add_template_flag
 from drafttrain.values import Count, File, Name, Place, adder
 
 HELP = """Measure a drafter in the lossless tree decoder against plain decoding.
@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_drafter_flag(parser, more=", or none")
     add("--suite", Place, default="drafttrain", help=f"{', '.join(known_suites())}, a JSONL file in FastChat's question "
         "format, or NAME:FILE for a public suite in a file")  # fmt: skip
+    add_template_flag(parser, "; a question's own come first")
     add_sampling_flags(parser, penalties=True)
     add("--max-new-tokens", Count, default=128, help="per answer")
     add("--batch-size", Count, default=1, help="prompts at a time, on every side; --tree auto times single ones")

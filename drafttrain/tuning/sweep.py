@@ -18,7 +18,7 @@ from drafttrain.evaluation.baselines import parse_baselines
 from drafttrain.evaluation.metrics import fingerprint, folder_state
 from drafttrain.evaluation.results_schema import Results
 from drafttrain.evaluation.runner import EvalSettings
-from drafttrain.evaluation.suites import Question, Suite, load_suite, render
+from drafttrain.evaluation.suites import Question, Suite, load_suite
 from drafttrain.files import Json, read_json, write_json
 from drafttrain.folders import OutputFolder, inputs_of
 from drafttrain.inference import SamplingParams, token_limit
@@ -44,7 +44,7 @@ def measure_cells(args: argparse.Namespace, folder: Path) -> list[Json]:
     """Measures the cells that are not finished; returns the summary's row of each cell."""
     axes = parse_axes(args)
     every = [(cell, cell_settings(args, cell, folder)) for cell in cells(axes, args.grid)]
-    suite = load_suite(args.suite)
+    suite = load_suite(args.suite, args.chat_template_kwargs)
     loaded: tuple[str, Target, Drafter | None] | None = None
     summary: list[Json] = []
     for number, (cell, settings) in enumerate(every, 1):
@@ -102,7 +102,7 @@ def describe(cell: Json) -> str:
 
 def cell_settings(args: argparse.Namespace, cell: Json, folder: Path) -> EvalSettings:
     """The evaluation settings of one cell. Raises UserError for a value out of range."""
-    names = ("target", "drafter", "max_new_tokens", "limit", "seed", "trust_remote_code")
+    names = ("target", "drafter", "max_new_tokens", "limit", "seed", "trust_remote_code", "chat_template_kwargs")
     return EvalSettings(
         **{name: vars(args)[name] for name in names},
         **{name: cell[name] for name in ("tree", "batch_size")},
@@ -135,7 +135,7 @@ def lengthen(target: Target, suite: Suite, context: int, max_new_tokens: int) ->
 
     def longer(index: int, question: Question) -> Question:
         notes: list[str] = []
-        missing = context - len(render(target.tokenizer, question.turns[:1], []))
+        missing = context - len(question.prompt(target.tokenizer))
         others = itertools.cycle(texts[index + 1 :] + texts[: index + 1])
         while missing > 0:
             ids = target.tokenizer(next(others), add_special_tokens=False).input_ids[:missing]

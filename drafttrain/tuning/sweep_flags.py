@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from drafttrain.flags import DEVICE, TARGET_HELP
+from drafttrain.flags import DEVICE, TARGET_HELP, add_template_flag
 from drafttrain.values import Count, Depth, Dtype, Place, Seed, Size, Temperature, adder, values
 
 HELP = """Measure a drafter over a range of settings; one results.json per cell, and summary.json over all of them.
@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--target", Place, required=True, help=TARGET_HELP)
     add("--drafter", Place, required=True, help="as in drafttrain eval")
     add("--suite", Place, default="drafttrain", help="as in drafttrain eval")
+    add_template_flag(parser, "; a question's own come first")
     add("--temperatures", values(Temperature), default="0", help="a list, such as 0,0.7,1")
     add(
         "--trees", default="", help="a list split by ; or spaces, such as 'chain:3 dynamic:3,4,8' (default: as in eval)"

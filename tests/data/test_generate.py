@@ -290,8 +290,8 @@ def test_truncated_or_full_conversations_end(target):
     length = len(full.open(renderer))
     full.accept([1, 257], "stop")
     assert full.next_turn(renderer, length + 10) is None
-    assert full.record()["tokens"] == full.tokens
-    assert full.record()["spans"] == [[length, length + 2]]
+    assert full.record(renderer)["tokens"] == full.tokens
+    assert full.record(renderer)["spans"] == [[length, length + 2]]
 
 
 def test_turn_marker_that_is_no_eos_still_ends_responses(target):

@@ -209,7 +209,7 @@ def test_bad_conversations_are_refused(tmp_path):
     refused(CHATML, empty, "row id='row7', message 1: empty mask: the assistant's content is empty")
     injected = [CHAT[0], {"role": "assistant", "content": "a<|im_end|>b"}]
     refused(CHATML, injected, "row id='row7', message 1: the content itself holds '<|im_end|>'")
-    refused(CHATML, CHAT[1:], "row id='row7', message 0: the assistant's turn does not begin where")
+    refused(CHATML, CHAT[1:], "row id='row7', message 0: the assistant's turn does not begin where a prompt ends")
     shouting = CHATML.replace("m['content']", "m['content'] | upper")
     refused(shouting, CHAT, "message 1: the chat template's rendering does not contain the assistant's content")
     system = [{"role": "system", "content": "s"}, *CHAT]

@@ -5,11 +5,14 @@ from __future__ import annotations
 import gzip
 import json
 
+import huggingface_hub
 import pyarrow
 import pyarrow.parquet
 import pytest
 
+from drafttrain.data.chat import ChatInputs
 from drafttrain.errors import UserError
+from drafttrain.evaluation import bfcl
 from drafttrain.evaluation.suites import PUBLIC, Question, load_suite
 
 ROWS = {
@@ -49,6 +52,24 @@ ROWS = {
         "answer": "D",
         "context": "A long story.",
     },
+    "bfcl": {
+        "id": "live_multiple_3-2-0",
+        "question": [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Square 3."}]],
+        "function": [
+            {
+                "name": "math.square",
+                "description": "Squares.",
+                "parameters": {
+                    "type": "dict",
+                    "properties": {
+                        "x": {"type": "float"},
+                        "type": {"type": "tuple", "items": {"type": "any"}, "default": {"a": 1}},
+                    },
+                    "required": ["x"],
+                },
+            }
+        ],
+    },
     "alpaca": {"instruction": "Sort these.", "input": "c, a", "output": "a, c", "text": "Below is ..."},
     "cnn_dm": {"article": "It rained.", "highlights": "Rain.", "id": "f001"},
     "speed_bench": {
@@ -78,6 +99,31 @@ EXPECTED = {
         "66f3",
         "Single-Document QA",
         ("A long story.\n\nWho?\n(A) a\n(B) b\n(C) c\n(D) d\n\nAnswer with a letter, and say why in a few sentences.",),
+    ),
+    "bfcl": Question(
+        "live_multiple_3-2-0",
+        "live_multiple",
+        ("Square 3.",),
+        ({"role": "system", "content": "Be brief."},),
+        ChatInputs(
+            [
+                {
+                    "type": "function",
+                    "function": {
+                        "name": "math_square",
+                        "description": "Squares.",
+                        "parameters": {
+                            "type": "object",
+                            "properties": {
+                                "x": {"type": "number"},
+                                "type": {"type": "array", "items": {"type": "string"}, "default": {"a": 1}},
+                            },
+                            "required": ["x"],
+                        },
+                    },
+                }
+            ]
+        ),
     ),
     "alpaca": Question("0", "alpaca", ("Sort these.\n\nc, a",)),
     "speed_bench": Question("q-1", "coding", ("a", "b")),
@@ -172,6 +218,55 @@ def test_from_the_hub(monkeypatch):
     assert asked[1][0] == ("json",)
     assert asked[1][1]["data_files"].endswith("Spec-Bench/main/data/spec_bench/question.jsonl")
     assert asked[2] == (("nvidia/SPEED-Bench", "throughput_8k"), {"split": "test"})
+
+
+def bfcl_folder(folder):
+    """The Hub's layout: a file per category, descriptions of the functions of several turns, and files of other forms."""
+    turns = [[{"role": "user", "content": text}] for text in ("List the files.", "Sort them.")]
+    row = {
+        "id": "multi_turn_miss_func_7",
+        "question": [*turns, [], turns[0]],
+        "involved_classes": ["GorillaFileSystem"],
+    }
+    row |= {"path": ["GorillaFileSystem.ls"], "missed_function": {"2": ["sort"]}, "initial_config": {}}
+    functions = [
+        {"name": name, "description": f"Runs {name}.", "parameters": {"type": "dict", "properties": {}}, "response": {}}
+        for name in ("ls", "sort", "cat")
+    ]
+    for name in ("multi_turn_func_doc", "possible_answer"):
+        (folder / name).mkdir(parents=True)
+    write(folder / "multi_turn_func_doc" / "gorilla_file_system.json", *functions)
+    write(folder / "BFCL_v3_multi_turn_miss_func.json", row)
+    write(folder / "BFCL_v3_live_multiple.json", ROWS["bfcl"])
+    write(folder / "BFCL_v3_rest.json", {"id": "rest_0"})
+    write(folder / "possible_answer" / "BFCL_v3_live_multiple.json", {"id": "live_multiple_3-2-0", "ground_truth": []})
+    return folder
+
+
+def test_bfcl_as_the_hub_keeps_it(tmp_path, monkeypatch):
+    folder = bfcl_folder(tmp_path / "hub")
+    first, second = load_suite(f"bfcl:{folder}").questions
+    assert (first.category, second.category) == ("live_multiple", "multi_turn_miss_func")
+    assert second.turns == ("List the files.", "Sort them.")  # the third turn would add a function
+    assert [tool["function"]["name"] for tool in second.inputs.tools] == ["ls", "cat"]
+    assert second.inputs.tools[0]["function"].keys() == {"name", "description", "parameters"}
+    asked = {}
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo, **more: asked.update(more) or str(folder))
+    assert load_suite("bfcl").digest == load_suite(f"bfcl:{folder}").digest
+    assert asked["repo_type"] == "dataset" and "multi_turn_func_doc/*.json" in asked["allow_patterns"]
+
+
+def test_bfcl_without_what_it_needs(tmp_path):
+    folder = bfcl_folder(tmp_path / "hub")
+    (folder / "multi_turn_func_doc" / "gorilla_file_system.json").rename(tmp_path / "elsewhere.json")
+    bfcl._functions.cache_clear()
+    with pytest.raises(UserError, match=r"no .*gorilla_file_system\.json, which describes functions; give the folder"):
+        load_suite(f"bfcl:{folder / 'BFCL_v3_multi_turn_miss_func.json'}")
+    with pytest.raises(UserError, match="no folder with files as BFCL_v"):
+        load_suite(f"bfcl:{tmp_path}")
+    path = write(tmp_path / "row.json", {**ROWS["bfcl"], "function": [{"name": "f"}]})
+    with pytest.raises(UserError, match="row 1 has the keys id, question, function, which is not bfcl's format"):
+        load_suite(f"bfcl:{path}")
 
 
 def test_offline_says_what_to_do(monkeypatch):

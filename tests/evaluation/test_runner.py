@@ -18,6 +18,7 @@ from drafttrain.target import Target
 from drafttrain.tuning import eval_command
 from drafttrain.tuning import tune as tuning
 from tests.conftest import make_target
+from tests.data.templates.families import FOLDER
 from tests.drafters.test_eagle3 import make_drafter
 from tests.evaluation import test_metrics as metrics
 
@@ -92,6 +93,26 @@ def test_results_hold_what_was_measured(command, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "accepted length" in shown
     assert "identical to plain decoding on 4 of 4 prompts; identical to transformers generate on 4 of 4" in shown
+
+
+@pytest.mark.thorough
+def test_tools_of_a_suite_are_measured_by_category(command, target_dir, tmp_path, capsys):
+    tool = {"type": "function", "function": {"name": "look_up", "description": "Looks up.", "parameters": {}}}
+    rows = [{**row, "tools": [tool]} for row in QUESTIONS]
+    path = tmp_path / "tools.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"max-new-tokens": 4, "baselines": "autoregressive"}
+    told = error_of(capsys, command(suite=path, **options)).splitlines()[-1]
+    assert "question 'q1': the chat template does not read `tools`" in told
+    (target_dir / "chat_template.jinja").write_text((FOLDER / "qwen3.jinja").read_text())
+    assert cli.main(command(suite=path, **options)) == 0
+    with_tools = read(tmp_path)
+    assert cli.main(command(output=tmp_path / "plain.json", **options)) == 0
+    plain = json.loads((tmp_path / "plain.json").read_text())
+    assert with_tools["suite_digest"] != plain["suite_digest"]
+    assert {name: part["prompts"] for name, part in with_tools["categories"].items()} == {"chat": 3, "code": 1}
+    counts = [[record["prompt_tokens"] for record in results["prompts"]] for results in (with_tools, plain)]
+    assert all(more > len(json.dumps(tool)) + less for more, less in zip(*counts, strict=True))
 
 
 @pytest.mark.thorough

@@ -79,7 +79,7 @@ def answer(settings: ResponseSettings, server: SimpleNamespace, text: bool, bad:
     it.open(settings.renderer)
     ((ended, problem),) = OpenAIBackend([URL], "", settings).run([it], lambda: False)
     if problem is None:  # a complete record of the target's tokens
-        record = ended.record()
+        record = ended.record(settings.renderer)
         json.dumps(record, ensure_ascii=False).encode()
         assert len(record["spans"]) == len(record["finish"]) == ended.total_turns or record["finish"][-1] == "length"
         assert len(record["tokens"]) <= settings.max_length

@@ -19,10 +19,11 @@ from drafttrain.data.magpie import load_openings
 from drafttrain.data.masks import conversation_records
 from drafttrain.data.ngram_corpus import texts
 from drafttrain.drafters.common.tree_spec import TreeSpec
-from drafttrain.evaluation.suites import load_suite, render, take_evenly
+from drafttrain.evaluation.suites import load_suite, take_evenly
 from drafttrain.files import JsonlLog
 from drafttrain.tuning.tune import calibration_prompts
 from tests.conftest import make_target
+from tests.data.templates.families import FAMILIES
 from tests.fuzz import fuzz, json_faults, outcome, seeds, text_faults
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -31,6 +32,21 @@ ANSWERED = [
     {"id": str(i), "messages": [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yes."}]}
     for i in range(2)
 ]
+
+CALLING = {  # a prompt with everything that a row may give the chat template
+    "id": "t",
+    "tools": [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}],
+    "chat_template_kwargs": {"enable_thinking": False, "documents": [{"title": "a", "text": "b"}]},
+    "messages": [
+        {"role": "system", "content": "Look."},
+        {"role": "user", "content": "What is there to be seen?"},
+        {"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": [
+            {"id": "c", "type": "function", "function": {"name": "look", "arguments": '{"at": [1, {"b": null}]}'}}
+        ]},
+        {"role": "tool", "tool_call_id": "c", "name": "look", "content": "a tree"},
+        {"role": "assistant", "content": "A tree.", "thinking": "Yes."},
+    ],
+}  # fmt: skip
 
 
 def rows_of(name: str) -> list[dict]:
@@ -41,7 +57,34 @@ def suite(path: Path) -> None:
     for name in (str(path), f"mt_bench:{path}"):
         for question in take_evenly(load_suite(name).questions, 3):
             assert question.category.strip() != "None"
-            render(TARGET.tokenizer, question.turns[:1], [])
+            question.prompt(TARGET.tokenizer)
+
+
+FUNCTION = {
+    "name": "look_up",
+    "description": "Looks up?",
+    "parameters": {"type": "dict", "properties": {"x": {"type": "float"}}, "required": ["x"]},
+}
+WITH_TOOLS = [
+    {
+        "turns": ["Why?"],
+        "opening": [{"role": "system", "content": "Be kind."}],
+        "tools": [{"type": "function", "function": FUNCTION}],
+        "chat_template_kwargs": {"enable_thinking": False},
+    },
+    {"turns": ["How?"]},
+]
+BFCL = [
+    {"id": "live_simple_1-0-0", "question": [[{"role": "user", "content": "Why?"}]], "function": [FUNCTION]},
+    {"id": "simple_2", "question": [[{"role": "user", "content": "Oh?"}], []], "function": [FUNCTION] * 2},
+]
+
+
+def with_tools(name: str) -> None:
+    tokenizer = next(family for family in FAMILIES if family.name == "Qwen3").tokenizer
+    for question in load_suite(name).questions:
+        question.prompt(tokenizer)
+        question.request()
 
 
 def collected(path: Path) -> None:
@@ -61,8 +104,12 @@ def conversations(path: Path) -> None:
 # What reads the rows of a file, and sound rows.
 READERS = {
     "suite": (suite, rows_of("suite.jsonl")),
+    "suite with tools": (lambda path: with_tools(str(path)), WITH_TOOLS),
+    "suite bfcl:FILE": (lambda path: with_tools(f"bfcl:{path}"), BFCL),
     "prompts --source file": (collected, rows_of("chats.jsonl")),
     "generate --prompts": (conversations, rows_of("prompts.jsonl")[:3]),
+    "generate --prompts, tools": (conversations, [CALLING]),
+    "prompts --source file, tools": (collected, [CALLING]),
     "generate --backend existing": (lambda path: list(conversation_records(TARGET.tokenizer, path)), ANSWERED),
     "tune --calibrate": (lambda path: calibration_prompts(TARGET, str(path)), rows_of("chats.jsonl")),
     "ngram-store --text": (lambda path: list(texts(path, TARGET.tokenizer)), [{"text": "one"}, *ANSWERED]),

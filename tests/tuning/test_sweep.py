@@ -6,7 +6,7 @@ import pytest
 
 from drafttrain import cli
 from drafttrain.evaluation import runner
-from drafttrain.evaluation.suites import load_suite, render
+from drafttrain.evaluation.suites import load_suite
 from drafttrain.tuning import sweep
 from tests.evaluation.test_runner import suite  # noqa: F401 - a fixture
 
@@ -72,7 +72,7 @@ def test_prompts_are_lengthened_to_a_few_tokens(target, suite):  # noqa: F811
     loaded = load_suite(str(suite))
     longer = sweep.lengthen(target, loaded, 200, 8)
     for before, after in zip(loaded.questions, longer.questions, strict=True):
-        count = len(render(target.tokenizer, after.turns[:1], []))
+        count = len(after.prompt(target.tokenizer))
         assert 200 <= count < 320
         assert after.turns[0].endswith(before.turns[0])
         assert after.turns[1:] == before.turns[1:]
