@@ -234,6 +234,10 @@ class Drafter:
             UserError: trained for another hidden size, vocabulary or tokenizer.
         """
 
+    def fit(self) -> Json:
+        """What results record about how the drafter was bound, by key; nothing unless a binding leaves a choice."""
+        return {}
+
     def start(self, prompt_ids: Tensor, max_length: int) -> Session:
         """Returns a session for a new sequence.
 
