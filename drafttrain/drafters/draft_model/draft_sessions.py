@@ -135,4 +135,4 @@ class OwnVocabularySession(DraftModelSession):
         return own
 
     def offer(self, tree: TokenTree, spec: TreeSpec) -> TokenTree:
-        return self.text.rewrite(tree, spec) if self.text.pair.mode == "text" else tree
+        return self.text.rewrite(tree, spec) if self.text.pair.by_text(spec) else tree

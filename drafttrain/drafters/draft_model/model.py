@@ -32,6 +32,7 @@ from drafttrain.drafters.base import KeepTokens, Samplers, Specs, StepInputs, Te
 from drafttrain.drafters.common.configs import TargetedConfig
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.common.tree_growth import GrowingTree, grow_trees
+from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.draft_model import start as language_models
 from drafttrain.drafters.draft_model.draft_sessions import DraftModelSession, OwnVocabularySession, SeparateCaches
 from drafttrain.drafters.draft_model.vocabularies import TokenBytes, VocabularyPair
@@ -221,7 +222,7 @@ class DraftModel(TrainableDrafter):
         self.pair = VocabularyPair(theirs, own, wanted, target.device)
         self.kept_ids = self.pair.kept_ids
         print(
-            f"drafter={self.runner.name!r} has a vocabulary of its own and drafts by {self.pair.mode} (vocabulary_match="
+            f"drafter={self.runner.name!r} has a vocabulary of its own and drafts by {self.pair.way} (vocabulary_match="
             f"{wanted}): it shares {len(self.kept_ids):,} of {target.name!r}'s {len(theirs.ids):,} tokens, and "
             f"{100 * self.pair.of_text:.0f} % of those of a sample text",
             file=sys.stderr,
@@ -230,7 +231,7 @@ class DraftModel(TrainableDrafter):
 
     @property
     def vocabulary(self) -> Tensor | None:
-        return None if self.pair is not None and self.pair.mode == "text" else self.kept_ids
+        return None if self.pair is not None and self.pair.way != "tokens" else self.kept_ids
 
     def fit(self) -> Json:
         return {} if self.pair is None else {"vocabulary": self.pair.described()}
@@ -383,29 +384,35 @@ class DraftModel(TrainableDrafter):
     @torch.no_grad()
     def propose_all(self, sessions: Sequence[DraftModelSession], specs: Specs, samplers: Samplers) -> list[TokenTree]:
         """One pass per depth over the nodes that any of the trees opens."""
-        pair, kept = self.pair, self.vocabulary
-        kept = None if kept is not None and len(kept) == self.target_vocab_size and pair is None else kept
         trees = []
         for row, (session, spec, sampler) in enumerate(zip(sessions, specs, samplers, strict=True)):
             session.forget()
-            if pair is not None and pair.mode == "text":
-                spec = replace(spec, sampled=False)
             if session.root is not None and session.reaches(spec.depth):
-                trees.append(GrowingTree(spec, session.root, kept, sampler, row=row))
+                own, kept = self._choice_of(spec)
+                spec = spec if kept is not None or self.pair is None else replace(spec, sampled=False)
+                trees.append(GrowingTree(spec, session.root[own], kept, sampler, row=row))
 
         def step(growing: list[GrowingTree], depth: int) -> Sequence[Tensor]:
-            own, tokens = [sessions[tree.row] for tree in growing], [tree.tokens for tree in growing]
-            if pair is not None and pair.mode == "tokens":
-                tokens = [pair.own_ids[new] for new in tokens]
+            own, chosen = [sessions[tree.row] for tree in growing], [self._choice_of(tree.spec)[0] for tree in growing]
+            tokens = [
+                among[tree.tokens] if isinstance(among, Tensor) else tree.tokens
+                for among, tree in zip(chosen, growing, strict=True)
+            ]
             for session, new, tree in zip(own, tokens, growing, strict=True):
                 session.open(new, tree.parents)
-            return self._logits(self._read(own, tokens)).split([len(new) for new in tokens])
+            logits = self._logits(self._read(own, tokens)).split([len(new) for new in tokens])
+            return [rows[:, among] for rows, among in zip(logits, chosen, strict=True)]
 
-        drafted = {
-            tree.row: sessions[tree.row].offer(made, tree.spec)
-            for tree, made in zip(trees, grow_trees(trees, step), strict=True)
-        }
+        made = zip(trees, grow_trees(trees, step), strict=True)
+        drafted = {tree.row: sessions[tree.row].offer(nodes, tree.spec) for tree, nodes in made}
         return [drafted.get(row, TokenTree.empty(session.unread.device)) for row, session in enumerate(sessions)]
+
+    def _choice_of(self, spec: TreeSpec) -> tuple[slice | Tensor, Tensor | None]:
+        """The columns of `_logits` that a tree is drafted from, and their target ids; None if those are the same, or if the
+        tree is drafted in the draft model's own tokens."""
+        if self.pair is None:
+            return slice(None), None if len(self.kept_ids) == self.target_vocab_size else self.kept_ids
+        return (slice(None), None) if self.pair.by_text(spec) else (self.pair.own_ids, self.pair.kept_ids)
 
     def _read(self, sessions: Sequence[DraftModelSession], tokens: Sequence[Tensor]) -> Tensor:
         """The pass that the sessions' caches have opened, packed: states [n, h] of all new tokens."""
@@ -416,11 +423,9 @@ class DraftModel(TrainableDrafter):
         return self.runner.forward(ids[None], (), positions, context).last_hidden[0]
 
     def _logits(self, states: Tensor) -> Tensor:
-        """[n, h] -> [n, d] float32 over the tokens that both vocabularies have; all [n, v] where it drafts text."""
+        """[n, h] -> [n, d] float32 over the ids that both vocabularies have; over its own where these are another's."""
         logits = self.runner.head(states)
-        if self.pair is None:
-            return logits[:, : len(self.kept_ids)]
-        return logits if self.pair.mode == "text" else logits[:, self.pair.own_ids]
+        return logits[:, : len(self.kept_ids)] if self.pair is None else logits
 
 
 KIND = DraftModel

@@ -39,8 +39,8 @@ def area(radius: float) -> float:\n    return 3.14159 * radius ** 2  # square me
 | name | value |\n| --- | --- |\n- "Where are you going?" she asked. I'll explain photosynthesis step by step:
 first, light is absorbed by chlorophyll. Die Straße war naß. ¿Dónde está el niño? Привет, как дела? 你好,世界 🙂🚀
 """
-# Below this share of the sample's tokens, `auto` drafts text: a chain ends at the first token that is not shared.
-_SHARED_ENOUGH = 0.8
+# From this share of the sample's tokens on, `auto` drafts tokens: a chain is wrong from the first token that is not shared.
+_ALIKE = 0.98
 _REREAD, _BEHIND, _AGREE = (
     24,
     8,
@@ -162,15 +162,16 @@ class VocabularyPair:
     """A target's vocabulary and a draft model's.
 
     Args:
-        wanted: `tokens`, `text`, or `auto`: tokens if at least 0.8 of a sample's tokens are shared.
+        wanted: `tokens`, `text`, or `auto`: by tokens if nearly all of a sample's are shared, else by text; trees that draw
+            their tokens by tokens.
 
     Attributes:
         kept_ids: [d] target ids of the shared tokens, ascending. own_ids: [d] the draft model's ids of the same tokens.
         share: shared tokens by tokens of the target. of_text: the same of the target's tokens of a sample text.
-        mode: `tokens` or `text`.
+        way: how it drafts, in words.
 
     Raises:
-        UserError: `tokens` without a shared token, or a tokenizer that cannot be read as bytes.
+        UserError: `tokens` without a shared token.
     """
 
     def __init__(self, target: TokenBytes, own: TokenBytes, wanted: str, device: torch.device):
@@ -180,15 +181,25 @@ class VocabularyPair:
         self.share = len(pairs) / max(1, len(target.ids))
         kept, sample = {i for i, _ in pairs}, target.write(_SAMPLE.encode())
         self.of_text = sum(i in kept for i in sample) / max(1, len(sample))
-        self.mode = wanted if wanted != "auto" else "tokens" if self.of_text >= _SHARED_ENOUGH else "text"
-        if self.mode == "tokens" and not pairs:
+        self.way = {"tokens": "tokens", "text": "text"}.get(wanted, "text, drawn trees by tokens")
+        if wanted == "auto" and self.of_text >= _ALIKE:
+            self.way = "tokens"
+        if self.way == "tokens" and not pairs:
             raise UserError(
                 "drafter.vocabulary_match=tokens, but the two vocabularies share no token; use text, or leave it out"
             )
 
+    def by_text(self, spec: TreeSpec) -> bool:
+        """Whether a tree is drafted in the draft model's own tokens; `@sample` draws from shared ones unless `text` is set."""
+        return self.way == "text" or (self.way != "tokens" and not (spec.sampled and len(self.kept_ids)))
+
     def described(self) -> Json:
         """What results record."""
-        return {"match": self.mode, "shared_of_target": round(self.share, 4), "shared_of_text": round(self.of_text, 4)}
+        return {
+            "drafts_by": self.way,
+            "shared_of_target": round(self.share, 4),
+            "shared_of_text": round(self.of_text, 4),
+        }
 
     def align(self, batch: Batch, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """A batch of target tokens in the draft model's tokens, a row per conversation.
