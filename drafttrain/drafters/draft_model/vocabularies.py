@@ -20,13 +20,14 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, takewhile
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from drafttrain.batch import Batch, TokenTree
 from drafttrain.drafters.common.tree_spec import TreeSpec
@@ -41,11 +42,8 @@ first, light is absorbed by chlorophyll. Die Straße war naß. ¿Dónde está el
 """
 # From this share of the sample's tokens on, `auto` drafts tokens: a chain is wrong from the first token that is not shared.
 _ALIKE = 0.98
-_REREAD, _BEHIND, _AGREE = (
-    24,
-    8,
-    4,
-)  # tokens that are written again, those of them only for their context, those that must agree
+# Of the last tokens that new text may change: how many are written again, the first of them only as context, and must agree.
+_REREAD, _BEHIND, _AGREE = 24, 8, 4
 _SURROGATES = re.compile("([\udc80-\udcff]+)")
 
 
@@ -68,33 +66,33 @@ class TokenBytes:
     def __init__(self, tokenizer: Any, rows: int, name: str):
         self.tokenizer = tokenizer
         decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
-        steps = set(_steps(json.loads(decoder.__getstate__()))) if decoder is not None else set()
+        form = json.loads(decoder.__getstate__()) if decoder is not None else {"type": type(tokenizer).__name__}
+        steps = {step["type"] for step in (form, *form.get("decoders", ()))}
         by_bytes = "ByteLevel" in steps
         if not by_bytes and not steps & {"ByteFallback", "Metaspace"}:
             raise UserError(
                 f"drafting across vocabularies reads tokens as bytes, but the tokenizer of {name!r} decodes by "
-                f"{', '.join(sorted(steps)) or type(tokenizer).__name__}; use one that is byte-level or SentencePiece's"
+                f"{', '.join(sorted(steps))}; use one that is byte-level or SentencePiece's"
             )
-        added = tokenizer.added_tokens_decoder
-        special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
-        self.pieces, fallback = [b""] * rows, list[int]()
+        added, fallback = tokenizer.added_tokens_decoder, set[int]()
+        self.special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
+        self.pieces = [b""] * rows
         for token, i in tokenizer.get_vocab().items():
             if i >= rows:
                 continue
-            if i in added and not (added[i].normalized and not by_bytes and not added[i].special):
+            literal = i in added and (by_bytes or added[i].special or not added[i].normalized)
+            if literal or (by_bytes and not all(c in _BYTE_OF for c in token)):
                 self.pieces[i] = token.encode()
             elif by_bytes:
-                self.pieces[i] = _unmapped(token)
+                self.pieces[i] = bytes(_BYTE_OF[c] for c in token)
             elif "ByteFallback" in steps and re.fullmatch("<0x[0-9A-F]{2}>", token):
                 self.pieces[i] = bytes([int(token[3:5], 16)])
-                fallback.append(i)
+                fallback.add(i)
             else:
                 self.pieces[i] = token.replace("▁", " ").encode()
-        self.special, self.ids = special, dict[tuple[bool, bytes], int]()
-        last = set(fallback)
-        for i in [*(i for i in range(rows) if i not in last), *sorted(fallback)]:
-            if self.pieces[i]:
-                self.ids.setdefault((i in special, self.pieces[i]), i)
+        self.ids: dict[tuple[bool, bytes], int] = {}
+        for i in sorted((i for i in range(rows) if self.pieces[i]), key=lambda i: (i in fallback, i)):
+            self.ids.setdefault((i in self.special, self.pieces[i]), i)
         plain, full = self._written("a"), tokenizer("a")["input_ids"]
         begin = next((i for i in range(len(full)) if full[i : i + len(plain)] == plain), 0)
         self.prefix, self.spaced = full[:begin], self.text(plain) == b" a"
@@ -136,26 +134,7 @@ class TokenBytes:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def _steps(form: Any) -> Iterator[str]:
-    """The types of a decoder's steps, nested ones too."""
-    if isinstance(form, dict):
-        yield form.get("type", "")
-        for step in form.get("decoders", ()):
-            yield from _steps(step)
-
-
-def _byte_of() -> dict[str, int]:
-    """The byte of each character of byte-level vocabularies: printable Latin-1 stands for itself, others follow 255."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTE_OF = _byte_of()
-
-
-def _unmapped(token: str) -> bytes:
-    return bytes(_BYTE_OF[c] for c in token) if all(c in _BYTE_OF for c in token) else token.encode()
+_BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}  # of byte-level vocabularies
 
 
 class VocabularyPair:
