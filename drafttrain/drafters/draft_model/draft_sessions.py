@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +14,6 @@ from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.draft_model.vocabularies import CommittedText, VocabularyPair
 from drafttrain.ops.tree_attention import TreeLayout
 from drafttrain.ops.tree_cache import TreeCache
-
-if TYPE_CHECKING:
-    from drafttrain.drafters.draft_model.model import DraftModel
 
 # Slots in a cache for the nodes of a growing tree; the cache grows when it needs more.
 _TREE_SLOTS = 64
@@ -46,9 +43,7 @@ class DraftModelSession(JointSession):
         tokens, parents: of the opened nodes. full: the sequence exceeds the context.
     """
 
-    drafter: DraftModel
-
-    def __init__(self, drafter: DraftModel, prompt_ids: Tensor, max_length: int):
+    def __init__(self, drafter: Any, prompt_ids: Tensor, max_length: int):
         self.drafter = drafter
         self.cache = TreeCache(max_length + _TREE_SLOTS)
         self.unread = prompt_ids[:1]  # no extend() contains the prompt's first token
@@ -118,7 +113,7 @@ class OwnVocabularySession(DraftModelSession):
     committed text with the ids of all tokens that are read.
     """
 
-    def __init__(self, drafter: DraftModel, pair: VocabularyPair, prompt_ids: Tensor, max_length: int):
+    def __init__(self, drafter: Any, pair: VocabularyPair, prompt_ids: Tensor, max_length: int):
         super().__init__(drafter, prompt_ids, max_length)
         self.text, self._first, self.unread = CommittedText(pair), self.unread.tolist(), prompt_ids[:0]
 
