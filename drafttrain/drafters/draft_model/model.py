@@ -234,7 +234,7 @@ class DraftModel(TrainableDrafter):
         return None if self.pair is not None and self.pair.way != "tokens" else self.kept_ids
 
     def fit(self) -> Json:
-        return {} if self.pair is None else {"vocabulary": self.pair.described()}
+        return {} if self.pair is None else {"vocabulary": self.pair.recorded}
 
     @torch.no_grad()
     def check_packing(self) -> None:

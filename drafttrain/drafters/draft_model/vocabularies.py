@@ -146,8 +146,8 @@ class VocabularyPair:
 
     Attributes:
         kept_ids: [d] target ids of the shared tokens, ascending. own_ids: [d] the draft model's ids of the same tokens.
-        share: shared tokens by tokens of the target. of_text: the same of the target's tokens of a sample text.
-        way: how it drafts, in words.
+        of_text: share of the target's tokens of a sample text that both have. way: how it drafts, in words. recorded: both, and
+            the shared tokens by the target's, for results.
 
     Raises:
         UserError: `tokens` without a shared token.
@@ -157,12 +157,13 @@ class VocabularyPair:
         self.target, self.own = target, own
         pairs = sorted((i, own.ids[key]) for key, i in target.ids.items() if key in own.ids)
         self.kept_ids, self.own_ids = torch.tensor(pairs, dtype=torch.long, device=device).view(-1, 2).T.contiguous()
-        self.share = len(pairs) / max(1, len(target.ids))
         kept, sample = {i for i, _ in pairs}, target.write(_SAMPLE.encode())
         self.of_text = sum(i in kept for i in sample) / max(1, len(sample))
         self.way = {"tokens": "tokens", "text": "text"}.get(wanted, "text, drawn trees by tokens")
         if wanted == "auto" and self.of_text >= _ALIKE:
             self.way = "tokens"
+        shares = {"shared_of_target": len(pairs) / max(1, len(target.ids)), "shared_of_text": self.of_text}
+        self.recorded: Json = {"drafts_by": self.way, **{name: round(share, 4) for name, share in shares.items()}}
         if self.way == "tokens" and not pairs:
             raise UserError(
                 "drafter.vocabulary_match=tokens, but the two vocabularies share no token; use text, or leave it out"
@@ -171,14 +172,6 @@ class VocabularyPair:
     def by_text(self, spec: TreeSpec) -> bool:
         """Whether a tree is drafted in the draft model's own tokens; `@sample` draws from shared ones unless `text` is set."""
         return self.way == "text" or (self.way != "tokens" and not (spec.sampled and len(self.kept_ids)))
-
-    def described(self) -> Json:
-        """What results record."""
-        return {
-            "drafts_by": self.way,
-            "shared_of_target": round(self.share, 4),
-            "shared_of_text": round(self.of_text, 4),
-        }
 
     def align(self, batch: Batch, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """A batch of target tokens in the draft model's tokens, a row per conversation.
