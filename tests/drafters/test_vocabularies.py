@@ -19,6 +19,7 @@ from drafttrain.drafters.draft_model.vocabularies import CommittedText, TokenByt
 from drafttrain.drafters.registry import load_drafter
 from drafttrain.drafters.shipping import find_drafter, shipping
 from drafttrain.errors import UserError
+from drafttrain.evaluation.diagnose import _vocabulary as diagnose_vocabulary
 from drafttrain.inference import SamplingParams, generate, generate_batch
 from drafttrain.ops.sampling import Sampler, probabilities
 from drafttrain.target import Target
@@ -372,6 +373,9 @@ def test_the_choice_is_stated_with_the_overlap(tokenizers, capsys):
     capsys.readouterr()
     plain.bind(make_target())
     assert plain.pair is None and plain.fit() == {} and "vocabulary" not in capsys.readouterr().err
+    results = {"overall": {"acceptance_by_depth": {"conditional": [0.5]}}, **many.fit()}
+    results["prompts"] = [{"covered": 0.5, "sides": {"drafter": {"tokens": 10}}}]
+    assert "set vocabulary_match: text" in diagnose_vocabulary(results)["fix"]
     nothing = Tokenizer(models.BPE({"☃": 0}, []))
     nothing.decoder = decoders.Metaspace()
     with pytest.raises(UserError, match=r"vocabulary_match=tokens, but the two vocabularies share no token; use text"):
