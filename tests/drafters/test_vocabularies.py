@@ -174,11 +174,13 @@ def test_text_is_written_as_its_surroundings_ask(tokenizers, kind):
 # -- committed text ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("target", KINDS)
-@pytest.mark.parametrize("own", KINDS)
+@pytest.mark.parametrize(
+    ("target", "own"),
+    [("byte_level", "sentencepiece"), ("sentencepiece", "byte_level"), ("llama", "other"), ("byte_level", "llama")],
+)
 def test_committed_text_is_at_any_time_what_the_tokenizer_writes_at_once(tokenizers, target, own):
     pair, draw = pair_of(tokenizers[target], tokenizers[own]), random.Random(0)
-    ids = tokenizers[target]("\n".join(TEXTS) + PROSE)["input_ids"]
+    ids = tokenizers[target]("\n".join(TEXTS) + PROSE)["input_ids"][:160]
     text, done = CommittedText(pair), 0
     while done < len(ids):
         count, before = draw.choice([1, 1, 2, 5]), list(text.ids)
@@ -285,9 +287,14 @@ def test_the_target_itself_in_other_ids_is_right_as_far_as_its_choices_have_byte
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("mode", ["tokens", "text"])
 @pytest.mark.parametrize(
-    ("theirs", "own"), [("byte_level", "sentencepiece"), ("llama", "byte_level"), ("other", "byte_level")]
+    ("theirs", "own", "mode"),
+    [
+        ("byte_level", "sentencepiece", "tokens"),
+        ("byte_level", "sentencepiece", "text"),
+        ("llama", "byte_level", "tokens"),
+        ("other", "byte_level", "text"),
+    ],
 )
 def test_greedy_decoding_is_lossless_alone_and_together(tokenizers, theirs, own, mode):
     target = target_of(tokenizers[theirs])
@@ -310,7 +317,9 @@ def test_greedy_decoding_is_lossless_alone_and_together(tokenizers, theirs, own,
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("mode", "spec"), [("tokens", "fanout:2x1@sample"), ("text", "dynamic:2,2,4")])
+@pytest.mark.parametrize(
+    ("mode", "spec"), [("tokens", "fanout:2x1@sample"), pytest.param("text", "dynamic:2,2,4", marks=pytest.mark.slow)]
+)
 def test_sampled_tokens_follow_the_target(mode, spec):
     """Joint frequencies of three tokens against exact probabilities. The drafter shares half of its tokens."""
     count = 240
@@ -375,7 +384,7 @@ def test_the_choice_is_stated_with_the_overlap(tokenizers, capsys):
     assert plain.pair is None and plain.fit() == {} and "vocabulary" not in capsys.readouterr().err
     results = {"overall": {"acceptance_by_depth": {"conditional": [0.5]}}, **many.fit()}
     results["prompts"] = [{"covered": 0.5, "sides": {"drafter": {"tokens": 10}}}]
-    assert "set vocabulary_match: text" in diagnose_vocabulary(results)["fix"]
+    assert "set vocabulary_match: text" in diagnose_vocabulary(results)["advice"]
     nothing = Tokenizer(models.BPE({"☃": 0}, []))
     nothing.decoder = decoders.Metaspace()
     with pytest.raises(UserError, match=r"vocabulary_match=tokens, but the two vocabularies share no token; use text"):
@@ -391,10 +400,10 @@ def test_a_folder_drafts_and_is_exported_with_both_tokenizers(tokenizers, tmp_pa
     again = load_drafter(str(tmp_path), target)
     assert again.pair.way == "tokens", "vocabulary_match is recorded in drafttrain.json"
     prompt = tokenizers["byte_level"](PROSE)["input_ids"]
-    want = generate(target, None, prompt, max_new_tokens=12, eos_ids=()).tokens
+    want = generate(target, None, prompt, max_new_tokens=6, eos_ids=()).tokens
     for drafting in (again, load_drafter(f"{tmp_path}+ngram", target)):
         spec = TreeSpec.parse("dynamic:3,3,8")
-        assert generate(target, drafting, prompt, max_new_tokens=12, spec=spec, eos_ids=()).tokens == want
+        assert generate(target, drafting, prompt, max_new_tokens=6, spec=spec, eos_ids=()).tokens == want
     trained = find_drafter(str(tmp_path))
     kind = shipping(trained.kind)
     assert not kind.shares_vocabulary(trained, target)
