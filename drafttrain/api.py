@@ -159,10 +159,10 @@ def evaluate(target: str, drafter: str, output: str | Path, **options: Any) -> d
     Raises:
         UserError: an unknown option, a value out of range, or anything that cannot be loaded.
     """
-    from drafttrain.tuning import eval_command
+    from drafttrain.tuning import eval_command, eval_command_flags
 
     parser = CommandParser(prog="drafttrain eval", add_help=False, allow_abbrev=False)
-    eval_command.add_arguments(parser)
+    eval_command_flags.add_arguments(parser)
     words = []
     for name, value in {"target": target, "drafter": drafter, "output": output, **options}.items():
         flag = f"--{name.replace('_', '-')}"

@@ -1,7 +1,7 @@
 """`drafttrain COMMAND`: one table from command to the module that runs it.
 
-A command's module defines HELP (its first line is a summary), add_arguments(parser) and run(args). A module loads only
-when its command is called, so `drafttrain --help` imports no torch.
+A command's module defines run(args). MODULE_flags.py next to it defines HELP (its first line is a summary) and
+add_arguments(parser), and imports no torch, so that every --help is quick.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+from types import ModuleType
 
 from drafttrain import interrupts
 from drafttrain.environment import __version__
@@ -20,7 +21,7 @@ COMMANDS = {  # command -> (module below drafttrain, help)
     "generate": ("data.generate", "let the target answer the prompts: the distillation data"),
     "features": ("data.features", "store the target's hidden states of a data set, to train without the target"),
     "serve-target": ("serving.serve_target", "serve the target with vLLM, which hands out its states"),
-    "train": ("train_command", "train a drafter from a config (same as accelerate launch drafttrain/train.py)"),
+    "train": ("train", "train a drafter from a config (same as accelerate launch drafttrain/train.py)"),
     "ngram-store": ("data.ngram_corpus", "count the n-grams of a corpus: a drafter without training"),
     "eval": ("tuning.eval_command", "measure a drafter in the lossless tree decoder against two baselines"),
     "tune": ("tuning.tune", "find the fastest tree for a drafter on this machine"),
@@ -38,6 +39,19 @@ COMMANDS = {  # command -> (module below drafttrain, help)
 }
 
 
+PIPELINE = """From a target model to a published drafter:
+
+  drafttrain prompts  -> prompts.jsonl     what users ask, or what the target makes up
+  drafttrain generate -> data/             the target's answers
+  drafttrain train    -> drafter/          a drafter that agrees with the target
+  drafttrain tune     -> decoding.json     the fastest tree on this machine
+  drafttrain eval     -> results.json      speed-up and proof that the text is the same
+  drafttrain report   -> report.html
+  drafttrain export, verify, push          for vLLM, SGLang, transformers, llama.cpp and the Hub
+
+`drafttrain COMMAND --help` explains each command with an example."""
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs a command; returns its exit status. argv: None for the arguments of this process, which then ends on signals."""
     try:
@@ -53,6 +67,11 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
 
+def flags_module(command: str) -> ModuleType:
+    """The module with a command's HELP and add_arguments."""
+    return importlib.import_module(f"drafttrain.{COMMANDS[command][0]}_flags")
+
+
 def run(argv: list[str]) -> int:
     """Parses the arguments and runs the command."""
     from drafttrain.flags import CommandParser  # imports pydantic; the handlers of signals come first
@@ -60,13 +79,13 @@ def run(argv: list[str]) -> int:
     parser = CommandParser(
         prog="drafttrain",
         description="Train a drafter that makes a language model answer faster without changing a single token.",
-        epilog="`drafttrain COMMAND --help` explains each command with an example.",
+        epilog=PIPELINE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"drafttrain {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, (module_name, help_line) in COMMANDS.items():
-        chosen = bool(argv) and argv[0] == name
-        module = importlib.import_module(f"drafttrain.{module_name}") if chosen else None
+    for name, (_, help_line) in COMMANDS.items():
+        module = flags_module(name) if argv and argv[0] == name else None
         command = commands.add_parser(
             name,
             help=help_line,
@@ -75,9 +94,11 @@ def run(argv: list[str]) -> int:
         )
         if module is not None:
             module.add_arguments(command)
-            command.set_defaults(run=module.run)
+    if not argv:
+        parser.print_help()
+        return 0
     args = parser.parse_args(argv)
-    return args.run(args) or 0
+    return importlib.import_module(f"drafttrain.{COMMANDS[args.command][0]}").run(args) or 0
 
 
 if __name__ == "__main__":

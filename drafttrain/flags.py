@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 TARGET_HELP = "short name, folder or Hub id"
 DTYPE_HELP = "float32, bfloat16, float16 or auto (bfloat16 where the device has it)"
+SCHEDULE_HELP = "a sweep's summary.json or an estimate's output: recipes of vLLM and SGLang then draft by batch size"
 WEIGHTS_HELP = "of the weights: bfloat16 (default), float16, float32"
 
 
@@ -134,7 +135,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
 
 def add_drafter_flag(parser: Any, trained: bool = False, more: str = "", required: bool = True) -> None:
     """Adds --drafter to a parser or group. trained: name folders and Hub ids only. more: ends the help text."""
-    from drafttrain.drafters.registry import names_help
+    from drafttrain.drafters.kinds import names_help
 
     described = "a trained drafter's folder or Hub id" if trained else names_help()
     adder(parser)("--drafter", Place, help=described + more, **({"required": True} if required else {}))

@@ -66,6 +66,7 @@ Weight = Annotated[float, Limits(ge=0, le=1e6)]  # of a term of a loss
 Temperature = Annotated[float, Limits(ge=0, le=1000)]
 Penalty = Annotated[float, Limits(ge=0.01, le=100)]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+StoreDtype = Literal["bfloat16", "float32", "int8"]  # of stored states
 FileDtype = Literal["float32", "bfloat16", "float16"]
 DeviceMap = Literal["", "auto", "balanced", "balanced_low_0", "sequential"]
 AnyText = Annotated[str, AfterValidator(_text), Limits(description="text without NUL")]

@@ -6,7 +6,6 @@ python scripts/reference.py            # a test compares the file with `page()`
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +13,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from drafttrain.cli import COMMANDS  # noqa: E402
+from drafttrain.cli import COMMANDS, flags_module  # noqa: E402
 from drafttrain.config import TrainConfig, TrainerKeys  # noqa: E402
 from drafttrain.drafters.registry import kind_class, kinds  # noqa: E402
+from drafttrain.drafters.shipping import format_lines, shipped_kinds, shipping  # noqa: E402
 from drafttrain.training.on_policy import OnPolicyOptions  # noqa: E402
 from drafttrain.values import kinds_of, rule, table  # noqa: E402
 
@@ -59,7 +59,7 @@ def options(kind: str) -> Iterator[tuple[object, ...]]:
 
 def flags(command: str) -> Iterator[tuple[object, ...]]:
     parser = argparse.ArgumentParser(prog=f"drafttrain {command}")
-    importlib.import_module(f"drafttrain.{COMMANDS[command][0]}").add_arguments(parser)
+    flags_module(command).add_arguments(parser)
     for action in parser._actions:
         if action.dest == "help":
             continue
@@ -87,6 +87,10 @@ def page() -> str:
             parts += [f"### drafter: {kind}\n", rows(four[:3], options(kind))]
     for command, (_, summary) in COMMANDS.items():
         parts += [f"## drafttrain {command}\n\n{summary[0].upper()}{summary[1:]}.\n", rows(four, flags(command))]
+    formats = [(f"`{kind}`", *line.split(maxsplit=0)) for kind in shipped_kinds() for line in format_lines(kind)]
+    parts += ["## Formats of export\n", rows(("kind", "formats: what is written (engines)"), iter(formats))]
+    read = [(f"`{kind}`", shipping(kind).reads) for kind in shipped_kinds() if shipping(kind).reads]
+    parts += ["## Forms that import reads\n", rows(("kind", "form"), iter(read))]
     return "\n".join(parts)
 
 

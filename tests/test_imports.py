@@ -37,7 +37,9 @@ ORDER = [
     ["hub"],
     ["api"],
     ["train"],
-    ["train_command", "cli"],
+    ["train_flags"],
+    ["cli"],
+    ["__main__"],
 ]
 ROW = {name: row for row, names in enumerate(ORDER) for name in names}
 

@@ -10,7 +10,7 @@ import pytest
 from transformers import TrainingArguments
 
 from drafttrain.config import TrainConfig, TrainerKeys
-from drafttrain.train_command import HELP
+from drafttrain.train_flags import HELP
 from drafttrain.values import default_of
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -20,7 +20,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 # 30,000 before targets ran elsewhere (shell, states from vLLM, streaming), processes shared rows, and more engines' and
 # published forms were written, read and compared; 25,100 before every border was checked.
-MOST_LINES = 35_000
+MOST_LINES = 40_500
 MOST_FILE_LINES, MOST_FUNCTION_LINES = 500, 80
 MOST_ANY = 250  # annotations that say Any: JSON and what libraries leave untyped
 # Module names that may occur once per drafter kind, and the marker of a package.
@@ -47,7 +47,9 @@ WORDS = {
 }
 # The other spelling of a flag, accepted as an alias, and of a key in files that earlier versions wrote. (Above: a suite's
 # category and the prompts of cnn_dm and of bench_generate.py, on which results depend.)
-SPELLED_OTHERWISE = {"licence": {"push.py", "push_data.py", "card.py", "runner.py", "publishing.md", "CHANGELOG.md"}}
+SPELLED_OTHERWISE = {
+    "licence": {"push_flags.py", "push_data_flags.py", "card.py", "runner.py", "publishing.md", "CHANGELOG.md"}
+}
 
 
 def python_files(root: Path = ROOT) -> list[Path]:

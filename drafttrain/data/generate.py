@@ -20,62 +20,20 @@ from drafttrain.data.failures import BadReply, Failures
 from drafttrain.data.masks import conversation_records
 from drafttrain.data.row_file import RowFile, line_starts
 from drafttrain.data.store import FeatureWriter, Share, Store, check_space
-from drafttrain.data.vllm_backend import VllmBackend, add_vllm_flags, applied_rules, engine_options, named_options
+from drafttrain.data.vllm_backend import VllmBackend, applied_rules, engine_options, named_options
 from drafttrain.environment import __version__
 from drafttrain.errors import UserError, shown
 from drafttrain.files import Json, read_jsonl, write_json
-from drafttrain.flags import add_sampling_flags, add_target_flags, load_target, sampling_of
+from drafttrain.flags import load_target, sampling_of
 from drafttrain.folders import check_folder, inputs_of
 from drafttrain.progress import Progress
 from drafttrain.target import Target, load_shell
 from drafttrain.target.generation import LogitsRules
-from drafttrain.values import Amount, Count, Place, Size, adder, value
 
 logger = logging.getLogger(__name__)
 
-HELP = """let the target answer the prompts: the distillation data
-
-Conversations are regenerated turn by turn; token ids, response spans and finish reasons are written to DIR. An
-interrupted run continues when run again; several processes share the work.
-
-  drafttrain generate --target smollm2-135m --prompts prompts.jsonl --output data --max-new-tokens 256
-  accelerate launch --num_processes 8 -m drafttrain.cli generate --target T --prompts P --output DIR
-  drafttrain generate --target T --prompts P --output DIR --backend openai --url http://a:8000/v1 --url http://b:8000/v1
-  drafttrain generate --target T --prompts P --output DIR --backend vllm --tensor-parallel-size 8 -- --enable-expert-parallel
-  drafttrain generate --target T --prompts chats.jsonl --output DIR --backend existing     # keep the answers in the file
-"""
 
 _LEAST_RESPONSE = 16  # response tokens that a prompt must leave below --max-length
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = adder(parser)
-    add_target_flags(parser)
-    add("--prompts", Place, required=True, help='JSONL: {"id", "messages": [...]} or {"id", "text"} a line')
-    add("--output", Place, required=True, help="folder of the data set")
-    add_sampling_flags(parser, temperature=1.0, penalties=True)
-    add("--max-new-tokens", Count, default=512, help="of a response (default: %(default)s)")
-    add("--max-length", Count, default=2048, help="tokens of a conversation (default: %(default)s)")
-    add(
-        "--slots",
-        value(Count, or_word="auto"),
-        default="auto",
-        help="sequences that run together; --backend openai: requests per server (default: by memory; 32 requests)",
-    )
-    add("--max-tokens", Size, default=0, help="stop after this many response tokens of this process")
-    add(
-        "--max-minutes",
-        Amount,
-        default=0,
-        help="stop after this time; running responses are cut and marked (servers and vllm finish them)",
-    )
-    add("--features", default="none", help="target states to store: none, default, or 2,15,27")
-    add("--backend", default="local", choices=["local", "openai", "vllm", "existing"])
-    add("--url", action="append", default=[], help="server of --backend openai; repeat it for several")
-    add("--model", default="", help="model name in requests to the server (default: the first it lists)")
-    add_vllm_flags(parser)
-    add("--overwrite", action="store_true", help="replace the data set in --output, which is deleted when the new one is "
-        "complete; other files in the folder stay")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,14 +6,12 @@ layers of other magnitudes, from flattening the rest of a row.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from drafttrain.target.devices import DTYPES
+from drafttrain.values import StoreDtype
 
-StoreDtype = Literal["bfloat16", "float32", "int8"]
 _BLOCK = 64  # columns that share a scale
 _SCALE = "_scale"  # after the name of a tensor, the name of its scales
 

@@ -16,20 +16,9 @@ from drafttrain.errors import UserError, first_line
 from drafttrain.files import Json
 from drafttrain.target import Target
 from drafttrain.target.generation import LogitsRules
-from drafttrain.values import AnyText, Count, adder
 
 _QUEUED = 512  # conversations that vLLM holds at a time, unless --slots says how many run together
 _BANNED = float("-inf")
-
-
-def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that `engine_options` reads."""
-    add, prefix = adder(parser), "for --backend vllm: "
-    add("--tensor-parallel-size", Count, help=prefix + "GPUs that share each layer")
-    add("--pipeline-parallel-size", Count, help=prefix + "groups of GPUs that share the layers")
-    add("--quantization", AnyText, help=prefix + "method, such as fp8 or awq (default: as the target's config says)")
-    more = "any other flags of `vllm serve`, such as -- --distributed-executor-backend ray"
-    add("vllm_flags", AnyText, nargs="*", default=[], metavar="-- FLAGS", help=prefix + more)
 
 
 def named_options(args: argparse.Namespace) -> Json:

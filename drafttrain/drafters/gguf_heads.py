@@ -23,9 +23,10 @@ from torch import Tensor, nn
 
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.read_back import compare_drafters
-from drafttrain.drafters.shipping import GGUF_NAME, D, EngineRelease, ExportRequest, Shipping, Trained
+from drafttrain.drafters.shipping import GGUF_NAME, D, ExportRequest, Shipping, Trained
 from drafttrain.errors import UserError
 from drafttrain.files import Json
+from drafttrain.formats.engines import EngineRelease
 from drafttrain.formats.read_gguf import dtype_of, layer_fields, read_gguf
 from drafttrain.formats.weights import check_names, dtype_name
 from drafttrain.formats.write_gguf import (

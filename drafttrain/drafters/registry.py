@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,9 @@ from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from typing_extensions import NotRequired, TypedDict
 
-from drafttrain import drafters
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.combined import CombinedDrafter
+from drafttrain.drafters.kinds import kinds, untrained_kinds
 from drafttrain.errors import UserError
 from drafttrain.files import Json, hub_snapshot, is_hub_id, read_json
 from drafttrain.ops.native import cpu_kernels
@@ -42,24 +41,6 @@ class _Kind(TypedDict):
 
 
 _BOOLS = {"true": True, "false": False}
-
-
-def kind_folders(file: str) -> dict[str, Path]:
-    """The kinds that have a file, by name: folders in this package and in $DRAFTTRAIN_KINDS.
-
-    Raises:
-        UserError: a name that exists twice.
-    """
-    found = [path.parent for folder in drafters.__path__ for path in sorted(Path(folder).glob(f"*/{file}"))]
-    twice = [name for name, times in Counter(folder.name for folder in found).items() if times > 1]
-    if twice:
-        raise UserError(f"DRAFTTRAIN_KINDS: kind {twice[0]!r} exists twice; rename its folder")
-    return {folder.name: folder for folder in sorted(found, key=lambda folder: folder.name)}
-
-
-def kinds() -> list[str]:
-    """Every kind's name."""
-    return list(kind_folders("model.py"))
 
 
 def kind_class(name: str) -> type[Drafter]:
@@ -119,16 +100,6 @@ def _prepared(drafter: Any, target: Target) -> Any:
                     module.weight.data = round_to_int8(module.weight.data)
         drafter.pack()
     return drafter
-
-
-def untrained_kinds() -> list[str]:
-    """The names of all kinds without weights."""
-    return [kind for kind in kinds() if not kind_class(kind).trainable]
-
-
-def names_help() -> str:
-    """The names of drafters, for the help of commands."""
-    return f"a drafter's folder or Hub id, KIND or KIND:OPTIONS ({', '.join(untrained_kinds())}), or FOLDER+KIND"
 
 
 def is_untrained(name: str) -> bool:

@@ -15,55 +15,20 @@ from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar, cast
 
 import torch
-from packaging.version import InvalidVersion, Version
 from torch import Tensor
 
 from drafttrain.drafters import registry
 from drafttrain.drafters.common.configs import TargetedConfig
 from drafttrain.drafters.common.trainable import TrainableDrafter
+from drafttrain.drafters.kinds import kind_folders
 from drafttrain.drafters.read_back import compare_drafters
 from drafttrain.errors import UserError, first_line
 from drafttrain.files import Json
+from drafttrain.formats.engines import EngineRelease, engine_of
 from drafttrain.formats.weights import check_names, check_weights, read_config, read_weights, write_checkpoint
 from drafttrain.target import Target
 from drafttrain.target.loading import check_finite
 
-FORMATS = ("vllm", "sglang", "transformers", "gguf")
-
-
-class EngineRelease(NamedTuple):
-    """An inference engine, in the release whose loader decides what it supports."""
-
-    name: str
-    form: str  # one of FORMATS: the files that it loads
-    release: str
-
-    def before(self, release: str) -> bool:
-        """Whether this release is older than another."""
-        return Version(self.release) < Version(release)
-
-    def of_release(self, release: str) -> EngineRelease:
-        """The engine in another release; the same for an empty one. Raises UserError: no version number."""
-        try:
-            return self._replace(release=str(Version(release))) if release else self
-        except InvalidVersion as error:
-            raise UserError(
-                f"engine-version={release!r} is no version number; write for example {self.release}"
-            ) from error
-
-
-# In the order of the recipes. The releases are those whose sources the rules were read from; the first engine of a format is
-# the one that the format is written for.
-ENGINES = {
-    engine.name: engine
-    for engine in (
-        EngineRelease("vLLM", "vllm", "0.32.0"),
-        EngineRelease("SGLang", "sglang", "0.5.23"),
-        EngineRelease("TensorRT-LLM, Triton", "sglang", "1.3"),  # its main branch after 1.2.1
-        EngineRelease("llama.cpp", "gguf", "11549"),
-        EngineRelease("transformers", "transformers", "5.23"),
-    )
-}
 TARGET_OVERRIDES = "hf_overrides"  # among vLLM's options: keys that the target's config gets, not the drafter's
 TOKENIZERS = "tokenizers"  # among transformers' options: generate gets both tokenizers, as the vocabularies differ
 GGUF_NAME = "draft.gguf"  # the file of the gguf format
@@ -421,14 +386,9 @@ class Shipping(Generic[D]):
         return cast(D, drafter.to(next(iter(weights.values())).dtype).eval())  # type: ignore[arg-type]
 
 
-def engine_of(form: str) -> EngineRelease:
-    """The engine that a format is written for."""
-    return next(engine for engine in ENGINES.values() if engine.form == form)
-
-
 def shipped_kinds() -> list[str]:
     """The kinds that have an export module."""
-    return list(registry.kind_folders("export.py"))
+    return list(kind_folders("export.py"))
 
 
 def shipping(kind: str) -> Shipping:
@@ -438,15 +398,13 @@ def shipping(kind: str) -> Shipping:
     return importlib.import_module(f"{__package__}.{kind}.export").SHIPPING
 
 
-def format_lines() -> str:
-    """Every kind's formats for the help; formats in which the same is written share a line."""
-    lines = []
-    for kind in shipped_kinds():
-        formats = shipping(kind).formats
-        for described in dict.fromkeys(formats.values()):
-            names = ", ".join(form for form, other in formats.items() if other == described)
-            lines.append(f"  {kind:<15} {names:<27} {described.text} ({'; '.join(described.engines)})")
-    return "\n".join(lines)
+def format_lines(kind: str) -> list[str]:
+    """A kind's formats, a line each; formats in which the same is written share one."""
+    formats, lines = shipping(kind).formats, []
+    for described in dict.fromkeys(formats.values()):
+        names = ", ".join(form for form, other in formats.items() if other == described)
+        lines.append(f"{names:<27} {described.text} ({'; '.join(described.engines)})")
+    return lines
 
 
 def check_expressible(trained: Trained, form: str, release: str = "") -> Shipping:

@@ -17,16 +17,6 @@ from drafttrain.evaluation.metrics import load_results, summarize, training_reco
 from drafttrain.files import Json, write_json
 from drafttrain.folders import output_file
 from drafttrain.progress import plain_console
-from drafttrain.values import File, Name, adder
-
-HELP = """Say why acceptance is what it is, from results.json, and what to do.
-
-  drafttrain diagnose results.json
-  drafttrain diagnose results.json --drafter runs/drafter --apply
-
---apply writes the categories that speculation slows down into the drafter's decoding.json (`off`); `drafttrain eval` and
-`generate(..., category=...)` then decode them plainly. Categories that pay are removed from the list again. Several files of
-one drafter are compared by temperature."""
 
 USELESS, SHORTEN, LENGTHEN = 0.3, 0.4, 0.8  # the field's rules of thumb for the acceptance rate
 COVERAGE = 0.95  # below this share of covered tokens the pruned vocabulary costs acceptance
@@ -233,14 +223,6 @@ def print_findings(findings: Sequence[Json]) -> None:
         console.print(
             Text(each["cause"], style="bold").append(f": {each['figures']}\n  -> {each['advice']}", "not bold")
         )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's flags."""
-    add = adder(parser)
-    add("results", File, nargs="+", help="files written by drafttrain eval; each is diagnosed")
-    add("--drafter", Name, default="", help="the drafter's folder (default: the one that the results name)")
-    add("--apply", action="store_true", help="write the categories to switch off into the drafter's decoding.json")
 
 
 def run(args: argparse.Namespace) -> int:

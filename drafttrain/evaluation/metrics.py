@@ -28,14 +28,12 @@ from pathlib import Path
 import numpy as np
 
 from drafttrain.errors import UserError
+from drafttrain.evaluation.baselines import ALL_BASELINES, BASELINES
 from drafttrain.evaluation.results_schema import PartialLine, Results, SweepSummary, TrainingRecord
 from drafttrain.files import Json, JsonlLog, check_json, read_json
 from drafttrain.inference import Generation
 
 RESAMPLES = 1000
-BASELINES = ("autoregressive", "hf_generate")
-# Optional: transformers' own speculative decoding. The claimed speed-up compares with the plain baselines above only.
-HF_SPECULATIVE = ("hf_prompt_lookup", "hf_assisted")
 Record = Json
 Rounds = Counter[tuple[int, int]]  # counts by (accepted tokens, offered depth)
 
@@ -135,7 +133,7 @@ def summarize(records: Sequence[Record]) -> Json:
     draft_seconds = _sum(ours, "draft_seconds")
     tau = _ratio(tokens - len(ours), passes)
     rate = tokens_per_second(ours)
-    measured = [name for name in (*BASELINES, *HF_SPECULATIVE) if all(name in r["sides"] for r in records)]
+    measured = [name for name in ALL_BASELINES if all(name in r["sides"] for r in records)]
     baselines = {name: _baseline(records, name) for name in measured}
     speedup = {name: round(rate / b["tokens_per_second"], 4) for name, b in baselines.items() if b["tokens_per_second"]}
     plain = [record["sides"]["autoregressive"] for record in records] if "autoregressive" in baselines else ours

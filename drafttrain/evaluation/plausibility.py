@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from drafttrain.evaluation.metrics import BASELINES
+from drafttrain.evaluation.baselines import BASELINES
 from drafttrain.files import Json
 
 MOST_SPREAD = 3.0  # of a plain baseline's tokens per second over the prompts

@@ -26,10 +26,9 @@ from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import decoding_settings, default_tree, kind_of
 from drafttrain.environment import describe_environment, peak_memory, reset_peak
 from drafttrain.errors import UserError
+from drafttrain.evaluation.baselines import BASELINES, HF_SPECULATIVE
 from drafttrain.evaluation.diagnose import diagnose
 from drafttrain.evaluation.metrics import (
-    BASELINES,
-    HF_SPECULATIVE,
     PartialResults,
     Record,
     by_category,

@@ -14,15 +14,17 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from pydantic import Field
-from transformers import PreTrainedTokenizerBase
 from typing_extensions import NotRequired, TypedDict
 
 from drafttrain.data.chat import Message, prompt_ids
 from drafttrain.errors import UserError
 from drafttrain.files import Json, check_json, parse_json, read_jsonl, reading, suites_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # SPEED-Bench replaces texts that NVIDIA may not redistribute by this note; NVIDIA's script fetches them.
 _MASKED = "FULL BENCHMARK DATA SHOULD BE FETCHED"

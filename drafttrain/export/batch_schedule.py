@@ -19,7 +19,6 @@ from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.files import Json, read_json
 
-SCHEDULE_HELP = "a sweep's summary.json or an estimate's output: recipes of vLLM and SGLang then draft by batch size"
 _LARGEST = 4096  # batch size where the last entry ends; engines carry it on
 
 

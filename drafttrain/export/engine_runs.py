@@ -29,8 +29,6 @@ from drafttrain.target import Target
 from drafttrain.target.generation import LogitsRules
 from drafttrain.target.loading import check_loaded, load_language_model, loading
 
-# Engines that can be run, and the package of each in its environment.
-PACKAGES = {"vllm": "vllm", "transformers": "transformers", "llama.cpp": "xllamacpp"}
 SIDES = Path(__file__).with_name("engines")  # scripts for the engines' own environments
 _EXCEPTION = re.compile(r"(\w+\.)*\w*(Error|Exception|Interrupt|Exit)\b")  # the line that ends a traceback
 _TIMEOUT = 3600  # seconds; vLLM alone takes minutes to start on a CPU

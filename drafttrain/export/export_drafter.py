@@ -8,56 +8,18 @@ from pathlib import Path
 import torch
 
 from drafttrain.drafters.registry import is_untrained
-from drafttrain.drafters.shipping import (
-    FORMATS,
-    ExportRequest,
-    Trained,
-    check_expressible,
-    engine_of,
-    find_drafter,
-    format_lines,
-    shipping,
-)
+from drafttrain.drafters.shipping import ExportRequest, Trained, check_expressible, find_drafter, format_lines, shipping
 from drafttrain.errors import UserError
-from drafttrain.export.batch_schedule import SCHEDULE_HELP, batch_schedule
+from drafttrain.export.batch_schedule import batch_schedule
+from drafttrain.export.export_drafter_flags import TARGET_GGUF
 from drafttrain.export.serving_recipes import as_text, engine_depth, own_drafting, recipes, tuned_tree
 from drafttrain.files import hub_snapshot, is_hub_id
-from drafttrain.flags import WEIGHTS_HELP, add_drafter_flag
 from drafttrain.folders import OutputFolder, check_folder, inputs_of
 from drafttrain.formats.public_names import public_name
-from drafttrain.formats.write_gguf import TYPES, write_gguf
+from drafttrain.formats.write_gguf import write_gguf
 from drafttrain.target import resolve_dtype, resolve_target
-from drafttrain.values import Depth, File, FileDtype, Name, Place, adder
 
-TARGET_GGUF = "target.gguf"
 _TARGET_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt"]
-
-HELP = f"""Write a drafter in the form that an engine loads, and print how to serve it.
-
-  drafttrain export --drafter runs/drafter --format vllm --output runs/export
-
-{format_lines()}
-
---format gguf --target-gguf float16 also writes the target as GGUF file, where none is at hand.
-A drafter with features that the format does not support is an error that lists them. For n-grams, which engines
-draft by themselves, --drafter with that kind's name prints their settings. Check the result by:
-
-  drafttrain verify --drafter runs/drafter --exported runs/export"""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = adder(parser)
-    add_drafter_flag(parser, trained=True, more=", or a kind without weights, to print its recipes only")
-    add("--format", choices=FORMATS, help="whose format; see above")
-    add("--output", Place, help="folder to write")
-    newest = ", ".join(f"{form}: {engine_of(form).name} {engine_of(form).release}" for form in FORMATS)
-    add("--engine-version", Name, default="", help=f"release of the engine that is to load it (default: {newest})")
-    add("--dtype", FileDtype, default="bfloat16", help=WEIGHTS_HELP)
-    add("--target", Name, default="", help="name in recipes; has the tokenizer (default: the recorded one)")
-    more = f"with --format gguf: also write the target, as {TARGET_GGUF} of this type"
-    add("--target-gguf", choices=TYPES, help=more)
-    add("--speculative-tokens", Depth, help="drafted per round (default: the depth in decoding.json, else 3)")
-    add("--schedule", File, help=SCHEDULE_HELP)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,8 +31,12 @@ def run(args: argparse.Namespace) -> int:
             )
         print(as_text(own_drafting(args.drafter, args.target or "TARGET", args.speculative_tokens or 5)))
         return 0
-    if lacking := next((flag for flag in ("format", "output") if getattr(args, flag) is None), None):
-        raise UserError(f"--{lacking} is required for a trained drafter; see drafttrain export --help")
+    if args.format is None:
+        kind = find_drafter(args.drafter).kind
+        print("\n".join(format_lines(kind)) or f"no engine loads drafters of kind {kind}")
+        return 0
+    if args.output is None:
+        raise UserError("--output is required to write a trained drafter; see drafttrain export --help")
     if args.target_gguf and args.format != "gguf":
         raise UserError(f"target-gguf={args.target_gguf!r} goes with --format gguf, not {args.format!r}; drop the flag")
     schedule = batch_schedule(Path(args.schedule).expanduser()) if args.schedule else None

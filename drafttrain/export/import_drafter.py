@@ -8,37 +8,11 @@ from pathlib import Path
 from drafttrain.drafters.shipping import ExportRequest, Shipping, find_drafter, shipped_kinds, shipping
 from drafttrain.errors import UserError
 from drafttrain.files import hub_snapshot, scratch_folder, writing
-from drafttrain.flags import TARGET_HELP
 from drafttrain.folders import OutputFolder, inputs_of
 from drafttrain.formats.weights import read_config
 from drafttrain.target import load_shell
-from drafttrain.values import Place, adder
 
-_READABLE = list(filter(None, (shipping(kind).reads for kind in shipped_kinds())))
-_READS, _LINES = "; ".join(_READABLE), "\n".join(f"  {reads}" for reads in _READABLE)
-
-HELP = f"""Bring a published drafter into drafttrain, to measure, tune or train it further.
-
-Import reads what trainers and engines publish (docs/publishing.md has the table of projects and releases):
-
-{_LINES}
-
-  drafttrain import --checkpoint yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --target meta-llama/Llama-3.1-8B-Instruct \\
-      --allow-pickle --output runs/eagle3-llama
-  drafttrain eval --target meta-llama/Llama-3.1-8B-Instruct --drafter runs/eagle3-llama --output results.json
-
-Before the drafter is kept, it is exported and checked as by drafttrain verify. Of the target only config and tokenizer are read,
-and the embedding if the drafter brings one.
-Nothing runs on load: weights are safetensors, unless --allow-pickle admits a .bin file."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = adder(parser)
-    add("--checkpoint", Place, required=True, help="folder or Hub id of the drafter")
-    add("--target", Place, required=True, help=f"the model it was trained for: {TARGET_HELP}")
-    add("--output", Place, required=True, help="folder to write")
-    add("--allow-pickle", action="store_true", help="also read .bin and .pt files (torch.load with weights_only)")
-    add("--trust-remote-code", action="store_true", help="run model code that comes with the target")
+_READS = "; ".join(filter(None, (shipping(kind).reads for kind in shipped_kinds())))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -13,18 +13,11 @@ from typing import NamedTuple
 
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import decoding_settings, default_tree
-from drafttrain.drafters.shipping import (
-    ENGINES,
-    GGUF_NAME,
-    TARGET_OVERRIDES,
-    TOKENIZERS,
-    Trained,
-    shipped_kinds,
-    shipping,
-)
+from drafttrain.drafters.shipping import GGUF_NAME, TARGET_OVERRIDES, TOKENIZERS, Trained, shipped_kinds, shipping
 from drafttrain.errors import UserError
 from drafttrain.export.batch_schedule import Entry, sglang_config, vllm_keys
 from drafttrain.files import Json
+from drafttrain.formats.engines import ENGINES
 
 _TREES = ("SGLang", "TensorRT-LLM, Triton")  # engines that draft dynamic trees; the others draft chains
 # What to type, per engine. settings: see `_settings`.

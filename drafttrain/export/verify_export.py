@@ -15,17 +15,15 @@ from pathlib import Path
 import torch
 from typing_extensions import TypedDict
 
-from drafttrain.drafters.shipping import ENGINES, FORMATS, find_drafter, shipping
+from drafttrain.drafters.shipping import find_drafter, shipping
 from drafttrain.environment import describe_environment
 from drafttrain.errors import UserError
 from drafttrain.evaluation.suites import load_suite, render, take_evenly
-from drafttrain.export.engine_runs import PACKAGES, missing
+from drafttrain.export.engine_runs import missing
 from drafttrain.export.export_drafter import export
 from drafttrain.export.serving_recipes import engine_depth, tuned_tree
 from drafttrain.export.tiny_drafters import shipped_drafters, tiny_prompts, tiny_target
 from drafttrain.export.verify_matrix import (
-    HALF_TOLERANCE,
-    TOLERANCE,
     DrafterRows,
     VerifyJob,
     VerifyRow,
@@ -35,32 +33,11 @@ from drafttrain.export.verify_matrix import (
     failed,
 )
 from drafttrain.files import Json, JsonlLog, scratch_folder
-from drafttrain.flags import TARGET_HELP, add_drafter_flag
 from drafttrain.folders import inputs_of, output_file
+from drafttrain.formats.engines import ENGINES, PACKAGES
 from drafttrain.formats.public_names import write_clean_json
 from drafttrain.reports.output import table_of, wide_console
 from drafttrain.target import Target, resolve_dtype
-from drafttrain.values import Count, Depth, FileDtype, Name, Place, adder
-
-HELP = f"""Prove that an exported drafter computes what it computes here.
-
-  drafttrain verify --drafter runs/drafter --exported runs/export
-  drafttrain verify --drafter runs/drafter --engine vllm --engine-python ~/vllm/bin/python --output verify.json
-  drafttrain verify --drafter runs/draft --engine transformers
-  drafttrain verify --drafter runs/drafter --engine all --engine-python vllm=~/vllm/bin/python llama.cpp=~/llama/bin/python
-  drafttrain verify --all-kinds --engine all --engine-python vllm=~/vllm/bin/python --output kinds.json
-
-Always: every tensor of the export must have the name, shape and dtype that the engine's loader expects and be finite; then the
-export is read back as a drafter, which must draft what the original drafts on random inputs. With --engine: the engine answers
-prompts greedily with a chain of --speculative-tokens, and so does our decoder; texts and accepted lengths are compared.
-
---engine all has a row for every engine; those that cannot run here are rows that say so, with the release whose rules the
-files follow. A row that differs or fails is exit status 1: in float32 any other text and accepted lengths more than
-{TOLERANCE:.0%} apart; in half precision, where near ties fall differently, {HALF_TOLERANCE:.0%}.
-
---all-kinds trains a tiny drafter of each kind for a tiny random target on the spot. Finished rows are in
-OUTPUT.partial.jsonl; the same command continues there.
-scripts/verify_engines_cpu.sh makes an environment for each engine that runs on a CPU and runs all of this."""
 
 FEW = 6  # prompts, below which a comparison says little
 
@@ -70,28 +47,6 @@ class _KeptRow(TypedDict):
 
     row: VerifyRow
     found: Json  # of `DrafterRows`
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = adder(parser)
-    which = parser.add_mutually_exclusive_group(required=True)
-    add_drafter_flag(which, trained=True, required=False)
-    which.add_argument(
-        "--all-kinds", action="store_true", help="a tiny drafter of every kind that engines load, in float32"
-    )
-    add("--exported", Place, help="folder written by drafttrain export (default: export it now, for the engine)")
-    add("--format", choices=FORMATS, help="of what is exported now (default: the engine's, else the kind's first)")
-    add("--dtype", FileDtype, default="bfloat16", help="of what is exported now, and of the target")
-    engines = ("auto", "none", "all", *PACKAGES)
-    add("--engine", choices=engines, default="auto", help="also run it there (default: vllm or llama.cpp if installed)")
-    paths = "interpreters that have vllm, or xllamacpp for llama.cpp; with several engines each as ENGINE=PATH"
-    add("--engine-python", Place, nargs="+", default=[], metavar="[ENGINE=]PATH", help=f"{paths} (default: this one)")
-    add("--target", Name, default="", help=f"{TARGET_HELP} (default: the recorded one)")
-    add("--suite", Place, default="drafttrain", help="where prompts come from: a suite's name or JSONL file")
-    add("--prompts", Count, default=8, help="at most, taken evenly from all categories")
-    add("--max-new-tokens", Count, default=64, help="per answer")
-    add("--speculative-tokens", Depth, help="length of the chain (default: the tuned depth, else 3)")
-    add("--output", Place, help="JSON file to write")
 
 
 def run(args: argparse.Namespace) -> int:

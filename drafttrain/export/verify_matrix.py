@@ -10,18 +10,17 @@ import torch
 from typing_extensions import TypedDict
 
 from drafttrain.drafters.registry import load_drafter
-from drafttrain.drafters.shipping import GGUF_NAME, EngineRelease, Trained, shipping
+from drafttrain.drafters.shipping import GGUF_NAME, Trained, shipping
 from drafttrain.errors import UserError
 from drafttrain.export import engine_runs
 from drafttrain.export.engine_runs import EngineJob
 from drafttrain.export.export_drafter import export
+from drafttrain.export.verify_export_flags import HALF_TOLERANCE, TOLERANCE
 from drafttrain.files import Json
+from drafttrain.formats.engines import EngineRelease
 from drafttrain.formats.weights import dtype_name
 from drafttrain.formats.write_gguf import write_gguf
 from drafttrain.target import Target, resolve_dtype
-
-# Largest relative difference of accepted lengths. In half precision near ties fall differently on both sides, and so do texts.
-TOLERANCE, HALF_TOLERANCE = 0.02, 0.05
 
 
 class VerifyRow(TypedDict):

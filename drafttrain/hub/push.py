@@ -19,43 +19,14 @@ from drafttrain.drafters.shipping import ExportRequest, Trained, find_drafter, s
 from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import load_results, read_training
 from drafttrain.evaluation.plausibility import implausible
-from drafttrain.export.batch_schedule import SCHEDULE_HELP, batch_schedule
+from drafttrain.export.batch_schedule import batch_schedule
 from drafttrain.export.serving_recipes import engine_depth, recipes, tuned_tree
 from drafttrain.files import Json
-from drafttrain.flags import WEIGHTS_HELP
 from drafttrain.formats.public_names import public_name, shorten, write_clean_json
 from drafttrain.formats.weights import read_config
-from drafttrain.hub.upload import add_publishing_flags, publish, write_card
+from drafttrain.hub.upload import publish, write_card
 from drafttrain.reports.report import draw, identity_line
 from drafttrain.target import resolve_dtype, resolve_target
-from drafttrain.values import File, FileDtype, Name, Place, adder
-
-HELP = """Publish a drafter on the Hugging Face Hub with a model card made from measured results.
-
-  drafttrain push --drafter runs/drafter --repo user/name --results runs/results.json --dry-run --output runs/publish
-  hf auth login
-  drafttrain push --drafter runs/drafter --repo user/name --results runs/results.json
-
---dry-run writes the folder and prints what would be uploaded. A second push updates the files and tags the new revision (v1,
-v2, ...); nothing is ever deleted. An interrupted upload continues when the command is run again. Only safetensors, JSON, pictures
-and GGUF are published; local paths and tokens are kept out. Afterwards: drafttrain eval --drafter user/name"""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = adder(parser)
-    add("--drafter", Place, required=True, help="a trained drafter's folder")
-    add_publishing_flags(parser)
-    add("--license", "--licence", default="", help="of the drafter, as the Hub spells it, such as apache-2.0 (default: the "
-        "target's, where drafttrain fetch noted it)")  # fmt: skip
-    add("--results", File, nargs="+", default=[], help="files that drafttrain eval wrote for this drafter")
-    add("--without-evaluation", action="store_true", help="publish although nothing was measured; the card says so")
-    add("--accept-implausible", action="store_true", help="publish figures that cannot be right, such as a baseline that "
-        "varies more than 3x between prompts (drafttrain report names them)")  # fmt: skip
-    add("--schedule", File, help=SCHEDULE_HELP)
-    add("--base-model", Name, default="", help="the target's Hub id (default: the recorded name)")
-    add("--data", Name, default="", help="training data's folder, for the card (default: the recorded one)")
-    add("--dataset", Name, default="", help="Hub id of the training data, if published (drafttrain push-data)")
-    add("--dtype", FileDtype, default="bfloat16", help=WEIGHTS_HELP)
 
 
 def run(args: argparse.Namespace) -> int:

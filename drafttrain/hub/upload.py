@@ -19,23 +19,12 @@ from drafttrain.environment import __version__
 from drafttrain.errors import UserError, first_line, without_xet
 from drafttrain.files import Json, scratch_folder, unreachable, write_text
 from drafttrain.folders import OutputFolder, inputs_of
-from drafttrain.values import Place, adder
 
 _TEXT = (".json", ".md", ".jsonl", ".yaml", ".jinja", ".txt")
 _HEAD = 32 * 2**20  # bytes of a GGUF file that are searched: its metadata and vocabulary come first
 _REACHED = 8.0  # seconds within which the Hub must answer
 # Places that exist on one machine only, in running text and in JSON.
 _LOCAL = re.compile(r"(?<![\w.:/])(?:~/|/(?:home|Users|root|tmp|var|mnt|work|data|opt|srv|private|scratch)/)[^\s\"'`]*")
-
-
-def add_publishing_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds --repo, --private, --dry-run, --output and --tag."""
-    add = adder(parser)
-    add("--repo", Place, required=True, help="user/name or organization/name")
-    add("--private", action="store_true", help="make the repository private, if it is created now")
-    add("--dry-run", action="store_true", help="write the folder, print what would be uploaded, and stop")
-    add("--output", Place, help="folder to prepare it in (default: a temporary one; needed with --dry-run)")
-    add("--tag", default="", help="of the new revision (default: the next of v1, v2, ...)")
 
 
 def publish(args: argparse.Namespace, command: str, kind: str, message: str, prepare: Callable[[Path], None]) -> int:

@@ -13,25 +13,7 @@ from drafttrain.folders import inputs_of, output_file
 from drafttrain.reports import report_page
 from drafttrain.reports.charts import picture
 from drafttrain.reports.output import table_of, wide_console
-from drafttrain.values import File, Place, adder
-
-HELP = """Show results.json as a table, and make a page or a picture of it.
-
-  drafttrain report results.json --output report.html
-  drafttrain report eagle.json ngram.json sweep.json --output compared.html
-  drafttrain report results.json --output report.png
-
-A page needs no network. FOLDER/NAME_charts/ next to it gets a PNG of each chart. Several files are compared; a sweep's summary
-adds speed-up by batch size. A picture has a row of three charts per file."""
-
-FORMATS = (".html", ".png", ".svg", ".pdf")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's flags."""
-    add = adder(parser)
-    add("results", File, nargs="+", help="files written by drafttrain eval, and sweeps' summaries")
-    add("--output", Place, default="report.png", help=f"page or picture to write ({', '.join(FORMATS)})")
+from drafttrain.reports.report_flags import FORMATS
 
 
 def run(args: argparse.Namespace) -> int:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from drafttrain.credentials import redact
-from drafttrain.evaluation.metrics import BASELINES, accepted_length_histogram, rounds_of
+from drafttrain.evaluation.baselines import BASELINES
+from drafttrain.evaluation.metrics import accepted_length_histogram, rounds_of
 from drafttrain.files import Json
 from drafttrain.reports.charts import Chart, Series, Span, svg
 from drafttrain.reports.output import render_page

@@ -22,22 +22,13 @@ from drafttrain.drafters.registry import default_tree, load_drafter
 from drafttrain.errors import UserError
 from drafttrain.evaluation.suites import render
 from drafttrain.files import Json, write_text
-from drafttrain.flags import add_drafter_flag, add_sampling_flags, add_target_flags, load_target, sampling_of
+from drafttrain.flags import load_target, sampling_of
 from drafttrain.folders import inputs_of, output_file
 from drafttrain.inference import Decoder, Stats
 from drafttrain.inference.verify import Verdict
 from drafttrain.ops.sampling import probabilities
 from drafttrain.progress import plain_console
 from drafttrain.reports.output import render_page
-from drafttrain.values import Count, Place, adder
-
-HELP = """Show who produced each token of one answer, and what a round drafted.
-
-  drafttrain trace --target smollm2-135m --drafter runs/drafter --prompt "Name three rivers." --output trace.html
-  drafttrain trace --target smollm2-135m --drafter ngram --prompt "Count to ten, twice." --tree chain:4 --round 12
-
-The drafter's tokens are shaded by the depth at which they were accepted; the others are the target's own. The page shows the
-tree of every round, the terminal that of --round (default: the round that accepted most)."""
 
 # Background of accepted tokens in the terminal by depth; deeper tokens get the last one.
 _SHADES = ("black on #cfe8ff", "black on #93c5fd", "black on #5aa2f5", "white on #2463c9", "white on #173f8a")
@@ -119,19 +110,6 @@ class Trace:
     def best(self) -> int:
         """Number of the round that accepted most, of several the one with the largest tree; 0 without rounds."""
         return max(self.rounds, key=lambda r: (r.accepted, len(r.nodes), -r.number)).number if self.rounds else 0
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's flags."""
-    add = adder(parser)
-    add_target_flags(parser)
-    add_drafter_flag(parser)
-    add("--prompt", required=True, help="the user's message; the chat template is applied")
-    add("--tree", help="chain:3, dynamic:5,8,24, ... (default: the tree in the drafter's decoding.json, else chain:3)")
-    add_sampling_flags(parser)
-    add("--max-new-tokens", Count, default=96, help="length of the answer")
-    add("--round", Count, help="the round whose tree is shown")
-    add("--output", Place, help="page to write (.html)")
 
 
 def run(args: argparse.Namespace) -> int:

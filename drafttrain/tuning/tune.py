@@ -32,22 +32,14 @@ from drafttrain.drafters.registry import decoding_file, decoding_settings, load_
 from drafttrain.environment import describe_environment
 from drafttrain.errors import UserError
 from drafttrain.files import Json, read_jsonl, write_json
-from drafttrain.flags import add_drafter_flag, add_sampling_flags, add_target_flags, load_target, sampling_of
+from drafttrain.flags import load_target, sampling_of
 from drafttrain.folders import inputs_of, output_file
 from drafttrain.inference import Decoder, SamplingParams, token_limit
 from drafttrain.progress import Progress
 from drafttrain.reports.output import table_of, wide_console
 from drafttrain.target import Target
 from drafttrain.tuning.replay import CYCLES, DEPTH, CostModel, Track, chances, measure_costs, recall, record, replay
-from drafttrain.values import Count, File, Place, adder
-
-HELP = """Find the fastest tree for a drafter on this machine, and keep it as the drafter's default.
-
-  drafttrain tune --target smollm2-135m --drafter runs/quickstart/drafter+ngram --output tune.json
-
-Takes about a minute for a small model: records acceptance once, measures costs by nodes and depth, predicts all candidates
-from both, and measures the best one against plain decoding. Writes decoding.json into the drafter's folder, which
-`drafttrain eval` and `drafttrain.generate` read. Speed-ups are of decoding; the prompt's pass is not counted."""
+from drafttrain.tuning.tune_flags import REPEATS, ROWS, TOKENS
 
 PROMPTS = (
     "Give three reasons why people keep diaries, with a short example of each.",
@@ -58,9 +50,6 @@ PROMPTS = (
     "Which planets have rings, and what are the rings made of?",
     "Write a polite message that moves a dentist's appointment from Monday to Thursday.",
 )
-TOKENS = 64
-ROWS = 6
-REPEATS = 2
 NODES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48)
 RESAMPLES = 1000  # of the prompts, for the intervals of measured ratios
 PARTED = 0.15  # relative difference of prediction and measurement that is pointed out
@@ -268,20 +257,6 @@ def measure(
                 tokens[side, i] = max(stats.new_tokens - 1, 1)
                 meter.advance()
     return Timings(tokens, np.median(seconds, axis=0))
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's flags."""
-    add = adder(parser)
-    add_target_flags(parser)
-    add_drafter_flag(parser)
-    add_sampling_flags(parser, seed=False)
-    add("--calibrate", File, metavar="FILE", help="JSONL of messages, turns or text (default: built-in prompts)")
-    add("--prompts", Count, default=ROWS, help="prompts at most (default: %(default)s)")
-    add("--max-new-tokens", Count, default=TOKENS, help="per prompt (default: %(default)s)")
-    add("--repeats", Count, default=REPEATS, help="of the final measurement (default: %(default)s)")
-    add("--output", Place, default="tune.json", help="what was measured and predicted")
-    add("--dry-run", action="store_true", help="leave the drafter's decoding.json as it is")
 
 
 def run(args: argparse.Namespace) -> int:

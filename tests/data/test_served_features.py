@@ -13,7 +13,7 @@ import time
 import pytest
 import torch
 
-from drafttrain.cli import main
+from drafttrain.cli import flags_module, main
 from drafttrain.data import features, state_client, state_server, state_transports
 from drafttrain.data.state_server import StateServer, flag_value, served_layers
 from drafttrain.data.state_transports import RECORD
@@ -123,12 +123,9 @@ def test_every_process_of_a_launch_would_start_a_server(tmp_path):
 
 def parsed(command: str, *words: str):
     import argparse
-    import importlib
-
-    from drafttrain.cli import COMMANDS
 
     parser = argparse.ArgumentParser()
-    importlib.import_module(f"drafttrain.{COMMANDS[command][0]}").add_arguments(parser)
+    flags_module(command).add_arguments(parser)
     return parser.parse_args(words)
 
 

@@ -10,8 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from drafttrain.drafters.eagle3.export import SHIPPING, unsupported_features
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
-from drafttrain.drafters.shipping import ENGINES, ExportRequest
+from drafttrain.drafters.shipping import ExportRequest
 from drafttrain.errors import UserError
+from drafttrain.formats.engines import ENGINES
 from drafttrain.formats.weights import write_checkpoint
 from tests.conftest import make_target
 from tests.engine_arithmetic.eagle3 import compare_steps

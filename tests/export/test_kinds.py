@@ -11,8 +11,9 @@ import torch
 from drafttrain.cli import main
 from drafttrain.drafters import shipping as module
 from drafttrain.drafters.registry import kind_class, kinds, load_trained
-from drafttrain.drafters.shipping import ENGINES, FORMATS, find_drafter, format_lines, shipped_kinds, shipping
+from drafttrain.drafters.shipping import find_drafter, format_lines, shipped_kinds, shipping
 from drafttrain.export.serving_recipes import recipes
+from drafttrain.formats.engines import ENGINES, FORMATS
 from tests.conftest import make_target
 from tests.drafters.test_eagle3_formats import make_head
 
@@ -33,7 +34,7 @@ def test_every_module_is_of_a_trained_kind_and_names_known_formats_and_engines()
         assert set(kind.verifiable.values()) <= kind.formats.keys()
         for form, described in kind.formats.items():
             assert described.engines and set(described.engines) <= ENGINES.keys()
-            line = next(line for line in format_lines().splitlines() if name in line and described.text in line)
+            line = next(line for line in format_lines(name) if described.text in line)
             assert form in line.partition(described.text)[0]
 
 

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from drafttrain.drafters.shipping import ENGINES, ExportRequest, find_drafter, shipping
+from drafttrain.drafters.shipping import ExportRequest, find_drafter, shipping
 from drafttrain.export.engine_runs import run_side
+from drafttrain.formats.engines import ENGINES
 from drafttrain.target import Target
 from tests import engine_arithmetic
 from tests.conftest import make_target

@@ -16,10 +16,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafttrain.cli import main
 from drafttrain.drafters.registry import load_drafter
-from drafttrain.drafters.shipping import ENGINES
 from drafttrain.errors import UserError
 from drafttrain.export import engine_runs, tiny_drafters, verify_export
 from drafttrain.export.verify_matrix import DrafterRows
+from drafttrain.formats.engines import ENGINES
 from drafttrain.inference import generate
 from drafttrain.target import Target
 from tests.conftest import make_tokenizer

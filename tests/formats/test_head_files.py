@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from drafttrain.drafters.shipping import ExportRequest, check_expressible, find_drafter, shipping, whole_rows
 from drafttrain.errors import UserError
-from drafttrain.export.export_drafter import add_arguments, run
+from drafttrain.export.export_drafter import run
+from drafttrain.export.export_drafter_flags import add_arguments
 from tests.drafters.test_path_heads import make_heads
 from tests.engine_arithmetic.heads import ENGINES, compare_heads
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from drafttrain.cli import COMMANDS
+from drafttrain.cli import flags_module
 from drafttrain.flags import CommandParser
 from drafttrain.train import setup
 
@@ -38,9 +38,8 @@ def test_its_commands_exist_with_their_flags(monkeypatch, tmp_path):
         "eval",
     ]
     for name, *flags in commands:
-        module = importlib.import_module(f"drafttrain.{COMMANDS[name][0]}")
         parser = CommandParser()
-        module.add_arguments(parser)
+        flags_module(name).add_arguments(parser)
         parser.parse_args([word.replace(".venv-vllm/bin/python", sys.executable) for word in flags])
     trained = [line for line in lines if "drafttrain/train.py" in line]
     recipes = [

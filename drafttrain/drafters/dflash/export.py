@@ -29,9 +29,10 @@ from drafttrain.drafters.common.block import BlockDrafter
 from drafttrain.drafters.dflash.block_reading import block_fields, is_dspark, named, own_keys, without_copies
 from drafttrain.drafters.dflash.model import DFlash
 from drafttrain.drafters.gguf_heads import RELEASE, GgufHeads
-from drafttrain.drafters.shipping import EngineRelease, Exported, ExportRequest, Format, Trained, engine_of
+from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Trained
 from drafttrain.errors import UserError
 from drafttrain.files import Json, writing
+from drafttrain.formats.engines import EngineRelease, engine_of
 from drafttrain.formats.weights import (
     check_kept_ids,
     check_names,

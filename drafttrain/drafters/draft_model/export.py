@@ -10,19 +10,10 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from drafttrain.drafters.draft_model.model import DraftModel
 from drafttrain.drafters.registry import META_FILE
-from drafttrain.drafters.shipping import (
-    FORMATS,
-    GGUF_NAME,
-    TOKENIZERS,
-    EngineRelease,
-    ExportRequest,
-    Format,
-    Shipping,
-    Trained,
-    engine_of,
-)
+from drafttrain.drafters.shipping import GGUF_NAME, TOKENIZERS, ExportRequest, Format, Shipping, Trained
 from drafttrain.errors import UserError
 from drafttrain.files import Json
+from drafttrain.formats.engines import FORMATS, EngineRelease, engine_of
 from drafttrain.formats.public_names import write_clean_json
 from drafttrain.formats.weights import dtype_name, read_config
 from drafttrain.formats.write_gguf import write_gguf

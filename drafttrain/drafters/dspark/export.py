@@ -23,8 +23,9 @@ from torch import Tensor
 from drafttrain.drafters.dflash.block_reading import own_keys
 from drafttrain.drafters.dflash.export import BlockFiles, EngineBlocks
 from drafttrain.drafters.dspark.model import DSpark
-from drafttrain.drafters.shipping import EngineRelease, ExportRequest, Format, Trained
+from drafttrain.drafters.shipping import ExportRequest, Format, Trained
 from drafttrain.files import Json
+from drafttrain.formats.engines import EngineRelease
 from drafttrain.target import Target
 
 _CERTAIN = 20.0  # confidence of checkpoints without such a head, before the sigmoid: no estimate stops a draft

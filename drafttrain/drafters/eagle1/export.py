@@ -21,9 +21,10 @@ from drafttrain.drafters.common.llama_layers import LAYER_KEYS, layer_keys, unsu
 from drafttrain.drafters.eagle1.model import Eagle1, Eagle1Config
 from drafttrain.drafters.eagle3.reading import check_embedding, published_rope
 from drafttrain.drafters.read_back import RandomTarget, draft_chains
-from drafttrain.drafters.shipping import EngineRelease, Exported, ExportRequest, Format, Published, Shipping, Trained
+from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Published, Shipping, Trained
 from drafttrain.errors import UserError
 from drafttrain.files import Json
+from drafttrain.formats.engines import EngineRelease
 from drafttrain.formats.weights import dtype_name
 
 _ARCHITECTURES = {"vllm": "EagleLlamaForCausalLM", "sglang": "LlamaForCausalLMEagle"}

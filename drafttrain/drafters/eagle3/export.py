@@ -27,18 +27,10 @@ from drafttrain.drafters.common.llama_layers import layer_keys, unsupported_by_l
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
 from drafttrain.drafters.eagle3.reading import HEAD_KEYS, Head, default_layers, make_head
 from drafttrain.drafters.gguf_heads import RELEASE, GgufHeads
-from drafttrain.drafters.shipping import (
-    ENGINES,
-    EngineRelease,
-    Exported,
-    ExportRequest,
-    Format,
-    Shipping,
-    Trained,
-    engine_of,
-)
+from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Shipping, Trained
 from drafttrain.errors import UserError
 from drafttrain.files import Json
+from drafttrain.formats.engines import ENGINES, EngineRelease, engine_of
 from drafttrain.formats.public_names import public_name, write_clean_json
 from drafttrain.formats.weights import (
     dtype_name,

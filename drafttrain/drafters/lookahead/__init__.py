@@ -1,0 +1,3 @@
+"""Lookahead decoding."""
+
+UNTRAINED = True

@@ -22,17 +22,10 @@ from torch import Tensor
 
 from drafttrain.drafters.common.llama_layers import LAYER_KEYS, layer_keys, unsupported_by_llama
 from drafttrain.drafters.mtp.model import MIMO, MTP, MTPConfig
-from drafttrain.drafters.shipping import (
-    TARGET_OVERRIDES,
-    EngineRelease,
-    Exported,
-    ExportRequest,
-    Format,
-    Shipping,
-    Trained,
-)
+from drafttrain.drafters.shipping import TARGET_OVERRIDES, Exported, ExportRequest, Format, Shipping, Trained
 from drafttrain.errors import UserError
 from drafttrain.files import Json
+from drafttrain.formats.engines import EngineRelease
 from drafttrain.formats.weights import dtype_name
 from drafttrain.target import load_shell
 

@@ -1,0 +1,3 @@
+"""Prompt lookup."""
+
+UNTRAINED = True

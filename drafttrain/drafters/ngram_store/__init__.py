@@ -1,0 +1,3 @@
+"""An n-gram store."""
+
+UNTRAINED = True

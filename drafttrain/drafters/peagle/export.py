@@ -12,9 +12,10 @@ from pathlib import Path
 from drafttrain.drafters.eagle3.export import Eagle3Files, unsupported_features
 from drafttrain.drafters.eagle3.reading import make_head
 from drafttrain.drafters.peagle.model import PEagle
-from drafttrain.drafters.shipping import EngineRelease, Exported, ExportRequest, Format, Trained, engine_of
+from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Trained
 from drafttrain.errors import UserError
 from drafttrain.files import Json
+from drafttrain.formats.engines import EngineRelease, engine_of
 from drafttrain.formats.weights import read_config, read_weights
 
 _MASK_KEYS = ("mask_token_id", "ptd_token_id", "pard_token")  # as vLLM looks for the token, in this order

@@ -1,4 +1,4 @@
-"""`drafttrain train`: its help and flags. The training modules, and torch with them, load when it runs."""
+"""`drafttrain train`: its help and flags."""
 
 from __future__ import annotations
 
@@ -24,9 +24,3 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     adder(parser)("config", Place, help="YAML recipe, see configs/")
     replaces = "replace a value of the recipe; a.b=c sets b in a"
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=replaces)
-
-
-def run(args: argparse.Namespace) -> int:
-    from drafttrain.train import run
-
-    return run(args)

@@ -1,0 +1,21 @@
+"""Names of what a drafter is compared with."""
+
+from __future__ import annotations
+
+from drafttrain.errors import UserError, shown
+
+BASELINES = ("autoregressive", "hf_generate")
+# Optional: transformers' own speculative decoding. The claimed speed-up compares with the plain baselines above only.
+HF_SPECULATIVE = ("hf_prompt_lookup", "hf_assisted")
+ALL_BASELINES = (*BASELINES, *HF_SPECULATIVE)
+
+
+def parse_baselines(text: str) -> list[str]:
+    """Reads a comma-separated list of baselines, or `none`. Raises UserError for an unknown name."""
+    names = [] if text == "none" else [name.strip() for name in text.split(",")]
+    unknown = [name for name in names if name not in ALL_BASELINES]
+    if unknown:
+        raise UserError(
+            f"baselines={shown(text)}: {shown(unknown[0])} is not one of {', '.join(ALL_BASELINES)}; or write none"
+        )
+    return names

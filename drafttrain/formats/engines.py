@@ -1,0 +1,54 @@
+"""The inference engines: the files that each loads, and the release whose rules the files follow."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from packaging.version import InvalidVersion, Version
+
+from drafttrain.errors import UserError
+
+FORMATS = ("vllm", "sglang", "transformers", "gguf")
+
+
+class EngineRelease(NamedTuple):
+    """An inference engine, in the release whose loader decides what it supports."""
+
+    name: str
+    form: str  # one of FORMATS: the files that it loads
+    release: str
+
+    def before(self, release: str) -> bool:
+        """Whether this release is older than another."""
+        return Version(self.release) < Version(release)
+
+    def of_release(self, release: str) -> EngineRelease:
+        """The engine in another release; the same for an empty one. Raises UserError: no version number."""
+        try:
+            return self._replace(release=str(Version(release))) if release else self
+        except InvalidVersion as error:
+            raise UserError(
+                f"engine-version={release!r} is no version number; write for example {self.release}"
+            ) from error
+
+
+# In the order of the recipes. The releases are those whose sources the rules were read from; the first engine of a format is
+# the one that the format is written for.
+ENGINES = {
+    engine.name: engine
+    for engine in (
+        EngineRelease("vLLM", "vllm", "0.32.0"),
+        EngineRelease("SGLang", "sglang", "0.5.23"),
+        EngineRelease("TensorRT-LLM, Triton", "sglang", "1.3"),  # its main branch after 1.2.1
+        EngineRelease("llama.cpp", "gguf", "11549"),
+        EngineRelease("transformers", "transformers", "5.23"),
+    )
+}
+# Engines that can be run, and the package of each in its environment.
+PACKAGES = {"vllm": "vllm", "transformers": "transformers", "llama.cpp": "xllamacpp"}
+GGUF_TYPES = ("float32", "float16", "bfloat16", "q8_0")  # of a GGUF file's matrices
+
+
+def engine_of(form: str) -> EngineRelease:
+    """The engine that a format is written for."""
+    return next(engine for engine in ENGINES.values() if engine.form == form)
