@@ -274,6 +274,10 @@ class Drafter:
         """
         return None
 
+    def fit(self) -> Json:
+        """What results record about how the drafter was bound, by key; nothing unless a binding leaves a choice."""
+        return {}
+
     def start(self, prompt_ids: Tensor, max_length: int) -> Session:
         """Returns a session for a new sequence.
 

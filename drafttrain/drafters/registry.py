@@ -57,7 +57,7 @@ def kind_class(name: str) -> type[Drafter]:
 def load_drafter(name: str, target: Target) -> Drafter | None:
     """A drafter for decoding, by name:
 
-    FOLDER or Hub id           a trained drafter, or any causal language model with the target's vocabulary
+    FOLDER or Hub id           a trained drafter, or any causal language model, with the target's vocabulary or another
     KIND, KIND:OPTIONS         a kind without weights; see `untrained` for the options
     FIRST+KIND, ..+KIND:..     FIRST, with the matches of a kind without weights merged into its tree
     none                       no drafter

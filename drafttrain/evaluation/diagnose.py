@@ -134,7 +134,9 @@ def _vocabulary(results: Json) -> Json | None:
         "vocabulary coverage",
         f"the drafter's vocabulary holds {covered:.1%} of the answers' tokens; {1 - covered:.1%} can never be accepted, of "
         f"{lost:.1%} that are rejected at the first depth",
-        "raise draft_vocab_size, or count the kept tokens on data like these prompts",
+        "set vocabulary_match: text, which drafts in the draft model's own tokens"
+        if "vocabulary" in results
+        else "raise draft_vocab_size, or count the kept tokens on data like these prompts",
     )
 
 

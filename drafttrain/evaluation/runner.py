@@ -154,6 +154,7 @@ def compare_sides(
     records = measure(plan, questions, others, saved)
     results = {
         **head,
+        **(parts_of(drafter)[0].fit() if drafter is not None else {}),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "tree_search": tree_search,
         "overall": summarize(records),

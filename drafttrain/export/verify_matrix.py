@@ -112,7 +112,7 @@ class DrafterRows:
 
     @cached_property
     def ours(self) -> Json | None:
-        """Our decoder's run; None for a draft model with another vocabulary than the target's, which it does not translate."""
+        """Our decoder's run; None for a draft model with another vocabulary than the target's: engines translate otherwise."""
         if not self.kind.shares_vocabulary(self.job.trained, self.job.target):
             return None
         drafter = load_drafter(str(self.job.trained.folder), self.job.target)

@@ -94,11 +94,9 @@ class Engine:
         self.target, self.drafter, self.pace, self.observer = target, drafter, pace, observer
         self.spec = spec or TreeSpec.parse("none")
         self.active: list[Sequence] = []
-        self.free = list(range(rows))
-        self._capture = tuple(capture)
+        self.free, self._capture = list(range(rows)), tuple(capture)
         self._layers = drafter.feature_layers if drafter is not None else self._capture
-        self._probes = drafter.probes if drafter is not None else 0
-        self._no_tree = TokenTree.empty(target.device)
+        self._probes, self._no_tree = drafter.probes if drafter is not None else 0, TokenTree.empty(target.device)
         snapshots = target.continuation is not None
         self._steps = None if snapshots else TargetSteps.lease(target, graphs)
         self._drafts: DraftSteps | None = None
@@ -414,8 +412,7 @@ class Decoder:
         self.eos_ids = frozenset(target.eos_ids if eos_ids is None else eos_ids)
         self.stop, self.max_rows = check_stop(stop, target), check("max_rows", max_rows, Count)
         self.cache: TreeCache | SnapshotCache = TreeCache(0)
-        self.graphs, self.capture_seconds = graphs, 0.0
-        self.memory = (0, str(self.cache))
+        self.graphs, self.capture_seconds, self.memory = graphs, 0.0, (0, str(self.cache))
         self.observer: Observer | None = None
 
     def generate(

@@ -46,7 +46,7 @@ class DraftModelShipping(Shipping[DraftModel]):
     }
 
     def unsupported(self, trained: Trained, form: str, engine: EngineRelease | None = None) -> list[str]:
-        """Vocabularies of other sizes: the ids of both are the same tokens (`check_vocabulary`), one has more of them.
+        """Vocabularies of other sizes, whose common ids are the same tokens (`differing_ids`); and vocabularies of other ids.
 
         vLLM 0.32 config/speculative.py; SGLang srt/speculative/standalone_worker_v2.py; llama.cpp b11549 common/speculative.cpp;
         TensorRT-LLM's features/speculative-decoding.
@@ -56,7 +56,8 @@ class DraftModelShipping(Shipping[DraftModel]):
             super().unsupported(trained, form, engine),
             _sizes(trained),
         )
-        if found or theirs == own:
+        other = _other_vocabulary(trained)
+        if found or (theirs == own and not other):
             return found
         differs = f"vocab_size={own} differs from the target's {theirs}"
         lacks = {
@@ -65,22 +66,26 @@ class DraftModelShipping(Shipping[DraftModel]):
             "TensorRT-LLM, Triton": "the engine verifies drafts by token id",
             "llama.cpp": abs(own - theirs) > _LLAMA_APART
             and f"llama.cpp b11549 takes at most {_LLAMA_APART} tokens more or less",
-        }.get(engine.name)
-        return [f"{differs}: {lacks}"] if lacks else []
+        }
+        if other:
+            differs = "the draft model has another vocabulary than its target"
+            lacks |= dict.fromkeys(lacks.keys() - {"vLLM"}, f"{engine.name} verifies drafts by token id")
+        return [f"{differs}: {lacks[engine.name]}"] if lacks.get(engine.name) else []
 
     def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
         theirs, own = _sizes(trained)
-        if theirs == own:
+        if theirs == own and not _other_vocabulary(trained):
             return self.serving
         more: Json = {"vLLM": {"use_heterogeneous_vocab": True}, "transformers": {TOKENIZERS: True}}
         return {engine: {**settings, **more.get(engine, {})} for engine, settings in self.serving.items()}
 
     def shares_vocabulary(self, trained: Trained, target: Target) -> bool:
+        drafter = trained.load()
         try:
-            trained.load().bind(target)
+            drafter.bind(target)
         except UserError:
             return False
-        return True
+        return not drafter.fit()
 
     def write(self, trained: Trained, form: str, request: ExportRequest) -> list[Path]:
         """Loads the model once, to prove that its checkpoint is complete, and writes it."""
@@ -137,6 +142,11 @@ class DraftModelShipping(Shipping[DraftModel]):
             ("model.safetensors", "the draft model, for transformers, vLLM, SGLang, TensorRT-LLM and drafttrain"),
         ]
         return files + self.publish_gguf(trained, request)
+
+
+def _other_vocabulary(trained: Trained) -> bool:
+    """Whether the draft model's ids mean other tokens than its target's, as training recorded."""
+    return bool(read_config(trained.folder, META_FILE, missing={}).get("other_vocabulary"))
 
 
 def _sizes(trained: Trained) -> tuple[int, int]:

@@ -17,8 +17,9 @@ saved as a plain checkpoint of its own architecture, which vLLM, transformers an
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,20 +28,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafttrain.batch import Batch, StepOutput, TokenTree, anchors_by_depth, sums_by_depth
-from drafttrain.drafters.base import JointSession, KeepTokens, Samplers, Specs, StepInputs, Tensors
+from drafttrain.drafters.base import KeepTokens, Samplers, Specs, StepInputs, Tensors
 from drafttrain.drafters.common.configs import TargetedConfig
 from drafttrain.drafters.common.static_draft import DraftPlaces, DraftSteps, SlotAttention
 from drafttrain.drafters.common.tensor_growth import Ask
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.common.tree_growth import GrowingTree, Logits, grow_trees
+from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.draft_model import start as language_models
+from drafttrain.drafters.draft_model.draft_sessions import DraftModelSession, OwnVocabularySession, SeparateCaches
+from drafttrain.drafters.draft_model.vocabularies import TokenBytes, VocabularyPair
 from drafttrain.drafters.registry import META_FILE
 from drafttrain.environment import __version__
 from drafttrain.errors import UserError
 from drafttrain.files import Json, write_json
 from drafttrain.formats.weights import read_config
 from drafttrain.losses import StoredTopK, linear_divergence
-from drafttrain.ops.tree_attention import TreeLayout
+from drafttrain.ops.graphs import GraphPool
 from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.sequence_parallel import SharedPart
 from drafttrain.target import Target
@@ -49,8 +53,6 @@ from drafttrain.target.shared_rows import SharedRows
 from drafttrain.values import Name, Size
 
 _ADAPTER = "adapter"
-# Slots in a cache for the nodes of a growing tree; the cache grows when it needs more.
-_TREE_SLOTS = 64
 
 
 class DraftModelConfig(TargetedConfig):
@@ -61,6 +63,7 @@ class DraftModelConfig(TargetedConfig):
         embedding: for init=target: `copied` (trained) or `shared` (frozen, the target's own).
         config: folder, Hub id or fields of the language model's config, for init=random.
         lora: options of `start.add_lora`; empty trains all weights.
+        vocabulary_match: how a draft model whose vocabulary is not the target's drafts for it, see vocabularies.py.
     """
 
     model_type = "drafttrain_draft_model"
@@ -68,18 +71,23 @@ class DraftModelConfig(TargetedConfig):
     embedding: Literal["copied", "shared"] = "copied"
     config: Name | Json = ""
     lora: Json | None = field(default_factory=dict)
+    vocabulary_match: Literal["auto", "tokens", "text"] = "auto"
 
     def check(self) -> None:
         self.lora = self.lora or {}
 
     def described(self) -> Json:
         """Content of drafttrain.json."""
-        names = ("drafter_kind", "layers", "embedding", "config", "lora", "loss", "target")
+        names = ("drafter_kind", "layers", "embedding", "config", "lora", "vocabulary_match", "loss", "target")
         return {"drafttrain": __version__, **{name: getattr(self, name) for name in names}}
 
 
 # A recipe's `drafter:` keys by `init`.
-_OPTIONS = {"target": {"layers", "embedding", "lora"}, "random": {"config", "lora"}, "checkpoint": {"lora"}}
+_OPTIONS = {
+    "target": {"layers", "embedding", "lora"},
+    "random": {"config", "lora"},
+    "checkpoint": {"lora", "vocabulary_match"},
+}
 
 
 class DraftModel(TrainableDrafter):
@@ -87,7 +95,9 @@ class DraftModel(TrainableDrafter):
 
     Attributes:
         lm: the language model, trained in place; runner: the same model as a `Target`, for decoding.
-        kept_ids: [d] the ids that both vocabularies have: 0 to d - 1, d being the smaller number of rows.
+        kept_ids: [d] the target's ids of tokens that both vocabularies have: 0 to d - 1, d being the smaller number of rows,
+            if the same ids mean the same tokens.
+        pair: both vocabularies, where the draft model's own ids differ from the target's; None where they do not.
     """
 
     config_class = DraftModelConfig
@@ -110,6 +120,7 @@ class DraftModel(TrainableDrafter):
             raise UserError(f"draft model: {error}") from error
         self.vocab_size = self.target_vocab_size = self.runner.vocab_size
         self.register_buffer("kept_ids", torch.arange(self.vocab_size), persistent=False)
+        self.pair: VocabularyPair | None = None
 
     @classmethod
     def begin(  # type: ignore[override]
@@ -153,7 +164,8 @@ class DraftModel(TrainableDrafter):
         lm, tokenizer = language_models.from_checkpoint(name)
         recorded = read_config(Path(name).expanduser(), META_FILE, missing={})
         # A trained adapter is merged into the saved weights.
-        own = {key: recorded[key] for key in ("layers", "embedding", "config", "loss", "target") if key in recorded}
+        keys = ("layers", "embedding", "config", "vocabulary_match", "loss", "target")
+        own = {key: recorded[key] for key in keys if key in recorded}
         return cls(lm, tokenizer, DraftModelConfig(**own), name)
 
     def save_pretrained(  # type: ignore[override]
@@ -179,7 +191,7 @@ class DraftModel(TrainableDrafter):
             language_models.save_adapter(self.lm, state, folder / _ADAPTER)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
-        write_json(folder / META_FILE, self.config.described())
+        write_json(folder / META_FILE, {**self.config.described(), "other_vocabulary": self.pair is not None})
 
     def load_checkpoint(self, folder: str | Path) -> bool:
         """Reads the weights that `save_pretrained` wrote during the same training; with LoRA, the adapter."""
@@ -196,10 +208,38 @@ class DraftModel(TrainableDrafter):
     # -- vocabulary, packing, copies ----------------------------------------------------------------------------
 
     def bind(self, target: Target) -> None:
-        """Checks that token ids mean the same to both. Any target with this vocabulary fits, whatever its size."""
-        language_models.check_vocabulary(self.tokenizer, target, self.runner.name)
-        self.target_vocab_size = target.vocab_size
+        """Compares the vocabularies. With the target's ids the model fits whatever its size; with others it drafts through
+        the text, and states how.
+
+        Raises:
+            UserError: a tokenizer whose tokens cannot be read as bytes, or no shared token to draft.
+        """
+        self.target_vocab_size, wanted = target.vocab_size, self.config.vocabulary_match
+        if self.pair is not None and self.pair.target.tokenizer is target.tokenizer:
+            return
+        self.pair = None
         self.kept_ids = torch.arange(min(self.vocab_size, target.vocab_size), device=target.device)
+        differing = language_models.differing_ids(self.tokenizer, target)
+        if not differing and (wanted != "text" or self.tokenizer is None):
+            return
+        theirs = TokenBytes(target.tokenizer, target.vocab_size, target.name)
+        own = TokenBytes(self.tokenizer, self.vocab_size, self.runner.name)
+        self.pair = VocabularyPair(theirs, own, wanted, target.device)
+        self.kept_ids = self.pair.kept_ids
+        print(
+            f"drafter={self.runner.name!r} has a vocabulary of its own and drafts by {self.pair.way} (vocabulary_match="
+            f"{wanted}): it shares {len(self.kept_ids):,} of {target.name!r}'s {len(theirs.ids):,} tokens, and "
+            f"{100 * self.pair.of_text:.0f} % of those of a sample text",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    @property
+    def vocabulary(self) -> Tensor | None:
+        return None if self.pair is not None and self.pair.way != "tokens" else self.kept_ids
+
+    def fit(self) -> Json:
+        return {} if self.pair is None else {"vocabulary": self.pair.recorded}
 
     @torch.no_grad()
     def check_packing(self) -> None:
@@ -215,13 +255,24 @@ class DraftModel(TrainableDrafter):
 
     def blank(self) -> DraftModel:
         lm, config = type(self.lm)(copy.deepcopy(self.lm.config)), copy.deepcopy(self.config)
-        return type(self)(lm, self.tokenizer, config, self.runner.name)  # type: ignore[arg-type]
+        other = type(self)(lm, self.tokenizer, config, self.runner.name)  # type: ignore[arg-type]
+        other.pair, other.kept_ids = self.pair, self.kept_ids
+        return other
 
     def pack(self) -> None:
         self.runner.pack()
 
     def as_target(self) -> Target:
-        """A frozen copy with only the ids that both vocabularies have."""
+        """A frozen copy with only the ids that both vocabularies have.
+
+        Raises:
+            UserError: ids of another vocabulary than the target's.
+        """
+        if self.pair is not None:
+            raise UserError(
+                f"on_policy: {self.runner.name!r} has another vocabulary than the target, so its answers are no rows of target "
+                "tokens; leave it out"
+            )
         state = self._lm_state()
         lm = type(self.lm)(copy.deepcopy(self.lm.config))
         lm.load_state_dict(language_models.merged(self.lm, state) if self.config.lora else state)
@@ -243,18 +294,21 @@ class DraftModel(TrainableDrafter):
         batch, _, _, rows, row_of, count, measure = inputs
         ids = batch.input_ids
         at = anchors_by_depth(batch.response_mask, 1)[0] + 1  # [t] flat positions
-        if batch.shared is None:
+        if self.pair is not None:
+            states, at = self._states_of_text(self.pair, inputs, at)
+        elif batch.shared is None:
             states = self._states(ids, None if batch.documents is None else batch.begins()).flatten(0, 1)[at]
         else:
             at = at[batch.part.of(at)]  # of this process
             states = self._shared_states(batch, at)
         head, d = self.lm.get_output_embeddings(), len(self.kept_ids)
-        weight = head.weight[:d]  # [d, h]
+        own = slice(d) if self.pair is None else self.pair.own_ids
+        weight = head.weight[own]  # [d, h]
         if self.runner.logit_scale != 1.0:
             states = states * self.runner.logit_scale
         if head.bias is not None:  # one more column whose input is 1
             states = torch.cat((states, states.new_ones(len(states), 1)), dim=1)
-            weight = torch.cat((weight, head.bias[:d, None]), dim=1)
+            weight = torch.cat((weight, head.bias[own, None]), dim=1)
         if rows is None or row_of is None:  # pretraining: the text's own tokens take the place of the target
             index, loss = torch.arange(len(at), device=at.device), "ce"
             rows = StoredTopK.of_tokens(ids.flatten()[at + 1], d)
@@ -272,6 +326,18 @@ class DraftModel(TrainableDrafter):
         positions = torch.arange(ids.shape[1], device=ids.device) - begins
         with apart(begins):
             return self.runner.body(input_ids=read, position_ids=positions, use_cache=False).last_hidden_state
+
+    def _states_of_text(self, pair: VocabularyPair, inputs: StepInputs, at: Tensor) -> tuple[Tensor, Tensor]:
+        """States [u, h] of a model with its own vocabulary at flat positions `at` [t], and the u of them where a token of
+        its ends with the target's: at the others it has read more or less than the target."""
+        if inputs.rows is None or inputs.batch.shared is not None:
+            key, fix = ("loss=next_token", "kl") if inputs.rows is None else ("sequence_parallel", "1")
+            raise UserError(
+                f"{key}: {self.runner.name!r} has another vocabulary than the target, which this does not support; set "
+                f"{key.partition('=')[0]}={fix}"
+            )
+        ids, found, flat = pair.align(inputs.batch, at)  # [c, s'], [t], [u]
+        return self.runner.body(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)[flat], at[found]
 
     def _shared_states(self, batch: Batch, at: Tensor) -> Tensor:
         """States [t, h] at flat positions `at` in this process's part of rows that several share."""
@@ -300,7 +366,15 @@ class DraftModel(TrainableDrafter):
     # -- proposal half ------------------------------------------------------------------------------------------
 
     def start(self, prompt_ids: Tensor, max_length: int) -> DraftModelSession:
+        if self.pair is not None:
+            return OwnVocabularySession(self, self.pair, prompt_ids, max_length)
         return DraftModelSession(self, prompt_ids, max_length)
+
+    def open_steps(
+        self, pool: GraphPool, capacity: int, rows: int, spec: TreeSpec, last: DraftSteps | None
+    ) -> DraftSteps | None:
+        # Tokens of another vocabulary come from text, on the host.
+        return None if self.pair is not None else super().open_steps(pool, capacity, rows, spec, last)
 
     @torch.no_grad()
     def static_layers(self) -> dict[int, tuple[Tensor, Tensor]]:
@@ -347,128 +421,48 @@ class DraftModel(TrainableDrafter):
         steps = sessions[0].steps
         if steps is not None and (static := steps.propose(sessions, specs, samplers)) is not None:
             return static
-        kept = None if len(self.kept_ids) == self.target_vocab_size else self.kept_ids
         trees = []
         for row, (session, spec, sampler) in enumerate(zip(sessions, specs, samplers, strict=True)):
             session.forget()
             if session.root is not None and session.reaches(spec.depth):
-                trees.append(GrowingTree(spec, session.root[0], kept, sampler, row=row))
+                own, kept = self._choice_of(spec)
+                spec = spec if kept is not None or self.pair is None else replace(spec, sampled=False)
+                trees.append(GrowingTree(spec, session.root[0, own], kept, sampler, row=row))
 
         def step(growing: list[GrowingTree], depth: int) -> Sequence[Tensor]:
-            own, tokens = [sessions[tree.row] for tree in growing], [tree.tokens for tree in growing]
-            for session, tree in zip(own, growing, strict=True):
-                session.open(tree.tokens, tree.parents)
-            return self._logits(self._read(own, tokens)).split([len(new) for new in tokens])
+            own, chosen = [sessions[tree.row] for tree in growing], [self._choice_of(tree.spec)[0] for tree in growing]
+            tokens = [
+                among[tree.tokens] if isinstance(among, Tensor) else tree.tokens
+                for among, tree in zip(chosen, growing, strict=True)
+            ]
+            for session, new, tree in zip(own, tokens, growing, strict=True):
+                session.open(new, tree.parents)
+            logits = self._logits(self._read(own, tokens)).split([len(new) for new in tokens])
+            return [rows[:, among] for rows, among in zip(logits, chosen, strict=True)]
 
-        drafted = dict(zip((tree.row for tree in trees), grow_trees(trees, step), strict=True))
+        made = zip(trees, grow_trees(trees, step), strict=True)
+        drafted = {tree.row: sessions[tree.row].offer(nodes, tree.spec) for tree, nodes in made}
         return [drafted.get(row, TokenTree.empty(session.unread.device)) for row, session in enumerate(sessions)]
+
+    def _choice_of(self, spec: TreeSpec) -> tuple[slice | Tensor, Tensor | None]:
+        """The columns of `_logits` that a tree is drafted from, and their target ids; None if those are the same, or if the
+        tree is drafted in the draft model's own tokens."""
+        if self.pair is None:
+            return slice(None), None if len(self.kept_ids) == self.target_vocab_size else self.kept_ids
+        return (slice(None), None) if self.pair.by_text(spec) else (self.pair.own_ids, self.pair.kept_ids)
 
     def _read(self, sessions: Sequence[DraftModelSession], tokens: Sequence[Tensor]) -> Tensor:
         """The pass that the sessions' caches have opened, packed: states [n, h] of all new tokens."""
         ids = self._readable(torch.cat(list(tokens)))
         caches = [session.cache for session in sessions]
         positions = torch.cat([cache.positions(ids.device) for cache in caches], dim=1)
-        context = caches[0] if len(caches) == 1 else _SeparateCaches(caches, [len(new) for new in tokens])
+        context = caches[0] if len(caches) == 1 else SeparateCaches(caches, [len(new) for new in tokens])
         return self.runner.forward(ids[None], (), positions, context).last_hidden[0]
 
     def _logits(self, states: Tensor) -> Tensor:
-        """[n, h] -> [n, d] float32 over the ids that both vocabularies have."""
-        return self.runner.head(states)[:, : len(self.kept_ids)]
-
-
-class _SeparateCaches:
-    """Attention context of packed tokens: each session's tokens see its own cache."""
-
-    def __init__(self, caches: Sequence[TreeCache], sizes: Sequence[int]):
-        self.caches, self.sizes = caches, list(sizes)
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Any) -> Tensor:
-        parts = zip(self.caches, *(x.split(self.sizes, dim=2) for x in (query, key, value)), strict=True)
-        return torch.cat([cache.attend(layer, q, k, v, **form) for cache, q, k, v in parts], dim=1)
-
-
-class DraftModelSession(JointSession):
-    """One sequence being drafted.
-
-    The cache holds the keys of all committed tokens but the last, then the last one (the root), then this round's nodes in the
-    order they were opened. Nodes that are committed keep their keys: a node sees its own path only, so reading the
-    committed tokens again would give the same keys.
-
-    Attributes:
-        root: [1, d] logits after the last committed token; None before the first `extend`, and once the sequence exceeds the
-            draft model's context.
-        tokens, parents: of the opened nodes. full: the sequence exceeds the context.
-    """
-
-    drafter: DraftModel
-
-    def __init__(self, drafter: DraftModel, prompt_ids: Tensor, max_length: int):
-        self.drafter = drafter
-        self.cache = TreeCache(max_length + _TREE_SLOTS)
-        self.unread = prompt_ids[:1]  # no extend() contains the prompt's first token
-        self.tokens: list[int] = []
-        self.parents: list[int] = []
-        self.full = False
-
-    @property
-    def held(self) -> int:
-        return self.cache.lengths[0] + 1
-
-    def advance(self, count: int) -> None:
-        self.cache.lengths[0] += count
-
-    def place(self, steps: DraftSteps, row: int) -> None:
-        super().place(steps, row)
-        self.cache = steps.cache.view(row)
-
-    def reaches(self, depth: int) -> bool:
-        """True if a node of this depth is inside the draft model's context."""
-        limit = self.drafter.runner.max_positions
-        return limit is None or self.cache.lengths[0] + 1 + depth <= limit
-
-    def take(self, new: Tensor) -> Tensor:
-        """Commits the root and the drafted nodes that `new` [m] follows, opens a pass over the rest and returns it.
-
-        The rest contains at least the last token, whose logits are the next round's root.
-        """
-        if self.full:
-            return new[:0]
-        if self.root is not None:
-            kept = [0]
-            for token in new[:-1].tolist():
-                child = self._child(kept[-1] - 1, token)
-                if child < 0:
-                    break
-                kept.append(child + 1)
-            self.cache.open([(0, TreeLayout(self.cache.lengths[0], self.parents, held=1 + len(self.parents)))])
-            self.cache.commit([kept])
-            new = new[len(kept) - 1 :]
-        self.forget()
-        new, self.unread = torch.cat((self.unread, new)), new[:0]
-        self.full = not self.reaches(len(new) - 1)
-        if self.full:
-            self.root = None
-            return new[:0]
-        self.cache.reserve(self.cache.lengths[0] + len(new))
-        self.cache.open([(0, len(new))])
-        return new
-
-    def _child(self, parent: int, token: int) -> int:
-        found = (i for i, node in enumerate(zip(self.parents, self.tokens, strict=True)) if node == (parent, token))
-        return next(found, -1)
-
-    def forget(self) -> None:
-        """Drops the opened nodes."""
-        self.tokens, self.parents = [], []
-
-    def open(self, tokens: Tensor, parents: list[int]) -> None:
-        """Opens a pass over nodes: ids [m], and their parents among all opened nodes (-1: the root)."""
-        length, held = self.cache.lengths[0], 1 + len(self.parents)
-        self.tokens += tokens.tolist()
-        self.parents += parents
-        if length + 1 + len(self.parents) > self.cache.capacity:
-            self.cache.reserve(length + 1 + len(self.parents) + _TREE_SLOTS)
-        self.cache.open([(0, TreeLayout(length, self.parents, held=held))])
+        """[n, h] -> [n, d] float32 over the ids that both vocabularies have; over its own where these are another's."""
+        logits = self.runner.head(states)
+        return logits[:, : len(self.kept_ids)] if self.pair is None else logits
 
 
 KIND = DraftModel

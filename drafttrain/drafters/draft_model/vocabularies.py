@@ -1,0 +1,277 @@
+"""Draft models with a vocabulary of their own: tokens as bytes, tokens that two vocabularies share, text from ids to other ids.
+
+The draft model reads the committed text as its own tokenizer writes it; what it drafts reaches the target in one of two ways:
+
+    tokens    it drafts among the tokens that both vocabularies have, by their bytes: its distribution renormalized there is
+              the proposal (token-level intersection, TLI). Trees of any shape, also drawn ones.
+    text      it drafts freely, and the target's tokenizer writes the drafted text again behind the committed one
+              (string-level exact match, SLEM). The target verifies these tokens as guesses that a rule chose.
+
+    committed bytes    ... u n b e l          draft:   [un][bel]          tokens: [ie] is a token of both, so it is drafted
+                                              target:  [unbel]            text:   [iev][able] -> "ievable" -> [ievable]
+
+Either way the target verifies its own ids, so decoding stays lossless whatever is drafted.
+
+Source: Timor et al. 2025, arXiv 2502.05202.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate, takewhile
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from drafttrain.batch import Batch, TokenTree
+from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.errors import UserError
+from drafttrain.files import Json
+
+# Text on which overlap is measured: prose, code, numbers, several scripts.
+_SAMPLE = """The committee's 1998 report, published in Geneva, didn't mention unemployment; its 12,450 readers noticed that.
+def area(radius: float) -> float:\n    return 3.14159 * radius ** 2  # square metres\n
+| name | value |\n| --- | --- |\n- "Where are you going?" she asked. I'll explain photosynthesis step by step:
+first, light is absorbed by chlorophyll. Die Straße war naß. ¿Dónde está el niño? Привет, как дела? 你好,世界 🙂🚀
+"""
+# From this share of the sample's tokens on, `auto` drafts tokens: a chain is wrong from the first token that is not shared.
+_ALIKE = 0.98
+# Of the last tokens that new text may change: how many are written again, the first of them only as context, and must agree.
+_REREAD, _BEHIND, _AGREE = 24, 8, 4
+_SURROGATES = re.compile("([\udc80-\udcff]+)")
+
+
+class TokenBytes:
+    """A tokenizer's tokens as the bytes that they stand for.
+
+    Args:
+        tokenizer: one of the tokenizers library, byte-level or with SentencePiece's marks. rows: of the model's vocabulary.
+        name: of the model, for messages.
+
+    Attributes:
+        pieces: [rows] bytes of each id; empty for ids without a token. A special token's are its name.
+        ids: (special or not, bytes) -> id. Of several tokens with the same bytes, the one that is not a byte token.
+        prefix: ids before every text (BOS). spaced: a text's first token begins with a space that the text lacks.
+
+    Raises:
+        UserError: a tokenizer whose tokens cannot be read as bytes.
+    """
+
+    def __init__(self, tokenizer: Any, rows: int, name: str):
+        self.tokenizer = tokenizer
+        decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+        form = json.loads(decoder.__getstate__()) if decoder is not None else {"type": type(tokenizer).__name__}
+        steps = {step["type"] for step in (form, *form.get("decoders", ()))}
+        by_bytes = "ByteLevel" in steps
+        if not by_bytes and not steps & {"ByteFallback", "Metaspace"}:
+            raise UserError(
+                f"drafting across vocabularies reads tokens as bytes, but the tokenizer of {name!r} decodes by "
+                f"{', '.join(sorted(steps))}; use one that is byte-level or SentencePiece's"
+            )
+        added, fallback = tokenizer.added_tokens_decoder, set[int]()
+        self.special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
+        self.pieces = [b""] * rows
+        for token, i in tokenizer.get_vocab().items():
+            if i >= rows:
+                continue
+            literal = i in added and (by_bytes or added[i].special or not added[i].normalized)
+            if literal or (by_bytes and not all(c in _BYTE_OF for c in token)):
+                self.pieces[i] = token.encode()
+            elif by_bytes:
+                self.pieces[i] = bytes(_BYTE_OF[c] for c in token)
+            elif "ByteFallback" in steps and re.fullmatch("<0x[0-9A-F]{2}>", token):
+                self.pieces[i] = bytes([int(token[3:5], 16)])
+                fallback.add(i)
+            else:
+                self.pieces[i] = token.replace("▁", " ").encode()
+        self.ids: dict[tuple[bool, bytes], int] = {}
+        for i in sorted((i for i in range(rows) if self.pieces[i]), key=lambda i: (i in fallback, i)):
+            self.ids.setdefault((i in self.special, self.pieces[i]), i)
+        plain, full = self._written("a"), tokenizer("a")["input_ids"]
+        begin = next((i for i in range(len(full)) if full[i : i + len(plain)] == plain), 0)
+        self.prefix, self.spaced = full[:begin], self.text(plain) == b" a"
+
+    def text(self, ids: Sequence[int]) -> bytes:
+        return b"".join([self.pieces[i] for i in ids])
+
+    def has_text(self, i: int, other: TokenBytes) -> bool:
+        """Whether a token is text to another tokenizer: no special token, or one of the same name there."""
+        return bool(self.pieces[i]) and (i not in self.special or (True, self.pieces[i]) in other.ids)
+
+    def write(self, data: bytes) -> list[int]:
+        """The ids of a text, without BOS; bytes that are no UTF-8 as byte tokens, as far as there are any."""
+        ids: list[int] = []
+        for part in _SURROGATES.split(data.decode(errors="surrogateescape")):
+            if _SURROGATES.match(part):
+                found = (self.ids.get((False, bytes([byte]))) for byte in part.encode(errors="surrogateescape"))
+                ids += [i for i in found if i is not None]
+            elif part:
+                ids += self._written(part)
+        return ids
+
+    def write_behind(self, before: bytes, data: bytes) -> list[int]:
+        """The ids of `data` where it follows `before`; none if no tokens of the tokenizer make up exactly these bytes.
+
+        If a token would span the border, the text behind it is written as after a line break or a dot.
+        """
+        for context in (before, b"\n", b"."):
+            ids, left = self.write(context + data), len(data)
+            begin = len(ids)
+            while left > 0 and begin > 0:
+                begin -= 1
+                left -= len(self.pieces[ids[begin]])
+            if not left and self.text(ids[begin:]) == data:
+                return ids[begin:]
+        return []
+
+    def _written(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+_BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}  # of byte-level vocabularies
+
+
+class VocabularyPair:
+    """A target's vocabulary and a draft model's.
+
+    Args:
+        wanted: `tokens`, `text`, or `auto`: by tokens if nearly all of a sample's are shared, else by text; trees that draw
+            their tokens by tokens.
+
+    Attributes:
+        kept_ids: [d] target ids of the shared tokens, ascending. own_ids: [d] the draft model's ids of the same tokens.
+        of_text: share of the target's tokens of a sample text that both have. way: how it drafts, in words. recorded: both, and
+            the shared tokens by the target's, for results.
+
+    Raises:
+        UserError: `tokens` without a shared token.
+    """
+
+    def __init__(self, target: TokenBytes, own: TokenBytes, wanted: str, device: torch.device):
+        self.target, self.own = target, own
+        pairs = sorted((i, own.ids[key]) for key, i in target.ids.items() if key in own.ids)
+        self.kept_ids, self.own_ids = torch.tensor(pairs, dtype=torch.long, device=device).view(-1, 2).T.contiguous()
+        kept, sample = {i for i, _ in pairs}, target.write(_SAMPLE.encode())
+        self.of_text = sum(i in kept for i in sample) / max(1, len(sample))
+        self.way = {"tokens": "tokens", "text": "text"}.get(wanted, "text, drawn trees by tokens")
+        if wanted == "auto" and self.of_text >= _ALIKE:
+            self.way = "tokens"
+        shares = {"shared_of_target": len(pairs) / max(1, len(target.ids)), "shared_of_text": self.of_text}
+        self.recorded: Json = {"drafts_by": self.way, **{name: round(share, 4) for name, share in shares.items()}}
+        if self.way == "tokens" and not pairs:
+            raise UserError(
+                "drafter.vocabulary_match=tokens, but the two vocabularies share no token; use text, or leave it out"
+            )
+
+    def by_text(self, spec: TreeSpec) -> bool:
+        """Whether a tree is drafted in the draft model's own tokens; `@sample` draws from shared ones unless `text` is set."""
+        return self.way == "text" or (self.way != "tokens" and not (spec.sampled and len(self.kept_ids)))
+
+    def align(self, batch: Batch, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """A batch of target tokens in the draft model's tokens, a row per conversation.
+
+        Args:
+            at: [t] flat positions of target tokens.
+
+        Returns:
+            ids [c, s'], padded with 0; [t] bool, True where a token of the draft model ends in the text where the target's
+            does; [u] flat positions in `ids` of those.
+        """
+        device, width = batch.input_ids.device, batch.input_ids.shape[1]
+        rows, columns = list[Tensor](), dict[int, tuple[int, int]]()  # target's flat position -> (row, column) in ids
+        for row, start, length in batch.conversations().tolist():
+            tokens, text = batch.input_ids[row, start : start + length].tolist(), CommittedText(self)
+            text.extend(tokens)
+            exact = self.own.text(text.ids).endswith(text.data)  # a tokenizer may normalize text
+            ends = {left: j for j, left in enumerate(_bytes_behind(self.own, text.ids))} if exact else {}
+            for i, left in enumerate(_bytes_behind(self.target, tokens)):
+                if left in ends:
+                    columns[row * width + start + i] = (len(rows), ends[left])
+            rows.append(torch.tensor(text.ids, dtype=torch.long))
+        ids = pad_sequence(rows, batch_first=True)
+        places = [columns.get(position, (0, -1)) for position in at.tolist()]
+        flat = torch.tensor([row * ids.shape[1] + j for row, j in places if j >= 0], dtype=torch.long, device=device)
+        return ids.to(device), torch.tensor([j >= 0 for _, j in places], dtype=torch.bool, device=device), flat
+
+
+def _bytes_behind(side: TokenBytes, ids: list[int]) -> list[int]:
+    """Bytes of text behind each token."""
+    return list(accumulate((len(side.pieces[i]) for i in reversed(ids)), initial=0))[-2::-1]
+
+
+class CommittedText:
+    """A sequence's committed text, and its tokens in the draft model's vocabulary.
+
+    Attributes:
+        data: the text. ids: as the draft model's tokenizer writes it, BOS included.
+    """
+
+    def __init__(self, pair: VocabularyPair):
+        self.pair, self.data, self.ids = pair, bytearray(), list[int]()
+        self._recent: list[int] = []  # the target's last ids
+
+    def extend(self, tokens: list[int]) -> int:
+        """Adds committed target ids; returns how many of the ids so far stay as they are, fewer than the new number of ids
+        unless all do."""
+        target, held = self.pair.target, len(self.ids)
+        new = target.text(tokens)
+        if not self._recent:  # the draft model has a BOS of its own
+            begin = len(target.prefix) if tokens[: len(target.prefix)] == target.prefix else 0
+            new = target.text(tokens[begin:])
+            new = new.removeprefix(b" ") if target.spaced else new
+        self._recent = (self._recent + tokens)[-_BEHIND:]
+        self.data += new
+        begin, ids = self._written(new)
+        both = zip(self.ids[begin:], ids, strict=False)
+        same = next((i for i, (old, now) in enumerate(both) if old != now), min(held - begin, len(ids)))
+        if same == len(ids) and begin + same < held:  # fewer ids than before: the last one is read again
+            same -= 1
+        self.ids[begin + same :] = ids[same:]
+        return begin + same
+
+    def _written(self, new: bytes) -> tuple[int, list[int]]:
+        """(i, ids from i on) of the text that ends with `new`. New text can only change the tokens right before it."""
+        own, begin = self.pair.own, len(self.ids) - _REREAD
+        if begin > len(own.prefix):
+            before, held = own.text(self.ids[begin : begin + _BEHIND]), self.ids[begin + _BEHIND :]
+            last = own.text(held) + new
+            if self.data.endswith(before + last):
+                ids = own.write_behind(before, last)
+                if ids[:_AGREE] == held[:_AGREE]:
+                    return begin + _BEHIND, ids
+        return 0, [*own.prefix, *own.write(bytes(self.data))]
+
+    def rewrite(self, tree: TokenTree, spec: TreeSpec) -> TokenTree:
+        """A tree of the draft model's ids as the target's tokenizer writes its paths; equal beginnings share their nodes.
+
+        A token of the target has the probability of the drafted path that completes its bytes. Paths end at a special token
+        that the target lacks.
+        """
+        target, own, before = self.pair.target, self.pair.own, self.pair.target.text(self._recent)
+        drafted, probs = tree.tokens.tolist(), [] if tree.log_probs is None else tree.log_probs.tolist()
+        tokens, parents, scores = list[int](), list[int](), list[float]()
+        place: dict[tuple[int, int], int] = {}
+        for leaf in sorted(set(range(len(tree))) - set(tree.parents)):
+            path = [leaf]
+            while (parent := tree.parents[path[-1]]) >= 0:
+                path.append(parent)
+            path = list(takewhile(lambda node: own.has_text(drafted[node], target), reversed(path)))
+            pieces = [own.pieces[drafted[node]] for node in path]
+            complete = list(accumulate(map(len, pieces)))
+            above, end = -1, 0
+            for token in target.write_behind(before, b"".join(pieces))[: spec.depth]:
+                end += len(target.pieces[token])
+                score = probs[path[bisect_left(complete, end)]]
+                node = place.setdefault((above, token), len(tokens))
+                if node == len(tokens):
+                    tokens.append(token)
+                    parents.append(above)
+                    scores.append(score)
+                scores[node], above = max(scores[node], score), node
+        return TokenTree.likeliest(spec.budget, tokens, parents, scores, tree.tokens.device)
