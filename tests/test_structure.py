@@ -48,7 +48,15 @@ WORDS = {
 # The other spelling of a flag, accepted as an alias, and of a key in files that earlier versions wrote. (Above: a suite's
 # category and the prompts of cnn_dm and of bench_generate.py, on which results depend.)
 SPELLED_OTHERWISE = {
-    "licence": {"push_flags.py", "push_data_flags.py", "card.py", "runner.py", "publishing.md", "CHANGELOG.md"}
+    "licence": {
+        "push.py",
+        "push_flags.py",
+        "push_data_flags.py",
+        "card.py",
+        "runner.py",
+        "publishing.md",
+        "CHANGELOG.md",
+    }
 }
 
 
