@@ -8,8 +8,8 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from drafttrain.data.chat import render_text, text_ids
-from drafttrain.data.row_formats import are_messages
+from drafttrain.data.chat import ChatInputs, render_text, text_ids
+from drafttrain.data.row_formats import are_messages, checked_messages
 from drafttrain.data.store import load_records, read_meta
 from drafttrain.drafters.ngram_store.model import NgramTable
 from drafttrain.errors import UserError
@@ -53,7 +53,8 @@ def texts(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]
     if path.suffix == ".jsonl":
         for number, row in read_jsonl(path):
             if row.get("messages") and are_messages(row["messages"]):
-                yield text_ids(tokenizer, render_text(tokenizer, row["messages"]))
+                messages = checked_messages(row, f"{path} line {number}")
+                yield text_ids(tokenizer, render_text(tokenizer, messages, inputs=ChatInputs.of(row)))
             elif isinstance(row.get("text"), str) and not row.get("messages"):
                 yield tokenizer(row["text"]).input_ids
             else:
