@@ -11,7 +11,7 @@ from random import Random
 import pytest
 from hypothesis import given
 
-from drafttrain.data import prompts
+from drafttrain.data import prompts, prompts_flags
 from drafttrain.data.filters import Filter, PromptLimits
 from drafttrain.data.generate import read_prompts
 from drafttrain.data.loader import load_text
@@ -89,7 +89,7 @@ def with_tools(name: str) -> None:
 
 def collected(path: Path) -> None:
     parser = ArgumentParser()
-    prompts.add_arguments(parser)
+    prompts_flags.add_arguments(parser)
     output = path.with_name(f"{chance.random()}.out")
     words = ["--source", "file", "--input", str(path), "--output", str(output), "--no-exclude-suites"]
     prompts.run(parser.parse_args(words))
@@ -229,6 +229,6 @@ def test_a_summary_of_prompts(path, fault, seed):
     summary = json.loads((FIXTURES / "prompts.jsonl.summary.json").read_text())
     output.with_name("done.jsonl.summary.json").write_text(json.dumps(fault.apply(summary, Random(seed))))
     parser = ArgumentParser()
-    prompts.add_arguments(parser)
+    prompts_flags.add_arguments(parser)
     args = parser.parse_args(["--source", "file", "--input", str(path), "--output", str(output)])
     outcome("prompts: summary", fault.name, lambda: prompts.run(args))
