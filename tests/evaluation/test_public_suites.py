@@ -106,7 +106,7 @@ EXPECTED = {
         ("Square 3.",),
         ({"role": "system", "content": "Be brief."},),
         ChatInputs(
-            [
+            (
                 {
                     "type": "function",
                     "function": {
@@ -121,8 +121,8 @@ EXPECTED = {
                             "required": ["x"],
                         },
                     },
-                }
-            ]
+                },
+            )
         ),
     ),
     "alpaca": Question("0", "alpaca", ("Sort these.\n\nc, a",)),
