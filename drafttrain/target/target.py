@@ -8,7 +8,7 @@ same thing everywhere. This subpackage is the only place that knows the insides 
     own_cache.py     a model's own cache, for what our attention cannot serve: how it is copied, how the model goes on from it
     snapshots.py     decoding with such caches
     shell.py         a target without its layers
-    own_layer.py     a layer of the target's class with weights of its own, for drafters; shared_rows.py: many conversations
+    own_layer.py     a layer of the target's class with weights of its own, for drafters
     loading.py       loads models whose files hold exactly what their config promises
     attention.py     the registered attention function and feature hooks, through which a model's layers reach our cache
     native_body.py   the same forward as a few C calls, for decoding on a CPU
