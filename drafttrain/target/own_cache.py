@@ -1,4 +1,4 @@
-"""A model's own cache: what its tensors are, how it is copied, and how the model goes on from it.
+"""A model's own cache: what its tensors are, how it is copied, and how the model continues with it.
 
 Any object that a model returns for its next call will do: transformers' caches, lists of states. Two caches of different rows and
 lengths show which axes of a tensor are rows and tokens (`CacheForm`); `Continuation.prove` finds what is exact.
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, cache_utils
 
 from drafttrain.batch import TargetOutput
+from drafttrain.ops.packing import pack
 from drafttrain.target.proof import ProvenModel, proof_tokens, relative_error
 
 _READ, _MORE = 9, 3  # tokens of the proof: read at first, and continued
@@ -147,7 +148,7 @@ def _pad_left(x: Tensor, axis: int, length: int) -> Tensor:
 
 @dataclass
 class Continuation:
-    """How a model goes on from its cache, as far as it is proven to give the states of its whole forward.
+    """How a model continues with its cache, as far as it is proven to give the states of its whole forward.
 
     Attributes:
         name: of the cache, among the body's arguments and in its output; empty for a model without one, which reads
@@ -304,3 +305,15 @@ def _together(found: Continuation, target: ProvenModel, ids: Tensor) -> float:
         row = found.form.row(stacked, index, length + 1, _READ - length)
         together.insert(2 * index + 1, found.go_on(target, row, new, (), [length + 1])[0].last_hidden)
     return relative_error(torch.cat(together), torch.cat(apart))
+
+
+def pack_proven(target: ProvenModel) -> None:
+    """Packs the linear layers that another model's code calls; puts them back if its states change or it goes on otherwise."""
+    ids = proof_tokens(target, _READ)[None]
+    with torch.no_grad():
+        before = target.forward(ids, ()).last_hidden
+        replaced = pack(target.model, norms=False)
+        change = _tried(lambda: relative_error(target.forward(ids, ()).last_hidden, before))
+        if change > 1e-3 or str(Continuation.prove(target)) != str(target.continuation):
+            for parent, name, child in replaced:
+                setattr(parent, name, child)

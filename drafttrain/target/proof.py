@@ -25,6 +25,9 @@ from drafttrain.errors import UserError
 from drafttrain.ops.tree_attention import AttentionForm
 from drafttrain.target.attention import ATTENTION, LAST, AttentionContext, InterleavedRows, attention_context
 
+# transformers' names of layer types: with plain attention, and with a state.
+_SERVED = {"full_attention", "sliding_attention"}
+_RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 _TOKENS = 4  # of each row
 # Largest relative errors. In half precision rounding may send a token to another expert; unrelated states would differ by 1.4.
 _STATES, _STATES_HALF = 1e-2, 0.5
@@ -38,6 +41,7 @@ class ProvenModel(Protocol):
     body: Any
     config: Any
     name: str
+    reason: str
     num_layers: int
     hidden_size: int
     vocab_size: int
@@ -60,6 +64,29 @@ class ProvenModel(Protocol):
 
 def unsupported(name: str, model: PreTrainedModel, fault: str) -> UserError:
     return UserError(f"target={name!r} ({type(model).__name__}) {fault}")
+
+
+def unpackable(model: PreTrainedModel) -> str | None:
+    """Why a model cannot attend through a context, as far as its class and config show; None if no reason is found."""
+    types = set(getattr(model.config.get_text_config(), "layer_types", None) or []) - _SERVED
+    named = f" ({', '.join(sorted(types))})" if types else ""
+    if "chunked_attention" in types:
+        return "attends in fixed chunks, which no window of an attention context can express"
+    if model._is_stateful or types & _RECURRENT:
+        return f"keeps recurrent state{named}, from which rejected tokens cannot be rolled back"
+    if types:
+        return f"has layers of an unsupported type{named}"
+    return None if model._can_set_attn_implementation() else "does not use the transformers attention interface"
+
+
+def check_rows(target: ProvenModel, ids: Tensor, positions: Tensor | None, context: object) -> None:
+    """Raises UserError for packed rows, which a model's own forward cannot tell apart."""
+    consecutive = positions is None or bool((positions == torch.arange(ids.shape[1], device=ids.device)).all())
+    if context is not None or not consecutive:
+        raise UserError(
+            f"target {target.name!r} runs its own forward and cache, which packed rows cannot share ({target.reason}); "
+            "give it a row per sequence"
+        )
 
 
 class _ProofRun(NamedTuple):

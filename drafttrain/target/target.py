@@ -5,8 +5,7 @@ same thing everywhere. This subpackage is the only place that knows the insides 
 
     target.py        Target: load or wrap a model, run it
     proof.py         proves that states and logits are the model's own: through our attention, or else of its own forward
-    own_cache.py     a model's own cache, for what our attention cannot serve: how it is copied, how the model goes on from it
-    snapshots.py     decoding with such caches
+    own_cache.py, snapshots.py: decoding with a model's own cache, where our attention cannot serve it
     shell.py         a target without its layers
     own_layer.py     a layer of the target's class with weights of its own, for drafters
     loading.py       loads models whose files hold exactly what their config promises
@@ -15,9 +14,8 @@ same thing everywhere. This subpackage is the only place that knows the insides 
     fetch.py, convert_gguf.py: getting one
 
 A family needs no code here. A model whose layers call the transformers attention interface decodes packed trees through our
-cache; `Target.wrap` proves it on eight tokens (proof.py), logits included. Any other causal model (recurrent layers, chunked
-attention, attention code of its own) runs its own forward with its own cache, proven too. Unsupported are models that see later
-tokens or whose logits are not their head's products; the error says which.
+cache; any other causal model (recurrent layers, chunks, attention code of its own) runs its own forward with its own cache.
+`Target.wrap` proves either. Models that see later tokens, or whose logits are not their head's products, are refused.
 
 A Target holds no state of a call: threads may run forwards of one Target at a time, each with a context of its own.
 """
@@ -58,13 +56,10 @@ from drafttrain.target.fetch import cached_model
 from drafttrain.target.generation import TargetGeneration, end_tokens, read_generation_config
 from drafttrain.target.loading import load_language_model, loading
 from drafttrain.target.native_body import NATIVE_ROWS, NativeBody
-from drafttrain.target.own_cache import Continuation
-from drafttrain.target.proof import proof_tokens, prove, prove_own, relative_error, unsupported
+from drafttrain.target.own_cache import Continuation, pack_proven
+from drafttrain.target.proof import check_rows, prove, prove_own, unpackable, unsupported
 from drafttrain.target.snapshots import SnapshotCache
 
-# transformers' names of layer types: with plain attention, and with a state.
-_SERVED = {"full_attention", "sliding_attention"}
-_RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 _LOADABLE = (
     "give a folder with config.json, safetensors and tokenizer, a Hub id, or fetch one: drafttrain fetch smollm2-135m"
 )
@@ -101,8 +96,7 @@ class Target:
         max_positions: the longest sequence that it reads, or None if nothing limits it.
         eos_ids: every token id that ends a response.
         generation: what its generation_config asks of decoding.
-        decoding_path: "packed" if rows and trees of many sequences share one forward through our attention; "snapshot" if the
-            model runs as it is, row by row, with copies of its own cache.
+        decoding_path: "packed": rows and trees share a forward through our attention; "snapshot": it runs as it is.
         reason: why it is not packed; empty if it is. continuation: how its own cache is used, None if it is packed.
         forms: how each layer attends; empty without weights and on the snapshot path.
         idle_steps: captured decoding steps (CUDA graphs) between two calls of the decoder, see `take_idle_steps`.
@@ -208,7 +202,7 @@ class Target:
 
     def _choose_path(self, packed_only: bool) -> None:
         """Proves the packed path or else the snapshot path; without weights (`meta`) the config decides."""
-        own, self.reason = self.model.config._attn_implementation, _unservable(self.model) or ""
+        own, self.reason = self.model.config._attn_implementation, unpackable(self.model) or ""
         meta = self.device.type == "meta"  # a model without weights stands for one that runs elsewhere
         try:
             if self.reason:
@@ -249,25 +243,11 @@ class Target:
                     self._native = NativeBody.of(self)
                     pack(self.model)
                 else:
-                    self._pack_own()
+                    pack_proven(self)
                 self.lm_head = self.model.get_output_embeddings()
                 self._packed = True
                 self._hooked.clear()  # packing replaces linear layers, hooks included (OPT-350m's projection has one)
         return self
-
-    def _pack_own(self) -> None:
-        """Packs linear layers that another model's code calls; puts them back if its states change or it goes on otherwise."""
-        ids = proof_tokens(self, 9)[None]
-        with torch.no_grad():
-            before = self.forward(ids, ()).last_hidden
-            replaced = pack(self.model, norms=False)
-            try:
-                same = relative_error(self.forward(ids, ()).last_hidden, before) <= 1e-3
-            except Exception:  # code that reads more of a linear layer than a packed one has
-                same = False
-            if not same or str(Continuation.prove(self)) != str(self.continuation):
-                for parent, name, child in replaced:
-                    setattr(parent, name, child)
 
     def _find_layers(self) -> nn.ModuleList:
         for module in self.body.modules():
@@ -382,8 +362,7 @@ class Target:
             position_ids: [b, s]; needed with `context`, whose tokens need not be consecutive.
             context: a decoder's cache and mask. Without one, plain causal attention over the rows.
 
-        On the snapshot path, contexts are those of `SnapshotCache`, and rows without one are [b, s] from position 0. Padding
-        goes to the right: no position sees a later one.
+        On the snapshot path a context is a `SnapshotCache`; rows without one begin at position 0, with padding on the right.
 
         Returns:
             features [b, s, f*h] and last_hidden [b, s, h]. The head is not applied.
@@ -397,25 +376,13 @@ class Target:
             return self._native.forward(input_ids, feature_layers, position_ids, context)
         if isinstance(context, SnapshotCache):
             return context.forward(input_ids, feature_layers)
-        if self.decoding_path == "snapshot":
-            return self._forward_own(input_ids, feature_layers, position_ids, context)
         if context is None:
             self.check_length(input_ids.shape[1])
+        if self.decoding_path == "snapshot":
+            check_rows(self, input_ids, position_ids, context)
+            return self.run_body(input_ids, feature_layers, None, use_cache=False)[0]
         context = context or CausalRows(input_ids.shape[1])
         return self.run_body(input_ids, feature_layers, context, position_ids=position_ids, use_cache=False)[0]
-
-    def _forward_own(
-        self, input_ids: Tensor, feature_layers: Sequence[int], position_ids: Tensor | None, context: object
-    ) -> TargetOutput:
-        """`forward` on the snapshot path."""
-        consecutive = torch.arange(input_ids.shape[1], device=input_ids.device)
-        if context is not None or (position_ids is not None and not (position_ids == consecutive).all()):
-            raise UserError(
-                f"target {self.name!r} runs its own forward and cache, which packed rows cannot share ({self.reason}); "
-                "give it a row per sequence"
-            )
-        self.check_length(input_ids.shape[1])
-        return self.run_body(input_ids, feature_layers, None, use_cache=False)[0]
 
     def run_body(
         self, input_ids: Tensor, feature_layers: Sequence[int], context: AttentionContext | None, /, **options: Any
@@ -456,19 +423,6 @@ class Target:
             else:  # OPT-350m projects the last norm's output; the projection counts as part of the head
                 hook_features(project_out if layer == LAST and project_out else self.layers[layer], layer)
             self._hooked.add(layer)
-
-
-def _unservable(model: PreTrainedModel) -> str | None:
-    """Why a model cannot attend through a context, as far as its class and config show; None if no reason is found."""
-    types = set(getattr(model.config.get_text_config(), "layer_types", None) or []) - _SERVED
-    named = f" ({', '.join(sorted(types))})" if types else ""
-    if "chunked_attention" in types:
-        return "attends in fixed chunks, which no window of an attention context can express"
-    if model._is_stateful or types & _RECURRENT:
-        return f"keeps recurrent state{named}, from which rejected tokens cannot be rolled back"
-    if types:
-        return f"has layers of an unsupported type{named}"
-    return None if model._can_set_attn_implementation() else "does not use the transformers attention interface"
 
 
 def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:

@@ -24,7 +24,7 @@ from tests.inference.test_families import hf_states, tokens
 
 FAMILIES = [pytest.param(name, marks=[] if name in ("bloom", "lfm2") else pytest.mark.slow) for name in OWN]
 LENGTHS, COUNT = (1, 11, 70), 44
-SHIFTED = ("mamba", "mamba2", "xlstm")  # transformers' hidden_states begin with the output of the first layer
+SHIFTED = ("mamba", "mamba2", "rwkv")  # transformers' hidden_states begin with the output of the first layer
 
 
 @torch.no_grad()
