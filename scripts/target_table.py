@@ -40,7 +40,10 @@ def outcome(model_type: str) -> str:
         try:
             target = Target.wrap(model, None, model_type)
         except UserError as error:
-            reason = re.sub(r"\(.*", "", str(error).partition(") ")[2]).partition(";")[0].strip()
+            line = str(error).partition(") ")[2]  # behind the class; other errors are of the sizes
+            if not line:
+                continue
+            reason = re.sub(r"\(.*", "", line).partition(";")[0].strip()
             return f"refused: {re.sub('[0-9]+', 'n', reason)}"
         return _PACKED if target.continuation is None else f"own cache: {target.continuation}"
     return _UNBUILT

@@ -1,8 +1,8 @@
-"""The target's forward over many conversations: each in itself, in one call or a few, or shared among processes."""
+"""The target's forward in processes that share rows: each runs it over its part of the tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Unpack
 
 import torch
@@ -17,27 +17,6 @@ from drafttrain.target.attention import DocumentAttention
 
 if TYPE_CHECKING:
     from drafttrain.target.target import Target
-
-
-def run_rows(target: Target, layers: Sequence[int], conversations: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Features [s, f*h] and last states [s, h] of each conversation of token ids [s], in one forward.
-
-    Where the target's attention is ours they lie behind each other in one row, without padding. A state or an attention of the
-    model's own would leak from one to the next: there each is a row, padded on its right, which no position before it sees.
-    """
-    lengths = [len(ids) for ids in conversations]
-    target.check_length(max(lengths))
-    if target.decoding_path == "snapshot":
-        ids = torch.nn.utils.rnn.pad_sequence(list(conversations), batch_first=True)  # [b, s]
-        out = target.forward(ids, layers)
-        parts = zip(out.features, out.last_hidden, lengths, strict=True)
-        yield from ((features[:length], last[:length]) for features, last, length in parts)
-        return
-    device = conversations[0].device
-    positions = torch.cat([torch.arange(length, device=device) for length in lengths])
-    ids = torch.cat(list(conversations))  # [n] tokens of all of them
-    out = target.forward(ids[None], layers, positions[None], DocumentAttention(lengths))
-    yield from zip(out.features[0].split(lengths), out.last_hidden[0].split(lengths), strict=True)
 
 
 def check_shared(target: Target) -> None:

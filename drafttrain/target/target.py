@@ -7,7 +7,7 @@ same thing everywhere. This subpackage is the only place that knows the insides 
     proof.py         proves that states and logits are the model's own: through our attention, or else of its own forward
     own_cache.py, snapshots.py: decoding with a model's own cache, where our attention cannot serve it
     shell.py         a target without its layers
-    own_layer.py     a layer of the target's class with weights of its own, for drafters; shared_rows.py: many conversations
+    own_layer.py     a layer of the target's class with weights of its own, for drafters
     loading.py       loads models whose files hold exactly what their config promises
     attention.py     the registered attention function and feature hooks, through which a model's layers reach our cache
     native_body.py   the same forward as a few C calls, for decoding on a CPU

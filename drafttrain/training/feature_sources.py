@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from drafttrain.batch import Batch
 from drafttrain.errors import UserError
 from drafttrain.losses import StoredTopK, TargetRows, Targets, tempered
 from drafttrain.target import Target
-from drafttrain.target.shared_rows import run_rows, run_shared
+from drafttrain.target.attention import DocumentAttention
+from drafttrain.target.shared_rows import run_shared
 from drafttrain.training.states_ahead import Inputs, States, StatesAhead
 
 if TYPE_CHECKING:
@@ -314,3 +316,24 @@ class TargetSource:
         shape = self._shape if self.bias is not None or self.target.shapes_logits else None
         at = dict(zip(self.temperatures, others, strict=True))
         return features, TargetRows(hidden, self.weight, first, argmax, shape, sampled, at), row_of
+
+
+def run_rows(target: Target, layers: Sequence[int], conversations: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Features [s, f*h] and last states [s, h] of each conversation of token ids [s], in one forward.
+
+    Where the target's attention is ours they lie behind each other in one row, without padding. A state or an attention of the
+    model's own would leak from one to the next: there each is a row, padded on its right, which no position before it sees.
+    """
+    lengths = [len(ids) for ids in conversations]
+    target.check_length(max(lengths))
+    if target.decoding_path == "snapshot":
+        ids = pad_sequence(list(conversations), batch_first=True)  # [b, s]
+        out = target.forward(ids, layers)
+        parts = zip(out.features, out.last_hidden, lengths, strict=True)
+        yield from ((features[:length], last[:length]) for features, last, length in parts)
+        return
+    device = conversations[0].device
+    positions = torch.cat([torch.arange(length, device=device) for length in lengths])
+    ids = torch.cat(list(conversations))  # [n] tokens of all of them
+    out = target.forward(ids[None], layers, positions[None], DocumentAttention(lengths))
+    yield from zip(out.features[0].split(lengths), out.last_hidden[0].split(lengths), strict=True)

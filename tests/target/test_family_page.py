@@ -1,13 +1,17 @@
-"""docs/developer/add-a-target-family.md: its code runs, and the tests that it names exist."""
+"""docs/developer/add-a-target-family.md: its code runs, and the tests that it names exist. docs/targets.md: its table of families."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.inference import fakes, test_families
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "developer" / "add-a-target-family.md"
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "developer" / "add-a-target-family.md"
 
 
 def test_the_code_of_the_page_runs(capsys):
@@ -22,7 +26,28 @@ def test_the_code_of_the_page_runs(capsys):
 
 def test_the_names_on_the_page_exist():
     text = PAGE.read_text()
-    assert fakes.FAMILIES and test_families.REFUSED
-    assert "`FAMILIES`" in text and "`REFUSED`" in text
+    assert fakes.FAMILIES and fakes.OWN
+    assert "`FAMILIES`" in text and "`OWN`" in text
     for name in re.findall(r"`(test_\w+)`", text):
         assert hasattr(test_families, name), name
+
+
+def families():
+    spec = importlib.util.spec_from_file_location("target_table", ROOT / "scripts" / "target_table.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_table_marks_the_families_that_are_compared():
+    module = families()
+    _, found, text = module.PAGE.read_text().partition(module.BEGIN)
+    bold = set(re.findall(r"\*\*([\w-]+)\*\*", text.partition(module.END)[0]))
+    compared = {model_type for model_type, _ in (*fakes.FAMILIES.values(), *fakes.OWN.values())}
+    assert found and bold == compared, "run python scripts/target_table.py"
+
+
+@pytest.mark.slow
+def test_the_table_of_families_is_up_to_date():
+    module = families()
+    assert module.table() in module.PAGE.read_text(), "run python scripts/target_table.py"

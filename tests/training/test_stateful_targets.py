@@ -9,8 +9,8 @@ from drafttrain.batch import Batch
 from drafttrain.data.features import local_states
 from drafttrain.errors import UserError
 from drafttrain.target import Target
-from drafttrain.target.shared_rows import check_shared, run_rows
-from drafttrain.training.feature_sources import TargetSource
+from drafttrain.target.shared_rows import check_shared
+from drafttrain.training.feature_sources import TargetSource, run_rows
 from tests.drafters.layer_kinds import make_kind
 from tests.drafters.test_eagle3 import make_batch, run_step
 from tests.drafters.test_eagle3_flags import packed_batch
