@@ -9,6 +9,7 @@ import torch
 from scipy.stats import chisquare
 from transformers import BertConfig, BertLMHeadModel, PreTrainedModel
 
+from drafttrain.batch import TokenTree
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.ngram.model import NgramDrafter
 from drafttrain.errors import UserError
@@ -204,6 +205,14 @@ def test_responses_share_prefix_and_rows(name):
         assert (done[str(i)].features.float() - states.features[0]).norm() <= 1e-2 * states.features.norm()
 
 
+class WrongDrafter(FakeDrafter):
+    """Drafts three tokens each round, the first of which is not the target's."""
+
+    def propose(self, spec, sampler=None):
+        follows = (self.truth + [0])[len(self.tokens) - len(self.prompt)]
+        return TokenTree(torch.tensor([(follows + 1 + i) % VOCAB for i in range(3)]), [-1, 0, 1])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "moves"), [("lfm2", False), ("falcon_h1", True), ("jamba", True)])
 def test_rejected_drafts_leave_no_trace_and_snapshots_move_on(name, moves):
@@ -211,7 +220,7 @@ def test_rejected_drafts_leave_no_trace_and_snapshots_move_on(name, moves):
     target, reference = family(name)
     prompt = tokens(6, seed=3).tolist()
     want = hf_greedy(reference, prompt, 40)
-    wrong = FakeDrafter([(token + 1) % VOCAB for token in want], agree=1.0, nodes=3)
+    wrong = WrongDrafter(want)
     decoder, got = decoded(target, wrong, "chain:3", [prompt], 40, rows=1)
     assert got[0].tokens == want and got[0].stats.accepted_length < 1.1
     assert (passes_of(decoder)["snapshot"] > 0) == moves
