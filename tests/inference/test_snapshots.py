@@ -9,6 +9,7 @@ import torch
 from scipy.stats import chisquare
 from transformers import BertConfig, BertLMHeadModel, PreTrainedModel
 
+from drafttrain.batch import TokenTree
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.ngram.model import NgramDrafter
 from drafttrain.errors import UserError
@@ -20,7 +21,7 @@ from drafttrain.target.attention import CausalRows
 from drafttrain.target.snapshots import SnapshotCache
 from tests.drafters.test_eagle3 import make_drafter
 from tests.inference.fakes import ANY, OWN, VOCAB, FakeBatch, FakeDrafter, family, hf_greedy
-from tests.inference.test_families import hf_states, tokens
+from tests.inference.test_families import tokens
 
 FAMILIES = [pytest.param(name, marks=[] if name in ("bloom", "lfm2") else pytest.mark.slow) for name in OWN]
 LENGTHS, COUNT = (1, 11, 70), 44
@@ -137,23 +138,28 @@ def test_pairs_of_sampled_tokens_follow_the_model(name, rows):
     prompt, sampling, count = tokens(5).tolist(), SamplingParams(1.2, top_k=4), 1200
     drafter = FakeDrafter(None, nodes=4, vocab=VOCAB // 2)
     seen: dict[tuple[int, int], int] = {}
+
+    @torch.no_grad()
+    def next_token(ids):
+        return probabilities(reference(input_ids=torch.tensor(ids)).logits[:, -1], sampling)[0].double()
+
     decoder = Decoder(target, drafter, spec=ANY, sampling=sampling, eos_ids=(), max_rows=rows)
     for seed in range(count // rows):
         for one in decoder.generate([prompt] * rows, max_new_tokens=3, seed=1000 * seed):
             seen[one.tokens[0], one.tokens[1]] = seen.get((one.tokens[0], one.tokens[1]), 0) + 1
-    first = probabilities(hf_states(reference, torch.tensor([prompt]))[0][:, -1], sampling)[0].double()
+    first = next_token([prompt])
     expected = {}
     for a in first.nonzero().flatten().tolist():
-        second = probabilities(hf_states(reference, torch.tensor([[*prompt, a]]))[0][:, -1], sampling)[0].double()
+        second = next_token([[*prompt, a]])
         expected |= {(a, b): float(first[a] * second[b]) for b in second.nonzero().flatten().tolist()}
     assert set(seen) <= set(expected), "a token that top-k drops"
     kept = [pair for pair, p in expected.items() if p * count >= 5]
     found = [seen.get(pair, 0) for pair in kept]
     rest = sum(seen.values()) - sum(found)
-    wanted = torch.tensor([expected[pair] for pair in kept]) * sum(seen.values())
+    wanted = torch.tensor([expected[pair] for pair in kept], dtype=torch.float64) * sum(seen.values())
     spare = sum(seen.values()) - float(wanted.sum())
     if spare > 1:
-        found, wanted = [*found, rest], torch.cat((wanted, torch.tensor([spare])))
+        found, wanted = [*found, rest], torch.cat((wanted, torch.tensor([spare], dtype=torch.float64)))
     assert chisquare(found, (wanted * sum(found) / wanted.sum()).numpy()).pvalue > 1e-3
 
 
@@ -199,6 +205,14 @@ def test_responses_share_prefix_and_rows(name):
         assert (done[str(i)].features.float() - states.features[0]).norm() <= 1e-2 * states.features.norm()
 
 
+class WrongDrafter(FakeDrafter):
+    """Drafts three tokens each round, the first of which is not the target's."""
+
+    def propose(self, spec, sampler=None):
+        follows = (self.truth + [0])[len(self.tokens) - len(self.prompt)]
+        return TokenTree(torch.tensor([(follows + 1 + i) % VOCAB for i in range(3)]), [-1, 0, 1])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "moves"), [("lfm2", False), ("falcon_h1", True), ("jamba", True)])
 def test_rejected_drafts_leave_no_trace_and_snapshots_move_on(name, moves):
@@ -206,7 +220,7 @@ def test_rejected_drafts_leave_no_trace_and_snapshots_move_on(name, moves):
     target, reference = family(name)
     prompt = tokens(6, seed=3).tolist()
     want = hf_greedy(reference, prompt, 40)
-    wrong = FakeDrafter([(token + 1) % VOCAB for token in want], agree=1.0, nodes=3)
+    wrong = WrongDrafter(want)
     decoder, got = decoded(target, wrong, "chain:3", [prompt], 40, rows=1)
     assert got[0].tokens == want and got[0].stats.accepted_length < 1.1
     assert (passes_of(decoder)["snapshot"] > 0) == moves

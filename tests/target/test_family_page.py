@@ -1,4 +1,4 @@
-"""docs/developer/add-a-target-family.md: its code runs, and the tests that it names exist. docs/targets.md: its table of families."""
+"""docs/developer/add-a-target-family.md: its code runs, the tests that it names exist; docs/targets.md: its table of families."""
 
 from __future__ import annotations
 
