@@ -204,7 +204,8 @@ def test_training_step_k_is_what_decoding_computes_at_depth_k(kind, decoding):
     assert compared == set(range(1, 1 + min(tree.drafted_depth, len(metrics["loss"]))))
 
 
-@pytest.mark.parametrize("kind", TRAINED)
+# Language models draft for other vocabularies, see test_vocabularies.
+@pytest.mark.parametrize("kind", [kind for kind in TRAINED if not kind_class(kind).loads_language_models])
 def test_another_targets_drafter_is_refused(kind):
     other = make_target(layers=3, hidden=16, vocab_size=300, seed=1)
     vocabulary = other.tokenizer.get_vocab()

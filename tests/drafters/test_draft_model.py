@@ -374,7 +374,7 @@ def test_drawn_trees_come_from_the_drafters_distribution(target):
     drafter = make_drafter(target).eval()
     ids = make_batch((9,)).input_ids[0]
     session = session_after(drafter, ids)
-    q = session.root.softmax(-1)
+    q = session.root[0].softmax(-1)
     sampler = Sampler(SamplingParams(temperature=1.0), torch.Generator().manual_seed(0))
     trees = [session.propose(TreeSpec.parse("chain:1@sample"), sampler) for _ in range(500)]
     torch.testing.assert_close(trees[0].proposal.probs[0], q)

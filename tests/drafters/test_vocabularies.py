@@ -212,7 +212,7 @@ def test_rounds_leave_what_a_fresh_reading_gives(tokenizers, theirs, own, mode):
         assert session.text.ids == session_after(drafter, ids).text.ids
         assert session.cache.lengths == [len(session.text.ids) - 1]
         want = drafter.lm(torch.tensor([session.text.ids])).logits[0, -1]
-        torch.testing.assert_close(session.root, want, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(session.root[0], want, rtol=1e-4, atol=1e-4)
 
 
 # -- drafts -----------------------------------------------------------------------------------------------------------

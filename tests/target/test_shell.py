@@ -30,7 +30,8 @@ def test_a_missing_target_is_an_error_for_shells_and_no_architectures(tmp_path):
     assert architectures_of(missing) == architectures_of("") == []
 
 
-def test_auto_is_the_dtype_of_a_device_and_none_of_a_file():
+def test_auto_is_the_dtype_of_a_device_and_none_of_a_file(monkeypatch):
+    monkeypatch.setattr("drafttrain.target.devices.has_bfloat16", lambda: True)
     assert resolve_dtype("auto", torch.device("cuda")) == torch.bfloat16
     assert resolve_dtype("float16") == torch.float16
     with pytest.raises(UserError, match=r"dtype='auto' is not one of float32, bfloat16, float16$"):
