@@ -71,7 +71,7 @@ class _Ghost(torch.Tensor):
     """A tensor of the dry step. `data_` is a meta tensor, or a CPU tensor of integers."""
 
     data_: Tensor
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, data: Tensor, device: torch.device) -> _Ghost:
@@ -82,7 +82,7 @@ class _Ghost(torch.Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return _ghosts[-1].run(func, args, kwargs or {})
 
     def tolist(self) -> Any:
@@ -139,7 +139,9 @@ class _Ghosts(TorchDispatchMode):
         if func is _aten._local_scalar_dense.default:
             return 1.0 if args[0].data_.is_meta else args[0].data_.item()
         plain = [_plain(x) for x in args]
-        options = {name: _plain(x) for name, x in kwargs.items() if name not in ("pin_memory", "non_blocking", "device")}
+        options = {
+            name: _plain(x) for name, x in kwargs.items() if name not in ("pin_memory", "non_blocking", "device")
+        }
         floats = any(x.data_.is_meta for x in ghosts)
         dtype = kwargs.get("dtype")
         if "device" in kwargs:
@@ -147,7 +149,9 @@ class _Ghosts(TorchDispatchMode):
             chosen = func.overloadpacket not in (_aten.arange, _aten.full) if dtype is None else dtype.is_floating_point
             floats = floats or (not given and chosen)
             options["device"] = torch.device("meta" if floats else "cpu")
-        written = [i for i, x in enumerate(func._schema.arguments) if x.alias_info is not None and x.alias_info.is_write]
+        written = [
+            i for i, x in enumerate(func._schema.arguments) if x.alias_info is not None and x.alias_info.is_write
+        ]
         if floats:
             if func in _INDEXING:  # a mask's true elements are as many as its numbers say
                 plain[1] = [y for x in plain[1] for y in (x.nonzero().unbind(1) if _is_mask(x) else (x,))]
@@ -223,15 +227,16 @@ def dry_step(
         drafter.bind(target)
         mask = (torch.arange(length) >= prompt).repeat(rows, 1)
         ids = torch.randint(0, target.vocab_size, (rows, length))
-        made = (ids, torch.full((rows,), length), mask, torch.arange(rows))
-        batch = Batch(*(ghosts.wrap(x) for x in made))
+        lengths, indices = torch.full((rows,), length), torch.arange(rows)
+        batch = Batch(ghosts.wrap(ids), ghosts.wrap(lengths), ghosts.wrap(mask), ghosts.wrap(indices))
         held, ghosts.peak = ghosts.now, ghosts.now
         source = TargetSource(target, drafter.feature_layers, drafter.kept_ids)
         if autocast is not None:
             open_.enter_context(torch.autocast("cpu", autocast))
         features, targets, row_of = source(batch)
         total = ghosts.wrap(torch.tensor(rows * length))
-        step = drafter(StepInputs(batch, target.embed(batch.input_ids), features, targets, row_of, total, True))
+        embeds = target.embed(batch.input_ids)
+        step = drafter(StepInputs(batch, embeds, features, targets, row_of, total, True))  # type: ignore[arg-type]
         del features, targets, row_of
         step.loss.backward()
         trained = [x for x in drafter.parameters() if x.requires_grad]

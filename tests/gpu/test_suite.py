@@ -37,7 +37,7 @@ def test_without_a_gpu_the_suite_says_so(monkeypatch):
     from gpu_suite import free_gigabytes
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(SystemExit, match="torch sees no GPU here; bash eval/gpu_suite.sh --pretend"):
+    with pytest.raises(SystemExit, match=r"torch sees no GPU here; bash eval/gpu_suite\.sh --pretend"):
         free_gigabytes(pretend=False)
 
 
