@@ -201,7 +201,7 @@ def dry_step(
         rows, length: token rows of a batch and their tokens; the first `prompt` of each are not learned.
         gpu: with the kernels of a GPU; False for those of a CPU.
         autocast: dtype of the drafter's products; None multiplies in float32.
-        checkpointing: whether a depth's activations are computed anew in backward.
+        checkpointing: whether a depth's activations are computed again in backward.
     """
     device = torch.device("cpu")  # autocast knows no meta tensors
     with torch.device("meta"):
