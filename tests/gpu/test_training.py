@@ -10,7 +10,7 @@ from tests.gpu.count import budgets, drafter_of, moved, moved_target, training_b
 from tests.gpu.pretend import PretendGpu
 
 # Gradients in bfloat16 products differ from float32's by a few units of their last place (2^-8), summed over depths.
-TOLERANCE = {False: 2e-5, True: 4e-2}
+TOLERANCE = {False: 2e-5, True: 8e-2}
 
 
 def gradients(drafter):
