@@ -3,6 +3,7 @@
     train      an EAGLE-3 step with the target online: tokens per second, and peak memory against the dry step's prediction
     decode     a round's time, plain, with chains and with trees, against the time to read the target's weights once
     generate   response tokens per second of the data engine
+    predict    the memory of `train`, without a GPU
 
     python eval/bench_gpu.py decode --output eval/results/gpu_decode_h100.json
     python eval/bench_gpu.py train --rows 4 --length 4096 --output eval/results/gpu_train_h100.json
@@ -96,6 +97,8 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     dtype = DTYPES[args.dtype]
     target = make_target(args.shape, dtype, device)
     drafter = make_drafter(target, args.words, device).float().train()
+    if args.gradient_checkpointing:
+        drafter.gradient_checkpointing_enable()
     source = TargetSource(target, drafter.feature_layers, drafter.kept_ids)
     trained = [x for x in drafter.parameters() if x.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=device.type == "cuda")
@@ -121,23 +124,36 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     reset_peak(device)
     seconds = [step() for _ in range(args.repeats)]
     peak = peak_memory(device) / 1e9
-    shapes = {"rows": args.rows, "length": args.length, "prompt": args.prompt}
-    predicted = dry_step(
-        make_config(args.shape), "eagle3", {"draft_vocab_size": args.words}, **shapes, target_dtype=dtype, autocast=half
-    ).json()
+    predicted = predict(args)
     off = abs(predicted["total"] / peak - 1) if peak else None
     speed = args.rows * args.length / statistics.median(seconds)
     shown = "none" if off is None else f"{off:.0%}"
     print(f"{speed:,.0f} tokens/s, peak {peak:.1f} GB, predicted {predicted['total']:.1f} GB, off by {shown}")
     sides = {"ours": {"tokens_per_second": round(speed, 1), "seconds": seconds, "peak_gb": peak}}
     more = {"predicted_gb": predicted, "memory_off": off, "memory_goal": MEMORY_GOAL, "autocast": args.autocast}
+    shapes = {name: getattr(args, name) for name in ("rows", "length", "prompt")}
     write_result(args.output, predicted["total"] / peak if peak else 0.0, 1.0, sides, device, **more, **shapes)
+
+
+def predict(args: argparse.Namespace) -> dict[str, Any]:
+    """Gigabytes by part, see `StepMemory`."""
+    return dry_step(
+        make_config(args.shape),
+        "eagle3",
+        {"draft_vocab_size": args.words},
+        rows=args.rows,
+        length=args.length,
+        prompt=args.prompt,
+        target_dtype=DTYPES[args.dtype],
+        autocast=torch.bfloat16 if args.autocast else None,
+        checkpointing=args.gradient_checkpointing,
+    ).json()
 
 
 # -- decoding ---------------------------------------------------------------------------------------------------------
 
 
-class Told(Drafter):
+class Simulated(Drafter):
     """A drafter whose first path takes the true continuation, each token with a probability until one fails."""
 
     def __init__(self, inner: Any, truths: dict[tuple[int, ...], list[int]], accept: float):
@@ -198,10 +214,10 @@ def decode(args: argparse.Namespace, device: torch.device) -> None:
     options: dict[str, Any] = {"eos_ids": (), "max_rows": args.batch}
     plain = Decoder(target, None, spec=TreeSpec.parse("none"), **options)
     truths = [made.tokens for made in plain.generate(prompts, max_new_tokens=args.tokens)]
-    told = Told(drafter, {tuple(p): t for p, t in zip(prompts, truths, strict=True)}, args.accept)
+    simulated = Simulated(drafter, {tuple(p): t for p, t in zip(prompts, truths, strict=True)}, args.accept)
     sides: dict[str, Any] = {}
     for tree in TREES:
-        decoder = Decoder(target, None if tree == "none" else told, spec=TreeSpec.parse(tree), **options)
+        decoder = Decoder(target, None if tree == "none" else simulated, spec=TreeSpec.parse(tree), **options)
         seconds, made = [], []
         for _ in range(args.repeats + 1):  # the first one captures
             began = time.perf_counter()
@@ -246,7 +262,7 @@ def generate(args: argparse.Namespace, device: torch.device) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("job", choices=["train", "decode", "generate"])
+    parser.add_argument("job", choices=["train", "decode", "generate", "predict"])
     parser.add_argument("--shape", choices=list(SHAPES), default="8b")
     parser.add_argument("--words", type=int, default=32_000, help="of the drafter's vocabulary")
     parser.add_argument(
@@ -259,6 +275,9 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=4096, help="train: tokens of a row")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--no-autocast", dest="autocast", action="store_false", help="train: multiply in float32")
+    parser.add_argument(
+        "--gradient-checkpointing", action="store_true", help="train: compute a depth's activations twice"
+    )
     parser.add_argument("--batch", type=int, default=1, help="decode and generate: sequences at a time")
     parser.add_argument("--tokens", type=int, default=128, help="decode and generate: new tokens per prompt")
     parser.add_argument(
@@ -266,6 +285,9 @@ def main() -> None:
     )
     parser.add_argument("--output", type=result_path)
     args = parser.parse_args()
+    if args.job == "predict":
+        print({name: round(size, 2) if isinstance(size, float) else size for name, size in predict(args).items()})
+        return
     {"train": train, "decode": decode, "generate": generate}[args.job](args, resolve_device(args.device))
 
 
