@@ -153,7 +153,7 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
 # -- decoding ---------------------------------------------------------------------------------------------------------
 
 
-class Told(Drafter):
+class Simulated(Drafter):
     """A drafter whose first path takes the true continuation, each token with a probability until one fails."""
 
     def __init__(self, inner: Any, truths: dict[tuple[int, ...], list[int]], accept: float):
@@ -214,10 +214,10 @@ def decode(args: argparse.Namespace, device: torch.device) -> None:
     options: dict[str, Any] = {"eos_ids": (), "max_rows": args.batch}
     plain = Decoder(target, None, spec=TreeSpec.parse("none"), **options)
     truths = [made.tokens for made in plain.generate(prompts, max_new_tokens=args.tokens)]
-    told = Told(drafter, {tuple(p): t for p, t in zip(prompts, truths, strict=True)}, args.accept)
+    simulated = Simulated(drafter, {tuple(p): t for p, t in zip(prompts, truths, strict=True)}, args.accept)
     sides: dict[str, Any] = {}
     for tree in TREES:
-        decoder = Decoder(target, None if tree == "none" else told, spec=TreeSpec.parse(tree), **options)
+        decoder = Decoder(target, None if tree == "none" else simulated, spec=TreeSpec.parse(tree), **options)
         seconds, made = [], []
         for _ in range(args.repeats + 1):  # the first one captures
             began = time.perf_counter()

@@ -1,7 +1,7 @@
 """Everything that needs a GPU, in one command: tests, benchmarks against their goals, a page. At most 40 minutes on an H100.
 
     bash eval/gpu_suite.sh                          # all steps, to eval/results/gpu; goes on where it was cut
-    bash eval/gpu_suite.sh --step decode --again    # one step, measured anew
+    bash eval/gpu_suite.sh --step decode --again    # one step, measured again
     bash eval/gpu_suite.sh --pretend                # the same steps at tiny sizes on a machine without a GPU: only that they run
 
 No network, no downloads. A step that needs more memory than the GPU has free, or weights that are not there, is skipped and
@@ -104,7 +104,7 @@ def arguments() -> argparse.Namespace:
     names = [step.name for step in STEPS]
     parser.add_argument("folder", nargs="?", type=Path, help="eval/results/gpu unless given")
     parser.add_argument("--step", action="append", choices=names, help="all unless given; repeat it for several")
-    parser.add_argument("--again", action="store_true", help="measure anew what an earlier run has measured")
+    parser.add_argument("--again", action="store_true", help="measure again what an earlier run has measured")
     parser.add_argument("--pretend", action="store_true", help="tiny sizes on a pretend GPU: figures mean nothing")
     args = parser.parse_args()
     args.folder = args.folder or ROOT / "eval" / "results" / ("gpu_pretend" if args.pretend else "gpu")

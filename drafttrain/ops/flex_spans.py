@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, flex_attention
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, flex_attention
 
 from drafttrain.errors import UserError
-
-if TYPE_CHECKING:
-    from drafttrain.ops.path_attention import Spans
 
 Flex = Callable[..., tuple[Tensor, AuxOutput]]  # FlexAttention, compiled or not: outputs and log-sum-exps
 # Sorts of shapes that FlexAttention is compiled for: with gradients and without, all or some tokens as queries, one block or
@@ -62,8 +59,14 @@ def flex_options(head_dim: int, itemsize: int, shared: int) -> dict[str, int]:
     return options | own if shared < needed or unknown else options
 
 
+class Intervals(Protocol):
+    """What `path_attention.Spans` gives this module, which it imports."""
+
+    def block_mask(self, keys: int) -> BlockMask: ...
+
+
 def span_attention_gpu(
-    query: Tensor, key: Tensor, value: Tensor, spans: Spans, flex: Flex | None = None
+    query: Tensor, key: Tensor, value: Tensor, spans: Intervals, flex: Flex | None = None
 ) -> tuple[Tensor, Tensor]:
     """`span_attention` by FlexAttention, which differentiates the log-sum-exps too.
 

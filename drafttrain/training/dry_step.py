@@ -71,7 +71,7 @@ class _Ghost(torch.Tensor):
     """A tensor of the dry step. `data_` is a meta tensor, or a CPU tensor of integers."""
 
     data_: Tensor
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, data: Tensor, device: torch.device) -> _Ghost:
@@ -82,7 +82,7 @@ class _Ghost(torch.Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return _ghosts[-1].run(func, args, kwargs or {})
 
     def tolist(self) -> Any:
@@ -201,7 +201,7 @@ def dry_step(
         rows, length: token rows of a batch and their tokens; the first `prompt` of each are not learned.
         gpu: with the kernels of a GPU; False for those of a CPU.
         autocast: dtype of the drafter's products; None multiplies in float32.
-        checkpointing: whether a depth's activations are computed anew in backward.
+        checkpointing: whether a depth's activations are computed again in backward.
     """
     device = torch.device("cpu")  # autocast knows no meta tensors
     with torch.device("meta"):
@@ -227,15 +227,16 @@ def dry_step(
         drafter.bind(target)
         mask = (torch.arange(length) >= prompt).repeat(rows, 1)
         ids = torch.randint(0, target.vocab_size, (rows, length))
-        made = (ids, torch.full((rows,), length), mask, torch.arange(rows))
-        batch = Batch(*(ghosts.wrap(x) for x in made))
+        lengths, indices = torch.full((rows,), length), torch.arange(rows)
+        batch = Batch(ghosts.wrap(ids), ghosts.wrap(lengths), ghosts.wrap(mask), ghosts.wrap(indices))
         held, ghosts.peak = ghosts.now, ghosts.now
         source = TargetSource(target, drafter.feature_layers, drafter.kept_ids)
         if autocast is not None:
             open_.enter_context(torch.autocast("cpu", autocast))
         features, targets, row_of = source(batch)
         total = ghosts.wrap(torch.tensor(rows * length))
-        step = drafter(StepInputs(batch, target.embed(batch.input_ids), features, targets, row_of, total, True))
+        embeds = target.embed(batch.input_ids)
+        step = drafter(StepInputs(batch, embeds, features, targets, row_of, total, True))  # type: ignore[arg-type]
         del features, targets, row_of
         step.loss.backward()
         trained = [x for x in drafter.parameters() if x.requires_grad]

@@ -9,9 +9,8 @@ from tests.drafters import test_contract as contract
 from tests.gpu.count import budgets, drafter_of, moved, moved_target, training_batch, training_step
 from tests.gpu.pretend import PretendGpu
 
-KINDS = [kind if kind == "eagle3" else pytest.param(kind, marks=pytest.mark.slow) for kind in contract.TRAINED]
 # Gradients in bfloat16 products differ from float32's by a few units of their last place (2^-8), summed over depths.
-TOLERANCE = {False: 2e-5, True: 4e-2}
+TOLERANCE = {False: 2e-5, True: 8e-2}
 
 
 def gradients(drafter):
@@ -42,8 +41,13 @@ def compare(kind, gpu_options, autocasts):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_step_has_the_cpus_loss_and_gradients(kind):
+def test_a_step_has_the_cpus_loss_and_gradients():
+    compare("eagle1", {}, (True,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", contract.TRAINED)
+def test_a_step_of_every_kind_has_the_cpus_loss_and_gradients(kind):
     compare(kind, {}, (False, True))
 
 
