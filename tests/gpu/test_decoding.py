@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.inference import Decoder, SamplingParams
@@ -77,13 +76,3 @@ def test_a_round_waits_no_more_than_the_table_allows(request, kind):
             # Rounds differ by what was accepted. Fewer are welcome: write them with --budgets.
             assert syncs <= allowed["syncs"] + 0.5, (tree, batch, made.syncs)
             assert calls <= 1.05 * allowed["calls"] + 2, (tree, batch, made.calls)
-
-
-@pytest.mark.slow
-def test_two_gpus_hold_a_target_each(two_gpus):
-    """A model on cuda:1 decodes while cuda:0 is the current device."""
-    target = moved_target("cuda:1")
-    drafter = moved(drafter_of("eagle3"), target)
-    with torch.cuda.device(0):
-        got = decode(target, drafter, "chain:2", 1, SamplingParams(), graphs=True)
-    assert len(got[0][0]) == contract.NEW

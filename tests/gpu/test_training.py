@@ -36,8 +36,10 @@ def compare(kind, gpu_options, autocasts):
             torch.testing.assert_close(step.loss.cpu(), wanted.loss, rtol=TOLERANCE[autocast], atol=0)
             for name, value in want.items():
                 assert (got[name] - value).norm() <= TOLERANCE[autocast] * value.norm() + 1e-7, (name, autocast)
-            for name, value in wanted.metrics.items():
-                torch.testing.assert_close(step.metrics[name].cpu(), value, rtol=0.05 if autocast else 1e-4, atol=0.1)
+            for name, value in wanted.metrics.items():  # sums: in bfloat16 a few anchors may agree otherwise
+                torch.testing.assert_close(
+                    step.metrics[name].cpu(), value, rtol=0.05 if autocast else 1e-4, atol=1e-3 + 2 * autocast
+                )
 
 
 @pytest.mark.thorough
