@@ -209,7 +209,7 @@ class WrongDrafter(FakeDrafter):
     """Drafts three tokens each round, the first of which is not the target's."""
 
     def propose(self, spec, sampler=None):
-        follows = (self.truth + [0])[len(self.tokens) - len(self.prompt)]
+        follows = [*self.truth, 0][len(self.tokens) - len(self.prompt)]
         return TokenTree(torch.tensor([(follows + 1 + i) % VOCAB for i in range(3)]), [-1, 0, 1])
 
 
