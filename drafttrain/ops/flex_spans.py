@@ -59,14 +59,14 @@ def flex_options(head_dim: int, itemsize: int, shared: int) -> dict[str, int]:
     return options | own if shared < needed or unknown else options
 
 
-class Intervals(Protocol):
+class KeyIntervals(Protocol):
     """What `path_attention.Spans` gives this module, which it imports."""
 
     def block_mask(self, keys: int) -> BlockMask: ...
 
 
 def span_attention_gpu(
-    query: Tensor, key: Tensor, value: Tensor, spans: Intervals, flex: Flex | None = None
+    query: Tensor, key: Tensor, value: Tensor, spans: KeyIntervals, flex: Flex | None = None
 ) -> tuple[Tensor, Tensor]:
     """`span_attention` by FlexAttention, which differentiates the log-sum-exps too.
 
