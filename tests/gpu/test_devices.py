@@ -182,3 +182,13 @@ def test_a_target_is_loaded_to_its_device(gpu, target_dir, monkeypatch):
         with pytest.raises(UserError, match="enough"):
             Target.load(str(target_dir), device=device)
         assert asked.get("device_map") == wanted
+
+
+def test_layers_are_computed_again_where_the_target_runs_beside_the_head(gpu, tmp_path, monkeypatch):
+    chosen = lambda **keys: recipe(tmp_path, monkeypatch, **keys).gradient_checkpointing  # noqa: E731
+    assert chosen() and chosen(kind="dflash") and not chosen(gradient_checkpointing="false")
+    assert not chosen(kind="medusa") and not chosen(use_cpu="true"), "no layers; no GPU"
+    monkeypatch.setattr(arguments, "stored_features", lambda data: {"layers": [1]})
+    assert not chosen(data=tmp_path), "stored states"
+    with pytest.raises(UserError, match="use_reentrant=true: kind='eagle3' reads keys"):
+        recipe(tmp_path, monkeypatch, gradient_checkpointing_kwargs="{use_reentrant: true}")
