@@ -25,6 +25,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -172,7 +173,11 @@ class Target:
             model.generation_config = generation
         if not device_map:
             model = model.to(place)
-        return cls.wrap(model, tokenizer, name, where, wanted)
+        target = cls.wrap(model, tokenizer, name, where, wanted)
+        if target.decoding_path == "snapshot":
+            how = f"target {name!r} decodes by its own forward and cache ({target.continuation})"
+            print(f"{how}: {target.reason}", file=sys.stderr, flush=True)
+        return target
 
     @classmethod
     def wrap(
