@@ -16,6 +16,7 @@ from drafttrain.drafters.base import StepInputs
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.draft_model.model import DraftModel, DraftModelConfig
 from drafttrain.drafters.draft_model.vocabularies import CommittedText, TokenBytes, VocabularyPair
+from drafttrain.drafters.kinds import split_name
 from drafttrain.drafters.registry import load_drafter
 from drafttrain.drafters.shipping import find_drafter, shipping
 from drafttrain.errors import UserError
@@ -404,6 +405,16 @@ def test_a_folder_drafts_and_is_exported_with_both_tokenizers(tokenizers, tmp_pa
     for drafting in (again, load_drafter(f"{tmp_path}+ngram", target)):
         spec = TreeSpec.parse("dynamic:3,3,8")
         assert generate(target, drafting, prompt, max_new_tokens=6, spec=spec, eos_ids=()).tokens == want
+    other = load_drafter(f"{tmp_path}:vocabulary_match=text+ngram", target)
+    assert other.main.pair.way == "text" and split_name(f"{tmp_path}:vocabulary_match=text+ngram")[0] == str(tmp_path)
+    for more, message in (
+        ("vocabulary_match=words", "drafter.vocabulary_match='words' must be one of auto, tokens, text"),
+        ("layers=1", "'layers' is no option of a draft_model; there are vocabulary_match"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load_drafter(f"{tmp_path}:{more}", target)
+    with pytest.raises(UserError, match="no such folder"):
+        find_drafter(f"{tmp_path}:vocabulary_match=text")
     trained = find_drafter(str(tmp_path))
     kind = shipping(trained.kind)
     assert not kind.shares_vocabulary(trained, target)
@@ -413,6 +424,20 @@ def test_a_folder_drafts_and_is_exported_with_both_tokenizers(tokenizers, tmp_pa
         (reason,) = kind.unsupported(trained, form)
         assert "another vocabulary" in reason and named in reason
     assert not kind.unsupported(trained, "vllm") and not kind.unsupported(trained, "transformers")
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("a/b", ("a/b", {})),
+        ("a/b:vocabulary_match=text", ("a/b", {"vocabulary_match": "text"})),
+        ("a/b:x=1,y=+ngram:max_match=3", ("a/b", {"x": "1", "y": ""})),
+        ("runs+more/b+ngram_store:c.safetensors", ("runs+more/b", {})),
+        ("http://a/b=c", ("http://a/b=c", {})),
+    ],
+)
+def test_a_name_is_a_place_and_options(name, found):
+    assert split_name(name) == found
 
 
 def test_training_is_the_divergence_over_shared_tokens_where_both_tokens_end(tokenizers):
