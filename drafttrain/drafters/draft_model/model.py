@@ -107,6 +107,7 @@ class DraftModel(TrainableDrafter):
     writes_responses = True
     loads_language_models = True
     chain_depth = 4
+    name_options = ("vocabulary_match",)
 
     def __init__(self, lm: Any, tokenizer: Any, config: DraftModelConfig, name: str = ""):
         super().__init__(config)
