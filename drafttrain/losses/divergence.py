@@ -38,8 +38,8 @@ from drafttrain.ops.tree_attention_triton import has_triton
 _SHARED_BYTES = 256e6
 _TINY = 1e-12  # lower bound of divisors: a smaller acceptance does not scale the gradient up further
 _CHUNK = 256  # rows per chunk on the torch path; more gain nothing on a CPU
-# Bytes of logits per chunk on the kernel path: large products are faster, and few of these are held at once.
-_KERNEL_BYTES = 2**28
+# Bytes of logits per chunk on the kernel path: large products are faster, and two of these are held at once.
+_KERNEL_BYTES = 2**27
 
 Kept = tuple[Tensor, Tensor, Tensor]  # p [c, d], its entropy [c], log of its softmax denominator [c]
 StepResult = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # values [c], grad [c, d], alpha [c], agree [c]

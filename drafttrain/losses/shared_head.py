@@ -43,7 +43,8 @@ class SharedHead:
         if total is not None and total.dtype == grad.dtype:
             total.addmm_(grad.t(), rows)
         elif total is not None:
-            total += grad.t() @ rows
+            for part in _parts(total):  # in the rows' dtype, as autocast multiplies
+                total[part] += grad[:, part].t() @ rows
 
     def term(self) -> Tensor:
         """A zero that carries the gradient in the weight: a term of the loss, with the same factor as the calls' losses."""

@@ -12,8 +12,9 @@ from transformers import TrainingArguments
 from transformers.integrations.integration_utils import get_available_reporting_integrations
 
 from drafttrain.config import TrainConfig, TrainerKeys
+from drafttrain.data.store import stored_features
 from drafttrain.drafters.base import Drafter
-from drafttrain.drafters.common.trainable import TrainableDrafter
+from drafttrain.drafters.common.trainable import DecoderDrafter, TrainableDrafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import kind_class
 from drafttrain.errors import UserError
@@ -61,7 +62,12 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
     }
     if not options["use_cpu"] and os.environ.get("ACCELERATE_USE_CPU", "").lower() not in ("1", "true", "yes"):
         usual_device()  # transformers would train on the CPU where a driver is too old
-        options = {"bf16": wants_bfloat16(options)} | options
+        options = {"bf16": wants_bfloat16(options), "gradient_checkpointing": wants_checkpointing(config)} | options
+    if (options.get("gradient_checkpointing_kwargs") or {}).get("use_reentrant") and _has_layers(config):
+        raise UserError(
+            f"gradient_checkpointing_kwargs.use_reentrant=true: kind={config.kind!r} reads keys of earlier depths, "
+            "which then get no gradients; leave it out"
+        )
     report = options["report_to"] or "none"
     options["report_to"] = [report] if isinstance(report, str) else report
     known = ("none", "all", *get_available_reporting_integrations())
@@ -104,6 +110,17 @@ def wants_bfloat16(options: Json) -> bool:
     if any(fixed) or os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no":
         return False
     return not options.get("fp16") and has_bfloat16()
+
+
+def wants_checkpointing(config: TrainConfig) -> bool:
+    """Whether backward on a GPU computes layers again though the recipe does not say: of heads whose target runs beside them."""
+    data = Path(config.data).expanduser()
+    online = not config.target_url and not (data.is_dir() and stored_features(data))
+    return online and _has_layers(config)
+
+
+def _has_layers(config: TrainConfig) -> bool:
+    return issubclass(kind_class(config.kind), DecoderDrafter)
 
 
 def precision(args: TrainingArguments) -> str:

@@ -231,13 +231,12 @@ def dry_step(
         batch = Batch(ghosts.wrap(ids), ghosts.wrap(lengths), ghosts.wrap(mask), ghosts.wrap(indices))
         held, ghosts.peak = ghosts.now, ghosts.now
         source = TargetSource(target, drafter.feature_layers, drafter.kept_ids)
-        if autocast is not None:
-            open_.enter_context(torch.autocast("cpu", autocast))
-        features, targets, row_of = source(batch)
         total = ghosts.wrap(torch.tensor(rows * length))
-        embeds = target.embed(batch.input_ids)
-        step = drafter(StepInputs(batch, embeds, features, targets, row_of, total, True))  # type: ignore[arg-type]
-        del features, targets, row_of
+        with torch.autocast("cpu", autocast, enabled=autocast is not None):  # left before backward, as the trainer does
+            features, targets, row_of = source(batch)
+            embeds = target.embed(batch.input_ids)
+            step = drafter(StepInputs(batch, embeds, features, targets, row_of, total, True))  # type: ignore[arg-type]
+        del features, targets, row_of, embeds
         step.loss.backward()
         trained = [x for x in drafter.parameters() if x.requires_grad]
         gradients = sum(x.grad.nbytes for x in trained if x.grad is not None)
@@ -258,7 +257,22 @@ def _stand_ins() -> list[tuple[Any, str, Any]]:
         (divergence_kernels, "divergence_rows", NoLaunch()),
         (path_attention, "_attend", _attend),
         (nn.functional, "scaled_dot_product_attention", _flash),
+        (nn.functional, "rms_norm", lambda x, shape, weight=None, eps=None: _FusedNorm.apply(x, weight)),
     ]
+
+
+class _FusedNorm(torch.autograd.Function):
+    """What torch's fused RMS norm keeps: its input and a float32 per row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:

@@ -135,9 +135,10 @@ class TargetSource:
         self.temperatures = temperatures
         device = target.device
         self.kept_ids = kept_ids.to(device)
-        all_kept = len(kept_ids) == target.vocab_size  # ids are then in order, and a copy of the head would be large
         head = target.head_weight
-        self.weight = (head if all_kept else head[self.kept_ids.to(head.device)].contiguous()).to(device)  # [d, h]
+        # Gathered for each batch, so that backward need not hold the copy; kept where the rows come from elsewhere.
+        held = head is target.lm_head.weight and head.device == device
+        self._weight = None if held else self._head_rows(head)
         bias = target.head_bias
         self.bias = None if bias is None else bias.to(device)[self.kept_ids].float()  # [d]
         self.to_drafter = torch.full((target.vocab_size,), -1, device=device)  # [v] drafter id of each target id
@@ -150,6 +151,15 @@ class TargetSource:
         self.ahead = None if stored is None and servers is None else self._new_ahead()
         self.read_from = "stored" if servers is None else "streamed"
         self.hits = {"memory": 0, self.read_from: 0, "online": 0}
+
+    @property
+    def weight(self) -> Tensor:
+        """[d, h] rows of the target's head for the drafter's vocabulary."""
+        return self._head_rows(self.target.head_weight) if self._weight is None else self._weight
+
+    def _head_rows(self, head: Tensor) -> Tensor:
+        all_kept = len(self.kept_ids) == self.target.vocab_size  # ids are then in order, and a copy would be large
+        return (head if all_kept else head[self.kept_ids.to(head.device)]).to(self.target.device)
 
     def _new_ahead(self) -> StatesAhead:
         token_bytes = 4 * (len(self.layers) + 1) * self.target.hidden_size  # of float32, until states are measured

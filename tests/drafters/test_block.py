@@ -182,19 +182,6 @@ def test_dpace_weighs_by_how_far_the_block_is_right(target):
         torch.testing.assert_close(weight, torch.stack(wanted) / 4 / 5, rtol=1e-5, atol=1e-7)
 
 
-def test_gradient_checkpointing_gives_the_same_gradients(target):
-    grads = []
-    for checkpointing in (False, True):
-        drafter = shaken(DSpark, target).train()
-        if checkpointing:
-            drafter.gradient_checkpointing_enable()
-            assert drafter.gradient_checkpointing
-        run_step(drafter, target, make_batch()).loss.backward()
-        grads.append([parameter.grad for parameter in drafter.parameters()])
-    for mine, theirs in zip(*grads, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "text", ["chain:9", "fanout:3x2x1", "dynamic:4,5,12", "paths:0,1,0-0,1-2,0-0-1", "chain:4@stop=0.3"]

@@ -46,13 +46,15 @@ def allocated(run) -> int:
     return peak
 
 
-def real_step(kind: str) -> int:
+def real_step(kind: str, checkpointing: bool) -> int:
     torch.manual_seed(0)
     target = Target.wrap(LlamaForCausalLM(config()), None, name="tiny", dtype=torch.float32)
     cls = kind_class(kind)
     drafter = cls(cls.config_class.for_target(target, **OPTIONS[kind])).train()
     drafter.kept_ids.copy_(torch.arange(len(drafter.kept_ids)))
     drafter.bind(target)
+    if checkpointing:
+        drafter.gradient_checkpointing_enable()
     mask = (torch.arange(LENGTH) >= PROMPT).repeat(ROWS, 1)
     ids = torch.randint(0, 4000, (ROWS, LENGTH))
     batch = Batch(ids, torch.full((ROWS,), LENGTH), mask, torch.arange(ROWS))
@@ -68,12 +70,15 @@ def real_step(kind: str) -> int:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["eagle3", "medusa", pytest.param("dflash", marks=pytest.mark.slow)])
-def test_a_dry_step_takes_what_a_real_one_takes(kind):
-    want = real_step(kind)
+@pytest.mark.parametrize(
+    ("kind", "checkpointing"),
+    [("eagle3", False), ("eagle3", True), ("medusa", False), pytest.param("dflash", False, marks=pytest.mark.slow)],
+)
+def test_a_dry_step_takes_what_a_real_one_takes(kind, checkpointing):
+    want = real_step(kind, checkpointing)
     memory = dry_step(
         config(), kind, OPTIONS[kind], rows=ROWS, length=LENGTH, prompt=PROMPT, gpu=False, target_dtype=torch.float32,
-        autocast=None,
+        autocast=None, checkpointing=checkpointing,
     )  # fmt: skip
     assert memory.activations + memory.gradients == pytest.approx(want, rel=0.1)
     model = LlamaForCausalLM(config())
@@ -86,7 +91,7 @@ def test_an_eagle3_head_of_an_8b_target_in_bfloat16():
     """The shapes of Llama-3.1-8B: no weight is allocated, and a second row adds activations alone."""
     big = config(
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
-        head_dim=128, vocab_size=128256,
+        head_dim=128, vocab_size=128256, max_position_embeddings=131072,
     )  # fmt: skip
     one, two = (dry_step(big, "eagle3", {"draft_vocab_size": 32000}, rows=rows, length=1024) for rows in (1, 2))
     assert one.target == pytest.approx(16.06e9, rel=0.01)
@@ -95,3 +100,6 @@ def test_an_eagle3_head_of_an_8b_target_in_bfloat16():
     assert 1.3 * one.activations < two.activations < 2.1 * one.activations
     wide = dry_step(big, "eagle3", {"draft_vocab_size": 32000}, length=1024, autocast=None)
     assert wide.activations > 1.1 * one.activations
+    options = {"draft_vocab_size": 32000}
+    single, four = (dry_step(big, "eagle3", options, rows=rows, checkpointing=True) for rows in (1, 4))
+    assert single.total < 24e9 and four.total < 30e9

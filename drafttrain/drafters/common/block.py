@@ -148,10 +148,7 @@ class BlockDrafter(DecoderDrafter):
         )  # [m * depth]
         for layer, attend in zip(self.layers, attends, strict=True):
             queries = last if layer is self.layers[-1] else None
-            if self.gradient_checkpointing and self.training:
-                state = self._gradient_checkpointing_func(layer, state, None, cos, sin, attend, queries)
-            else:
-                state = layer(state, None, cos, sin, attend, queries)
+            state = layer(state, None, cos, sin, attend, queries)
         return self.norm(state).view(-1, self.config.depth, state.shape[-1])
 
     def logits(self, reads: Tensor) -> Tensor:

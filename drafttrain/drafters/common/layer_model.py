@@ -167,7 +167,7 @@ class LayerDrafter(DecoderDrafter):
         offset = self.config.position_offset if self.training else 0
         positions = moved(place, offset, part) if offset else place  # [t]
         embeds = embeds.flatten(0, 1)  # [part, target h]
-        state = self.first_state(features.flatten(0, 1)[valid[held] - part.begin], batch)  # [part, h]
+        state = self._first(features.flatten(0, 1), valid[held] - part.begin, batch)  # [part, h]
         decay = config.depth_decay ** torch.arange(config.ttt_steps, dtype=torch.float32, device=embeds.device)
         decay = decay / decay.sum()
 
@@ -197,6 +197,16 @@ class LayerDrafter(DecoderDrafter):
             outs.append(out)
         return StepOutput(torch.stack(losses).sum() + head.term(), sums_by_depth(outs))
 
+    def _first(self, features: Tensor, at: Tensor, batch: Batch) -> Tensor:
+        """`first_state` of the features at indices `at`, whose copy and whose weights' copies are not kept with checkpointing."""
+        if not (self.gradient_checkpointing and self.training):
+            return self.first_state(features[at], batch)
+        kind = features.device.type
+        on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        with torch.autocast(kind, dtype, on, cache_enabled=False):
+            out: Tensor = self._gradient_checkpointing_func(lambda x: self.first_state(x[at], batch), features)
+        return out
+
     def _depth(
         self,
         state: Tensor,
@@ -207,7 +217,7 @@ class LayerDrafter(DecoderDrafter):
         split: Split,
         depth: int,
     ) -> Tensor:
-        """One depth of training-time test; stores its keys in `attentions`. Recomputed in backward with checkpointing.
+        """One depth of training-time test; stores its keys in `attentions`. Backward computes layers again with checkpointing.
 
         Args:
             state, embeds, positions: of this process's tokens at this depth. attentions: one per layer.
@@ -232,7 +242,8 @@ class LayerDrafter(DecoderDrafter):
             out = self.step(state, embeds, positions, attends, queries, depth)
             return out, *(tensor for pair in fresh for tensor in pair)
 
-        if self.gradient_checkpointing and self.training:
+        ours = all(isinstance(layer, DraftLayer) for layer in self.layers_at(depth))  # each is computed again by itself
+        if self.gradient_checkpointing and self.training and not ours:
             out, *cached = self._gradient_checkpointing_func(run, state, embeds)
         else:
             out, *cached = run(state, embeds)

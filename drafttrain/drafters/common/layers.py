@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -167,6 +168,9 @@ class DraftLayer(nn.Module):
     """
 
     native: DecoderLayer | None
+    # Set by transformers with `gradient_checkpointing`: whether backward computes the layer again, and what remembers to.
+    gradient_checkpointing = False
+    _gradient_checkpointing_func: Callable[..., Tensor]
 
     def __init__(
         self, config: LayerShape, embed_width: int = 0, normed: bool = True, norm_before_residual: bool = False
@@ -199,14 +203,30 @@ class DraftLayer(nn.Module):
         self, state: Tensor, embeds: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend, queries: Tensor | None
     ) -> Tensor:
         """state [t, h], embeds [t, embed_width] for a layer that reads them -> [t or queries, h]."""
+        if self.gradient_checkpointing and self.training:
+            # In two parts, of which one is in memory at a time. Neither repeats its last product, which nothing reads.
+            state = self._gradient_checkpointing_func(self._attended, state, embeds, cos, sin, attend, queries)
+            return self._gradient_checkpointing_func(self._transformed, state)
         native = self.native if len(state) <= SKINNY_ROWS else None
-        if self.hidden_norm is None or embeds is None:
-            x = state if native is not None else self.input_layernorm(state)
-        else:
-            normed = self.hidden_norm(state)
-            x = torch.cat((self.input_layernorm(embeds), normed), dim=-1)  # [t, embed_width + h]
-            state = normed if self.norm_before_residual else state
         if native is not None:
+            x = state
+            if self.hidden_norm is not None and embeds is not None:
+                state, x = self._inputs(state, embeds)
             return native.forward(state, x, cos, sin, attend, queries)
-        state = (state if queries is None else state[queries]) + self.self_attn(x, cos, sin, attend, queries)
+        return self._transformed(self._attended(state, embeds, cos, sin, attend, queries))
+
+    def _inputs(self, state: Tensor, embeds: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The residual [t, h], and what attention reads [t, h or embed_width + h]."""
+        if self.hidden_norm is None or embeds is None:
+            return state, self.input_layernorm(state)
+        normed = self.hidden_norm(state)
+        return normed if self.norm_before_residual else state, torch.cat((self.input_layernorm(embeds), normed), dim=-1)
+
+    def _attended(
+        self, state: Tensor, embeds: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend, queries: Tensor | None
+    ) -> Tensor:
+        state, x = self._inputs(state, embeds)
+        return (state if queries is None else state[queries]) + self.self_attn(x, cos, sin, attend, queries)
+
+    def _transformed(self, state: Tensor) -> Tensor:
         return state + self.mlp(self.post_attention_layernorm(state))
