@@ -253,10 +253,15 @@ def build_drafter(config: TrainConfig, target: Target, records: Dataset) -> tupl
     if config.packing:
         drafter.check_packing()
     covered = float(counts[drafter.kept_ids.to(counts.device)].sum() / counts.sum().clamp(min=1))
-    if config.init not in NEW and covered < MIN_COVERAGE:
+    if config.init not in NEW and covered < MIN_COVERAGE and drafter.vocabulary is not None:
+        fix = (
+            "drafter.vocabulary_match=text drafts them"
+            if drafter.fit()
+            else "init=target chooses a new vocabulary from this data"
+        )
         print(
             f"note: the vocabulary of init={config.init!r} covers {100 * covered:.1f} % of this data's response tokens, and "
-            "other tokens are never drafted; init=target chooses a new vocabulary from this data",
+            f"other tokens are never drafted; {fix}",
             flush=True,
         )
     drafter.to(target.device)  # type: ignore[arg-type]

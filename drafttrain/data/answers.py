@@ -48,6 +48,7 @@ class AnswerFormat:
         closing: token that ends the reasoning; None if it is no token of its own.
         between, direct: text from the reasoning to the content, and from the prompt to the content without reasoning.
         lead, follow: text before the name of a called function and the letter after it, without whitespace; '' if unknown.
+        blocks: tags whose ends the template names, of a target whose reasoning it does not read: what may open reasoning.
     """
 
     opening: str | None = None
@@ -56,10 +57,15 @@ class AnswerFormat:
     direct: str = ""
     lead: str = ""
     follow: str = ""
+    blocks: tuple[str, ...] = ()
 
     def reasoning_tokens(self, tokenizer: PreTrainedTokenizerBase, response: Sequence[int]) -> int | None:
         """Number of the response's first tokens that are reasoning, its end included; None if that cannot be known."""
-        if self.opening is None or not decode(tokenizer, response).lstrip().startswith(self.opening.strip()):
+        text = decode(tokenizer, response).lstrip()
+        if self.opening is None:
+            block = next((text.partition(f"{tag[0]}/{tag[1:]}")[0] for tag in self.blocks if text.startswith(tag)), "")
+            return None if block and not self.called(block) else 0
+        if not text.startswith(self.opening.strip()):
             return 0
         if self.closing is None:
             return None
@@ -166,7 +172,10 @@ def _derived(tokenizer: PreTrainedTokenizerBase, template: str, kwargs: str, too
     plain = render_text(tokenizer, [*_HELLO, {"role": "assistant", "content": _CONTENT}], inputs=inputs)
     direct = plain.partition(_CONTENT)[0].removeprefix(before) if plain.startswith(before) else ""
     closing = closing if opening is not None else None
-    return AnswerFormat(opening, closing, between, direct, *_call_frame(tokenizer, before, inputs))
+    lead, follow = _call_frame(tokenizer, before, inputs)
+    ends = () if opening is not None else sorted({*re.findall(r"</\w+>|\[/\w+\]", template)})
+    blocks = tuple(tag for tag in (end[0] + end[2:] for end in ends) if not lead.startswith(tag))
+    return AnswerFormat(opening, closing, between, direct, lead, follow, blocks)
 
 
 def _opened_by_prompt(tokenizer: PreTrainedTokenizerBase, before: str) -> tuple[str | None, int | None]:

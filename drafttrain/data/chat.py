@@ -120,15 +120,13 @@ def template_variables(template: str) -> frozenset[str]:
 def check_inputs(template: str, inputs: ChatInputs) -> None:
     """Raises TemplateRefuses: tools or a variable that the chat template does not read, and would ignore in silence."""
     known = template_variables(template) if inputs.tools or inputs.kwargs else frozenset[str]()
-    named = ", ".join(sorted(known - _RESERVED)) or "none"
+    named = ", ".join(sorted(known - _RESERVED))
     if inputs.tools and "tools" not in known:
-        raise TemplateRefuses(
-            f"the chat template does not read `tools`; drop them, or give them as one of its variables ({named}) in "
-            "chat_template_kwargs"
-        )
+        more = f", or give them as one of its variables ({named}) in chat_template_kwargs" if named else ""
+        raise TemplateRefuses(f"the chat template does not read `tools`; drop them{more}")
     if unread := [name for name in inputs.kwargs if name not in known - _RESERVED]:
         raise TemplateRefuses(
-            f"chat_template_kwargs: {unread[0]!r} is no variable of the chat template; it has {named}"
+            f"chat_template_kwargs: {unread[0]!r} is no variable of the chat template; it has {named or 'none'}"
         )
 
 

@@ -36,6 +36,8 @@ from drafttrain.target.generation import LogitsRules
 logger = logging.getLogger(__name__)
 
 
+_TEMPLATE = "chat template"  # the reason of prompts that it does not render
+_TEMPLATE_FIX = "change those prompts, or use a target whose chat template reads them"
 _LEAST_RESPONSE = 16  # response tokens that a prompt must leave below --max-length
 
 
@@ -89,8 +91,7 @@ def run(args: argparse.Namespace) -> int:
         elif mine:
             backend = make_backend(args, target, settings, layers, len(mine))
             this_run = generate_missing(args, settings, store, backend, mine)
-        dropped = this_run["dropped"].get("answer_beyond_max_length", 0)
-        report(args, store, this_run, len(store.done_ids()) + dropped if existing else len(ids), share)
+        report(args, store, this_run, None if existing else len(ids), share)
     return 0
 
 
@@ -265,7 +266,7 @@ def generate_missing(
             try:
                 length = len(it.open(settings.renderer))
             except TemplateRefuses as error:
-                failures.add(it.id, BadReply("chat template", str(error)))
+                failures.add(it.id, BadReply(_TEMPLATE, str(error)))
                 show(1)
                 continue
             if 0 < length <= settings.max_length - least:
@@ -297,6 +298,10 @@ def generate_missing(
     done = store.done_ids()
     failures.settle(done)
     if failures.counts and not done:
+        if failures.counts.keys() == {_TEMPLATE}:  # nothing was asked
+            raise UserError(
+                f"no prompt could be rendered; {_TEMPLATE_FIX}; the last: {failures.last}; all: {failures.path}"
+            )
         raise UserError(
             f"no conversation has got an answer ({failures}; the last reply: {failures.last}); check the server and the name "
             f"of its model, and run the same command again; {failures.path} lists the reasons"
@@ -329,10 +334,10 @@ def store_existing(args: argparse.Namespace, target: Target, store: Store, share
                 continue
             kept = cut(record, args.max_length)
             if kept is None:
-                beyond += 1
+                beyond += "part" not in record  # a conversation's other rows have a part
                 continue
             store.append(kept)
-            conversations += 1
+            conversations += "part" not in record
             tokens += sum(end - start for start, end in kept["spans"])
             progress.advance()
             if 0 < args.max_tokens <= tokens:
@@ -365,9 +370,11 @@ def run_counts(conversations: int, tokens: int, seconds: float, dropped: dict[st
     return {**counts, "seconds": round(seconds, 1), "tokens_per_second": rate, "dropped": dropped}
 
 
-def report(args: argparse.Namespace, store: Store, this_run: Json, prompts: int, share: Share) -> None:
+def report(args: argparse.Namespace, store: Store, this_run: Json, prompts: int | None, share: Share) -> None:
     """Prints the summary and writes DIR/summary.json: the whole data set, and this process's run."""
     counts = store.finish()
+    if prompts is None:  # existing answers: what the file held is not known in advance
+        prompts = counts["conversations"] + this_run["dropped"].get("answer_beyond_max_length", 0)
     responses = max(counts["responses"], 1)
     truncated = counts["truncated"] / responses
     summary = {
@@ -396,8 +403,10 @@ def report(args: argparse.Namespace, store: Store, this_run: Json, prompts: int,
     )
     if failed := this_run.get("failed"):
         reasons = ", ".join(f"{reason} {count}" for reason, count in failed.items())
+        fixes = ["run the same command again to ask for them again"] if failed.keys() - {_TEMPLATE} else []
+        fixes += [f"{_TEMPLATE}: {_TEMPLATE_FIX}"] if _TEMPLATE in failed else []
         print(
             f"failed: {sum(failed.values())} conversations ({reasons}), listed in {args.output}/failed-{share.rank:04d}.jsonl; "
-            "run the same command again to ask for them again",
+            + "; ".join(fixes),
             flush=True,
         )

@@ -25,7 +25,12 @@ result follows where the target makes the recorded calls.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = adder(parser)
     add_target_flags(parser)
-    add("--prompts", Place, required=True, help='JSONL: {"id", "messages": [...]} or {"id", "text"} a line')
+    add(
+        "--prompts",
+        Place,
+        required=True,
+        help='JSONL: {"id", "messages": [...], perhaps "tools"} or {"id", "text"} a line',
+    )
     add_template_flag(parser, "; a row's own chat_template_kwargs come first")
     add("--output", Place, required=True, help="folder of the data set")
     add_sampling_flags(parser, temperature=1.0, penalties=True)

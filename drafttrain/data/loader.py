@@ -60,7 +60,7 @@ def without_reasoning(records: Dataset, data: str) -> Dataset:
     if unknown:
         raise UserError(
             f"loss_on='answer', but {unknown} of {len(records)} rows of data={data!r} do not say which tokens are reasoning "
-            "(written by an earlier release, or the chat template shows no end of it); generate them again, or set loss_on=all"
+            "(written by an earlier release, or the chat template keeps it as content); generate them again, or set loss_on=all"
         )
 
     def shortened(row: Json) -> Json:

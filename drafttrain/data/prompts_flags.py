@@ -28,7 +28,8 @@ HELP = """Collect prompts for the target to answer, one JSON object per line: {"
   drafttrain prompts --source HuggingFaceH4/ultrachat_200k --split train_sft --count 50000 --output prompts.jsonl
 
 magpie   the target writes the user turns itself, from its chat template's opening (no template: free-running text)
-file     JSONL: FastChat turns, ShareGPT conversations, OpenAI messages, prompt or instruction (+ input), plain text
+file     JSONL: FastChat turns, ShareGPT conversations, OpenAI messages, prompt or instruction (+ input), plain text;
+         tools (OpenAI, ShareGPT, xLAM, ToolACE, Hermes) and chat_template_kwargs of a row are kept
 ID       a data set of the Hub, or a local folder of one; --columns maps columns with other names
 
 Prompts are shuffled by --seed and filtered by length. Duplicates are dropped, and so are prompts that share --ngram

@@ -154,6 +154,7 @@ class Drafter:
         loads_language_models: a causal language model that is not ours loads as this kind.
         chain_depth: depth of the chain that training's estimate of the accepted length assumes; 0: the trained depths.
         defaults_beside: options of a kind without weights when it drafts beside another drafter (FIRST+KIND).
+        name_options: fields of the config that a drafter's name may set (FOLDER:OPTION=VALUE).
     """
 
     kind: str = ""
@@ -166,6 +167,7 @@ class Drafter:
     loads_language_models: bool = False
     chain_depth: int = 0
     defaults_beside: ClassVar[Mapping[str, Any]] = {}
+    name_options: ClassVar[tuple[str, ...]] = ()
 
     @property
     def sequence_reach(self) -> int:

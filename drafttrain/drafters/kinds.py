@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -35,4 +36,17 @@ def untrained_kinds() -> list[str]:
 
 def names_help() -> str:
     """The names of drafters, for the help of commands."""
-    return f"a drafter's folder or Hub id, KIND or KIND:OPTIONS ({', '.join(untrained_kinds())}), or FOLDER+KIND"
+    kinds = ", ".join(untrained_kinds())
+    return f"a drafter's folder or Hub id, also with :OPTION=VALUE, KIND or KIND:OPTIONS ({kinds}), or FOLDER+KIND"
+
+
+def split_name(name: str) -> tuple[str, dict[str, str]]:
+    """(NAME, options) of a drafter's name NAME[:OPTION=VALUE,...][+KIND]; a path that exists is no option."""
+    first, _, side = name.rpartition("+")
+    if first and side.partition(":")[0] in untrained_kinds():
+        return split_name(first)
+    found = re.fullmatch(r"(.+?):(\w+=[^:/]*)", name)
+    if found is None or Path(name).expanduser().exists():
+        return name, {}
+    parts = (part.partition("=") for part in found[2].split(","))
+    return found[1], {key: value for key, _, value in parts}

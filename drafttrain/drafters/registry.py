@@ -14,7 +14,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.combined import CombinedDrafter
-from drafttrain.drafters.kinds import kinds, untrained_kinds
+from drafttrain.drafters.kinds import kinds, split_name, untrained_kinds
 from drafttrain.errors import UserError
 from drafttrain.files import Json, hub_snapshot, is_hub_id, read_json
 from drafttrain.ops.native import cpu_kernels
@@ -58,6 +58,7 @@ def load_drafter(name: str, target: Target) -> Drafter | None:
     """A drafter for decoding, by name:
 
     FOLDER or Hub id           a trained drafter, or any causal language model, with the target's vocabulary or another
+    FOLDER:OPTION=VALUE,...    the same with fields of its config set, those of the class's `name_options`
     KIND, KIND:OPTIONS         a kind without weights; see `untrained` for the options
     FIRST+KIND, ..+KIND:..     FIRST, with the matches of a kind without weights merged into its tree
     none                       no drafter
@@ -77,8 +78,21 @@ def load_drafter(name: str, target: Target) -> Drafter | None:
         side = untrained(second, beside=True)
         side.bind(target)
         return CombinedDrafter(main, side)
-    drafter = untrained(name) if is_untrained(name) else _prepared(load_trained(name), target)
+    drafter = untrained(name) if is_untrained(name) else _prepared(_with_options(name), target)
     drafter.bind(target)
+    return drafter
+
+
+def _with_options(name: str) -> Any:
+    """A trained drafter with the options of its name. Raises UserError: an unknown option or value."""
+    folder, options = split_name(name)
+    drafter = load_trained(folder)
+    for key in options:
+        if key not in drafter.name_options:
+            known = f"; there are {', '.join(drafter.name_options)}" if drafter.name_options else ", which takes none"
+            raise UserError(f"drafter={name!r}: {key!r} is no option of a {drafter.kind}{known}")
+    for key, value in drafter.check_options(options).items():
+        setattr(drafter.config, key, value)
     return drafter
 
 
@@ -140,7 +154,7 @@ def untrained(name: str, beside: bool = False) -> Drafter:
 
 def decoding_file(name: str) -> Path:
     """The file of a drafter's default decoding settings, next to its weights."""
-    return Path(name.partition("+")[0]).expanduser() / "decoding.json"
+    return Path(split_name(name)[0]).expanduser() / "decoding.json"
 
 
 def default_tree(name: str) -> str | None:
@@ -156,7 +170,7 @@ def decoding_settings(name: str) -> Json:
     Raises:
         UserError: a decoding.json without a tree, or whose `off` is no list.
     """
-    first = name.partition("+")[0]
+    first = split_name(name)[0]
     path = decoding_file(name)
     if is_hub_id(first) and not path.parent.exists():
         path = drafter_folder(first) / path.name
@@ -195,7 +209,9 @@ def kind_of(name: str, key: str = "drafter") -> str:
     """
     if name == "none" or is_untrained(name):
         return name
-    config: Any = read_json(drafter_folder(name, key) / "config.json", key, "train one, or check the path", _Kind)
+    config: Any = read_json(
+        drafter_folder(split_name(name)[0], key) / "config.json", key, "train one, or check the path", _Kind
+    )
     if kind := config.get("drafter_kind"):
         return kind
     if set(config.get("architectures") or ()) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):

@@ -27,6 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
+from drafttrain.drafters.kinds import split_name
 from drafttrain.errors import UserError
 from drafttrain.evaluation.baselines import ALL_BASELINES, BASELINES
 from drafttrain.evaluation.results_schema import PartialLine, Results, SweepSummary, TrainingRecord
@@ -235,7 +236,7 @@ def folder_state(name: str) -> list[tuple[str, int, int]]:
 
 def training_record(drafter: str) -> Json:
     """The training.json in a drafter's folder; empty without one. Raises UserError: a damaged one."""
-    return read_training(Path(drafter.partition("+")[0]).expanduser())
+    return read_training(Path(split_name(drafter)[0]).expanduser())
 
 
 def read_training(folder: Path) -> Json:

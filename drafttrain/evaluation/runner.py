@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.combined import parts_of
 from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.drafters.kinds import split_name
 from drafttrain.drafters.registry import decoding_settings, default_tree, kind_of
 from drafttrain.environment import describe_environment, peak_memory, reset_peak
 from drafttrain.errors import UserError
@@ -120,7 +121,7 @@ def evaluate(settings: EvalSettings, target: Target, drafter: Drafter | None, su
     head = describe(settings, target.pack(), suite)
     # A tree named by the user applies to all categories.
     off = tuple(decoding_settings(settings.drafter).get("off", ())) if settings.tree is None else ()
-    state = [folder_state(target.path), folder_state(settings.drafter.partition("+")[0])]
+    state = [folder_state(target.path), folder_state(split_name(settings.drafter)[0])]
     choices = [list(settings.baselines), settings.assistant, settings.tree, settings.calibrate, settings.limit, off]
     key = fingerprint({"settings": head, "files": state, "choices": choices})
     with contextlib.closing(PartialResults(settings.output, key)) as saved:

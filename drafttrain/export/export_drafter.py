@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,7 +19,7 @@ from drafttrain.files import hub_snapshot, is_hub_id
 from drafttrain.folders import OutputFolder, check_folder, inputs_of
 from drafttrain.formats.public_names import public_name
 from drafttrain.formats.write_gguf import write_gguf
-from drafttrain.target import resolve_dtype, resolve_target
+from drafttrain.target import load_shell, resolve_dtype, resolve_target
 
 _TARGET_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt"]
 
@@ -43,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
     output, trained = check_folder(args.output, "export", inputs_of(args)), find_drafter(args.drafter)
     depth = args.speculative_tokens or engine_depth(trained, tuned_tree(trained.folder))
     target = args.target or trained.target_name
+    if args.target and not trained.target:
+        trained = _beside(trained, args.target)
     files = export(trained, args.format, output, resolve_dtype(args.dtype), target, depth, args.engine_version)
     if args.target_gguf:
         files.append(write_target(target, output / TARGET_GGUF, args.target_gguf))
@@ -53,6 +57,17 @@ def run(args: argparse.Namespace) -> int:
     text = as_text([recipe for recipe in made if recipe.engine in engines])
     print(text.replace(f"-m {TARGET_GGUF}", f"-m {output / TARGET_GGUF}") if args.target_gguf else text)
     return 0
+
+
+def _beside(trained: Trained, name: str) -> Trained:
+    """A drafter that records no target, such as a downloaded draft model, as one of the target that --target names."""
+    try:
+        return replace(trained, target=load_shell(name).identity())
+    except UserError:
+        print(
+            f"note: target={name!r} cannot be read here: the vocabularies are not compared", file=sys.stderr, flush=True
+        )
+        return trained
 
 
 def write_target(name: str, output: Path, kind: str) -> Path:

@@ -112,7 +112,7 @@ def _one_drafter(args: argparse.Namespace, pythons: Mapping[str, str], scratch: 
         raise UserError("the drafter does not record its target; pass --target")
     target = Target.load(name, args.dtype)
     trained = trained if trained.target else replace(trained, target=target.identity())
-    questions = take_evenly(load_suite(args.suite).questions, args.prompts)
+    questions = take_evenly(load_suite(args.suite, args.chat_template_kwargs).questions, args.prompts)
     prompts = [question.prompt(target.tokenizer) for question in questions]
     if len(prompts) < FEW:
         print(f"{len(prompts)} prompts say little about accepted lengths; give at least {FEW}", file=sys.stderr)
@@ -126,7 +126,8 @@ def _one_drafter(args: argparse.Namespace, pythons: Mapping[str, str], scratch: 
 
 def _all_kinds(args: argparse.Namespace, pythons: Mapping[str, str], scratch: Path, output: Path | None) -> Json:
     """Verifies a tiny drafter of every kind; returns what the JSON file holds beside the environment."""
-    given = {"exported": args.exported, "format": args.format, "target": args.target}
+    names = ("exported", "format", "target", "chat_template_kwargs")
+    given = {name: vars(args)[name] for name in names}
     if named := next((key for key, value in given.items() if value), None):
         raise UserError(f"{named}={given[named]!r} goes with --drafter; --all-kinds makes target and drafters itself")
     target = tiny_target(scratch / "target")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from drafttrain.flags import TARGET_HELP, add_drafter_flag
+from drafttrain.flags import TARGET_HELP, add_drafter_flag, add_template_flag
 from drafttrain.formats.engines import FORMATS, PACKAGES
 from drafttrain.values import Count, Depth, FileDtype, Name, Place, adder
 
@@ -48,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--engine-python", Place, nargs="+", default=[], metavar="[ENGINE=]PATH", help=f"{paths} (default: this one)")
     add("--target", Name, default="", help=f"{TARGET_HELP} (default: the recorded one)")
     add("--suite", Place, default="drafttrain", help="where prompts come from: a suite's name or JSONL file")
+    add_template_flag(parser, "; a question's own come first")
     add("--prompts", Count, default=8, help="at most, taken evenly from all categories")
     add("--max-new-tokens", Count, default=64, help="per answer")
     add("--speculative-tokens", Depth, help="length of the chain (default: the tuned depth, else 3)")

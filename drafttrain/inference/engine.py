@@ -403,7 +403,7 @@ class Decoder:
         graphs: bool | None = None,
         rules: LogitsRules | None = None,
     ):
-        self.target, self.spec = target, spec or TreeSpec.parse("chain:3")
+        self.target, self.spec = target.require_layers(), spec or TreeSpec.parse("chain:3")
         self.drafter = None if self.spec.shape == "none" else drafter
         self.pace = pace or (Adaptive(self.spec) if self.drafter is not None and self.spec.adaptive else None)
         self.sampling = sampling or SamplingParams()

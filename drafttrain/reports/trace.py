@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from drafttrain.batch import TokenTree
-from drafttrain.data.chat import decode, prompt_ids
+from drafttrain.data.chat import ChatInputs, decode, prompt_ids
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import default_tree, load_drafter
 from drafttrain.errors import UserError
@@ -122,7 +122,8 @@ def run(args: argparse.Namespace) -> int:
     target = load_target(args)
     drafter = load_drafter(args.drafter, target)
     decoder = Decoder(target.pack(), drafter, spec=spec, sampling=sampling)
-    prompt = prompt_ids(target.tokenizer, [{"role": "user", "content": args.prompt}])
+    messages, inputs = [{"role": "user", "content": args.prompt}], ChatInputs((), args.chat_template_kwargs)
+    prompt = prompt_ids(target.tokenizer, messages, inputs)
     trace = record(decoder, prompt, max_new_tokens=args.max_new_tokens, seed=args.seed)
     chosen = trace.best() if args.round is None else args.round
     if args.round is not None and not 1 <= args.round <= len(trace.rounds):

@@ -71,6 +71,7 @@ def load_shell(
         model.generation_config = generation
     model.eval().requires_grad_(False)
     shell = TargetShell(model, tokenizer, name, path, model.dtype)
+    shell._choose_path(packed_only=False)
     if weights:
         shell.read_weights(place)
     return shell
@@ -103,14 +104,14 @@ class TargetShell(Target):
 
     def forward(self, *_: object, **__: object) -> TargetOutput:
         """Raises UserError: there are no layers to run."""
-        self._refuse()
+        self.require_layers()
 
     def pack(self, keep_dtype: bool = False) -> Target:
         """Raises UserError, as every way of running the target does."""
-        self._refuse()
+        self.require_layers()
 
     def hook(self, feature_layers: Sequence[int]) -> None:
-        self._refuse()
+        self.require_layers()
 
     def last_layers(self, count: int) -> Sequence[nn.Module]:
         """Reads the last layers without experts, which nobody copies; prints why if their files are missing or quantized."""
@@ -134,7 +135,7 @@ class TargetShell(Target):
             for number, layer in enumerate(blank, kept):  # their memory is freed with the copies
                 self.layers[number] = layer
 
-    def _refuse(self) -> NoReturn:
+    def require_layers(self) -> NoReturn:
         raise UserError(
             f"target={self.name!r} was loaded without its layers, so it can neither compute states nor decode; load the whole "
             "target for that"

@@ -25,6 +25,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -96,7 +97,8 @@ class Target:
         max_positions: the longest sequence that it reads, or None if nothing limits it.
         eos_ids: every token id that ends a response.
         generation: what its generation_config asks of decoding.
-        decoding_path: "packed": rows and trees share a forward through our attention; "snapshot": it runs as it is.
+        decoding_path: "packed": rows and trees share a forward through our attention; "snapshot": it runs as it is. Without
+            weights, as its config says.
         reason: why it is not packed; empty if it is. continuation: how its own cache is used, None if it is packed.
         forms: how each layer attends; empty without weights and on the snapshot path.
         idle_steps: captured decoding steps (CUDA graphs) between two calls of the decoder, see `take_idle_steps`.
@@ -172,7 +174,11 @@ class Target:
             model.generation_config = generation
         if not device_map:
             model = model.to(place)
-        return cls.wrap(model, tokenizer, name, where, wanted)
+        target = cls.wrap(model, tokenizer, name, where, wanted)
+        if target.decoding_path == "snapshot":
+            how = f"target {name!r} decodes by its own forward and cache ({target.continuation})"
+            print(f"{how}: {target.reason}", file=sys.stderr, flush=True)
+        return target
 
     @classmethod
     def wrap(
@@ -413,6 +419,10 @@ class Target:
         self.idle_steps.clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def require_layers(self) -> Target:
+        """Itself. Raises UserError for a target that was loaded without its layers, see `TargetShell`."""
+        return self
 
     def check_length(self, length: int) -> None:
         """Raises UserError for a sequence longer than the target reads."""

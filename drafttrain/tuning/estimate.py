@@ -26,6 +26,7 @@ from typing import Annotated
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from drafttrain.drafters.kinds import split_name
 from drafttrain.drafters.registry import is_untrained
 from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import load_results
@@ -235,7 +236,7 @@ def run(args: argparse.Namespace) -> int:
     target = Sizes(args.target_params) if args.target_params else sizes_of(target_config(name))
     drafter = args.drafter_params
     if drafter is None:
-        name = (args.drafter or results["drafter"]).partition("+")[0]
+        name = split_name(args.drafter or results["drafter"])[0]
         folder = Path(name).expanduser()
         if not folder.is_dir() and not is_untrained(name):
             raise UserError(f"drafter={str(folder)!r}: no such folder; give --drafter FOLDER or --drafter-params")

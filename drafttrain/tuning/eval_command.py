@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     print_findings([found] if found else [])
     take_evenly(suite.questions, args.limit)  # checks the limit before the models load
     target = load_target(args)
-    search = partial(find_tree, calibrate=args.calibrate)
+    search = partial(find_tree, calibrate=args.calibrate, kwargs=args.chat_template_kwargs)
     results = evaluate(settings, target, load_drafter(args.drafter, target), suite, search)
     print_results(results)
     print_findings(results["diagnosis"])
@@ -49,8 +49,14 @@ def settings_of(args: argparse.Namespace) -> EvalSettings:
 
 
 def find_tree(
-    target: Target, drafter: Drafter, sampling: SamplingParams, exclude: Collection[str], calibrate: str | None
+    target: Target,
+    drafter: Drafter,
+    sampling: SamplingParams,
+    exclude: Collection[str],
+    calibrate: str | None,
+    kwargs: Json,
 ) -> tuple[TreeSpec, list[Json]]:
     """Finds the fastest tree on calibration prompts that are not in the suite; returns it with a table of candidates."""
-    search = search_tree(target, drafter, calibration_prompts(target, calibrate, exclude), TuneSettings(sampling))
+    prompts = calibration_prompts(target, calibrate, kwargs, exclude)
+    search = search_tree(target, drafter, prompts, TuneSettings(sampling))
     return search.best.spec, search.table()

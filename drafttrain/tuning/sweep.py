@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from drafttrain.drafters.base import Drafter
+from drafttrain.drafters.kinds import split_name
 from drafttrain.drafters.registry import load_drafter
 from drafttrain.errors import UserError
 from drafttrain.evaluation import runner
@@ -58,7 +59,9 @@ def measure_cells(args: argparse.Namespace, folder: Path) -> list[Json]:
                 loaded = cell["dtype"], target, load_drafter(args.drafter, target)
             _, target, drafter = loaded
             longer = lengthen(target, suite, cell["context"], args.max_new_tokens)
-            results = runner.evaluate(settings, target, drafter, longer, partial(find_tree, calibrate=None))
+            results = runner.evaluate(
+                settings, target, drafter, longer, partial(find_tree, calibrate=None, kwargs=args.chat_template_kwargs)
+            )
             results["sweep"] = {"cell": cell, "key": key}
             write_json(settings.output, results)
         spec, figures = results["decoding"]["tree"]["spec"], results["overall"]
@@ -115,7 +118,7 @@ def cell_settings(args: argparse.Namespace, cell: Json, folder: Path) -> EvalSet
 def key_of(args: argparse.Namespace, cell: Json, suite: Suite) -> str:
     """Hash of everything that a finished cell depends on."""
     names = ("target", "drafter", "device", "max_new_tokens", "limit", "seed", "baselines")
-    more = {"suite": suite.digest, "files": folder_state(args.drafter.partition("+")[0])}
+    more = {"suite": suite.digest, "files": folder_state(split_name(args.drafter)[0])}
     return fingerprint({**{name: vars(args)[name] for name in names}, **cell, **more})
 
 

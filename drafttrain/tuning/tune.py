@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from drafttrain.data.chat import prompt_ids
+from drafttrain.data.chat import ChatInputs, prompt_ids
 from drafttrain.data.row_formats import parse_row
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.combined import parts_of
@@ -67,13 +67,14 @@ class TuneSettings:
 
 
 def calibration_prompts(
-    target: Target, file: str | None, exclude: Collection[str] = (), tokens: int = TOKENS
+    target: Target, file: str | None, kwargs: Json, exclude: Collection[str] = (), tokens: int = TOKENS
 ) -> list[list[int]]:
     """Token ids of the prompts that a search runs on, at most ROWS.
 
     Args:
         file: JSON lines with `messages` (the assistant's last message is left out), `turns` or `text`; None takes the
             built-in prompts.
+        kwargs: chat_template_kwargs of rows that do not set them.
         exclude: texts of the suite that will be measured; prompts with one of them are left out.
         tokens: new tokens that must fit into the target's context after a prompt.
 
@@ -85,8 +86,11 @@ def calibration_prompts(
     except UserError as error:
         raise UserError(f"calibrate={file!r} cannot be read: {error}") from error
     prompts: list[list[int]] = []
-    for messages in filter(None, map(_messages, rows)):
-        ids = prompt_ids(target.tokenizer, messages)
+    for row in rows:
+        prompt = parse_row(row) or {}
+        if not (messages := _messages(row, prompt)):
+            continue
+        ids = prompt_ids(target.tokenizer, messages, ChatInputs.of(prompt, kwargs))
         known = any(message["content"] in exclude for message in messages)
         with contextlib.suppress(UserError):  # the target's context is too short for the prompt
             prompts += [] if known or token_limit(target, len(ids), tokens) < tokens else [ids]
@@ -95,9 +99,8 @@ def calibration_prompts(
     return prompts[:ROWS]
 
 
-def _messages(row: Json) -> list[dict[str, str]]:
-    """The conversation of a row up to where the assistant answers."""
-    prompt = parse_row(row) or {}
+def _messages(row: Json, prompt: Json) -> list[dict[str, str]]:
+    """The conversation of a row up to where the assistant answers. prompt: as `parse_row` reads it."""
     if "text" in prompt:
         return [{"role": "user", "content": prompt["text"]}]
     messages = prompt.get("messages", [])
@@ -272,7 +275,9 @@ def run(args: argparse.Namespace) -> int:
     drafter = load_drafter(args.drafter, target)
     if drafter is None:
         raise UserError(f"drafter={args.drafter!r} drafts nothing, so there is no tree to tune; name a drafter")
-    prompts = calibration_prompts(target, args.calibrate, tokens=args.max_new_tokens)[: args.prompts]
+    prompts = calibration_prompts(target, args.calibrate, args.chat_template_kwargs, tokens=args.max_new_tokens)[
+        : args.prompts
+    ]
     result = {
         **describe_environment(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),

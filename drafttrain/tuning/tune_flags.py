@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from drafttrain.flags import add_drafter_flag, add_sampling_flags, add_target_flags
+from drafttrain.flags import add_drafter_flag, add_sampling_flags, add_target_flags, add_template_flag
 from drafttrain.values import Count, File, Place, adder
 
 TOKENS = 64
@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = adder(parser)
     add_target_flags(parser)
     add_drafter_flag(parser)
+    add_template_flag(parser, "; those of a row of --calibrate come first")
     add_sampling_flags(parser, seed=False)
     add("--calibrate", File, metavar="FILE", help="JSONL of messages, turns or text (default: built-in prompts)")
     add("--prompts", Count, default=ROWS, help="prompts at most (default: %(default)s)")

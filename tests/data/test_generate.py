@@ -13,6 +13,7 @@ from drafttrain.data.chat import text_ids, turn_glue
 from drafttrain.data.conversation import ChatRenderer, Conversation
 from drafttrain.data.store import FeatureStore, Share, load_records, read_meta
 from drafttrain.target import Target
+from tests.data.templates.families import FOLDER
 
 
 def chat(key: str, *users: str, system: str = "") -> dict:
@@ -331,6 +332,34 @@ def test_existing_conversations_keep_their_answers(target_dir, tmp_path, capsys)
     # Run again, nothing is added; other settings are refused.
     assert generate(target_dir, path, tmp_path / "out", *options) == 0
     assert len(list(load_records(tmp_path / "out"))) == 3
+
+
+def test_existing_conversations_in_several_rows_are_counted_once(target_dir, tmp_path, capsys):
+    (target_dir / "chat_template.jinja").write_text((FOLDER / "qwen3.jinja").read_text())
+    answer = {"role": "assistant", "content": "yes", "reasoning_content": "so"}
+    rows = [{"id": id, "messages": [{"role": "user", "content": "hi"}, answer] * 2} for id in "ab"]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert generate(target_dir, path, tmp_path / "out", "--backend", "existing") == 0
+    said = capsys.readouterr().out
+    assert "4 rows, because the chat template rewrites" in said
+    assert "2 of 2 conversations" in said and "this run: 2 conversations" in said
+
+
+def test_prompts_that_the_template_does_not_read_name_the_fix(target_dir, tmp_path, capsys):
+    tools = [{"type": "function", "function": {"name": "look_up", "parameters": {}}}]
+    rows = [{"id": id, "messages": [{"role": "user", "content": "hi"}], "tools": tools} for id in "ab"]
+    path = tmp_path / "tools.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert generate(target_dir, path, tmp_path / "out") == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "no prompt could be rendered; change those prompts" in error and "does not read `tools`; drop them;" in error
+    del rows[0]["tools"]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert generate(target_dir, path, tmp_path / "out") == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("failed: 1 conversations (chat template 1)") and "change those prompts" in last
+    assert "run the same command again" not in last
 
 
 @pytest.mark.parametrize(

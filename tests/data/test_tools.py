@@ -14,6 +14,7 @@ from drafttrain.data.chat import ChatInputs, TemplateRefuses, render_text, text_
 from drafttrain.data.conversation import ChatRenderer, Conversation
 from drafttrain.data.generate import read_prompts
 from drafttrain.data.loader import without_reasoning
+from drafttrain.data.masks import conversation_record
 from drafttrain.data.row_formats import parse_row
 from drafttrain.data.store import FeatureStore, Store, load_records, read_meta
 from drafttrain.errors import UserError
@@ -246,6 +247,25 @@ def test_rows_of_the_local_engine_are_as_served(target_dir, tmp_path, capsys, bu
         assert tokenizer.decode(row["tokens"][:start]) == users + last
         want = target.forward(torch.tensor([row["tokens"][:-1]]), (1,)).features[0]
         torch.testing.assert_close(held.get(key)["features"].float(), want.float(), rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("answer", "known"),
+    [
+        ("<t>so</t>yes", False),
+        ("<t>cut", False),
+        (f"<t>so</t>{json.dumps(CALL['function'])}", False),
+        ("yes", True),
+        ("yes, <t>", True),
+        (f"<call>{json.dumps(CALL['function'])}</call>", True),
+    ],
+)
+def test_reasoning_that_a_template_keeps_as_content_is_not_counted_as_none(answer, known):
+    """As SmolLM3's template, which only writes an empty block where the target shall not reason."""
+    template = TEMPLATE.replace("m.reasoning_content", "0").replace("m.tool_calls or []", "[]")
+    tokenizer = tokenizer_with(template + "{# a call is JSON within <call></call> #}")
+    record = conversation_record(tokenizer, [ASKED, {"role": "assistant", "content": answer}], "a")
+    assert record.get("reasoning") == ([0] if known else None)
 
 
 def test_the_loss_leaves_out_reasoning_where_asked():

@@ -24,6 +24,7 @@ MODELS = {"model"}  # a drafter in training/ and train.py
 SESSIONS = {"session", "sessions"}
 # What PyTorch and transformers give every trained drafter besides the contract.
 MODULE = set(dir(nn.Module)) | {"config", "config_class", "device", "dtype", "kept_ids", "embed", "save_pretrained"}
+MODULE |= {"gradient_checkpointing_enable"}
 # Attributes that one kind's files or CombinedDrafter's users read on an object whose class they know.
 KNOWN = {"main", "side"}
 

@@ -16,6 +16,7 @@ from drafttrain.drafters.base import StepInputs
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.draft_model.model import DraftModel, DraftModelConfig
 from drafttrain.drafters.draft_model.vocabularies import CommittedText, TokenBytes, VocabularyPair
+from drafttrain.drafters.kinds import split_name
 from drafttrain.drafters.registry import load_drafter
 from drafttrain.drafters.shipping import find_drafter, shipping
 from drafttrain.errors import UserError
@@ -257,14 +258,16 @@ def test_drafts_by_text_are_what_the_targets_tokenizer_writes(tokenizers):
     assert len(text.rewrite(tree, TreeSpec.parse("chain:2"))) == 2
 
 
-def permuted(target, mode):
-    """The target itself as a draft model whose ids are in another order."""
+def permuted(target, mode, eos="<|im_end|>"):
+    """The target itself as a draft model whose ids are in another order. eos: the name of its EOS."""
     vocab = target.tokenizer.get_vocab()
     order = torch.randperm(256, generator=torch.Generator().manual_seed(0)).tolist()
     content = json.loads(target.tokenizer.backend_tokenizer.to_str())
     content["model"]["vocab"] = {token: order[i] for token, i in vocab.items() if i < 256}
+    for token in content["added_tokens"]:
+        token["content"] = eos if token["content"] == "<|im_end|>" else token["content"]
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(json.dumps(content)), eos_token="<|im_end|>", pad_token="<|im_end|>"
+        tokenizer_object=Tokenizer.from_str(json.dumps(content)), eos_token=eos, pad_token=eos
     )
     lm = type(target.model)(target.config)
     state = {name: value.clone() for name, value in target.model.state_dict().items()}
@@ -284,6 +287,31 @@ def test_the_target_itself_in_other_ids_is_right_as_far_as_its_choices_have_byte
     done = generate(target, drafter, [5, 6, 7], max_new_tokens=25, spec=TreeSpec.parse("chain:3"), eos_ids=())
     assert done.tokens == generate(target, None, [5, 6, 7], max_new_tokens=25, eos_ids=()).tokens
     assert done.stats.accepted_length > 3.4
+
+
+@pytest.mark.parametrize("mode", ["tokens", "text"])
+def test_the_end_of_an_answer_is_drafted_whatever_its_name(mode):
+    """A drafter that is the target under another name of EOS drafts the target's EOS where the target writes it."""
+    target = make_target()
+    eos = target.tokenizer.eos_token_id
+    target.model.lm_head.weight.data[eos] *= 6
+    drafter = permuted(target, mode, eos="</s>")
+    own = dict(zip(drafter.pair.kept_ids.tolist(), drafter.pair.own_ids.tolist(), strict=True))
+    assert own[eos] == drafter.tokenizer.eos_token_id and drafter.pair.own.pieces[own[eos]] == b"</s>"
+    prompt = [5, 6, 7]
+    want = generate(target, None, prompt, max_new_tokens=25)
+    done = generate(target, drafter, prompt, max_new_tokens=25, spec=TreeSpec.parse("chain:3"))
+    assert done.tokens == want.tokens and want.tokens[-1] == eos and 3 < len(want.tokens) < 25
+    assert done.stats.accepted[-1] > 0, "the last round's tokens, EOS the last of them, were drafted"
+
+
+def test_names_that_another_token_has_already_are_left_alone(tokenizers):
+    """EOS is paired only where neither side's equals another token by its bytes."""
+    other = train_tokenizer("byte_level", CODE * 3, size=350, special=("<|stop|>", "<|end|>"))
+    pair = pair_of(tokenizers["byte_level"], other)
+    own = dict(zip(pair.kept_ids.tolist(), pair.own_ids.tolist(), strict=True))
+    assert own[tokenizers["byte_level"].eos_token_id] == other.convert_tokens_to_ids("<|end|>") != other.eos_token_id
+    assert other.eos_token_id not in own.values()
 
 
 @pytest.mark.thorough
@@ -321,16 +349,19 @@ def test_greedy_decoding_is_lossless_alone_and_together(tokenizers, theirs, own,
     ("mode", "spec"), [("tokens", "fanout:2x1@sample"), pytest.param("text", "dynamic:2,2,4", marks=pytest.mark.slow)]
 )
 def test_sampled_tokens_follow_the_target(mode, spec):
-    """Joint frequencies of three tokens against exact probabilities. The drafter shares half of its tokens."""
+    """Joint frequencies of three tokens against exact probabilities. The drafter shares half of its tokens, and names EOS
+    otherwise, which the target often draws."""
     count = 240
     target = make_target(layers=1, hidden=16, initializer_range=0.15)
-    drafter = permuted(target, mode)
+    prompt, eos, head = [65, 70, 75], target.tokenizer.eos_token_id, target.model.lm_head.weight.data
+    head[eos] = 0.95 * head[target.model(torch.tensor([prompt])).logits[0, -1].argmax()]
+    drafter = permuted(target, mode, eos="</s>")
     with torch.no_grad():
         for weight in drafter.lm.parameters():
             weight.add_(0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(2)))
-    drafter.pair.kept_ids, drafter.pair.own_ids = drafter.pair.kept_ids[::2], drafter.pair.own_ids[::2]
+    drafter.pair.kept_ids, drafter.pair.own_ids = drafter.pair.kept_ids[1::2], drafter.pair.own_ids[1::2]
     drafter.kept_ids = drafter.pair.kept_ids
-    sampling, prompt = SamplingParams(temperature=1.3, top_k=2), [65, 70, 75]
+    sampling = SamplingParams(temperature=1.3, top_k=2)
     done = generate_batch(
         target, drafter, [prompt] * count, max_new_tokens=3, spec=TreeSpec.parse(spec), sampling=sampling, eos_ids=(), seed=5,
         max_rows=100,
@@ -350,6 +381,7 @@ def test_sampled_tokens_follow_the_target(mode, spec):
     seen = dict.fromkeys(expected, 0)
     for each in done:
         seen[tuple(each.tokens)] += 1
+    assert eos in drafter.kept_ids.tolist() and sum(eos in each.tokens for each in done) > count / 10
     scale = count / sum(expected.values())
     assert chisquare(list(seen.values()), [scale * p for p in expected.values()]).pvalue > 1e-3
 
@@ -404,6 +436,16 @@ def test_a_folder_drafts_and_is_exported_with_both_tokenizers(tokenizers, tmp_pa
     for drafting in (again, load_drafter(f"{tmp_path}+ngram", target)):
         spec = TreeSpec.parse("dynamic:3,3,8")
         assert generate(target, drafting, prompt, max_new_tokens=6, spec=spec, eos_ids=()).tokens == want
+    other = load_drafter(f"{tmp_path}:vocabulary_match=text+ngram", target)
+    assert other.main.pair.way == "text" and split_name(f"{tmp_path}:vocabulary_match=text+ngram")[0] == str(tmp_path)
+    for more, message in (
+        ("vocabulary_match=words", "drafter.vocabulary_match='words' must be one of auto, tokens, text"),
+        ("layers=1", "'layers' is no option of a draft_model; there are vocabulary_match"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load_drafter(f"{tmp_path}:{more}", target)
+    with pytest.raises(UserError, match="no such folder"):
+        find_drafter(f"{tmp_path}:vocabulary_match=text")
     trained = find_drafter(str(tmp_path))
     kind = shipping(trained.kind)
     assert not kind.shares_vocabulary(trained, target)
@@ -413,6 +455,20 @@ def test_a_folder_drafts_and_is_exported_with_both_tokenizers(tokenizers, tmp_pa
         (reason,) = kind.unsupported(trained, form)
         assert "another vocabulary" in reason and named in reason
     assert not kind.unsupported(trained, "vllm") and not kind.unsupported(trained, "transformers")
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("a/b", ("a/b", {})),
+        ("a/b:vocabulary_match=text", ("a/b", {"vocabulary_match": "text"})),
+        ("a/b:x=1,y=+ngram:max_match=3", ("a/b", {"x": "1", "y": ""})),
+        ("runs+more/b+ngram_store:c.safetensors", ("runs+more/b", {})),
+        ("http://a/b=c", ("http://a/b=c", {})),
+    ],
+)
+def test_a_name_is_a_place_and_options(name, found):
+    assert split_name(name) == found
 
 
 def test_training_is_the_divergence_over_shared_tokens_where_both_tokens_end(tokenizers):

@@ -364,7 +364,7 @@ def test_calibration_needs_a_usable_row(tmp_path, target):
     path = tmp_path / "c.jsonl"
     path.write_text('{"text": "only this"}\n{"other": 1}\n')
     with pytest.raises(runner.UserError, match="has no usable row"):
-        tuning.calibration_prompts(target, str(path), exclude={"only this"})
+        tuning.calibration_prompts(target, str(path), {}, exclude={"only this"})
 
 
 def test_prompts_that_do_not_fit_are_found_first(suite):

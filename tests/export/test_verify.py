@@ -150,6 +150,8 @@ def test_flags_that_do_not_go_together_are_refused(pair, tmp_path, capsys):
         (["--drafter", str(head), "--engine", "all", "--engine-python", "python"], "must say whose it is: ENGINE=PATH"),
         (["--drafter", str(head), "--engine", "all", "--engine-python", "vllm=/no/file"], "is no existing file"),
         (["--drafter", str(head), "--engine", "vllm", "--engine-python", "transformers=/x"], "drafttrain's own environment"),
+        (["--drafter", str(head), "--engine", "vllm", "--chat-template-kwargs", '{"a": 1}'], "need a target with a chat"),
+        (["--all-kinds", "--chat-template-kwargs", '{"foo": 1}'], "goes with --drafter"),
         (["--drafter", str(head), "--engine", "vllm"], "engine='vllm' ran nothing: not run here (no vllm in"),
     ):  # fmt: skip
         assert main([*RUN, *more]) == 2

@@ -214,6 +214,22 @@ def test_export_and_verify_of_a_draft_model(tmp_path, capsys, form):
     assert "computes other logits than the draft model" in capsys.readouterr().err
 
 
+def test_a_downloaded_draft_model_is_compared_with_the_target_of_the_command(tmp_path, capsys):
+    make_checkpoint(tmp_path / "hf", "llama")
+    make_checkpoint(tmp_path / "same", "llama")
+    make_checkpoint(tmp_path / "big", "llama")
+    state = json.loads((tmp_path / "big" / "tokenizer.json").read_text())
+    vocabulary = state["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (tmp_path / "big" / "tokenizer.json").write_text(json.dumps(state))
+    command = ["export", "--drafter", str(tmp_path / "hf"), "--output", str(tmp_path / "out"), "--format", "sglang"]
+    assert main([*command, "--target", str(tmp_path / "big")]) == 2
+    assert "the draft model has another vocabulary than its target" in capsys.readouterr().err
+    assert main([*command, "--target", str(tmp_path / "same")]) == 0
+    assert main([*command, "--target", "user/elsewhere"]) == 0
+    assert "target='user/elsewhere' cannot be read here: the vocabularies are not compared" in capsys.readouterr().err
+
+
 def test_a_draft_model_with_another_vocabulary_is_for_engines_that_translate(tmp_path, capsys):
     make_checkpoint(tmp_path / "hf", "llama")
     described = {"drafter_kind": "draft_model", "target": {"name": "user/big", "vocab_size": 301}}

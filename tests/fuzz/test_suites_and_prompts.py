@@ -111,7 +111,7 @@ READERS = {
     "generate --prompts, tools": (conversations, [CALLING]),
     "prompts --source file, tools": (collected, [CALLING]),
     "generate --backend existing": (lambda path: list(conversation_records(TARGET.tokenizer, path)), ANSWERED),
-    "tune --calibrate": (lambda path: calibration_prompts(TARGET, str(path)), rows_of("chats.jsonl")),
+    "tune --calibrate": (lambda path: calibration_prompts(TARGET, str(path), {}), rows_of("chats.jsonl")),
     "ngram-store --text": (lambda path: list(texts(path, TARGET.tokenizer)), [{"text": "one"}, *ANSWERED]),
     "data=FILE.jsonl": (lambda path: load_text(str(path), TARGET, 16), [{"text": "one two"}, {"text": "three"}]),
 }

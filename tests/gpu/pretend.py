@@ -379,7 +379,7 @@ def place() -> str:
 def _shown(file: str) -> str:
     """The file as `place` names it; empty for files of libraries and of the harness."""
     path = Path(file)
-    if not path.is_relative_to(_ROOT) or path.name.startswith("pretend"):
+    if not path.is_relative_to(_ROOT) or "site-packages" in path.parts or path.name.startswith("pretend"):
         return ""
     name = path.relative_to(_ROOT)
     return str(name.relative_to("drafttrain")) if name.parts[0] == "drafttrain" else str(name)

@@ -22,7 +22,7 @@ def compiled(tmp_path, *words: str) -> list[dict]:
     return json.loads((tmp_path / "rows.json").read_text())["rows"]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_attention_compiles_for_an_h100_with_its_tensor_cores(tmp_path):
     (row,) = compiled(tmp_path, "--arch", "90", "--width", "64", "--kernel", "attend_parts", "--dtype", "bf16")
     assert row["fits"] and 0 < row["shared"] <= 232_448 and row["wgmma"] > 0

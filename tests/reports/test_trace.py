@@ -143,6 +143,10 @@ def test_command(target_dir, tmp_path, capsys):
     assert cli.main([*base, "--dtype", "float32", "--output", str(output)]) == 0
     assert "accepted length" in capsys.readouterr().out
     Page(output.read_text())
-    for extra, message in ((["--round", "99"], "rounds 1 to"), (["--output", "x.pdf"], "must be .html")):
+    for extra, message in (
+        (["--round", "99"], "rounds 1 to"),
+        (["--output", "x.pdf"], "must be .html"),
+        (["--chat-template-kwargs", '{"foo": 1}'], "'foo' is no variable of the chat template"),
+    ):
         assert cli.main([*base, *extra]) == 2
         assert message in capsys.readouterr().err

@@ -12,6 +12,7 @@ from transformers import LlamaModel
 from drafttrain.errors import UserError
 from drafttrain.inference import generate
 from drafttrain.target import Target, architectures_of, load_shell, loading, resolve_dtype
+from drafttrain.training.feature_sources import run_rows
 from tests.conftest import make_target, make_tokenizer
 from tests.inference.test_every_family import FAMILIES, PROMPT, VARIANTS, build, wrapped
 
@@ -21,6 +22,21 @@ def test_a_shell_has_the_identity_of_its_target_and_no_weights(target_dir):
     assert shell.identity() == target.identity()
     assert shell.device.type == "meta" and shell.forms == [] and len(target.forms) == target.num_layers
     assert architectures_of(str(target_dir)) == ["LlamaForCausalLM"]
+
+
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize(
+    ("name", "more", "path"),
+    [("llama", {}, "packed"), ("lfm2", {"layer_types": ["conv", "full_attention"] * 2}, "snapshot")],
+)
+def test_a_shell_has_the_decoding_path_of_its_config_and_does_not_decode(name, more, path, weights, tmp_path):
+    shell = load_shell(save(build(FAMILIES[name], more), tmp_path), "float32", "cpu", weights=weights)
+    assert shell.decoding_path == path and bool(shell.reason) == (path == "snapshot")
+    for use in (lambda: generate(shell, None, [1, 2], max_new_tokens=1), lambda: list(run_rows(shell, (1,), [PROMPT]))):
+        with pytest.raises(
+            UserError, match="was loaded without its layers, so it can neither compute states nor decode"
+        ):
+            use()
 
 
 def test_a_missing_target_is_an_error_for_shells_and_no_architectures(tmp_path):

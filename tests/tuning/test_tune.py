@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from drafttrain import cli
 from drafttrain.batch import TokenTree
+from drafttrain.data.chat import decode
 from drafttrain.drafters.combined import CombinedDrafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.ngram.model import NgramDrafter
@@ -20,6 +22,7 @@ from drafttrain.tuning import replay as costs_module
 from drafttrain.tuning import tune as tuning
 from drafttrain.tuning.replay import CostModel, Replayed, Track, _Recorded, chances, recall, record, replay
 from tests.conftest import make_target
+from tests.data.test_tools import TEMPLATE, tokenizer_with
 from tests.drafters.test_eagle3 import make_drafter
 
 PROMPTS = [[5, 9, 11, 9, 11, 30, 2, 9, 11, 4, 44, 9], [7, 8, 7, 8, 9, 7]]
@@ -264,6 +267,7 @@ def test_a_drafter_that_does_not_pay_is_called_so(target, capsys):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
+        (("--chat-template-kwargs", '{"foo": 1}'), "chat_template_kwargs: 'foo' is no variable of the chat template"),
         (("--prompts", "0"), "--prompts='0' must be a whole number from 1"),
         (("--max-new-tokens", "4"), "max-new-tokens=4 tells too little"),
         (("--drafter", "none"), "drafter='none' drafts nothing"),
@@ -273,3 +277,18 @@ def test_a_drafter_that_does_not_pay_is_called_so(target, capsys):
 def test_bad_input_is_named(target_dir, tmp_path, capsys, more, message):
     assert cli.main(tune_command(target_dir, "ngram", tmp_path, *more)) == 2
     assert message in capsys.readouterr().err
+
+
+def test_calibration_prompts_have_the_templates_variables(tmp_path):
+    """A row's own come before those of the flag."""
+    target = SimpleNamespace(tokenizer=tokenizer_with(TEMPLATE), max_positions=None)
+    rows = [{"text": "a"}, {"turns": ["a"], "chat_template_kwargs": {"thinking": True}}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    plain, switched = (
+        [
+            decode(target.tokenizer, ids)
+            for ids in tuning.calibration_prompts(target, str(tmp_path / "rows.jsonl"), kwargs)
+        ]
+        for kwargs in ({}, {"thinking": False})
+    )
+    assert switched == [plain[0] + "<t></t>", plain[1]] and plain[0] == plain[1]

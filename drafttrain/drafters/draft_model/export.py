@@ -9,6 +9,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
 from drafttrain.drafters.draft_model.model import DraftModel
+from drafttrain.drafters.draft_model.start import differing_ids
 from drafttrain.drafters.registry import META_FILE
 from drafttrain.drafters.shipping import GGUF_NAME, TOKENIZERS, ExportRequest, Format, Shipping, Trained
 from drafttrain.errors import UserError
@@ -145,8 +146,11 @@ class DraftModelShipping(Shipping[DraftModel]):
 
 
 def _other_vocabulary(trained: Trained) -> bool:
-    """Whether the draft model's ids mean other tokens than its target's, as training recorded."""
-    return bool(read_config(trained.folder, META_FILE, missing={}).get("other_vocabulary"))
+    """Whether the draft model's ids mean other tokens than its target's, as training recorded; else both are compared."""
+    recorded = read_config(trained.folder, META_FILE, missing={})
+    if recorded.get("target") or not trained.target or _tokenizer_folder(trained, "") is None:
+        return bool(recorded.get("other_vocabulary"))
+    return bool(differing_ids(AutoTokenizer.from_pretrained(trained.folder), load_shell(trained.target_name)))
 
 
 def _sizes(trained: Trained) -> tuple[int, int]:

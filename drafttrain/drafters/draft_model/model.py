@@ -107,6 +107,7 @@ class DraftModel(TrainableDrafter):
     writes_responses = True
     loads_language_models = True
     chain_depth = 4
+    name_options = ("vocabulary_match",)
 
     def __init__(self, lm: Any, tokenizer: Any, config: DraftModelConfig, name: str = ""):
         super().__init__(config)
@@ -117,7 +118,8 @@ class DraftModel(TrainableDrafter):
         try:
             self.runner = Target.wrap(lm, tokenizer, name or type(lm).__name__, freeze=False)
         except UserError as error:
-            raise UserError(f"draft model: {error}") from error
+            reason = str(error).replace("target=", "drafter=", 1)  # the drafter's model is checked as a target's is
+            raise UserError(f"{reason}: draft models need packed trees") from error
         self.vocab_size = self.target_vocab_size = self.runner.vocab_size
         self.register_buffer("kept_ids", torch.arange(self.vocab_size), persistent=False)
         self.pair: VocabularyPair | None = None

@@ -57,7 +57,8 @@ class TokenBytes:
     Attributes:
         pieces: [rows] bytes of each id; empty for ids without a token. A special token's are its name.
         ids: (special or not, bytes) -> id. Of several tokens with the same bytes, the one that is not a byte token.
-        prefix: ids before every text (BOS). spaced: a text's first token begins with a space that the text lacks.
+        end: EOS, None without one. prefix: ids before every text (BOS). spaced: a text's first token begins with a space that
+            the text lacks.
 
     Raises:
         UserError: a tokenizer whose tokens cannot be read as bytes.
@@ -93,16 +94,14 @@ class TokenBytes:
         self.ids: dict[tuple[bool, bytes], int] = {}
         for i in sorted((i for i in range(rows) if self.pieces[i]), key=lambda i: (i in fallback, i)):
             self.ids.setdefault((i in self.special, self.pieces[i]), i)
+        end = tokenizer.eos_token_id
+        self.end: int | None = end if isinstance(end, int) and end < rows and self.pieces[end] else None
         plain, full = self._written("a"), tokenizer("a")["input_ids"]
         begin = next((i for i in range(len(full)) if full[i : i + len(plain)] == plain), 0)
         self.prefix, self.spaced = full[:begin], self.text(plain) == b" a"
 
     def text(self, ids: Sequence[int]) -> bytes:
         return b"".join([self.pieces[i] for i in ids])
-
-    def has_text(self, i: int, other: TokenBytes) -> bool:
-        """Whether a token is text to another tokenizer: no special token, or one of the same name there."""
-        return bool(self.pieces[i]) and (i not in self.special or (True, self.pieces[i]) in other.ids)
 
     def write(self, data: bytes) -> list[int]:
         """The ids of a text, without BOS; bytes that are no UTF-8 as byte tokens, as far as there are any."""
@@ -145,7 +144,8 @@ class VocabularyPair:
             their tokens by tokens.
 
     Attributes:
-        kept_ids: [d] target ids of the shared tokens, ascending. own_ids: [d] the draft model's ids of the same tokens.
+        kept_ids: [d] target ids of the shared tokens, ascending: those of the same bytes, and EOS whatever its name.
+        own_ids: [d] the draft model's ids of the same tokens.
         of_text: share of the target's tokens of a sample text that both have. way: how it drafts, in words. recorded: both, and
             the shared tokens by the target's, for results.
 
@@ -155,7 +155,12 @@ class VocabularyPair:
 
     def __init__(self, target: TokenBytes, own: TokenBytes, wanted: str, device: torch.device):
         self.target, self.own = target, own
-        pairs = sorted((i, own.ids[key]) for key, i in target.ids.items() if key in own.ids)
+        both = {i: own.ids[key] for key, i in target.ids.items() if key in own.ids}
+        theirs, mine = target.end, own.end
+        if both and theirs is not None and mine is not None and theirs not in both and mine not in both.values():
+            both[theirs] = mine
+        self._special = {both[i]: target.pieces[i] for i in target.special & both.keys()}
+        pairs = sorted(both.items())
         self.kept_ids, self.own_ids = torch.tensor(pairs, dtype=torch.long, device=device).view(-1, 2).T.contiguous()
         kept, sample = {i for i, _ in pairs}, target.write(_SAMPLE.encode())
         self.of_text = sum(i in kept for i in sample) / max(1, len(sample))
@@ -172,6 +177,10 @@ class VocabularyPair:
     def by_text(self, spec: TreeSpec) -> bool:
         """Whether a tree is drafted in the draft model's own tokens; `@sample` draws from shared ones unless `text` is set."""
         return self.way == "text" or (self.way != "tokens" and not (spec.sampled and len(self.kept_ids)))
+
+    def drafted_text(self, i: int) -> bytes:
+        """Bytes of the target's text that a drafted id stands for; none of a special token that the target lacks."""
+        return self._special.get(i, b"") if i in self.own.special else self.own.pieces[i]
 
     def align(self, batch: Batch, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """A batch of target tokens in the draft model's tokens, a row per conversation.
@@ -253,7 +262,7 @@ class CommittedText:
         A token of the target has the probability of the drafted path that completes its bytes. Paths end at a special token
         that the target lacks.
         """
-        target, own, before = self.pair.target, self.pair.own, self.pair.target.text(self._recent)
+        target, before = self.pair.target, self.pair.target.text(self._recent)
         drafted, probs = tree.tokens.tolist(), [] if tree.log_probs is None else tree.log_probs.tolist()
         tokens, parents, scores = list[int](), list[int](), list[float]()
         place: dict[tuple[int, int], int] = {}
@@ -261,8 +270,8 @@ class CommittedText:
             path = [leaf]
             while (parent := tree.parents[path[-1]]) >= 0:
                 path.append(parent)
-            path = list(takewhile(lambda node: own.has_text(drafted[node], target), reversed(path)))
-            pieces = [own.pieces[drafted[node]] for node in path]
+            path.reverse()
+            pieces = list(takewhile(bool, (self.pair.drafted_text(drafted[node]) for node in path)))
             complete = list(accumulate(map(len, pieces)))
             above, end = -1, 0
             for token in target.write_behind(before, b"".join(pieces))[: spec.depth]:
