@@ -254,11 +254,8 @@ def build_drafter(config: TrainConfig, target: Target, records: Dataset) -> tupl
         drafter.check_packing()
     covered = float(counts[drafter.kept_ids.to(counts.device)].sum() / counts.sum().clamp(min=1))
     if config.init not in NEW and covered < MIN_COVERAGE and drafter.vocabulary is not None:
-        fix = (
-            "drafter.vocabulary_match=text drafts them"
-            if drafter.fit()
-            else "init=target chooses a new vocabulary from this data"
-        )
+        other = "drafter.vocabulary_match=text drafts them"
+        fix = other if drafter.fit() else "init=target chooses a new vocabulary from this data"
         print(
             f"note: the vocabulary of init={config.init!r} covers {100 * covered:.1f} % of this data's response tokens, and "
             f"other tokens are never drafted; {fix}",
