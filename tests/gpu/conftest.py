@@ -21,7 +21,12 @@ def two_gpus():
 def _opened(**options):
     if has_gpu():
         pytest.skip("has a GPU: nothing to pretend")
+    from drafttrain.target.devices import usual_device
     from tests.gpu.pretend import PretendGpu
 
-    with PretendGpu(**options) as device:
-        yield device
+    usual_device.cache_clear()  # what it found holds with the GPU only
+    try:
+        with PretendGpu(**options) as device:
+            yield device
+    finally:
+        usual_device.cache_clear()
