@@ -102,8 +102,8 @@ def test_tools_of_a_suite_are_measured_by_category(command, target_dir, tmp_path
     path = tmp_path / "tools.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = {"max-new-tokens": 4, "baselines": "autoregressive"}
-    told = error_of(capsys, command(suite=path, **options)).splitlines()[-1]
-    assert "question 'q1': the chat template does not read `tools`" in told
+    error = error_of(capsys, command(suite=path, **options)).splitlines()[-1]
+    assert "question 'q1': the chat template does not read `tools`" in error
     (target_dir / "chat_template.jinja").write_text((FOLDER / "qwen3.jinja").read_text())
     assert cli.main(command(suite=path, **options)) == 0
     with_tools = read(tmp_path)

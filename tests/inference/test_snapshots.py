@@ -165,7 +165,7 @@ def test_pairs_of_sampled_tokens_follow_the_model(name, rows):
 
 @pytest.mark.thorough
 def test_plain_sequences_share_a_forward_as_they_come_and_go():
-    """Five sequences of different length in three rows; each round is one forward, whoever leaves and joins."""
+    """Five sequences of different length in three rows; each round is one forward, also where sequences leave and join."""
     target, reference = family("lfm2")
     prompts, count = prompts_of((3, 9, 1, 14, 5)), 6
     decoder, got = decoded(target, None, "none", prompts, count, rows=3)

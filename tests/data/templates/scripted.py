@@ -199,18 +199,18 @@ class ScriptedServers(OpenAIBackend):
         served = self.script.answer(tokenizer(text, add_special_tokens=False)["input_ids"])
         if served is None:
             return 400, {"error": f"unknown prompt: ...{self.script.unknown[-1][-300:]!r}"}
-        told = served.written.reply
+        reply = served.written.reply
         calls = [
             {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}}
-            for call in told.get("tool_calls", [])
+            for call in reply.get("tool_calls", [])
         ]  # fmt: skip
         # A parser that found no reasoning says null, and '' of an empty block.
         reasoning = (
-            told["reasoning_content"]
+            reply["reasoning_content"]
             if self.script.family.thinks(self.script.case) and not self.script.family.raw
             else None
         )
-        texts = {"content": told["content"] or None, "reasoning_content": reasoning}
+        texts = {"content": reply["content"] or None, "reasoning_content": reasoning}
         message = {"role": "assistant", **texts, **({"tool_calls": calls} if calls else {})}
         finish = "tool_calls" if calls and served.finish == "stop" else served.finish
         end = served.written.end  # vLLM names the token, but for the tokenizer's own
