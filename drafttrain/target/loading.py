@@ -8,6 +8,8 @@ buffers of older versions, and parts that no language model reads: towers of oth
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
 
 from drafttrain.errors import UserError, without_xet
 from drafttrain.files import hub_snapshot, open_tensors, read_json
@@ -200,3 +202,11 @@ def read_embedding(where: str, names: tuple[str, ...] = _EMBEDDINGS) -> Tensor |
         return None
     with open_tensors(weights_folder(where, [file]) / file, "target", "download it again") as tensors:
         return tensors.get_tensor(name)
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """A short hash of the vocabulary (token text -> id); equal hashes mean that token ids mean the same."""
+    if tokenizer is None:
+        return ""
+    vocab = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
+    return hashlib.sha256(json.dumps(vocab, ensure_ascii=True).encode()).hexdigest()[:16]
