@@ -56,6 +56,7 @@ from drafttrain.evaluation.metrics import read_training
 from drafttrain.files import Json, write_json
 from drafttrain.folders import PARTIAL, OutputFolder, check_folder
 from drafttrain.losses import parse_loss
+from drafttrain.outcome import conclude, next_command
 from drafttrain.sequence_parallel import SequenceGroup
 from drafttrain.target import Target, TargetShell, load_shell
 from drafttrain.target.shared_rows import check_shared
@@ -466,9 +467,13 @@ def run(args: argparse.Namespace) -> int:
     check_folder(config.output_dir, "train", inputs_of_recipe(config), "output_dir")
     as_saved = redact(json.loads(json.dumps(asdict(config))))
     trained = read_training(Path(str(training_args.output_dir))).get("config")
+    code = config.trust_remote_code
+    then = next_command("tune", target=config.target, drafter=config.output_dir, trust_remote_code=code)
     # A key that an earlier version did not have had no effect, as its default has none.
     if config.resume and trained and {**asdict(TrainConfig()), **trained} == as_saved:
-        print(f"{config.output_dir} is already trained with this configuration (resume=false trains it again)")
+        if training_args.process_index == 0:
+            print(f"{config.output_dir} is already trained with this configuration (resume=false trains it again)")
+            conclude(read_training(Path(str(training_args.output_dir))), then=then)
         return 0
     with explained(training_args), claimed(config, training_args) as output:
         prepared = prepare(config, training_args, output)
@@ -482,6 +487,7 @@ def run(args: argparse.Namespace) -> int:
         waits = "" if share is None else f" (waiting for states took {100 * share:.1f} % of the steps' time)"
         print(
             f"trained {summary['steps']} steps in {summary['seconds']:.0f} s on {summary['engine']}{waits}; held out: accepted "
-            f"length {decoded}{length:.2f} estimated\ndrafter: {config.output_dir}"
+            f"length {decoded}{length:.2f} estimated"
         )
+        conclude(summary, [config.output_dir], then)
     return 0

@@ -17,7 +17,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from drafttrain.data.generate import parse_layers
+from drafttrain.data.generate import parse_layers, train_command
 from drafttrain.data.int8_rows import stored_as, value_bytes
 from drafttrain.data.state_client import RowStates, StateClient
 from drafttrain.data.state_server import StateServer, check_flags, flag_value, free_port
@@ -34,6 +34,7 @@ from drafttrain.errors import UserError
 from drafttrain.files import first_change, write_json
 from drafttrain.flags import load_target
 from drafttrain.folders import OutputFolder, check_folder
+from drafttrain.outcome import conclude
 from drafttrain.progress import Progress
 from drafttrain.target import Target, load_shell
 from drafttrain.values import StoreDtype
@@ -78,6 +79,9 @@ def run(args: argparse.Namespace) -> int:
                 output.restore()
             raise
         output.forget()
+    if share.rank == 0:
+        result = {"layers": list(layers), "conversations": len(records)}
+        conclude(result, [root / "features"], train_command(name, args.data))
     return 0
 
 

@@ -27,8 +27,9 @@ from drafttrain.environment import __version__
 from drafttrain.errors import UserError, shown
 from drafttrain.files import Json, read_jsonl, write_json
 from drafttrain.flags import load_target, sampling_of
-from drafttrain.folders import check_folder, inputs_of
+from drafttrain.folders import beside, check_folder, inputs_of
 from drafttrain.inference.responses import Finished
+from drafttrain.outcome import conclude, next_command
 from drafttrain.progress import Progress
 from drafttrain.target import Target, load_shell
 from drafttrain.target.generation import LogitsRules
@@ -370,6 +371,12 @@ def run_counts(conversations: int, tokens: int, seconds: float, dropped: dict[st
     return {**counts, "seconds": round(seconds, 1), "tokens_per_second": rate, "dropped": dropped}
 
 
+def train_command(target: str, data: str) -> str:
+    """The command that follows a data set."""
+    settings = {"target": target, "data": data, "output_dir": beside(data, "drafter")}
+    return next_command("train", "RECIPE", *(f"{key}={value}" for key, value in settings.items()))
+
+
 def report(args: argparse.Namespace, store: Store, this_run: Json, prompts: int | None, share: Share) -> None:
     """Prints the summary and writes DIR/summary.json: the whole data set, and this process's run."""
     counts = store.finish()
@@ -410,3 +417,5 @@ def report(args: argparse.Namespace, store: Store, this_run: Json, prompts: int 
             + "; ".join(fixes),
             flush=True,
         )
+    if share.rank == 0:
+        conclude(summary, [args.output], train_command(args.target, args.output))

@@ -34,6 +34,7 @@ from drafttrain.files import (
 )
 from drafttrain.flags import load_target, load_tokenizer
 from drafttrain.folders import inputs_of, output_file
+from drafttrain.outcome import conclude, next_command
 from drafttrain.progress import Progress, plain_console
 
 if TYPE_CHECKING:
@@ -258,6 +259,7 @@ def run(args: argparse.Namespace) -> int:
             what = differences(before, settings) if before else "unknown settings (it is empty)"
             raise UserError(f"{args.output} was made with {what}; give --overwrite, or another --output")
         print(f"{args.output} is there already, made with the same settings; left as it is")
+        conclude({**read_json(summary, "summary", _SUMMARY_FIX)}, then=_then(args))
         return 0
     keep, target = _filter(args)
     if target is not None:
@@ -296,8 +298,13 @@ def run(args: argparse.Namespace) -> int:
         table.add_row(f"dropped: {reason}", str(count), style="dim")
     table.add_row("kept", str(counts["kept"]), style="bold")
     plain_console().print(table)
-    print(args.output)
+    conclude(counts, [args.output], _then(args))
     return 0
+
+
+def _then(args: argparse.Namespace) -> str:
+    place = args.output.parent / "data"
+    return next_command("generate", carry=args, target=args.target or "TARGET", prompts=args.output, output=place)
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -174,7 +174,7 @@ def test_numbers_stay_in_their_ranges(folder):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["evla"], "command 'evla' is not one of fetch, .*did you mean eval"),
+        (["evla"], "unknown command 'evla'; did you mean eval"),
         (["eval", *BOTH, "--limt", "3"], "'--limt' is no flag of this command; did you mean --limit"),
         (["eval", *BOTH, "--limit", "-1"], r"--limit='-1' must be a whole number from 1 to"),
         (["eval", *BOTH, "--limit"], "--limit expected one argument"),
