@@ -416,7 +416,12 @@ class Decoder:
         self.observer: Observer | None = None
 
     def generate(
-        self, prompts: Items[Prompt], *, max_new_tokens: int, seed: int = 0, speculate: Items[bool] | None = None
+        self,
+        prompts: Items[Prompt],
+        *,
+        max_new_tokens: int | Items[int],
+        seed: int = 0,
+        speculate: Items[bool] | None = None,
     ) -> list[Generation]:
         """The continuation of each prompt, in the prompts' order. See `stream`."""
         made = [Generation([], Stats()) for _ in prompts]
@@ -430,7 +435,7 @@ class Decoder:
         self,
         prompts: Items[Prompt],
         *,
-        max_new_tokens: int,
+        max_new_tokens: int | Items[int],
         seed: int = 0,
         stats: Items[Stats] | None = None,
         speculate: Items[bool] | None = None,
@@ -439,7 +444,7 @@ class Decoder:
 
         Args:
             prompts: token ids, [L] each, without padding (see `strip_padding`).
-            max_new_tokens: upper limit, never exceeded; the target's context length limits it further.
+            max_new_tokens: upper limit, or a list with one per prompt; the target's context length limits it further.
             seed: prompt i samples with seed + i, so its tokens do not depend on the batch. In exact arithmetic the same
                 seed gives the same tokens with any drafter and any spec that does not sample (`@sample`).
             stats: one per prompt, filled during the call.
@@ -452,7 +457,8 @@ class Decoder:
         for index, ids in enumerate(prompts):
             try:
                 prompt = token_ids(self.target, ids)
-                limit = token_limit(self.target, len(prompt), max_new_tokens)
+                most = max_new_tokens[index] if isinstance(max_new_tokens, list) else max_new_tokens
+                limit = token_limit(self.target, len(prompt), most)  # type: ignore[arg-type]  # which checks it
             except UserError as error:
                 raise UserError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from error
             numbers = torch.Generator().manual_seed(seed + index)
