@@ -7,7 +7,10 @@ add_arguments(parser), and imports no torch, so that every --help is quick.
 from __future__ import annotations
 
 import importlib
+import logging
 import os
+import select
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -65,6 +68,11 @@ def main(argv: list[str] | None = None) -> int:
         if argv is None:
             interrupts.install()
         return run(sys.argv[1:] if argv is None else argv)
+    except BrokenPipeError:
+        if not _reader_is_gone():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is left to write
+        return 128 + signal.SIGPIPE  # as other programs end in `drafttrain ... | head`
     except BaseException as error:  # a signal inside an import or a loader may come out as another exception
         if number := interrupts.cause(error):
             return interrupts.end(number)
@@ -72,6 +80,13 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def _reader_is_gone() -> bool:
+    """Whether stdout is a pipe that nobody reads any more."""
+    watch = select.poll()
+    watch.register(1, 0)
+    return any(event & select.POLLERR for _, event in watch.poll(0))
 
 
 def flags_module(command: str) -> ModuleType:
@@ -118,6 +133,8 @@ def run(argv: list[str]) -> int:
     os.environ.setdefault("TQDM_MININTERVAL", "0.1" if sys.stderr.isatty() else "15")
     if not sys.warnoptions:
         warnings.simplefilter("ignore", FutureWarning)  # for those who write programs
+    # DeepSpeed is imported by libraries that do not use it; what it chose then matters to no one.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator" not in record.getMessage())
     from drafttrain.outcome import voice
 
     with voice(args.command, quiet, as_json):

@@ -18,6 +18,11 @@ def plain_console(**options: Any) -> Console:
     return Console(markup=False, emoji=False, highlight=False, **options)
 
 
+def counted(count: int, units: str) -> str:
+    """`1 conversation`, `2 conversations`. units: plural, with an s."""
+    return f"{count} {units if count != 1 else units.removesuffix('s')}"
+
+
 class Progress:
     """Counts `unit`s (plural) of the work `label` towards a total, None if that is not known; a context manager."""
 

@@ -23,7 +23,7 @@ done
 
 source scripts/env.sh
 install_drafttrain
-export WANDB_MODE="${WANDB_MODE:-offline}" TOKENIZERS_PARALLELISM=false TRANSFORMERS_VERBOSITY=error
+export TOKENIZERS_PARALLELISM=false TRANSFORMERS_VERBOSITY=error
 minutes() { awk -v b="$budget" -v share="$1" 'BEGIN { printf "%.2f", b * share }'; }
 stage() { printf '\n== %s\n' "$*"; }
 
@@ -50,4 +50,6 @@ stage "5/6 the fastest tree on this machine"
 stage "6/6 evaluation in the tree decoder"
 drafttrain eval --target "$target" --drafter "$output/drafter+ngram" --dtype bfloat16 --limit 12 --max-new-tokens 64 \
   --output "$output/results.json"
-drafttrain report "$output/results.json" --output "$output/report.png"
+drafttrain report "$output/results.json" --output "$output/report.png" --quiet
+drafttrain report "$output/results.json" --output "$output/report.html"
+stage "done: $output/report.html and report.png show the results"

@@ -40,6 +40,7 @@ ORDER = [
     ["train_flags"],
     ["cli"],
     ["completion"],
+    ["completion_flags"],
     ["__main__"],
 ]
 ROW = {name: row for row, names in enumerate(ORDER) for name in names}

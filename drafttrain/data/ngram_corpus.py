@@ -41,7 +41,11 @@ def run(args: argparse.Namespace) -> int:
     counts = {"contexts": len(table.hashes), "continuations": len(table.tokens), "megabytes": round(size, 1)}
     print(", ".join(f"{value:,} {name}" for name, value in counts.items()))
     target = args.target or read_meta(args.data)["target"]["name"]
-    conclude(counts, [output], next_command("eval", target=target, drafter=f"ngram_store:{output}"))
+    conclude(
+        counts,
+        [output],
+        next_command("eval", target=target, drafter=f"{NgramTable.__module__.split('.')[-2]}:{output}"),
+    )
     return 0
 
 

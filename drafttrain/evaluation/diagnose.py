@@ -265,7 +265,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def apply(drafter: str, results: Json) -> Path:
-    """Writes slow categories into decoding.json, whose path it returns; unmeasured ones keep their entry. Raises UserError for a missing folder."""
+    """Writes slow categories into decoding.json, whose path it returns. Raises UserError for a missing folder.
+
+    Unmeasured categories keep their entry.
+    """
     place = decoding_file(drafter)
     if not place.parent.joinpath("config.json").is_file():
         message = f"drafter={drafter!r} is no drafter's folder, so there is no decoding.json; give --drafter FOLDER"
