@@ -1,14 +1,12 @@
-"""The Python API: `from drafttrain import generate, stream, load_drafter, evaluate`.
+"""The Python API: `from drafttrain import generate, stream, load_drafter`, and `pipeline.py`'s train, tune, evaluate, ...
 
 A thin layer over `drafttrain.inference` that turns names into models and prompts of any form into token ids.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Number
-from pathlib import Path
 from typing import Any, overload
 
 import torch
@@ -24,11 +22,15 @@ from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import decoding_settings, default_tree, prepare
 from drafttrain.drafters.registry import load_drafter as load_for_target
 from drafttrain.errors import UserError, first_line, shown
-from drafttrain.files import Json, check_json, read_json
-from drafttrain.flags import CommandParser
+from drafttrain.files import Json, check_json
 from drafttrain.inference import Decoder, Generation
 from drafttrain.inference.call_options import CallLimits, GenerateOptions, StreamOptions, read_options
 from drafttrain.inference.sequence import TextStream, token_ids
+from drafttrain.pipeline import evaluate as evaluate
+from drafttrain.pipeline import export as export
+from drafttrain.pipeline import push as push
+from drafttrain.pipeline import train as train
+from drafttrain.pipeline import tune as tune
 from drafttrain.target import Target
 from drafttrain.values import AnyText, Place, check, refuse_options
 
@@ -198,41 +200,6 @@ def load_drafter(name: str, model: Model, tokenizer: Tokenizer = None) -> Drafte
         UserError: nothing there, not one of our drafters, or trained for another target.
     """
     return load_for_target(check("drafter", name, Place), _target(model, tokenizer))
-
-
-def evaluate(target: str, drafter: str, output: str | Path, **options: Any) -> dict[str, Any]:
-    """`drafttrain eval` from Python: measures a drafter against plain decoding and writes the results file.
-
-    Args:
-        target, drafter: names, as in `generate`. output: the results file; an interrupted run continues from it.
-        options: the command's, with underscores: suite="mt_bench.jsonl", limit=10, temperature=1.0, dtype="bfloat16", ...
-
-    Returns:
-        The file's content: overall figures, figures by category, and a record for each prompt.
-
-    Raises:
-        UserError: an unknown option, a value out of range, or anything that cannot be loaded.
-    """
-    from drafttrain.tuning import eval_command, eval_command_flags
-
-    parser = CommandParser(prog="drafttrain eval", add_help=False, allow_abbrev=False)
-    eval_command_flags.add_arguments(parser)
-    words = []
-    for name, value in {"target": target, "drafter": drafter, "output": output, **options}.items():
-        flag = f"--{name.replace('_', '-')}"
-        words += (
-            [flag]
-            if value is True
-            else []
-            if value is None or value is False
-            else [f"{flag}={json.dumps(value) if isinstance(value, dict) else value}"]
-        )
-    try:
-        args = parser.parse_args(words)
-    except UserError as error:
-        raise UserError(f"evaluate: {error}") from error
-    eval_command.run(args)
-    return {**read_json(Path(output).expanduser(), "output", "measure again")}
 
 
 def _pieces(text: TextStream, rounds: Iterator[tuple[int, list[int]]]) -> Iterator[str]:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, get_type_hints
 
 from torch import Tensor
 from transformers import GenerationConfig
-from typing_extensions import TypedDict
 
 from drafttrain.errors import UserError, shown
 from drafttrain.files import Json
@@ -29,7 +28,7 @@ _NO_EFFECT = (
 )  # change nothing: answers are not padded, the cache is always used
 _NAMED_OTHERWISE = {
     "assistant_model": "drafter",
-    "prompt_lookup_num_tokens": "drafter='ngram'",
+    "prompt_lookup_num_tokens": "drafter",
     "streamer": "drafttrain.stream",
     "inputs": "prompt",
     "messages": "prompt",
@@ -39,8 +38,8 @@ _NAMED_OTHERWISE = {
 }
 
 
-class StreamOptions(TypedDict, total=False):
-    """Keyword arguments of `stream`; see `generate`."""
+class StreamOptions(AppliedKeys, total=False):
+    """Keyword arguments of `stream`, the rules for the logits among them; see `generate`."""
 
     tokenizer: Tokenizer
     tree: str | None
@@ -51,7 +50,6 @@ class StreamOptions(TypedDict, total=False):
     top_k: int | None
     top_p: float | None
     min_p: float | None
-    repetition_penalty: float | None
     seed: int
     stop: str | Sequence[str]
     stop_strings: str | Sequence[str] | None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from drafttrain.errors import UserError, shown
 from drafttrain.ops.packing import cpu_has_bfloat16
 
+logger = logging.getLogger(__name__)
 _PCI = Path("/sys/bus/pci/devices")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -73,7 +74,7 @@ def usual_device() -> str:
             f"({reason}); install a driver for it, or torch for the driver's CUDA, or choose the CPU: --device cpu "
             "(training: use_cpu=true)"
         )
-    print(f"device {name}: {reason}", file=sys.stderr, flush=True)
+    logger.info(f"device {name}: {reason}")
     return name
 
 

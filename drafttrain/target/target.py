@@ -22,7 +22,7 @@ A Target holds no state of a call: threads may run forwards of one Target at a t
 
 from __future__ import annotations
 
-import sys
+import logging
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -63,6 +63,7 @@ from drafttrain.values import Place, check, refuse_options
 _LOADABLE = (
     "give a folder with config.json, safetensors and tokenizer, a Hub id, or fetch one: drafttrain fetch smollm2-135m"
 )
+logger = logging.getLogger(__name__)
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 _packing = threading.Lock()
 Tokenizer = PreTrainedTokenizerBase | None  # None only for models that tests build
@@ -171,7 +172,7 @@ class Target:
         target = cls.wrap(model, tokenizer, name, where, wanted)
         if target.decoding_path == "snapshot":
             how = f"target {name!r} decodes by its own forward and cache ({target.continuation})"
-            print(f"{how}: {target.reason}", file=sys.stderr, flush=True)
+            logger.info(f"{how}: {target.reason}")
         return target
 
     @classmethod
