@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.utils import logging as logs
 
 from drafttrain.errors import UserError, without_xet
 from drafttrain.files import hub_snapshot, open_tensors, read_json
@@ -49,6 +50,19 @@ _MOST_PER_BYTE = 4
 
 
 @contextlib.contextmanager
+def quiet_bars() -> Iterator[None]:
+    """Hides transformers' progress bars in calls from Python; commands, which show what the package logs, keep them."""
+    was_on = logs.is_progress_bar_enabled() and not logging.getLogger("drafttrain").isEnabledFor(logging.INFO)
+    if was_on:
+        logs.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            logs.enable_progress_bar()
+
+
+@contextlib.contextmanager
 def loading(what: str, fix: str) -> Iterator[None]:
     """Reports any failure of a library's loader, whose errors come in many classes, as one line: WHAT cannot be loaded.
 
@@ -59,7 +73,8 @@ def loading(what: str, fix: str) -> Iterator[None]:
     for logger in quiet:
         logger.setLevel(logging.CRITICAL)
     try:
-        yield
+        with quiet_bars():
+            yield
     except UserError:
         raise
     except Exception as error:

@@ -25,7 +25,7 @@ from drafttrain.ops.graphs import GraphPool
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import pack, weights_of
 from drafttrain.target import Target
-from drafttrain.target.loading import check_finite, loading
+from drafttrain.target.loading import check_finite, loading, quiet_bars
 from drafttrain.values import check, kinds_of
 
 _REPAIR = "use the folder as training or import wrote it"
@@ -203,7 +203,8 @@ class TrainableDrafter(Drafter, PreTrainedModel):  # type: ignore[misc]  # `from
         upload = {key: options.pop(key) for key in UPLOAD & options.keys()}
         if (repo_id or upload) and not push_to_hub:
             raise UserError(f"{next(iter(upload), 'repo_id')} is of an upload; set push_to_hub=True, or leave it out")
-        self._unpacked().write(save_directory, **options)
+        with quiet_bars():
+            self._unpacked().write(save_directory, **options)
         if push_to_hub:
             self.push_to_hub(repo_id or Path(save_directory).name, **upload)
 
