@@ -17,6 +17,7 @@ from typing import Any, TextIO, TypedDict
 
 from drafttrain.credentials import redact
 from drafttrain.errors import UserError
+from drafttrain.progress import hushed
 
 # Flags that a following command needs as well; left out where they have their default.
 CARRIED = {"dtype": "auto", "device": "auto", "trust_remote_code": False, "chat_template_kwargs": {}}
@@ -32,7 +33,6 @@ class Outcome(TypedDict):
 
 
 _ended: ContextVar[Outcome | None] = ContextVar("ended", default=None)  # of the running command
-_hushed: set[int] = set()  # threads whose text goes to the log
 _hushing = threading.Lock()
 _errors: list[TextIO] = []  # where errors go while --quiet silences stderr
 
@@ -150,14 +150,14 @@ class _HushedStream:
         self.stream = stream
 
     def write(self, text: str) -> int:
-        if threading.get_ident() not in _hushed:
+        if threading.get_ident() not in hushed:
             return self.stream.write(text)
         for line in filter(None, map(str.strip, text.splitlines())):
             logger.info(line)
         return len(text)
 
     def isatty(self) -> bool:
-        return threading.get_ident() not in _hushed and self.stream.isatty()
+        return threading.get_ident() not in hushed and self.stream.isatty()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
@@ -167,15 +167,15 @@ class _HushedStream:
 def _hush() -> Iterator[None]:
     thread = threading.get_ident()
     with _hushing:
-        if not _hushed:
+        if not hushed:
             sys.stdout, sys.stderr = _HushedStream(sys.stdout), _HushedStream(sys.stderr)  # type: ignore[assignment]
-        _hushed.add(thread)
+        hushed.add(thread)
     try:
         yield
     finally:
         with _hushing:
-            _hushed.discard(thread)
-            if not _hushed:
+            hushed.discard(thread)
+            if not hushed:
                 sys.stdout, sys.stderr = (
                     each.stream if isinstance(each, _HushedStream) else each for each in (sys.stdout, sys.stderr)
                 )

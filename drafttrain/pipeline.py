@@ -131,7 +131,7 @@ def train(
                 f"target={shown(target)} has no files that training could load; save it, and name the folder"
             )
     words = [f"{name}={_as_json(name, value)}" for name, value in overrides.items() if value is not None]
-    given = {"config": recipe if isinstance(recipe, Mapping) else str(recipe), "overrides": words}
+    given = {"recipe": None, "config": recipe if isinstance(recipe, Mapping) else str(recipe), "overrides": words}
     try:
         found = _run("train", "train", given, progress)
     except SystemExit as ended:  # by a signal: the checkpoint is saved
@@ -310,7 +310,7 @@ def _run(call: str, command: str, given: Mapping[str, Any], progress: bool) -> O
         raise UserError(f"{call}: drafter= must be a name or folder; save this one: drafter.save_pretrained(FOLDER)")
     module = importlib.import_module(f"drafttrain.{command}")
     if command == "train":
-        return concluded(lambda: module.run(argparse.Namespace(**flags)), progress)
+        return concluded(lambda: module.run(argparse.Namespace(**given)), progress)
     parser = CommandParser(prog=f"drafttrain.{call}", add_help=False, allow_abbrev=False)
     importlib.import_module(f"drafttrain.{command}_flags").add_arguments(parser)
     with scratch_folder() as scratch:
