@@ -24,7 +24,7 @@ from drafttrain.drafters.registry import load_drafter as load_for_target
 from drafttrain.errors import UserError, first_line, shown
 from drafttrain.files import Json, check_json
 from drafttrain.inference import Decoder, Generation
-from drafttrain.inference.call_options import CallLimits, GenerateOptions, StreamOptions, read_options
+from drafttrain.inference.call_options import CallLimits, GenerateOptions, Rows, StreamOptions, read_options
 from drafttrain.inference.sequence import TextStream, token_ids
 from drafttrain.pipeline import evaluate as evaluate
 from drafttrain.pipeline import export as export
@@ -63,46 +63,23 @@ def generate(
 ) -> list[Generation]: ...
 @overload
 def generate(
-    model: Model,
-    prompt: Prompts | None = None,
-    drafter: Drafting = None,
-    *,
-    num_return_sequences: int,
+    model: Model, prompt: Prompts | None = None, drafter: Drafting = None, *, num_return_sequences: int,
     **options: Unpack[GenerateOptions],
-) -> list[Generation]: ...
+) -> list[Generation]: ...  # fmt: skip
 @overload  # of a tensor, only its dimensions say whether it is a batch
 def generate(
     model: Model, prompt: Prompts | None = None, drafter: Drafting = None, **options: Unpack[GenerateOptions]
 ) -> Generation | list[Generation]: ...
 def generate(
-    model: Model,
-    prompt: Prompts | None = None,
-    drafter: Drafting = None,
-    *,
-    tokenizer: Tokenizer = None,
-    tree: str | None = None,
-    max_new_tokens: int | None = None,
-    max_length: int | None = None,
-    do_sample: bool | None = None,
-    temperature: float | None = None,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float | None = None,
-    seed: int = 0,
-    num_return_sequences: int | None = None,
-    stop: str | Sequence[str] = (),
-    stop_strings: str | Sequence[str] | None = None,
-    eos_token_id: int | Sequence[int] | None = None,
-    generation_config: GenerationConfig | Mapping[str, object] | None = None,
-    input_ids: Tensor | Sequence[int] | Sequence[Sequence[int]] | None = None,
-    attention_mask: Tensor | Sequence[int] | Sequence[Sequence[int]] | None = None,
-    batch_size: int = 8,
-    category: str | Sequence[str] = "",
-    tools: Sequence[Json] = (),
-    chat_template_kwargs: Json | None = None,
-    **others: object,
-) -> Generation | list[Generation]:
+    model: Model, prompt: Prompts | None = None, drafter: Drafting = None, *, tokenizer: Tokenizer = None,
+    tree: str | None = None, max_new_tokens: int | None = None, max_length: int | None = None, do_sample: bool | None = None,
+    temperature: float | None = None, top_k: int | None = None, top_p: float | None = None, min_p: float | None = None,
+    repetition_penalty: float | None = None, seed: int = 0, num_return_sequences: int | None = None,
+    stop: str | Sequence[str] = (), stop_strings: str | Sequence[str] | None = None,
+    eos_token_id: int | Sequence[int] | None = None, generation_config: GenerationConfig | Mapping[str, object] | None = None,
+    input_ids: Rows | None = None, attention_mask: Rows | None = None, batch_size: int = 8, category: str | Sequence[str] = "",
+    tools: Sequence[Json] = (), chat_template_kwargs: Json | None = None, **others: object,
+) -> Generation | list[Generation]:  # fmt: skip
     """Continues a prompt or a list of prompts; the output is the model's own, a drafter only makes it faster.
 
     Args:

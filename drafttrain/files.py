@@ -488,12 +488,10 @@ def hub_snapshot(repo: str, patterns: Sequence[str], key: str, ignore: Sequence[
     from huggingface_hub.errors import HTTPError
 
     try:
-        options: Json = {
-            "allow_patterns": list(patterns),
-            "ignore_patterns": list(ignore) or None,
-            "revision": revision or None,
-        }
-        return Path(snapshot_download(repo, **options))
+        patterns, left_out = list(patterns), list(ignore) or None
+        return Path(
+            snapshot_download(repo, revision=revision or None, allow_patterns=patterns, ignore_patterns=left_out)
+        )
     except (OSError, ValueError, RuntimeError, HTTPError) as error:
         fix = without_xet(error) or "; check the name, and log in for a private one: hf auth login"
         raise UserError(

@@ -27,6 +27,7 @@ from drafttrain.target import Target
 from drafttrain.values import refuse_options
 
 Model = str | Path | PreTrainedModel | Target
+Name = str | Path | None
 Tokenizer = PreTrainedTokenizerBase | None
 # What a function of this module takes besides its command's flags.
 OWN = {"tokenizer", "progress", "others"}
@@ -91,28 +92,13 @@ class PushResult:
 
 
 def train(
-    recipe: str | Path | Mapping[str, object],
-    *,
-    target: Model | None = None,
-    data: str | Path | None = None,
-    output_dir: str | Path | None = None,
-    kind: str | None = None,
-    init: str | Path | None = None,
-    drafter: Mapping[str, object] | None = None,
-    loss: str | None = None,
-    dtype: str | None = None,
-    max_length: int | None = None,
-    max_minutes: float | None = None,
-    max_steps: int | None = None,
-    num_train_epochs: float | None = None,
-    learning_rate: float | None = None,
-    per_device_train_batch_size: int | None = None,
-    gradient_accumulation_steps: int | None = None,
-    seed: int | None = None,
-    resume: bool | None = None,
-    progress: bool = False,
-    **others: object,
-) -> TrainResult:
+    recipe: str | Path | Mapping[str, object], *, target: Model | None = None, data: Name = None, output_dir: Name = None,
+    kind: str | None = None, init: Name = None, drafter: Mapping[str, object] | None = None, loss: str | None = None,
+    dtype: str | None = None, max_length: int | None = None, max_minutes: float | None = None, max_steps: int | None = None,
+    num_train_epochs: float | None = None, learning_rate: float | None = None, per_device_train_batch_size: int | None = None,
+    gradient_accumulation_steps: int | None = None, seed: int | None = None, resume: bool | None = None,
+    progress: bool = False, **others: object,
+) -> TrainResult:  # fmt: skip
     """`drafttrain train` in this process: trains a drafter, or continues an interrupted run.
 
     Args:
@@ -144,26 +130,12 @@ def train(
 
 
 def tune(
-    target: Model,
-    drafter: str | Path,
-    output: str | Path | None = None,
-    *,
-    tokenizer: Tokenizer = None,
-    calibrate: str | Path | None = None,
-    prompts: int | None = None,
-    max_new_tokens: int | None = None,
-    repeats: int | None = None,
-    temperature: float | None = None,
-    top_p: float | None = None,
-    top_k: int | None = None,
-    chat_template_kwargs: Json | None = None,
-    dry_run: bool = False,
-    dtype: str | None = None,
-    device: str | None = None,
-    trust_remote_code: bool = False,
-    progress: bool = False,
+    target: Model, drafter: str | Path, output: Name = None, *, tokenizer: Tokenizer = None, calibrate: Name = None,
+    prompts: int | None = None, max_new_tokens: int | None = None, repeats: int | None = None, temperature: float | None = None,
+    top_p: float | None = None, top_k: int | None = None, chat_template_kwargs: Json | None = None, dry_run: bool = False,
+    dtype: str | None = None, device: str | None = None, trust_remote_code: bool = False, progress: bool = False,
     **others: Never,
-) -> TuneResult:
+) -> TuneResult:  # fmt: skip
     """`drafttrain tune`: the fastest tree on this machine, which becomes the drafter's default unless dry_run.
 
     Args:
@@ -179,32 +151,13 @@ def tune(
 
 
 def evaluate(
-    target: Model,
-    drafter: str | Path | None,
-    output: str | Path | None = None,
-    *,
-    tokenizer: Tokenizer = None,
-    suite: str | Path | None = None,
-    limit: int | None = None,
-    tree: str | None = None,
-    calibrate: str | Path | None = None,
-    baselines: str | Sequence[str] | None = None,
-    assistant: str | Path | None = None,
-    max_new_tokens: int | None = None,
-    batch_size: int | None = None,
-    temperature: float | None = None,
-    top_p: float | None = None,
-    top_k: int | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float | None = None,
-    seed: int | None = None,
-    chat_template_kwargs: Json | None = None,
-    dtype: str | None = None,
-    device: str | None = None,
-    trust_remote_code: bool = False,
-    progress: bool = False,
-    **others: Never,
-) -> Results:
+    target: Model, drafter: Name, output: Name = None, *, tokenizer: Tokenizer = None, suite: Name = None,
+    limit: int | None = None, tree: str | None = None, calibrate: Name = None, baselines: str | Sequence[str] | None = None,
+    assistant: Name = None, max_new_tokens: int | None = None, batch_size: int | None = None, temperature: float | None = None,
+    top_p: float | None = None, top_k: int | None = None, min_p: float | None = None, repetition_penalty: float | None = None,
+    seed: int | None = None, chat_template_kwargs: Json | None = None, dtype: str | None = None, device: str | None = None,
+    trust_remote_code: bool = False, progress: bool = False, **others: Never,
+) -> Results:  # fmt: skip
     """`drafttrain eval`: measures a drafter against plain decoding.
 
     Args:
@@ -226,19 +179,10 @@ def evaluate(
 
 
 def export(
-    drafter: str | Path,
-    format: str,
-    output: str | Path,
-    *,
-    engine_version: str | None = None,
-    dtype: str | None = None,
-    target: str | Path | None = None,
-    target_gguf: str | None = None,
-    speculative_tokens: int | None = None,
-    schedule: str | Path | None = None,
-    progress: bool = False,
-    **others: Never,
-) -> ExportResult:
+    drafter: str | Path, format: str, output: str | Path, *, engine_version: str | None = None, dtype: str | None = None,
+    target: Name = None, target_gguf: str | None = None, speculative_tokens: int | None = None, schedule: Name = None,
+    progress: bool = False, **others: Never,
+) -> ExportResult:  # fmt: skip
     """`drafttrain export`: writes a trained drafter in the form that an engine loads: vllm, sglang, transformers, gguf, ...
 
     The others are the command's flags; None takes its default.
@@ -248,25 +192,11 @@ def export(
 
 
 def push(
-    drafter: str | Path,
-    repo: str,
-    *,
-    results: str | Path | Sequence[str | Path] = (),
-    without_evaluation: bool = False,
-    accept_implausible: bool = False,
-    license: str | None = None,
-    base_model: str | None = None,
-    data: str | Path | None = None,
-    dataset: str | None = None,
-    schedule: str | Path | None = None,
-    dtype: str | None = None,
-    private: bool = False,
-    dry_run: bool = False,
-    output: str | Path | None = None,
-    tag: str | None = None,
-    progress: bool = False,
-    **others: Never,
-) -> PushResult:
+    drafter: str | Path, repo: str, *, results: str | Path | Sequence[str | Path] = (), without_evaluation: bool = False,
+    accept_implausible: bool = False, license: str | None = None, base_model: str | None = None, data: Name = None,
+    dataset: str | None = None, schedule: Name = None, dtype: str | None = None, private: bool = False, dry_run: bool = False,
+    output: Name = None, tag: str | None = None, progress: bool = False, **others: Never,
+) -> PushResult:  # fmt: skip
     """`drafttrain push`: publishes a trained drafter on the Hub with measured results and a model card.
 
     The others are the command's flags; None takes its default. results: files that evaluate wrote.

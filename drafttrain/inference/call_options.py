@@ -18,6 +18,7 @@ from drafttrain.target.generation import SAMPLING, UNSUPPORTED, AppliedKeys, Log
 from drafttrain.target.target import Tokenizer
 from drafttrain.values import Count, Size, check, refuse_options
 
+Rows = Tensor | Sequence[int] | Sequence[Sequence[int]]
 MOST_NEW_TOKENS = 256  # of an answer, unless the call limits it
 APPLIED = tuple(AppliedKeys.__annotations__)  # rules for the logits, by transformers' names
 _TOP_K = 50  # of transformers' generate, where neither call nor config says
@@ -55,8 +56,8 @@ class StreamOptions(AppliedKeys, total=False):
     stop_strings: str | Sequence[str] | None
     eos_token_id: int | Sequence[int] | None
     generation_config: GenerationConfig | Mapping[str, object] | None
-    input_ids: Tensor | Sequence[int] | Sequence[Sequence[int]] | None
-    attention_mask: Tensor | Sequence[int] | Sequence[Sequence[int]] | None
+    input_ids: Rows | None
+    attention_mask: Rows | None
     tools: Sequence[Json]
     chat_template_kwargs: Json | None
 
