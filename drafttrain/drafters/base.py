@@ -15,7 +15,6 @@ Shapes: see batch.py for b, s, h, f, v, d, n, k and for the alignment of anchors
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.batch import Batch, StepOutput, TokenTree
+from drafttrain.drafters.common.saving import NamedDrafter
 from drafttrain.drafters.common.static_draft import DraftSteps
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
@@ -32,7 +32,6 @@ from drafttrain.losses import TargetRows
 from drafttrain.ops.graphs import GraphPool
 from drafttrain.ops.sampling import Sampler
 from drafttrain.target import Target
-from drafttrain.values import refuse_options
 
 # Runs the target on a batch: features [b, s, f*h], distributions, row of each position [b, s] (-1 where none is needed).
 Source = Callable[[Batch], tuple[Tensor, TargetRows, Tensor]]
@@ -142,7 +141,7 @@ class JointSession(Session):
         return self.drafter.propose_all([self], [spec], [sampler])[0]
 
 
-class Drafter:
+class Drafter(NamedDrafter):
     """Base class of all drafters. Every hook that other subpackages call is declared here with its default.
 
     Attributes:
@@ -157,10 +156,8 @@ class Drafter:
         chain_depth: depth of the chain that training's estimate of the accepted length assumes; 0: the trained depths.
         defaults_beside: options of a kind without weights when it drafts beside another drafter (FIRST+KIND).
         name_options: fields of the config that a drafter's name may set (FOLDER:OPTION=VALUE).
-        fresh: it was loaded without a target, and `generate` is to prepare it for one.
     """
 
-    kind: str = ""
     trainable: bool = False
     feature_layers: tuple[int, ...] = ()
     probes: int = 0
@@ -171,7 +168,6 @@ class Drafter:
     chain_depth: int = 0
     defaults_beside: ClassVar[Mapping[str, Any]] = {}
     name_options: ClassVar[tuple[str, ...]] = ()
-    fresh: bool = False
 
     @property
     def sequence_reach(self) -> int:
@@ -182,59 +178,6 @@ class Drafter:
     def vocabulary(self) -> Tensor | None:
         """[d] int64, target ids that the drafter can propose; None: all of them. Trained kinds store it as `kept_ids`."""
         return None
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(kind={self.kind}, no weights)"
-
-    # -- loading and saving -------------------------------------------------------------------------------------
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        name: str | Path,
-        *,
-        dtype: str | torch.dtype | None = None,
-        device: str | torch.device | None = None,
-        revision: str = "",
-        **others: object,
-    ) -> Self:
-        """A drafter of any kind, whose weights are exactly those that its config promises; code of a repository never runs.
-
-        Args:
-            name: a folder or Hub id, or another name as in `load_drafter`. On a kind's class it must name that kind.
-            dtype: of the weights; as they are saved unless given. device: the CPU unless given. revision: branch, tag or commit
-                of a Hub id.
-
-        Returns:
-            A drafter that can be trained further, saved, pushed, or given to `generate`, which prepares it for its target.
-
-        Raises:
-            UserError: nothing there, files that do not fit together, another kind, or an option that is none of these.
-        """
-        dtype = others.pop("torch_dtype", dtype)  # type: ignore[assignment]  # the option's former name in transformers
-        refuse_options("Drafter.from_pretrained", others, ("dtype", "device", "revision"))
-        registry: Any = importlib.import_module("drafttrain.drafters.registry")  # which imports this module
-        drafter = registry.load_unbound(str(name), dtype, device, revision)
-        if not isinstance(drafter, cls):
-            raise UserError(
-                f"{str(name)!r} holds a drafter of kind {drafter.kind!r}, not {cls.kind!r}; use Drafter.from_pretrained"
-            )
-        return drafter
-
-    def save_pretrained(self, save_directory: str | Path, **options: Any) -> None:
-        """Writes the drafter to a folder. Raises UserError: a kind without weights, or a combination."""
-        raise UserError(
-            f"a drafter of kind={self.kind!r} has no weights of its own to save; write its name where it is used"
-        )
-
-    def push_to_hub(self, repo_id: str, **options: Any) -> str:
-        """Uploads what `save_pretrained` writes; `drafttrain.push` adds a card, results and engines' formats.
-
-        Raises UserError: a kind without weights, or a combination.
-        """
-        raise UserError(
-            f"a drafter of kind={self.kind!r} has no weights of its own to publish; name the trained drafter"
-        )
 
     # -- training half ------------------------------------------------------------------------------------------
 

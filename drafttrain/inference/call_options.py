@@ -110,10 +110,10 @@ def read_options(target: Target, call: str, given: Mapping[str, object]) -> tupl
     options = DecoderOptions(sampling=_sampling(given, asked, settings))
     if asked or rules:
         options["rules"] = _rules(settings, target, call)
-    stop, strings = given.get("stop") or (), given.get("stop_strings")
-    if stop and strings:
+    stop, strings = given.get("stop", ()), given.get("stop_strings", asked.get("stop_strings"))
+    if stop != () and "stop_strings" in given:
         raise UserError("stop= and stop_strings= mean the same; give one")
-    options["stop"] = stop or strings or asked.get("stop_strings") or ()  # type: ignore[typeddict-item]  # Decoder checks it
+    options["stop"] = strings if stop == () and strings is not None else stop  # type: ignore[typeddict-item]  # Decoder checks it
     ends = given.get("eos_token_id", asked.get("eos_token_id"))
     if ends is not None:
         kind = Size | tuple[Size, ...]

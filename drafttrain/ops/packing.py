@@ -13,6 +13,7 @@ half the bytes, the same products. Rows that are integers up to 127 times a fact
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from functools import cache
 
@@ -217,7 +218,12 @@ def weights_of(module: nn.Module) -> Iterator[Tensor]:
     """Every weight of a module, of packed parts too, which are no parameters; one that several parts share comes once."""
     packed = (part for part in module.modules() if isinstance(part, PackedLinear | PackedRMSNorm))
     inner = (value for part in packed for value in (part.weight, getattr(part, "bias", None)) if value is not None)
-    yield from {value.data_ptr() or id(value): value for value in (*module.parameters(), *inner)}.values()
+    seen = set()
+    for value in itertools.chain(module.parameters(), inner):
+        key = value.data_ptr() or id(value)  # tensors on `meta` are at 0
+        if key not in seen:
+            seen.add(key)
+            yield value
 
 
 def pack(module: nn.Module, norms: bool = True) -> list[tuple[nn.Module, str, nn.Module]]:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from drafttrain.config import neighbours
 from drafttrain.drafters.base import NEW, Drafter, KeepTokens
 from drafttrain.drafters.common.layers import CacheShape, DraftLayer, Rotary
+from drafttrain.drafters.common.saving import NamedDrafter, SavedWeights
 from drafttrain.drafters.common.static_draft import DraftPlaces, DraftSteps, SlotAttention
 from drafttrain.drafters.common.tensor_growth import Ask
 from drafttrain.drafters.common.tree_growth import Logits
@@ -23,26 +24,23 @@ from drafttrain.files import Json
 from drafttrain.formats.weights import Shapes, check_kept_ids, check_names, file_shapes, read_weights
 from drafttrain.ops.graphs import GraphPool
 from drafttrain.ops.native import cpu_kernels
-from drafttrain.ops.packing import pack, weights_of
+from drafttrain.ops.packing import pack
 from drafttrain.target import Target
-from drafttrain.target.loading import check_finite, loading, quiet_bars
+from drafttrain.target.loading import check_finite, loading
 from drafttrain.values import check, kinds_of
 
 _REPAIR = "use the folder as training or import wrote it"
-# Options of transformers' `save_pretrained` that are of the upload.
-UPLOAD = {"token", "private", "revision", "create_pr", "commit_message", "commit_description", "tags"}
 # Fields of a target's identity that a drafter records, and that must equal those of the target it is used with.
 RECORDED: dict[str, type] = {"hidden_size": int, "num_layers": int, "vocab_size": int, "tokenizer": str}
 
 
-class TrainableDrafter(Drafter, PreTrainedModel):  # type: ignore[misc]  # `from_pretrained` knows every kind
+class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[misc]  # `from_pretrained` knows every kind
     """A drafter with weights, saved and loaded as transformers does.
 
     A kind sets `config_class`, a `TargetedConfig`, makes its modules and registers the buffer `kept_ids` in `__init__`.
 
     Attributes:
         kept_ids: [d] int64, the target id of each drafter id.
-        as_saved: the folder or tensors with the weights as they were before decoding rounded and packed them; None: unchanged.
         static: the kind implements `read_static` and `draft_static`. static_depth: its deepest node; None for any.
         embed: the target's embedding, ids [...] -> [..., h]; attached by `bind` as a plain function, so that it is neither
             trained, saved nor sharded with the drafter.
@@ -57,24 +55,6 @@ class TrainableDrafter(Drafter, PreTrainedModel):  # type: ignore[misc]  # `from
     embed: Callable[[Tensor], Tensor]
     static = False
     static_depth: int | None = None
-    as_saved: Path | dict[str, Tensor] | None = None
-
-    @property
-    def device(self) -> torch.device:
-        return next(weights_of(self)).device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(weight.dtype for weight in weights_of(self) if weight.is_floating_point())
-
-    def __repr__(self) -> str:
-        count, name = sum(weight.numel() for weight in weights_of(self)), self.config.target.get("name", "")
-        dtype, kept = str(self.dtype).removeprefix("torch."), len(self.kept_ids)
-        state = "fresh" if self.fresh else "as trained" if self.as_saved is None else "packed for decoding"
-        return (
-            f"{type(self).__name__}(kind={self.kind}, {count / 1e6:,.1f}M parameters, {dtype} on {self.device}, drafts {kept:,} "
-            f"tokens, for target {name!r}, {state})"
-        )
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
@@ -168,7 +148,7 @@ class TrainableDrafter(Drafter, PreTrainedModel):  # type: ignore[misc]  # `from
             raise UserError(f"{what}: config.json records no target.{missing[0]}; {_REPAIR}")
         cls.check_files(folder, config)
         with loading(what, _REPAIR):
-            drafter: Any = super(Drafter, cls).from_pretrained(str(folder), use_safetensors=True)  # type: ignore[misc]
+            drafter: Any = super(NamedDrafter, cls).from_pretrained(str(folder), use_safetensors=True)  # type: ignore[misc]
         drafter.finish_loading(folder)
         check_finite((*drafter.named_parameters(), *drafter.named_buffers()), what, _REPAIR)
         check_kept_ids(drafter.kept_ids, config.vocab_size, what)
@@ -187,50 +167,6 @@ class TrainableDrafter(Drafter, PreTrainedModel):  # type: ignore[misc]  # `from
     def stored_shapes(cls, shapes: Shapes, found: Shapes, config: Any) -> Shapes:
         """The shapes that a file must hold, for a drafter of `shapes`; found: those that it holds."""
         return shapes
-
-    def save_pretrained(  # type: ignore[override]
-        self, save_directory: str | Path, *, push_to_hub: bool = False, repo_id: str = "", **options: Any
-    ) -> None:
-        """Writes the drafter as transformers does; packed for decoding, with the weights that it had before.
-
-        Args:
-            push_to_hub: also upload it, to `repo_id` (default: the folder's name). options: of transformers' `save_pretrained`
-                and, with push_to_hub, of its `push_to_hub`.
-
-        Raises:
-            UserError: `repo_id` and other options of an upload without push_to_hub.
-        """
-        upload = {key: options.pop(key) for key in UPLOAD & options.keys()}
-        if (repo_id or upload) and not push_to_hub:
-            raise UserError(f"{next(iter(upload), 'repo_id')} is of an upload; set push_to_hub=True, or leave it out")
-        with quiet_bars():
-            self._unpacked().write(save_directory, **options)
-        if push_to_hub:
-            self.push_to_hub(repo_id or Path(save_directory).name, **upload)
-
-    def write(self, folder: str | Path, **options: Any) -> None:
-        """Writes config and weights; options: of transformers' `save_pretrained`."""
-        super(Drafter, self).save_pretrained(folder, **options)  # type: ignore[misc]
-
-    def push_to_hub(self, repo_id: str, **options: Any) -> str:  # type: ignore[override]
-        return PreTrainedModel.push_to_hub(self, repo_id, **options)
-
-    def keep_saved(self, folder: Path | None = None) -> None:
-        """Notes, before weights change for decoding, what `save_pretrained` writes: those of a folder, else the present ones."""
-        if self.as_saved is None:
-            self.as_saved = folder or self.state_dict()
-
-    def _unpacked(self) -> Self:
-        """The drafter as it was before `keep_saved`."""
-        if self.as_saved is None:
-            return self
-        if isinstance(self.as_saved, Path):
-            other = self.load(self.as_saved)
-        else:
-            other = self.blank()
-            other.load_state_dict(self.as_saved, assign=True)
-        other.config = self.config
-        return other
 
     def finish_loading(self, folder: Path) -> None:
         """Reads what a file stores in another form."""
