@@ -47,6 +47,10 @@ COMMANDS = {  # command -> (module below drafttrain, help)
     "push-data": ("hub.push_data", "publish a distillation data set with a data card"),
     "completion": ("completion", "print a script that completes commands and flags in bash, zsh or fish"),
 }
+NEEDLESS = {  # notices of libraries that are true and change nothing, by logger
+    "DeepSpeed": "Setting accelerator to CPU",  # which libraries import that do not use it
+    "transformers.modeling_utils": "does not expose input embeddings",  # drafters read the target's
+}
 WITHOUT_RESULT = {"serve-target", "completion"}  # run until they are stopped, or print nothing but their result
 
 PIPELINE = """From a target model to a published drafter:
@@ -133,8 +137,8 @@ def run(argv: list[str]) -> int:
     os.environ.setdefault("TQDM_MININTERVAL", "0.1" if sys.stderr.isatty() else "15")
     if not sys.warnoptions:
         warnings.simplefilter("ignore", FutureWarning)  # for those who write programs
-    # DeepSpeed is imported by libraries that do not use it; what it chose then matters to no one.
-    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator" not in record.getMessage())
+    for name, notice in NEEDLESS.items():
+        logging.getLogger(name).addFilter(lambda record, notice=notice: notice not in record.getMessage())
     from drafttrain.outcome import voice
 
     with voice(args.command, quiet, as_json):
