@@ -86,6 +86,10 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
 
+def _is_needed(record: logging.LogRecord) -> bool:
+    return NEEDLESS[record.name] not in record.getMessage()
+
+
 def _reader_is_gone() -> bool:
     """Whether stdout is a pipe that nobody reads any more."""
     watch = select.poll()
@@ -137,8 +141,8 @@ def run(argv: list[str]) -> int:
     os.environ.setdefault("TQDM_MININTERVAL", "0.1" if sys.stderr.isatty() else "15")
     if not sys.warnoptions:
         warnings.simplefilter("ignore", FutureWarning)  # for those who write programs
-    for name, notice in NEEDLESS.items():
-        logging.getLogger(name).addFilter(lambda record, notice=notice: notice not in record.getMessage())
+    for name in NEEDLESS:
+        logging.getLogger(name).addFilter(_is_needed)
     from drafttrain.outcome import voice
 
     with voice(args.command, quiet, as_json):

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From a fresh clone to a drafter with a measured speed-up, shown on OUTPUT/report.html. An interrupted run continues when run again.
+# From a fresh clone to a drafter with a measured speed-up on OUTPUT/report.html. A second run continues an interrupted one.
 #
 #   bash scripts/quickstart.sh [--target NAME|PATH|HUB_ID] [--budget MINUTES] [--output DIR]
 #
