@@ -73,10 +73,6 @@ TEMPLATE_KWARGS = reader(_template_kwargs, _KWARGS_RULE)
 class HelpFormatter(argparse.HelpFormatter):
     """Help as wide as the terminal, or as COLUMNS says: prose is filled, examples keep their lines. Flags show their default."""
 
-    def __init__(self, prog: str, **options: Any):
-        super().__init__(prog, **options)
-        self._width = min(self._width, 128)  # of lines that read well
-
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return "\n".join(self._filled(text.splitlines(), width))
 

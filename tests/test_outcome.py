@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from drafttrain.cli import COMMANDS, command_parser, main
+from drafttrain.cli import COMMANDS, WITHOUT_RESULT, command_parser, main
 from drafttrain.errors import UserError
 from drafttrain.outcome import conclude, fault, next_command, voice
 
@@ -76,6 +76,13 @@ def test_a_mistake_is_an_object_too(capfd):
     with voice("eval", quiet=False, as_json=True):
         pass  # a process that is not the first of a launch
     assert capfd.readouterr().out == ""
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name not in WITHOUT_RESULT])
+def test_every_command_concludes(command):
+    source = Path("drafttrain", *COMMANDS[command][0].split(".")).with_suffix(".py")
+    text = (Path(__file__).parents[1] / source).read_text()
+    assert "conclude(" in text or "return publish(" in text, f"{source} ends without drafttrain.outcome.conclude"
 
 
 FIXTURES = Path(__file__).parent / "fixtures"
