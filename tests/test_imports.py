@@ -21,7 +21,7 @@ ORDER = [
     ["credentials", "interrupts", "moved"],
     ["errors"],
     ["values"],
-    ["files", "environment", "batch", "progress"],
+    ["files", "environment", "batch", "progress", "outcome"],
     ["config", "folders", "sequence_parallel"],
     ["ops"],
     ["losses", "target"],
@@ -39,6 +39,8 @@ ORDER = [
     ["train"],
     ["train_flags"],
     ["cli"],
+    ["completion"],
+    ["completion_flags"],
     ["__main__"],
 ]
 ROW = {name: row for row, names in enumerate(ORDER) for name in names}
