@@ -226,6 +226,7 @@ def dry_step(
     loss: str = "kl",
     accumulates: bool = False,
     trains: bool = True,
+    keeps: bool = False,
     build: Callable[[Target], Any] | None = None,
 ) -> StepMemory:
     """The memory of one training step.
@@ -239,7 +240,7 @@ def dry_step(
         source: the target runs in the step; its states come from a disk or a server, and it has no layers here; or it is not
             read (loss=next_token).
         accumulates: gradients of earlier micro-batches exist when the step begins.
-        trains: False for an evaluation: no gradients are computed.
+        trains: False for an evaluation: no gradients are computed. keeps: states are kept between epochs, in bfloat16.
         build: makes the drafter of the target, on the meta device; default: a new one of this kind and options.
     """
     device = torch.device("cpu")  # autocast knows no meta tensors
@@ -275,7 +276,7 @@ def dry_step(
         ghosts.vocabularies = {target.vocab_size, len(drafter.kept_ids)} - {target.hidden_size}
         for weight in trained if accumulates else ():
             weight.grad = torch.empty_like(weight)
-        given = NoTarget() if source == "none" else _source(target, drafter, loss, source == "states", gpu)
+        given = NoTarget() if source == "none" else _source(target, drafter, loss, source == "states", gpu, keeps)
         total = ghosts.wrap(torch.tensor(rows * length))
         with torch.autocast("cpu", autocast, enabled=autocast is not None), torch.set_grad_enabled(trains):
             before_features = ghosts.now
@@ -311,10 +312,9 @@ class _GivenStates:
         return {name: torch.empty(len(tokens), n, dtype=torch.bfloat16, device="cpu") for name, n in sizes.items()}
 
 
-def _source(target: Target, drafter: Any, loss: str, states: bool, gpu: bool) -> TargetSource:
-    source = TargetSource(
-        target, drafter.feature_layers, drafter.kept_ids, temperatures=parse_loss(loss).temperatures
-    )
+def _source(target: Target, drafter: Any, loss: str, states: bool, gpu: bool, keeps: bool) -> TargetSource:
+    at = parse_loss(loss).temperatures
+    source = TargetSource(target, drafter.feature_layers, drafter.kept_ids, limit_bytes=float(keeps), temperatures=at)
     if gpu:
         source.together = None
     if states:
@@ -356,7 +356,9 @@ class _FusedNorm(torch.autograd.Function):
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-    query.new_empty(query.shape[:-1], dtype=torch.float32)  # log-sum-exps, released at once: the target has no backward
+    if torch.is_grad_enabled() and query.requires_grad:  # a draft model's; the target has no backward
+        return _Flex.apply(query, key, value)[0]
+    query.new_empty(query.shape[:-1], dtype=torch.float32)  # log-sum-exps, released at once
     _count_attention(query, key, 2)
     return query.new_empty(*query.shape[:-1], value.shape[-1])
 
