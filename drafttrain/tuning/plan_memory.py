@@ -27,10 +27,8 @@ _MOST_TOKENS = 8192  # of a dry step: its time grows with the batch; larger ones
 _CONTEXT = 1e9  # CUDA context and workspaces of cuBLAS
 _COMMUNICATION = 0.5e9  # NCCL's buffers
 _FRAGMENTS = 0.05  # of what a step allocates and frees
-_BUCKET, _LIVE = (
-    500_000_000,
-    1_000_000_000,
-)  # DeepSpeed's defaults: elements per reduction, weights that stage 3 gathers
+_BUCKET, _LIVE = 500_000_000, 1_000_000_000  # DeepSpeed's defaults: elements per reduction; weights gathered in stage 3
+TWO_BUCKETS = 2 * _BUCKET  # one is filled while the other is reduced (overlap_comm)
 
 
 @dataclass(frozen=True)
