@@ -60,7 +60,7 @@ def shipped_config(recipe: str, overrides: Sequence[str], key: str, file: str) -
 
 
 def model_sizes(model: nn.Module, config: PretrainedConfig) -> Sizes:
-    """Sizes by a model's weights on the meta device: experts are told apart by their names."""
+    """Sizes by a model's weights on the meta device: experts are known by their names."""
     text: Any = config.get_text_config()
     counts = {name: weight.numel() for name, weight in model.named_parameters()}
     names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
