@@ -7,7 +7,6 @@ add_arguments(parser), and imports no torch, so that every --help is quick.
 from __future__ import annotations
 
 import importlib
-import logging
 import os
 import select
 import signal
@@ -22,6 +21,8 @@ from drafttrain.environment import __version__
 from drafttrain.errors import UserError
 
 if TYPE_CHECKING:
+    from logging import LogRecord
+
     from drafttrain.flags import CommandParser
 
 COMMANDS = {  # command -> (module below drafttrain, help)
@@ -30,6 +31,7 @@ COMMANDS = {  # command -> (module below drafttrain, help)
     "generate": ("data.generate", "let the target answer the prompts: the distillation data"),
     "features": ("data.features", "store the target's hidden states of a data set, to train without the target"),
     "serve-target": ("serving.serve_target", "serve the target with vLLM, which hands out its states"),
+    "plan": ("tuning.plan", "memory, disk and hours of a recipe, before anything is downloaded"),
     "train": ("train", "train a drafter from a config (same as accelerate launch drafttrain/train.py)"),
     "ngram-store": ("data.ngram_corpus", "count the n-grams of a corpus: a drafter without training"),
     "eval": ("tuning.eval_command", "measure a drafter in the lossless tree decoder against two baselines"),
@@ -46,6 +48,10 @@ COMMANDS = {  # command -> (module below drafttrain, help)
     "push": ("hub.push", "publish a drafter on the Hub with a model card from measured results"),
     "push-data": ("hub.push_data", "publish a distillation data set with a data card"),
     "completion": ("completion", "print a script that completes commands and flags in bash, zsh or fish"),
+}
+NEEDLESS = {  # notices of libraries that are true and change nothing, by logger
+    "DeepSpeed": "Setting accelerator to CPU",  # which libraries import that do not use it
+    "transformers.modeling_utils": "does not expose input embeddings",  # drafters read the target's
 }
 WITHOUT_RESULT = {"serve-target", "completion"}  # run until they are stopped, or print nothing but their result
 
@@ -80,6 +86,10 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def _is_needed(record: LogRecord) -> bool:
+    return NEEDLESS[record.name] not in record.getMessage()
 
 
 def _reader_is_gone() -> bool:
@@ -133,10 +143,12 @@ def run(argv: list[str]) -> int:
     os.environ.setdefault("TQDM_MININTERVAL", "0.1" if sys.stderr.isatty() else "15")
     if not sys.warnoptions:
         warnings.simplefilter("ignore", FutureWarning)  # for those who write programs
-    # DeepSpeed is imported by libraries that do not use it; what it chose then matters to no one.
-    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator" not in record.getMessage())
+    import logging  # not before a --help has been shown
+
     from drafttrain.outcome import voice
 
+    for name in NEEDLESS:
+        logging.getLogger(name).addFilter(_is_needed)
     with voice(args.command, quiet, as_json):
         return importlib.import_module(f"drafttrain.{COMMANDS[args.command][0]}").run(args) or 0
 
