@@ -30,12 +30,13 @@ def recipe(tmp_path, monkeypatch, **keys):
 
 
 @pytest.mark.thorough
-def test_one_process_trains_on_one_gpu_and_says_how_to_use_all(two_gpus, tmp_path, monkeypatch, capfd):
+def test_one_process_trains_on_one_gpu_and_says_how_to_use_all(two_gpus, tmp_path, monkeypatch, capfd, caplog):
+    caplog.set_level("INFO", "drafttrain")
     args = recipe(tmp_path, monkeypatch)
     assert args.n_gpu == 1, "transformers wraps the drafter in DataParallel beyond one"
     assert args.train_batch_size == args.per_device_train_batch_size and args.device == torch.device("cuda:0")
     said = capfd.readouterr().err
-    assert "device cuda:0: pretend GPU sm_90" in said
+    assert "device cuda:0: pretend GPU sm_90" in caplog.messages
     assert "2 GPUs are visible and one is used; all: accelerate launch --num_processes 2" in said
     assert recipe(tmp_path, monkeypatch, target_device_map="auto").n_gpu == 1
     assert "are visible" not in capfd.readouterr().err, "the target is spread over them"
