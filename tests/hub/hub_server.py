@@ -154,7 +154,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(409, {"url": f"{self.server.url}/{repo}", "error": "You already created this repo"})
             return
         first = {hashlib.sha1(repo.encode()).hexdigest(): {".gitattributes": b"*.safetensors filter=lfs\n"}}
-        self.server.repositories[key] = Repository(bool(body.get("private")), first)
+        self.server.repositories[key] = Repository(
+            bool(body.get("private")) or body.get("visibility") == "private", first
+        )
         self._send(200, {"url": f"{self.server.url}/{repo}", "name": repo})
 
     def xet_token(self, kind: str, repo: str, revision: str) -> None:
