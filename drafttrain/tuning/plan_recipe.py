@@ -44,7 +44,9 @@ def read_config(name: str, given: str | None, shipped: Path, key: str = "target"
     kind = str(raw.get("model_type", ""))
     if kind not in CONFIG_MAPPING:  # a name of the repository's own, for a class that transformers has
         own = next(iter(raw.get("architectures") or ()), "")
-        kind = next((each for each, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name == own), "")
+        kinds = [each for each, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name == own]
+        family = own.removesuffix("ForCausalLM").lower()  # some classes serve several families
+        kind = next((each for each in kinds if each.replace("_", "") == family), next(iter(kinds), ""))
         if not kind:
             raise UserError(
                 f"{key}={name!r}: this transformers has no class for model_type={raw.get('model_type')!r}; write the values of "
