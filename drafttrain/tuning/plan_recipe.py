@@ -92,10 +92,8 @@ def stored_bits(config: PretrainedConfig) -> float:
     return float(_QUANTIZED.get(held.get("quant_method", ""), held.get("bits", 16)))
 
 
-def drafter_of(
-    config: TrainConfig, recipe: str, overrides: Sequence[str], given: str | None
-) -> tuple[Json, Build, str]:
-    """A recipe's drafter as options of its kind, or as what builds it; and a note, if its shapes are assumed."""
+def drafter_of(config: TrainConfig, recipe: str, overrides: Sequence[str], given: str | None) -> tuple[Build, str]:
+    """What builds a recipe's drafter, and a note if its shapes are assumed."""
     options, init, note = dict(config.drafter), config.init, ""
     kind: Any = kind_class(config.kind)
     if kind.loads_language_models and init not in NEW:
@@ -105,9 +103,9 @@ def drafter_of(
             model = AutoModelForCausalLM.from_config(lm, dtype=torch.float32)
             return kind(model, None, kind.config_class(**kind.check_options(options), target=target.identity()), init)
 
-        return options, build, note
+        return build, note
     if kind.loads_language_models:
-        return options, lambda target: kind.begin(target, init, options, config.loss), note
+        return lambda target: kind.begin(target, init, options, config.loss), note
     if init == "native" or init not in NEW:
         note = f"init={init!r} is counted as a new drafter of kind={config.kind} with the recipe's options"
     size = int(options.pop("draft_vocab_size", 0))
@@ -116,7 +114,7 @@ def drafter_of(
         shapes = {**options, "draft_vocab_size": size or target.vocab_size, "loss": config.loss}
         return kind(kind.config_class.for_target(target, **kind.check_options(shapes)))
 
-    return options, new, note
+    return new, note
 
 
 def deepspeed_of(given: str, trainer: Json, gpus: int) -> tuple[Json, int]:

@@ -50,9 +50,7 @@ def linear(monkeypatch):
 
 @pytest.fixture
 def memory(linear):
-    return Memory(
-        LlamaConfig(**{k: v for k, v in SHAPES.items() if k != "model_type"}), "eagle3", {}, "kl", lambda t: t
-    )
+    return Memory(LlamaConfig(**{k: v for k, v in SHAPES.items() if k != "model_type"}), "eagle3", "kl", lambda t: t)
 
 
 @pytest.fixture
@@ -129,7 +127,7 @@ def test_advice_takes_the_least_harmful_change_that_fits(linear, recipe):
         "gradient_checkpointing=true", "per_device_train_batch_size=16 gradient_accumulation_steps=2",
     ]  # fmt: skip
     assert "states from vLLM" in plan(recipe, words, Job(gpu_memory=28)).advice[0]
-    assert plan(recipe, words, Job(gpu_memory=15)).advice[-1].startswith("2 GPUs under ZeRO-2")
+    assert plan(recipe, words, Job(gpu_memory=15)).advice[-1].startswith("4 GPUs under ZeRO-2")
     assert "no such change fits 5 GB" in plan(recipe, words, Job(gpu_memory=5)).advice[0]
 
 
