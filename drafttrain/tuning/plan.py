@@ -27,6 +27,7 @@ from drafttrain.drafters.registry import kind_class
 from drafttrain.errors import UserError
 from drafttrain.files import Json, write_json
 from drafttrain.folders import inputs_of, output_file
+from drafttrain.outcome import conclude, next_command
 from drafttrain.reports.output import table_of, wide_console
 from drafttrain.target.devices import resolve_dtype
 from drafttrain.target.loading import loading
@@ -211,7 +212,8 @@ class _Planner:
         self._more_notes(memory, largest)
         precision = ("bfloat16" if setting.half else "float32") if setting.gpu else "float32"
         shown = {
-            "gpus": self.gpus, "device": self.device.name, "gpu_memory_gb": limit / 1e9, "processes": setting.processes,
+            "target": self.config.target, "data": self.config.data, "gpus": self.gpus,
+            "device": self.device.name, "gpu_memory_gb": limit / 1e9, "processes": setting.processes,
             "zero_stage": setting.stage, "precision": precision, "gradient_checkpointing": setting.checkpointing,
             "states": setting.states, "rows": setting.rows, "length": setting.length, "conversations": self.conversations,
             "tokens": self.tokens, "efficiency": {"compute": self.job.compute_efficiency, "memory": self.job.memory_efficiency},
@@ -388,9 +390,17 @@ def run(args: argparse.Namespace) -> int:
     job = Job(**{name: getattr(args, name) for name in Job.__dataclass_fields__})
     found = plan(args.recipe, args.overrides, job)
     print_plan(found)
+    content = {**found.json(), "command": [Path(sys.argv[0]).name, *sys.argv[1:]]}
     if output is not None:
-        write_json(output, {**found.json(), "command": [Path(sys.argv[0]).name, *sys.argv[1:]]})
-        print(f"wrote {args.output}")
+        write_json(output, content)
+    data, then = Path(found.setting["data"]).expanduser(), ""
+    if found.fits and (data / "meta.json").is_file():
+        named = Path(args.recipe).is_file()
+        then = next_command("train", *[args.recipe] * named, *args.overrides, recipe="" if named else args.recipe)
+    elif found.fits:
+        count, prompts = found.setting["conversations"], data.with_name("prompts.jsonl")
+        then = next_command("prompts", source="magpie", target=found.setting["target"], count=count, output=prompts)
+    conclude(content, [output] if output else [], then)
     return 0
 
 
@@ -421,7 +431,6 @@ def print_plan(found: Plan) -> None:
         console.print(f"{number}. {line}")
     for line in found.notes:
         console.print(f"note: {line}")
-    console.print("next: drafttrain prompts, generate, then drafttrain train with this recipe")
 
 
 def _short(count: int) -> str:
