@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -63,7 +64,10 @@ def shipped_config(recipe: str, overrides: Sequence[str], key: str, file: str) -
 
 def model_sizes(model: nn.Module, config: PretrainedConfig) -> Sizes:
     """Sizes by a model's weights on the meta device: experts are known by their names."""
-    text: Any = config.get_text_config()
+    text: Any = copy.copy(config.get_text_config())
+    text.allow_global_per_layer_attribute_access = (
+        True  # of families whose layers differ in width, the config's own value
+    )
     counts = {name: weight.numel() for name, weight in model.named_parameters()}
     names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     experts = next((n for name in names if (n := getattr(text, name, None))), 0)
