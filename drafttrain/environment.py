@@ -6,8 +6,11 @@ torch and transformers load inside the functions, because `drafttrain --version`
 from __future__ import annotations
 
 import contextlib
+import datetime
+import os
 import platform
 import resource
+import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,6 +45,27 @@ def describe_environment(device: torch.device) -> dict[str, object]:
         "device": device_name(device),
         "threads": torch.get_num_threads(),
     }
+
+
+def describe_run() -> dict[str, object]:
+    """When, where and by which code a measurement was made; unlike `describe_environment`, no part of what it depends on."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+    }
+
+
+def _commit() -> str | None:
+    """The commit of a checkout of drafttrain, with `-dirty` after changes; None for an installed package."""
+    root = Path(__file__).parents[1]
+    if not (root / ".git").exists() or not (root / "pyproject.toml").is_file():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip() or None
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def reset_peak(device: torch.device) -> None:

@@ -63,7 +63,13 @@ def diagnose(results: Json, training: Json | None = None, others: Sequence[Json]
         _vocabulary(results),
         _depth(results, training),
     ]
-    found += [_context(results, training), _categories(results), _cost(results), _temperature(results, others), _cut(results)]
+    found += [
+        _context(results, training),
+        _categories(results),
+        _cost(results),
+        _temperature(results, others),
+        _cut(results),
+    ]
     return [each for each in found if each is not None]
 
 

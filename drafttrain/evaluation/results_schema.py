@@ -190,12 +190,20 @@ class Results(TypedDict):
     diagnosis: NotRequired[list[Json]]
     versions: NotRequired[dict[str, str]]
     command: NotRequired[list[str]]
+    date: NotRequired[str]
+    commit: NotRequired[str | None]
+    machine: NotRequired[str]
     sweep: NotRequired[SweepNote]
 
 
 class SweepFigures(TypedDict, total=False):
     """Figures of a cell in a sweep's summary; older summaries have them under `overall`."""
 
+    prompts: Count
+    accepted_length: Amount
+    acceptance_rate: Amount
+    acceptance_by_depth: ByDepth
+    tokens_per_second: Amount
     speedup: dict[str, Amount]
     speedup_vs_fastest: Amount | None
     confidence: Intervals
@@ -210,8 +218,18 @@ class SweepCell(SweepFigures, SweepSettings, total=False):
 
 
 class SweepSummary(TypedDict):
-    """A sweep's summary.json."""
+    """A sweep's summary.json. Earlier versions wrote the cells without what they share."""
 
+    target: NotRequired[str]
+    drafter: NotRequired[str]
+    kind: NotRequired[str]
+    suite: NotRequired[str]
+    device: NotRequired[str]
+    versions: NotRequired[dict[str, str]]
+    command: NotRequired[list[str]]
+    date: NotRequired[str]
+    commit: NotRequired[str | None]
+    machine: NotRequired[str]
     cells: Annotated[list[SweepCell], Field(min_length=1)]
 
 

@@ -8,6 +8,7 @@ inconclusive    the interval holds 1, is unknown, or rests on fewer than FEWEST 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -47,7 +48,7 @@ def judge(
             accepted tokens; 0 for none.
     """
     sure = f"95 % interval {interval[0]:.2f} to {interval[1]:.2f}, " if interval and prompts > 1 else ""
-    figures = f"{speedup:.2f}x {over} ({sure}{prompts} prompt{'s' if prompts != 1 else ''})"
+    figures = f"{speedup:.2f}x as fast as {over} ({sure}{prompts} prompt{'s' if prompts != 1 else ''})"
     if not accepted:
         return SpeedupVerdict(LOSES, figures, "it does not pay: no drafted token was accepted")
     if interval and prompts >= FEWEST and interval[0] > 1:
@@ -112,7 +113,7 @@ def crossover(label: str, points: Sequence[tuple[float, Mapping[str, Any]]]) -> 
     unsure = [f"{x:g}" for x, figures in known if "confidence" in figures and verdict_of(figures).state == OPEN]
     doubt = f" (inconclusive at {', '.join(unsure)})" if unsure else ""
     if len(known) == 1:
-        text = f"one {label} was measured, {first:g}, so no crossover can show"
+        text = f"{'pays' if over[0] else 'does not pay'} at {label} {first:g}, the only one"
     elif all(over):
         text = f"pays from {label} {first:g} to {last:g}, no crossover seen"
     elif not any(over):
@@ -127,6 +128,43 @@ def crossover(label: str, points: Sequence[tuple[float, Mapping[str, Any]]]) -> 
         ]
         text = ", ".join(turns)
     return text + doubt
+
+
+def crossovers(rows: Sequence[Json]) -> list[Json]:
+    """Finds where speculation stops paying, for each set of cells that differ in batch size, context or temperature only.
+
+    Returns:
+        cell: what they share; axis; verdict: in words; speedups: by value. Along the batch size also batch_size: where the
+        speed-up first falls to 1, interpolated between two sizes on a logarithmic scale; None if it does at no measured size,
+        0 if it is below 1 from the first.
+    """
+    found = []
+    for axis in ("batch_size", "context", "temperature"):
+        groups: dict[str, list[Json]] = {}
+        for row in rows:
+            shared = {name: value for name, value in row["cell"].items() if name != axis}
+            if row.get("speedup_vs_fastest") is not None and axis in row["cell"]:
+                groups.setdefault(json.dumps(shared), []).append(row)
+        for shared_text, group in groups.items():
+            points = sorted(((row["cell"][axis], row) for row in group), key=lambda point: point[0])
+            if len(points) < 2:
+                continue
+            speedups = {value: row["speedup_vs_fastest"] for value, row in points}
+            at = {"batch_size": falls_at(speedups)} if axis == "batch_size" else {}
+            words = crossover(axis.replace("_", " "), points)
+            found.append({"cell": json.loads(shared_text), "axis": axis, **at, "verdict": words, "speedups": speedups})
+    return found
+
+
+def falls_at(speedups: Mapping[float, float]) -> float | None:
+    """See `crossovers`. speedups: by increasing batch size."""
+    points = list(speedups.items())
+    if points[0][1] < 1:
+        return 0
+    for (left, high), (right, low) in itertools.pairwise(points):
+        if high >= 1 > low:
+            return round(left * (right / left) ** ((high - 1) / (high - low)), 2)
+    return None
 
 
 def against(first: Json, other: Json) -> tuple[Ratio, int] | None:

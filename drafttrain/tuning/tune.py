@@ -29,7 +29,7 @@ from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.combined import parts_of
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import decoding_file, decoding_settings, load_drafter
-from drafttrain.environment import describe_environment
+from drafttrain.environment import describe_environment, describe_run
 from drafttrain.errors import UserError
 from drafttrain.evaluation.resampling import Ratio, draws, ends
 from drafttrain.evaluation.verdicts import OPEN, PAYS, judge
@@ -235,7 +235,9 @@ class Timings:
         cancel.
         """
         prompts = self.tokens.shape[1]
-        tokens, seconds = (part[:, draws(prompts)].sum(-1) for part in (self.tokens, self.seconds))  # [sides, RESAMPLES]
+        tokens, seconds = (
+            part[:, draws(prompts)].sum(-1) for part in (self.tokens, self.seconds)
+        )  # [sides, RESAMPLES]
         ratios = tokens[side] / seconds[side] * seconds[over] / tokens[over]
         return Ratio(self.rate(side) / self.rate(over), *ends(ratios, prompts))
 
@@ -284,6 +286,7 @@ def run(args: argparse.Namespace) -> int:
     if len(prompts) < args.prompts:
         print(f"{len(prompts)} prompts fit, not {args.prompts}: give a file with more by --calibrate")
     result = {
+        **describe_run(),
         **describe_environment(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
         "target": args.target,
@@ -381,13 +384,16 @@ def verdict(result: Json) -> str:
     if result["picked"] == "none":
         return f"no tree is faster than plain decoding here: {refused}"
     spans, prompts = result["intervals"], result["prompts"]
-    kept = "adaptive_speedup" if result["tree"].endswith("@adapt") and "adaptive_speedup" in spans else "measured_speedup"
+    kept = (
+        "adaptive_speedup" if result["tree"].endswith("@adapt") and "adaptive_speedup" in spans else "measured_speedup"
+    )
     found = judge(result[kept], spans[kept], prompts)
     low, high = spans["measured_speedup"]
     text = (
         f"{result['picked']}: predicted {result['predicted_speedup']:.2f}x, measured {result['measured_speedup']:.2f}x "
         f"[{low:.2f}, {high:.2f}]; adaptive {result['adaptive_speedup']:.2f}x, "
-        "[{:.2f}, {:.2f}]".format(*spans["adaptive_over_fixed"]) + f" of the fixed tree's rate; keeping {result['tree']}\n"
+        "[{:.2f}, {:.2f}]".format(*spans["adaptive_over_fixed"])
+        + f" of the fixed tree's rate; keeping {result['tree']}\n"
         f"{found.text}"
     )
     if result["tree"] == "none":

@@ -114,9 +114,9 @@ def test_advice_on_categories_is_corrected_for_their_number():
 
 def test_what_slows_down_is_judged_against_the_faster_baseline():
     records = [prompt("chat", accepted=2)] * 4 + [prompt("code", accepted=0, seconds=1.0)] * 4
-    for record in records:
-        tokens = record["sides"]["drafter"]["tokens"]
-        record["sides"]["hf_generate"] = {"tokens": tokens, "seconds": 0.05 * tokens}  # twice as fast as our own
+    for each in records:
+        tokens = each["sides"]["drafter"]["tokens"]
+        each["sides"]["hf_generate"] = {"tokens": tokens, "seconds": 0.05 * tokens}  # twice as fast as our own
     results = results_of(records)
     assert results["categories"]["code"]["speedup"] == {"autoregressive": 1.1, "hf_generate": 0.55}
     assert slow_categories(results) == ("code",)

@@ -267,7 +267,9 @@ def test_tune_and_eval_agree():
     seen = set()
     for number in range(40):
         prompts = int(random.integers(3, 8))
-        seconds = random.uniform(1, 3, prompts) * random.uniform(0.7, 1.4, (3, 1)) * random.uniform(0.8, 1.2, (3, prompts))
+        seconds = (
+            random.uniform(1, 3, prompts) * random.uniform(0.7, 1.4, (3, 1)) * random.uniform(0.8, 1.2, (3, prompts))
+        )
         measured = tuning.Timings(np.full((3, prompts), 63.0), seconds)
         records = [
             record_of("a", side(63, ours, [(1, 1, 31)]), side(63, plain))
@@ -276,7 +278,9 @@ def test_tune_and_eval_agree():
         state = verdict_of(summarize(records)).state
         value, *interval = measured.ratio(1, 0)
         assert judge(value, interval, prompts).state == state, number
-        if measured.faster(1, 2):  # the fixed tree beats the adaptive one, so the choice is between it and plain decoding
+        if measured.faster(
+            1, 2
+        ):  # the fixed tree beats the adaptive one, so the choice is between it and plain decoding
             assert (tuning.keep(measured) == 0) == (state == "does not pay")
         seen.add(state)
     assert seen == {"pays", "does not pay", "inconclusive"}
