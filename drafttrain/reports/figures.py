@@ -19,8 +19,9 @@ def conditions(run: Json) -> str:
     day, dtype, computed = str(run.get("date", ""))[:10], run.get("dtype"), run.get("compute_dtype")
     parts = [day and f"measured {day}", run.get("device"), run.get("threads") and f"{run['threads']} threads"]
     parts.append(f"{dtype} computed in {computed}" if dtype and computed and computed != dtype else dtype)
-    commit = f" at {run['commit']}" if run.get("commit") else ""
-    return ", ".join(str(part) for part in (*parts, f"drafttrain {run.get('drafttrain', '?')}{commit}") if part)
+    if "drafttrain" in run:
+        parts.append(f"drafttrain {run['drafttrain']}" + (f" at {run['commit']}" if run.get("commit") else ""))
+    return ", ".join(str(part) for part in parts if part)
 
 
 def sentence(text: str) -> str:
