@@ -130,7 +130,7 @@ def test_tokens_of_matches_are_colored_apart(target, plain):
         assert [kind.endswith(" match") for kind in kinds] == [node.match for node in one.nodes]
         pieces = [piece for piece in trace.pieces if piece.round == one.number]
         assert [piece.match for piece in pieces][: one.accepted] == [one.nodes[node].match for node in one.path]
-    assert trace.matched == sum(piece.match for piece in trace.pieces)
+    assert trace.matched > 0 and trace.matched == sum(piece.match for piece in trace.pieces)
     source = page(trace, "repeat", {"drafter": "fake+ngram"}, trace.best())
     assert source.count('class="m"') == trace.matched and ("from a match alone" in source) == (trace.matched > 0)
     assert 'class="box rejected match"' in source or 'class="box accepted match"' in source
