@@ -48,24 +48,21 @@ def describe_environment(device: torch.device) -> dict[str, object]:
 
 
 def describe_run() -> dict[str, object]:
-    """When, where and by which code a measurement was made; unlike `describe_environment`, no part of what it depends on."""
+    """When, where and by which code a measurement was made; unlike `describe_environment`, no part of what it depends on.
+
+    commit: of a checkout of drafttrain, `-dirty` after changes; None for an installed package.
+    """
+    root, commit = Path(__file__).parents[1], None
+    if (root / ".git").exists() and (root / "pyproject.toml").is_file():
+        words = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            commit = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": _commit(),
+        "date": date,
+        "commit": commit,
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
     }
-
-
-def _commit() -> str | None:
-    """The commit of a checkout of drafttrain, with `-dirty` after changes; None for an installed package."""
-    root = Path(__file__).parents[1]
-    if not (root / ".git").exists() or not (root / "pyproject.toml").is_file():
-        return None
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip() or None
-    except (OSError, subprocess.SubprocessError):
-        return None
 
 
 def reset_peak(device: torch.device) -> None:

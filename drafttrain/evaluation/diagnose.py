@@ -15,14 +15,7 @@ from rich.text import Text
 
 from drafttrain.drafters.registry import decoding_file, decoding_settings
 from drafttrain.errors import UserError
-from drafttrain.evaluation.metrics import (
-    Record,
-    accepted_below,
-    intervals,
-    load_results,
-    summarize,
-    training_record,
-)
+from drafttrain.evaluation.metrics import Record, accepted_below, intervals, load_results, summarize, training_record
 from drafttrain.evaluation.verdicts import FEWEST, LOSES, PAYS, fastest, verdict_of
 from drafttrain.files import Json, write_json
 from drafttrain.folders import output_file

@@ -175,24 +175,30 @@ class SweepNote(TypedDict):
     key: str
 
 
-class Results(TypedDict):
+class Provenance(TypedDict, total=False):
+    """What was measured, when, where and how; earlier versions wrote less."""
+
+    kind: str
+    device: str
+    versions: dict[str, str]
+    command: list[str]
+    date: str
+    commit: str | None
+    machine: str
+
+
+class Results(Provenance):
     """results.json."""
 
     target: str
     drafter: str
     suite: str
     dtype: str
-    kind: NotRequired[str]
     decoding: Decoding
     overall: Figures
     categories: dict[Category, Figures]
     prompts: NotRequired[list[PromptRecord]]
     diagnosis: NotRequired[list[Json]]
-    versions: NotRequired[dict[str, str]]
-    command: NotRequired[list[str]]
-    date: NotRequired[str]
-    commit: NotRequired[str | None]
-    machine: NotRequired[str]
     sweep: NotRequired[SweepNote]
 
 
@@ -217,19 +223,12 @@ class SweepCell(SweepFigures, SweepSettings, total=False):
     overall: SweepFigures
 
 
-class SweepSummary(TypedDict):
+class SweepSummary(Provenance):
     """A sweep's summary.json. Earlier versions wrote the cells without what they share."""
 
     target: NotRequired[str]
     drafter: NotRequired[str]
-    kind: NotRequired[str]
     suite: NotRequired[str]
-    device: NotRequired[str]
-    versions: NotRequired[dict[str, str]]
-    command: NotRequired[list[str]]
-    date: NotRequired[str]
-    commit: NotRequired[str | None]
-    machine: NotRequired[str]
     cells: Annotated[list[SweepCell], Field(min_length=1)]
 
 

@@ -108,26 +108,21 @@ def crossover(label: str, points: Sequence[tuple[float, Mapping[str, Any]]]) -> 
     known = [(value, figures) for value, figures in points if figures.get("speedup_vs_fastest") is not None]
     if not known:
         return "not measured"
-    (first, _), (last, _) = known[0], known[-1]
-    over = [figures["speedup_vs_fastest"] > 1 for _, figures in known]
-    unsure = [f"{x:g}" for x, figures in known if "confidence" in figures and verdict_of(figures).state == OPEN]
-    doubt = f" (inconclusive at {', '.join(unsure)})" if unsure else ""
+    over = [(value, figures["speedup_vs_fastest"] > 1) for value, figures in known]
+    (first, _), (last, _) = over[0], over[-1]
+    turns = [
+        f"{'stops' if before else 'starts'} paying between {label} {left:g} and {right:g}"
+        for (left, before), (right, after) in itertools.pairwise(over)
+        if before != after
+    ]
     if len(known) == 1:
-        text = f"{'pays' if over[0] else 'does not pay'} at {label} {first:g}, the only one"
-    elif all(over):
-        text = f"pays from {label} {first:g} to {last:g}, no crossover seen"
-    elif not any(over):
-        text = f"pays at no {label} from {first:g} to {last:g}"
-    else:
-        turns = [
-            f"{'stops' if before else 'starts'} paying between {label} {left:g} and {right:g}"
-            for (before, after), ((left, _), (right, _)) in zip(
-                itertools.pairwise(over), itertools.pairwise(known), strict=True
-            )
-            if before != after
-        ]
-        text = ", ".join(turns)
-    return text + doubt
+        turns = [f"{'pays' if over[0][1] else 'does not pay'} at {label} {first:g}, the only one"]
+    elif not turns and over[0][1]:
+        turns = [f"pays from {label} {first:g} to {last:g}, no crossover seen"]
+    elif not turns:
+        turns = [f"pays at no {label} from {first:g} to {last:g}"]
+    unsure = [f"{x:g}" for x, figures in known if "confidence" in figures and verdict_of(figures).state == OPEN]
+    return ", ".join(turns) + (f" (inconclusive at {', '.join(unsure)})" if unsure else "")
 
 
 def crossovers(rows: Sequence[Json]) -> list[Json]:
@@ -139,32 +134,35 @@ def crossovers(rows: Sequence[Json]) -> list[Json]:
         0 if it is below 1 from the first.
     """
     found = []
+    measured = [row for row in rows if row.get("speedup_vs_fastest") is not None]
     for axis in ("batch_size", "context", "temperature"):
-        groups: dict[str, list[Json]] = {}
-        for row in rows:
+        groups: dict[str, dict[float, Json]] = {}
+        for row in (row for row in measured if axis in row["cell"]):
             shared = {name: value for name, value in row["cell"].items() if name != axis}
-            if row.get("speedup_vs_fastest") is not None and axis in row["cell"]:
-                groups.setdefault(json.dumps(shared), []).append(row)
+            groups.setdefault(json.dumps(shared), {})[row["cell"][axis]] = row
         for shared_text, group in groups.items():
-            points = sorted(((row["cell"][axis], row) for row in group), key=lambda point: point[0])
+            points = sorted(group.items())
             if len(points) < 2:
                 continue
             speedups = {value: row["speedup_vs_fastest"] for value, row in points}
-            at = {"batch_size": falls_at(speedups)} if axis == "batch_size" else {}
-            words = crossover(axis.replace("_", " "), points)
-            found.append({"cell": json.loads(shared_text), "axis": axis, **at, "verdict": words, "speedups": speedups})
+            each = {"cell": json.loads(shared_text), "axis": axis, "verdict": crossover(axis.replace("_", " "), points)}
+            at = {"batch_size": _falls_at(list(speedups.items()))} if axis == "batch_size" else {}
+            found.append({**each, **at, "speedups": speedups})
     return found
 
 
-def falls_at(speedups: Mapping[float, float]) -> float | None:
-    """See `crossovers`. speedups: by increasing batch size."""
-    points = list(speedups.items())
-    if points[0][1] < 1:
-        return 0
-    for (left, high), (right, low) in itertools.pairwise(points):
-        if high >= 1 > low:
-            return round(left * (right / left) ** ((high - 1) / (high - low)), 2)
-    return None
+def _falls_at(points: Sequence[tuple[float, float]]) -> float | None:
+    falling = (pair for pair in itertools.pairwise(points) if pair[0][1] >= 1 > pair[1][1])
+    for (left, high), (right, low) in falling:
+        return round(left * (right / left) ** ((high - 1) / (high - low)), 2)
+    return 0 if points[0][1] < 1 else None
+
+
+def _pace(sides: Sequence[Json], name: str, drawn: np.ndarray) -> np.ndarray:
+    """Seconds per token of a side. sides: of each prompt. drawn: [..., n] prompts that belong together."""
+    totals = (np.array([each[name][key] for each in sides], float)[drawn].sum(-1) for key in ("seconds", "tokens"))
+    seconds, tokens = (np.maximum(total, 1e-9) for total in totals)
+    return seconds / tokens
 
 
 def against(first: Json, other: Json) -> tuple[Ratio, int] | None:
@@ -174,41 +172,30 @@ def against(first: Json, other: Json) -> tuple[Ratio, int] | None:
         how many times as fast the other is, and the number of prompts; None without common prompts. Where both measured plain
         decoding, rates are divided by it, which takes out that the machine was faster in one of the runs.
     """
-    sides = [{(r["question_id"], r["turn"]): r["sides"] for r in run.get("prompts", [])} for run in (first, other)]
-    common = [key for key in sides[0] if key in sides[1]]
+    runs = [{(r["question_id"], r["turn"]): r["sides"] for r in run.get("prompts", [])} for run in (first, other)]
+    common = [key for key in runs[0] if key in runs[1]]
     if not common:
         return None
     drawn = np.vstack([np.arange(len(common)), draws(len(common))])  # the first row is the figure itself
-    rates = []
-    for by_key in sides:
-        used = ["drafter", "autoregressive"]
-        used = used if all("autoregressive" in each[key] for each in sides for key in common) else used[:1]
-        totals = [
-            np.array([[by_key[key][side][what] for key in common] for what in ("tokens", "seconds")])[:, drawn].sum(-1)
-            for side in used
-        ]  # [2, 1 + RESAMPLES] each
-        rate = totals[0][0] / totals[0][1]
-        rates.append(rate if len(used) == 1 else rate * totals[1][1] / totals[1][0])
-    ratios = rates[1] / rates[0]
+    ours, theirs = ([run[key] for key in common] for run in runs)
+    ratios = _pace(ours, "drafter", drawn) / _pace(theirs, "drafter", drawn)
+    if all("autoregressive" in sides for sides in (*ours, *theirs)):
+        ratios *= _pace(theirs, "autoregressive", drawn) / _pace(ours, "autoregressive", drawn)
     return Ratio(float(ratios[0]), *ends(ratios[1:], len(common))), len(common)
 
 
 def outliers(results: Mapping[str, Any]) -> list[str]:
     """Prompts whose speed-up over plain decoding lies far from that of the others, a line each."""
-    known = []
-    for record in results.get("prompts", []):
-        ours, plain = record["sides"]["drafter"], record["sides"].get("autoregressive")
-        if plain and all(part[key] for part in (ours, plain) for key in ("tokens", "seconds")):
-            known.append((record, ours["tokens"] / ours["seconds"] * plain["seconds"] / plain["tokens"]))
+    known = [record for record in results.get("prompts", []) if "autoregressive" in record["sides"]]
     if len(known) < 2 * FEWEST:
         return []
-    logs = np.log([speedup for _, speedup in known])
-    off = logs - np.median(logs)
-    spread = max(float(np.median(np.abs(off))) / 0.6745, 1e-3)  # robust standard deviation
-    middle = math.exp(float(np.median(logs)))
+    sides, each = [record["sides"] for record in known], np.arange(len(known))[:, None]
+    logs = np.log(_pace(sides, "autoregressive", each) / _pace(sides, "drafter", each))
+    off = np.abs(logs - np.median(logs))
+    far = max(_OUTLIER * float(np.median(off)) / 0.6745, math.log(_LEAST_OFF))  # the median over 0.6745 is robust
     return [
-        f"{record['category']}, question {record['question_id']}, turn {record['turn'] + 1}: {speedup:.2f}x, of {middle:.2f}x "
-        "at the median prompt"
-        for (record, speedup), far in zip(known, off, strict=True)
-        if abs(far) > max(_OUTLIER * spread, math.log(_LEAST_OFF))
+        f"{record['category']}, question {record['question_id']}, turn {record['turn'] + 1}: {math.exp(log):.2f}x, of "
+        f"{math.exp(np.median(logs)):.2f}x at the median prompt"
+        for record, log, distance in zip(known, logs, off, strict=True)
+        if distance > far
     ]

@@ -12,14 +12,7 @@ from drafttrain.evaluation.baselines import BASELINE_NAMES
 from drafttrain.evaluation.diagnose import diagnose
 from drafttrain.evaluation.metrics import accepted_length_histogram, rounds_of
 from drafttrain.evaluation.resampling import Ratio
-from drafttrain.evaluation.verdicts import (
-    LOSES,
-    PAYS,
-    against,
-    judge,
-    outliers,
-    verdict_of,
-)
+from drafttrain.evaluation.verdicts import LOSES, PAYS, against, judge, outliers, verdict_of
 from drafttrain.files import Json
 from drafttrain.reports.charts import Chart, Series, svg
 from drafttrain.reports.figures import (
@@ -177,15 +170,10 @@ def _speedup(runs: Sequence[_ReportedRun]) -> Chart:
 def _other_speedups(runs: Sequence[_ReportedRun]) -> Chart:
     """The other baselines, on an axis of their own: a slow one would flatten the speed-up over plain decoding."""
     sides = dict.fromkeys(side for run in runs for side in run.overall["speedup"] if side != _main_side(runs))
-    series = [
-        Series(
-            run.name,
-            [figure_of(run.overall, "speedup", side) for side in sides],
-            run.tone,
-            spans=[span_of(run.overall, "speedup", side) for side in sides],
-        )
-        for run in runs
-    ]
+    series = []
+    for run in runs:
+        points = [(figure_of(run.overall, "speedup", side), span_of(run.overall, "speedup", side)) for side in sides]
+        series.append(Series(run.name, [value for value, _ in points], run.tone, spans=[span for _, span in points]))
     largest = sorted((value for one in series for value in one.values if value is not None), reverse=True)
     top = 1.3 * largest[1] if len(largest) > 1 and largest[0] > _FAR * largest[1] else None
     note = "Of all prompts, with 95\u00a0% intervals." + (" A bar far longer than the others is cut." if top else "")

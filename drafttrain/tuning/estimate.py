@@ -246,11 +246,10 @@ def run(args: argparse.Namespace) -> int:
     rows = [
         estimate(target, drafter, profile, device, batch, args.context, width, args.price) for batch in args.batches
     ]
-    said = advice(rows, results["overall"])
-    print_rows(rows, device, profile, said)
+    print_rows(rows, device, profile)
     if output is not None:
         head = {"command": [Path(sys.argv[0]).name, *sys.argv[1:]], "device": asdict(device), "target": asdict(target)}
-        content = {**head, "drafter_params": drafter, "rows": rows, "advice": said}
+        content = {**head, "drafter_params": drafter, "rows": rows, "advice": advice(rows)}
         write_json(output, content)
         print(f"wrote {args.output}")
     return 0
@@ -288,32 +287,20 @@ def target_config(name: str) -> Json:
     return {**read_json(path, "target", "give --target-params instead")}
 
 
-def advice(rows: Sequence[Json], overall: Json | None = None) -> str:
-    """The batch sizes at which speculation should be off, in words.
-
-    Args:
-        overall: measured figures; the interval of their accepted length is carried over to the estimates.
-    """
-    overall = overall or {}
-    span = (overall.get("confidence") or {}).get("accepted_length")
-    points = []
-    for row in rows:
-        figures = {"speedup_vs_fastest": row["speedup"], "speedup": {"autoregressive": row["speedup"]}}
-        if span and row["length"]:
-            ends = [row["speedup"] * end / overall["accepted_length"] for end in span]
-            figures |= {"confidence": {"speedup": {"autoregressive": ends}}, "prompts": overall["prompts"]}
-        points.append((row["batch_size"], figures))
+def advice(rows: Sequence[Json]) -> str:
+    """The batch sizes at which speculation should be off, in words."""
+    sizes = [row["batch_size"] for row in rows]
     off = [row["batch_size"] for row in rows if row["length"] == 0 or row["speedup"] <= 1]
+    points = [(row["batch_size"], {"speedup_vs_fastest": row["speedup"]}) for row in rows]
     text = f"estimated, not measured: speculation {crossover('batch size', points)}"
     if not off:
         return text
-    sizes = [row["batch_size"] for row in rows]
     at = f"from batch size {off[0]} on" if off == sizes[-len(off) :] else f"at {', '.join(map(str, off))}"
     return f"{text}: disable it {at}" + ("; elsewhere use the length of each row" if len(off) < len(sizes) else "")
 
 
-def print_rows(rows: Sequence[Json], device: Device, profile: Profile, said: str) -> None:
-    """Prints a table with a line per batch size, and when to disable speculation, `said`."""
+def print_rows(rows: Sequence[Json], device: Device, profile: Profile) -> None:
+    """Prints a table with a line per batch size, and when to disable speculation."""
     headings = ["batch", "length", "speed-up", "tokens/s", "plain", "bound", "break-even\nacceptance"]
     forms = ["{batch_size}", "{length}", "{speedup:.2f}x", "{tokens_per_second:,.0f}", "{plain_tokens_per_second:,.0f}"]
     forms += ["{bound}{large}", "{never}"]
@@ -329,4 +316,4 @@ def print_rows(rows: Sequence[Json], device: Device, profile: Profile, said: str
     console.print(table_of(headings, shown, f"{device.name}: estimate, not measured"))
     length = max(1, len(profile.joint))
     console.print(f"break-even: acceptance rate per token from which a chain of {length} pays")
-    console.print(said, soft_wrap=True)
+    console.print(advice(rows), soft_wrap=True)

@@ -46,7 +46,7 @@ def test_nothing_is_wrong_with_a_good_drafter():
     found = causes([prompt(accepted=2)] * 12, {"held_out": {"eval_agree@1": 0.9}})
     assert list(found) == ["verdict"]
     assert "above 80 %: draft more" in found["verdict"]["figures"]
-    assert "3.10x plain decoding (95 % interval 3.10 to 3.10, 12 prompts)" in found["verdict"]["figures"]
+    assert "3.10x as fast as plain decoding (95 % interval 3.10 to 3.10, 12 prompts)" in found["verdict"]["figures"]
 
 
 @pytest.mark.parametrize(

@@ -248,7 +248,9 @@ def test_the_verdict_says_what_parts():
     text = tuning.verdict(result)
     assert "measured 0.31x [0.20, 1.10]" in text and "inconclusive: 6 prompts are too few" in text
     assert "prediction and measurement part" not in text, "the interval holds the prediction"
-    assert "1.80x plain decoding" in tuning.verdict({**result, "tree": "chain:3@adapt"}), "of the tree that is kept"
+    assert "1.80x as fast as plain decoding" in tuning.verdict({**result, "tree": "chain:3@adapt"}), (
+        "of the tree that is kept"
+    )
     result["intervals"]["measured_speedup"] = [0.2, 0.4]
     assert "part by +230%, beyond the interval: trust the measurement" in tuning.verdict(result)
     assert "do not use this drafter" in tuning.verdict({**result, "tree": "none"})
