@@ -5,24 +5,26 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from drafttrain.drafters.kinds import split_name
 from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import is_sweep, load_results
 from drafttrain.evaluation.plausibility import implausible
 from drafttrain.evaluation.verdicts import verdict_of
 from drafttrain.files import Json, write_text
-from drafttrain.folders import inputs_of, output_file
+from drafttrain.folders import beside, inputs_of, output_file
+from drafttrain.outcome import conclude, next_command
 from drafttrain.reports import report_page
 from drafttrain.reports.charts import picture
 from drafttrain.reports.figures import conditions
 from drafttrain.reports.output import table_of, wide_console
 from drafttrain.reports.report_flags import FORMATS
 
-DEPTHS = 6  # acceptance by depth in the table, at most
+MOST_DEPTHS = 6  # in the table
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command. Raises UserError for a file that is not a results.json, or an unknown format."""
-    wanted = args.output or [str(Path(args.results[0]).expanduser().with_name("report.html"))]
+    wanted = args.output or [beside(args.results[0], "report.html")]
     outputs = [output_file(name, "report", inputs_of(args)) for name in wanted]
     for output in outputs:
         if output.suffix not in FORMATS:
@@ -40,7 +42,10 @@ def run(args: argparse.Namespace) -> int:
             write_report([args.results[index] for index in runs], list(runs.values()), sweeps, output)
         else:
             draw(list(runs.values()), output)
-        print(f"wrote {output}")
+    figures = [{**run["overall"], "file": args.results[index]} for index, run in runs.items()]
+    names = {split_name(run["drafter"])[0] for run in runs.values()}
+    then = next_command("export", drafter=names.pop()) if len(names) == 1 else ""
+    conclude({"runs": figures}, outputs, then)
     return 0
 
 
@@ -111,8 +116,9 @@ def print_results(results: Json) -> None:
 
 
 def _row(name: str, figures: Json) -> list[str]:
-    every = figures["acceptance_by_depth"]["conditional"]
-    depths = " ".join(f"{share:.2f}".lstrip("0") for share in every[:DEPTHS]) + " \u2026" * (len(every) > DEPTHS)
+    by_depth = figures["acceptance_by_depth"]["conditional"]
+    depths = " ".join(f"{share:.2f}".lstrip("0") for share in by_depth[:MOST_DEPTHS])
+    depths += " \u2026" * (len(by_depth) > MOST_DEPTHS)
     cells = [name, str(figures["prompts"]), f"{figures['accepted_length']:.2f}", depths]
     cells += [f"{side['tokens_per_second']:.1f}" for side in (figures, *figures["baselines"].values())]
     return cells + [f"{factor:.2f}x" for factor in figures["speedup"].values()]

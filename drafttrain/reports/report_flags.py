@@ -22,5 +22,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
     add = adder(parser)
     add("results", File, nargs="+", help="files written by drafttrain eval, and sweeps' summaries")
-    add("--output", Place, action="append", help=f"page or picture to write ({', '.join(FORMATS)}), perhaps several times "
-        "(default: report.html next to the first file)")  # fmt: skip
+    add("--output", Place, action="append", help=f"page or picture to write ({', '.join(FORMATS)}), perhaps several times; "
+        "default: report.html beside the first results")  # fmt: skip
