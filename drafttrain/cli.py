@@ -29,6 +29,7 @@ COMMANDS = {  # command -> (module below drafttrain, help)
     "diagnose": ("evaluation.diagnose", "explain a drafter's acceptance rate and suggest changes"),
     "estimate": ("tuning.estimate", "estimate speed-up and cost on other hardware"),
     "report": ("reports.report", "make a table, a page and pictures from results.json"),
+    "chat": ("reports.terminal_chat", "talk to the target in the terminal and see who drafted each token"),
     "trace": ("reports.trace", "show one answer token by token: who produced each, and every round's tree"),
     "bench-server": ("serving.bench", "load-test OpenAI-compatible servers, with and without speculation"),
     "export": ("export.export_drafter", "write a drafter in the format of vLLM, SGLang, transformers or llama.cpp"),
