@@ -22,7 +22,7 @@ while [ "$#" -gt 0 ]; do
 done
 
 source scripts/env.sh
-install_drafttrain
+install_drafttrain "[gguf,plots]"
 export WANDB_MODE="${WANDB_MODE:-offline}" TOKENIZERS_PARALLELISM=false TRANSFORMERS_VERBOSITY=error
 minutes() { awk -v b="$budget" -v share="$1" 'BEGIN { printf "%.2f", b * share }'; }
 stage() { printf '\n== %s\n' "$*"; }
