@@ -27,11 +27,10 @@ CORE = [
     "eval --target target --drafter drafters/draft_model --suite suite.jsonl --dtype float32 --max-new-tokens 8 --output e.json",
     "train run.yaml output_dir=out max_steps=2",
     "export --drafter out --format vllm --output exported",
-    "tune --target target --drafter ngram --dtype float32 --prompts 2 --max-new-tokens 8 --repeats 1 --dry-run",
+    "tune --target target --drafter ngram --dtype float32 --prompts 2 --max-new-tokens 16 --repeats 1 --dry-run",
     "diagnose results/eagle3.json",
-    "report results/eagle3.json",
     "trace --target target --drafter ngram --prompt hello --dtype float32 --output trace.html",
-    "push --drafter drafters/eagle3 --repo user/name --without-evaluation --license mit --dry-run --output card",
+    "push --drafter drafters/eagle1 --repo user/name --without-evaluation --license mit --dry-run --output card",
 ]
 NEEDS = {
     "report results/eagle3.json --output page.html": "matplotlib",
@@ -102,7 +101,7 @@ def home(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "home")
     Path("zero2.json").write_text("{}")
     recipe = {"kind": "draft_model", "target": "target", "data": "data", "output_dir": "out", "dtype": "float32"}
-    Path("lora.yaml").write_text(json.dumps({**recipe, "use_cpu": True, "drafter": {"lora": {"r": 2}}}))
+    Path("lora.yaml").write_text(json.dumps({**recipe, "use_cpu": True, "drafter": {"layers": [0, 4], "lora": {"r": 2}}}))
 
 
 @pytest.mark.parametrize("words", NEEDS)

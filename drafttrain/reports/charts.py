@@ -150,7 +150,7 @@ def _save(
     headings: Sequence[str] = (),
     **options: Any,
 ) -> None:
-    require("matplotlib", "a picture").use("Agg")
+    require("matplotlib", "a chart").use("Agg")
     from matplotlib import pyplot as plt
 
     style: Any = {"svg.fonttype": "none", "text.parse_math": False, "svg.hashsalt": rows[0][0].key, "font.size": 10.5}
