@@ -249,12 +249,12 @@ class LiveView(PlainView):
                 if row.plain.endswith(" ") and not end.plain.endswith(" "):  # dropped at the right margin
                     end.append(" ")
                 row = end
-                live.update(Group(row, Text(self.session.figures(turn), "dim", no_wrap=True, overflow="ellipsis")))
-                for each in complete:
-                    console.print(each)
-                if (now := time.monotonic()) - drawn > _REDRAW:
-                    live.refresh()
-                    drawn = now
+                if complete:
+                    console.print(Group(*complete))
+                if complete or time.monotonic() - drawn > _REDRAW:
+                    figures = Text(self.session.figures(turn), "dim", no_wrap=True, overflow="ellipsis")
+                    live.update(Group(row.copy(), figures), refresh=True)
+                    drawn = time.monotonic()
                 if self.stop:
                     break
         console.print(row)
