@@ -31,6 +31,7 @@ _JSON_KEYS = {
     "tune": {"tree", "candidates", "sampling"},
     "sweep": {"axes", "cells"},
     "estimate": {"rows", "advice"},
+    "plan": {"memory_gb", "disk_gb", "hours"},
     "verify": {"versions", "files", "command"},
     "bench-server": {"servers", "workload"},
     "compare": {"trainings", "drafters"},
@@ -275,6 +276,12 @@ def _read_marker(marker: Path) -> str:
         return str(content.get("folder", "")) if isinstance(content, dict) else ""
     except (OSError, ValueError, RecursionError):
         return ""
+
+
+def beside(name: str, file: str) -> Path:
+    """The default output: `file` next to an input; in the current folder if the input is no path, such as a Hub id."""
+    path = Path(name).expanduser()
+    return (path.parent if path.exists() else Path()) / file
 
 
 # -- folders ----------------------------------------------------------------------------------------------------------

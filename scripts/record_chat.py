@@ -33,7 +33,12 @@ def record(words: list[str], lines: list[str]) -> list[tuple[float, bytes]]:
     """Plays the lines, each typed at a prompt; returns what the terminal got, with the seconds of each part."""
     child, terminal = pty.fork()
     if child == 0:
-        environment = {**os.environ, "TERM": "xterm-256color", "COLORTERM": "truecolor", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        environment = {
+            **os.environ,
+            "TERM": "xterm-256color",
+            "COLORTERM": "truecolor",
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        }
         os.execvpe(sys.executable, [sys.executable, "-m", "drafttrain", "chat", *words], environment)
     termios.tcsetwinsize(terminal, (ROWS, COLUMNS))
     parts: list[tuple[float, bytes]] = []
@@ -111,7 +116,10 @@ def animation(frames: list[tuple[float, list[Row]]], title: str) -> str:
             if row
         ]
         groups.append(f'<g transform="translate({number * width:g})">{"".join(uses)}</g>')
-    steps = [f"{100 * begin / total:.3f}%{{transform:translate({-number * width:g}px)}}" for number, (begin, _) in enumerate(frames)]
+    steps = [
+        f"{100 * begin / total:.3f}%{{transform:translate({-number * width:g}px)}}"
+        for number, (begin, _) in enumerate(frames)
+    ]
     steps.append(f"100%{{transform:translate({-(len(frames) - 1) * width:g}px)}}")
     rows = "".join(f'<g id="{name}">{drawn(row)}</g>' for row, name in names.items())
     style = (
@@ -119,7 +127,8 @@ def animation(frames: list[tuple[float, list[Row]]], title: str) -> str:
         f"#film{{animation:film {total:.1f}s step-end infinite}}@keyframes film{{{''.join(steps)}}}"
     )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" role="img"><title>{html.escape(title)}</title>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" role="img">'
+        f"<title>{html.escape(title)}</title>"
         f"<style>{style}</style><defs>{rows}</defs>"
         f'<rect width="100%" height="100%" rx="8" fill="{PAPER}"/><g id="film" fill="{INK}">{"".join(groups)}</g></svg>\n'
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import os
 import re
@@ -101,12 +102,15 @@ def home(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "home")
     Path("zero2.json").write_text("{}")
     recipe = {"kind": "draft_model", "target": "target", "data": "data", "output_dir": "out", "dtype": "float32"}
-    Path("lora.yaml").write_text(json.dumps({**recipe, "use_cpu": True, "drafter": {"layers": [0, 4], "lora": {"r": 2}}}))
+    Path("lora.yaml").write_text(
+        json.dumps({**recipe, "use_cpu": True, "drafter": {"layers": [0, 4], "lora": {"r": 2}}})
+    )
 
 
 @pytest.mark.parametrize("words", NEEDS)
 def test_a_missing_package_is_one_line_that_names_the_extra(home, monkeypatch, capsys, words):
     package = NEEDS[words]
+    importlib.import_module("transformers.trainer")  # asks for peft once, when it loads
     monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
     assert main(words.split()) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]

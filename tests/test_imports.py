@@ -22,7 +22,7 @@ ORDER = [
     ["errors"],
     ["values", "extras"],
     ["files", "environment", "batch", "progress"],
-    ["config", "folders", "sequence_parallel"],
+    ["config", "folders", "outcome", "sequence_parallel"],
     ["ops"],
     ["losses", "target"],
     ["formats"],
@@ -35,10 +35,13 @@ ORDER = [
     ["tuning"],
     ["serving", "export"],
     ["hub"],
-    ["api"],
     ["train"],
     ["train_flags"],
+    ["pipeline"],
+    ["api"],
     ["cli"],
+    ["completion"],
+    ["completion_flags"],
     ["__main__"],
 ]
 ROW = {name: row for row, names in enumerate(ORDER) for name in names}

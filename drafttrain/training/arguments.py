@@ -38,6 +38,8 @@ def check_recipe(config: TrainConfig) -> None:
     kind = kind_class(config.kind)
     if issubclass(kind, TrainableDrafter):
         kind.check_options(config.drafter)
+        if config.packing and not kind.takes_packed_rows:
+            raise UserError(f"packing=true, but kind={config.kind!r} does not train on packed rows; set packing=false")
 
 
 def training_arguments(config: TrainConfig) -> TrainingArguments:
@@ -81,6 +83,7 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
             )
     if "wandb" in options["report_to"]:
         os.environ.setdefault("WANDB_PROJECT", "drafttrain")
+        os.environ.setdefault("WANDB_DIR", str(Path(config.output_dir).expanduser()))
     if options.get("deepspeed"):
         require("deepspeed", f"deepspeed={shown(options['deepspeed'])}")
     if isinstance(options.get("deepspeed"), str):

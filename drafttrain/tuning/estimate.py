@@ -28,10 +28,11 @@ from typing_extensions import TypedDict
 
 from drafttrain.drafters.kinds import split_name
 from drafttrain.drafters.registry import is_untrained
-from drafttrain.errors import UserError
+from drafttrain.errors import UserError, first_line
 from drafttrain.evaluation.metrics import load_results
 from drafttrain.files import Json, check_json, open_tensors, read_json, write_json
 from drafttrain.folders import inputs_of, output_file
+from drafttrain.outcome import conclude, next_command
 from drafttrain.reports.output import table_of, wide_console
 from drafttrain.target import resolve_target
 from drafttrain.tuning.hardware import DEVICES
@@ -246,11 +247,15 @@ def run(args: argparse.Namespace) -> int:
         estimate(target, drafter, profile, device, batch, args.context, width, args.price) for batch in args.batches
     ]
     print_rows(rows, device, profile)
+    content: Json = {"drafter_params": drafter, "rows": rows, "advice": advice(rows)}
+    then = ""
     if output is not None:
         head = {"command": [Path(sys.argv[0]).name, *sys.argv[1:]], "device": asdict(device), "target": asdict(target)}
-        content = {**head, "drafter_params": drafter, "rows": rows, "advice": advice(rows)}
+        content = {**head, **content}
         write_json(output, content)
-        print(f"wrote {args.output}")
+        name = split_name(args.drafter or results["drafter"])[0]
+        then = next_command("export", drafter=name, format="vllm", output=output.with_name("export"), schedule=output)
+    conclude(content, [output] if output else [], then)
     return 0
 
 
@@ -271,7 +276,7 @@ def device_of(args: argparse.Namespace) -> Device:
     )
 
 
-def target_config(name: str) -> Json:
+def target_config(name: str, key: str = "target", fix: str = "give --target-params instead") -> Json:
     """A model's config.json, from a file, a folder, the cache or the Hub. Raises UserError if there is none."""
     path = Path(name).expanduser()
     try:
@@ -282,8 +287,8 @@ def target_config(name: str) -> Json:
 
             path = Path(hf_hub_download(name, "config.json"))
     except (OSError, ValueError) as error:
-        raise UserError(f"target={name!r}: no config.json ({error}); give --target-params instead") from error
-    return {**read_json(path, "target", "give --target-params instead")}
+        raise UserError(f"{key}={name!r}: no config.json ({first_line(error)}); {fix}") from error
+    return {**read_json(path, key, fix)}
 
 
 def advice(rows: Sequence[Json]) -> str:
