@@ -40,7 +40,7 @@ def recipe_path(name: str, key: str = "recipe") -> Path:
     close = [one for one in names if one.startswith(f"{name.rstrip('/')}/")]
     if not close and "/" in name:
         folder, _, kind = name.rpartition("/")
-        targets = difflib.get_close_matches(folder.lower(), {one.partition("/")[0] for one in names}, n=2, cutoff=0.7)
+        targets = difflib.get_close_matches(folder.lower(), {one.partition("/")[0] for one in names}, n=1, cutoff=0.7)
         nearest = [f"{target}/{kind}" for target in targets if f"{target}/{kind}" in names]
         close = nearest or [one for one in names if one.partition("/")[0] in targets]
     close = close or difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.6)
