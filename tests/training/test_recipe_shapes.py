@@ -115,7 +115,7 @@ def test_engines_serve_the_drafter(name, form, monkeypatch, tmp_path):
 @pytest.mark.parametrize("name", [name for name in LARGE if name.endswith("/draft_model")])
 def test_a_draft_model_has_the_vocabulary_of_its_target(name):
     target, folder = target_of(name.partition("/")[0]), recipe_path(name).parent
-    small = on_meta(folder / "draft_model.json").get_output_embeddings().weight.shape[0]
+    small = on_meta(folder / "init.json").get_output_embeddings().weight.shape[0]
     assert recipe_of(name).init.count("/") == 1 and recipe_of(name).drafter == {}
     assert abs(small - target.vocab_size) <= 64  # rows that only pad one of them are allowed
     assert not (recipe_of(name).on_policy and recipe_of(name).target_url)
