@@ -3,7 +3,7 @@
     python scripts/recipe_heads.py                                    all recipes; python scripts/recipe_heads.py NAME ... some
 
 A line belongs to the command before it: that command's key=value words are planned, on N GPUs of G GB, with the number of answers
-that the head's `# Data:` line names. A plan that does not fit ends the script with its advice.
+that the head's `# Data:` line names. The script fails if a plan does not fit.
 """
 
 from __future__ import annotations
@@ -55,14 +55,18 @@ def planned(name: str, only: int | None = None) -> str:
         job = Job(gpus=gpus, gpu_memory=memory, conversations=int(count[1].replace(",", "")), tokens=TOKENS,
                   states=states, deepspeed=zero[1] if zero else "")  # fmt: skip
         found = plan(str(path), words, job)
-        if not found.fits:
-            sys.exit(f"{name}, {gpus} x {memory} GB: {found.memory_gb['total']:.1f} GB do not fit: {'; '.join(found.advice)}")
-        lines[at] = f"# Plan: {gpus} x {memory} GB: {described(found)}"
+        fits = "" if found.fits else "does not fit: "
+        lines[at] = f"# Plan: {gpus} x {memory} GB: {fits}{described(found)}"
     return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
+    too_large = []
     for each in sys.argv[1:] or [name for name in recipe_names() if target_config(recipe_path(name))]:
-        text = planned(each)
-        recipe_path(each).write_text(text)
-        print(each, *re.findall(LINE.pattern.replace("(", "(?:"), text), sep="\n  ", flush=True)
+        filled = planned(each)
+        recipe_path(each).write_text(filled)
+        shown = [line for line in filled.splitlines() if LINE.fullmatch(line)]
+        print(each, *shown, sep="\n  ", flush=True)
+        too_large += [f"{each}: {line}" for line in shown if "does not fit" in line]
+    if too_large:
+        sys.exit("\n".join(too_large))
