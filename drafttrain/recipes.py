@@ -1,8 +1,8 @@
 """`drafttrain recipes`: lists the recipes that come with drafttrain, prints one, or copies it to edit.
 
-    configs/TARGET/KIND.yaml    the recipe TARGET/KIND; its head comment has the commands, and a line `# Plan: ...` per set of GPUs
-    configs/TARGET/*.json       config.json of the target and of a draft model: what `drafttrain plan` and tests need of them
-    configs/accelerate, configs/deepspeed    launch settings; their paths hold from the folder that contains configs/
+configs/TARGET/KIND.yaml     the recipe TARGET/KIND; its head has the commands, and a line `# Plan: ...` per set of GPUs
+configs/TARGET/target.json   the target's config.json values that decide shapes; init.json: those of a draft model's start
+configs/accelerate, configs/deepspeed    launch settings; their paths hold from the folder that contains configs/
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import difflib
 import re
 from pathlib import Path
 
+from drafttrain.environment import shipped_folder
 from drafttrain.errors import UserError, shown
-from drafttrain.files import read_text, shipped_folder, write_text
+from drafttrain.files import read_text, write_text
 
 _LAUNCH = ("accelerate", "deepspeed")  # folders of launch settings
 _FIX = "install drafttrain again"
@@ -98,9 +99,7 @@ def copy_recipe(name: str, folder: Path) -> list[Path]:
 def run(args: argparse.Namespace) -> int:
     """The command."""
     if args.copy and not args.name:
-        raise UserError(
-            "--copy needs a recipe's name, such as llama-3.1-8b/eagle3; drafttrain recipes lists them"
-        )
+        raise UserError("--copy needs a recipe's name, such as llama-3.1-8b/eagle3; drafttrain recipes lists them")
     if args.copy:
         written = copy_recipe(args.name, Path(args.copy).expanduser())
         print("\n".join(map(str, written)) or "nothing to write: all files are there")
@@ -112,5 +111,7 @@ def run(args: argparse.Namespace) -> int:
         widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
         for name, target, plan in rows:
             print(f"{name:{widths[0]}}  {target:{widths[1]}}  {plan}".rstrip())
-        print("\nnext: drafttrain recipes NAME prints one with its commands; drafttrain train --recipe NAME data=... starts it")
+        print(
+            "\nnext: drafttrain recipes NAME prints one with its commands; drafttrain train --recipe NAME data=... starts it"
+        )
     return 0
