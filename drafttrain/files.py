@@ -465,12 +465,12 @@ def is_hub_id(name: str) -> bool:
     return not name.startswith((".", "/", "~")) and name.count("/") == 1
 
 
-def hub_snapshot(repo: str, patterns: Sequence[str], key: str, ignore: Sequence[str] = ()) -> Path:
+def hub_snapshot(repo: str, patterns: Sequence[str], key: str, ignore: Sequence[str] = (), revision: str = "") -> Path:
     """Downloads a Hub repository's files into the Hub's cache, or finds them there.
 
     Args:
         repo: user/name. patterns, ignore: file names to download and to skip, as globs.
-        key: the setting that holds the name, for the error.
+        key: the setting that holds the name, for the error. revision: branch, tag or commit; main unless given.
 
     Raises:
         UserError: no Hub id, or the Hub does not provide it.
@@ -481,7 +481,10 @@ def hub_snapshot(repo: str, patterns: Sequence[str], key: str, ignore: Sequence[
     from huggingface_hub.errors import HTTPError
 
     try:
-        return Path(snapshot_download(repo, allow_patterns=list(patterns), ignore_patterns=list(ignore) or None))
+        patterns, left_out = list(patterns), list(ignore) or None
+        return Path(
+            snapshot_download(repo, revision=revision or None, allow_patterns=patterns, ignore_patterns=left_out)
+        )
     except (OSError, ValueError, RuntimeError, HTTPError) as error:
         fix = without_xet(error) or "; check the name, and log in for a private one: hf auth login"
         raise UserError(

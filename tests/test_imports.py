@@ -22,6 +22,7 @@ ORDER = [
     ["errors"],
     ["values"],
     ["files", "environment", "batch", "progress"],
+    ["outcome"],
     ["recipes"],
     ["config", "folders", "sequence_parallel"],
     ["ops"],
@@ -36,10 +37,13 @@ ORDER = [
     ["tuning"],
     ["serving", "export"],
     ["hub"],
-    ["api"],
     ["train"],
     ["train_flags", "recipes_flags"],
+    ["pipeline"],
+    ["api"],
     ["cli"],
+    ["completion"],
+    ["completion_flags"],
     ["__main__"],
 ]
 ROW = {name: row for row, names in enumerate(ORDER) for name in names}

@@ -31,7 +31,7 @@ def installed(tmp_path, monkeypatch):
 def test_the_list_has_a_line_per_recipe(capsys):
     assert main(["recipes"]) == 0
     rows = capsys.readouterr().out.splitlines()
-    assert [row.split()[0] for row in rows[:-2]] == recipe_names() and "--recipe NAME" in rows[-1]
+    assert [row.split()[0] for row in rows[:-1]] == recipe_names() and rows[-1] == "next: drafttrain recipes NAME"
     (one,) = (row for row in rows if row.startswith("llama-3.1-8b/eagle3 "))
     assert re.search(r"meta-llama/Llama-3.1-8B-Instruct +1 x 80 GB: \d+ GB per GPU, disk .* training \d+ h$", one)
 
@@ -68,7 +68,7 @@ def test_a_near_miss_is_named(name, said):
 
 def test_a_copy_works_from_its_folder(installed, tmp_path, monkeypatch, capsys):
     assert main(["recipes", "deepseek-v3/mtp", "--copy", "mine"]) == 0
-    assert "next: cd mine" in capsys.readouterr().out
+    assert "next: cd mine && drafttrain train configs/deepseek-v3/mtp.yaml" in capsys.readouterr().out
     monkeypatch.chdir(tmp_path / "mine")
     text = Path("configs/deepseek-v3/mtp.yaml").read_text()
     assert (

@@ -1,0 +1,181 @@
+"""How a command ends: what it wrote, the command that follows, and its result as JSON; --quiet and --json."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import shlex
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, TextIO, TypedDict
+
+from drafttrain.credentials import redact
+from drafttrain.errors import UserError
+from drafttrain.progress import hushed
+
+# Flags that a following command needs as well; left out where they have their default.
+CARRIED = {"dtype": "auto", "device": "auto", "trust_remote_code": False, "chat_template_kwargs": {}}
+logger = logging.getLogger("drafttrain")
+
+
+class Outcome(TypedDict):
+    """What a command says at its end; see `conclude`."""
+
+    wrote: list[str]
+    next: str
+    result: Mapping[str, Any]
+
+
+_ended: ContextVar[Outcome | None] = ContextVar("ended", default=None)  # of the running command
+_hushing = threading.Lock()
+_errors: list[TextIO] = []  # where errors go while --quiet silences stderr
+
+
+def next_command(command: str, *words: str, carry: argparse.Namespace | None = None, **flags: object) -> str:
+    """A command line to copy.
+
+    Args:
+        words: positional arguments. carry: the flags of this command, of which the next takes those of CARRIED.
+        flags: --name value; True stands for the flag alone, an empty value leaves it out.
+    """
+    kept = {name: value for name, value in vars(carry or argparse.Namespace()).items() if name in CARRIED}
+    flags |= {name: value for name, value in kept.items() if value != CARRIED[name]}
+    line = ["drafttrain", command, *words]
+    for name, value in flags.items():
+        if value not in (None, False, "", {}, []):
+            texts = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else str(value)]
+            line += [f"--{name.replace('_', '-')}", *([] if value is True else texts)]
+    return shlex.join(line)
+
+
+def conclude(result: Mapping[str, object], wrote: Sequence[str | Path] = (), then: str = "") -> None:
+    """Ends a command's output with a line for each file or folder that it wrote, and one for the next command.
+
+    Args:
+        result: what --json prints. then: of `next_command`.
+    """
+    for path in wrote:
+        print(f"wrote {path}")
+    if then:
+        print(f"next: {then}")
+    sys.stdout.flush()
+    _ended.set({"wrote": [str(path) for path in wrote], "next": then, "result": result})
+
+
+def fault(line: str) -> None:
+    """Prints a line that --quiet does not silence: why a command that ran to its end has failed."""
+    print(line, file=_errors[-1] if _errors else sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def voice(command: str, quiet: bool, as_json: bool) -> Iterator[None]:
+    """Runs a command as --quiet and --json ask: quiet shows errors only, as_json one JSON object alone on stdout."""
+    _ended.set(None)
+    if not (quiet or as_json):
+        with noticed():
+            yield
+        return
+    answer: Mapping[str, object] = {}
+    with contextlib.ExitStack() as stack:
+        sink = stack.enter_context(open(os.devnull, "w", encoding="utf-8")) if quiet else sys.stderr
+        _errors.append(sys.stderr)
+        stack.callback(_errors.pop)
+        stack.enter_context(_moved_stdout(sink.fileno() if quiet else 2))
+        stack.enter_context(contextlib.redirect_stdout(sink))
+        stack.enter_context(contextlib.redirect_stderr(sink))
+        try:
+            with noticed():
+                yield
+            answer = dict(_ended.get() or {})
+        except UserError as error:
+            answer = {"error": str(error)}
+            raise
+        finally:
+            stack.close()
+            if as_json and answer:
+                print(json.dumps(redact({"command": command, **answer}), ensure_ascii=False, default=str), flush=True)
+
+
+@contextlib.contextmanager
+def _moved_stdout(to: int) -> Iterator[None]:
+    """Sends what libraries and child processes write to descriptor 1 to another one."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(to, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+@contextlib.contextmanager
+def noticed() -> Iterator[None]:
+    """Shows what the package logs on stderr, as text alone."""
+    handler, before = logging.StreamHandler(sys.stderr), (logger.level, logger.propagate)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.level, logger.propagate = before
+
+
+def concluded(run: Callable[[], object], progress: bool) -> Outcome:
+    """Runs a command's function for a call from Python and returns what it concluded.
+
+    Args:
+        progress: print what the command prints; False sends the text of this thread to the log, level INFO.
+    """
+    _ended.set(None)
+    with noticed() if progress else _hush():
+        run()
+    found = _ended.get()
+    assert found is not None, "every command concludes"
+    return found
+
+
+class _HushedStream:
+    """sys.stdout or sys.stderr while calls of some threads are quiet: their lines go to the log, those of others pass."""
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        if threading.get_ident() not in hushed:
+            return self.stream.write(text)
+        for line in filter(None, map(str.strip, text.splitlines())):
+            logger.info(line)
+        return len(text)
+
+    def isatty(self) -> bool:
+        return threading.get_ident() not in hushed and self.stream.isatty()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+@contextlib.contextmanager
+def _hush() -> Iterator[None]:
+    thread = threading.get_ident()
+    with _hushing:
+        if not hushed:
+            sys.stdout, sys.stderr = _HushedStream(sys.stdout), _HushedStream(sys.stderr)  # type: ignore[assignment]
+        hushed.add(thread)
+    try:
+        yield
+    finally:
+        with _hushing:
+            hushed.discard(thread)
+            if not hushed:
+                sys.stdout, sys.stderr = (
+                    each.stream if isinstance(each, _HushedStream) else each for each in (sys.stdout, sys.stderr)
+                )
