@@ -271,7 +271,7 @@ def _tiles(run: Json) -> list[tuple[str, str, str]]:
 
 
 def _comparison(runs: Sequence[Json], names: Sequence[str]) -> list[tuple[str, list[tuple[str, bool]]]]:
-    """Rows of a table with a column per run: (figure, [(value, is it the best)]). Ranks comparable runs that differ beyond noise."""
+    """Rows of a table with a column per run: (figure, [(value, is it the best)]); ranks only beyond noise."""
     # name, figure, format, sign of better (0: neither)
     rows: list[tuple[str, Callable[[Json], float | None], str, int]] = [
         ("Speed-up over the faster baseline", lambda o: o["speedup_vs_fastest"], "{:.2f}\u00d7", 1),
