@@ -7,7 +7,6 @@ add_arguments(parser), and imports no torch, so that every --help is quick.
 from __future__ import annotations
 
 import importlib
-import logging
 import os
 import select
 import signal
@@ -22,6 +21,8 @@ from drafttrain.environment import __version__
 from drafttrain.errors import UserError
 
 if TYPE_CHECKING:
+    from logging import LogRecord
+
     from drafttrain.flags import CommandParser
 
 COMMANDS = {  # command -> (module below drafttrain, help)
@@ -30,6 +31,7 @@ COMMANDS = {  # command -> (module below drafttrain, help)
     "generate": ("data.generate", "let the target answer the prompts: the distillation data"),
     "features": ("data.features", "store the target's hidden states of a data set, to train without the target"),
     "serve-target": ("serving.serve_target", "serve the target with vLLM, which hands out its states"),
+    "recipes": ("recipes", "list, print or copy the recipes that come with drafttrain"),
     "plan": ("tuning.plan", "memory, disk and hours of a recipe, before anything is downloaded"),
     "train": ("train", "train a drafter from a config (same as accelerate launch drafttrain/train.py)"),
     "ngram-store": ("data.ngram_corpus", "count the n-grams of a corpus: a drafter without training"),
@@ -88,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
 
-def _is_needed(record: logging.LogRecord) -> bool:
+def _is_needed(record: LogRecord) -> bool:
     return NEEDLESS[record.name] not in record.getMessage()
 
 
@@ -144,10 +146,12 @@ def run(argv: list[str]) -> int:
     os.environ.setdefault("TQDM_MININTERVAL", "0.1" if sys.stderr.isatty() else "15")
     if not sys.warnoptions:
         warnings.simplefilter("ignore", FutureWarning)  # for those who write programs
-    for name in NEEDLESS:
-        logging.getLogger(name).addFilter(_is_needed)
+    import logging  # not before a --help has been shown
+
     from drafttrain.outcome import voice
 
+    for name in NEEDLESS:
+        logging.getLogger(name).addFilter(_is_needed)
     with voice(args.command, quiet, as_json):
         return importlib.import_module(f"drafttrain.{COMMANDS[args.command][0]}").run(args) or 0
 
