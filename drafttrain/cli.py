@@ -7,7 +7,6 @@ add_arguments(parser), and imports no torch, so that every --help is quick.
 from __future__ import annotations
 
 import importlib
-import logging
 import os
 import select
 import signal
@@ -22,6 +21,8 @@ from drafttrain.environment import __version__
 from drafttrain.errors import UserError
 
 if TYPE_CHECKING:
+    from logging import LogRecord
+
     from drafttrain.flags import CommandParser
 
 COMMANDS = {  # command -> (module below drafttrain, help)
@@ -40,6 +41,7 @@ COMMANDS = {  # command -> (module below drafttrain, help)
     "diagnose": ("evaluation.diagnose", "explain a drafter's acceptance rate and suggest changes"),
     "estimate": ("tuning.estimate", "estimate speed-up and cost on other hardware"),
     "report": ("reports.report", "make a table, a page and pictures from results.json"),
+    "chat": ("reports.terminal_chat", "talk to the target in the terminal and see who drafted each token"),
     "trace": ("reports.trace", "show one answer token by token: who produced each, and every round's tree"),
     "bench-server": ("serving.bench", "load-test OpenAI-compatible servers, with and without speculation"),
     "export": ("export.export_drafter", "write a drafter in the format of vLLM, SGLang, transformers or llama.cpp"),
@@ -53,7 +55,7 @@ NEEDLESS = {  # notices of libraries that are true and change nothing, by logger
     "DeepSpeed": "Setting accelerator to CPU",  # which libraries import that do not use it
     "transformers.modeling_utils": "does not expose input embeddings",  # drafters read the target's
 }
-WITHOUT_RESULT = {"serve-target", "completion"}  # run until they are stopped, or print nothing but their result
+WITHOUT_RESULT = {"serve-target", "completion", "chat"}  # run until they are stopped, or print nothing but their result
 
 PIPELINE = """From a target model to a published drafter:
 
@@ -88,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
 
-def _is_needed(record: logging.LogRecord) -> bool:
+def _is_needed(record: LogRecord) -> bool:
     return NEEDLESS[record.name] not in record.getMessage()
 
 
@@ -136,17 +138,19 @@ def run(argv: list[str]) -> int:
         parser.print_help()
         return 0
     args = parser.parse_args(argv)
-    quiet, as_json = args.quiet, vars(args).pop("json", False)
+    quiet, as_json = args.quiet, args.command not in WITHOUT_RESULT and vars(args).pop("json", False)
     del args.quiet
     # tqdm reads these when it is imported: bars of libraries show for long work only, and few lines without a terminal.
     os.environ.setdefault("TQDM_DELAY", "5")
     os.environ.setdefault("TQDM_MININTERVAL", "0.1" if sys.stderr.isatty() else "15")
     if not sys.warnoptions:
         warnings.simplefilter("ignore", FutureWarning)  # for those who write programs
-    for name in NEEDLESS:
-        logging.getLogger(name).addFilter(_is_needed)
+    import logging  # not before a --help has been shown
+
     from drafttrain.outcome import voice
 
+    for name in NEEDLESS:
+        logging.getLogger(name).addFilter(_is_needed)
     with voice(args.command, quiet, as_json):
         return importlib.import_module(f"drafttrain.{COMMANDS[args.command][0]}").run(args) or 0
 
