@@ -28,8 +28,8 @@ def test_the_headline_table_is_the_measured_one():
 
 
 def test_the_command_below_it_has_the_flags_of_the_measurement():
-    block = next(part for part in README.split("```") if part.startswith("\ndrafttrain eval"))
-    shown, measured = shlex.split(block.replace("\\\n", " ")), MEASURED["command"]
+    block = next(part for part in README.split("```") if part.startswith("bash\ndrafttrain eval"))
+    shown, measured = shlex.split(block.removeprefix("bash").replace("\\\n", " ")), MEASURED["command"]
     asked = dict(zip(measured[2::2], measured[3::2], strict=True))
     assert asked.pop("--baselines") == "autoregressive,hf_generate"  # the default
     asked["--output"] = "runs/quickstart/fixed-tree.json"
