@@ -15,8 +15,8 @@ HELP = """Train a drafter from a YAML recipe.
 
 Start an interrupted run again to continue it from its newest checkpoint;
 a finished run is left unchanged. Ctrl-C and SIGTERM save a checkpoint after the running step and exit with status 130 and 143;
-a second Ctrl-C ends at once. A recipe's keys are these, and every field of transformers TrainingArguments; docs/reference.md has
-their types and ranges:
+a second Ctrl-C ends at once. A recipe's keys are these, and every field of transformers TrainingArguments;
+docs/reference/config.md has their types and ranges:
 
 """ + key_table(TrainConfig)
 
