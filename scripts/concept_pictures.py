@@ -180,7 +180,7 @@ def sampled() -> Picture:
     art.text(20, 26, "Sampling: keep x with probability min(1, p(x) / q(x)), else draw from what is missing", "head")
     target, drafter = [0.40, 0.30, 0.15, 0.10, 0.05], [0.55, 0.15, 0.20, 0.05, 0.05]
     for group, (name, values) in enumerate(
-        [("drafter q", drafter), ("accepted min(p, q)", []), ("drawn anew p − q", []), ("target p", target)]
+        [("drafter q", drafter), ("accepted min(p, q)", []), ("drawn again p − q", []), ("target p", target)]
     ):
         x = 30 + 175 * group
         for index, (p, q) in enumerate(zip(target, drafter, strict=True)):
