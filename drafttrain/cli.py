@@ -21,6 +21,8 @@ COMMANDS = {  # command -> (module below drafttrain, help)
     "generate": ("data.generate", "let the target answer the prompts: the distillation data"),
     "features": ("data.features", "store the target's hidden states of a data set, to train without the target"),
     "serve-target": ("serving.serve_target", "serve the target with vLLM, which hands out its states"),
+    "recipes": ("recipes", "list, print or copy the recipes that come with drafttrain"),
+    "plan": ("tuning.plan", "memory, disk and hours of a recipe, before anything is downloaded"),
     "train": ("train", "train a drafter from a config (same as accelerate launch drafttrain/train.py)"),
     "ngram-store": ("data.ngram_corpus", "count the n-grams of a corpus: a drafter without training"),
     "eval": ("tuning.eval_command", "measure a drafter in the lossless tree decoder against two baselines"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -13,6 +12,7 @@ from pydantic import Field
 
 from drafttrain.errors import UserError, shown
 from drafttrain.files import read_text
+from drafttrain.recipes import recipe_path
 from drafttrain.values import (
     Amount,
     AnyText,
@@ -211,12 +211,14 @@ def _merge(into: Options, more: Options, place: str) -> None:
 def load_config(path: str, overrides: list[str], trainer_keys: list[str]) -> TrainConfig:
     """Reads a YAML recipe, whose keys are ours or among trainer_keys (TrainingArguments), and applies the overrides.
 
+    Args:
+        path: a file, or the name of a recipe that comes with drafttrain.
+
     Raises:
         UserError: missing file, broken YAML, an unknown key (with close matches), a wrong value, a missing required key.
     """
-    if not Path(path).is_file():
-        raise UserError(f"config={path!r}: no such file; recipes are under configs/, a folder per target")
-    raw = read_yaml(read_text(Path(path), "config", "give a YAML recipe"), f"config={path!r}") or {}
+    file = recipe_path(path, "config")
+    raw = read_yaml(read_text(file, "config", "give a YAML recipe"), f"config={path!r}") or {}
     if not isinstance(raw, dict):
         raise UserError(f"config={path!r} must hold key: value lines, not {type(raw).__name__}")
     _merge(raw, parse_overrides(overrides), "")

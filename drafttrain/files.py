@@ -40,10 +40,17 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "drafttrain"
 
 
+def shipped_folder(name: str) -> Path:
+    """A folder of files that come with drafttrain, such as `eval/suites`: in the repository, or where a wheel installs it."""
+    repository = Path(__file__).resolve().parents[1]
+    if (repository / "pyproject.toml").is_file():
+        return repository / name
+    return Path(sysconfig.get_path("data")) / "share" / "drafttrain" / Path(name).name
+
+
 def suites_folder() -> Path:
-    """The evaluation suites that come with drafttrain: in the repository, or where a wheel installs them."""
-    repository = Path(__file__).resolve().parents[1] / "eval" / "suites"
-    return repository if repository.is_dir() else Path(sysconfig.get_path("data")) / "share" / "drafttrain" / "suites"
+    """The evaluation suites that come with drafttrain."""
+    return shipped_folder("eval/suites")
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

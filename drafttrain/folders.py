@@ -31,6 +31,7 @@ _JSON_KEYS = {
     "tune": {"tree", "candidates", "sampling"},
     "sweep": {"axes", "cells"},
     "estimate": {"rows", "advice"},
+    "plan": {"memory_gb", "disk_gb", "hours"},
     "verify": {"versions", "files", "command"},
     "bench-server": {"servers", "workload"},
     "compare": {"trainings", "drafters"},

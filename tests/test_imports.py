@@ -22,6 +22,7 @@ ORDER = [
     ["errors"],
     ["values"],
     ["files", "environment", "batch", "progress"],
+    ["recipes"],
     ["config", "folders", "sequence_parallel"],
     ["ops"],
     ["losses", "target"],
@@ -37,7 +38,7 @@ ORDER = [
     ["hub"],
     ["api"],
     ["train"],
-    ["train_flags"],
+    ["train_flags", "recipes_flags"],
     ["cli"],
     ["__main__"],
 ]

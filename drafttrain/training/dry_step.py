@@ -2,7 +2,7 @@
 
     target, drafter    built on torch's meta device      ->   a `_Ghost` per weight
     step               features, forward, backward       ->   every tensor's storage, from its allocation to its release
-    result             weights, gradients, optimizer states, and the activations' peak with the line that reached it
+    result             weights, gradients, optimizer states, and what the step holds at its peak with the line that reached it
 
 Floating-point tensors are meta tensors. Integers (tokens, anchors, rows) have data on the CPU, because shapes depend on them.
 A GPU's step runs as it would there: FlexAttention and the fused loss are stood in for by what they allocate. What the prediction
@@ -19,22 +19,23 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from drafttrain.batch import Batch
 from drafttrain.drafters.base import StepInputs
 from drafttrain.drafters.registry import kind_class
 from drafttrain.files import Json
-from drafttrain.losses import divergence
+from drafttrain.losses import divergence, parse_loss
 from drafttrain.ops import path_attention
 from drafttrain.target import Target
-from drafttrain.training.feature_sources import TargetSource
+from drafttrain.training.feature_sources import NoTarget, TargetSource
 
 _BLOCK = 512  # bytes; the CUDA allocator's unit
 _aten = torch.ops.aten
@@ -46,24 +47,41 @@ _ghosts: list[_Ghosts] = []  # of the dry step that runs
 class StepMemory:
     """Bytes of a training step by part, without the CUDA context.
 
-    Gradients count in full, although the peak may come before they exist: `activations` is what the peak has beyond the other
-    parts. at: the line that reached the peak; empty where backward did outside drafttrain's own lines.
+    Gradients count in full, although the peak may come before they exist: the last three are what the peak has beyond the
+    other parts.
+
+    Attributes:
+        target: its weights; of a target without layers, the embedding and the head. optimizer: AdamW's two float32 states per
+            trained weight.
+        features, logits: of what the step holds at its peak, the target's part of the batch and tensors as wide as a
+            vocabulary; activations: the rest.
+        at: the line that reached the peak; empty where backward did outside drafttrain's own lines.
+        trained: weights; flops: of the matrix products and attention of the whole step.
     """
 
     target: int
     drafter: int
     gradients: int
-    optimizer: int  # AdamW's two float32 states per trained weight
+    optimizer: int
+    features: int
+    logits: int
     activations: int
     at: str
+    trained: int
+    flops: float
+
+    @property
+    def working(self) -> int:
+        """What the step holds at its peak beyond weights, gradients and optimizer states."""
+        return self.features + self.logits + self.activations
 
     @property
     def total(self) -> int:
-        return self.target + self.drafter + self.gradients + self.optimizer + self.activations
+        return self.target + self.drafter + self.gradients + self.optimizer + self.working
 
     def json(self) -> Json:
         """Gigabytes (10^9 bytes) by part, and their total."""
-        parts = {name: size / 1e9 for name, size in asdict(self).items() if name != "at"}
+        parts = {name: size / 1e9 for name, size in asdict(self).items() if name not in ("at", "trained", "flops")}
         return {**parts, "total": self.total / 1e9, "at": self.at}
 
 
@@ -95,7 +113,11 @@ class _Ghosts(TorchDispatchMode):
     def __init__(self, device: torch.device):
         super().__init__()
         self.device, self.now, self.peak, self.at = device, 0, 0, ""
+        self.vocabularies: set[int] = set()  # widths of logits
+        self.logits = self.logits_at_peak = 0
+        self.flops = 0.0
         self._users: Counter[int] = Counter()  # tensors per storage
+        self._wide: dict[int, int] = {}  # bytes of logits per storage
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.run(func, args, kwargs or {})
@@ -110,8 +132,11 @@ class _Ghosts(TorchDispatchMode):
         key, size = storage._cdata, -(-storage.nbytes() // _BLOCK) * _BLOCK
         if not self._users[key]:
             self.now += size
+            if data.dim() > 1 and data.shape[-1] in self.vocabularies:
+                self._wide[key] = size
+                self.logits += size
             if self.now > self.peak:
-                self.peak, self.at = self.now, _place()
+                self.peak, self.at, self.logits_at_peak = self.now, _place(), self.logits
         self._users[key] += 1
         weakref.finalize(data, self._release, key, size, storage)  # the storage is kept, so that no other takes its key
         return _Ghost(data, self.device)
@@ -121,6 +146,7 @@ class _Ghosts(TorchDispatchMode):
         if not self._users[key]:
             del self._users[key]
             self.now -= size
+            self.logits -= self._wide.pop(key, 0)
 
     def _wrapped(self, out: Any) -> Any:
         if isinstance(out, Tensor):
@@ -159,6 +185,8 @@ class _Ghosts(TorchDispatchMode):
                 return args[written[0]]  # integers computed from floats: leave them
             plain, options = _on_meta(plain), {name: _on_meta(x) for name, x in options.items()}
         out = func(*plain, **options)
+        if floats and (count := flop_registry.get(func.overloadpacket)) is not None:
+            self.flops += count(*plain, **options, out_val=out)
         if written:
             changed = [args[i] if i < len(args) else kwargs.get(func._schema.arguments[i].name) for i in written]
             changed = changed[: len(func._schema.returns)]
@@ -191,24 +219,37 @@ def dry_step(
     prompt: int = 128,
     gpu: bool = True,
     target_dtype: torch.dtype = torch.bfloat16,
+    drafter_dtype: torch.dtype = torch.float32,
     autocast: torch.dtype | None = torch.bfloat16,
     checkpointing: bool = False,
+    source: Literal["online", "states", "none"] = "online",
+    loss: str = "kl",
+    accumulates: bool = False,
+    trains: bool = True,
+    keeps: bool = False,
+    build: Callable[[Target], Any] | None = None,
 ) -> StepMemory:
-    """The memory of one training step with the target online.
+    """The memory of one training step.
 
     Args:
-        config: the target's. kind, options: the drafter's, as a recipe's `kind` and `drafter`; weights are float32.
+        config: the target's. kind, options: the drafter's, as a recipe's `kind` and `drafter`.
         rows, length: token rows of a batch and their tokens; the first `prompt` of each are not learned.
         gpu: with the kernels of a GPU; False for those of a CPU.
-        autocast: dtype of the drafter's products; None multiplies in float32.
+        autocast: dtype of the drafter's products; None multiplies in its weights' dtype.
         checkpointing: whether a depth's activations are computed again in backward.
+        source: the target runs in the step; its states come from a disk or a server, and it has no layers here; or it is not
+            read (loss=next_token).
+        accumulates: gradients of earlier micro-batches exist when the step begins.
+        trains: False for an evaluation: no gradients are computed. keeps: states are kept between epochs, in bfloat16.
+        build: makes the drafter of the target, on the meta device; default: a new one of this kind and options.
     """
     device = torch.device("cpu")  # autocast knows no meta tensors
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config).to(target_dtype).eval().requires_grad_(False)
         target = Target.wrap(model, None, name=config.model_type, dtype=target_dtype)
         cls: Any = kind_class(kind)
-        drafter = cls(cls.config_class.for_target(target, **options)).train()
+        make = build or (lambda target: cls(cls.config_class.for_target(target, loss=loss, **options)))
+        drafter = make(target).to(drafter_dtype).train(trains)
     with ExitStack() as open_:
         for owner, name, value in _stand_ins() if gpu else ():
             open_.enter_context(mock.patch.object(owner, name, value))
@@ -218,7 +259,8 @@ def dry_step(
         ghosts = _Ghosts(device)
         _ghosts.append(ghosts)
         open_.callback(_ghosts.pop)
-        weights = ghosts.take(model)
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        weights = sum(map(ghosts.take, (model,) if source == "online" else ends))
         own = ghosts.take(drafter)
         drafter.kept_ids = ghosts.wrap(torch.arange(len(drafter.kept_ids)))
         if checkpointing:
@@ -229,19 +271,57 @@ def dry_step(
         ids = torch.randint(0, target.vocab_size, (rows, length))
         lengths, indices = torch.full((rows,), length), torch.arange(rows)
         batch = Batch(ghosts.wrap(ids), ghosts.wrap(lengths), ghosts.wrap(mask), ghosts.wrap(indices))
+        trained = [x for x in drafter.parameters() if x.requires_grad]
         held, ghosts.peak = ghosts.now, ghosts.now
-        source = TargetSource(target, drafter.feature_layers, drafter.kept_ids)
+        ghosts.vocabularies = {target.vocab_size, len(drafter.kept_ids)} - {target.hidden_size}
+        for weight in trained if accumulates else ():
+            weight.grad = torch.empty_like(weight)
+        given = NoTarget() if source == "none" else _source(target, drafter, loss, source == "states", gpu, keeps)
         total = ghosts.wrap(torch.tensor(rows * length))
-        with torch.autocast("cpu", autocast, enabled=autocast is not None):  # left before backward, as the trainer does
-            features, targets, row_of = source(batch)
+        with torch.autocast("cpu", autocast, enabled=autocast is not None), torch.set_grad_enabled(trains):
+            before_features = ghosts.now
+            features, targets, row_of = given(batch)
             embeds = target.embed(batch.input_ids)
+            read = ghosts.now - before_features
             step = drafter(StepInputs(batch, embeds, features, targets, row_of, total, True))  # type: ignore[arg-type]
         del features, targets, row_of, embeds
-        step.loss.backward()
-        trained = [x for x in drafter.parameters() if x.requires_grad]
+        if trains:  # autocast is left before backward, as in the trainer
+            step.loss.backward()
         gradients = sum(x.grad.nbytes for x in trained if x.grad is not None)
-        optimizer = 8 * sum(x.numel() for x in trained)
-        return StepMemory(weights, own, gradients, optimizer, max(0, ghosts.peak - held - gradients), ghosts.at)
+        count = sum(x.numel() for x in trained)
+        beyond = max(0, ghosts.peak - held - gradients)
+        logits = min(ghosts.logits_at_peak, beyond)
+        read = min(read, beyond - logits)
+        parts = (weights, own, gradients, 8 * count, read, logits, beyond - logits - read)
+        return StepMemory(*parts, ghosts.at, count, ghosts.flops)
+
+
+class _GivenStates:
+    """Stands for `StatesAhead`: states of every conversation are there."""
+
+    waited = 0.0
+
+    def __init__(self, width: int, hidden: int):
+        self.width, self.hidden = width, hidden
+
+    def ask(self, index: int, tokens: Tensor) -> None:
+        pass
+
+    def take(self, index: int, tokens: Tensor) -> dict[str, Tensor]:
+        sizes = {"features": self.width, "last_hidden": self.hidden}
+        return {name: torch.empty(len(tokens), n, dtype=torch.bfloat16, device="cpu") for name, n in sizes.items()}
+
+
+def _source(target: Target, drafter: Any, loss: str, states: bool, gpu: bool, keeps: bool) -> TargetSource:
+    at = parse_loss(loss).temperatures
+    source = TargetSource(target, drafter.feature_layers, drafter.kept_ids, limit_bytes=float(keeps), temperatures=at)
+    if gpu:
+        source.together = None
+    if states:
+        width = len(drafter.feature_layers) * target.hidden_size
+        source.ahead = _GivenStates(width, target.hidden_size)  # type: ignore[assignment]
+        source.hits[source.read_from] = 0
+    return source
 
 
 def _stand_ins() -> list[tuple[Any, str, Any]]:
@@ -276,7 +356,10 @@ class _FusedNorm(torch.autograd.Function):
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-    query.new_empty(query.shape[:-1], dtype=torch.float32)  # log-sum-exps, released at once: the target has no backward
+    if torch.is_grad_enabled() and query.requires_grad:  # a draft model's; the target has no backward
+        return _Flex.apply(query, key, value)[0]
+    query.new_empty(query.shape[:-1], dtype=torch.float32)  # log-sum-exps, released at once
+    _count_attention(query, key, 2)
     return query.new_empty(*query.shape[:-1], value.shape[-1])
 
 
@@ -287,13 +370,20 @@ class _Flex(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, out, lse)
+        _count_attention(query, key, 2)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         query, key, value, _, lse = ctx.saved_tensors
         torch.empty_like(lse)  # sums of out * grad
+        _count_attention(query, key, 5)
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _count_attention(query: Tensor, key: Tensor, products: int) -> None:
+    """Counts `products` products of every query [..., n, e] with half of the keys [..., m, e], those before it."""
+    _ghosts[-1].flops += products * query.numel() * key.shape[-2]
 
 
 def _attend(own: Any, spans: Any, query: Tensor, base: tuple[Tensor, Tensor], tensors: Any, flex: Any) -> Tensor:

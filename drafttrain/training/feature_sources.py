@@ -146,6 +146,9 @@ class TargetSource:
         self.limit_bytes, self.used_bytes = limit_bytes, 0
         self.kept: dict[int, Cached] = {}
         self.has_states = stored is None or not stored.top_k
+        # Conversations per forward of the target, None for all. One on a CPU: its values then do not depend on which others
+        # are in the batch, so a resumed run, which has nothing kept yet, computes the same.
+        self.together: int | None = 1 if device.type == "cpu" else None
         self.servers, self.prefetch_bytes = servers, prefetch_bytes
         self.once: dict[int, States] = {}  # conversations that are read once
         self.ahead = None if stored is None and servers is None else self._new_ahead()
@@ -246,9 +249,7 @@ class TargetSource:
                 f"the data's features hold likeliest tokens, but none for {len(missing)} conversations of a batch (or they end "
                 "too early); run drafttrain features on this data set again, with this run's max_length"
             )
-        # One conversation at a time on a CPU: its values then do not depend on which others are in the batch, so a
-        # resumed run, which has nothing kept yet, computes the same.
-        size = 1 if self.target.device.type == "cpu" else max(len(missing), 1)
+        size = self.together or max(len(missing), 1)
         if missing and batch.shared is not None:
             parts = run_shared(self.target, self.layers, batch, [(*places[n], held[n], rows[n]) for n in missing])
             for number, (features, hidden) in zip(missing, parts, strict=True):

@@ -28,7 +28,7 @@ from typing_extensions import TypedDict
 
 from drafttrain.drafters.kinds import split_name
 from drafttrain.drafters.registry import is_untrained
-from drafttrain.errors import UserError
+from drafttrain.errors import UserError, first_line
 from drafttrain.evaluation.metrics import load_results
 from drafttrain.files import Json, check_json, open_tensors, read_json, write_json
 from drafttrain.folders import inputs_of, output_file
@@ -271,7 +271,7 @@ def device_of(args: argparse.Namespace) -> Device:
     )
 
 
-def target_config(name: str) -> Json:
+def target_config(name: str, key: str = "target", fix: str = "give --target-params instead") -> Json:
     """A model's config.json, from a file, a folder, the cache or the Hub. Raises UserError if there is none."""
     path = Path(name).expanduser()
     try:
@@ -282,8 +282,8 @@ def target_config(name: str) -> Json:
 
             path = Path(hf_hub_download(name, "config.json"))
     except (OSError, ValueError) as error:
-        raise UserError(f"target={name!r}: no config.json ({error}); give --target-params instead") from error
-    return {**read_json(path, "target", "give --target-params instead")}
+        raise UserError(f"{key}={name!r}: no config.json ({first_line(error)}); {fix}") from error
+    return {**read_json(path, key, fix)}
 
 
 def advice(rows: Sequence[Json]) -> str:

@@ -80,7 +80,7 @@ def test_a_dry_step_takes_what_a_real_one_takes(kind, checkpointing):
         config(), kind, OPTIONS[kind], rows=ROWS, length=LENGTH, prompt=PROMPT, gpu=False, target_dtype=torch.float32,
         autocast=None, checkpointing=checkpointing,
     )  # fmt: skip
-    assert memory.activations + memory.gradients == pytest.approx(want, rel=0.1)
+    assert memory.working + memory.gradients == pytest.approx(want, rel=0.1)
     model = LlamaForCausalLM(config())
     assert memory.target == pytest.approx(sum(x.nbytes for x in model.parameters()), rel=0.01)
     assert memory.gradients > 1e6 and memory.optimizer == 2 * memory.gradients and memory.at
@@ -97,9 +97,9 @@ def test_an_eagle3_head_of_an_8b_target_in_bfloat16():
     assert one.target == pytest.approx(16.06e9, rel=0.01)
     for part in ("target", "drafter", "gradients", "optimizer"):
         assert getattr(one, part) == getattr(two, part)
-    assert 1.3 * one.activations < two.activations < 2.1 * one.activations
+    assert 1.3 * one.working < two.working < 2.1 * one.working
     wide = dry_step(big, "eagle3", {"draft_vocab_size": 32000}, length=1024, autocast=None)
-    assert wide.activations > 1.1 * one.activations
+    assert wide.working > 1.1 * one.working
     options = {"draft_vocab_size": 32000}
     single, four = (dry_step(big, "eagle3", options, rows=rows, checkpointing=True) for rows in (1, 4))
     assert single.total < 24e9 and four.total < 30e9

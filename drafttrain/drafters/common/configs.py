@@ -144,7 +144,9 @@ class DecoderConfig(TargetedConfig):
 
     @classmethod
     def shapes(cls, target: Target, options: Json) -> Json:
-        config, width = target.config, options.get("hidden_size", target.hidden_size)
+        width = options.get("hidden_size", target.hidden_size)
+        layers = getattr(target.config, "per_layer_config", ())  # of targets whose layers have heads of several sizes
+        config = layers[len(layers) - 1] if len(layers) else target.config
         if cls.target_width and width != target.hidden_size:
             raise UserError(
                 f"hidden_size={width}: kind={cls.kind()!r} shares states with the target, so its width is the target's, "

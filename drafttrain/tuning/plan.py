@@ -1,0 +1,449 @@
+"""`drafttrain plan`: memory, disk and hours of a recipe before anything is downloaded, and what to change if it does not fit.
+
+    plan_recipe.py         the target's and drafter's shapes, without weights
+    plan_memory.py         bytes of a process by part, from the training step itself on tensors without data
+    here                   disk from counts of tokens and weights; hours from a roofline; the largest batch; advice
+
+The roofline: operations / (FLOP rate x efficiency) or bytes / (bandwidth x efficiency), whichever is longer. None of it is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from drafttrain.config import TrainerKeys, load_config
+from drafttrain.data.int8_rows import value_bytes
+from drafttrain.data.store import read_meta, stored_features
+from drafttrain.drafters.common.trainable import DecoderDrafter
+from drafttrain.drafters.registry import kind_class
+from drafttrain.errors import UserError
+from drafttrain.files import Json, write_json
+from drafttrain.folders import inputs_of, output_file
+from drafttrain.reports.output import table_of, wide_console
+from drafttrain.target.devices import resolve_dtype
+from drafttrain.target.loading import loading
+from drafttrain.training.arguments import KEYS, check_recipe
+from drafttrain.tuning.estimate import Device, Sizes
+from drafttrain.tuning.hardware import DEVICES
+from drafttrain.tuning.plan_memory import Memory, Setting, States, buckets_of
+from drafttrain.tuning.plan_recipe import (
+    deepspeed_of,
+    drafter_of,
+    model_sizes,
+    read_config,
+    shipped_config,
+    stored_bits,
+)
+from drafttrain.values import StoreDtype
+
+_CONVERSATIONS, _TOKENS = 60_000, 1024  # of a data set that does not exist yet; tokens of a conversation on average
+_SEQUENCES = 256  # that an engine generates at a time, memory permitting
+_ENGINE_SHARE = 0.9  # of a GPU's memory that an engine fills
+_STATE_BYTES = {
+    "sgd": 0,
+    "adafactor": 0,
+    "adamw_8bit": 2,
+    "adamw_bnb_8bit": 2,
+}  # of an optimizer per weight; AdamW's: 8
+_ADAMW_MOVES = 28  # bytes per weight and optimizer step: weight, gradient and two states are read, all but one written
+_SHORTEST = 512  # tokens of a row that advice suggests
+_UNIT = 256  # of lengths
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run takes. Gigabytes are 10^9 bytes; memory is that of the fullest process at its peak.
+
+    Attributes:
+        setting: what was planned: GPUs, rows, tokens, precision, ZeRO stage, where the target's states come from.
+        parameters: of the target, those that one token uses (active), and the drafter's trained ones.
+        memory_gb, disk_gb, hours: by part, with their total. tokens_per_second: by the roofline that gives the hours.
+        largest: rows that fit at the recipe's length, and length at its rows; 0 where none fits.
+        advice: what to change, in order of harm; empty if the run fits. notes: what is assumed or left out.
+    """
+
+    recipe: str
+    setting: Json
+    parameters: dict[str, int]
+    memory_gb: dict[str, float]
+    disk_gb: dict[str, float]
+    hours: dict[str, float]
+    tokens_per_second: dict[str, float]
+    fits: bool
+    largest: dict[str, int]
+    advice: list[str]
+    notes: list[str]
+
+    def json(self) -> Json:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is planned besides the recipe; the flags of `drafttrain plan`.
+
+    Attributes:
+        gpus: 0 takes the processes of the accelerate file in `deepspeed`, else 1.
+        device: a name of hardware.DEVICES; gpu_memory: GB, instead of the device's. disk: free GB; None: no limit.
+        deepspeed: a ZeRO stage, 0 for none, a DeepSpeed JSON or an accelerate YAML; empty: the recipe's, else stage 2 on
+            several GPUs.
+        states: where the target's come from; empty: as the recipe and its data say. store_dtype: of stored ones.
+        conversations, tokens, prompt_tokens: of the data, the last two on average; 0: as in the recipe's data, if it exists.
+        target_config, init_config: config.json of the recipe's `target` and `init`, where their names lead to none.
+    """
+
+    gpus: int = 0
+    device: str = "h100"
+    gpu_memory: float | None = None
+    disk: float | None = None
+    deepspeed: str = ""
+    states: States | Literal[""] = ""
+    store_dtype: StoreDtype = "bfloat16"
+    conversations: int = 0
+    tokens: int = 0
+    prompt_tokens: int = 128
+    target_config: str | None = None
+    init_config: str | None = None
+    compute_efficiency: float = 0.4
+    memory_efficiency: float = 0.75
+
+
+def plan(recipe: str, overrides: Sequence[str] = (), job: Job | None = None) -> Plan:
+    """Plans a training run from its recipe and overrides, which are those of `drafttrain train`.
+
+    Raises:
+        UserError: a recipe, device or file with an error, or a target or drafter whose shapes are not known.
+    """
+    return _Planner(recipe, overrides, job or Job()).plan()
+
+
+class _Planner:
+    """One plan: the target's shapes, the data's counts, and the device, which its parts share."""
+
+    def __init__(self, recipe: str, overrides: Sequence[str], job: Job):
+        self.recipe, self.job, self.notes = recipe, job, list[str]()
+        self.config = config = load_config(recipe, list(overrides), KEYS)
+        check_recipe(config)
+        if job.device not in DEVICES:
+            raise UserError(f"device={job.device!r} is not one of {', '.join(DEVICES)}; choose the closest one")
+        if config.sequence_parallel > 1:
+            raise UserError(
+                f"sequence_parallel={config.sequence_parallel}: rows that processes share are not planned; set "
+                "sequence_parallel=1, and max_length to a process's part of a row"
+            )
+        self.trainer: Json = {**vars(TrainerKeys()), **config.trainer}
+        shipped = shipped_config(recipe, overrides, "target", "target.json")
+        self.target = read_config(config.target, job.target_config, shipped)
+        with loading(f"target={config.target!r}", "give another --target-config"), torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(self.target)
+        self.sizes, self.weights = model_sizes(model, self.target), sum(x.numel() for x in model.parameters())
+        self.width = stored_bits(self.target) / 8  # bytes per weight of the target's files
+        options, build, note = drafter_of(config, recipe, overrides, job.init_config)
+        self.notes += [note] if note else []
+        self.memory = Memory(self.target, config.kind, options, config.loss, build)
+        bandwidth, tflops, memory = DEVICES[job.device]
+        rates = 1e9 * bandwidth * job.memory_efficiency, 1e12 * tflops * job.compute_efficiency
+        self.device = Device(job.device, *rates, 1e9 * (job.gpu_memory or memory), 5e-5)
+        self._read_data()
+        self.setting = self._setting()
+        self.step = self.memory.step(self.setting)
+
+    # -- the recipe and its data --------------------------------------------------------------------------------
+
+    def _read_data(self) -> None:
+        """Sets `conversations`, their `tokens` and `prompt` tokens on average, and `stored`, settings of stored states."""
+        job, data = self.job, Path(self.config.data).expanduser()
+        exists = (data / "meta.json").is_file()
+        counts = (read_meta(data).get("counts") or {}) if exists else {}
+        held = counts.get("conversations", 0)
+        answers = counts.get("response_tokens", 0) // max(held, 1)
+        self.conversations = job.conversations or held or _CONVERSATIONS
+        tokens = job.tokens or (answers + job.prompt_tokens if held else _TOKENS)
+        self.tokens = min(tokens, self.config.max_length)
+        self.prompt = min(job.prompt_tokens, max(self.tokens - 2, 0))
+        self.stored = stored_features(data) if exists else None
+        if not held and not (job.conversations and job.tokens):
+            self.notes.append(
+                f"data={self.config.data!r} is not there yet: {self.conversations:,} conversations of {self.tokens:,} tokens are "
+                "assumed (--conversations, --tokens)"
+            )
+
+    def _states(self) -> States:
+        if self.config.loss == "next_token":
+            return "none"
+        if self.job.states:
+            return self.job.states
+        return "vllm" if self.config.target_url else "stored" if self.stored else "online"
+
+    def _setting(self) -> Setting:
+        config, trainer, job, states = self.config, self.trainer, self.job, self._states()
+        zero, launched = deepspeed_of(job.deepspeed, trainer, job.gpus)
+        self.gpus = job.gpus or launched or 1
+        processes = launched if launched and not job.gpus else self.gpus
+        if config.target_device_map and not launched:
+            processes = 1
+        gpu = not job.device.startswith("cpu")
+        half = bool(trainer.get("bf16", trainer.get("fp16") or gpu))
+        fixed = (zero.get("bf16") or {}).get("enabled", "auto")
+        dtype = torch.bfloat16 if gpu and config.dtype == "auto" else resolve_dtype(config.dtype, torch.device("cpu"))
+        recomputes = gpu and states == "online" and issubclass(kind_class(config.kind), DecoderDrafter)
+        cache = 1e9 * (config.cache_gb if config.cache_gb >= 0 else 0.0 if gpu else 4.0)
+        return Setting(
+            rows=trainer["per_device_train_batch_size"],
+            length=config.max_length,
+            eval_rows=trainer["per_device_eval_batch_size"] if config.validation else 0,
+            prompt=0 if states == "none" else self.prompt,
+            gpu=gpu,
+            target_dtype=dtype,
+            half=half if fixed == "auto" else bool(fixed),
+            checkpointing=bool(trainer.get("gradient_checkpointing", recomputes)),
+            states=states,
+            shards=max(self.gpus // processes, 1) if config.target_device_map else 1,
+            processes=processes,
+            stage=(zero.get("zero_optimization") or {}).get("stage", 0),
+            buckets=buckets_of(zero),
+            accumulates=trainer["gradient_accumulation_steps"] > 1,
+            state_bytes=_STATE_BYTES.get(str(trainer.get("optim", "")), 8),
+            kept=cache,
+            ahead=1e9 * config.prefetch_gb,
+        )
+
+    # -- figures ------------------------------------------------------------------------------------------------
+
+    def plan(self) -> Plan:
+        """The figures of the recipe's setting, the largest batch, and advice if it does not fit."""
+        setting, limit, free = self.setting, self.device.memory, self.job.disk
+        memory, disk, (rates, hours) = self.memory.parts(setting), self._disk(), self._time()
+        fits_memory = sum(memory.values()) <= limit
+        fits_disk = free is None or sum(disk.values()) <= 1e9 * free
+        longest = getattr(self.target.get_text_config(), "max_position_embeddings", None) or 2**20
+        largest = {
+            "rows": self.memory.most(setting, limit, "rows", 4096),
+            "length": self.memory.most(setting, limit, "length", longest, _UNIT),
+        }
+        advice = [] if fits_memory else list(self._advice())
+        if not fits_disk:
+            advice.append(f"--disk {free:g} GB is too small: {self._disk_advice(disk)}")
+        self._more_notes(memory, largest)
+        precision = ("bfloat16" if setting.half else "float32") if setting.gpu else "float32"
+        shown = {
+            "gpus": self.gpus, "device": self.device.name, "gpu_memory_gb": limit / 1e9, "processes": setting.processes,
+            "zero_stage": setting.stage, "precision": precision, "gradient_checkpointing": setting.checkpointing,
+            "states": setting.states, "rows": setting.rows, "length": setting.length, "conversations": self.conversations,
+            "tokens": self.tokens, "efficiency": {"compute": self.job.compute_efficiency, "memory": self.job.memory_efficiency},
+        }  # fmt: skip
+        active = round(self.sizes.always + self.sizes.expert * self.sizes.chosen)
+        parameters = {"target": self.weights, "active": active, "drafter": self.step.trained}
+        fits = fits_memory and fits_disk
+        figures = _gigabytes(memory), _gigabytes(disk), _with_total(hours), rates
+        return Plan(self.recipe, shown, parameters, *figures, fits, largest, advice, self.notes)
+
+    def _disk(self) -> dict[str, float]:
+        """Bytes by part. Token ids take about as many characters as the largest one, once as text and once in Arrow's cache."""
+        tokens, trained = self.conversations * self.tokens, self.step.trained
+        text = self.setting.states == "none"
+        width = len(str(self.target.get_text_config().vocab_size)) + 8
+        kept = (self.trainer["save_total_limit"] or 10) + 1  # and the one that is being written
+        parts = {
+            "target": self.weights * self.width,
+            "prompts": 0.0 if text else self.conversations * (5.0 * self.prompt + 100),
+            "answers": tokens * width + 200.0 * self.conversations,
+            "states": self._states_bytes(self.job.store_dtype) if self.setting.states == "stored" else 0.0,
+            "checkpoints": kept * (12.0 + 2 * bool(self.setting.stage)) * trained,
+            "drafter": 4.0 * trained,
+        }
+        return {name: size for name, size in parts.items() if size}
+
+    def _states_bytes(self, dtype: StoreDtype) -> float:
+        """Of all conversations' features and last states, as `drafttrain features` stores them."""
+        h = self.target.get_text_config().hidden_size
+        return 1.01 * value_bytes(dtype, h) * self.memory.state_width(h) * self.conversations * self.tokens
+
+    def _time(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Tokens per second and hours by part, by the roofline."""
+        setting, device, trainer = self.setting, self.device, self.trainer
+        tokens, rates = self.conversations * self.tokens, dict[str, float]()
+        hours = dict[str, float]()
+        if setting.states != "none":
+            rates["generate"] = self.gpus * self._decode_rate()
+            hours["generate"] = self.conversations * (self.tokens - self.prompt) / rates["generate"] / 3600
+        forward = self.gpus * self._forward_rate()
+        if setting.states == "stored":
+            rates["features"], hours["features"] = forward, tokens / forward / 3600
+        batch, pieces = setting.rows * setting.length, trainer["gradient_accumulation_steps"]
+        # Operations of one row: attention across rows of a batch would be counted too.
+        flops = self.memory.step(replace(setting, rows=1)).flops * setting.rows
+        seconds = max(flops / device.flops, self.step.target / device.bandwidth)
+        seconds += (
+            _ADAMW_MOVES * self.step.trained / setting.processes ** (setting.stage > 0) / device.bandwidth / pieces
+        )
+        rates["train"] = setting.processes * batch / seconds
+        if trainer["max_steps"] > 0:
+            rows = trainer["max_steps"] * pieces * setting.rows * setting.processes
+            trained = rows * (setting.length if self.config.packing else self.tokens)
+        else:
+            trained = tokens * (1 - self.config.validation) * trainer["num_train_epochs"]
+        hours["train"] = trained / rates["train"] / 3600
+        if setting.states == "vllm":  # the server's GPUs, as many as the trainer's, run the target meanwhile
+            rates["vllm states"] = forward
+            hours["train"] = max(hours["train"], trained / forward / 3600)
+        if self.config.max_minutes:
+            hours["train"] = self.config.max_minutes / 60
+        return rates, hours
+
+    def _server_gpus(self) -> int:
+        """GPUs that the target's weights need in an engine, a power of two."""
+        least = self.weights * self.width / (0.8 * self.device.memory)
+        return 2 ** max(0, math.ceil(math.log2(max(least, 1e-9))))
+
+    def _decode_rate(self) -> float:
+        """Response tokens per second and GPU of an engine that holds as many sequences as its memory."""
+        needed = self._server_gpus()
+        free = needed * _ENGINE_SHARE * self.device.memory - self.weights * self.width
+        batch = max(1, min(_SEQUENCES, int(free / max(2 * self.sizes.kv * self.tokens, 1))))
+        return batch / self._pass_seconds(batch, batch, self.tokens // 2, needed) / needed
+
+    def _forward_rate(self) -> float:
+        """Tokens per second and GPU of the target's forward over whole conversations."""
+        needed, batch = self._server_gpus(), max(1, 8192 // max(self.tokens, 1))
+        return batch * self.tokens / self._pass_seconds(batch * self.tokens, 0, self.tokens // 2, needed) / needed
+
+    def _pass_seconds(self, tokens: int, contexts: int, context: int, gpus: int) -> float:
+        """A forward over `tokens` tokens on several GPUs, without loss; keys and values of `contexts` sequences are read."""
+        sizes: Sizes = self.sizes
+        moved = self.width * sizes.read(tokens) + 2 * contexts * context * sizes.kv
+        done = 2 * tokens * (sizes.always + sizes.expert * sizes.chosen) + 4 * tokens * context * sizes.columns
+        return max(moved / self.device.bandwidth, done / self.device.flops) / gpus + self.device.overhead
+
+    # -- advice -------------------------------------------------------------------------------------------------
+
+    def _advice(self) -> Iterator[str]:
+        """Changes in order of harm, each on top of those before it, up to one that fits."""
+        first, limit, total = self.setting, self.device.memory, self.memory.total
+        starts = [("", first)]
+        if first.states == "online" and not kind_class(self.config.kind).loads_language_models:
+            away = replace(first, states="vllm", shards=1)
+            starts.append(("target_url=... (states from vLLM on other GPUs) or drafttrain features: ", away))
+        for start, begin in starts:
+            steps = [(start, begin)] if start else []
+            steps += [(text, change) for text, change in self._changes(begin)]
+            fitting = next((i for i, (_, change) in enumerate(steps) if total(change) <= limit), None)
+            if fitting is not None:
+                for text, change in steps[: fitting + 1]:
+                    yield f"{text.rstrip(': ')}: {total(change) / 1e9:.1f} GB"
+                return
+        best = min(total(change) for _, begin in starts for _, change in [("", begin), *self._changes(begin)])
+        yield f"nothing fits {limit / 1e9:.0f} GB: the smallest setting takes {best / 1e9:.1f} GB; use larger or more GPUs"
+
+    def _changes(self, setting: Setting) -> Iterator[tuple[str, Setting]]:
+        if not setting.checkpointing and issubclass(kind_class(self.config.kind), DecoderDrafter):
+            setting = replace(setting, checkpointing=True)
+            yield "gradient_checkpointing=true", setting
+        if self.gpus > 1 and setting.stage < 2:
+            setting = replace(setting, stage=2, buckets=2 * setting.buckets)
+            yield "ZeRO-2 (configs/accelerate/gpu-8.yaml)", setting
+        if "evaluation" in self.memory.parts(setting) and setting.eval_rows > 1:
+            setting = replace(setting, eval_rows=1)
+            yield "per_device_eval_batch_size=1", setting
+        while setting.rows > 1:
+            setting = replace(setting, rows=setting.rows // 2, accumulates=True)
+            pieces = self.trainer["gradient_accumulation_steps"] * self.setting.rows // setting.rows
+            if setting.rows == 1 or self.memory.total(setting) <= self.device.memory:
+                yield f"per_device_train_batch_size={setting.rows} gradient_accumulation_steps={pieces}", setting
+                break
+        while setting.length // 2 >= _SHORTEST:
+            setting = replace(setting, length=setting.length // 2)
+            if setting.length // 2 < _SHORTEST or self.memory.total(setting) <= self.device.memory:
+                yield f"max_length={setting.length}", setting
+                break
+        for count in (2, 4, 8, 16):
+            if count > setting.processes:
+                more = replace(setting, processes=count, stage=max(setting.stage, 2), buckets=setting.buckets or 10**9)
+                yield f"{count} GPUs under ZeRO-2", more
+
+    def _disk_advice(self, disk: dict[str, float]) -> str:
+        if "states" in disk and self.job.store_dtype != "int8":
+            return "store states as int8 (drafttrain features --store-dtype int8), or train with target_url"
+        return "set save_total_limit lower, or take fewer conversations"
+
+    def _more_notes(self, memory: dict[str, float], largest: dict[str, int]) -> None:
+        needed, config = self._server_gpus(), self.config
+        if self.setting.states == "vllm":
+            self.notes.append(f"vLLM needs GPUs of its own: at least {needed} of {self.device.memory / 1e9:.0f} GB")
+        elif needed > self.gpus and self.setting.states != "none":
+            self.notes.append(f"the target needs {needed} GPUs in an engine that generates its answers")
+        if "evaluation" in memory:
+            rows = self.setting.eval_rows
+            self.notes.append(
+                f"evaluation sets the peak; per_device_eval_batch_size={max(1, rows // 2)} (now {rows}) lowers it"
+            )
+        if config.on_policy:
+            self.notes.append("on_policy: memory and time of the drafter's own responses are left out")
+        if self.width < 2 and self.setting.states == "online":
+            self.notes.append("the target's weights are quantized; training is counted with 16 bits per weight")
+
+
+def _gigabytes(parts: dict[str, float]) -> dict[str, float]:
+    return _with_total({name: size / 1e9 for name, size in parts.items()})
+
+
+def _with_total(parts: dict[str, float]) -> dict[str, float]:
+    return {**parts, "total": sum(parts.values())}
+
+
+# -- the command --------------------------------------------------------------------------------------------------------
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command: prints the plan, and writes it with --output. Raises UserError for a recipe with an error."""
+    output = output_file(args.output, "plan", inputs_of(args)) if args.output is not None else None
+    job = Job(**{name: getattr(args, name) for name in Job.__dataclass_fields__})
+    found = plan(args.recipe, args.overrides, job)
+    print_plan(found)
+    if output is not None:
+        write_json(output, {**found.json(), "command": [Path(sys.argv[0]).name, *sys.argv[1:]]})
+        print(f"wrote {args.output}")
+    return 0
+
+
+def print_plan(found: Plan) -> None:
+    """Prints a table each of memory, disk and time, then the largest batch, advice and notes."""
+    console, at = wide_console(), found.setting
+    total, limit = found.memory_gb["total"], at["gpu_memory_gb"]
+    zero = f", ZeRO-{at['zero_stage']}" if at["zero_stage"] else ""
+    how = f"{at['rows']} x {at['length']} tokens, {at['precision']}{zero}, states {at['states']}"
+    console.print(f"{found.recipe} on {at['gpus']} x {at['device']} of {limit:g} GB: {how}")
+    shapes = ", ".join(f"{name} {_short(count)}" for name, count in found.parameters.items())
+    console.print(f"parameters: {shapes}")
+    parts = [[name, f"{size:.2f}"] for name, size in found.memory_gb.items()]
+    console.print(table_of(["memory of a process", "GB"], parts, right=True))
+    console.print(table_of(["disk", "GB"], [[name, f"{size:.2f}"] for name, size in found.disk_gb.items()], right=True))
+    rows = [
+        [name, f"{found.tokens_per_second[name]:,.0f}" if name in found.tokens_per_second else "", f"{hours:.2f}"]
+        for name, hours in found.hours.items()
+    ]
+    title = "a roofline, not a measurement"
+    console.print(table_of(["time", "tokens/s", "hours"], rows, title, right=True))
+    console.print(f"{'fits' if found.fits else 'does not fit'}: {total:.1f} of {limit:g} GB at the peak")
+    largest = found.largest
+    console.print(
+        f"largest that fits: {largest['rows']} rows of {at['length']} tokens, or {at['rows']} rows of {largest['length']} tokens"
+    )
+    for number, line in enumerate(found.advice, 1):
+        console.print(f"{number}. {line}")
+    for line in found.notes:
+        console.print(f"note: {line}")
+    console.print("next: drafttrain prompts, generate, then drafttrain train with this recipe")
+
+
+def _short(count: int) -> str:
+    return f"{count / 1e9:.2f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"

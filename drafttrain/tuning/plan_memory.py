@@ -1,0 +1,225 @@
+"""What a process of a training run holds at its peak, by part, from dry steps (training/dry_step.py) and the rules of ZeRO.
+
+    dry step               weights, features, logits and activations of one micro-batch, at the recipe's batch or smaller ones
+    rows and lengths       bytes and operations of other batches, linear in either
+    ZeRO stage             which of weights, gradients and optimizer states each of N processes holds
+
+Source: ZeRO, arXiv 1910.02054; buffers and the phases of a step as in deepspeed/runtime/zero/stage_1_and_2.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from drafttrain.drafters.common.trainable import TrainableDrafter
+from drafttrain.files import Json
+from drafttrain.target import Target
+from drafttrain.training.dry_step import StepMemory, dry_step
+
+States = Literal["online", "stored", "vllm", "none"]
+_MOST_TOKENS = 8192  # of a dry step: its time grows with the batch; larger ones are extrapolated
+_CONTEXT = 1e9  # CUDA context and workspaces of cuBLAS
+_COMMUNICATION = 0.5e9  # NCCL's buffers
+_FRAGMENTS = 0.05  # of what a step allocates and frees
+_BUCKET, _LIVE = (
+    500_000_000,
+    1_000_000_000,
+)  # DeepSpeed's defaults: elements per reduction, weights that stage 3 gathers
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the memory of a process depends on.
+
+    Attributes:
+        rows, length: of a micro-batch; eval_rows: of one in evaluations; prompt: tokens of each row that are not learned.
+        half: whether the drafter multiplies in 16 bits. checkpointing: of its activations.
+        states: where the target's come from. shards: GPUs that a process spreads the target over.
+        stage: of ZeRO, 0 without DeepSpeed; buckets: elements of DeepSpeed's reduction buffers.
+        accumulates: an optimizer step has several micro-batches. state_bytes: of the optimizer, per trained weight.
+        kept, ahead: bytes of states that a process on a CPU keeps between epochs, and reads ahead of their steps.
+    """
+
+    rows: int
+    length: int
+    eval_rows: int
+    prompt: int
+    gpu: bool
+    target_dtype: torch.dtype
+    half: bool
+    checkpointing: bool
+    states: States
+    shards: int = 1
+    processes: int = 1
+    stage: int = 0
+    buckets: int = _BUCKET
+    accumulates: bool = False
+    state_bytes: int = 8
+    kept: float = 0.0
+    ahead: float = 0.0
+
+
+def buckets_of(deepspeed: Json) -> int:
+    """Elements of the reduction buffers that a DeepSpeed configuration asks for."""
+    zero = deepspeed.get("zero_optimization") or {}
+    size = zero.get("reduce_bucket_size", _BUCKET)
+    size = int(size) if isinstance(size, int | float) else _BUCKET  # "auto"
+    stage = zero.get("stage", 0)
+    if not zero.get("contiguous_gradients", True) and stage < 3:
+        return 0
+    return size * (2 if zero.get("overlap_comm") and stage < 3 else 1)
+
+
+class Memory:
+    """The memory of a drafter's training by setting; every dry step runs once.
+
+    Args:
+        config: the target's. kind, options, loss: of the recipe. build: makes the drafter, see `dry_step`.
+    """
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        kind: str,
+        options: Json,
+        loss: str,
+        build: Callable[[Target], TrainableDrafter],
+    ):
+        self.config, self.kind, self.options, self.loss, self.build = config, kind, options, loss, build
+        self._run = functools.cache(self._dry_step)
+
+    def state_width(self, hidden: int) -> int:
+        """Numbers per token of the drafter's features and the target's last state, of width `hidden`."""
+        with torch.device("meta"):
+            target = Target.wrap(AutoModelForCausalLM.from_config(self.config), None, name=self.config.model_type)
+            drafter = self.build(target)
+        return (len(drafter.feature_layers) + 1) * hidden
+
+    def _dry_step(self, setting: Setting, trains: bool) -> StepMemory:
+        deepspeed = setting.stage > 0
+        bfloat16 = torch.bfloat16 if setting.half else None
+        return dry_step(
+            self.config,
+            self.kind,
+            self.options,
+            rows=setting.rows,
+            length=setting.length,
+            prompt=min(setting.prompt, setting.length - 2),
+            gpu=setting.gpu,
+            target_dtype=setting.target_dtype,
+            drafter_dtype=torch.bfloat16 if deepspeed and setting.half else torch.float32,
+            autocast=None if deepspeed else bfloat16,
+            checkpointing=setting.checkpointing,
+            source={"online": "online", "none": "none"}.get(setting.states, "states"),  # type: ignore[arg-type]
+            loss=self.loss,
+            accumulates=setting.accumulates and not deepspeed and trains,
+            trains=trains,
+            keeps=setting.kept > 0,
+            build=self.build,
+        )
+
+    def step(self, setting: Setting, trains: bool = True) -> StepMemory:
+        """A step of this setting, extrapolated where its batch is large."""
+        # What does not change a dry step does not start another one.
+        plain = replace(setting, eval_rows=1, shards=1, processes=1, stage=min(setting.stage, 1), buckets=0)
+        plain = replace(plain, state_bytes=8, kept=float(setting.kept > 0), ahead=0.0)
+        if not trains:
+            plain = replace(plain, rows=setting.eval_rows, accumulates=False)
+        if plain.rows * plain.length <= _MOST_TOKENS:
+            return self._run(plain, trains)
+        rows = _MOST_TOKENS // plain.length
+        if rows > 1:
+            few, many = (replace(plain, rows=n) for n in (rows // 2, rows))
+            at, a, b = plain.rows, few.rows, many.rows
+        else:  # one row is long: the same number of tokens in rows of a length that runs
+            few, many = (replace(plain, rows=1, length=n) for n in (_MOST_TOKENS // 2, _MOST_TOKENS))
+            at, a, b = plain.rows * plain.length, few.length, many.length
+        return _line(self._run(few, trains), self._run(many, trains), (at - a) / (b - a))
+
+    def parts(self, setting: Setting) -> dict[str, float]:
+        """Bytes at the peak by part."""
+        step = self.step(setting)
+        held = self._held(setting, step)
+        working = {"features": float(step.features), "logits": step.logits, "activations": step.activations}
+        if not setting.gpu:
+            working |= {
+                "states kept": setting.kept,
+                "states ahead": 0.0 if setting.states == "online" else setting.ahead,
+            }
+        # The optimizer's step holds copies of the gradients that it owns, when the working memory is free again.
+        copies = 0.0
+        if setting.stage:
+            width = 2 if setting.half else 4
+            copies = (2 * width + 4) * step.trained / setting.processes - held["gradients"] - sum(working.values())
+            copies = max(0.0, copies - held.get("gradient buckets", 0.0))
+        parts = {**held, **working}
+        parts["optimizer"] += copies
+        evaluation = self.step(setting, trains=False).working if setting.eval_rows else 0
+        free = sum(working.values()) + held["gradients"] + held.get("gradient buckets", 0.0) + copies
+        if evaluation > free:
+            parts["evaluation"] = evaluation - free
+        if setting.gpu:
+            fragments = _FRAGMENTS * max(sum(working.values()), evaluation)
+            parts["reserve"] = _CONTEXT + fragments + (_COMMUNICATION if setting.processes > 1 else 0.0)
+        return parts
+
+    def _held(self, setting: Setting, step: StepMemory) -> dict[str, float]:
+        """Weights, gradients and optimizer states of one of the processes."""
+        stage, n, trained = setting.stage, setting.processes, step.trained
+        target = step.target / (setting.shards if setting.states == "online" else 1)
+        if not stage:
+            copies = {"gradient buckets": float(step.gradients)} if n > 1 else {}  # those of DistributedDataParallel
+            optimizer = float(setting.state_bytes * trained)
+            return {
+                "target": target,
+                "drafter": step.drafter,
+                "gradients": step.gradients,
+                "optimizer": optimizer,
+                **copies,
+            }
+        width = 2 if setting.half else 4
+        drafter = float(step.drafter)
+        if stage == 3:
+            drafter = drafter / n + width * min(trained, _LIVE)  # its part, and what is gathered for a forward
+        return {
+            "target": target,
+            "drafter": drafter,
+            "gradients": width * trained / (n if stage > 1 else 1),
+            "optimizer": (4 + setting.state_bytes) * trained / n,  # with the float32 copy of the weights
+            "gradient buckets": float(width * setting.buckets),
+        }
+
+    def total(self, setting: Setting) -> float:
+        return sum(self.parts(setting).values())
+
+    def most(self, setting: Setting, limit: float, name: Literal["rows", "length"], highest: int, unit: int = 1) -> int:
+        """The largest number of rows, or length, whose peak is at most `limit` bytes; 0 if none."""
+        low, high = 0, highest // unit
+        # Dry steps at a batch that runs in any case give the line; none runs for each candidate.
+        small = min(
+            getattr(setting, name), max(unit, _MOST_TOKENS // (setting.length if name == "rows" else setting.rows))
+        )
+        points = [max(unit, small // 2 // unit * unit), max(2 * unit, small // unit * unit)]
+        totals = [self.total(replace(setting, **{name: n, "eval_rows": 0})) for n in points]  # type: ignore[arg-type]
+        slope = (totals[1] - totals[0]) / (points[1] - points[0])
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = totals[1] + slope * (middle * unit - points[1]) <= limit
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low * unit
+
+
+def _line(a: StepMemory, b: StepMemory, share: float) -> StepMemory:
+    """The step at `share` of the way from a to b, beyond b where that is above 1."""
+    values = {
+        name: max(0.0, getattr(a, name) + share * (getattr(b, name) - getattr(a, name)))
+        for name in ("features", "logits", "activations", "flops")
+    }
+    whole = {name: round(value) for name, value in values.items()}
+    return replace(b, **whole)
