@@ -47,7 +47,7 @@ SLOW = [
 # Settings that end a command within seconds, after those of the page.
 SMALL = {
     "prompts": ["--count", "4", "--max-prompt-tokens", "16"],
-    "generate": ["--max-new-tokens", "12", "--limit", "4"],
+    "generate": ["--max-new-tokens", "12"],
     "eval": ["--limit", "1", "--max-new-tokens", "4", "--baselines", "autoregressive"],
     "tune": ["--max-new-tokens", "16", "--dry-run"],
     "sweep": ["--limit", "2", "--max-new-tokens", "4", "--batch-sizes", "1,2", "--lengths", "1,2", "--contexts", "0,16"],
