@@ -28,6 +28,7 @@ from drafttrain.drafters.registry import kind_class
 from drafttrain.errors import UserError
 from drafttrain.files import Json, write_json
 from drafttrain.folders import inputs_of, output_file
+from drafttrain.recipes import recipe_path
 from drafttrain.reports.output import table_of, wide_console
 from drafttrain.target.devices import resolve_dtype
 from drafttrain.target.loading import loading
@@ -123,7 +124,7 @@ def plan(recipe: str, overrides: Sequence[str] = (), job: Job | None = None) -> 
     Raises:
         UserError: a recipe, device or file with an error, or a target or drafter whose shapes are not known.
     """
-    return _Planner(recipe, overrides, job or Job()).plan()
+    return _Planner(str(recipe_path(recipe)), overrides, job or Job()).plan()
 
 
 class _Planner:
