@@ -13,9 +13,10 @@ from pathlib import Path
 
 held = set(zipfile.ZipFile(sys.argv[-1]).namelist())
 needed = {path.as_posix() for path in Path("drafttrain").rglob("*") if path.is_file() and "__pycache__" not in path.parts}
-missing = sorted(needed - held)
-suites = [name for name in held if name.endswith(".jsonl")]
-if missing or not suites:
-    sys.exit(f"the wheel lacks {', '.join(missing) or 'the evaluation suites'}")
+shared = [path for folder in ("eval/suites", "configs") for path in Path(folder).rglob("*.*") if path.is_file()]
+ends = tuple("/share/drafttrain/" + path.as_posix().removeprefix("eval/") for path in shared)
+missing = sorted(needed - held) + [end for end in ends if not any(name.endswith(end) for name in held)]
+if missing:
+    sys.exit(f"the wheel lacks {', '.join(missing)}")
 print(f"{sys.argv[-1]}: {len(held)} files, nothing missing")
 PYTHON

@@ -1,4 +1,4 @@
-"""The README's figures are those of a results file, and the command below them is the one that measured them."""
+"""Figures, commands and tables of the README and the pages that people read first are those of the code and its results."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ import importlib.util
 import json
 import shlex
 from pathlib import Path
+
+import pytest
+
+from drafttrain.drafters.shipping import shipped_kinds, shipping
+
+UNDRAFTED = {"mlp_speculator": {"vLLM"}}  # vLLM 0.32 has its class but no longer drafts with it
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -50,3 +56,20 @@ def test_pictures_of_the_concepts_are_those_of_the_script():
     assert {name: kept.get(name) for name in module.PICTURES} == {
         name: draw().svg() for name, draw in module.PICTURES.items()
     }
+
+
+@pytest.mark.thorough
+def test_the_engines_of_each_kind_are_those_of_its_exports():
+    text = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
+    table = text.partition("\n## By engine\n")[2].partition("\n## ")[0]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("|")
+    ]
+    shown = {
+        kind.strip("` "): {rows[0][at].split()[0] for at in range(1, 6) if row[at]}
+        for row in rows[2:]
+        for kind in row[0].split(",")
+    }
+    for kind in (kind for kind in shipped_kinds() if shipping(kind).formats):  # ngram has recipes only
+        engines = {name.split(",")[0] for form in shipping(kind).formats.values() for name in form.engines}
+        assert shown[kind] == engines - UNDRAFTED.get(kind, set()), kind

@@ -73,12 +73,14 @@ class CacheForm(NamedTuple):
     Attributes:
         batch, time: each tensor's axis of rows, and of tokens where it has one; None for ints.
         counts: whether an int counts tokens. owned: whether a forward writes to the tensor in place.
+        dims: each tensor's number of axes; -1 for ints.
     """
 
     batch: list[int | None]
     time: list[int | None]
     counts: list[bool]
     owned: list[bool]
+    dims: list[int]
 
     @classmethod
     def of(cls, one: Any, two_rows: Any, longer: Any, owned: list[bool]) -> CacheForm | None:
@@ -99,10 +101,17 @@ class CacheForm(NamedTuple):
                 if len(changed) > 1:
                     return None
                 found.append(changed[0] if changed else None)
-        return cls(axes[0], axes[1], counts, owned)
+        return cls(axes[0], axes[1], counts, owned, _dims(parts[0]))
+
+    def fits(self, cache: Any) -> bool:
+        """Whether a cache has these parts. DeepSeek-V4's gets more of them as its compressed blocks fill."""
+        return _dims(leaves_of(cache)) == self.dims
 
     def copy(self, cache: Any, rows: int = 1) -> Any:
-        """A cache whose forward leaves `cache` alone, with its one row repeated."""
+        """A cache whose forward leaves `cache` alone, with its one row repeated. For several rows the cache must fit."""
+        if not self.fits(cache):
+            assert rows == 1
+            return _rebuilt(cache, [x.clone() if isinstance(x, Tensor) else x for x in leaves_of(cache)])
         new: list[Leaf] = []
         for leaf, axis, owned in zip(leaves_of(cache), self.batch, self.owned, strict=True):
             if isinstance(leaf, Tensor) and (owned or (rows > 1 and axis is not None)):
@@ -138,6 +147,10 @@ class CacheForm(NamedTuple):
                 parts = [_pad_left(part, time, most) for part in parts]
             new.append(torch.cat(parts, dim=rows))
         return _rebuilt(caches[longest], new)
+
+
+def _dims(leaves: Sequence[Leaf]) -> list[int]:
+    return [leaf.dim() if isinstance(leaf, Tensor) else -1 for leaf in leaves]
 
 
 def _pad_left(x: Tensor, axis: int, length: int) -> Tensor:

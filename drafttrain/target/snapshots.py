@@ -76,9 +76,8 @@ class SnapshotCache:
         self._held: dict[int, _Held] = {}  # by row
         self._since: list[list[int]] = [[] for _ in range(rows)]
         self._open: list[_Part] = []
-        self._read: dict[
-            int, tuple[Any, list[int]]
-        ] = {}  # by row, until `commit`: the cache behind its paths, its tokens
+        # By row, until `commit`: the cache behind its paths, or one behind each, and its tokens.
+        self._read: dict[int, tuple[list[Any], list[int]]] = {}
 
     @property
     def nbytes(self) -> int:
@@ -164,12 +163,12 @@ class SnapshotCache:
             self.lengths[row] += len(indices)
             if row not in self._read:  # its cache moved on already
                 continue
-            cache, tokens = self._read.pop(row)
+            caches, tokens = self._read.pop(row)
             spare = max(map(len, part.paths)) - len(indices)  # rejected tokens and padding behind the kept ones
-            if self.how.form is not None and (not spare or self.how.crops):
+            form, apart = self.how.form, len(caches) == len(part.paths)
+            if form is not None and (not spare or self.how.crops) and (apart or form.fits(caches[0])):
                 index = next(i for i, path in enumerate(part.paths) if path[: len(indices)] == indices)
-                if len(part.paths) > 1:
-                    cache = self.how.form.row(cache, index, self.lengths[row] + spare, 0)
+                cache = caches[index] if apart else form.row(caches[0], index, self.lengths[row] + spare, 0)
                 self._held[row], self._since[row] = _Held(self._trimmed(cache, spare), [row], [self.lengths[row]]), []
             else:
                 self._since[row] += [tokens[i] for i in indices]
@@ -182,22 +181,31 @@ class SnapshotCache:
         most = max(map(len, part.paths))
         table = torch.tensor([path + [0] * (most - len(path)) for path in part.paths], device=ids.device)
         before = torch.tensor(since, dtype=ids.dtype, device=ids.device).expand(len(table), len(since))
-        cache, read = None, [0]
+        paths = torch.cat((before, ids[table]), dim=1)
+        starts: list[Any] = [None]
+        read = [0]
         if form is not None and row in self._held:
             held = self._alone(row)
             # Nothing is copied where all tokens are kept, or those that are not can be dropped.
             copies = part.drafted and not (self.how.crops and len(table) == 1)
-            cache, read = form.copy(held.cache, len(table)) if copies else held.cache, held.lengths
-        out, cache = self.how.go_on(self.target, cache, torch.cat((before, ids[table]), dim=1), layers, read)
-        self.passes["read"] += 1
+            count = len(table) if form.fits(held.cache) else 1  # paths that read together
+            starts = [form.copy(held.cache, count) for _ in range(len(table) // count)] if copies else [held.cache]
+            read = held.lengths
+        outs, caches = [], []
+        for start, some in zip(starts, paths.chunk(len(starts)), strict=True):
+            out, cache = self.how.go_on(self.target, start, some, layers, read)
+            self.passes["read"] += 1
+            outs.append(out)
+            caches.append(cache)
         if part.drafted or form is None:
-            self._read[row] = cache, ids.tolist()
+            self._read[row] = caches, ids.tolist()
         else:
             length = self.lengths[row] + part.layout.count
-            self._held[row], self._since[row] = _Held(self._trimmed(cache), [row], [length]), []
+            self._held[row], self._since[row] = _Held(self._trimmed(caches[0]), [row], [length]), []
         at = {node: (i, len(since) + j) for i, path in enumerate(part.paths) for j, node in enumerate(path)}
         rows, columns = torch.tensor([at[node] for node in range(len(ids))], device=ids.device).unbind(1)
-        return TargetOutput(out.features[rows, columns][None], out.last_hidden[rows, columns][None])
+        states = (torch.cat([getattr(out, key) for out in outs]) for key in ("features", "last_hidden"))
+        return TargetOutput(*(state[rows, columns][None] for state in states))
 
     def _step(self, rows: list[int], ids: Tensor, layers: Sequence[int]) -> dict[int, TargetOutput]:
         """States [1, 1, ...] by row, each of which reads one token, ids [rows, 1], in one forward."""

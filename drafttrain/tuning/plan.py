@@ -4,7 +4,7 @@
     plan_memory.py         bytes of a process by part, from the training step itself on tensors without data
     here                   disk from counts of tokens and weights; hours from a roofline; the largest batch; advice
 
-The roofline: operations / (FLOP rate x efficiency) or bytes / (bandwidth x efficiency), whichever is longer. None of it is measured.
+A roofline: operations / (FLOP rate x efficiency) or bytes / (bandwidth x efficiency), whichever is longer; nothing is measured.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from drafttrain.drafters.registry import kind_class
 from drafttrain.errors import UserError
 from drafttrain.files import Json, write_json
 from drafttrain.folders import inputs_of, output_file
+from drafttrain.recipes import recipe_path
 from drafttrain.reports.output import table_of, wide_console
 from drafttrain.target.devices import resolve_dtype
 from drafttrain.target.loading import loading
 from drafttrain.training.arguments import KEYS, check_recipe
 from drafttrain.tuning.estimate import Device, Sizes
 from drafttrain.tuning.hardware import DEVICES
-from drafttrain.tuning.plan_memory import Memory, Setting, States, buckets_of
+from drafttrain.tuning.plan_memory import TWO_BUCKETS, Memory, Setting, States, buckets_of
 from drafttrain.tuning.plan_recipe import (
     deepspeed_of,
     drafter_of,
@@ -96,7 +97,7 @@ class Job:
         device: a name of hardware.DEVICES; gpu_memory: GB, instead of the device's. disk: free GB; None: no limit.
         deepspeed: a ZeRO stage, 0 for none, a DeepSpeed JSON or an accelerate YAML; empty: the recipe's, else stage 2 on
             several GPUs.
-        states: where the target's come from; empty: as the recipe and its data say. store_dtype: of stored ones.
+        states: where the target's come from; empty: as recipe and data say. store_dtype: of stored ones.
         conversations, tokens, prompt_tokens: of the data, the last two on average; 0: as in the recipe's data, if it exists.
         target_config, init_config: config.json of the recipe's `target` and `init`, where their names lead to none.
     """
@@ -123,7 +124,7 @@ def plan(recipe: str, overrides: Sequence[str] = (), job: Job | None = None) -> 
     Raises:
         UserError: a recipe, device or file with an error, or a target or drafter whose shapes are not known.
     """
-    return _Planner(recipe, overrides, job or Job()).plan()
+    return _Planner(str(recipe_path(recipe)), overrides, job or Job()).plan()
 
 
 class _Planner:
@@ -133,6 +134,7 @@ class _Planner:
         self.recipe, self.job, self.notes = recipe, job, list[str]()
         self.config = config = load_config(recipe, list(overrides), KEYS)
         check_recipe(config)
+        self.has_layers = issubclass(kind_class(config.kind), DecoderDrafter)
         if job.device not in DEVICES:
             raise UserError(f"device={job.device!r} is not one of {', '.join(DEVICES)}; choose the closest one")
         if config.sequence_parallel > 1:
@@ -195,7 +197,7 @@ class _Planner:
         half = bool(trainer.get("bf16", trainer.get("fp16") or gpu))
         fixed = (zero.get("bf16") or {}).get("enabled", "auto")
         dtype = torch.bfloat16 if gpu and config.dtype == "auto" else resolve_dtype(config.dtype, torch.device("cpu"))
-        recomputes = gpu and states == "online" and issubclass(kind_class(config.kind), DecoderDrafter)
+        recomputes = gpu and states == "online" and self.has_layers
         cache = 1e9 * (config.cache_gb if config.cache_gb >= 0 else 0.0 if gpu else 4.0)
         return Setting(
             rows=trainer["per_device_train_batch_size"],
@@ -332,43 +334,50 @@ class _Planner:
         starts = [("", first)]
         if first.states == "online" and not kind_class(self.config.kind).loads_language_models:
             away = replace(first, states="vllm", shards=1)
-            starts.append(("target_url=... (states from vLLM on other GPUs) or drafttrain features: ", away))
-        for start, begin in starts:
-            steps = [(start, begin)] if start else []
-            steps += [(text, change) for text, change in self._changes(begin)]
-            fitting = next((i for i, (_, change) in enumerate(steps) if total(change) <= limit), None)
-            if fitting is not None:
-                for text, change in steps[: fitting + 1]:
-                    yield f"{text.rstrip(': ')}: {total(change) / 1e9:.1f} GB"
-                return
-        best = min(total(change) for _, begin in starts for _, change in [("", begin), *self._changes(begin)])
-        yield f"nothing fits {limit / 1e9:.0f} GB: the smallest setting takes {best / 1e9:.1f} GB; use larger or more GPUs"
+            starts.append(
+                ("states from vLLM (target_url) or from disk (drafttrain features) in place of an online target", away)
+            )
+        ways = [[start, *self._changes(start[1])] for start in starts]
+        smallest = float("inf")
+        for way in [*ways, *([*way, *self._more_gpus(way[-1][1])] for way in ways)]:
+            lines = list[str]()
+            for text, setting in way:
+                smallest = min(smallest, size := total(setting))
+                lines += [f"{text}: {size / 1e9:.1f} GB"] if text else []
+                if size <= limit:
+                    yield from lines
+                    return
+        yield f"no such change fits {limit / 1e9:.0f} GB; the smallest takes {smallest / 1e9:.1f} GB: use larger GPUs"
 
     def _changes(self, setting: Setting) -> Iterator[tuple[str, Setting]]:
-        if not setting.checkpointing and issubclass(kind_class(self.config.kind), DecoderDrafter):
-            setting = replace(setting, checkpointing=True)
-            yield "gradient_checkpointing=true", setting
-        if self.gpus > 1 and setting.stage < 2:
-            setting = replace(setting, stage=2, buckets=2 * setting.buckets)
-            yield "ZeRO-2 (configs/accelerate/gpu-8.yaml)", setting
-        if "evaluation" in self.memory.parts(setting) and setting.eval_rows > 1:
-            setting = replace(setting, eval_rows=1)
-            yield "per_device_eval_batch_size=1", setting
-        while setting.rows > 1:
-            setting = replace(setting, rows=setting.rows // 2, accumulates=True)
-            pieces = self.trainer["gradient_accumulation_steps"] * self.setting.rows // setting.rows
-            if setting.rows == 1 or self.memory.total(setting) <= self.device.memory:
-                yield f"per_device_train_batch_size={setting.rows} gradient_accumulation_steps={pieces}", setting
-                break
-        while setting.length // 2 >= _SHORTEST:
-            setting = replace(setting, length=setting.length // 2)
-            if setting.length // 2 < _SHORTEST or self.memory.total(setting) <= self.device.memory:
-                yield f"max_length={setting.length}", setting
-                break
+        """Changes of the recipe, each on top of those before it; those that save nothing are left out."""
+        total, pieces = self.memory.total, self.trainer["gradient_accumulation_steps"]
+        halves = [2**n for n in range(1, 16)]
+        rows = [(setting.rows // n, n * pieces) for n in halves if n <= setting.rows]
+        lengths = [setting.length // n for n in halves if setting.length // n >= _SHORTEST]
+        # Of each group the first that fits, else the last.
+        groups: list[list[tuple[str, Json]]] = [
+            [("gradient_checkpointing=true", {"checkpointing": True})] if self.has_layers else [],
+            [("ZeRO-2 (--deepspeed 2)", {"stage": 2, "buckets": TWO_BUCKETS})] if setting.processes > 1 else [],
+            [("per_device_eval_batch_size=1", {"eval_rows": min(setting.eval_rows, 1)})],
+            [
+                (f"per_device_train_batch_size={n} gradient_accumulation_steps={m}", {"rows": n, "accumulates": True})
+                for n, m in rows
+            ],
+            [(f"max_length={n}", {"length": n}) for n in lengths],
+        ]  # fmt: skip
+        for group in filter(None, groups):
+            steps = [(text, replace(setting, **change)) for text, change in group]
+            text, changed = next((step for step in steps if total(step[1]) <= self.device.memory), steps[-1])
+            if total(changed) < 0.99 * total(setting):
+                setting = changed
+                yield text, setting
+
+    def _more_gpus(self, setting: Setting) -> Iterator[tuple[str, Setting]]:
         for count in (2, 4, 8, 16):
             if count > setting.processes:
-                more = replace(setting, processes=count, stage=max(setting.stage, 2), buckets=setting.buckets or 10**9)
-                yield f"{count} GPUs under ZeRO-2", more
+                stage, buckets = max(setting.stage, 2), setting.buckets or TWO_BUCKETS
+                yield f"{count} GPUs under ZeRO-2", replace(setting, processes=count, stage=stage, buckets=buckets)
 
     def _disk_advice(self, disk: dict[str, float]) -> str:
         if "states" in disk and self.job.store_dtype != "int8":

@@ -12,7 +12,7 @@ from drafttrain.values import Count, File, Name, Place, PositiveFraction, StoreD
 
 HELP = """Memory, disk and hours of a training run, before anything is downloaded; and what to change if it does not fit.
 
-  drafttrain plan configs/smollm2-135m/eagle3.yaml --gpu-memory 24
+  drafttrain plan llama-3.1-8b/eagle3 --gpu-memory 24
   drafttrain plan configs/smollm2-135m/eagle3.yaml per_device_train_batch_size=2 --gpus 8 --disk 4T --output plan.json
 
 Memory comes from the training step itself, run on tensors without data. Hours come from a roofline and are not measured. Of the
@@ -31,7 +31,7 @@ def _gigabytes(word: str) -> float:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
     add, size = adder(parser), reader(_gigabytes, "gigabytes, or an amount such as 500G or 4T")
-    add("recipe", Place, help="YAML recipe, see configs/")
+    add("recipe", Place, help="a YAML recipe, or the name of one that comes with drafttrain")
     replaces = "replace a value of the recipe; a.b=c sets b in a"
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=replaces)
     add("--gpus", Count, default=0, help="that train (default: the processes of --deepspeed's accelerate file, else 1)")

@@ -9,6 +9,7 @@ Source: ZeRO, arXiv 1910.02054; buffers and the phases of a step as in deepspeed
 
 from __future__ import annotations
 
+import bisect
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -27,10 +28,8 @@ _MOST_TOKENS = 8192  # of a dry step: its time grows with the batch; larger ones
 _CONTEXT = 1e9  # CUDA context and workspaces of cuBLAS
 _COMMUNICATION = 0.5e9  # NCCL's buffers
 _FRAGMENTS = 0.05  # of what a step allocates and frees
-_BUCKET, _LIVE = (
-    500_000_000,
-    1_000_000_000,
-)  # DeepSpeed's defaults: elements per reduction, weights that stage 3 gathers
+_BUCKET, _LIVE = 500_000_000, 1_000_000_000  # DeepSpeed's defaults: elements per reduction; weights gathered in stage 3
+TWO_BUCKETS = 2 * _BUCKET  # one is filled while the other is reduced (overlap_comm)
 
 
 @dataclass(frozen=True)
@@ -200,19 +199,18 @@ class Memory:
 
     def most(self, setting: Setting, limit: float, name: Literal["rows", "length"], highest: int, unit: int = 1) -> int:
         """The largest number of rows, or length, whose peak is at most `limit` bytes; 0 if none."""
-        low, high = 0, highest // unit
-        # Dry steps at a batch that runs in any case give the line; none runs for each candidate.
-        small = min(
-            getattr(setting, name), max(unit, _MOST_TOKENS // (setting.length if name == "rows" else setting.rows))
-        )
-        points = [max(unit, small // 2 // unit * unit), max(2 * unit, small // unit * unit)]
-        totals = [self.total(replace(setting, **{name: n, "eval_rows": 0})) for n in points]  # type: ignore[arg-type]
-        slope = (totals[1] - totals[0]) / (points[1] - points[0])
-        while low < high:
-            middle = (low + high + 1) // 2
-            fits = totals[1] + slope * (middle * unit - points[1]) <= limit
-            low, high = (middle, high) if fits else (low, middle - 1)
-        return low * unit
+        # Peaks grow ever faster with the batch, as the largest of several sums that grow evenly: lines between points are safe.
+        tokens = _MOST_TOKENS // (setting.length if name == "rows" else setting.rows)
+        points = sorted({unit, *(max(unit, min(tokens, highest) // n // unit * unit) for n in (1, 2))})
+        points = points if len(points) > 1 else [unit, 2 * unit]
+        totals = [self.total(replace(setting, eval_rows=0, **{name: n})) for n in points]  # type: ignore[arg-type]
+
+        def fits(size: int) -> bool:
+            i = next((i for i in range(1, len(points)) if size <= points[i]), len(points) - 1)
+            slope = (totals[i] - totals[i - 1]) / (points[i] - points[i - 1])
+            return totals[i] + slope * (size - points[i]) <= limit
+
+        return bisect.bisect_left(range(unit, highest + 1, unit), True, key=lambda size: not fits(size)) * unit
 
 
 def _line(a: StepMemory, b: StepMemory, share: float) -> StepMemory:

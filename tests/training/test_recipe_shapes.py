@@ -16,6 +16,7 @@ from drafttrain.drafters.registry import kind_class
 from drafttrain.drafters.shipping import Trained, shipping
 from drafttrain.recipes import recipe_names, recipe_path, target_config
 from drafttrain.target import Target
+from drafttrain.target.own_layer import OwnLayer, spec_of
 from drafttrain.training.arguments import KEYS
 from drafttrain.training.dry_step import dry_step
 
@@ -115,7 +116,7 @@ def test_engines_serve_the_drafter(name, form, monkeypatch, tmp_path):
 @pytest.mark.parametrize("name", [name for name in LARGE if name.endswith("/draft_model")])
 def test_a_draft_model_has_the_vocabulary_of_its_target(name):
     target, folder = target_of(name.partition("/")[0]), recipe_path(name).parent
-    small = on_meta(folder / "draft_model.json").get_output_embeddings().weight.shape[0]
+    small = on_meta(folder / "init.json").get_output_embeddings().weight.shape[0]
     assert recipe_of(name).init.count("/") == 1 and recipe_of(name).drafter == {}
     assert abs(small - target.vocab_size) <= 64  # rows that only pad one of them are allowed
     assert not (recipe_of(name).on_policy and recipe_of(name).target_url)
@@ -126,6 +127,11 @@ def test_a_native_module_is_in_the_checkpoint(name):
     config = target_of(name.partition("/")[0]).config
     modules = [getattr(config, key, None) for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers")]
     assert recipe_of(name).init == "native" and 1 in modules
+    with torch.device("meta"):
+        layer = OwnLayer(spec_of(config, config.num_hidden_layers - 1))  # the module's is one like the last
+    size = sum(weight.numel() for weight in layer.parameters()) + 2 * config.hidden_size**2
+    said = re.search(r"^# The module has ([\d.]+) billion weights", recipe_path(name).read_text(), re.MULTILINE)
+    assert said is not None and float(said[1]) == pytest.approx(size / 1e9, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -145,21 +151,3 @@ def test_a_step_with_the_target_online_fits_one_gpu(name):
     rows = config.trainer["per_device_train_batch_size"]
     step = dry_step(shapes, config.kind, config.drafter, rows=rows, length=config.max_length, checkpointing=True)
     assert step.activations > 0 and step.total < 78e9
-
-
-def commands(name: str) -> list[str]:
-    """The commands of a recipe's head, each in one line."""
-    head = re.sub(r"\\\n#\s*", "", "".join(re.findall(r"^#.*\n", recipe_path(name).read_text(), re.MULTILINE)))
-    return re.findall(r"^#   (.*)", head, re.MULTILINE)
-
-
-@pytest.mark.parametrize("name", LARGE)
-def test_the_commands_of_the_head_are_of_this_recipe(name):
-    found = commands(name)
-    assert len(found) >= 2 and any("drafttrain.train" in line for line in found)
-    for line in found:
-        assert f"configs/{name}.yaml" in line or "drafttrain features" in line
-        words = re.findall(r"(?<=\s)[a-z_]+=\S+", line.partition("drafttrain.train")[2])
-        load_config(name, words, KEYS)
-    served = any("serve-target" in line for line in found)
-    assert served == bool(recipe_of(name).target_url)
