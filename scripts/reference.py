@@ -48,7 +48,8 @@ Every flag with its values, default and meaning. {WRITTEN}
 
 `drafttrain` alone prints the pipeline, `drafttrain COMMAND --help` a command's flags with an example. The Python API takes
 the same values as the flags. A wrong value is an error of one line, and the command ends with
-status 2; Ctrl-C ends with 130, SIGTERM with 143.
+status 2; Ctrl-C ends with 130, SIGTERM with 143. Every command also takes `--quiet`, and `--json` where it has a result
+([how](../how-to/cli.md)).
 """
 
 
