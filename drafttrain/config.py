@@ -80,7 +80,10 @@ class TrainConfig:
         1, "processes that share each row, for rows too long for one; needs DeepSpeed and divides the processes"
     )
     validation: Validation = key(0.02, "share of conversations held out")
-    max_minutes: Amount = key(0.0, "training time, by which the learning rate then decays too; 0 ends by steps instead")
+    max_minutes: Amount = key(
+        0.0,
+        "training time, by which the learning rate then decays too; max_steps may end it earlier; 0 ends by steps alone",
+    )
     cache_gb: CacheSize = key(-1.0, "memory for target features kept across epochs; -1 means 4 on a CPU and 0 on a GPU")
     decode_prompts: Size = key(8, "held-out prompts that the decoder continues during training; 0 for none")
     decode_steps: Size = key(0, "steps between measurements; 0 measures with every checkpoint")

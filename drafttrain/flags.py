@@ -8,7 +8,9 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from collections.abc import Sequence
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from drafttrain.errors import UserError, first_line, shown
@@ -68,11 +70,48 @@ def _template_kwargs(word: str) -> Json:
 TEMPLATE_KWARGS = reader(_template_kwargs, _KWARGS_RULE)
 
 
+class HelpFormatter(argparse.HelpFormatter):
+    """Help as wide as the terminal, or as COLUMNS says: prose is filled, examples keep their lines. Flags show their default."""
+
+    def __init__(self, prog: str, **options: Any):
+        super().__init__(prog, **options)
+        self._width = min(self._width, 128)  # of lines that read well
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n".join(self._filled(text.splitlines(), width))
+
+    def _filled(self, lines: list[str], width: int) -> Iterator[str]:
+        prose: list[str] = []
+        for line in [*lines, ""]:
+            entry = re.match(r" *\S+ {2,}(?=\S)", line)  # of a list: its text has a column of its own
+            if entry or not line or line[0] == " ":
+                yield from textwrap.wrap(" ".join(prose), width, break_on_hyphens=False)
+                prose = []
+                below = " " * (len(entry[0]) if entry else 0)
+                yield textwrap.fill(line, max(width, 2 * len(below)), subsequent_indent=below) if entry else line
+            else:
+                prose.append(line)
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text, value = action.help or "", action.default
+        plain = not action.option_strings or action.nargs == 0 or value in (None, "", argparse.SUPPRESS)
+        if plain or not isinstance(value, int | float | str) or "default" in text or value == sys.executable:
+            return text
+        return f"{text} (default: %(default)s)".lstrip()
+
+
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose errors are one line of UserError: `--limit='-1' must be a whole number from 1 to ...`."""
+    """A parser whose errors are one line of UserError: `--limit='-1' must be a whole number from 1 to ...`.
+
+    Attributes:
+        rewrite: applied to a command's words before they are parsed.
+    """
+
+    rewrite: Callable[[list[str]], list[str]] = staticmethod(lambda words: words)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        for word in args or ():
+        args = self.rewrite(list(args or ()))
+        for word in args:
             check("argument", word, AnyText)
             if word.startswith("--") and word.endswith("=--"):  # argparse would take the value for the end of the flags
                 raise UserError(f"{word[:-3]}='--' is no value; drop it, or write the one that is meant")
@@ -91,8 +130,10 @@ class CommandParser(argparse.ArgumentParser):
                 message = flag + problem
             elif unknown:
                 word, known = unknown[1], re.findall(r"[\w.-]+", unknown[2])
-                kind = "command " if flag == "COMMAND" else f"{flag}="
-                message = f"{kind}{shown(word)} is not one of {', '.join(known)}{self._close(word, known)}"
+                close = self._close(word, known)
+                message = f"{flag}={shown(word)} is not one of {', '.join(known)}{close}"
+                if flag == "COMMAND":
+                    message = f"unknown command {shown(word)}{close or '; known: ' + ', '.join(known)}"
             elif problem.startswith("expected"):
                 message = f"{flag} {problem}; a value that begins with - is written {flag}=VALUE"
             else:

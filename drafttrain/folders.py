@@ -277,6 +277,12 @@ def _read_marker(marker: Path) -> str:
         return ""
 
 
+def beside(name: str, file: str) -> Path:
+    """The default output: `file` next to an input; in the current folder if the input is no path, such as a Hub id."""
+    path = Path(name).expanduser()
+    return (path.parent if path.exists() else Path()) / file
+
+
 # -- folders ----------------------------------------------------------------------------------------------------------
 
 

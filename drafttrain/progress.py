@@ -18,12 +18,17 @@ def plain_console(**options: Any) -> Console:
     return Console(markup=False, emoji=False, highlight=False, **options)
 
 
+def counted(count: int, units: str) -> str:
+    """`1 conversation`, `2 conversations`. units: plural, with an s."""
+    return f"{count} {units if count != 1 else units.removesuffix('s')}"
+
+
 class Progress:
     """Counts `unit`s (plural) of the work `label` towards a total, None if that is not known; a context manager."""
 
     def __init__(self, label: str, total: int | None, unit: str):
         self.label, self.total, self.unit = label, total, unit
-        self.done = self.earlier = 0
+        self.done = self.earlier = self.said = 0  # said: in the last plain line
         self.note, self.share = "", 0.0
         self.began = self.printed = time.monotonic()
         self.bar: Bar | None = None
@@ -41,7 +46,7 @@ class Progress:
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if self.bar is not None:
             self.bar.stop()
-        elif self.done > self.earlier:
+        elif self.done > self.earlier and self.done != self.said:
             self._print()
 
     def start_at(self, done: int) -> None:
@@ -81,7 +86,7 @@ class Progress:
             self._print()
 
     def _print(self) -> None:
-        self.printed = time.monotonic()
+        self.printed, self.said = time.monotonic(), self.done
         counts = f"{self.label}: {self.done}" + (f" of {self.total}" if self.total else "") + f" {self.unit}"
         parts = (counts, f"{self.rate:.3g}/s", self._left(), self.note)
         print(", ".join(part for part in parts if part), file=sys.stderr, flush=True)

@@ -56,6 +56,8 @@ from drafttrain.evaluation.metrics import read_training
 from drafttrain.files import Json, write_json
 from drafttrain.folders import PARTIAL, OutputFolder, check_folder
 from drafttrain.losses import parse_loss
+from drafttrain.outcome import conclude, next_command
+from drafttrain.progress import counted
 from drafttrain.sequence_parallel import SequenceGroup
 from drafttrain.target import Target, TargetShell, load_shell
 from drafttrain.target.shared_rows import check_shared
@@ -81,6 +83,10 @@ def setup(config_path: str, overrides: list[str]) -> tuple[TrainConfig, Training
 
 def check_pretraining(config: TrainConfig) -> None:
     """Raises UserError for data or options that contradict the loss: next_token reads text, every other loss reads the target."""
+    if config.loss_on != "all" and (is_text(config.data) or config.loss == "next_token"):
+        raise UserError(
+            f"loss_on={config.loss_on!r} needs a data set of `drafttrain generate` and another loss than next_token"
+        )
     if config.loss == "next_token":
         if not kind_class(config.kind).pretrains:
             raise UserError(
@@ -140,9 +146,9 @@ def prepare(config: TrainConfig, args: TrainingArguments, output: OutputFolder |
     parameters = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
     if args.process_index == 0:
         print(
-            f"{len(train_rows)} conversations to train on, {len(held_out or ())} held out; drafter {parameters / 1e6:.1f}M "
-            f"parameters; vocabulary {vocab['size']} of {vocab['vocab_size']} tokens covers {100 * vocab['coverage']:.2f} % of "
-            "response tokens",
+            f"{counted(len(train_rows), 'conversations')} to train on, {len(held_out or ())} held out; drafter "
+            f"{parameters / 1e6:.1f}M parameters; vocabulary {vocab['size']} of {vocab['vocab_size']} tokens covers "
+            f"{100 * vocab['coverage']:.2f} % of response tokens",
             flush=True,
         )
     source = build_source(config, target, drafter, records, stored)
@@ -173,16 +179,12 @@ def load_target_and_records(config: TrainConfig, args: TrainingArguments) -> tup
     # ZeRO-3 would shard every model loaded from now on; it is to shard the drafter only.
     unset_hf_deepspeed_config()
     records = None if is_text(config.data) else load_records(config.data)
+    if records is not None and config.loss_on == "answer":
+        records = without_reasoning(records, config.data)
     target = load_target(config, args, layers_needed(config, records))
-    if config.loss_on != "all" and (records is None or config.loss == "next_token"):
-        raise UserError(
-            f"loss_on={config.loss_on!r} needs a data set of `drafttrain generate` and another loss than next_token"
-        )
     if records is None:
         return target, load_text(config.data, target, config.max_length)
     check_data(read_meta(config.data), stored_features(Path(config.data).expanduser()), target, config.data)
-    if config.loss_on == "answer":
-        records = without_reasoning(records, config.data)
     if config.loss == "next_token":
         records = records.map(lambda row: {"spans": [[0, len(row["tokens"])]]})
     return target, records
@@ -242,8 +244,6 @@ def check_data(meta: Json, features: Json | None, target: Target, data: str) -> 
 def build_drafter(config: TrainConfig, target: Target, records: Dataset) -> tuple[TrainableDrafter, Json]:
     """Returns the drafter to train, bound to the target and on its device, and the report on its vocabulary."""
     kind = kind_class(config.kind)
-    if config.packing and kind.trainable and not kind.takes_packed_rows:
-        raise UserError(f"packing=true, but kind={config.kind!r} does not train on packed rows; set packing=false")
     counts = count_tokens(records, target.vocab_size)
     drafter = kind.begin(
         target, config.init, config.drafter, config.loss, lambda size: keep_frequent(counts, size, target.eos_ids)
@@ -469,9 +469,13 @@ def run(args: argparse.Namespace) -> int:
     check_folder(config.output_dir, "train", inputs_of_recipe(config), "output_dir")
     as_saved = redact(json.loads(json.dumps(asdict(config))))
     trained = read_training(Path(str(training_args.output_dir))).get("config")
+    code = config.trust_remote_code
+    then = next_command("tune", target=config.target, drafter=config.output_dir, trust_remote_code=code)
     # A key that an earlier version did not have had no effect, as its default has none.
     if config.resume and trained and {**asdict(TrainConfig()), **trained} == as_saved:
-        print(f"{config.output_dir} is already trained with this configuration (resume=false trains it again)")
+        if training_args.process_index == 0:
+            print(f"{config.output_dir} is already trained with this configuration (resume=false trains it again)")
+            conclude(read_training(Path(str(training_args.output_dir))), then=then)
         return 0
     with explained(training_args), claimed(config, training_args) as output:
         prepared = prepare(config, training_args, output)
@@ -485,6 +489,7 @@ def run(args: argparse.Namespace) -> int:
         waits = "" if share is None else f" (waiting for states took {100 * share:.1f} % of the steps' time)"
         print(
             f"trained {summary['steps']} steps in {summary['seconds']:.0f} s on {summary['engine']}{waits}; held out: accepted "
-            f"length {decoded}{length:.2f} estimated\ndrafter: {config.output_dir}"
+            f"length {decoded}{length:.2f} estimated"
         )
+        conclude(summary, [config.output_dir], then)
     return 0

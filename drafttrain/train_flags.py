@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import re
 
-from drafttrain.config import TrainConfig
+from drafttrain.config import TrainConfig, TrainerKeys
+from drafttrain.flags import CommandParser
 from drafttrain.values import Place, adder, key_table
 
-HELP = """Train a drafter from a YAML recipe.
+HELP = f"""Train a drafter from a YAML recipe.
 
   accelerate launch drafttrain/train.py configs/smollm2-135m/eagle3.yaml data=runs/data max_steps=500
   drafttrain train configs/smollm2-135m/eagle3.yaml drafter.ttt_steps=3     (one process, same result)
@@ -15,10 +17,14 @@ HELP = """Train a drafter from a YAML recipe.
 
 Start an interrupted run again to continue it from its newest checkpoint;
 a finished run is left unchanged. Ctrl-C and SIGTERM save a checkpoint after the running step and exit with status 130 and 143;
-a second Ctrl-C ends at once. A recipe's keys are these, and every field of transformers TrainingArguments;
-docs/reference/config.md has their types and ranges:
+a second Ctrl-C ends at once. `max_steps=4` may also be written `--max_steps 4`, `--max_steps=4` or `--max-steps 4`. A recipe's
+keys are these, with their defaults; docs/reference/config.md has their types and ranges:
 
-""" + key_table(TrainConfig)
+{key_table(TrainConfig)}
+
+Keys of the trainer, as is every other field of transformers TrainingArguments:
+
+{key_table(TrainerKeys)}"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,3 +33,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--recipe", Place, metavar="NAME", help="the same as a flag; drafttrain recipes lists the names")
     replaces = "replace a value of the recipe; a.b=c sets b in a"
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=replaces)
+    if isinstance(parser, CommandParser):
+        parser.rewrite = lambda words: as_overrides(words, parser._option_string_actions)
+
+
+def as_overrides(words: list[str], flags: dict[str, argparse.Action]) -> list[str]:
+    """Words with the command's own flags first and `--max-steps 4`, as other trainers take it, as `max_steps=4`.
+
+    Args:
+        flags: by their spelling. A key without a value is true: `--packing`.
+    """
+    own, rest = [], list[str]()
+    left = words[::-1]
+    while left:
+        word = left.pop()
+        name, equals, text = word.partition("=")
+        if name in flags:
+            own.append(word)
+            if flags[name].nargs != 0 and not equals and left:
+                own.append(left.pop())
+        elif word.startswith("--") and len(word) > 2:
+            if not equals:
+                is_value = left and not re.match(r"-+[A-Za-z]|[\w.]+=", left[-1])
+                text = left.pop() if is_value else "true"
+            rest.append(f"{name[2:].replace('-', '_')}={text}")
+        else:
+            rest.append(word)
+    return own + rest

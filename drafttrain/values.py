@@ -179,7 +179,7 @@ def table(settings: type) -> list[tuple[str, str, object, str]]:
 def key_table(settings: type) -> str:
     """The keys of `table` with defaults and meanings, a line each."""
     return "\n".join(
-        f"  {name:<18} {meaning}{f' ({default})' if default not in ('', {}) else ''}"
+        f"  {name:<18} {meaning}{'' if default in (None, '', {}) else f' (default: {str(default).lower()})'}"
         for name, _, default, meaning in table(settings)
     )
 

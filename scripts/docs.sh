@@ -7,7 +7,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 if [ -z "${DOCS_PYTHON:-}" ]; then
   source scripts/env.sh
-  install_drafttrain "${DOCS_EXTRAS:-[docs]}"
+  install_drafttrain "[docs]"
   DOCS_PYTHON=python
 fi
 export NO_MKDOCS_2_WARNING=true

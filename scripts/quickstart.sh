@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From a fresh clone to a drafter with a measured speed-up. An interrupted run continues when run again.
+# From a fresh clone to a drafter with a measured speed-up on OUTPUT/report.html. A second run continues an interrupted one.
 #
 #   bash scripts/quickstart.sh [--target NAME|PATH|HUB_ID] [--budget MINUTES] [--output DIR]
 #
@@ -23,8 +23,9 @@ done
 
 source scripts/env.sh
 install_drafttrain
-export WANDB_MODE="${WANDB_MODE:-offline}" TOKENIZERS_PARALLELISM=false TRANSFORMERS_VERBOSITY=error
+export TOKENIZERS_PARALLELISM=false TRANSFORMERS_VERBOSITY=error
 minutes() { awk -v b="$budget" -v share="$1" 'BEGIN { printf "%.2f", b * share }'; }
+have() { [ -f "$1" ] && echo "$1 is there already; delete it to make it again"; }
 stage() { printf '\n== %s\n' "$*"; }
 
 case "$target" in
@@ -32,11 +33,11 @@ case "$target" in
 esac
 
 stage "2/6 prompts, written by the target itself"
-[ -f "$output/prompts.jsonl" ] || drafttrain prompts --source magpie --target "$target" --output "$output/prompts.jsonl" \
+have "$output/prompts.jsonl" || drafttrain prompts --source magpie --target "$target" --output "$output/prompts.jsonl" \
   --count "$(awk -v b="$budget" 'BEGIN { printf "%d", 400 * b }')" --max-prompt-tokens 128 --max-minutes "$(minutes 0.13)"
 
 stage "3/6 distillation data: the target's own answers"
-[ -f "$output/data/summary.json" ] || drafttrain generate --target "$target" --prompts "$output/prompts.jsonl" \
+have "$output/data/summary.json" || drafttrain generate --target "$target" --prompts "$output/prompts.jsonl" \
   --output "$output/data" --features default --max-new-tokens 256 --max-minutes "$(minutes 0.40)"
 
 stage "4/6 training an EAGLE-3 head"
@@ -44,10 +45,12 @@ drafttrain train configs/quickstart.yaml target="$target" data="$output/data" ou
   max_minutes="$(minutes 0.47)"
 
 stage "5/6 the fastest tree on this machine"
-[ -f "$output/drafter/decoding.json" ] || drafttrain tune --target "$target" --drafter "$output/drafter+ngram" \
+have "$output/drafter/decoding.json" || drafttrain tune --target "$target" --drafter "$output/drafter+ngram" \
   --dtype bfloat16 --calibrate "$output/prompts.jsonl" --output "$output/tune.json"
 
 stage "6/6 evaluation in the tree decoder"
 drafttrain eval --target "$target" --drafter "$output/drafter+ngram" --dtype bfloat16 --limit 12 --max-new-tokens 64 \
   --output "$output/results.json"
-drafttrain report "$output/results.json" --output "$output/report.png"
+drafttrain report "$output/results.json" --output "$output/report.png" --quiet
+drafttrain report "$output/results.json" --output "$output/report.html"
+stage "done: open $output/report.html in a browser"

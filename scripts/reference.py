@@ -39,14 +39,17 @@ Losses have at most 16 terms, weights from 1e-06 to 1e+06 and temperatures from 
 """
 DRAFTER = """## Keys of drafter
 
-Options of each kind; [kinds](kinds.md) explains them. Where the default says *the target's*, the value follows the target's config.
+Options of each kind; [kinds](kinds.md) explains them. Where the default says *the target's*, the value follows the
+target's config.
 """
 CLI = f"""# Command line
 
 Every flag with its values, default and meaning. {WRITTEN}
 
-`drafttrain` alone prints the pipeline, `drafttrain COMMAND --help` a command's flags with an example. The Python API takes the same values as the
-flags. A wrong value is an error of one line, and the command ends with status 2; Ctrl-C ends with 130, SIGTERM with 143.
+`drafttrain` alone prints the pipeline, `drafttrain COMMAND --help` a command's flags with an example. The Python API takes
+the same values as the flags. A wrong value is an error of one line, and the command ends with
+status 2; Ctrl-C ends with 130, SIGTERM with 143. Every command also takes `--quiet`, and `--json` where it has a result
+([how](../how-to/cli.md)).
 """
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 held = set(zipfile.ZipFile(sys.argv[-1]).namelist())
 needed = {path.as_posix() for path in Path("drafttrain").rglob("*") if path.is_file() and "__pycache__" not in path.parts}
-shared = [path for folder in ("eval/suites", "configs") for path in Path(folder).rglob("*.*") if path.is_file()]
+shared = [*Path("eval/suites").glob("*.jsonl"), *(path for path in Path("configs").rglob("*.*") if path.is_file())]
 ends = tuple("/share/drafttrain/" + path.as_posix().removeprefix("eval/") for path in shared)
 missing = sorted(needed - held) + [end for end in ends if not any(name.endswith(end) for name in held)]
 if missing:

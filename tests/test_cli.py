@@ -1,17 +1,20 @@
-"""The command line as a whole: quick help, `drafttrain` alone, `python -m drafttrain`."""
+"""The command line as a whole: help, `drafttrain` alone, `python -m drafttrain`, completion, other spellings of keys."""
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 
 import pytest
 
-from drafttrain.cli import COMMANDS, main
+from drafttrain.cli import COMMANDS, command_parser, main
+from drafttrain.config import TrainConfig, TrainerKeys
 from drafttrain.drafters.kinds import kinds, untrained_kinds
 from drafttrain.drafters.registry import kind_class
 from drafttrain.formats.engines import GGUF_TYPES
 from drafttrain.formats.write_gguf import TYPES
+from drafttrain.values import table
 
 SCRIPT = """
 import sys
@@ -50,3 +53,78 @@ def test_packages_of_kinds_without_weights_say_so(name):
 
 def test_types_of_gguf_files_are_those_that_are_written():
     assert set(GGUF_TYPES) == set(TYPES)
+
+
+def flags_of(command: str) -> argparse.ArgumentParser:
+    every = next(a for a in command_parser([command])._actions if isinstance(a, argparse._SubParsersAction))
+    return every.choices[command]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_defaults_and_follows_columns(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    parser = flags_of(command)
+    shown = " ".join(parser.format_help().split())
+    for action in parser._actions:
+        if action.option_strings and isinstance(action.default, int | float) and action.nargs != 0:
+            assert f"(default: {action.default}" in shown or "default" in (action.help or ""), action.option_strings
+        assert not action.option_strings or action.help, f"{action.option_strings} has no help"
+    monkeypatch.setenv("COLUMNS", "60")
+    options = parser.format_help().partition("\noptions:")[2]
+    for line in options.splitlines():
+        assert len(line) <= 60 or line.startswith("  --") or len(line.split()) == 1, line
+
+
+def test_help_of_train_lists_the_keys(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "50")
+    shown = " ".join(flags_of("train").format_help().split())
+    for name, _, default, meaning in (*table(TrainConfig), *table(TrainerKeys)):
+        end = "" if default in (None, "", {}) else f" (default: {str(default).lower()})"
+        assert f" {name} {' '.join(meaning.split())}{end}" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "overrides"),
+    [
+        ("--max_steps 4", ["max_steps=4"]),
+        ("--max-steps=4 kind=medusa", ["max_steps=4", "kind=medusa"]),
+        ("a=1 --bf16 --packing loss=kl", ["a=1", "bf16=true", "packing=true", "loss=kl"]),
+        ("--max_steps -1 --drafter.ttt_steps 3", ["max_steps=-1", "drafter.ttt_steps=3"]),
+        ("--quiet max_steps=4 --json --learning-rate 1e-4 seed=0", ["max_steps=4", "learning_rate=1e-4", "seed=0"]),
+    ],
+)
+def test_keys_of_train_may_be_written_as_flags(words, overrides):
+    args = command_parser(["train"]).parse_args(["train", "recipe.yaml", *words.split()])
+    assert args.config == "recipe.yaml" and args.overrides == overrides
+    assert (args.quiet, args.json) == ("--quiet" in words, "--json" in words)
+
+
+def test_a_near_miss_of_a_command_is_named(capsys):
+    assert main(["trian"]) == 2 and "unknown command 'trian'; did you mean train" in capsys.readouterr().err
+    assert main(["xyzzy"]) == 2 and "known: fetch, prompts" in capsys.readouterr().err
+
+
+COMPLETE = """
+source /dev/stdin <<< "$SCRIPT"
+COMP_WORDS=(drafttrain $WORDS); COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+_shtab_drafttrain; echo "${COMPREPLY[@]}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "found"), [("ev", "eval"), ("eval --temp", "--temperature"), ("generate --backend ex", "existing")]
+)
+def test_bash_completes(words, found, capsys):
+    pytest.importorskip("shtab")
+    assert main(["completion", "bash"]) == 0
+    env = {"SCRIPT": capsys.readouterr().out, "WORDS": words}
+    done = subprocess.run(["bash", "-c", COMPLETE], capture_output=True, text=True, env=env)
+    assert done.stdout.split() == [found], done.stderr
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_get_every_command(shell, capsys):
+    pytest.importorskip("shtab")
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert all(command in script for command in COMMANDS) and "max-new-tokens" in script

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import itertools
 import json
 import os
 import re
@@ -22,18 +23,17 @@ import yaml
 from transformers import TrainingArguments
 
 import drafttrain
-from drafttrain.cli import COMMANDS, flags_module, main
+from drafttrain.cli import COMMANDS, command_parser, main
 from drafttrain.config import TrainConfig, load_config, parse_overrides
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
-from drafttrain.flags import CommandParser
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 LANGUAGES = {"bash", "python", "json", "yaml", "text", "jinja", "dockerfile", "cpp"}
 # Programs of others, whose flags this test does not know.
 OTHERS = {
-    "apt", "apt-get", "cd", "cmake", "cp", "curl", "docker", "echo", "export", "git", "hf", "llama-server", "ls", "mkdir",
+    "apt", "apt-get", "cd", "cmake", "cp", "curl", "docker", "echo", "export", "git", "hf", "jq", "llama-server", "ls", "mkdir",
     "mooncake_master", "nvidia-smi", "pip", "pre-commit", "python3", "ray", "source", "vllm",
 }  # fmt: skip
 # Pages whose blocks run in tests, in order, in one process and folder; the first ones by default.
@@ -47,7 +47,7 @@ SLOW = [
 # Settings that end a command within seconds, after those of the page.
 SMALL = {
     "prompts": ["--count", "4", "--max-prompt-tokens", "16"],
-    "generate": ["--max-new-tokens", "12", "--limit", "4"],
+    "generate": ["--max-new-tokens", "12"],
     "eval": ["--limit", "1", "--max-new-tokens", "4", "--baselines", "autoregressive"],
     "tune": ["--max-new-tokens", "16", "--dry-run"],
     "sweep": ["--limit", "2", "--max-new-tokens", "4", "--batch-sizes", "1,2", "--lengths", "1,2", "--contexts", "0,16"],
@@ -79,13 +79,13 @@ def blocks(page: Path) -> list[Block]:
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """The words of each command of a block; `A=b` before it, comments and prompts of a shell are left out."""
+    """The words of each command of a block, also behind `|` and `&&`, without `A=b` before it and comments."""
     for line in text.replace("\\\n", " ").splitlines():
-        words = shlex.split(line, comments=True)
-        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
-            words = words[1:]
-        if words:
-            yield words
+        line = re.sub(r" > \S+", "", line)
+        for _, part in itertools.groupby(shlex.split(line, comments=True), key=lambda word: word in ("|", "&&", ";")):
+            words = list(itertools.dropwhile(re.compile(r"[A-Z_]+=.*").fullmatch, part))
+            if words and words[0] not in ("|", "&&", ";"):
+                yield words
 
 
 def is_left_out(word: str) -> bool:
@@ -129,12 +129,11 @@ def check_flags(words: list[str]) -> None:
         return None
     name, *rest = words
     assert name in COMMANDS, f"drafttrain {name}: no such command"
-    parser = CommandParser(prog=f"drafttrain {name}", allow_abbrev=False)
-    flags_module(name).add_arguments(parser)
     if "--help" in rest:
         return None
+    parser = command_parser([name])
     if any(map(is_left_out, rest)):
-        known = parser._option_string_actions
+        known = next(each for each in parser._actions if each.dest == "command").choices[name]._option_string_actions
         ours = rest[: rest.index("--")] if "--" in rest else rest
         missing = [word for word in ours if word.startswith("--") and word.partition("=")[0] not in known]
         assert not missing, f"drafttrain {name} has no {missing}"
@@ -143,7 +142,7 @@ def check_flags(words: list[str]) -> None:
         if re.fullmatch(r"[\w./-]+\.(json|jsonl|txt|yaml)|RECIPE", word) and not (ROOT / word).is_file():
             Path(word).parent.mkdir(parents=True, exist_ok=True)
             Path(word).touch()
-    args = parser.parse_args([word.replace("~/vllm/bin/python", sys.executable) for word in rest])
+    args = parser.parse_args([name, *(word.replace("~/vllm/bin/python", sys.executable) for word in rest)])
     if getattr(args, "tree", None) not in (None, "", "auto"):
         for tree in args.tree if isinstance(args.tree, list) else [args.tree]:
             TreeSpec.parse(str(tree))
@@ -256,8 +255,7 @@ def made(tmp_path_factory):
     """A folder like a user's: a target named smollm2-135m, the project's folders, and what pages name in runs/."""
     folder = tmp_path_factory.mktemp("docs")
     fixtures = ROOT / "tests" / "fixtures"
-    shutil.copytree(fixtures / "target", folder / "cache" / "models" / "smollm2-135m")
-    (folder / "target").symlink_to(folder / "cache" / "models" / "smollm2-135m")  # its name in the data set
+    shutil.copytree(fixtures / "target", folder / "target")  # its name in the data set
     for name in ("configs", "eval", "drafttrain", "scripts"):
         (folder / name).symlink_to(ROOT / name)
     for name, source in {"drafter": "drafters/eagle3", "data": "data", "legal": "data"}.items():
@@ -270,7 +268,9 @@ def made(tmp_path_factory):
 
 def enter(folder: Path, patch: pytest.MonkeyPatch) -> None:
     patch.chdir(folder)
-    patch.setenv("DRAFTTRAIN_CACHE", str(folder / "cache"))
+    patch.setattr(
+        "drafttrain.target.target.cached_model", lambda name: folder / "target" if name == "smollm2-135m" else None
+    )
 
 
 def run_block(block: Block, names: dict[str, object]) -> None:
@@ -366,10 +366,9 @@ def test_the_api_page_has_every_public_name():
 
 
 def test_every_page_is_in_the_navigation():
-    named = re.findall(r": ([\w./-]+\.(?:md|ipynb))$", (ROOT / "mkdocs.yml").read_text(), re.M)
-    pages = {
-        str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*") if path.suffix in (".md", ".ipynb")
-    }
+    named = re.findall(r": ([\w./-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    files = [path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*")]
+    pages = {str(path.with_suffix(".md")) for path in files if path.suffix in (".md", ".ipynb")}
     assert set(named) == pages and len(named) == len(set(named))
 
 

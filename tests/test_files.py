@@ -19,7 +19,7 @@ from drafttrain.files import (
     write_json,
     write_jsonl,
 )
-from drafttrain.progress import Progress
+from drafttrain.progress import Progress, counted
 
 
 def test_json_lines_round_trip_and_incomplete_lines(tmp_path):
@@ -90,6 +90,8 @@ def test_time_left_follows_the_budget_that_ends_first(capsys, monkeypatch):
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "work: 10 of 100 rows, 0.5/s, 3:00 left"
     assert lines[1] == "work: 10 of 100 rows, 0.5/s, 0:20 left, tokens"
+    assert len(lines) == 2  # the end repeats no line
+    assert (counted(1, "conversations"), counted(2, "rows")) == ("1 conversation", "2 rows")
 
 
 class Recipe(TypedDict):

@@ -21,7 +21,7 @@ ORDER = [
     ["credentials", "interrupts", "moved"],
     ["errors"],
     ["values"],
-    ["files", "environment", "batch", "progress"],
+    ["files", "environment", "batch", "progress", "outcome"],
     ["recipes"],
     ["config", "folders", "sequence_parallel"],
     ["ops"],
@@ -40,6 +40,8 @@ ORDER = [
     ["train"],
     ["train_flags", "recipes_flags"],
     ["cli"],
+    ["completion"],
+    ["completion_flags"],
     ["__main__"],
 ]
 ROW = {name: row for row, names in enumerate(ORDER) for name in names}

@@ -33,7 +33,7 @@ def test_the_reference_is_up_to_date():
 def test_help_lists_every_key_with_its_default():
     for one in fields(TrainConfig):
         assert one.name == "trainer" or f"\n  {one.name}" in HELP
-    assert "  max_length         tokens used of a conversation (2048)" in HELP
+    assert "  max_length         tokens used of a conversation (default: 2048)" in HELP
 
 
 def test_every_key_says_what_it_means():

@@ -17,7 +17,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from drafttrain.data.generate import parse_layers
+from drafttrain.data.generate import parse_layers, train_command
 from drafttrain.data.int8_rows import stored_as, value_bytes
 from drafttrain.data.state_client import RowStates, StateClient
 from drafttrain.data.state_server import StateServer, check_flags, flag_value, free_port
@@ -34,7 +34,8 @@ from drafttrain.errors import UserError
 from drafttrain.files import first_change, write_json
 from drafttrain.flags import load_target
 from drafttrain.folders import OutputFolder, check_folder
-from drafttrain.progress import Progress
+from drafttrain.outcome import conclude
+from drafttrain.progress import Progress, counted
 from drafttrain.target import Target, load_shell
 from drafttrain.values import StoreDtype
 
@@ -78,6 +79,9 @@ def run(args: argparse.Namespace) -> int:
                 output.restore()
             raise
         output.forget()
+    if share.rank == 0:
+        result = {"layers": list(layers), "conversations": len(records)}
+        conclude(result, [root / "features"], train_command(name, args.data))
     return 0
 
 
@@ -126,8 +130,8 @@ def extract(
         free = shutil.disk_usage(root).free
         kind = f"the {args.top_k} most likely tokens" if args.top_k else "last states"
         print(
-            f"{args.data}: states of layers {','.join(map(str, layers))} and {kind} in {args.store_dtype}, "
-            f"{len(todo)} of {len(records)} conversations to do, about {needed / 1e9:.3f} GB; {free / 1e9:.1f} GB are free",
+            f"{args.data}: states of layers {','.join(map(str, layers))} and {kind} in {args.store_dtype}, {len(todo)} of "
+            f"{counted(len(records), 'conversations')} to do, about {needed / 1e9:.3f} GB; {free / 1e9:.1f} GB are free",
             flush=True,
         )
     check_space(root, needed, "features", "choose another disk for the data, --top-k 64, fewer --layers, --max-length")

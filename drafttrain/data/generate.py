@@ -27,9 +27,10 @@ from drafttrain.environment import __version__
 from drafttrain.errors import UserError, shown
 from drafttrain.files import Json, read_jsonl, write_json
 from drafttrain.flags import load_target, sampling_of
-from drafttrain.folders import check_folder, inputs_of
+from drafttrain.folders import beside, check_folder, inputs_of
 from drafttrain.inference.responses import Finished
-from drafttrain.progress import Progress
+from drafttrain.outcome import conclude, next_command
+from drafttrain.progress import Progress, counted
 from drafttrain.target import Target, load_shell
 from drafttrain.target.generation import LogitsRules
 
@@ -38,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 _TEMPLATE = "chat template"  # the reason of prompts that it does not render
 _TEMPLATE_FIX = "change those prompts, or use a target whose chat template reads them"
+_ROW = "unusable row"  # the reason of existing answers that cannot be learned from
+_ROW_FIX = "mend those rows, or clean the file with: drafttrain prompts --source file"
 _LEAST_RESPONSE = 16  # response tokens that a prompt must leave below --max-length
 
 
@@ -316,16 +319,22 @@ def store_existing(args: argparse.Namespace, target: Target, store: Store, share
     Another model's answers teach the drafter that model's habits, so the target's own answers work better. Rows longer than
     --max-length are cut; a cut answer ends in "length", as a truncated one does.
 
+    A row that is no conversation, or has no answer, is left out and listed; see `Failures`.
+
     Raises:
-        UserError: a row that is no conversation, an empty mask, or an id that occurs twice.
+        UserError: an id that occurs twice, or no row that can be used.
     """
-    done, seen = store.done_ids(), set()
+    done, seen, failures = store.done_ids(), set(), Failures(store.directory, share.rank)
     conversations = tokens = beyond = 0
     began = time.perf_counter()
+
+    def unusable(key: str, error: UserError) -> None:
+        if share.owns(key):
+            failures.add(key, BadReply(_ROW, str(error)))
+
     with Progress("conversations", None, "conversations") as progress:
-        for record in conversation_records(
-            target.tokenizer, Path(args.prompts).expanduser(), args.chat_template_kwargs, target.eos_ids
-        ):
+        path = Path(args.prompts).expanduser()
+        for record in conversation_records(target.tokenizer, path, args.chat_template_kwargs, target.eos_ids, unusable):
             key = record["id"]
             if key in seen:
                 raise UserError(f"{args.prompts}: id={key!r} occurs twice; ids must be unique")
@@ -342,9 +351,13 @@ def store_existing(args: argparse.Namespace, target: Target, store: Store, share
             progress.advance()
             if 0 < args.max_tokens <= tokens:
                 break
+    if not seen and failures.last:
+        raise UserError(f"no row can be used ({failures}; the last: {failures.last.detail}); {_ROW_FIX}")
     if not seen:
         raise UserError(f"prompts={args.prompts!r} is empty: it must hold one conversation a line")
-    return run_counts(conversations, tokens, time.perf_counter() - began, {"answer_beyond_max_length": beyond})
+    failures.settle(store.done_ids())
+    counts = run_counts(conversations, tokens, time.perf_counter() - began, {"answer_beyond_max_length": beyond})
+    return {**counts, "failed": dict(failures.counts)}
 
 
 def cut(record: Json, limit: int) -> Json | None:
@@ -368,6 +381,12 @@ def run_counts(conversations: int, tokens: int, seconds: float, dropped: dict[st
     rate = round(tokens / max(seconds, 1e-9), 1)
     counts = {"conversations": conversations, "response_tokens": tokens}
     return {**counts, "seconds": round(seconds, 1), "tokens_per_second": rate, "dropped": dropped}
+
+
+def train_command(target: str, data: str) -> str:
+    """The command that follows a data set."""
+    settings = {"target": target, "data": data, "output_dir": beside(data, "drafter")}
+    return next_command("train", "RECIPE", *(f"{key}={value}" for key, value in settings.items()))
 
 
 def report(args: argparse.Namespace, store: Store, this_run: Json, prompts: int | None, share: Share) -> None:
@@ -394,19 +413,22 @@ def report(args: argparse.Namespace, store: Store, this_run: Json, prompts: int 
         )
     dropped = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in this_run["dropped"].items() if count)
     print(
-        f"{args.output}: {counts['conversations']} of {prompts} conversations, {counts['response_tokens']} response "
+        f"{args.output}: {counts['conversations']} of {counted(prompts, 'conversations')}, {counts['response_tokens']} response "
         f"tokens, mean {summary['mean_response_tokens']} a response, {100 * truncated:.1f} % truncated\n"
-        f"this run: {this_run['conversations']} conversations, {this_run['response_tokens']} response tokens in "
+        f"this run: {counted(this_run['conversations'], 'conversations')}, {this_run['response_tokens']} response tokens in "
         f"{this_run['seconds']} s ({this_run['tokens_per_second']} tokens/s)"
         + (f"; dropped: {dropped}" if dropped else ""),
         flush=True,
     )
     if failed := this_run.get("failed"):
         reasons = ", ".join(f"{reason} {count}" for reason, count in failed.items())
-        fixes = ["run the same command again to ask for them again"] if failed.keys() - {_TEMPLATE} else []
-        fixes += [f"{_TEMPLATE}: {_TEMPLATE_FIX}"] if _TEMPLATE in failed else []
+        known = {_TEMPLATE: _TEMPLATE_FIX, _ROW: _ROW_FIX}
+        fixes = ["run the same command again to ask for them again"] if failed.keys() - known.keys() else []
+        fixes += [f"{reason}: {known[reason]}" for reason in failed if reason in known]
         print(
-            f"failed: {sum(failed.values())} conversations ({reasons}), listed in {args.output}/failed-{share.rank:04d}.jsonl; "
-            + "; ".join(fixes),
+            f"failed: {counted(sum(failed.values()), 'conversations')} ({reasons}), listed in "
+            f"{args.output}/failed-{share.rank:04d}.jsonl; {'; '.join(fixes)}",
             flush=True,
         )
+    if share.rank == 0:
+        conclude(summary, [args.output], train_command(args.target, args.output))

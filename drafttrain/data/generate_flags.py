@@ -50,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="stop after this time; running responses are cut and marked (servers and vllm finish them)",
     )
     add("--features", default="none", help="target states to store: none, default, or 2,15,27")
-    add("--backend", default="local", choices=["local", "openai", "vllm", "existing"])
+    add("--backend", default="local", choices=["local", "openai", "vllm", "existing"], help="what answers: the target here, "
+        "servers, vLLM started here, or nothing: the file's own answers stay")  # fmt: skip
     add("--url", action="append", default=[], help="server of --backend openai; repeat it for several")
     add("--model", default="", help="model name in requests to the server (default: the first it lists)")
     add_vllm_flags(parser)

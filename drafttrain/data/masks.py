@@ -12,7 +12,7 @@ p prompt, r the assistant's answer (reasoning, content, calls), e the token that
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -105,7 +105,11 @@ def conversation_record(
 
 
 def conversation_records(
-    tokenizer: PreTrainedTokenizerBase, path: Path, kwargs: Json | None = None, stop_ids: Collection[int] = ()
+    tokenizer: PreTrainedTokenizerBase,
+    path: Path,
+    kwargs: Json | None = None,
+    stop_ids: Collection[int] = (),
+    unusable: Callable[[str, UserError], None] | None = None,
 ) -> Iterator[Json]:
     """Records of a JSONL file of conversations: OpenAI, ShareGPT, instruction and answer, or with tools.
 
@@ -115,34 +119,51 @@ def conversation_records(
 
     Args:
         kwargs: chat_template_kwargs for rows that do not set them. stop_ids: as in `conversation_record`.
+        unusable: called with the id and the error of a row that is left out; None raises the error.
 
     Raises:
         UserError: as in `conversation_record`, or a row that is not a conversation.
     """
     for number, row in read_jsonl(path):
-        parsed = parse_row(row) or {}
-        if "messages" not in parsed:
-            raise UserError(
-                f"{path} line {number}: no conversation in a known format with text in every turn; clean the file "
-                "with: drafttrain prompts --source file"
-            )
-        id, source = (
-            row_id(row.get("id", number), f"{path} line {number}"),
-            {"source": str(row.get("source") or path.name)},
+        try:
+            yield from _records_of(tokenizer, path, number, row, kwargs, stop_ids)
+        except UserError as error:
+            if unusable is None:
+                raise
+            unusable(str(row.get("id", number)), error)
+
+
+def _records_of(
+    tokenizer: PreTrainedTokenizerBase,
+    path: Path,
+    number: int,
+    row: Json,
+    kwargs: Json | None,
+    stop_ids: Collection[int],
+) -> list[Json]:
+    """The records of a row; see `conversation_records`."""
+    parsed = parse_row(row) or {}
+    if "messages" not in parsed:
+        raise UserError(
+            f"{path} line {number}: no conversation in a known format with text in every turn; clean the file "
+            "with: drafttrain prompts --source file"
         )
-        messages, inputs = parsed["messages"], ChatInputs.of(parsed, kwargs)
-        made: list[tuple[int, _Row]] = []
-        for i in _assistant_turns(messages, id):
-            try:
-                if not made:
-                    raise TemplateRewrites("the first row")
-                made[-1][1].add(i, id)
-            except TemplateRewrites:
-                made.append((i, _Row(tokenizer, messages, inputs, stop_ids)))
-                made[-1][1].add(i, id)
-        for part, (i, built) in enumerate(made):
-            record = built.record(id if len(made) == 1 else f"{id}/{i}") | source
-            yield record if part == len(made) - 1 else {**record, "part": part}
+    id, source = (
+        row_id(row.get("id", number), f"{path} line {number}"),
+        {"source": str(row.get("source") or path.name)},
+    )
+    messages, inputs = parsed["messages"], ChatInputs.of(parsed, kwargs)
+    made: list[tuple[int, _Row]] = []
+    for i in _assistant_turns(messages, id):
+        try:
+            if not made:
+                raise TemplateRewrites("the first row")
+            made[-1][1].add(i, id)
+        except TemplateRewrites:
+            made.append((i, _Row(tokenizer, messages, inputs, stop_ids)))
+            made[-1][1].add(i, id)
+    records = [built.record(id if len(made) == 1 else f"{id}/{i}") | source for i, built in made]
+    return [*({**record, "part": part} for part, record in enumerate(records[:-1])), records[-1]]
 
 
 def _assistant_turns(messages: Sequence[Message], id: str) -> list[int]:

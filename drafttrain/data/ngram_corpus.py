@@ -16,6 +16,7 @@ from drafttrain.errors import UserError
 from drafttrain.files import read_jsonl, replacing, writing
 from drafttrain.flags import load_tokenizer
 from drafttrain.folders import STORE, inputs_of, output_file
+from drafttrain.outcome import conclude, next_command
 from drafttrain.target import tokenizer_fingerprint
 
 
@@ -37,7 +38,14 @@ def run(args: argparse.Namespace) -> int:
     with writing(output), replacing(output) as part:
         table.save(part, tokenizer)
     size = output.stat().st_size / 1e6
-    print(f"wrote {output}: {len(table.hashes):,} contexts, {len(table.tokens):,} continuations, {size:.1f} MB")
+    counts = {"contexts": len(table.hashes), "continuations": len(table.tokens), "megabytes": round(size, 1)}
+    print(", ".join(f"{value:,} {name}" for name, value in counts.items()))
+    target = args.target or read_meta(args.data)["target"]["name"]
+    conclude(
+        counts,
+        [output],
+        next_command("eval", target=target, drafter=f"{NgramTable.__module__.split('.')[-2]}:{output}"),
+    )
     return 0
 
 

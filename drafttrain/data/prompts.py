@@ -19,8 +19,8 @@ from typing_extensions import TypedDict
 from drafttrain.data.failures import BadReply
 from drafttrain.data.filters import Filter, PromptLimits, stable_id
 from drafttrain.data.row_file import RowFile, line_starts
-from drafttrain.data.row_formats import Prompt, parse_row, prompt_texts
-from drafttrain.errors import UserError
+from drafttrain.data.row_formats import Prompt, parse_row, prompt_texts, row_id
+from drafttrain.errors import UserError, shown
 from drafttrain.files import (
     Json,
     JsonlLog,
@@ -34,6 +34,7 @@ from drafttrain.files import (
 )
 from drafttrain.flags import load_target, load_tokenizer
 from drafttrain.folders import inputs_of, output_file
+from drafttrain.outcome import conclude, next_command
 from drafttrain.progress import Progress, plain_console
 
 if TYPE_CHECKING:
@@ -122,8 +123,11 @@ def evaluation_texts(files: Iterable[Path], own_suites: bool) -> Iterator[str]:
 
 
 def collect(rows: Iterable[Json], keep: Filter, count: int | None, source: str, total: int = 0) -> Iterator[Json]:
-    """Prompts of existing rows, until there are `count`. total: number of rows; 0 if it is not known."""
-    kept = 0
+    """Prompts of existing rows, until there are `count`; a row's own id stays. total: number of rows; 0 if it is not known.
+
+    Raises UserError: an id that is no text or number, or that two prompts have.
+    """
+    kept, ids = 0, set[str]()
     with Progress("prompts", count, "prompts") as progress:
         for read, row in enumerate(rows, 1):
             prompt = parse_row(row)
@@ -131,7 +135,12 @@ def collect(rows: Iterable[Json], keep: Filter, count: int | None, source: str, 
                 keep.dropped["unknown format"] += 1
             elif keep.keeps(prompt):
                 kept += 1
-                yield {"id": stable_id(prompt), **prompt, "source": source}
+                given = row.get("id")
+                key = stable_id(prompt) if given in (None, "") else row_id(given, f"source={source}")
+                if key in ids:
+                    raise UserError(f"source={source}: id={shown(key)} occurs twice; make ids unique, or drop them")
+                ids.add(key)
+                yield {"id": key, **prompt, "source": source}
             progress.advance(kept - progress.done, f"{read} rows read", read / total if total else 0.0)
             if kept == count:
                 break
@@ -178,7 +187,8 @@ def write_prompts(
                 log.add({"number": int(finished.key), "result": result})
                 log.rows.clear()
                 take(result)
-                progress.advance(len(kept) - before)
+                spent = 1 - (until - time.monotonic()) / (60 * minutes) if minutes else 0.0
+                progress.advance(len(kept) - before, share=min(spent, 1.0))
                 if len(kept) >= count or time.monotonic() > until:
                     break
     random.Random(seed).shuffle(kept)
@@ -258,6 +268,7 @@ def run(args: argparse.Namespace) -> int:
             what = differences(before, settings) if before else "unknown settings (it is empty)"
             raise UserError(f"{args.output} was made with {what}; give --overwrite, or another --output")
         print(f"{args.output} is there already, made with the same settings; left as it is")
+        conclude({**read_json(summary, "summary", _SUMMARY_FIX)}, then=_then(args))
         return 0
     keep, target = _filter(args)
     if target is not None:
@@ -296,8 +307,13 @@ def run(args: argparse.Namespace) -> int:
         table.add_row(f"dropped: {reason}", str(count), style="dim")
     table.add_row("kept", str(counts["kept"]), style="bold")
     plain_console().print(table)
-    print(args.output)
+    conclude(counts, [args.output], _then(args))
     return 0
+
+
+def _then(args: argparse.Namespace) -> str:
+    place = args.output.parent / "data"
+    return next_command("generate", carry=args, target=args.target or "TARGET", prompts=args.output, output=place)
 
 
 def _check(args: argparse.Namespace) -> None:

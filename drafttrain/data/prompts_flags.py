@@ -69,5 +69,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag = argparse.BooleanOptionalAction
     add("--exclude-suites", action=flag, default=True, help="also drop prompts that overlap with drafttrain's suites")
     add("--ngram", Count, default=8, help="consecutive shared words that count as overlap (default: 8)")
-    add("--seed", Seed, default=0)
+    add("--seed", Seed, default=0, help="of the order and of what magpie samples")
     add("--overwrite", action="store_true", help="replace an earlier result, when the new one is complete")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.text import Text
 
@@ -17,6 +18,7 @@ from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import load_results, summarize, training_record
 from drafttrain.files import Json, write_json
 from drafttrain.folders import output_file
+from drafttrain.outcome import conclude, next_command
 from drafttrain.progress import plain_console
 
 USELESS, SHORTEN, LENGTHEN = 0.3, 0.4, 0.8  # the field's rules of thumb for the acceptance rate
@@ -247,18 +249,26 @@ def print_findings(findings: Sequence[Json]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command. Raises UserError for a file that is not a results.json, or no drafter folder to write to."""
-    runs = [load_results(name) for name in args.results]
+    runs, found, wrote = [load_results(name) for name in args.results], dict[str, object](), list[Path]()
+    then = ""
     for name, results in zip(args.results, runs, strict=True):
         print(name)
         folder = args.drafter or results["drafter"]
-        print_findings(diagnose(results, training_record(folder), [other for other in runs if other is not results]))
+        others = [other for other in runs if other is not results]
+        print_findings(findings := diagnose(results, training_record(folder), others))
+        found[name] = findings
         if args.apply:
-            apply(folder, results)
+            wrote.append(apply(folder, results))
+            then = next_command("eval", target=results["target"], drafter=folder)
+    conclude(found, wrote, then)
     return 0
 
 
-def apply(drafter: str, results: Json) -> None:
-    """Writes slow categories into decoding.json; unmeasured ones keep their entry. Raises UserError for a missing folder."""
+def apply(drafter: str, results: Json) -> Path:
+    """Writes slow categories into decoding.json, whose path it returns. Raises UserError for a missing folder.
+
+    Unmeasured categories keep their entry.
+    """
     place = decoding_file(drafter)
     if not place.parent.joinpath("config.json").is_file():
         message = f"drafter={drafter!r} is no drafter's folder, so there is no decoding.json; give --drafter FOLDER"
@@ -269,4 +279,5 @@ def apply(drafter: str, results: Json) -> None:
     known = set(results["categories"]) - plain
     off = sorted({*slow_categories(results)} & known | set(settings.get("off", ())) - known)
     write_json(place, {**settings, "off": off})
-    print(f"wrote {place}: speculation off for {', '.join(off) or 'nothing'}")
+    print(f"speculation off for {', '.join(off) or 'nothing'}")
+    return place

@@ -16,9 +16,10 @@ from drafttrain.export.batch_schedule import batch_schedule
 from drafttrain.export.export_drafter_flags import TARGET_GGUF
 from drafttrain.export.serving_recipes import as_text, engine_depth, own_drafting, recipes, tuned_tree
 from drafttrain.files import hub_snapshot, is_hub_id
-from drafttrain.folders import OutputFolder, check_folder, inputs_of
+from drafttrain.folders import OutputFolder, beside, check_folder, inputs_of
 from drafttrain.formats.public_names import public_name
 from drafttrain.formats.write_gguf import write_gguf
+from drafttrain.outcome import conclude, next_command
 from drafttrain.target import load_shell, resolve_dtype, resolve_target
 
 _TARGET_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt"]
@@ -31,11 +32,16 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(
                 f"drafter={args.drafter!r} has no weights to write; drop --format and --output to see its recipes"
             )
-        print(as_text(own_drafting(args.drafter, args.target or "TARGET", args.speculative_tokens or 5)))
+        print(text := as_text(own_drafting(args.drafter, args.target or "TARGET", args.speculative_tokens or 5)))
+        conclude({"serve": text})
         return 0
     if args.format is None:
         kind = find_drafter(args.drafter).kind
-        print("\n".join(format_lines(kind)) or f"no engine loads drafters of kind {kind}")
+        lines = format_lines(kind)
+        print("\n".join(lines) or f"no engine loads drafters of kind {kind}")
+        form = lines[0].split(maxsplit=1)[0] if lines else ""
+        then = next_command("export", drafter=args.drafter, format=form, output=beside(args.drafter, "export"))
+        conclude({"kind": kind, "formats": lines}, then=then if lines else "")
         return 0
     if args.output is None:
         raise UserError("--output is required to write a trained drafter; see drafttrain export --help")
@@ -50,12 +56,14 @@ def run(args: argparse.Namespace) -> int:
     files = export(trained, args.format, output, resolve_dtype(args.dtype), target, depth, args.engine_version)
     if args.target_gguf:
         files.append(write_target(target, output / TARGET_GGUF, args.target_gguf))
-    print(f"wrote {', '.join(str(path) for path in files)}\n")
     name = public_name(target) if target else "TARGET"
     made = recipes(trained, str(output), name, args.speculative_tokens, schedule=schedule)
     engines = shipping(trained.kind).formats[args.format].engines
     text = as_text([recipe for recipe in made if recipe.engine in engines])
-    print(text.replace(f"-m {TARGET_GGUF}", f"-m {output / TARGET_GGUF}") if args.target_gguf else text)
+    text = text.replace(f"-m {TARGET_GGUF}", f"-m {output / TARGET_GGUF}") if args.target_gguf else text
+    print(f"{text}\n")
+    then = next_command("verify", drafter=args.drafter, exported=output)
+    conclude({"format": args.format, "serve": text}, files, then)
     return 0
 
 

@@ -10,6 +10,7 @@ from drafttrain.errors import UserError
 from drafttrain.files import hub_snapshot, scratch_folder, writing
 from drafttrain.folders import OutputFolder, inputs_of
 from drafttrain.formats.weights import read_config
+from drafttrain.outcome import conclude, next_command
 from drafttrain.target import load_shell
 
 _READS = "; ".join(filter(None, (shipping(kind).reads for kind in shipped_kinds())))
@@ -41,9 +42,10 @@ def convert(args: argparse.Namespace, output: OutputFolder) -> int:
             exported = scratch / "engine"
             kind.write(trained, form, ExportRequest(exported, next(drafter.parameters()).dtype, args.target))
             kind.check(trained, exported)
-    print(
-        f"{output.path}: {kind.line(find_drafter(str(output.path)), f'{sum(p.numel() for p in drafter.parameters()):,}')}"
-    )
+    parameters = sum(p.numel() for p in drafter.parameters())
+    print(f"{output.path}: {kind.line(trained, f'{parameters:,}')}")
+    then = next_command("eval", carry=args, target=args.target, drafter=output.path)
+    conclude({"kind": trained.kind, "parameters": parameters}, [output.path], then)
     return 0
 
 

@@ -33,9 +33,10 @@ from drafttrain.export.verify_matrix import (
     failed,
 )
 from drafttrain.files import Json, JsonlLog, scratch_folder
-from drafttrain.folders import inputs_of, output_file
+from drafttrain.folders import beside, inputs_of, output_file
 from drafttrain.formats.engines import ENGINES, PACKAGES
 from drafttrain.formats.public_names import write_clean_json
+from drafttrain.outcome import conclude, fault, next_command
 from drafttrain.reports.output import table_of, wide_console
 from drafttrain.target import Target, resolve_dtype
 
@@ -70,12 +71,18 @@ def run(args: argparse.Namespace) -> int:
         found = {**describe_environment(torch.device("cpu")), "command": command, **found}
         write_clean_json(output, found)
         _partial(output).unlink(missing_ok=True)
-        print(f"wrote {args.output}")
     wrong = [row for row in rows if not agrees(row)]
     for row in wrong:
-        print(f"{row['kind']} in {row['engine']}: {row['verdict']}", file=sys.stderr)
+        fault(f"{row['kind']} in {row['engine']}: {row['verdict']}")
     if rows and not any(row["prompts"] or row in wrong for row in rows):
         raise UserError(f"engine={args.engine!r} ran nothing: {rows[0]['verdict']}")
+    then = ""
+    if args.drafter and not wrong:
+        results, folder = (beside(args.drafter, name) for name in ("results.json", "publish"))
+        then = next_command(
+            "push", drafter=args.drafter, repo="USER/NAME", results=results, dry_run=True, output=folder
+        )
+    conclude(found, [output] if output is not None else [], then)
     return 1 if wrong else 0
 
 

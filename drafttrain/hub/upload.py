@@ -19,6 +19,7 @@ from drafttrain.environment import __version__
 from drafttrain.errors import UserError, first_line, without_xet
 from drafttrain.files import Json, scratch_folder, unreachable, write_text
 from drafttrain.folders import OutputFolder, inputs_of
+from drafttrain.outcome import conclude, next_command
 
 _TEXT = (".json", ".md", ".jsonl", ".yaml", ".jinja", ".txt")
 _HEAD = 32 * 2**20  # bytes of a GGUF file that are searched: its metadata and vocabulary come first
@@ -55,10 +56,17 @@ def publish(args: argparse.Namespace, command: str, kind: str, message: str, pre
         print(f"{kind} {args.repo}: {len(names)} files in {folder}")
         for name in names:
             print(f"  {(folder / name).stat().st_size:>12,}  {name}")
+        result: Json = {"repo": args.repo, "files": [str(name) for name in names]}
         if args.dry_run:
             print("dry run: nothing was uploaded")
+            left_out = ("command", "dry_run", "output", "batch_schedule")
+            given = {name: value for name, value in vars(args).items() if name not in left_out}
+            conclude(result, [folder], next_command(command, **given))
         else:
-            print(upload(folder, args.repo, kind, args.private, message, args.tag))
+            result["url"] = upload(folder, args.repo, kind, args.private, message, args.tag)
+            print(result["url"])
+            then = next_command("eval", target="TARGET", drafter=args.repo) if kind == "model" else ""
+            conclude(result, [folder] if args.output else [], then)
     return 0
 
 

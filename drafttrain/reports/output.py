@@ -2,22 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import copy
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Column, Table
 
 from drafttrain.environment import __version__
 from drafttrain.progress import plain_console
 
+MOST_WIDTH = 10_000  # columns of text, for measuring
+
 
 def wide_console() -> Console:
-    """The terminal; files and pipes, which have no width, get at least 140 columns."""
+    """The terminal, or as wide as COLUMNS says; files and pipes, which have no width, get 140 columns."""
     console = plain_console()
-    if not console.is_terminal:
-        console.width = max(console.width, 140)
+    if not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
+        console.width = 140
     return console
+
+
+class FoldingTable(Table):
+    """A table that shows all of its columns: where the console is too narrow, in parts that each begin with the first column."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for number, columns in enumerate(self._parts(console, options)):
+            part = copy.copy(self)
+            part.columns = [replace(column, _index=index) for index, column in enumerate(columns)]
+            part.title = None if number else self.title
+            yield from Table.__rich_console__(part, console, options)
+
+    def _parts(self, console: Console, options: ConsoleOptions) -> Iterator[list[Column]]:
+        wide = options.update_width(MOST_WIDTH)
+        # Widths with padding and a line; of a column that does not wrap, of its longest cell.
+        needed = [self._measure_column(console, wide, column).minimum + 1 for column in self.columns]
+        part, width = [0], needed[0] + 1
+        for index in range(1, len(self.columns)):
+            if len(part) > 1 and width + needed[index] > options.max_width:
+                yield [self.columns[kept] for kept in part]
+                part, width = [0], needed[0] + 1
+            part.append(index)
+            width += needed[index]
+        yield [self.columns[kept] for kept in part]
 
 
 def table_of(
@@ -25,7 +54,7 @@ def table_of(
 ) -> Table:
     """A table with its title at the left. right: align all columns but the first right and never wrap them."""
     columns = [Column(heading, justify="right", no_wrap=True) if right else heading for heading in headings[1:]]
-    table = Table(
+    table = FoldingTable(
         headings[0], *columns, title=title or None, title_justify="left", title_style="bold" if right else None
     )
     for row in rows:

@@ -5,20 +5,24 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from drafttrain.drafters.kinds import split_name
 from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import is_sweep, load_results
 from drafttrain.evaluation.plausibility import implausible
 from drafttrain.files import Json, write_text
-from drafttrain.folders import inputs_of, output_file
+from drafttrain.folders import beside, inputs_of, output_file
+from drafttrain.outcome import conclude, next_command
 from drafttrain.reports import report_page
 from drafttrain.reports.charts import picture
 from drafttrain.reports.output import table_of, wide_console
 from drafttrain.reports.report_flags import FORMATS
 
+MOST_DEPTHS = 6  # in the table
+
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command. Raises UserError for a file that is not a results.json, or an unknown format."""
-    output = output_file(args.output, "report", inputs_of(args))
+    output = output_file(args.output or beside(args.results[0], "report.png"), "report", inputs_of(args))
     if output.suffix not in FORMATS:
         raise UserError(f"output={args.output!r}: the ending must be one of {', '.join(FORMATS)}")
     loaded = [(name, load_results(name, sweeps=True)) for name in args.results]
@@ -32,7 +36,10 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"output={args.output!r}: a sweep is shown on a page; end the name in .html")
     else:
         draw(list(runs.values()), output)
-    print(f"wrote {output}")
+    figures = [{**run["overall"], "file": args.results[index]} for index, run in runs.items()]
+    names = {split_name(run["drafter"])[0] for run in runs.values()}
+    then = next_command("export", drafter=names.pop()) if len(names) == 1 else ""
+    conclude({"runs": figures}, [output], then)
     return 0
 
 
@@ -105,7 +112,9 @@ def print_results(results: Json) -> None:
 
 
 def _row(name: str, figures: Json) -> list[str]:
-    depths = " ".join(f"{share:.2f}".lstrip("0") for share in figures["acceptance_by_depth"]["conditional"])
+    by_depth = figures["acceptance_by_depth"]["conditional"]
+    depths = " ".join(f"{share:.2f}".lstrip("0") for share in by_depth[:MOST_DEPTHS])
+    depths += " ..." * (len(by_depth) > MOST_DEPTHS)
     cells = [name, str(figures["prompts"]), f"{figures['accepted_length']:.2f}", depths]
     cells += [f"{side['tokens_per_second']:.1f}" for side in (figures, *figures["baselines"].values())]
     return cells + [f"{factor:.2f}x" for factor in figures["speedup"].values()]

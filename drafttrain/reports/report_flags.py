@@ -22,4 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
     add = adder(parser)
     add("results", File, nargs="+", help="files written by drafttrain eval, and sweeps' summaries")
-    add("--output", Place, default="report.png", help=f"page or picture to write ({', '.join(FORMATS)})")
+    add(
+        "--output",
+        Place,
+        help=f"page or picture to write ({', '.join(FORMATS)}; default: report.png beside the first results)",
+    )

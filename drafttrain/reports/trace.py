@@ -26,6 +26,7 @@ from drafttrain.folders import inputs_of, output_file
 from drafttrain.inference import Decoder, Stats
 from drafttrain.inference.verify import Verdict
 from drafttrain.ops.sampling import probabilities
+from drafttrain.outcome import conclude, next_command
 from drafttrain.progress import plain_console
 from drafttrain.reports.output import render_page
 
@@ -133,7 +134,10 @@ def run(args: argparse.Namespace) -> int:
         facts = {"target": args.target, "drafter": args.drafter, "tree": str(spec), "dtype": str(target.dtype)[6:]}
         facts["sampling"] = "greedy" if sampling.greedy else f"temperature {sampling.temperature:g}, seed {args.seed}"
         write_text(output, page(trace, args.prompt, facts, chosen))
-        print(f"wrote {args.output}")
+    result = {"text": "".join(piece.text for piece in trace.pieces), "rounds": len(trace.rounds),
+              "tokens": trace.stats.new_tokens, "accepted_length": trace.stats.accepted_length}  # fmt: skip
+    then = next_command("eval", carry=args, target=args.target, drafter=args.drafter)
+    conclude(result, [output] if output is not None else [], then)
     return 0
 
 

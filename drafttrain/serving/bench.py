@@ -24,6 +24,7 @@ from drafttrain.evaluation.metrics import percentiles
 from drafttrain.evaluation.suites import Question, load_suite
 from drafttrain.files import Json, write_json
 from drafttrain.folders import inputs_of, output_file
+from drafttrain.outcome import conclude
 from drafttrain.progress import Progress
 from drafttrain.reports.output import table_of, wide_console
 from drafttrain.serving.client import Answer, Server, ask, connect, read_metrics, speculation
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     write_json(output, results(servers))
     partial.unlink(missing_ok=True)
     print_results(results(servers))
-    print(f"wrote {output}")
+    conclude(results(servers), [output])
     return int(any(all(cell["completed"] == 0 for cell in server["cells"]) for server in servers.values()))
 
 

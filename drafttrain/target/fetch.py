@@ -20,6 +20,7 @@ from pathlib import Path
 
 from drafttrain.errors import UserError, first_line
 from drafttrain.files import cache_folder, is_disk_full, unreachable, write_json
+from drafttrain.outcome import conclude, next_command
 
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "merges.txt", "vocab.*"]
 
@@ -282,5 +283,7 @@ def _space_error(problem: str, folder: Path, needed: int) -> UserError:
 def run(args: argparse.Namespace) -> int:
     folder = fetch(args.name, args.cache_dir and args.cache_dir.expanduser(), args.source, args.force)
     print(f"{args.name}: license {MODELS[args.name].license}")
-    print(folder)
+    then = next_command("prompts", source="magpie", target=args.name, output="prompts.jsonl")
+    result = {"name": args.name, "license": MODELS[args.name].license, "folder": str(folder)}
+    conclude(result, [folder], then)
     return 0

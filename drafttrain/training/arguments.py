@@ -37,6 +37,8 @@ def check_recipe(config: TrainConfig) -> None:
     kind = kind_class(config.kind)
     if issubclass(kind, TrainableDrafter):
         kind.check_options(config.drafter)
+        if config.packing and not kind.takes_packed_rows:
+            raise UserError(f"packing=true, but kind={config.kind!r} does not train on packed rows; set packing=false")
 
 
 def training_arguments(config: TrainConfig) -> TrainingArguments:
@@ -78,6 +80,7 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
             )
     if "wandb" in options["report_to"]:
         os.environ.setdefault("WANDB_PROJECT", "drafttrain")
+        os.environ.setdefault("WANDB_DIR", str(Path(config.output_dir).expanduser()))
     if isinstance(options.get("deepspeed"), str):
         read_json(Path(options["deepspeed"]), "deepspeed", "give a DeepSpeed file such as configs/deepspeed/zero2.json")
     if config.max_minutes > 0:

@@ -32,7 +32,7 @@ def max_over_ranks(value: float, device: torch.device) -> float:
 
 
 class TimeBudget(TrainerCallback, ExportableState):
-    """Ends training after a number of minutes, and decays the learning rate to a twentieth by then.
+    """Ends training after a number of minutes, or earlier by max_steps; decays the learning rate to a twentieth by then.
 
     The time used is part of the checkpoint, so a resumed run gets the rest only.
     """
@@ -62,13 +62,15 @@ class TimeBudget(TrainerCallback, ExportableState):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_) -> None:
         self._last = self.clock()
+        self._most = args.max_steps if args.max_steps > 0 else 10**9  # the recipe's own limit, which holds too
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_) -> None:
         now = self.clock()
         self.used = max_over_ranks(self.used + now - self._last, args.device)
         self._last = now
-        state.max_steps = max(state.global_step + 1, round(state.global_step / max(self.done, 1e-6)))
-        if self.done >= 1.0:
+        by_time = max(state.global_step + 1, round(state.global_step / max(self.done, 1e-6)))
+        state.max_steps = min(by_time, self._most)
+        if self.done >= 1.0 or state.global_step >= self._most:
             state.max_steps = state.global_step
             control.should_training_stop = control.should_save = True
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 from unittest import mock
@@ -40,6 +40,7 @@ from drafttrain.training.feature_sources import NoTarget, TargetSource
 _BLOCK = 512  # bytes; the CUDA allocator's unit
 _aten = torch.ops.aten
 _INDEXING = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default)
+_OTHER = ("at", "trained", "flops", "state_width")  # fields of StepMemory that are no bytes
 _ghosts: list[_Ghosts] = []  # of the dry step that runs
 
 
@@ -56,7 +57,8 @@ class StepMemory:
         features, logits: of what the step holds at its peak, the target's part of the batch and tensors as wide as a
             vocabulary; activations: the rest.
         at: the line that reached the peak; empty where backward did outside drafttrain's own lines.
-        trained: weights; flops: of the matrix products and attention of the whole step.
+        trained: weights; flops: of the matrix products and attention of the whole step; state_width: numbers per token that the
+            drafter reads of the target, its last state included.
     """
 
     target: int
@@ -69,6 +71,7 @@ class StepMemory:
     at: str
     trained: int
     flops: float
+    state_width: int
 
     @property
     def working(self) -> int:
@@ -81,7 +84,7 @@ class StepMemory:
 
     def json(self) -> Json:
         """Gigabytes (10^9 bytes) by part, and their total."""
-        parts = {name: size / 1e9 for name, size in asdict(self).items() if name not in ("at", "trained", "flops")}
+        parts = {name: size / 1e9 for name, size in asdict(self).items() if name not in _OTHER}
         return {**parts, "total": self.total / 1e9, "at": self.at}
 
 
@@ -243,57 +246,62 @@ def dry_step(
         trains: False for an evaluation: no gradients are computed. keeps: states are kept between epochs, in bfloat16.
         build: makes the drafter of the target, on the meta device; default: a new one of this kind and options.
     """
-    device = torch.device("cpu")  # autocast knows no meta tensors
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config).to(target_dtype).eval().requires_grad_(False)
         target = Target.wrap(model, None, name=config.model_type, dtype=target_dtype)
         cls: Any = kind_class(kind)
         make = build or (lambda target: cls(cls.config_class.for_target(target, loss=loss, **options)))
         drafter = make(target).to(drafter_dtype).train(trains)
-    with ExitStack() as open_:
-        for owner, name, value in _stand_ins() if gpu else ():
-            open_.enter_context(mock.patch.object(owner, name, value))
-        before = torch._C._only_lift_cpu_tensors()
-        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=...) first makes a CPU tensor
-        open_.callback(torch._C._set_only_lift_cpu_tensors, before)
-        ghosts = _Ghosts(device)
-        _ghosts.append(ghosts)
-        open_.callback(_ghosts.pop)
+    with _prepared(gpu) as ghosts:
         ends = (model.get_input_embeddings(), model.get_output_embeddings())
         weights = sum(map(ghosts.take, (model,) if source == "online" else ends))
         own = ghosts.take(drafter)
         drafter.kept_ids = ghosts.wrap(torch.arange(len(drafter.kept_ids)))
         if checkpointing:
             drafter.gradient_checkpointing_enable()
-        open_.enter_context(ghosts)
-        drafter.bind(target)
-        mask = (torch.arange(length) >= prompt).repeat(rows, 1)
-        ids = torch.randint(0, target.vocab_size, (rows, length))
-        lengths, indices = torch.full((rows,), length), torch.arange(rows)
-        batch = Batch(ghosts.wrap(ids), ghosts.wrap(lengths), ghosts.wrap(mask), ghosts.wrap(indices))
-        trained = [x for x in drafter.parameters() if x.requires_grad]
-        held, ghosts.peak = ghosts.now, ghosts.now
-        ghosts.vocabularies = {target.vocab_size, len(drafter.kept_ids)} - {target.hidden_size}
-        for weight in trained if accumulates else ():
-            weight.grad = torch.empty_like(weight)
-        given = NoTarget() if source == "none" else _source(target, drafter, loss, source == "states", gpu, keeps)
-        total = ghosts.wrap(torch.tensor(rows * length))
-        with torch.autocast("cpu", autocast, enabled=autocast is not None), torch.set_grad_enabled(trains):
-            before_features = ghosts.now
-            features, targets, row_of = given(batch)
-            embeds = target.embed(batch.input_ids)
-            read = ghosts.now - before_features
-            step = drafter(StepInputs(batch, embeds, features, targets, row_of, total, True))  # type: ignore[arg-type]
-        del features, targets, row_of, embeds
-        if trains:  # autocast is left before backward, as in the trainer
-            step.loss.backward()
+        with ghosts:
+            drafter.bind(target)
+            mask = (torch.arange(length) >= prompt).repeat(rows, 1)
+            ids = torch.randint(0, target.vocab_size, (rows, length))
+            lengths, indices = torch.full((rows,), length), torch.arange(rows)
+            batch = Batch(ghosts.wrap(ids), ghosts.wrap(lengths), ghosts.wrap(mask), ghosts.wrap(indices))
+            trained = [x for x in drafter.parameters() if x.requires_grad]
+            held, ghosts.peak = ghosts.now, ghosts.now
+            ghosts.vocabularies = {target.vocab_size, len(drafter.kept_ids)} - {target.hidden_size}
+            for weight in trained if accumulates else ():
+                weight.grad = torch.empty_like(weight)
+            given = NoTarget() if source == "none" else _source(target, drafter, loss, source == "states", gpu, keeps)
+            total, before = ghosts.wrap(torch.tensor(rows * length)), ghosts.now
+            with torch.autocast("cpu", autocast, enabled=autocast is not None), torch.set_grad_enabled(trains):
+                features, targets, row_of = given(batch)
+                embeds = target.embed(batch.input_ids)
+                read = ghosts.now - before
+                step = drafter(StepInputs(batch, embeds, features, targets, row_of, total, True))  # type: ignore[arg-type]
+            del features, targets, row_of, embeds
+            if trains:  # autocast is left before backward, as in the trainer
+                step.loss.backward()
         gradients = sum(x.grad.nbytes for x in trained if x.grad is not None)
         count = sum(x.numel() for x in trained)
         beyond = max(0, ghosts.peak - held - gradients)
         logits = min(ghosts.logits_at_peak, beyond)
         read = min(read, beyond - logits)
         parts = (weights, own, gradients, 8 * count, read, logits, beyond - logits - read)
-        return StepMemory(*parts, ghosts.at, count, ghosts.flops)
+        width = (len(drafter.feature_layers) + 1) * target.hidden_size
+        return StepMemory(*parts, ghosts.at, count, ghosts.flops, width)
+
+
+@contextmanager
+def _prepared(gpu: bool) -> Iterator[_Ghosts]:
+    """What runs on ghosts inside does as on this kind of device."""
+    with ExitStack() as open_:
+        for owner, name, value in _stand_ins() if gpu else ():
+            open_.enter_context(mock.patch.object(owner, name, value))
+        before = torch._C._only_lift_cpu_tensors()
+        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=...) first makes a CPU tensor
+        open_.callback(torch._C._set_only_lift_cpu_tensors, before)
+        _ghosts.append(_Ghosts(torch.device("cpu")))  # autocast knows no meta tensors
+        open_.callback(_ghosts.pop)
+        yield _ghosts[-1]
 
 
 class _GivenStates:

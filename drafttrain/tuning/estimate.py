@@ -32,6 +32,7 @@ from drafttrain.errors import UserError, first_line
 from drafttrain.evaluation.metrics import load_results
 from drafttrain.files import Json, check_json, open_tensors, read_json, write_json
 from drafttrain.folders import inputs_of, output_file
+from drafttrain.outcome import conclude, next_command
 from drafttrain.reports.output import table_of, wide_console
 from drafttrain.target import resolve_target
 from drafttrain.tuning.hardware import DEVICES
@@ -246,11 +247,15 @@ def run(args: argparse.Namespace) -> int:
         estimate(target, drafter, profile, device, batch, args.context, width, args.price) for batch in args.batches
     ]
     print_rows(rows, device, profile)
+    content: Json = {"drafter_params": drafter, "rows": rows, "advice": advice(rows)}
+    then = ""
     if output is not None:
         head = {"command": [Path(sys.argv[0]).name, *sys.argv[1:]], "device": asdict(device), "target": asdict(target)}
-        content = {**head, "drafter_params": drafter, "rows": rows, "advice": advice(rows)}
+        content = {**head, **content}
         write_json(output, content)
-        print(f"wrote {args.output}")
+        name = split_name(args.drafter or results["drafter"])[0]
+        then = next_command("export", drafter=name, format="vllm", output=output.with_name("export"), schedule=output)
+    conclude(content, [output] if output else [], then)
     return 0
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Collection
 from functools import partial
+from pathlib import Path
 
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.drafters.kinds import split_name
 from drafttrain.drafters.registry import load_drafter
 from drafttrain.evaluation.baselines import parse_baselines
 from drafttrain.evaluation.diagnose import other_template_kwargs, print_findings
@@ -16,8 +18,9 @@ from drafttrain.evaluation.runner import EvalSettings, evaluate
 from drafttrain.evaluation.suites import load_suite, take_evenly
 from drafttrain.files import Json
 from drafttrain.flags import load_target, sampling_of
-from drafttrain.folders import inputs_of, output_file
+from drafttrain.folders import beside, inputs_of, output_file
 from drafttrain.inference import SamplingParams
+from drafttrain.outcome import conclude, next_command
 from drafttrain.reports.report import print_results
 from drafttrain.target import Target
 from drafttrain.tuning.tune import TuneSettings, calibration_prompts, search_tree
@@ -35,7 +38,8 @@ def run(args: argparse.Namespace) -> int:
     results = evaluate(settings, target, load_drafter(args.drafter, target), suite, search)
     print_results(results)
     print_findings(results["diagnosis"])
-    print(f"wrote {settings.output}")
+    page = Path(settings.output).with_name("report.html")
+    conclude(results, [settings.output], next_command("report", str(settings.output), output=page))
     return 0
 
 
@@ -44,7 +48,7 @@ def settings_of(args: argparse.Namespace) -> EvalSettings:
     names = ("target", "drafter", "max_new_tokens", "batch_size", "tree", "calibrate", "limit", "seed", "assistant")
     chosen = {name: vars(args)[name] for name in (*names, "trust_remote_code", "chat_template_kwargs")}
     baselines = tuple(parse_baselines(args.baselines))
-    output = output_file(args.output, "eval", inputs_of(args))
+    output = output_file(args.output or beside(split_name(args.drafter)[0], "results.json"), "eval", inputs_of(args))
     return EvalSettings(**chosen, sampling=sampling_of(args), baselines=baselines, output=output)
 
 

@@ -38,4 +38,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--baselines", default=",".join(BASELINES), help=known)
     add("--assistant", Name, default="", help="draft model of hf_assisted: a causal LM's folder or Hub id (default: the "
         "target's own first layers)")  # fmt: skip
-    add("--output", Place, default="results.json", help="results file")
+    add("--output", Place, help="results file (default: results.json beside the drafter)")

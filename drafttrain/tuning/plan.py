@@ -15,7 +15,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -35,6 +34,7 @@ from drafttrain.target.loading import loading
 from drafttrain.training.arguments import KEYS, check_recipe
 from drafttrain.tuning.estimate import Device, Sizes
 from drafttrain.tuning.hardware import DEVICES
+from drafttrain.tuning.plan_flags import Job
 from drafttrain.tuning.plan_memory import TWO_BUCKETS, Memory, Setting, States, buckets_of
 from drafttrain.tuning.plan_recipe import (
     deepspeed_of,
@@ -44,7 +44,6 @@ from drafttrain.tuning.plan_recipe import (
     shipped_config,
     stored_bits,
 )
-from drafttrain.values import StoreDtype
 
 _CONVERSATIONS, _TOKENS = 60_000, 1024  # of a data set that does not exist yet; tokens of a conversation on average
 _SEQUENCES = 256  # that an engine generates at a time, memory permitting
@@ -86,36 +85,6 @@ class Plan:
 
     def json(self) -> Json:
         return asdict(self)
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is planned besides the recipe; the flags of `drafttrain plan`.
-
-    Attributes:
-        gpus: 0 takes the processes of the accelerate file in `deepspeed`, else 1.
-        device: a name of hardware.DEVICES; gpu_memory: GB, instead of the device's. disk: free GB; None: no limit.
-        deepspeed: a ZeRO stage, 0 for none, a DeepSpeed JSON or an accelerate YAML; empty: the recipe's, else stage 2 on
-            several GPUs.
-        states: where the target's come from; empty: as recipe and data say. store_dtype: of stored ones.
-        conversations, tokens, prompt_tokens: of the data, the last two on average; 0: as in the recipe's data, if it exists.
-        target_config, init_config: config.json of the recipe's `target` and `init`, where their names lead to none.
-    """
-
-    gpus: int = 0
-    device: str = "h100"
-    gpu_memory: float | None = None
-    disk: float | None = None
-    deepspeed: str = ""
-    states: States | Literal[""] = ""
-    store_dtype: StoreDtype = "bfloat16"
-    conversations: int = 0
-    tokens: int = 0
-    prompt_tokens: int = 128
-    target_config: str | None = None
-    init_config: str | None = None
-    compute_efficiency: float = 0.4
-    memory_efficiency: float = 0.75
 
 
 def plan(recipe: str, overrides: Sequence[str] = (), job: Job | None = None) -> Plan:
@@ -217,6 +186,7 @@ class _Planner:
             state_bytes=_STATE_BYTES.get(str(trainer.get("optim", "")), 8),
             kept=cache,
             ahead=1e9 * config.prefetch_gb,
+            data_tokens=self.conversations * self.tokens,
         )
 
     # -- figures ------------------------------------------------------------------------------------------------
@@ -255,20 +225,19 @@ class _Planner:
         text = self.setting.states == "none"
         width = len(str(self.target.get_text_config().vocab_size)) + 8
         kept = (self.trainer["save_total_limit"] or 10) + 1  # and the one that is being written
+        h = self.target.get_text_config().hidden_size
+        states = (
+            1.01 * value_bytes(self.job.store_dtype, h) * self.step.state_width * tokens
+        )  # as drafttrain features counts
         parts = {
             "target": self.weights * self.width,
             "prompts": 0.0 if text else self.conversations * (5.0 * self.prompt + 100),
             "answers": tokens * width + 200.0 * self.conversations,
-            "states": self._states_bytes(self.job.store_dtype) if self.setting.states == "stored" else 0.0,
+            "states": states if self.setting.states == "stored" else 0.0,
             "checkpoints": kept * (12.0 + 2 * bool(self.setting.stage)) * trained,
             "drafter": 4.0 * trained,
         }
         return {name: size for name, size in parts.items() if size}
-
-    def _states_bytes(self, dtype: StoreDtype) -> float:
-        """Of all conversations' features and last states, as `drafttrain features` stores them."""
-        h = self.target.get_text_config().hidden_size
-        return 1.01 * value_bytes(dtype, h) * self.memory.state_width(h) * self.conversations * self.tokens
 
     def _time(self) -> tuple[dict[str, float], dict[str, float]]:
         """Tokens per second and hours by part, by the roofline."""

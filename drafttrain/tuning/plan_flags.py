@@ -4,11 +4,27 @@ from __future__ import annotations
 
 import argparse
 import re
-from typing import get_args
+from dataclasses import dataclass, fields
+from typing import Literal
 
 from drafttrain.errors import UserError, shown
 from drafttrain.tuning.hardware import DEVICES
-from drafttrain.values import Count, File, Name, Place, PositiveFraction, StoreDtype, adder, reader
+from drafttrain.values import (  # fmt: skip
+    File,
+    Name,
+    Place,
+    PositiveAmount,
+    PositiveFraction,
+    Size,
+    StoreDtype,
+    adder,
+    check_fields,
+    default_of,
+    key,
+    kinds_of,
+    reader,
+    value,
+)
 
 HELP = """Memory, disk and hours of a training run, before anything is downloaded; and what to change if it does not fit.
 
@@ -21,6 +37,34 @@ target only its config.json is read: from --target-config, from target.json next
 _UNITS = {"": 1.0, "G": 1.0, "T": 1e3, "M": 1e-3}
 
 
+@dataclass(frozen=True)
+class Job:
+    """What is planned besides the recipe. Raises UserError for values out of range."""
+
+    gpus: Size = key(0, "that train; 0 takes the processes of the accelerate file in --deepspeed, else 1")
+    device: Name = key("h100", f"rates and memory, one of {', '.join(DEVICES)}")
+    gpu_memory: PositiveAmount | None = key(None, "GB of 10^9 bytes, instead of the device's")
+    disk: PositiveAmount | None = key(None, "free space in GB, or such as 4T; without it there is no limit")
+    deepspeed: Name = key(
+        "",
+        "ZeRO stage from 0 to 3, DeepSpeed JSON or accelerate YAML; empty: the recipe's, else 2 on several GPUs, 0 on one",
+    )
+    states: Literal["", "online", "stored", "vllm"] = key(
+        "", "where the target's come from: online, stored or vllm; empty: as the recipe and its data say"
+    )
+    store_dtype: StoreDtype = key("bfloat16", "of stored states")
+    conversations: Size = key(0, "of the data; 0: as many as the recipe's data has, else 60,000")
+    tokens: Size = key(0, "of a conversation on average; 0: as in the recipe's data, else 1024")
+    prompt_tokens: Size = key(128, "of them in the prompt")
+    target_config: File | None = key(None, "the target's config.json, where its name leads to none")
+    init_config: File | None = key(None, "config.json of the model that the recipe's init names")
+    compute_efficiency: PositiveFraction = key(0.4, "achieved share of the device's FLOP rate")
+    memory_efficiency: PositiveFraction = key(0.75, "achieved share of the device's bandwidth")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
 def _gigabytes(word: str) -> float:
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([GTM]?)B?", word.strip().upper())
     if not found or not float(found[1]):
@@ -30,27 +74,14 @@ def _gigabytes(word: str) -> float:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
-    add, size = adder(parser), reader(_gigabytes, "gigabytes, or an amount such as 500G or 4T")
+    add, size, kinds = adder(parser), reader(_gigabytes, "gigabytes, or an amount such as 500G or 4T"), kinds_of(Job)
     add("recipe", Place, help="a YAML recipe, or the name of one that comes with drafttrain")
     replaces = "replace a value of the recipe; a.b=c sets b in a"
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=replaces)
-    add("--gpus", Count, default=0, help="that train (default: the processes of --deepspeed's accelerate file, else 1)")
-    add("--device", choices=sorted(DEVICES), default="h100", help="rates and memory (default: %(default)s)")
-    add("--gpu-memory", size, help="GB of 10^9 bytes, instead of the device's")
-    add("--disk", size, help="free space, such as 4T (default: no limit)")
-    stage = (
-        "ZeRO stage 0 to 3, DeepSpeed JSON or accelerate YAML (default: the recipe's; else 2 on several GPUs, 0 on one)"
-    )
-    add("--deepspeed", Name, default="", help=stage)
-    states = "where the target's states come from (default: as the recipe and its data say)"
-    add("--states", choices=("online", "stored", "vllm"), default="", help=states)
-    add("--store-dtype", choices=get_args(StoreDtype), default="bfloat16", help="of stored states")
-    add("--conversations", Count, default=0, help="of the data (default: those of the recipe's data, else 60000)")
-    add("--tokens", Count, default=0, help="of a conversation on average (default: as in the data, else 1024)")
-    add("--prompt-tokens", Count, default=128, help="of them in the prompt (default: %(default)s)")
-    add("--target-config", File, help="the target's config.json")
-    add("--init-config", File, help="config.json of the model that the recipe's init names")
-    share = "achieved share of the device's {} (default: %(default)s)"
-    add("--compute-efficiency", PositiveFraction, default=0.4, help=share.format("FLOP rate"))
-    add("--memory-efficiency", PositiveFraction, default=0.75, help=share.format("bandwidth"))
+    for one in fields(Job):
+        default, sized = default_of(one), one.name in ("gpu_memory", "disk")
+        shown_default = "" if default in (None, "", 0) else " (default: %(default)s)"
+        kind = size if sized else value(kinds[one.name])
+        flag, meaning = f"--{one.name.replace('_', '-')}", one.metadata["meaning"]
+        parser.add_argument(flag, type=kind, default=default, help=meaning + shown_default)
     add("--output", Name, help="JSON file with the same figures")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.files import Json
@@ -42,7 +42,8 @@ class Setting:
         states: where the target's come from. shards: GPUs that a process spreads the target over.
         stage: of ZeRO, 0 without DeepSpeed; buckets: elements of DeepSpeed's reduction buffers.
         accumulates: an optimizer step has several micro-batches. state_bytes: of the optimizer, per trained weight.
-        kept, ahead: bytes of states that a process on a CPU keeps between epochs, and reads ahead of their steps.
+        kept, ahead: most bytes of states that a process on a CPU keeps between epochs, and reads ahead of their steps.
+        data_tokens: of all conversations; no more states than theirs are held.
     """
 
     rows: int
@@ -62,6 +63,7 @@ class Setting:
     state_bytes: int = 8
     kept: float = 0.0
     ahead: float = 0.0
+    data_tokens: float = float("inf")
 
 
 def buckets_of(deepspeed: Json) -> int:
@@ -93,13 +95,6 @@ class Memory:
         self.config, self.kind, self.options, self.loss, self.build = config, kind, options, loss, build
         self._run = functools.cache(self._dry_step)
 
-    def state_width(self, hidden: int) -> int:
-        """Numbers per token of the drafter's features and the target's last state, of width `hidden`."""
-        with torch.device("meta"):
-            target = Target.wrap(AutoModelForCausalLM.from_config(self.config), None, name=self.config.model_type)
-            drafter = self.build(target)
-        return (len(drafter.feature_layers) + 1) * hidden
-
     def _dry_step(self, setting: Setting, trains: bool) -> StepMemory:
         deepspeed = setting.stage > 0
         bfloat16 = torch.bfloat16 if setting.half else None
@@ -127,7 +122,7 @@ class Memory:
         """A step of this setting, extrapolated where its batch is large."""
         # What does not change a dry step does not start another one.
         plain = replace(setting, eval_rows=1, shards=1, processes=1, stage=min(setting.stage, 1), buckets=0)
-        plain = replace(plain, state_bytes=8, kept=float(setting.kept > 0), ahead=0.0)
+        plain = replace(plain, state_bytes=8, kept=float(setting.kept > 0), ahead=0.0, data_tokens=0.0)
         if not trains:
             plain = replace(plain, rows=setting.eval_rows, accumulates=False)
         if plain.rows * plain.length <= _MOST_TOKENS:

@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from drafttrain.config import TrainConfig, parse_overrides, read_yaml
 from drafttrain.drafters.base import NEW
+from drafttrain.drafters.common.configs import last_layer_config
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.registry import kind_class
 from drafttrain.errors import UserError
@@ -60,8 +61,8 @@ def shipped_config(recipe: str, overrides: Sequence[str], key: str, file: str) -
 
 
 def model_sizes(model: nn.Module, config: PretrainedConfig) -> Sizes:
-    """Sizes by a model's weights on the meta device: experts are told apart by their names."""
-    text: Any = config.get_text_config()
+    """Sizes by a model's weights on the meta device: experts are known by their names."""
+    text: Any = last_layer_config(config.get_text_config())
     counts = {name: weight.numel() for name, weight in model.named_parameters()}
     names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     experts = next((n for name in names if (n := getattr(text, name, None))), 0)

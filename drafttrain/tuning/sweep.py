@@ -21,8 +21,9 @@ from drafttrain.evaluation.results_schema import Results
 from drafttrain.evaluation.runner import EvalSettings
 from drafttrain.evaluation.suites import Question, Suite, load_suite
 from drafttrain.files import Json, read_json, write_json
-from drafttrain.folders import OutputFolder, inputs_of
+from drafttrain.folders import OutputFolder, beside, inputs_of
 from drafttrain.inference import SamplingParams, token_limit
+from drafttrain.outcome import conclude, next_command
 from drafttrain.reports.output import table_of, wide_console
 from drafttrain.target import Target
 from drafttrain.tuning.eval_command import find_tree
@@ -34,10 +35,12 @@ FIGURES = ("accepted_length", "acceptance_rate", "tokens_per_second", "speedup",
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command. Raises UserError for an invalid value, or anything that cannot be loaded or measured."""
+    args.output = args.output or beside(split_name(args.drafter)[0], "sweep")
     with OutputFolder(args.output, "sweep", inputs_of(args)) as output:
         summary = measure_cells(args, output.path)
     print_summary(summary)
-    print(f"wrote {output.path / 'summary.json'}")
+    place = output.path / "summary.json"
+    conclude({"cells": summary}, [place], next_command("report", str(place), output=output.path / "report.html"))
     return 0
 
 

@@ -37,5 +37,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", Seed, default=0, help="of the sampling")
     add("--baselines", default="autoregressive", help="as in drafttrain eval (default: %(default)s)")
     add("--grid", action="store_true", help="cross all axes instead of varying one at a time")
-    add("--output", Place, default="sweep", help="folder for the cells and summary.json")
+    add("--output", Place, help="folder for the cells and summary.json (default: sweep beside the drafter)")
     add("--trust-remote-code", action="store_true", help="run model code that comes with the target")

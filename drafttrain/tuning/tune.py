@@ -28,13 +28,15 @@ from drafttrain.data.row_formats import parse_row
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.combined import parts_of
 from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.drafters.kinds import split_name
 from drafttrain.drafters.registry import decoding_file, decoding_settings, load_drafter
 from drafttrain.environment import describe_environment
 from drafttrain.errors import UserError
 from drafttrain.files import Json, read_jsonl, write_json
 from drafttrain.flags import load_target, sampling_of
-from drafttrain.folders import inputs_of, output_file
+from drafttrain.folders import beside, inputs_of, output_file
 from drafttrain.inference import Decoder, SamplingParams, token_limit
+from drafttrain.outcome import conclude, next_command
 from drafttrain.progress import Progress
 from drafttrain.reports.output import table_of, wide_console
 from drafttrain.target import Target
@@ -267,7 +269,8 @@ def run(args: argparse.Namespace) -> int:
     if args.max_new_tokens < 16:
         raise UserError(f"max-new-tokens={args.max_new_tokens} tells too little about a tree; use 16 or more")
     settings = TuneSettings(sampling_of(args), args.max_new_tokens, args.repeats)
-    output, place = output_file(args.output, "tune", inputs_of(args)), decoding_file(args.drafter)
+    name = args.output or beside(split_name(args.drafter)[0], "tune.json")
+    output, place = output_file(name, "tune", inputs_of(args)), decoding_file(args.drafter)
     writes_tree = not args.dry_run and place.parent.joinpath("config.json").is_file()
     if writes_tree:
         output_file(place, "decoding", key="drafter")
@@ -295,8 +298,9 @@ def run(args: argparse.Namespace) -> int:
         chain = result["chain"] and result["chain"]["tree"].partition("@")[0]
         tuned = {key: result[key] for key in keys}
         write_json(place, {**old, "tree": result["tree"], "chain": chain, "tuned": tuned})
-        print(f"wrote {place}: the drafter's default from now on")
-    print(f"wrote {args.output}")
+        print(f"the drafter's default from now on: {result['tree']}")
+    then = next_command("eval", carry=args, target=args.target, drafter=args.drafter)
+    conclude(result, [*([place] if writes_tree else []), output], then)
     return 0
 
 

@@ -31,5 +31,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompts", Count, default=ROWS, help="prompts at most (default: %(default)s)")
     add("--max-new-tokens", Count, default=TOKENS, help="per prompt (default: %(default)s)")
     add("--repeats", Count, default=REPEATS, help="of the final measurement (default: %(default)s)")
-    add("--output", Place, default="tune.json", help="what was measured and predicted")
+    add("--output", Place, help="what was measured and predicted (default: tune.json beside the drafter)")
     add("--dry-run", action="store_true", help="leave the drafter's decoding.json as it is")

@@ -357,8 +357,8 @@ def test_prompts_that_the_template_does_not_read_name_the_fix(target_dir, tmp_pa
     del rows[0]["tools"]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert generate(target_dir, path, tmp_path / "out") == 0
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("failed: 1 conversations (chat template 1)") and "change those prompts" in last
+    *_, last, _, _ = capsys.readouterr().out.splitlines()
+    assert last.startswith("failed: 1 conversation (chat template 1)") and "change those prompts" in last
     assert "run the same command again" not in last
 
 
@@ -373,4 +373,17 @@ def test_existing_conversations_that_teach_nothing(target_dir, tmp_path, capsys,
     path = tmp_path / "chats.jsonl"
     path.write_text(json.dumps(row) + "\n")
     assert generate(target_dir, path, tmp_path / "out", "--backend", "existing") == 2
-    assert message in capsys.readouterr().err
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: no row can be used (unusable row 1; the last: ") and message in error
+    answered = {"id": "good", "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
+    path.write_text(json.dumps(row) + "\n" + json.dumps(answered) + "\n")
+    assert generate(target_dir, path, tmp_path / "out", "--backend", "existing") == 0
+    out = tmp_path / "out"
+    *_, last, wrote, then = capsys.readouterr().out.splitlines()
+    assert last.startswith(
+        f"failed: 1 conversation (unusable row 1), listed in {out}/failed-0000.jsonl; unusable row: mend"
+    )
+    listed = json.loads((out / "failed-0000.jsonl").read_text())
+    assert listed["id"] == "q" and message in listed["detail"]
+    assert wrote == f"wrote {out}"
+    assert then == f"next: drafttrain train RECIPE target={target_dir} data={out} output_dir={tmp_path / 'drafter'}"

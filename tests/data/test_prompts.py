@@ -142,6 +142,24 @@ def test_ids_depend_on_content_only():
     assert stable_id(user("a")) == stable_id(user("a")) != stable_id(user("b"))
 
 
+def test_a_rows_own_id_stays(tmp_path, capsys):
+    rows = [{"id": 7, "prompt": distinct(1)}, {"id": "a/b", "prompt": distinct(2)}, {"id": None, "prompt": distinct(3)}]
+    rows.append({"id": "a/b", "prompt": distinct(2)})  # a duplicate, dropped before ids are compared
+    source, output = write_lines(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    assert prompts("--source", "file", "--input", source, "--output", output) == 0
+    ids = {row["id"] for row in lines(output)}
+    assert {"7", "a/b"} < ids and len(ids) == 3
+    said = capsys.readouterr().out.splitlines()
+    assert said[-2:] == [
+        f"wrote {output}",
+        f"next: drafttrain generate --target TARGET --prompts {output} --output {tmp_path / 'data'}",
+    ]
+    twice = write_lines(tmp_path / "twice.jsonl", [rows[0], {"id": "7", "prompt": distinct(2)}])
+    assert prompts("--source", "file", "--input", twice, "--output", tmp_path / "other.jsonl") == 2
+    assert "source=twice.jsonl: id='7' occurs twice; make ids unique, or drop them" in capsys.readouterr().err
+    assert not (tmp_path / "other.jsonl").exists()
+
+
 # -- files and data sets --------------------------------------------------------------------------------------------
 
 

@@ -22,6 +22,7 @@ from tests.fuzz import WRONG_WORDS, fuzz, outcome, wrong_words
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 PROMPTS, RESULTS = str(FIXTURES / "prompts.jsonl"), str(next((FIXTURES / "results").glob("*.json")))
+RECIPE = str(FIXTURES / "run.yaml")
 TARGET = ["--target", str(FIXTURES / "target")]
 BOTH = [*TARGET, "--drafter", "ngram"]
 # Words with which a command's values are all valid; OUT is a file in a new folder.
@@ -31,7 +32,7 @@ NEEDED = {
     "generate": [*TARGET, "--prompts", PROMPTS, "--output", "OUT"],
     "features": ["--data", "DATA"],
     "serve-target": [*TARGET, "--dry-run"],
-    "train": [str(FIXTURES / "run.yaml")],
+    "train": [RECIPE],
     "ngram-store": ["--data", "DATA", "--output", "OUT"],
     "eval": [*BOTH, "--output", "OUT"],
     "tune": [*BOTH, "--output", "OUT"],
@@ -45,6 +46,7 @@ NEEDED = {
     "import": ["--checkpoint", "/no/drafter", *TARGET, "--output", "OUT"],
     "verify": ["--drafter", "/no/drafter"],
     "push": ["--drafter", "/no/drafter", "--repo", "a/b"],
+    "completion": ["bash"],
     "push-data": ["--data", "/no/data", "--prompt-license", "x", "--repo", "a/b"],
 }
 LOADERS = (
@@ -174,7 +176,7 @@ def test_numbers_stay_in_their_ranges(folder):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["evla"], "command 'evla' is not one of fetch, .*did you mean eval"),
+        (["evla"], "unknown command 'evla'; did you mean eval"),
         (["eval", *BOTH, "--limt", "3"], "'--limt' is no flag of this command; did you mean --limit"),
         (["eval", *BOTH, "--limit", "-1"], r"--limit='-1' must be a whole number from 1 to"),
         (["eval", *BOTH, "--limit"], "--limit expected one argument"),
@@ -195,7 +197,8 @@ def test_numbers_stay_in_their_ranges(folder):
             ["generate", *TARGET, "--prompts", PROMPTS, "--output", "OUT", "--backend", "cloud"],
             "--backend='cloud' is not one of",
         ),
-        (["train", "/no/recipe.yaml", "--resume"], "'--resume' is no flag"),
+        (["train", RECIPE, "--max-stps", "4"], "unknown config key 'max_stps'.*did you mean max_steps"),
+        (["train", RECIPE, "--resume", "perhaps"], "resume='perhaps' must be true or false"),
     ],
 )
 def test_each_mistake_is_one_line(folder, capsys, words, message):

@@ -104,6 +104,8 @@ def test_a_time_budget_ends_the_run(tiny, tmp_path, monkeypatch):
     assert main(["train", *write_recipe(tmp_path, *tiny), "max_minutes=0.05", "max_steps=-1"]) == 0
     summary = json.loads((tmp_path / "drafter" / "training.json").read_text())
     assert summary["steps"] == 12
+    assert main(["train", *write_recipe(tmp_path, *tiny), "max_minutes=0.05", "max_steps=3", "resume=false"]) == 0
+    assert json.loads((tmp_path / "drafter" / "training.json").read_text())["steps"] == 3  # the earlier of the two
 
 
 @pytest.mark.thorough

@@ -144,9 +144,7 @@ class DecoderConfig(TargetedConfig):
 
     @classmethod
     def shapes(cls, target: Target, options: Json) -> Json:
-        width = options.get("hidden_size", target.hidden_size)
-        layers = getattr(target.config, "per_layer_config", ())  # of targets whose layers have heads of several sizes
-        config = layers[len(layers) - 1] if len(layers) else target.config
+        config, width = last_layer_config(target.config), options.get("hidden_size", target.hidden_size)
         if cls.target_width and width != target.hidden_size:
             raise UserError(
                 f"hidden_size={width}: kind={cls.kind()!r} shares states with the target, so its width is the target's, "
@@ -262,6 +260,12 @@ class BlockConfig(DecoderConfig):
     @classmethod
     def shapes(cls, target: Target, options: Json) -> Json:
         return {**super().shapes(target, options), "feature_layers": target.default_feature_layers}
+
+
+def last_layer_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The text config as a target's last layer has it: layers may differ in their heads (Gemma 4)."""
+    layers = getattr(config, "per_layer_config", ())
+    return layers[len(layers) - 1] if len(layers) else config
 
 
 def rope_parameters_of(config: PreTrainedConfig) -> Json:
