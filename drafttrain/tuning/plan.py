@@ -118,9 +118,9 @@ class _Planner:
             model = AutoModelForCausalLM.from_config(self.target)
         self.sizes, self.weights = model_sizes(model, self.target), sum(x.numel() for x in model.parameters())
         self.width = stored_bits(self.target) / 8  # bytes per weight of the target's files
-        options, build, note = drafter_of(config, recipe, overrides, job.init_config)
+        build, note = drafter_of(config, recipe, overrides, job.init_config)
         self.notes += [note] if note else []
-        self.memory = Memory(self.target, config.kind, options, config.loss, build)
+        self.memory = Memory(self.target, config.kind, config.loss, build)
         bandwidth, tflops, memory = DEVICES[job.device]
         rates = 1e9 * bandwidth * job.memory_efficiency, 1e12 * tflops * job.compute_efficiency
         self.device = Device(job.device, *rates, 1e9 * (job.gpu_memory or memory), 5e-5)
@@ -157,11 +157,13 @@ class _Planner:
 
     def _setting(self) -> Setting:
         config, trainer, job, states = self.config, self.trainer, self.job, self._states()
-        zero, launched = deepspeed_of(job.deepspeed, trainer, job.gpus)
+        zero, launched = deepspeed_of(job.deepspeed, trainer, 1 if config.target_device_map else job.gpus)
         self.gpus = job.gpus or launched or 1
         processes = launched if launched and not job.gpus else self.gpus
         if config.target_device_map and not launched:
             processes = 1
+        if any("offload" in key for key in zero.get("zero_optimization") or {}):
+            self.notes.append("what DeepSpeed offloads to the host is counted as if it stayed on the GPU")
         gpu = not job.device.startswith("cpu")
         half = bool(trainer.get("bf16", trainer.get("fp16") or gpu))
         fixed = (zero.get("bf16") or {}).get("enabled", "auto")
@@ -356,7 +358,8 @@ class _Planner:
     def _more_notes(self, memory: dict[str, float], largest: dict[str, int]) -> None:
         needed, config = self._server_gpus(), self.config
         if self.setting.states == "vllm":
-            self.notes.append(f"vLLM needs GPUs of its own: at least {needed} of {self.device.memory / 1e9:.0f} GB")
+            room = f"at least {needed} of {self.device.memory / 1e9:.0f} GB"
+            self.notes.append(f"vLLM needs GPUs of its own: {room}; hours assume as many as train")
         elif needed > self.gpus and self.setting.states != "none":
             self.notes.append(f"the target needs {needed} GPUs in an engine that generates its answers")
         if "evaluation" in memory:

@@ -81,18 +81,11 @@ class Memory:
     """The memory of a drafter's training by setting; every dry step runs once.
 
     Args:
-        config: the target's. kind, options, loss: of the recipe. build: makes the drafter, see `dry_step`.
+        config: the target's. kind, loss: of the recipe. build: makes the drafter, see `dry_step`.
     """
 
-    def __init__(
-        self,
-        config: PretrainedConfig,
-        kind: str,
-        options: Json,
-        loss: str,
-        build: Callable[[Target], TrainableDrafter],
-    ):
-        self.config, self.kind, self.options, self.loss, self.build = config, kind, options, loss, build
+    def __init__(self, config: PretrainedConfig, kind: str, loss: str, build: Callable[[Target], TrainableDrafter]):
+        self.config, self.kind, self.loss, self.build = config, kind, loss, build
         self._run = functools.cache(self._dry_step)
 
     def _dry_step(self, setting: Setting, trains: bool) -> StepMemory:
@@ -101,7 +94,7 @@ class Memory:
         return dry_step(
             self.config,
             self.kind,
-            self.options,
+            {},
             rows=setting.rows,
             length=setting.length,
             prompt=min(setting.prompt, setting.length - 2),
