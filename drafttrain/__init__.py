@@ -14,23 +14,33 @@ from drafttrain import moved
 from drafttrain.environment import __version__ as __version__
 
 if TYPE_CHECKING:
-    from drafttrain.api import evaluate, generate, load_drafter, stream
+    from drafttrain.api import generate, load_drafter, stream
     from drafttrain.drafters.base import Drafter
-    from drafttrain.target import Target
+    from drafttrain.pipeline import evaluate, export, push, train, tune
+    from drafttrain.target.target import Target
 
-__all__ = ["Drafter", "Target", "evaluate", "generate", "load_drafter", "stream"]
+__all__ = [
+    "Drafter", "Target", "evaluate", "export", "generate", "load_drafter", "push", "stream", "train", "tune",
+]  # fmt: skip
 
 # Modules that load on first use, so that `import drafttrain` and `drafttrain --help` stay quick.
 _MODULES = {
     "Drafter": "drafttrain.drafters.base",
     "Target": "drafttrain.target.target",
-    **dict.fromkeys(("evaluate", "generate", "load_drafter", "stream"), "drafttrain.api"),
+    **dict.fromkeys(("generate", "load_drafter", "stream"), "drafttrain.api"),
+    **dict.fromkeys(("evaluate", "push", "tune"), "drafttrain.pipeline"),
 }
 
 moved.install()
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> object:
+    if name in ("export", "train"):  # modules that can be called
+        return importlib.import_module(f"drafttrain.{name}")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULES[name]), name)

@@ -1,35 +1,38 @@
-"""The Python API: `from drafttrain import generate, stream, load_drafter, evaluate`.
+"""The Python API: `from drafttrain import generate, stream, load_drafter`, and `pipeline.py`'s train, tune, evaluate, ...
 
 A thin layer over `drafttrain.inference` that turns names into models and prompts of any form into token ids.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Number
-from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
+import torch
 from jinja2 import TemplateError
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from typing_extensions import TypedDict
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from typing_extensions import TypedDict, Unpack
 
 from drafttrain.data.chat import NO_INPUTS, ChatInputs, has_template, prompt_ids
 from drafttrain.data.row_formats import PromptInputs
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
-from drafttrain.drafters.registry import decoding_settings, default_tree
+from drafttrain.drafters.registry import decoding_settings, default_tree, prepare
 from drafttrain.drafters.registry import load_drafter as load_for_target
 from drafttrain.errors import UserError, first_line, shown
-from drafttrain.files import Json, check_json, read_json
-from drafttrain.flags import CommandParser
-from drafttrain.inference import Decoder, SamplingParams, strip_padding
-from drafttrain.inference.decode import DecoderOptions
-from drafttrain.inference.sequence import TextStream
+from drafttrain.files import Json, check_json
+from drafttrain.inference import Decoder, Generation
+from drafttrain.inference.call_options import CallLimits, GenerateOptions, Rows, StreamOptions, read_options
+from drafttrain.inference.sequence import TextStream, token_ids
+from drafttrain.pipeline import evaluate as evaluate
+from drafttrain.pipeline import export as export
+from drafttrain.pipeline import push as push
+from drafttrain.pipeline import train as train
+from drafttrain.pipeline import tune as tune
 from drafttrain.target import Target
-from drafttrain.values import AnyText, Place, check
+from drafttrain.values import AnyText, Place, check, refuse_options
 
 
 class Turn(TypedDict):
@@ -40,111 +43,129 @@ class Turn(TypedDict):
 
 
 # Text, token ids, or chat messages [{"role": ..., "content": ...}, ...].
-Prompt = str | Sequence[int] | Tensor | Sequence[Mapping[str, str]]
+OnePrompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+Prompt = OnePrompt | Tensor
 # Several prompts: a list of them, or a tokenizer's output (input_ids, attention_mask), which may also hold one.
 Prompts = Prompt | Sequence[Prompt] | Mapping[str, Any]
 TextPrompt = AnyText | list[Turn]
 Model = str | PreTrainedModel | Target
+Drafting = str | Drafter | None
 Tokenizer = PreTrainedTokenizerBase | None
 
 
+@overload
+def generate(  # type: ignore[overload-overlap]  # a text is also a sequence of texts
+    model: Model, prompt: OnePrompt, drafter: Drafting = None, **options: Unpack[GenerateOptions]
+) -> Generation: ...
+@overload
 def generate(
-    model: Model,
-    prompt: Prompts,
-    drafter: str | Drafter | None = None,
-    *,
-    tokenizer: Tokenizer = None,
-    tree: str | None = None,
-    max_new_tokens: int = 256,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    repetition_penalty: float | None = None,
-    seed: int = 0,
-    stop: str | Sequence[str] = (),
-    batch_size: int = 8,
-    category: str | Sequence[str] = "",
-    tools: Sequence[Json] = (),
-    chat_template_kwargs: Json | None = None,
-) -> Any:
+    model: Model, prompt: Sequence[Prompt], drafter: Drafting = None, **options: Unpack[GenerateOptions]
+) -> list[Generation]: ...
+@overload
+def generate(
+    model: Model, prompt: Prompts | None = None, drafter: Drafting = None, *, num_return_sequences: int,
+    **options: Unpack[GenerateOptions],
+) -> list[Generation]: ...  # fmt: skip
+@overload  # of a tensor, only its dimensions say whether it is a batch
+def generate(
+    model: Model, prompt: Prompts | None = None, drafter: Drafting = None, **options: Unpack[GenerateOptions]
+) -> Generation | list[Generation]: ...
+def generate(
+    model: Model, prompt: Prompts | None = None, drafter: Drafting = None, *, tokenizer: Tokenizer = None,
+    tree: str | None = None, max_new_tokens: int | None = None, max_length: int | None = None, do_sample: bool | None = None,
+    temperature: float | None = None, top_k: int | None = None, top_p: float | None = None, min_p: float | None = None,
+    repetition_penalty: float | None = None, seed: int = 0, num_return_sequences: int | None = None,
+    stop: str | Sequence[str] = (), stop_strings: str | Sequence[str] | None = None,
+    eos_token_id: int | Sequence[int] | None = None, generation_config: GenerationConfig | Mapping[str, object] | None = None,
+    input_ids: Rows | None = None, attention_mask: Rows | None = None, batch_size: int = 8, category: str | Sequence[str] = "",
+    tools: Sequence[Json] = (), chat_template_kwargs: Json | None = None, **others: object,
+) -> Generation | list[Generation]:  # fmt: skip
     """Continues a prompt or a list of prompts; the output is the model's own, a drafter only makes it faster.
 
     Args:
         model: a name, folder or Hub id; a loaded transformers model; or a `Target`. A name is loaded on every call, so
-            create a Target for several calls: `Target.load(name).pack()`. A loaded model is frozen and gets our attention,
+            create a Target for several calls: `Target.from_pretrained(name)`. A loaded model is frozen and gets our attention,
             which is sdpa outside of our decoder: its own `generate` works as before.
         prompt: text; token ids; chat messages, to which the chat template is applied; a tokenizer's output
             (input_ids with attention_mask, padded on either side); or a list of texts, ids or chats.
-        drafter: a name as in `load_drafter`, a bound drafter, or None.
+        drafter: a name as in `load_drafter`, a drafter of `load_drafter` or `Drafter.from_pretrained`, or None.
         tokenizer: of a loaded transformers model; without one, prompts are token ids and there is no text.
         tree: the tree of a round, such as chain:3, fanout:4x2x1 or dynamic:5,8,24. Defaults to the drafter's
             decoding.json, else chain:3.
-        max_new_tokens: upper limit per prompt.
-        temperature, top_k, top_p, min_p: as in transformers; temperature 0 decodes greedily.
+        max_new_tokens: upper limit per prompt, 256 unless given. max_length: the same with the prompt's tokens counted.
+        do_sample: True samples as transformers does: by the arguments, else the target's generation_config, else temperature 1
+            and top_k 50. False decodes greedily. Left out, temperature decides.
+        temperature, top_k, top_p, min_p: as in transformers, all off unless given; temperature 0 decodes greedily.
         repetition_penalty: as in transformers; 1 turns it off, None is what the model's generation_config says.
-        seed: prompt i samples with seed + i.
-        stop: strings that end an answer; the text ends before them.
+        seed: answer i of the result samples with seed + i.
+        num_return_sequences: samples per prompt, next to each other in the result, which is then a list.
+        stop, stop_strings: strings that end an answer; the text ends before them.
+        eos_token_id: token ids that end an answer, in place of the target's own.
+        generation_config: in place of the target's own; arguments of the call come before it.
+        input_ids, attention_mask: a tokenizer's output as keywords, in place of `prompt`.
         batch_size: prompts at a time.
         category: the category of the request, or a list with one per prompt. Categories that the drafter's decoding.json
             lists as `off` are decoded plainly; needs the drafter's name.
         tools, chat_template_kwargs: what the chat template reads besides the messages: JSON schemas of functions, and its
             variables, such as {"enable_thinking": False}.
+        others: rules for the logits as transformers names them: no_repeat_ngram_size, bad_words_ids, min_new_tokens, ...
 
     Returns:
-        A `Generation` (text, tokens, stats), or a list of them for a list of prompts or a padded batch.
+        A `Generation` (text, tokens, stats), or a list of them for a list of prompts, a padded batch or num_return_sequences.
 
     Raises:
-        UserError: bad values, an empty or too long prompt, or text without a tokenizer.
+        UserError: an unknown option, bad values, an empty or too long prompt, or text without a tokenizer.
     """
-    sampling = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty)
-    decoder = _decoder(
-        model, drafter, tokenizer, tree, DecoderOptions(sampling=sampling, stop=stop, max_rows=batch_size)
-    )
-    several = _is_several(prompt)
-    inputs = _inputs(tools, chat_template_kwargs)
-    ids = [_ids(decoder.target, each, inputs) for each in (_split(prompt) if several else [prompt])]
+    options = {**locals(), **others}  # every argument by its name
+    target, prompts, several = _opened(options)
+    decoder, limits = _decoder(target, drafter, "generate", options)
+    ids = _all_ids(target, prompts, options)
     off = decoding_settings(drafter).get("off", []) if isinstance(drafter, str) else []
     category = check("category", category, AnyText | tuple[AnyText, ...])
     categories = [category] * len(ids) if isinstance(category, str) else category
     if len(categories) != len(ids):
         raise UserError(f"category has {len(categories)} entries for {len(ids)} prompts; give one each, or one for all")
-    speculate = [each not in off for each in categories]
-    made = decoder.generate(ids, max_new_tokens=max_new_tokens, seed=seed, speculate=speculate)
-    if decoder.target.tokenizer is not None:
+    copies = limits.answers or 1
+    if copies > 1 and decoder.sampling.greedy:
+        raise UserError(
+            f"num_return_sequences={copies} needs sampling, for greedy answers are all the same; set do_sample=True"
+        )
+    made = decoder.generate(
+        [each for each in ids for _ in range(copies)],
+        max_new_tokens=[most for most in _most(target, limits, ids) for _ in range(copies)],
+        seed=seed,
+        speculate=[each not in off for each in categories for _ in range(copies)],
+    )
+    if target.tokenizer is not None:
         for generation in made:
-            text = TextStream(decoder.target.tokenizer, decoder.stop)
+            text = TextStream(target.tokenizer, decoder.stop)
             text.push(generation.tokens)
             generation.text = text.take(last=True)
-    return made if several else made[0]
+    return made if several or limits.answers is not None else made[0]
 
 
 def stream(
     model: Model,
-    prompt: Prompt,
-    drafter: str | Drafter | None = None,
-    *,
-    tokenizer: Tokenizer = None,
-    tree: str | None = None,
-    max_new_tokens: int = 256,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    repetition_penalty: float | None = None,
-    seed: int = 0,
-    stop: str | Sequence[str] = (),
-    tools: Sequence[Json] = (),
-    chat_template_kwargs: Json | None = None,
+    prompt: Prompt | None = None,
+    drafter: Drafting = None,
+    **options: Unpack[StreamOptions],
 ) -> Iterator[str]:
     """Yields the text of `generate` for one prompt in pieces. See `generate` for the arguments."""
-    sampling = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty)
-    decoder = _decoder(model, drafter, tokenizer, tree, DecoderOptions(sampling=sampling, stop=stop))
-    if decoder.target.tokenizer is None:
+    given: dict[str, Any] = {"model": model, "prompt": prompt, "drafter": drafter, **options}
+    target, prompts, several = _opened(given)
+    if several or (given.get("num_return_sequences") or 1) > 1:
+        raise UserError("stream gives the text of one answer; use generate for several")
+    if target.tokenizer is None:
         raise UserError("stream gives text, but the model has no tokenizer; pass tokenizer=")
-    ids = _ids(decoder.target, prompt, _inputs(tools, chat_template_kwargs))
-    rounds = decoder.stream([ids], max_new_tokens=max_new_tokens, seed=seed)
-    return _pieces(TextStream(decoder.target.tokenizer, decoder.stop), rounds)
+    refuse_options(
+        "stream",
+        {name: given[name] for name in ("batch_size", "category") if name in given},
+        StreamOptions.__annotations__,
+    )
+    decoder, limits = _decoder(target, drafter, "stream", given)
+    ids = _all_ids(target, prompts, given)
+    rounds = decoder.stream(ids, max_new_tokens=_most(target, limits, ids), seed=given.get("seed", 0))
+    return _pieces(TextStream(target.tokenizer, decoder.stop), rounds)
 
 
 def load_drafter(name: str, model: Model, tokenizer: Tokenizer = None) -> Drafter | None:
@@ -158,41 +179,6 @@ def load_drafter(name: str, model: Model, tokenizer: Tokenizer = None) -> Drafte
     return load_for_target(check("drafter", name, Place), _target(model, tokenizer))
 
 
-def evaluate(target: str, drafter: str, output: str | Path, **options: Any) -> dict[str, Any]:
-    """`drafttrain eval` from Python: measures a drafter against plain decoding and writes the results file.
-
-    Args:
-        target, drafter: names, as in `generate`. output: the results file; an interrupted run continues from it.
-        options: the command's, with underscores: suite="mt_bench.jsonl", limit=10, temperature=1.0, dtype="bfloat16", ...
-
-    Returns:
-        The file's content: overall figures, figures by category, and a record for each prompt.
-
-    Raises:
-        UserError: an unknown option, a value out of range, or anything that cannot be loaded.
-    """
-    from drafttrain.tuning import eval_command, eval_command_flags
-
-    parser = CommandParser(prog="drafttrain eval", add_help=False, allow_abbrev=False)
-    eval_command_flags.add_arguments(parser)
-    words = []
-    for name, value in {"target": target, "drafter": drafter, "output": output, **options}.items():
-        flag = f"--{name.replace('_', '-')}"
-        words += (
-            [flag]
-            if value is True
-            else []
-            if value is None or value is False
-            else [f"{flag}={json.dumps(value) if isinstance(value, dict) else value}"]
-        )
-    try:
-        args = parser.parse_args(words)
-    except UserError as error:
-        raise UserError(f"evaluate: {error}") from error
-    eval_command.run(args)
-    return {**read_json(Path(output).expanduser(), "output", "measure again")}
-
-
 def _pieces(text: TextStream, rounds: Iterator[tuple[int, list[int]]]) -> Iterator[str]:
     for _, tokens in rounds:
         text.push(tokens)
@@ -202,27 +188,41 @@ def _pieces(text: TextStream, rounds: Iterator[tuple[int, list[int]]]) -> Iterat
         yield piece
 
 
-def _decoder(
-    model: Model, drafter: str | Drafter | None, tokenizer: Tokenizer, tree: str | None, options: DecoderOptions
-) -> Decoder:
-    target = _target(model, tokenizer)
+def _opened(options: dict[str, Any]) -> tuple[Target, list[Any], bool]:
+    """The target, the prompts, and whether there are several; takes the arguments for them out of `options`."""
+    model, prompt, drafter = (options.pop(name) for name in ("model", "prompt", "drafter"))
+    options.pop("others", None)
+    if not (drafter is None or isinstance(drafter, str | Drafter)):
+        raise UserError(f"drafter={shown(drafter)} must be a name, a drafter from load_drafter, or None")
+    ids, mask = options.pop("input_ids", None), options.pop("attention_mask", None)
+    if ids is not None and prompt is not None:
+        raise UserError("prompt and input_ids= are both given; give one")
+    if ids is not None or mask is not None:
+        prompt = {"input_ids": prompt if ids is None else ids, "attention_mask": mask}
+    several = _is_several(prompt)
+    return _target(model, options.get("tokenizer")), _split(prompt) if several else [prompt], several
+
+
+def _decoder(target: Target, drafter: Drafting, call: str, options: Mapping[str, Any]) -> tuple[Decoder, CallLimits]:
+    found, limits = read_options(target, call, options)
+    tree = options.get("tree")
     if isinstance(drafter, str):
         tree = default_tree(drafter) if tree is None else tree
         drafter = load_for_target(check("drafter", drafter, Place), target)
-    elif not (drafter is None or isinstance(drafter, Drafter)):
-        raise UserError(f"drafter={shown(drafter)} must be a name, a drafter from load_drafter, or None")
-    options["spec"] = None if tree is None else TreeSpec.parse(tree)
-    return Decoder(target, drafter, **options)
+    elif drafter is not None:
+        prepare(drafter, target)
+    found["spec"] = None if tree is None else TreeSpec.parse(tree)
+    found["max_rows"] = options.get("batch_size", 1)
+    return Decoder(target, drafter, **found), limits
+
+
+def _most(target: Target, limits: CallLimits, ids: Sequence[Tensor | Sequence[int]]) -> list[int]:
+    """Most new tokens of each prompt."""
+    return [limits.of(0 if limits.total is None else len(token_ids(target, each))) for each in ids]
 
 
 def _target(model: Model, tokenizer: Tokenizer) -> Target:
-    if isinstance(model, Target):
-        return model
-    if isinstance(model, str):
-        return Target.load(check("model", model, Place)).pack()
-    if not isinstance(model, PreTrainedModel):
-        raise UserError(f"model={shown(model)} must be a name, a loaded transformers model or a Target")
-    return Target.wrap(model, tokenizer, model.name_or_path or type(model).__name__)
+    return Target.from_pretrained(model, tokenizer=tokenizer)
 
 
 def _is_several(prompt: Any) -> bool:
@@ -238,12 +238,23 @@ def _is_several(prompt: Any) -> bool:
     return not isinstance(prompt, str) and len(prompt) > 0 and not isinstance(prompt[0], (Number, Mapping))
 
 
-def _split(prompts: Any) -> Sequence[Any]:
+def _split(prompts: Any) -> list[Any]:
     """The prompts of a list or a padded batch."""
     if not isinstance(prompts, Mapping):
         return list(prompts)
-    ids, mask = prompts["input_ids"], prompts.get("attention_mask")
-    return strip_padding(ids, mask) if isinstance(ids, Tensor) and mask is not None else list(ids)
+    ids, mask = list(prompts["input_ids"]), prompts.get("attention_mask")
+    masks = [None] * len(ids) if mask is None else list(mask)
+    if len(masks) != len(ids):
+        raise UserError(
+            f"attention_mask has {len(masks)} rows for {len(ids)} of input_ids; pass both from one tokenizer call"
+        )
+    return [{"input_ids": row, "attention_mask": each} for row, each in zip(ids, masks, strict=True)]
+
+
+def _all_ids(target: Target, prompts: Sequence[Any], options: Mapping[str, Any]) -> list[Tensor | Sequence[int]]:
+    """Token ids of every prompt."""
+    inputs = _inputs(options.get("tools", ()), options.get("chat_template_kwargs"))
+    return [_ids(target, each, inputs) for each in prompts]
 
 
 def _inputs(tools: Sequence[Json], kwargs: Json | None) -> ChatInputs:
@@ -256,7 +267,15 @@ def _inputs(tools: Sequence[Json], kwargs: Json | None) -> ChatInputs:
 def _ids(target: Target, prompt: Any, inputs: ChatInputs = NO_INPUTS) -> Tensor | Sequence[int]:
     """Token ids of one prompt."""
     if isinstance(prompt, Mapping):
-        return _ids(target, prompt.get("input_ids"), inputs)
+        ids, mask = prompt.get("input_ids"), prompt.get("attention_mask")
+        if mask is None or isinstance(ids, str):
+            return _ids(target, ids, inputs)
+        ids, kept = token_ids(target, () if ids is None else ids), torch.as_tensor(mask).bool().flatten()  # [s] each
+        if len(ids) != len(kept):
+            raise UserError(
+                f"attention_mask has {len(kept)} entries for {len(ids)} input_ids; pass both from one tokenizer call"
+            )
+        return ids[kept.to(ids.device)]
     chat = isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
     if not chat and inputs != NO_INPUTS:
         raise UserError("tools and chat_template_kwargs need a chat as prompt: they are read by the chat template")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
@@ -211,19 +213,25 @@ def _merge(into: Options, more: Options, place: str) -> None:
             into[name] = value
 
 
-def load_config(path: str, overrides: list[str], trainer_keys: list[str]) -> TrainConfig:
-    """Reads a YAML recipe, whose keys are ours or among trainer_keys (TrainingArguments), and applies the overrides.
-
-    Args:
-        path: a file, or the name of a recipe that comes with drafttrain.
-
-    Raises:
-        UserError: missing file, broken YAML, an unknown key (with close matches), a wrong value, a missing required key.
-    """
+def _read_recipe(path: str) -> Options:
     file = recipe_path(path, "config")
     raw = read_yaml(read_text(file, "config", "give a YAML recipe"), f"config={path!r}") or {}
     if not isinstance(raw, dict):
         raise UserError(f"config={path!r} must hold key: value lines, not {type(raw).__name__}")
+    return raw
+
+
+def load_config(recipe: str | Mapping[str, object], overrides: list[str], trainer_keys: list[str]) -> TrainConfig:
+    """Reads a recipe, whose keys are ours or among trainer_keys (TrainingArguments), and applies the overrides.
+
+    Args:
+        recipe: a YAML file, the name of a recipe that comes with drafttrain, or a recipe's content.
+
+    Raises:
+        UserError: missing file, broken YAML, an unknown key (with close matches), a wrong value, a missing required key.
+    """
+    path = recipe if isinstance(recipe, str) else "the recipe"
+    raw: Options = _read_recipe(recipe) if isinstance(recipe, str) else copy.deepcopy({**recipe})
     _merge(raw, parse_overrides(overrides), "")
     own = [one.name for one in fields(TrainConfig) if one.name != "trainer"]
     for name in raw:

@@ -1,4 +1,4 @@
-"""drafttrain's version, and what a measurement depends on: device, threads, versions, peak memory.
+"""drafttrain's version and data files, and what a measurement depends on: device, threads, versions, peak memory.
 
 torch and transformers load inside the functions, because `drafttrain --version` imports this module.
 """
@@ -9,6 +9,7 @@ import contextlib
 import platform
 import resource
 import sys
+import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,19 @@ if TYPE_CHECKING:
     import torch
 
 __version__ = "0.1.0"
+
+
+def shipped_folder(name: str) -> Path:
+    """A folder of files that come with drafttrain, such as `eval/suites`: in the repository, or where a wheel installs it."""
+    repository = Path(__file__).resolve().parents[1]
+    if (repository / "pyproject.toml").is_file():
+        return repository / name
+    return Path(sysconfig.get_path("data")) / "share" / "drafttrain" / Path(name).name
+
+
+def suites_folder() -> Path:
+    """The evaluation suites that come with drafttrain."""
+    return shipped_folder("eval/suites")
 
 
 def device_name(device: torch.device) -> str:

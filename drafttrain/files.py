@@ -11,7 +11,6 @@ import os
 import re
 import secrets
 import shutil
-import sysconfig
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -38,19 +37,6 @@ def cache_folder() -> Path:
     if own := os.environ.get("DRAFTTRAIN_CACHE"):
         return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "drafttrain"
-
-
-def shipped_folder(name: str) -> Path:
-    """A folder of files that come with drafttrain, such as `eval/suites`: in the repository, or where a wheel installs it."""
-    repository = Path(__file__).resolve().parents[1]
-    if (repository / "pyproject.toml").is_file():
-        return repository / name
-    return Path(sysconfig.get_path("data")) / "share" / "drafttrain" / Path(name).name
-
-
-def suites_folder() -> Path:
-    """The evaluation suites that come with drafttrain."""
-    return shipped_folder("eval/suites")
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -479,12 +465,12 @@ def is_hub_id(name: str) -> bool:
     return not name.startswith((".", "/", "~")) and name.count("/") == 1
 
 
-def hub_snapshot(repo: str, patterns: Sequence[str], key: str, ignore: Sequence[str] = ()) -> Path:
+def hub_snapshot(repo: str, patterns: Sequence[str], key: str, ignore: Sequence[str] = (), revision: str = "") -> Path:
     """Downloads a Hub repository's files into the Hub's cache, or finds them there.
 
     Args:
         repo: user/name. patterns, ignore: file names to download and to skip, as globs.
-        key: the setting that holds the name, for the error.
+        key: the setting that holds the name, for the error. revision: branch, tag or commit; main unless given.
 
     Raises:
         UserError: no Hub id, or the Hub does not provide it.
@@ -495,7 +481,10 @@ def hub_snapshot(repo: str, patterns: Sequence[str], key: str, ignore: Sequence[
     from huggingface_hub.errors import HTTPError
 
     try:
-        return Path(snapshot_download(repo, allow_patterns=list(patterns), ignore_patterns=list(ignore) or None))
+        patterns, left_out = list(patterns), list(ignore) or None
+        return Path(
+            snapshot_download(repo, revision=revision or None, allow_patterns=patterns, ignore_patterns=left_out)
+        )
     except (OSError, ValueError, RuntimeError, HTTPError) as error:
         fix = without_xet(error) or "; check the name, and log in for a private one: hf auth login"
         raise UserError(

@@ -1,11 +1,14 @@
-"""Former names of modules. An import by a former name gives the module that took its place, with a DeprecationWarning."""
+"""Former names of modules, and modules that can be called.
+
+An import by a former name gives the module that took its place, with a DeprecationWarning.
+"""
 
 from __future__ import annotations
 
 import importlib
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -78,3 +81,15 @@ def install() -> None:
     """Makes former names importable."""
     if not any(isinstance(finder, FormerNames) for finder in sys.meta_path):
         sys.meta_path.insert(0, FormerNames())
+
+
+class CallableModule(ModuleType):
+    """A module that the Python API calls by its name: `drafttrain.train` and `drafttrain.export` are modules and functions."""
+
+    @property
+    def __wrapped__(self) -> Callable[..., object]:  # what inspect.signature, help in notebooks and tab completion read
+        pipeline = importlib.import_module("drafttrain.pipeline")
+        return getattr(pipeline, self.__name__.rpartition(".")[2])
+
+    def __call__(self, *arguments: object, **options: object) -> object:
+        return self.__wrapped__(*arguments, **options)

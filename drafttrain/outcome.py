@@ -5,19 +5,35 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO, TypedDict
 
 from drafttrain.credentials import redact
 from drafttrain.errors import UserError
+from drafttrain.progress import hushed
 
 # Flags that a following command needs as well; left out where they have their default.
 CARRIED = {"dtype": "auto", "device": "auto", "trust_remote_code": False, "chat_template_kwargs": {}}
-_ended: list[dict[str, object]] = []  # what the running command said at its end
+logger = logging.getLogger("drafttrain")
+
+
+class Outcome(TypedDict):
+    """What a command says at its end; see `conclude`."""
+
+    wrote: list[str]
+    next: str
+    result: Mapping[str, Any]
+
+
+_ended: ContextVar[Outcome | None] = ContextVar("ended", default=None)  # of the running command
+_hushing = threading.Lock()
 _errors: list[TextIO] = []  # where errors go while --quiet silences stderr
 
 
@@ -49,7 +65,7 @@ def conclude(result: Mapping[str, object], wrote: Sequence[str | Path] = (), the
     if then:
         print(f"next: {then}")
     sys.stdout.flush()
-    _ended[:] = [{"wrote": [str(path) for path in wrote], "next": then, "result": result}]
+    _ended.set({"wrote": [str(path) for path in wrote], "next": then, "result": result})
 
 
 def fault(line: str) -> None:
@@ -60,11 +76,12 @@ def fault(line: str) -> None:
 @contextlib.contextmanager
 def voice(command: str, quiet: bool, as_json: bool) -> Iterator[None]:
     """Runs a command as --quiet and --json ask: quiet shows errors only, as_json one JSON object alone on stdout."""
-    _ended.clear()
+    _ended.set(None)
     if not (quiet or as_json):
-        yield
+        with noticed():
+            yield
         return
-    answer: dict[str, object] = {}
+    answer: Mapping[str, object] = {}
     with contextlib.ExitStack() as stack:
         sink = stack.enter_context(open(os.devnull, "w", encoding="utf-8")) if quiet else sys.stderr
         _errors.append(sys.stderr)
@@ -73,8 +90,9 @@ def voice(command: str, quiet: bool, as_json: bool) -> Iterator[None]:
         stack.enter_context(contextlib.redirect_stdout(sink))
         stack.enter_context(contextlib.redirect_stderr(sink))
         try:
-            yield
-            answer = _ended[0] if _ended else {}
+            with noticed():
+                yield
+            answer = dict(_ended.get() or {})
         except UserError as error:
             answer = {"error": str(error)}
             raise
@@ -95,3 +113,69 @@ def _moved_stdout(to: int) -> Iterator[None]:
     finally:
         os.dup2(kept, 1)
         os.close(kept)
+
+
+@contextlib.contextmanager
+def noticed() -> Iterator[None]:
+    """Shows what the package logs on stderr, as text alone."""
+    handler, before = logging.StreamHandler(sys.stderr), (logger.level, logger.propagate)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.level, logger.propagate = before
+
+
+def concluded(run: Callable[[], object], progress: bool) -> Outcome:
+    """Runs a command's function for a call from Python and returns what it concluded.
+
+    Args:
+        progress: print what the command prints; False sends the text of this thread to the log, level INFO.
+    """
+    _ended.set(None)
+    with noticed() if progress else _hush():
+        run()
+    found = _ended.get()
+    assert found is not None, "every command concludes"
+    return found
+
+
+class _HushedStream:
+    """sys.stdout or sys.stderr while calls of some threads are quiet: their lines go to the log, those of others pass."""
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        if threading.get_ident() not in hushed:
+            return self.stream.write(text)
+        for line in filter(None, map(str.strip, text.splitlines())):
+            logger.info(line)
+        return len(text)
+
+    def isatty(self) -> bool:
+        return threading.get_ident() not in hushed and self.stream.isatty()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+@contextlib.contextmanager
+def _hush() -> Iterator[None]:
+    thread = threading.get_ident()
+    with _hushing:
+        if not hushed:
+            sys.stdout, sys.stderr = _HushedStream(sys.stdout), _HushedStream(sys.stderr)  # type: ignore[assignment]
+        hushed.add(thread)
+    try:
+        yield
+    finally:
+        with _hushing:
+            hushed.discard(thread)
+            if not hushed:
+                sys.stdout, sys.stderr = (
+                    each.stream if isinstance(each, _HushedStream) else each for each in (sys.stdout, sys.stderr)
+                )

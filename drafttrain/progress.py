@@ -1,9 +1,11 @@
-"""One progress display: a bar on a terminal, a plain line every 15 seconds elsewhere; both show rate and time left."""
+"""One progress display: a bar on a terminal or in a notebook, else a line every 15 seconds, with rate and time left."""
 
 from __future__ import annotations
 
 import sys
+import threading
 import time
+import warnings
 from typing import Any
 
 from rich.console import Console
@@ -11,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 
 _LINE_SECONDS = 15.0  # between plain lines
+hushed: set[int] = set()  # threads whose text goes to the log, see outcome.py
 
 
 def plain_console(**options: Any) -> Console:
@@ -23,6 +26,26 @@ def counted(count: int, units: str) -> str:
     return f"{count} {units if count != 1 else units.removesuffix('s')}"
 
 
+class _NotebookBar:
+    """A bar of tqdm.auto, which notebooks show as a widget; has the methods of rich's that `Progress` calls."""
+
+    def __init__(self, label: str, total: int | None, unit: str):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # without ipywidgets it is text, and a warning says so
+            from tqdm.auto import tqdm
+        self.bar = tqdm(total=total, desc=label, unit=f" {unit}")
+
+    def start(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        self.bar.close()
+
+    def update(self, task: object, completed: int, note: str, **_: str) -> None:
+        self.bar.set_postfix_str(note, refresh=False)
+        self.bar.update(completed - self.bar.n)
+
+
 class Progress:
     """Counts `unit`s (plural) of the work `label` towards a total, None if that is not known; a context manager."""
 
@@ -31,8 +54,11 @@ class Progress:
         self.done = self.earlier = self.said = 0  # said: in the last plain line
         self.note, self.share = "", 0.0
         self.began = self.printed = time.monotonic()
-        self.bar: Bar | None = None
-        if sys.stderr.isatty():
+        self.bar: Bar | _NotebookBar | None = None
+        self.task: Any = None
+        if "ipykernel" in sys.modules and threading.get_ident() not in hushed:
+            self.bar = _NotebookBar(label, total, unit)
+        elif sys.stderr.isatty():
             fields = TextColumn("{task.fields[rate]} {task.fields[left]} {task.fields[note]}", markup=False)
             columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), fields)
             self.bar = Bar(*columns, console=plain_console(stderr=True))

@@ -1,8 +1,8 @@
 """`drafttrain recipes`: lists the recipes that come with drafttrain, prints one, or copies it to edit.
 
-    configs/TARGET/KIND.yaml    the recipe TARGET/KIND; its head comment has the commands, and a line `# Plan: ...` per set of GPUs
-    configs/TARGET/*.json       config.json of the target and of a draft model: what `drafttrain plan` and tests need of them
-    configs/accelerate, configs/deepspeed    launch settings; their paths hold from the folder that contains configs/
+configs/TARGET/KIND.yaml     the recipe TARGET/KIND; its head has the commands, and a line `# Plan: ...` per set of GPUs
+configs/TARGET/target.json   the target's config.json values that decide shapes; init.json: those of a draft model's start
+configs/accelerate, configs/deepspeed    launch settings; their paths hold from the folder that contains configs/
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+import shlex
 from pathlib import Path
 
+from drafttrain.environment import shipped_folder
 from drafttrain.errors import UserError, shown
-from drafttrain.files import read_text, shipped_folder, write_text
+from drafttrain.files import read_text, write_text
+from drafttrain.outcome import conclude, next_command
 
 _LAUNCH = ("accelerate", "deepspeed")  # folders of launch settings
 _FIX = "install drafttrain again"
@@ -97,20 +100,23 @@ def copy_recipe(name: str, folder: Path) -> list[Path]:
 
 def run(args: argparse.Namespace) -> int:
     """The command."""
-    if args.copy and not args.name:
-        raise UserError(
-            "--copy needs a recipe's name, such as llama-3.1-8b/eagle3; drafttrain recipes lists them"
-        )
     if args.copy:
+        if not args.name:
+            raise UserError("--copy needs the name of a recipe; drafttrain recipes lists them")
         written = copy_recipe(args.name, Path(args.copy).expanduser())
-        print("\n".join(map(str, written)) or "nothing to write: all files are there")
-        print(f"next: cd {args.copy}, edit configs/{args.name}.yaml, and start it as its first lines say")
+        if not written:
+            print(f"all files are in {args.copy} already")
+        then = next_command("train", f"configs/{args.name}.yaml")
+        conclude({"recipe": args.name}, written, f"cd {shlex.quote(args.copy)} && {then}")
     elif args.name:
-        print(read_text(recipe_path(args.name), "recipe", "check the file"), end="")
+        text = read_text(recipe_path(args.name), "recipe", "check the file")
+        print(text, end="")
+        conclude({"recipe": args.name, "text": text})
     else:
         rows = table()
         widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
         for name, target, plan in rows:
             print(f"{name:{widths[0]}}  {target:{widths[1]}}  {plan}".rstrip())
-        print("\nnext: drafttrain recipes NAME prints one with its commands; drafttrain train --recipe NAME data=... starts it")
+        keys = ("recipe", "target", "plan")
+        conclude({"recipes": [dict(zip(keys, row, strict=True)) for row in rows]}, then=next_command("recipes", "NAME"))
     return 0

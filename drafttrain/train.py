@@ -56,6 +56,7 @@ from drafttrain.evaluation.metrics import read_training
 from drafttrain.files import Json, write_json
 from drafttrain.folders import PARTIAL, OutputFolder, check_folder
 from drafttrain.losses import parse_loss
+from drafttrain.moved import CallableModule
 from drafttrain.outcome import conclude, next_command
 from drafttrain.progress import counted
 from drafttrain.sequence_parallel import SequenceGroup
@@ -493,3 +494,6 @@ def run(args: argparse.Namespace) -> int:
         )
         conclude(summary, [config.output_dir], then)
     return 0
+
+
+sys.modules[__name__].__class__ = CallableModule  # drafttrain.train(recipe) is drafttrain/pipeline.py's

@@ -7,10 +7,11 @@ docs/reference/, and `check_fields` checks every field of a dataclass. `key` dec
 from __future__ import annotations
 
 import argparse
+import difflib
 import functools
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, field, fields
 from pathlib import Path
 from types import UnionType
@@ -137,6 +138,20 @@ def check(name: str, value: object, kind: Any, fix: str = "", words: bool = Fals
         except (ValidationError, UnicodeError):
             continue
     raise UserError(f"{name}={shown(value)} must be {rule(kind)}{fix}")
+
+
+def refuse_options(call: str, others: Mapping[str, object], known: Iterable[str]) -> None:
+    """Raises UserError for the first keyword argument that a call does not have; names the closest of those that it has.
+
+    None and False ask for nothing: transformers' callers pass them for options that are off.
+    """
+    known = list(known)
+    for name in (name for name, value in others.items() if value is not None and value is not False):
+        close = difflib.get_close_matches(name, known, n=2, cutoff=0.6)
+        raise UserError(
+            f"{call}: {name}= is no option of it; "
+            + (f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(known)}")
+        )
 
 
 def key(default: T, meaning: str) -> T:

@@ -201,7 +201,9 @@ def test_evaluate_gives_the_results_of_the_command(target_dir, tmp_path):
     results = evaluate(str(target_dir), "ngram", tmp_path / "r.json", baselines="none", **options)
     assert results["kind"] == "ngram" and results["overall"]["prompts"] == 1
     assert results == json.loads((tmp_path / "r.json").read_text())
-    with pytest.raises(UserError, match="evaluate: '--colour' is no flag of this command"):
+    with pytest.raises(
+        UserError, match="evaluate: colour= is no option of it; there are target, drafter, output, tokenizer"
+    ):
         evaluate(str(target_dir), "ngram", tmp_path / "r.json", colour="red")
     with pytest.raises(UserError, match="evaluate: --limit='few' must be a whole number from 1"):
         evaluate(str(target_dir), "ngram", tmp_path / "r.json", limit="few")
@@ -209,4 +211,5 @@ def test_evaluate_gives_the_results_of_the_command(target_dir, tmp_path):
 
 def test_the_names_of_the_package():
     for name in drafttrain.__all__:
-        assert getattr(drafttrain, name).__name__ == name
+        assert getattr(drafttrain, name).__name__.removeprefix("drafttrain.") == name
+        assert name in dir(drafttrain) and callable(getattr(drafttrain, name))

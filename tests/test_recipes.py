@@ -7,8 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+import tomllib
 
-from drafttrain import files, recipes, train
+from drafttrain import environment, recipes, train
 from drafttrain.cli import main
 from drafttrain.errors import UserError
 from drafttrain.recipes import recipe_names, recipe_path
@@ -21,8 +22,8 @@ def installed(tmp_path, monkeypatch):
     """The package where no repository is around it, with its data files where pip puts them; nothing in the current folder."""
     share = tmp_path / "prefix" / "share" / "drafttrain"
     shutil.copytree(ROOT / "configs", share / "configs")
-    monkeypatch.setattr(files, "__file__", str(tmp_path / "site-packages" / "drafttrain" / "files.py"))
-    monkeypatch.setattr(files.sysconfig, "get_path", lambda name: str(tmp_path / "prefix"))
+    monkeypatch.setattr(environment, "__file__", str(tmp_path / "site-packages" / "drafttrain" / "environment.py"))
+    monkeypatch.setattr(environment.sysconfig, "get_path", lambda name: str(tmp_path / "prefix"))
     monkeypatch.chdir(tmp_path)
     return share / "configs"
 
@@ -30,7 +31,7 @@ def installed(tmp_path, monkeypatch):
 def test_the_list_has_a_line_per_recipe(capsys):
     assert main(["recipes"]) == 0
     rows = capsys.readouterr().out.splitlines()
-    assert [row.split()[0] for row in rows[:-2]] == recipe_names() and "--recipe NAME" in rows[-1]
+    assert [row.split()[0] for row in rows[:-1]] == recipe_names() and rows[-1] == "next: drafttrain recipes NAME"
     (one,) = (row for row in rows if row.startswith("llama-3.1-8b/eagle3 "))
     assert re.search(r"meta-llama/Llama-3.1-8B-Instruct +1 x 80 GB: \d+ GB per GPU, disk .* training \d+ h$", one)
 
@@ -58,17 +59,22 @@ def test_a_file_of_the_user_comes_first(tmp_path, monkeypatch):
     ],
 )
 def test_a_near_miss_is_named(name, said):
-    with pytest.raises(UserError, match=re.escape(f"recipe='{name}': no such file, and no recipe of that name")) as caught:
+    with pytest.raises(
+        UserError, match=re.escape(f"recipe='{name}': no such file, and no recipe of that name")
+    ) as caught:
         recipe_path(name)
     assert said in str(caught.value)
 
 
 def test_a_copy_works_from_its_folder(installed, tmp_path, monkeypatch, capsys):
     assert main(["recipes", "deepseek-v3/mtp", "--copy", "mine"]) == 0
-    assert "next: cd mine" in capsys.readouterr().out
+    assert "next: cd mine && drafttrain train configs/deepseek-v3/mtp.yaml" in capsys.readouterr().out
     monkeypatch.chdir(tmp_path / "mine")
     text = Path("configs/deepseek-v3/mtp.yaml").read_text()
-    assert text == (installed / "deepseek-v3" / "mtp.yaml").read_text() and Path("configs/deepseek-v3/target.json").is_file()
+    assert (
+        text == (installed / "deepseek-v3" / "mtp.yaml").read_text()
+        and Path("configs/deepseek-v3/target.json").is_file()
+    )
     launch = Path("configs/accelerate/gpu-8.yaml").read_text()
     for named in re.findall(r"configs/[\w./-]+\.(?:yaml|json)", text + launch):
         assert Path(named).is_file(), named
@@ -87,7 +93,7 @@ def test_a_copy_replaces_nothing_that_was_edited(tmp_path):
 
 
 def test_copy_needs_a_name():
-    with pytest.raises(UserError, match=r"^--copy needs a recipe's name"):
+    with pytest.raises(UserError, match=r"^--copy needs the name of a recipe"):
         recipes.run(recipes.argparse.Namespace(name=None, copy="here"))
 
 
@@ -121,6 +127,9 @@ def main_raising(words: list[str]) -> None:
 
 
 def test_every_folder_of_recipes_is_in_the_wheel():
-    listed = re.findall(r'^"share/drafttrain/(configs[\w./-]*)" = \["(configs[\w./-]*)/\*\.', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    folders = {path.parent.relative_to(ROOT).as_posix() for path in (ROOT / "configs").rglob("*.*") if path.is_file()}
-    assert {source for _, source in listed} == folders and all(place == source for place, source in listed)
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["data-files"]
+    held = {path for patterns in settings.values() for pattern in patterns for path in ROOT.glob(pattern)}
+    assert {path for path in (ROOT / "configs").rglob("*.*") if path.is_file()} <= held
+    for place, patterns in settings.items():
+        if "configs" in place:
+            assert {str(Path(pattern).parent) for pattern in patterns} == {place.removeprefix("share/drafttrain/")}

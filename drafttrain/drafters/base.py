@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.batch import Batch, StepOutput, TokenTree
+from drafttrain.drafters.common.saving import NamedDrafter
 from drafttrain.drafters.common.static_draft import DraftSteps
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
@@ -140,7 +141,7 @@ class JointSession(Session):
         return self.drafter.propose_all([self], [spec], [sampler])[0]
 
 
-class Drafter:
+class Drafter(NamedDrafter):
     """Base class of all drafters. Every hook that other subpackages call is declared here with its default.
 
     Attributes:
@@ -157,7 +158,6 @@ class Drafter:
         name_options: fields of the config that a drafter's name may set (FOLDER:OPTION=VALUE).
     """
 
-    kind: str = ""
     trainable: bool = False
     feature_layers: tuple[int, ...] = ()
     probes: int = 0

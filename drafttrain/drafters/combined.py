@@ -73,6 +73,9 @@ class CombinedDrafter(Drafter):
         self.feature_layers = main.feature_layers
         self.probes = main.probes + side.probes
 
+    def __repr__(self) -> str:
+        return f"{self.main!r} + {self.side!r}"
+
     def bind(self, target: Target) -> None:
         self.main.bind(target)
         self.side.bind(target)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import threading
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from typing_extensions import NotRequired, TypedDict
 
@@ -19,7 +21,7 @@ from drafttrain.errors import UserError
 from drafttrain.files import Json, hub_snapshot, is_hub_id, read_json
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import round_to_int8
-from drafttrain.target import Target, resolve_target
+from drafttrain.target import Target, resolve_device, resolve_dtype, resolve_target
 
 # Lies next to a drafter whose config.json is another library's, and records that it is ours and of which kind.
 META_FILE = "drafttrain.json"
@@ -40,6 +42,7 @@ class _Kind(TypedDict):
     architectures: NotRequired[list[str] | None]
 
 
+_preparing = threading.RLock()
 _BOOLS = {"true": True, "false": False}
 
 
@@ -70,23 +73,60 @@ def load_drafter(name: str, target: Target) -> Drafter | None:
     """
     if name == "none":
         return None
+    drafter = main = load_unbound(name)
+    while isinstance(main, CombinedDrafter):
+        main = main.main
+    if isinstance(main, PreTrainedModel):
+        main.keep_saved(Path(main.name_or_path))  # type: ignore[operator]  # of a trained kind
+    return prepare(drafter, target)
+
+
+def load_unbound(
+    name: str, dtype: str | torch.dtype | None = None, device: str | torch.device | None = None, revision: str = ""
+) -> Drafter:
+    """The drafter of a name as in `load_drafter`, not bound to a target; the others: see `Drafter.from_pretrained`."""
     first, plus, second = name.rpartition("+")
     if plus and is_untrained(second):
-        main = load_drafter(first, target)
-        if main is None:
+        if first == "none":
             raise UserError(f"drafter={name!r}: there is nothing to combine with; use {second}")
-        side = untrained(second, beside=True)
-        side.bind(target)
-        return CombinedDrafter(main, side)
-    drafter = untrained(name) if is_untrained(name) else _prepared(_with_options(name), target)
-    drafter.bind(target)
+        drafter: Any = CombinedDrafter(load_unbound(first, dtype, device, revision), untrained(second, beside=True))
+    elif is_untrained(name):
+        if revision or dtype is not None:
+            raise UserError(f"drafter={name!r} has no weights, and so neither revision nor dtype; leave them out")
+        drafter = untrained(name)
+    else:
+        drafter = _with_options(name, revision).eval()
+        if dtype is not None:
+            wanted = resolve_dtype(dtype, resolve_device(device or "cpu"))
+            for weight in drafter.parameters():  # buffers keep their precision, which rotary frequencies need
+                weight.data = weight.data.to(wanted)
+        drafter = drafter if device is None else drafter.to(resolve_device(device))
+    drafter.fresh = True
     return drafter
 
 
-def _with_options(name: str) -> Any:
+def prepare(drafter: Drafter, target: Target) -> Drafter:
+    """Makes a drafter that was loaded without a target ready to decode with one: bound, on its device, in its compute dtype.
+
+    Raises:
+        UserError: it was trained for another target.
+    """
+    with _preparing:  # of several threads that use it first
+        if isinstance(drafter, CombinedDrafter):
+            prepare(drafter.main, target)
+            prepare(drafter.side, target)
+        elif drafter.fresh:
+            if drafter.trainable:
+                _fit(drafter, target)
+            drafter.bind(target)
+        drafter.fresh = False
+    return drafter
+
+
+def _with_options(name: str, revision: str = "") -> Any:
     """A trained drafter with the options of its name. Raises UserError: an unknown option or value."""
     folder, options = split_name(name)
-    drafter = load_trained(folder)
+    drafter = load_trained(str(drafter_folder(folder, revision=revision)) if revision else folder)
     for key in options:
         if key not in drafter.name_options:
             known = f"; there are {', '.join(drafter.name_options)}" if drafter.name_options else ", which takes none"
@@ -96,15 +136,15 @@ def _with_options(name: str) -> Any:
     return drafter
 
 
-def _prepared(drafter: Any, target: Target) -> Any:
-    """A trained drafter on the target's device, in its dtype, and packed on a CPU."""
-    drafter = drafter.eval()
+def _fit(drafter: Any, target: Target) -> None:
+    """Moves a trained drafter to the target's device and dtype, and packs it on a CPU."""
+    drafter.keep_saved()
     target.widen()  # before the drafter takes its compute_dtype
     for weight in drafter.parameters():
         # Rounded to the requested dtype like the target's weights: bfloat16 values stream at half the bytes. Buffers keep
         # their precision, which rotary frequencies need.
         weight.data = weight.data.to(target.dtype).to(target.compute_dtype)
-    drafter = drafter.to(target.device)
+    drafter.to(target.device)
     if target.device.type == "cpu":
         if target.dtype == torch.bfloat16 and target.compute_dtype == torch.float32 and cpu_kernels() is not None:
             # A depth costs about the time to read its weights: int8 is a quarter of float32's bytes. Rounding cannot cost
@@ -113,7 +153,6 @@ def _prepared(drafter: Any, target: Target) -> Any:
                 if isinstance(module, nn.Linear):
                     module.weight.data = round_to_int8(module.weight.data)
         drafter.pack()
-    return drafter
 
 
 def is_untrained(name: str) -> bool:
@@ -181,16 +220,18 @@ def decoding_settings(name: str) -> Json:
     return settings
 
 
-def drafter_folder(name: str, key: str = "drafter") -> Path:
+def drafter_folder(name: str, key: str = "drafter", revision: str = "") -> Path:
     """The folder of a trained drafter; one on the Hub is downloaded to the Hub's cache (JSON and safetensors only).
 
     Args:
-        key: the setting that the user gave the name for.
+        key: the setting that the user gave the name for. revision: branch, tag or commit of a Hub id.
 
     Raises:
         UserError: no such folder, and not a Hub id that can be read.
     """
     path = Path(name).expanduser()
+    if revision and (path.exists() or not is_hub_id(name)):
+        raise UserError(f"revision={revision!r} is of a Hub id (user/name), and {key}={name!r} is none; leave it out")
     if not path.exists() and "/" not in name:
         path = Path(resolve_target(name))  # a model that `drafttrain fetch` has cached
     if path.exists():
@@ -198,7 +239,7 @@ def drafter_folder(name: str, key: str = "drafter") -> Path:
     if not is_hub_id(name):
         known = ", ".join(untrained_kinds())
         raise UserError(f"{key}={name!r}: no such folder, and not a Hub id (user/name); kinds without weights: {known}")
-    return hub_snapshot(name, _PATTERNS, key, ignore=["*/*"])
+    return hub_snapshot(name, _PATTERNS, key, ignore=["*/*"], revision=revision)
 
 
 def kind_of(name: str, key: str = "drafter") -> str:

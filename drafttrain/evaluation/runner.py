@@ -350,6 +350,9 @@ def hf_sides(
         loaded: Any = AutoModelForCausalLM.from_pretrained(path, **options)
         return loaded.to(target.device).eval()
 
+    if not target.path:
+        fix = "give its folder as target, or baselines='autoregressive'"
+        raise UserError(f"baselines={','.join(names)} load target {target.name!r} again, but it has no files; {fix}")
     model, end = load(target.path), target.eos_ids or None
     pad = target.tokenizer.pad_token_id if target.tokenizer is not None else None
     pad = end[0] if pad is None and end else pad

@@ -56,6 +56,7 @@ from drafttrain.values import Count, Seed, check
 # Most tokens of one prefill forward: bounds activations and features for prompts of any length.
 _CHUNK = 2048
 Prompt = Tensor | Items[int]
+Limit = int | list[int]  # of new tokens, one per prompt
 NewTokens = tuple[Sequence, list[int]]
 Observer = Callable[[int, TokenTree, Verdict, Tensor], None]
 
@@ -416,30 +417,25 @@ class Decoder:
         self.observer: Observer | None = None
 
     def generate(
-        self, prompts: Items[Prompt], *, max_new_tokens: int, seed: int = 0, speculate: Items[bool] | None = None
+        self, prompts: Items[Prompt], *, max_new_tokens: Limit, seed: int = 0, speculate: Items[bool] | None = None
     ) -> list[Generation]:
         """The continuation of each prompt, in the prompts' order. See `stream`."""
         made = [Generation([], Stats()) for _ in prompts]
-        every = [generation.stats for generation in made]
-        rounds = self.stream(prompts, max_new_tokens=max_new_tokens, seed=seed, stats=every, speculate=speculate)
+        stats, most = [each.stats for each in made], max_new_tokens
+        rounds = self.stream(prompts, max_new_tokens=most, seed=seed, stats=stats, speculate=speculate)
         for index, tokens in rounds:
             made[index].tokens += tokens
         return made
 
     def stream(
-        self,
-        prompts: Items[Prompt],
-        *,
-        max_new_tokens: int,
-        seed: int = 0,
-        stats: Items[Stats] | None = None,
+        self, prompts: Items[Prompt], *, max_new_tokens: Limit, seed: int = 0, stats: Items[Stats] | None = None,
         speculate: Items[bool] | None = None,
-    ) -> Iterator[tuple[int, list[int]]]:
+    ) -> Iterator[tuple[int, list[int]]]:  # fmt: skip
         """Yields (index of the prompt, new tokens) as they are committed.
 
         Args:
             prompts: token ids, [L] each, without padding (see `strip_padding`).
-            max_new_tokens: upper limit, never exceeded; the target's context length limits it further.
+            max_new_tokens: upper limit, or a list with one per prompt; the target's context length limits it further.
             seed: prompt i samples with seed + i, so its tokens do not depend on the batch. In exact arithmetic the same
                 seed gives the same tokens with any drafter and any spec that does not sample (`@sample`).
             stats: one per prompt, filled during the call.
@@ -452,7 +448,8 @@ class Decoder:
         for index, ids in enumerate(prompts):
             try:
                 prompt = token_ids(self.target, ids)
-                limit = token_limit(self.target, len(prompt), max_new_tokens)
+                most = max_new_tokens[index] if isinstance(max_new_tokens, list) else max_new_tokens
+                limit = token_limit(self.target, len(prompt), most)
             except UserError as error:
                 raise UserError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from error
             numbers = torch.Generator().manual_seed(seed + index)

@@ -26,7 +26,7 @@ from drafttrain.target import Target
 from drafttrain.values import AnyText, Count, check
 
 
-@dataclass
+@dataclass(repr=False)
 class Stats:
     """The record of one generation. Seconds are wall-clock.
 
@@ -58,6 +58,12 @@ class Stats:
     token_seconds: list[float] = field(default_factory=list)
     finish: str = ""
 
+    def __repr__(self) -> str:
+        return (
+            f"Stats({self.new_tokens} tokens in {self.target_passes} passes, accepted length {self.accepted_length:.2f}, "
+            f"{self.total_seconds:.2f} s, prompt of {self.prompt_tokens} tokens, finish={self.finish!r})"
+        )
+
     @property
     def ended(self) -> bool:
         """Whether EOS or a stop string ended the sequence, not the limit."""
@@ -74,13 +80,16 @@ class Stats:
         return Counter(zip(self.accepted, self.offered, strict=True))
 
 
-@dataclass
+@dataclass(repr=False)
 class Generation:
     """Attributes: tokens: the new tokens, EOS included; stats: their record; text: set by `drafttrain.generate`."""
 
     tokens: list[int]
     stats: Stats
     text: str = ""
+
+    def __repr__(self) -> str:
+        return f"Generation({shown(self.text or self.tokens)}, {self.stats!r})"
 
 
 @dataclass(eq=False)

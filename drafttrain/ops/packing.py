@@ -13,6 +13,8 @@ half the bytes, the same products. Rows that are integers up to 127 times a fact
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from functools import cache
 
 import torch
@@ -210,6 +212,18 @@ class PackedRMSNorm(nn.Module):
         expected = norm(x)
         trials = (PackedRMSNorm(factor, eps) for factor in (weight, weight + 1))  # some families store it minus one
         return next((packed for packed in trials if torch.allclose(packed(x), expected, rtol=1e-5, atol=1e-6)), None)
+
+
+def weights_of(module: nn.Module) -> Iterator[Tensor]:
+    """Every weight of a module, of packed parts too, which are no parameters; one that several parts share comes once."""
+    packed = (part for part in module.modules() if isinstance(part, PackedLinear | PackedRMSNorm))
+    inner = (value for part in packed for value in (part.weight, getattr(part, "bias", None)) if value is not None)
+    seen = set()
+    for value in itertools.chain(module.parameters(), inner):
+        key = value.data_ptr() or id(value)  # tensors on `meta` are at 0
+        if key not in seen:
+            seen.add(key)
+            yield value
 
 
 def pack(module: nn.Module, norms: bool = True) -> list[tuple[nn.Module, str, nn.Module]]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -12,18 +12,21 @@ import torch
 from drafttrain.errors import UserError, shown
 from drafttrain.ops.packing import cpu_has_bfloat16
 
+logger = logging.getLogger(__name__)
 _PCI = Path("/sys/bus/pci/devices")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def resolve_dtype(name: str, device: torch.device | None = None) -> torch.dtype:
-    """The dtype of a name. 'auto' is bfloat16 where `device` multiplies it natively, else float32.
+def resolve_dtype(name: str | torch.dtype, device: torch.device | None = None) -> torch.dtype:
+    """The dtype of a name, or one of DTYPES itself. 'auto' is bfloat16 where `device` multiplies it natively, else float32.
 
     Raises UserError for an unknown name; without a device also for 'auto', as for files, which have a dtype and no device.
     """
     if name == "auto" and device is not None:
         fast = (device.type == "cuda" and has_bfloat16()) or (device.type == "cpu" and cpu_has_bfloat16())
         return torch.bfloat16 if fast else torch.float32
+    if isinstance(name, torch.dtype) and name in DTYPES.values():
+        return name
     if not isinstance(name, str) or name not in DTYPES:
         names = DTYPES if device is None else ["auto", *DTYPES]
         raise UserError(f"dtype={shown(name)} is not one of {', '.join(names)}")
@@ -35,8 +38,8 @@ def has_bfloat16() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
-def resolve_device(name: str = "auto") -> torch.device:
-    """The device of a name. 'auto' is this process's GPU, or the CPU if there is none; a line on stderr says which, and why.
+def resolve_device(name: str | torch.device = "auto") -> torch.device:
+    """The device of a name, or one itself. 'auto' is this process's GPU, or the CPU if there is none; the log says which and why.
 
     Raises UserError for a device that torch does not know, or that this machine lacks, and for 'auto' where a GPU cannot be used.
     """
@@ -71,7 +74,7 @@ def usual_device() -> str:
             f"({reason}); install a driver for it, or torch for the driver's CUDA, or choose the CPU: --device cpu "
             "(training: use_cpu=true)"
         )
-    print(f"device {name}: {reason}", file=sys.stderr, flush=True)
+    logger.info(f"device {name}: {reason}")
     return name
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -107,6 +108,23 @@ def cached_model(name: str) -> Path | None:
     if not (folder / "config.json").is_file():
         raise UserError(f"target={name!r} is not fetched yet (no model in {folder}); run: drafttrain fetch {name}")
     return folder
+
+
+def resolve_target(name: str) -> str:
+    """A folder or Hub id that transformers can load, from a name that `drafttrain fetch` cached, a folder, or a Hub id.
+
+    Raises UserError: a local path that does not exist or holds no config.json.
+    """
+    cached = cached_model(name)
+    if cached is not None:
+        return str(cached)
+    path = Path(name).expanduser()
+    looks_local = path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
+    if looks_local and not (path / "config.json").is_file():
+        raise UserError(f"target={name!r}: no model folder with a config.json there; check the path, or use a Hub id")
+    if not looks_local and not re.fullmatch(r"(?:\w[\w.-]{0,95}/)?\w[\w.-]{0,95}", name, re.ASCII):
+        raise UserError(f"target={name!r} is neither a folder nor a Hub id (user/name); check the name")
+    return str(path) if looks_local else name
 
 
 def fetch(name: str, cache: Path | None = None, source: str = "auto", force: bool = False) -> Path:

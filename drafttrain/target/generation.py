@@ -75,14 +75,12 @@ _OFF = {"repetition_penalty": 1, "encoder_repetition_penalty": 1} | dict.fromkey
     ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens", "remove_invalid_values"), 0
 )
 _TOKENS = ("bad_words_ids", "sequence_bias", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens")
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 _LIMITS = ("max_length", "max_new_tokens", "max_time", "stop_strings")
 # Keys without a counterpart here, with the value that means off (None always does).
-_UNSUPPORTED: Json = dict.fromkeys(("top_h", "watermarking_config", "penalty_alpha", "constraints", "force_words_ids"))
-_UNSUPPORTED |= dict.fromkeys(
-    ("num_beams", "num_return_sequences", "num_beam_groups", "typical_p", "guidance_scale"), 1
-)
-_UNSUPPORTED |= dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "diversity_penalty", "token_healing", "dola_layers"), 0)
+UNSUPPORTED: Json = dict.fromkeys(("top_h", "watermarking_config", "penalty_alpha", "constraints", "force_words_ids"))
+UNSUPPORTED |= dict.fromkeys(("num_beams", "num_return_sequences", "num_beam_groups", "typical_p", "guidance_scale"), 1)
+UNSUPPORTED |= dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "diversity_penalty", "token_healing", "dola_layers"), 0)
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,7 @@ class LogitsRules:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, config: GenerationConfig | None, vocab_size: int, target: str) -> LogitsRules:
+    def of(cls, config: object, vocab_size: int, target: str) -> LogitsRules:
         """The rules of a loaded model. Raises UserError: a value of the wrong type, or a token id outside the vocabulary."""
         values = {key: getattr(config, key, None) for key in AppliedKeys.__annotations__}
         if isinstance(values["sequence_bias"], dict):  # transformers' form in Python: {(1, 2): -5.0}
@@ -262,11 +260,11 @@ def ignored_line(config: GenerationConfig | None, sampling: SamplingParams, targ
     values = {key: value for key, value in config.to_dict().items() if value is not None}
     sampled: Json = {}
     if values.get("do_sample") or not sampling.greedy:
-        sampled = {key: values[key] for key in _SAMPLING if values.get(key) not in (None, getattr(sampling, key))}
+        sampled = {key: values[key] for key in SAMPLING if values.get(key) not in (None, getattr(sampling, key))}
     if values.get("do_sample") and sampling.greedy:
         sampled |= {"temperature": values.get("temperature", 1.0), "do_sample": True}
     limits = {key: values[key] for key in _LIMITS if key in values}
-    others = {key: values[key] for key, off in _UNSUPPORTED.items() if values.get(key) not in (None, off)}
+    others = {key: values[key] for key, off in UNSUPPORTED.items() if values.get(key) not in (None, off)}
     known = GenerationConfig().to_dict()
     others |= {key: value for key, value in values.items() if key not in known}
     fixes = {

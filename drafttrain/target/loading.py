@@ -8,6 +8,8 @@ buffers of older versions, and parts that no language model reads: towers of oth
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,7 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.utils import logging as logs
 
 from drafttrain.errors import UserError, without_xet
 from drafttrain.files import hub_snapshot, open_tensors, read_json
@@ -47,6 +50,19 @@ _MOST_PER_BYTE = 4
 
 
 @contextlib.contextmanager
+def quiet_bars() -> Iterator[None]:
+    """Hides transformers' progress bars in calls from Python; commands, which show what the package logs, keep them."""
+    was_on = logs.is_progress_bar_enabled() and not logging.getLogger("drafttrain").isEnabledFor(logging.INFO)
+    if was_on:
+        logs.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            logs.enable_progress_bar()
+
+
+@contextlib.contextmanager
 def loading(what: str, fix: str) -> Iterator[None]:
     """Reports any failure of a library's loader, whose errors come in many classes, as one line: WHAT cannot be loaded.
 
@@ -57,7 +73,8 @@ def loading(what: str, fix: str) -> Iterator[None]:
     for logger in quiet:
         logger.setLevel(logging.CRITICAL)
     try:
-        yield
+        with quiet_bars():
+            yield
     except UserError:
         raise
     except Exception as error:
@@ -200,3 +217,11 @@ def read_embedding(where: str, names: tuple[str, ...] = _EMBEDDINGS) -> Tensor |
         return None
     with open_tensors(weights_folder(where, [file]) / file, "target", "download it again") as tensors:
         return tensors.get_tensor(name)
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """A short hash of the vocabulary (token text -> id); equal hashes mean that token ids mean the same."""
+    if tokenizer is None:
+        return ""
+    vocab = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
+    return hashlib.sha256(json.dumps(vocab, ensure_ascii=True).encode()).hexdigest()[:16]

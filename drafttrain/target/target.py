@@ -22,10 +22,7 @@ A Target holds no state of a call: threads may run forwards of one Target at a t
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
-import sys
+import logging
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,9 +38,10 @@ from transformers import (
 )
 
 from drafttrain.batch import TargetOutput
-from drafttrain.errors import UserError
+from drafttrain.errors import UserError, shown
+from drafttrain.files import hub_snapshot, is_hub_id
 from drafttrain.ops.native import cpu_kernels
-from drafttrain.ops.packing import PackedLinear, cpu_has_bfloat16, pack
+from drafttrain.ops.packing import PackedLinear, cpu_has_bfloat16, pack, weights_of
 from drafttrain.ops.tree_attention import AttentionForm
 from drafttrain.target.attention import (
     LAST,
@@ -53,36 +51,22 @@ from drafttrain.target.attention import (
     hook_features,
 )
 from drafttrain.target.devices import resolve_device, resolve_dtype, share_of_gpus
-from drafttrain.target.fetch import cached_model
+from drafttrain.target.fetch import resolve_target
 from drafttrain.target.generation import TargetGeneration, end_tokens, read_generation_config
-from drafttrain.target.loading import load_language_model, loading
+from drafttrain.target.loading import load_language_model, loading, tokenizer_fingerprint
 from drafttrain.target.native_body import NATIVE_ROWS, NativeBody
 from drafttrain.target.own_cache import Continuation, pack_proven
 from drafttrain.target.proof import check_rows, prove, prove_own, unpackable, unsupported
 from drafttrain.target.snapshots import SnapshotCache
+from drafttrain.values import Place, check, refuse_options
 
 _LOADABLE = (
     "give a folder with config.json, safetensors and tokenizer, a Hub id, or fetch one: drafttrain fetch smollm2-135m"
 )
+logger = logging.getLogger(__name__)
+_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 _packing = threading.Lock()
 Tokenizer = PreTrainedTokenizerBase | None  # None only for models that tests build
-
-
-def resolve_target(name: str) -> str:
-    """A folder or Hub id that transformers can load, from a name that `drafttrain fetch` cached, a folder, or a Hub id.
-
-    Raises UserError: a local path that does not exist or holds no config.json.
-    """
-    cached = cached_model(name)
-    if cached is not None:
-        return str(cached)
-    path = Path(name).expanduser()
-    looks_local = path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
-    if looks_local and not (path / "config.json").is_file():
-        raise UserError(f"target={name!r}: no model folder with a config.json there; check the path, or use a Hub id")
-    if not looks_local and not re.fullmatch(r"(?:\w[\w.-]{0,95}/)?\w[\w.-]{0,95}", name, re.ASCII):
-        raise UserError(f"target={name!r} is neither a folder nor a Hub id (user/name); check the name")
-    return str(path) if looks_local else name
 
 
 class Target:
@@ -144,14 +128,17 @@ class Target:
     def load(
         cls,
         name: str,
-        dtype: str = "auto",
-        device: str = "auto",
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device = "auto",
         trust_remote_code: bool = False,
         device_map: str | dict[str, int | str] = "",
+        revision: str = "",
+        tokenizer: Tokenizer = None,
     ) -> Target:
         """Loads a target by short name, folder or Hub id, frozen and in eval mode.
 
         Args:
+            revision: branch, tag or commit of a Hub id. tokenizer: in place of its own.
             device_map: spreads the layers of a target that is too large for one device over the GPUs: `auto`, `balanced`,
                 `sequential` or a map, see accelerate's dispatch. Of n processes on a machine each uses every n-th GPU.
                 Inputs and outputs are on the first one.
@@ -161,13 +148,21 @@ class Target:
                 whose states or logits through our attention are not its own.
         """
         where, place = resolve_target(name), resolve_device(device)
+        if revision:
+            if not is_hub_id(where):
+                raise UserError(
+                    f"revision={revision!r} is of a Hub id (user/name), and target={name!r} is none; leave it out"
+                )
+            code = ("*.py",) if trust_remote_code else ()
+            where = str(hub_snapshot(where, (*_FILES, *code), "target", revision=revision))
         wanted = resolve_dtype(dtype, place)
         generation = read_generation_config(where, name)
         spread: dict[str, Any] = {"device_map": device_map, "max_memory": share_of_gpus()} if device_map else {}
         if not spread and place.type != "cpu":  # straight to the device, without a copy in the host's memory
             spread = {"device_map": {"": place}}
-        with loading(f"target={name!r}", _LOADABLE):
-            tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
+        if tokenizer is None:
+            with loading(f"target={name!r}", _LOADABLE):
+                tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
         options: dict[str, Any] = {"dtype": wanted, "trust_remote_code": trust_remote_code, **spread}
         model = load_language_model(where, f"target={name!r}", _LOADABLE, **options)
         if generation is not None:
@@ -177,8 +172,54 @@ class Target:
         target = cls.wrap(model, tokenizer, name, where, wanted)
         if target.decoding_path == "snapshot":
             how = f"target {name!r} decodes by its own forward and cache ({target.continuation})"
-            print(f"{how}: {target.reason}", file=sys.stderr, flush=True)
+            logger.info(f"{how}: {target.reason}")
         return target
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | Path | PreTrainedModel | Target,
+        *,
+        tokenizer: Tokenizer = None,
+        dtype: str | torch.dtype | None = None,
+        device: str | torch.device | None = None,
+        device_map: str | dict[str, int | str] = "",
+        revision: str = "",
+        trust_remote_code: bool = False,
+        packed: bool = True,
+        **others: object,
+    ) -> Target:
+        """A target that is ready to decode: `load` and `pack` for a name, `wrap` for a loaded model.
+
+        Args:
+            model: a short name, folder or Hub id; a loaded transformers model, which is frozen; a Target comes back as it is.
+            tokenizer: of a loaded model; in place of a name's own.
+            dtype, device: `auto` unless given; those of a loaded model are its own. device_map: see `load`.
+            revision: branch, tag or commit of a Hub id. trust_remote_code: run code that comes with the model.
+            packed: lay out the weights of a name for decoding on a CPU, a second copy of them; a loaded model stays as it is.
+
+        Raises:
+            UserError: as `load` and `wrap`; options of a name with a loaded model; an option that is none of these.
+        """
+        dtype = others.pop("torch_dtype", dtype)  # type: ignore[assignment]  # the option's former name in transformers
+        named = {"dtype": dtype, "device": device, "device_map": device_map, "revision": revision}
+        refuse_options("Target.from_pretrained", others, ("tokenizer", *named, "trust_remote_code", "packed"))
+        given: Any = {key: value for key, value in named.items() if value}
+        if isinstance(model, str | Path):
+            name = check("model", str(model), Place)
+            target = cls.load(name, trust_remote_code=trust_remote_code, tokenizer=tokenizer, **given)
+            return target.pack() if packed else target
+        if given:
+            raise UserError(
+                f"{next(iter(given))}= is of a model's name, but this model is loaded already; leave it out"
+            )
+        if isinstance(model, Target) and tokenizer in (None, model.tokenizer):
+            return model
+        if not isinstance(model, PreTrainedModel):
+            raise UserError(
+                f"model={shown(model)} must be a name, a loaded transformers model or a Target (with its own tokenizer)"
+            )
+        return cls.wrap(model, tokenizer, model.name_or_path or type(model).__name__, model.name_or_path or "")
 
     @classmethod
     def wrap(
@@ -226,6 +267,14 @@ class Target:
             if not meta:
                 self.logit_scale = prove_own(self)
                 self.continuation = Continuation.prove(self)
+
+    def __repr__(self) -> str:
+        count, dtype = sum(weight.numel() for weight in weights_of(self.model)), str(self.dtype).removeprefix("torch.")
+        how = "packed for decoding" if self._packed else "not packed"
+        return (
+            f"Target({self.name!r}: {type(self.model).__name__}, {count / 1e6:,.1f}M parameters, {dtype} on {self.device}, "
+            f"{self.num_layers} layers, {self.vocab_size:,} tokens, {how})"
+        )
 
     def widen(self) -> None:
         """Computes in float32 from now on where that decodes faster: bfloat16 weights on a CPU with our kernels.
@@ -441,14 +490,6 @@ class Target:
             else:  # OPT-350m projects the last norm's output; the projection counts as part of the head
                 hook_features(project_out if layer == LAST and project_out else self.layers[layer], layer)
             self._hooked.add(layer)
-
-
-def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
-    """A short hash of the vocabulary (token text -> id); equal hashes mean that token ids mean the same."""
-    if tokenizer is None:
-        return ""
-    vocab = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
-    return hashlib.sha256(json.dumps(vocab, ensure_ascii=True).encode()).hexdigest()[:16]
 
 
 def architectures_of(target: str) -> list[str]:

@@ -26,14 +26,14 @@ from drafttrain.target import Target
 from drafttrain.tuning.tune import TuneSettings, calibration_prompts, search_tree
 
 
-def run(args: argparse.Namespace) -> int:
-    """Runs the command. Raises UserError for values out of range, or anything that cannot be loaded."""
+def run(args: argparse.Namespace, target: Target | None = None) -> int:
+    """Runs the command; target: loaded already. Raises UserError for values out of range, or anything that cannot be loaded."""
     settings = settings_of(args)
     suite = load_suite(args.suite, args.chat_template_kwargs)
     found = other_template_kwargs(args.chat_template_kwargs, training_record(args.drafter))
     print_findings([found] if found else [])
     take_evenly(suite.questions, args.limit)  # checks the limit before the models load
-    target = load_target(args)
+    target = target or load_target(args)
     search = partial(find_tree, calibrate=args.calibrate, kwargs=args.chat_template_kwargs)
     results = evaluate(settings, target, load_drafter(args.drafter, target), suite, search)
     print_results(results)

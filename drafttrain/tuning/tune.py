@@ -264,8 +264,11 @@ def measure(
     return Timings(tokens, np.median(seconds, axis=0))
 
 
-def run(args: argparse.Namespace) -> int:
-    """Runs the command. Raises UserError for values out of range, nothing to tune, or anything that cannot be loaded."""
+def run(args: argparse.Namespace, target: Target | None = None) -> int:
+    """Runs the command; target: loaded already.
+
+    Raises UserError: values out of range, nothing to tune, or anything that cannot be loaded.
+    """
     if args.max_new_tokens < 16:
         raise UserError(f"max-new-tokens={args.max_new_tokens} tells too little about a tree; use 16 or more")
     settings = TuneSettings(sampling_of(args), args.max_new_tokens, args.repeats)
@@ -274,7 +277,7 @@ def run(args: argparse.Namespace) -> int:
     writes_tree = not args.dry_run and place.parent.joinpath("config.json").is_file()
     if writes_tree:
         output_file(place, "decoding", key="drafter")
-    target = load_target(args).pack()
+    target = (target or load_target(args)).pack()
     drafter = load_drafter(args.drafter, target)
     if drafter is None:
         raise UserError(f"drafter={args.drafter!r} drafts nothing, so there is no tree to tune; name a drafter")

@@ -134,17 +134,13 @@ def test_a_native_module_is_in_the_checkpoint(name):
     assert said is not None and float(said[1]) == pytest.approx(size / 1e9, rel=0.02)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "llama-3.1-8b/eagle3",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in LARGE
-            if not name.endswith(("/draft_model", "/mtp", "llama-3.1-8b/eagle3")) and not recipe_of(name).target_url
-        ),
-    ],
-)
+ONLINE = [
+    name for name in LARGE if name.endswith(("/eagle3", "/dflash")) and "# One GPU" in recipe_path(name).read_text()
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ONLINE)
 def test_a_step_with_the_target_online_fits_one_gpu(name):
     config = recipe_of(name)
     shapes = config_of(recipe_path(name).parent / "target.json")

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from drafttrain.config import neighbours
 from drafttrain.drafters.base import NEW, Drafter, KeepTokens
 from drafttrain.drafters.common.layers import CacheShape, DraftLayer, Rotary
+from drafttrain.drafters.common.saving import NamedDrafter, SavedWeights
 from drafttrain.drafters.common.static_draft import DraftPlaces, DraftSteps, SlotAttention
 from drafttrain.drafters.common.tensor_growth import Ask
 from drafttrain.drafters.common.tree_growth import Logits
@@ -33,7 +34,7 @@ _REPAIR = "use the folder as training or import wrote it"
 RECORDED: dict[str, type] = {"hidden_size": int, "num_layers": int, "vocab_size": int, "tokenizer": str}
 
 
-class TrainableDrafter(Drafter, PreTrainedModel):
+class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[misc]  # `from_pretrained` knows every kind
     """A drafter with weights, saved and loaded as transformers does.
 
     A kind sets `config_class`, a `TargetedConfig`, makes its modules and registers the buffer `kept_ids` in `__init__`.
@@ -147,7 +148,7 @@ class TrainableDrafter(Drafter, PreTrainedModel):
             raise UserError(f"{what}: config.json records no target.{missing[0]}; {_REPAIR}")
         cls.check_files(folder, config)
         with loading(what, _REPAIR):
-            drafter: Any = cls.from_pretrained(str(folder), use_safetensors=True)
+            drafter: Any = super(NamedDrafter, cls).from_pretrained(str(folder), use_safetensors=True)  # type: ignore[misc]
         drafter.finish_loading(folder)
         check_finite((*drafter.named_parameters(), *drafter.named_buffers()), what, _REPAIR)
         check_kept_ids(drafter.kept_ids, config.vocab_size, what)
@@ -182,11 +183,17 @@ class TrainableDrafter(Drafter, PreTrainedModel):
 
     def pack(self) -> None:
         """Packs linear layers and norms as far as the CPU kernels support them."""
+        self.keep_saved()
         pack(self)
 
     def bind(self, target: Target) -> None:
         """Compares the recorded target's hidden size, depth, vocabulary and tokenizer; attaches its embedding."""
         recorded, actual = self.config.target, target.identity()
+        if recorded.get("tokenizer") and target.tokenizer is None:
+            raise UserError(
+                f"target {target.name!r} has no tokenizer, by which a drafter knows its target; pass tokenizer= with the model, "
+                "or Target.from_pretrained(model, tokenizer=...)"
+            )
         for key in RECORDED:
             if key in recorded and recorded[key] != actual[key]:
                 raise UserError(
@@ -268,6 +275,7 @@ class DecoderDrafter(TrainableDrafter):
 
     def pack(self) -> None:
         """Packs layers for the CPU kernels (float32), then linear layers and norms."""
+        self.keep_saved()
         weight = next(self.parameters())
         if cpu_kernels() is not None and weight.dtype == torch.float32 and weight.device.type == "cpu":
             for layer in self.decoder_layers:

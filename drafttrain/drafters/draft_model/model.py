@@ -158,21 +158,19 @@ class DraftModel(TrainableDrafter):
 
     @classmethod
     def load(cls, folder: Path) -> DraftModel:  # type: ignore[override]
-        return cls.from_pretrained(str(folder))
-
-    @classmethod
-    def from_pretrained(cls, name: str, use_safetensors: bool = True) -> DraftModel:  # type: ignore[override]
         """Loads what `save_pretrained` wrote, or any causal language model with its tokenizer, in float32."""
-        lm, tokenizer = language_models.from_checkpoint(name)
-        recorded = read_config(Path(name).expanduser(), META_FILE, missing={})
+        lm, tokenizer = language_models.from_checkpoint(str(folder))
+        recorded = read_config(folder, META_FILE, missing={})
         # A trained adapter is merged into the saved weights.
         keys = ("layers", "embedding", "config", "vocabulary_match", "loss", "target")
         own = {key: recorded[key] for key in keys if key in recorded}
-        return cls(lm, tokenizer, DraftModelConfig(**own), name)
+        drafter = cls(lm, tokenizer, DraftModelConfig(**own), str(folder))
+        drafter.name_or_path = str(folder)
+        return drafter
 
-    def save_pretrained(  # type: ignore[override]
+    def write(
         self,
-        save_directory: str | Path,
+        folder: str | Path,
         state_dict: dict[str, Tensor] | None = None,
         is_main_process: bool = True,
         **_: Any,
@@ -184,8 +182,7 @@ class DraftModel(TrainableDrafter):
         """
         if not is_main_process:
             return
-        folder = Path(save_directory)
-        state = self._lm_state(state_dict)
+        folder, state = Path(folder), self._lm_state(state_dict)
         self.lm.save_pretrained(
             folder, state_dict=language_models.merged(self.lm, state) if self.config.lora else state
         )
@@ -262,6 +259,7 @@ class DraftModel(TrainableDrafter):
         return other
 
     def pack(self) -> None:
+        self.keep_saved()
         self.runner.pack()
 
     def as_target(self) -> Target:
