@@ -7,7 +7,6 @@ add_arguments(parser), and imports no torch, so that every --help is quick.
 from __future__ import annotations
 
 import importlib
-import logging
 import os
 import select
 import signal
@@ -22,6 +21,8 @@ from drafttrain.environment import __version__
 from drafttrain.errors import UserError
 
 if TYPE_CHECKING:
+    from logging import LogRecord
+
     from drafttrain.flags import CommandParser
 
 COMMANDS = {  # command -> (module below drafttrain, help)
@@ -88,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
 
-def _is_needed(record: logging.LogRecord) -> bool:
+def _is_needed(record: LogRecord) -> bool:
     return NEEDLESS[record.name] not in record.getMessage()
 
 
@@ -143,10 +144,12 @@ def run(argv: list[str]) -> int:
     os.environ.setdefault("TQDM_MININTERVAL", "0.1" if sys.stderr.isatty() else "15")
     if not sys.warnoptions:
         warnings.simplefilter("ignore", FutureWarning)  # for those who write programs
-    for name in NEEDLESS:
-        logging.getLogger(name).addFilter(_is_needed)
+    import logging  # not before a --help has been shown
+
     from drafttrain.outcome import voice
 
+    for name in NEEDLESS:
+        logging.getLogger(name).addFilter(_is_needed)
     with voice(args.command, quiet, as_json):
         return importlib.import_module(f"drafttrain.{COMMANDS[args.command][0]}").run(args) or 0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import itertools
 
 from drafttrain.cli import COMMANDS, command_parser
 from drafttrain.errors import UserError
@@ -19,16 +19,9 @@ def run(args: argparse.Namespace) -> int:
     except ImportError as error:
         raise UserError("completion needs the package shtab; run: python -m pip install shtab") from error
     parser = command_parser(tuple(COMMANDS))
-    for action in values_of(parser):
+    commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    for action in itertools.chain.from_iterable(command._actions for command in commands.choices.values()):
         if getattr(action.type, "rule", "") in _PATHS:
-            action.complete = shtab.FILE  # type: ignore[attr-defined]  # where shtab looks for it
+            action.complete = shtab.FILE  # where shtab looks for it
     print(shtab.complete(parser, args.shell))
     return 0
-
-
-def values_of(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """The flags and arguments of a parser and of its commands."""
-    for action in parser._actions:
-        yield action
-        for command in (action.choices or {}).values() if isinstance(action, argparse._SubParsersAction) else ():
-            yield from values_of(command)

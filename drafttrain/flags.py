@@ -73,10 +73,6 @@ TEMPLATE_KWARGS = reader(_template_kwargs, _KWARGS_RULE)
 class HelpFormatter(argparse.HelpFormatter):
     """Help as wide as the terminal, or as COLUMNS says: prose is filled, examples keep their lines. Flags show their default."""
 
-    def __init__(self, prog: str, **options: Any):
-        super().__init__(prog, **options)
-        self._width = min(self._width, 128)  # of lines that read well
-
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return "\n".join(self._filled(text.splitlines(), width))
 
@@ -150,6 +146,39 @@ class CommandParser(argparse.ArgumentParser):
     def _close(word: str, known: Sequence[str]) -> str:
         close = difflib.get_close_matches(word[:80], known, n=2, cutoff=0.5)
         return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """Adds a recipe's key=value words, which may also be written as flags: `--max-steps 4`, as other trainers take it."""
+    replaces = "replace a value of the recipe; a.b=c sets b in a"
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=replaces)
+    if isinstance(parser, CommandParser):
+        parser.rewrite = lambda words: _as_overrides(words, parser._option_string_actions)
+
+
+def _as_overrides(words: list[str], flags: dict[str, argparse.Action]) -> list[str]:
+    """Words with the command's own flags first and `--max-steps 4`, as other trainers take it, as `max_steps=4`.
+
+    Args:
+        flags: by their spelling. A key without a value is true: `--packing`.
+    """
+    own, rest = [], list[str]()
+    left = words[::-1]
+    while left:
+        word = left.pop()
+        name, equals, text = word.partition("=")
+        if name in flags:
+            own.append(word)
+            if flags[name].nargs != 0 and not equals and left:
+                own.append(left.pop())
+        elif word.startswith("--") and len(word) > 2:
+            if not equals:
+                is_value = left and not re.match(r"-+[A-Za-z]|[\w.]+=", left[-1])
+                text = left.pop() if is_value else "true"
+            rest.append(f"{name[2:].replace('-', '_')}={text}")
+        else:
+            rest.append(word)
+    return own + rest
 
 
 def add_target_flags(

@@ -83,10 +83,15 @@ def voice(command: str, quiet: bool, as_json: bool) -> Iterator[None]:
         return
     answer: Mapping[str, object] = {}
     with contextlib.ExitStack() as stack:
-        sink = stack.enter_context(open(os.devnull, "w", encoding="utf-8")) if quiet else sys.stderr
+        # Left open: loggers that are made meanwhile keep it.
+        sink = open(os.devnull, "w", encoding="utf-8") if quiet else sys.stderr  # noqa: SIM115
         _errors.append(sys.stderr)
         stack.callback(_errors.pop)
-        stack.enter_context(_moved_stdout(sink.fileno() if quiet else 2))
+        sys.stdout.flush()
+        kept = os.dup(1)  # what libraries and child processes write there is moved too
+        os.dup2(sink.fileno() if quiet else 2, 1)
+        stack.callback(os.close, kept)
+        stack.callback(os.dup2, kept, 1)
         stack.enter_context(contextlib.redirect_stdout(sink))
         stack.enter_context(contextlib.redirect_stderr(sink))
         try:
@@ -100,19 +105,6 @@ def voice(command: str, quiet: bool, as_json: bool) -> Iterator[None]:
             stack.close()
             if as_json and answer:
                 print(json.dumps(redact({"command": command, **answer}), ensure_ascii=False, default=str), flush=True)
-
-
-@contextlib.contextmanager
-def _moved_stdout(to: int) -> Iterator[None]:
-    """Sends what libraries and child processes write to descriptor 1 to another one."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(to, 1)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
 
 
 @contextlib.contextmanager

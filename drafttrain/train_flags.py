@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import re
 
 from drafttrain.config import TrainConfig, TrainerKeys
-from drafttrain.flags import CommandParser
+from drafttrain.flags import add_overrides
 from drafttrain.values import Place, adder, key_table
 
 HELP = f"""Train a drafter from a YAML recipe.
@@ -31,32 +30,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = adder(parser)
     add("config", Place, nargs="?", help="a YAML recipe, or the name of one that comes with drafttrain")
     add("--recipe", Place, metavar="NAME", help="the same as a flag; drafttrain recipes lists the names")
-    replaces = "replace a value of the recipe; a.b=c sets b in a"
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help=replaces)
-    if isinstance(parser, CommandParser):
-        parser.rewrite = lambda words: as_overrides(words, parser._option_string_actions)
-
-
-def as_overrides(words: list[str], flags: dict[str, argparse.Action]) -> list[str]:
-    """Words with the command's own flags first and `--max-steps 4`, as other trainers take it, as `max_steps=4`.
-
-    Args:
-        flags: by their spelling. A key without a value is true: `--packing`.
-    """
-    own, rest = [], list[str]()
-    left = words[::-1]
-    while left:
-        word = left.pop()
-        name, equals, text = word.partition("=")
-        if name in flags:
-            own.append(word)
-            if flags[name].nargs != 0 and not equals and left:
-                own.append(left.pop())
-        elif word.startswith("--") and len(word) > 2:
-            if not equals:
-                is_value = left and not re.match(r"-+[A-Za-z]|[\w.]+=", left[-1])
-                text = left.pop() if is_value else "true"
-            rest.append(f"{name[2:].replace('-', '_')}={text}")
-        else:
-            rest.append(word)
-    return own + rest
+    add_overrides(parser)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from drafttrain.cli import COMMANDS, command_parser, main
+from drafttrain.cli import COMMANDS, WITHOUT_RESULT, command_parser, main
 from drafttrain.errors import UserError
 from drafttrain.outcome import conclude, fault, next_command, voice
 
@@ -78,6 +78,13 @@ def test_a_mistake_is_an_object_too(capfd):
     assert capfd.readouterr().out == ""
 
 
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name not in WITHOUT_RESULT])
+def test_every_command_concludes(command):
+    source = Path("drafttrain", *COMMANDS[command][0].split(".")).with_suffix(".py")
+    text = (Path(__file__).parents[1] / source).read_text()
+    assert "conclude(" in text or "return publish(" in text, f"{source} ends without drafttrain.outcome.conclude"
+
+
 FIXTURES = Path(__file__).parent / "fixtures"
 TARGET = str(FIXTURES / "target")
 WORDS = {
@@ -91,6 +98,8 @@ WORDS = {
 PIPELINE = [
     ("prompts --source file --input {CHATS} --output runs/p.jsonl", "p.jsonl", "generate"),
     ("generate {T} --prompts runs/p.jsonl --output runs/data --max-length 128 --max-new-tokens 16", "data", "train"),
+    ("plan recipe.yaml --disk 1T target={TARGET} --data runs/data output_dir=runs/drafter --output runs/plan.json", "plan.json",
+     "prompts"),
     ("features --data runs/data", "data/features", "train"),
     ("train recipe.yaml target={TARGET} --data runs/data --output-dir=runs/drafter {KEYS}", "drafter", "tune"),
     ("tune {T} {D} --prompts 2 --repeats 1 --max-new-tokens 16", "tune.json", "eval"),

@@ -148,10 +148,7 @@ def _records_of(
             f"{path} line {number}: no conversation in a known format with text in every turn; clean the file "
             "with: drafttrain prompts --source file"
         )
-    id, source = (
-        row_id(row.get("id", number), f"{path} line {number}"),
-        {"source": str(row.get("source") or path.name)},
-    )
+    id, source = row_id(row.get("id", number), f"{path} line {number}"), {"source": str(row.get("source") or path.name)}
     messages, inputs = parsed["messages"], ChatInputs.of(parsed, kwargs)
     made: list[tuple[int, _Row]] = []
     for i in _assistant_turns(messages, id):

@@ -27,6 +27,7 @@ from drafttrain.drafters.registry import kind_class
 from drafttrain.errors import UserError
 from drafttrain.files import Json, write_json
 from drafttrain.folders import inputs_of, output_file
+from drafttrain.outcome import conclude, next_command
 from drafttrain.recipes import recipe_path
 from drafttrain.reports.output import table_of, wide_console
 from drafttrain.target.devices import resolve_dtype
@@ -392,7 +393,8 @@ def run(args: argparse.Namespace) -> int:
     print_plan(found)
     if output is not None:
         write_json(output, {**found.json(), "command": [Path(sys.argv[0]).name, *sys.argv[1:]]})
-        print(f"wrote {args.output}")
+    then = next_command("prompts", source="magpie", target="TARGET", output="prompts.jsonl")
+    conclude(found.json(), [output] if output else [], then)
     return 0
 
 
@@ -423,7 +425,6 @@ def print_plan(found: Plan) -> None:
         console.print(f"{number}. {line}")
     for line in found.notes:
         console.print(f"note: {line}")
-    console.print("next: drafttrain prompts, generate, then drafttrain train with this recipe")
 
 
 def _short(count: int) -> str:

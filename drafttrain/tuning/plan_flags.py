@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from drafttrain.errors import UserError, shown
+from drafttrain.flags import add_overrides
 from drafttrain.tuning.hardware import DEVICES
 from drafttrain.values import (  # fmt: skip
     File,
@@ -76,8 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
     add, size, kinds = adder(parser), reader(_gigabytes, "gigabytes, or an amount such as 500G or 4T"), kinds_of(Job)
     add("recipe", Place, help="a YAML recipe, or the name of one that comes with drafttrain")
-    replaces = "replace a value of the recipe; a.b=c sets b in a"
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help=replaces)
+    add_overrides(parser)
     for one in fields(Job):
         default, sized = default_of(one), one.name in ("gpu_memory", "disk")
         shown_default = "" if default in (None, "", 0) else " (default: %(default)s)"

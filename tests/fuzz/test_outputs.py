@@ -136,6 +136,7 @@ def test_every_command_that_writes_is_here():
         "features",
         "diagnose",
         "serve-target",
+        "completion",
     }
 
 

@@ -321,7 +321,10 @@ def test_the_hub_from_login_to_reading_back(work, tmp_path):
         assert min(puts.values()) == 1 and max(puts.values()) > 1
         # The first push that came through made v1, the same again changed nothing, the changed card made v2.
         assert list(head.tags) == ["v1", "v2"] and head.tags["v2"] == head.head
-        assert out[5].strip().endswith("/writer/head/tree/v1") and out[6].strip().endswith("/writer/head/tree/v1")
+        for said in out[5:7]:
+            *_, address, then = said.strip().splitlines()
+            assert address.endswith("/writer/head/tree/v1")
+            assert then == "next: drafttrain eval --target TARGET --drafter writer/head"
         before, after = head.commits[head.tags["v1"]], head.commits[head.tags["v2"]]
         assert set(before) <= set(after) and ".gitattributes" in after
         assert b"license: mit" in after["README.md"] and b"license: mit" not in before["README.md"]

