@@ -41,6 +41,7 @@ COMMANDS = {  # command -> (module below drafttrain, help)
     "diagnose": ("evaluation.diagnose", "explain a drafter's acceptance rate and suggest changes"),
     "estimate": ("tuning.estimate", "estimate speed-up and cost on other hardware"),
     "report": ("reports.report", "make a table, a page and pictures from results.json"),
+    "chat": ("reports.terminal_chat", "talk to the target in the terminal and see who drafted each token"),
     "trace": ("reports.trace", "show one answer token by token: who produced each, and every round's tree"),
     "bench-server": ("serving.bench", "load-test OpenAI-compatible servers, with and without speculation"),
     "export": ("export.export_drafter", "write a drafter in the format of vLLM, SGLang, transformers or llama.cpp"),
@@ -54,7 +55,7 @@ NEEDLESS = {  # notices of libraries that are true and change nothing, by logger
     "DeepSpeed": "Setting accelerator to CPU",  # which libraries import that do not use it
     "transformers.modeling_utils": "does not expose input embeddings",  # drafters read the target's
 }
-WITHOUT_RESULT = {"serve-target", "completion"}  # run until they are stopped, or print nothing but their result
+WITHOUT_RESULT = {"serve-target", "completion", "chat"}  # run until they are stopped, or print nothing but their result
 
 PIPELINE = """From a target model to a published drafter:
 
@@ -137,7 +138,7 @@ def run(argv: list[str]) -> int:
         parser.print_help()
         return 0
     args = parser.parse_args(argv)
-    quiet, as_json = args.quiet, vars(args).pop("json", False)
+    quiet, as_json = args.quiet, args.command not in WITHOUT_RESULT and vars(args).pop("json", False)
     del args.quiet
     # tqdm reads these when it is imported: bars of libraries show for long work only, and few lines without a terminal.
     os.environ.setdefault("TQDM_DELAY", "5")

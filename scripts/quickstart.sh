@@ -22,7 +22,7 @@ while [ "$#" -gt 0 ]; do
 done
 
 source scripts/env.sh
-install_drafttrain
+install_drafttrain "[gguf,plots]"
 export TOKENIZERS_PARALLELISM=false TRANSFORMERS_VERBOSITY=error
 minutes() { awk -v b="$budget" -v share="$1" 'BEGIN { printf "%.2f", b * share }'; }
 have() { [ -f "$1" ] && echo "$1 is there already; delete it to make it again"; }

@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "drafttrain"
 ORDER = [
     ["credentials", "interrupts", "moved"],
     ["errors"],
-    ["values"],
+    ["values", "extras"],
     ["files", "environment", "batch", "progress"],
     ["outcome"],
     ["recipes"],

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from drafttrain.extras import require
 from drafttrain.files import Json, replacing, writing
 from drafttrain.folders import PICTURE_SIGN
 
@@ -149,9 +150,7 @@ def _save(
     headings: Sequence[str] = (),
     **options: Any,
 ) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
+    require("matplotlib", "a chart").use("Agg")
     from matplotlib import pyplot as plt
 
     style: Any = {"svg.fonttype": "none", "text.parse_math": False, "svg.hashsalt": rows[0][0].key, "font.size": 10.5}

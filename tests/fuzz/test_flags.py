@@ -40,6 +40,7 @@ NEEDED = {
     "diagnose": [RESULTS],
     "estimate": ["--results", RESULTS, "--target-params", "1e8", "--drafter-params", "1e6"],
     "report": [RESULTS],
+    "chat": BOTH,
     "trace": [*BOTH, "--prompt", "hi"],
     "bench-server": ["--url", "http://127.0.0.1:9", "--output", "OUT"],
     "export": ["--drafter", "/no/drafter", "--format", "vllm", "--output", "OUT"],
@@ -65,6 +66,7 @@ LOADERS = (
     "tuning.sweep.Target.load",
     "evaluation.diagnose.apply",
     "reports.report.print_results",
+    "reports.terminal_chat.load_target",
     "reports.trace.load_target",
     "serving.bench.measure",
 )

@@ -137,6 +137,7 @@ def test_every_command_that_writes_is_here():
         "diagnose",
         "serve-target",
         "completion",
+        "chat",  # writes what /save names: tests/reports/test_terminal_chat.py
     }
 
 
