@@ -6,8 +6,11 @@ torch and transformers load inside the functions, because `drafttrain --version`
 from __future__ import annotations
 
 import contextlib
+import datetime
+import os
 import platform
 import resource
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -55,6 +58,24 @@ def describe_environment(device: torch.device) -> dict[str, object]:
         },
         "device": device_name(device),
         "threads": torch.get_num_threads(),
+    }
+
+
+def describe_run() -> dict[str, object]:
+    """When, where and by which code a measurement was made; unlike `describe_environment`, no part of what it depends on.
+
+    commit: of a checkout of drafttrain, `-dirty` after changes; None for an installed package.
+    """
+    root, commit = Path(__file__).parents[1], None
+    if (root / ".git").exists() and (root / "pyproject.toml").is_file():
+        words = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            commit = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {
+        "date": date,
+        "commit": commit,
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
     }
 
 

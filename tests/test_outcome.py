@@ -104,7 +104,7 @@ PIPELINE = [
     ("train recipe.yaml target={TARGET} --data runs/data --output-dir=runs/drafter {KEYS}", "drafter", "tune"),
     ("tune {T} {D} --prompts 2 --repeats 1 --max-new-tokens 16", "tune.json", "eval"),
     ("eval {T} {D} --limit 1 --tree chain:2 --max-new-tokens 8", "results.json", "report"),
-    ("report runs/results.json", "report.png", "export"),
+    ("report runs/results.json", "report.html", "export"),
     ("diagnose runs/results.json --apply", "drafter/decoding.json", "eval"),
     ("estimate --results runs/results.json --output runs/estimate.json", "estimate.json", "export"),
     ("trace {T} {D} --prompt Hi --max-new-tokens 8 --output runs/t.html", "t.html", "eval"),

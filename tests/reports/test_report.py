@@ -6,6 +6,7 @@ import pytest
 
 from drafttrain import cli
 from drafttrain.evaluation.metrics import by_category, summarize
+from drafttrain.reports.report import print_results
 from tests.evaluation.test_metrics import OURS, PLAIN, record
 
 
@@ -43,6 +44,30 @@ def test_table_and_picture(results, tmp_path, capsys):
         assert part in shown
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.thorough
+def test_a_page_and_a_picture_in_one_call_beside_the_results(results, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path.parent)
+    assert cli.main(["report", str(results)]) == 0
+    assert (tmp_path / "report.html").is_file(), "next to the results, not in the current folder"
+    both = [str(tmp_path / "out" / name) for name in ("a.html", "b.png")]
+    assert cli.main(["report", str(results), "--output", both[0], "--output", both[1]]) == 0
+    assert (tmp_path / "out" / "b.png").read_bytes().startswith(b"\x89PNG")
+    assert "<h1>ngram</h1>" in (tmp_path / "out" / "a.html").read_text()
+    assert capsys.readouterr().out.count("wrote ") == 3
+    # Nothing is written when one of several names cannot be.
+    assert cli.main(["report", str(results), "--output", str(tmp_path / "c.html"), "--output", "d.docx"]) == 2
+    assert not (tmp_path / "c.html").exists()
+
+
+def test_at_most_six_depths_are_shown(results, capsys):
+    content = json.loads(results.read_text())
+    content["overall"]["acceptance_by_depth"] = {"conditional": [0.9] * 11, "joint": [0.5] * 11}
+    print_results(content)
+    shown = capsys.readouterr().out
+    assert ".90 .90 .90 .90 .90 .90 \u2026" in shown and ".90 " * 7 not in shown
+    assert "category" in shown and "autoregressive" in shown
 
 
 @pytest.mark.thorough
