@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -139,13 +140,14 @@ def compare(name: str, case: Json) -> Json:
     """Plans a case, trains it, and returns both figures in GB."""
     with tempfile.TemporaryDirectory() as folder:
         recipe, result = make_run(Path(folder), case), Path(folder) / "result.json"
-        launch, job = [], Job(device="cpu-desktop")
+        size = STEPS * case["rows"] * case.get("gradient_accumulation_steps", 1) * (2 if "zero" in case else 1)
+        launch, job = [], Job(device="cpu-desktop", conversations=size, tokens=case["max_length"])
         if zero := case.get("zero"):
             file = Path(folder) / "deepspeed.json"
             sizes = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps")
             write_json(file, {"zero_optimization": zero, **dict.fromkeys(sizes, "auto")})
             launch = ["--num_processes", "2", "--use_deepspeed", "--deepspeed_config_file", str(file)]
-            job = Job(device="cpu-desktop", gpus=2, deepspeed=str(file))
+            job = replace(job, gpus=2, deepspeed=str(file))
         planned = plan(str(recipe), (), job).memory_gb
         launcher = ["-m", "accelerate.commands.launch", "--num_machines", "1", "--dynamo_backend", "no", *launch]
         command = [sys.executable, *(launcher if launch else []), __file__, "--measure", str(recipe)]

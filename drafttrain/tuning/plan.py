@@ -144,10 +144,8 @@ class _Planner:
         self.prompt = min(job.prompt_tokens, max(self.tokens - 2, 0))
         self.stored = stored_features(data) if exists else None
         if not held and not (job.conversations and job.tokens):
-            self.notes.append(
-                f"data={self.config.data!r} is not there yet: {self.conversations:,} conversations of {self.tokens:,} tokens are "
-                "assumed (--conversations, --tokens)"
-            )
+            assumed = f"{self.conversations:,} conversations of {self.tokens:,} tokens (--conversations, --tokens)"
+            self.notes.append(f"data={self.config.data!r} is not complete yet; assumed are {assumed}")
 
     def _states(self) -> States:
         if self.config.loss == "next_token":
@@ -169,6 +167,9 @@ class _Planner:
         half = bool(trainer.get("bf16", trainer.get("fp16") or gpu))
         fixed = (zero.get("bf16") or {}).get("enabled", "auto")
         dtype = torch.bfloat16 if gpu and config.dtype == "auto" else resolve_dtype(config.dtype, torch.device("cpu"))
+        # A draft model may copy the target's layers, and writes answers that the whole target scores.
+        copies = states == "none" or kind_class(config.kind).loads_language_models
+        whole = bool(config.on_policy) or (copies and not (config.target_url and config.init != "target"))
         recomputes = gpu and states == "online" and self.has_layers
         cache = 1e9 * (config.cache_gb if config.cache_gb >= 0 else 0.0 if gpu else 4.0)
         return Setting(
@@ -181,6 +182,7 @@ class _Planner:
             half=half if fixed == "auto" else bool(fixed),
             checkpointing=bool(trainer.get("gradient_checkpointing", recomputes)),
             states=states,
+            loaded=self.weights * dtype.itemsize if whole else 0,
             shards=max(self.gpus // processes, 1) if config.target_device_map else 1,
             processes=processes,
             stage=(zero.get("zero_optimization") or {}).get("stage", 0),
@@ -229,14 +231,12 @@ class _Planner:
         width = len(str(self.target.get_text_config().vocab_size)) + 8
         kept = (self.trainer["save_total_limit"] or 10) + 1  # and the one that is being written
         h = self.target.get_text_config().hidden_size
-        states = (
-            1.01 * value_bytes(self.job.store_dtype, h) * self.step.state_width * tokens
-        )  # as drafttrain features counts
+        row = 1.01 * value_bytes(self.job.store_dtype, h) * self.step.state_width  # as drafttrain features counts
         parts = {
             "target": self.weights * self.width,
             "prompts": 0.0 if text else self.conversations * (5.0 * self.prompt + 100),
             "answers": tokens * width + 200.0 * self.conversations,
-            "states": states if self.setting.states == "stored" else 0.0,
+            "states": row * tokens if self.setting.states == "stored" else 0.0,
             "checkpoints": kept * (12.0 + 2 * bool(self.setting.stage)) * trained,
             "drafter": 4.0 * trained,
         }
@@ -257,9 +257,8 @@ class _Planner:
         # Operations of one row: attention across rows of a batch would be counted too.
         flops = self.memory.step(replace(setting, rows=1)).flops * setting.rows
         seconds = max(flops / device.flops, self.step.target / device.bandwidth)
-        seconds += (
-            _ADAMW_MOVES * self.step.trained / setting.processes ** (setting.stage > 0) / device.bandwidth / pieces
-        )
+        moved = _ADAMW_MOVES * self.step.trained / (setting.processes if setting.stage else 1)
+        seconds += moved / device.bandwidth / pieces
         rates["train"] = setting.processes * batch / seconds
         if trainer["max_steps"] > 0:
             rows = trainer["max_steps"] * pieces * setting.rows * setting.processes

@@ -39,7 +39,8 @@ class Setting:
     Attributes:
         rows, length: of a micro-batch; eval_rows: of one in evaluations; prompt: tokens of each row that are not learned.
         half: whether the drafter multiplies in 16 bits. checkpointing: of its activations.
-        states: where the target's come from. shards: GPUs that a process spreads the target over.
+        states: where the target's come from. loaded: bytes of a target that is loaded with its layers though the step does not
+            run them; shards: GPUs that a process spreads the target over.
         stage: of ZeRO, 0 without DeepSpeed; buckets: elements of DeepSpeed's reduction buffers.
         accumulates: an optimizer step has several micro-batches. state_bytes: of the optimizer, per trained weight.
         kept, ahead: most bytes of states that a process on a CPU keeps between epochs, and reads ahead of their steps.
@@ -55,6 +56,7 @@ class Setting:
     half: bool
     checkpointing: bool
     states: States
+    loaded: int = 0
     shards: int = 1
     processes: int = 1
     stage: int = 0
@@ -114,7 +116,7 @@ class Memory:
     def step(self, setting: Setting, trains: bool = True) -> StepMemory:
         """A step of this setting, extrapolated where its batch is large."""
         # What does not change a dry step does not start another one.
-        plain = replace(setting, eval_rows=1, shards=1, processes=1, stage=min(setting.stage, 1), buckets=0)
+        plain = replace(setting, eval_rows=1, loaded=0, shards=1, processes=1, stage=min(setting.stage, 1), buckets=0)
         plain = replace(plain, state_bytes=8, kept=float(setting.kept > 0), ahead=0.0, data_tokens=0.0)
         if not trains:
             plain = replace(plain, rows=setting.eval_rows, accumulates=False)
@@ -159,7 +161,7 @@ class Memory:
     def _held(self, setting: Setting, step: StepMemory) -> dict[str, float]:
         """Weights, gradients and optimizer states of one of the processes."""
         stage, n, trained = setting.stage, setting.processes, step.trained
-        target = step.target / (setting.shards if setting.states == "online" else 1)
+        target = max(step.target, setting.loaded) / setting.shards
         if not stage:
             copies = {"gradient buckets": float(step.gradients)} if n > 1 else {}  # those of DistributedDataParallel
             optimizer = float(setting.state_bytes * trained)

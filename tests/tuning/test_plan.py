@@ -146,6 +146,21 @@ def test_disk_and_hours_follow_the_data(linear, recipe):
     assert not small.fits and "--disk 10 GB is too small" in small.advice[0]
 
 
+def test_a_draft_models_target_is_loaded_whole_unless_states_stream_to_another_model(linear, recipe, tmp_path):
+    words = ["kind=draft_model", "drafter={}"]
+    large = tmp_path / "large.json"
+    large.write_text(json.dumps({**SHAPES, "hidden_size": 4096, "intermediate_size": 10**5}))
+    job = Job(states="stored", target_config=str(large))
+    assert plan(recipe, [], job).memory_gb["target"] == 2.0  # the stand-in's shell
+    copied = plan(recipe, words, job)
+    assert (
+        copied.memory_gb["target"] == pytest.approx(2e-9 * copied.parameters["target"])
+        and copied.parameters["target"] > 2e9
+    )
+    streams = [*words, "init=x/y", "target_url=http://localhost:1"]
+    assert plan(recipe, streams, replace(job, states="", init_config=str(large))).memory_gb["target"] == 2.0
+
+
 def test_shapes_come_from_the_file_next_to_the_recipe_unless_the_target_is_another(linear, recipe, tmp_path):
     assert (
         plan(recipe).parameters["target"]
