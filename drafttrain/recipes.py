@@ -58,12 +58,14 @@ def target_config(recipe: Path) -> Path | None:
 
 
 def table() -> list[tuple[str, str, str]]:
-    """(recipe, target, GPUs and hours from the first plan in its head) of all recipes."""
+    """(recipe, target, GPUs and hours from the first plan in its head, else its first words) of all recipes."""
     rows = []
     for name in recipe_names():
         text = read_text(recipe_path(name), "recipe", _FIX)
         target = re.search(r"^target: *(\S+)", text, re.MULTILINE)
-        plan = re.search(r"^# Plan: (.*)", text, re.MULTILINE)
+        plan = re.search(r"^# Plan: (.*)", text, re.MULTILINE) or re.search(
+            r"^# (.*?)(?:[.:,;] |$)", text, re.MULTILINE
+        )
         rows.append((name, target[1] if target else "any", plan[1] if plan else ""))
     return rows
 

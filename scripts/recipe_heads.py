@@ -56,7 +56,9 @@ def planned(name: str, only: int | None = None) -> str:
         gpus, memory = map(int, marked.groups())
         job = Job(gpus=gpus, gpu_memory=memory, conversations=int(count[1].replace(",", "")), tokens=TOKENS,
                   states=states, deepspeed=zero[1] if zero else "")  # fmt: skip
-        with mock.patch.object(Memory, "most", return_value=0):  # the largest batch, which heads do not name, is a search
+        with mock.patch.object(
+            Memory, "most", return_value=0
+        ):  # the largest batch, which heads do not name, is a search
             found = plan(str(path), words, job)
         fits = "" if found.fits else "does not fit: "
         lines[at] = f"# Plan: {gpus} x {memory} GB: {fits}{described(found)}"
