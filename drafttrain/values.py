@@ -146,7 +146,9 @@ def refuse_options(call: str, others: Mapping[str, object], known: Iterable[str]
     None and False ask for nothing: transformers' callers pass them for options that are off.
     """
     known = list(known)
-    for name in (name for name, value in others.items() if value is not None and value is not False):
+    for name in (
+        name for name in others if name not in known and others[name] is not None and others[name] is not False
+    ):
         close = difflib.get_close_matches(name, known, n=2, cutoff=0.6)
         raise UserError(
             f"{call}: {name}= is no option of it; "

@@ -17,7 +17,7 @@ saved as a plain checkpoint of its own architecture, which vLLM, transformers an
 from __future__ import annotations
 
 import copy
-import sys
+import logging
 from collections.abc import Sequence
 from dataclasses import field, replace
 from pathlib import Path
@@ -82,6 +82,7 @@ class DraftModelConfig(TargetedConfig):
         return {"drafttrain": __version__, **{name: getattr(self, name) for name in names}}
 
 
+logger = logging.getLogger(__name__)
 # A recipe's `drafter:` keys by `init`.
 _OPTIONS = {
     "target": {"layers", "embedding", "lora"},
@@ -225,12 +226,10 @@ class DraftModel(TrainableDrafter):
         own = TokenBytes(self.tokenizer, self.vocab_size, self.runner.name)
         self.pair = VocabularyPair(theirs, own, wanted, target.device)
         self.kept_ids = self.pair.kept_ids
-        print(
+        logger.info(
             f"drafter={self.runner.name!r} has a vocabulary of its own and drafts by {self.pair.way} (vocabulary_match="
             f"{wanted}): it shares {len(self.kept_ids):,} of {target.name!r}'s {len(theirs.ids):,} tokens, and "
             f"{100 * self.pair.of_text:.0f} % of those of a sample text",
-            file=sys.stderr,
-            flush=True,
         )
 
     @property
