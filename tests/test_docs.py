@@ -34,7 +34,7 @@ LANGUAGES = {"bash", "python", "json", "yaml", "text", "jinja", "dockerfile", "c
 # Programs of others, whose flags this test does not know.
 OTHERS = {
     "apt", "apt-get", "cd", "cmake", "cp", "curl", "docker", "echo", "export", "git", "hf", "jq", "llama-server", "ls", "mkdir",
-    "mooncake_master", "nvidia-smi", "pip", "pre-commit", "python3", "ray", "source", "vllm",
+    "mooncake_master", "nvidia-smi", "pip", "printf", "pre-commit", "python3", "ray", "source", "vllm",
 }  # fmt: skip
 # Pages whose blocks run in tests, in order, in one process and folder; the first ones by default.
 QUICK = ["how-to/diagnose.md", "how-to/trace.md"]
@@ -81,7 +81,7 @@ def blocks(page: Path) -> list[Block]:
 def commands(text: str) -> Iterator[list[str]]:
     """The words of each command of a block, also behind `|` and `&&`, without `A=b` before it and comments."""
     for line in text.replace("\\\n", " ").splitlines():
-        line = re.sub(r" > \S+", "", line)
+        line = re.sub(r" [<>] \S+", "", line)
         for _, part in itertools.groupby(shlex.split(line, comments=True), key=lambda word: word in ("|", "&&", ";")):
             words = list(itertools.dropwhile(re.compile(r"[A-Z_]+=.*").fullmatch, part))
             if words and words[0] not in ("|", "&&", ";"):
@@ -269,7 +269,7 @@ def made(tmp_path_factory):
 def enter(folder: Path, patch: pytest.MonkeyPatch) -> None:
     patch.chdir(folder)
     patch.setattr(
-        "drafttrain.target.target.cached_model", lambda name: folder / "target" if name == "smollm2-135m" else None
+        "drafttrain.target.fetch.cached_model", lambda name: folder / "target" if name == "smollm2-135m" else None
     )
 
 
