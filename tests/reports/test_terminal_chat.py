@@ -240,3 +240,33 @@ def test_long_answers_scroll_away_whole(target, monkeypatch, capsys):
     shown = ANSI.sub(" ", capsys.readouterr().out).split()
     for number in range(200):
         assert f"word{number}" in shown
+
+
+@pytest.mark.slow
+def test_a_shells_terminal_edits_lines_and_sends_signals(target_dir):
+    """With a controlling terminal: the arrow keys bring lines back, Ctrl-C stops an answer."""
+    words = ["--target", str(target_dir), "--drafter", "ngram", "--dtype", "float32", "--max-new-tokens", "3500"]
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execvpe(
+            sys.executable, [sys.executable, "-m", "drafttrain", "chat", *words], {**os.environ, "TERM": "xterm"}
+        )
+    seen, place = "", 0
+
+    def until(wanted: str, keys: str) -> None:
+        nonlocal seen, place
+        while (found := seen.find(wanted, place)) < 0:
+            seen += os.read(terminal, 65536).decode(errors="replace")
+        place = found + len(wanted)
+        os.write(terminal, keys.encode())
+
+    until("> ", "hello there\n")
+    until("tokens |", "\x03")
+    until("stopped", "")
+    until("> ", "/reset\n")
+    until("> ", "\x1b[A\x1b[A\n")  # the line before the last
+    until("hello there", "")
+    until("tokens |", "\x03")
+    until("stopped", "")
+    until("> ", "\x04")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
