@@ -208,6 +208,7 @@ class TokenTree:
     log_probs: Tensor | None = None  # [n] float32, the drafter's of each token's path; nan for a merged match
     proposal: Proposal | None = None  # None if no node was drawn (top-k tokens, matches); verification then needs no q
     probes: int = 0  # number of probes at the end
+    matched: frozenset[int] = frozenset()  # nodes that only a second drafter's match proposed
 
     def __len__(self) -> int:
         return len(self.parents)
@@ -251,12 +252,17 @@ class TokenTree:
 
     @staticmethod
     def likeliest(
-        count: int, tokens: list[int], parents: list[int], log_probs: list[float], device: torch.device
+        count: int,
+        tokens: list[int],
+        parents: list[int],
+        log_probs: list[float],
+        device: torch.device,
+        matched: frozenset[int] = frozenset(),
     ) -> TokenTree:
         """The tree of the `count` nodes of highest path log-probability."""
         kept = TokenTree.best_nodes(log_probs, count)
         ids = torch.tensor(tokens, dtype=torch.long).to(device, non_blocking=True)
-        tree = TokenTree(ids, parents, torch.tensor(log_probs))
+        tree = TokenTree(ids, parents, torch.tensor(log_probs), matched=matched)
         return tree if len(kept) == len(tokens) else tree.part(kept)
 
     def part(self, kept: list[int]) -> TokenTree:
@@ -268,7 +274,8 @@ class TokenTree:
         log_probs = None if log_probs is None else log_probs[at.to(log_probs.device, non_blocking=True)]
         proposal = self.proposal and replace(self.proposal, rows=[self.proposal.rows[node] for node in kept])
         probes = sum(node >= len(self) - self.probes for node in kept)
-        return TokenTree(tokens, [place[self.parents[node]] for node in kept], log_probs, proposal, probes)
+        matched = frozenset(place[node] for node in self.matched if node in place)
+        return TokenTree(tokens, [place[self.parents[node]] for node in kept], log_probs, proposal, probes, matched)
 
     @staticmethod
     def moved(trees: Sequence[TokenTree], device: torch.device) -> list[TokenTree]:
@@ -310,7 +317,7 @@ class TokenTree:
             log_probs = torch.nn.functional.pad(log_probs, (0, count), value=-torch.inf)  # [n + count]
         proposal = self.proposal and replace(self.proposal, rows=self.proposal.rows + [-1] * count)
         made = torch.tensor(ids, dtype=torch.long).to(self.tokens.device, non_blocking=True)
-        return TokenTree(made, above, log_probs, proposal, self.probes + count), nodes
+        return TokenTree(made, above, log_probs, proposal, self.probes + count, self.matched), nodes
 
     @staticmethod
     def empty(device: torch.device | str = "cpu") -> TokenTree:

@@ -31,6 +31,7 @@ COMMANDS = {  # command -> (module below drafttrain, help)
     "generate": ("data.generate", "let the target answer the prompts: the distillation data"),
     "features": ("data.features", "store the target's hidden states of a data set, to train without the target"),
     "serve-target": ("serving.serve_target", "serve the target with vLLM, which hands out its states"),
+    "recipes": ("recipes", "list, print or copy the recipes that come with drafttrain"),
     "plan": ("tuning.plan", "memory, disk and hours of a recipe, before anything is downloaded"),
     "train": ("train", "train a drafter from a config (same as accelerate launch drafttrain/train.py)"),
     "ngram-store": ("data.ngram_corpus", "count the n-grams of a corpus: a drafter without training"),
@@ -40,6 +41,7 @@ COMMANDS = {  # command -> (module below drafttrain, help)
     "diagnose": ("evaluation.diagnose", "explain a drafter's acceptance rate and suggest changes"),
     "estimate": ("tuning.estimate", "estimate speed-up and cost on other hardware"),
     "report": ("reports.report", "make a table, a page and pictures from results.json"),
+    "chat": ("reports.terminal_chat", "talk to the target in the terminal and see who drafted each token"),
     "trace": ("reports.trace", "show one answer token by token: who produced each, and every round's tree"),
     "bench-server": ("serving.bench", "load-test OpenAI-compatible servers, with and without speculation"),
     "export": ("export.export_drafter", "write a drafter in the format of vLLM, SGLang, transformers or llama.cpp"),
@@ -53,7 +55,7 @@ NEEDLESS = {  # notices of libraries that are true and change nothing, by logger
     "DeepSpeed": "Setting accelerator to CPU",  # which libraries import that do not use it
     "transformers.modeling_utils": "does not expose input embeddings",  # drafters read the target's
 }
-WITHOUT_RESULT = {"serve-target", "completion"}  # run until they are stopped, or print nothing but their result
+WITHOUT_RESULT = {"serve-target", "completion", "chat"}  # run until they are stopped, or print nothing but their result
 
 PIPELINE = """From a target model to a published drafter:
 
@@ -122,7 +124,8 @@ def command_parser(words: Sequence[str]) -> CommandParser:
         command = commands.add_parser(name, help=summary, description=description, formatter_class=HelpFormatter)
         if module is not None:
             module.add_arguments(command)
-            command.add_argument("--quiet", action="store_true", help="print errors only")
+            if name != "chat":  # which is nothing but output
+                command.add_argument("--quiet", action="store_true", help="print errors only")
             if name not in WITHOUT_RESULT:
                 command.add_argument("--json", action="store_true", help="print the result as one JSON object on stdout, "
                     "everything else on stderr")  # fmt: skip
@@ -136,8 +139,8 @@ def run(argv: list[str]) -> int:
         parser.print_help()
         return 0
     args = parser.parse_args(argv)
-    quiet, as_json = args.quiet, vars(args).pop("json", False)
-    del args.quiet
+    quiet = vars(args).pop("quiet", False)
+    as_json = args.command not in WITHOUT_RESULT and vars(args).pop("json", False)
     # tqdm reads these when it is imported: bars of libraries show for long work only, and few lines without a terminal.
     os.environ.setdefault("TQDM_DELAY", "5")
     os.environ.setdefault("TQDM_MININTERVAL", "0.1" if sys.stderr.isatty() else "15")

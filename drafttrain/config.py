@@ -7,7 +7,6 @@ import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -15,6 +14,7 @@ from pydantic import Field
 
 from drafttrain.errors import UserError, shown
 from drafttrain.files import read_text
+from drafttrain.recipes import recipe_path
 from drafttrain.values import (
     Amount,
     AnyText,
@@ -214,9 +214,8 @@ def _merge(into: Options, more: Options, place: str) -> None:
 
 
 def _read_recipe(path: str) -> Options:
-    if not Path(path).is_file():
-        raise UserError(f"config={path!r}: no such file; recipes are under configs/, a folder per target")
-    raw = read_yaml(read_text(Path(path), "config", "give a YAML recipe"), f"config={path!r}") or {}
+    file = recipe_path(path, "config")
+    raw = read_yaml(read_text(file, "config", "give a YAML recipe"), f"config={path!r}") or {}
     if not isinstance(raw, dict):
         raise UserError(f"config={path!r} must hold key: value lines, not {type(raw).__name__}")
     return raw
@@ -226,7 +225,7 @@ def load_config(recipe: str | Mapping[str, object], overrides: list[str], traine
     """Reads a recipe, whose keys are ours or among trainer_keys (TrainingArguments), and applies the overrides.
 
     Args:
-        recipe: a YAML file, or its content.
+        recipe: a YAML file, the name of a recipe that comes with drafttrain, or a recipe's content.
 
     Raises:
         UserError: missing file, broken YAML, an unknown key (with close matches), a wrong value, a missing required key.

@@ -1,4 +1,4 @@
-"""drafttrain's version, and what a measurement depends on: device, threads, versions, peak memory.
+"""drafttrain's version and data files, and what a measurement depends on: device, threads, versions, peak memory.
 
 torch and transformers load inside the functions, because `drafttrain --version` imports this module.
 """
@@ -6,9 +6,13 @@ torch and transformers load inside the functions, because `drafttrain --version`
 from __future__ import annotations
 
 import contextlib
+import datetime
+import os
 import platform
 import resource
+import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +20,19 @@ if TYPE_CHECKING:
     import torch
 
 __version__ = "0.1.0"
+
+
+def shipped_folder(name: str) -> Path:
+    """A folder of files that come with drafttrain, such as `eval/suites`: in the repository, or where a wheel installs it."""
+    repository = Path(__file__).resolve().parents[1]
+    if (repository / "pyproject.toml").is_file():
+        return repository / name
+    return Path(sysconfig.get_path("data")) / "share" / "drafttrain" / Path(name).name
+
+
+def suites_folder() -> Path:
+    """The evaluation suites that come with drafttrain."""
+    return shipped_folder("eval/suites")
 
 
 def device_name(device: torch.device) -> str:
@@ -41,6 +58,24 @@ def describe_environment(device: torch.device) -> dict[str, object]:
         },
         "device": device_name(device),
         "threads": torch.get_num_threads(),
+    }
+
+
+def describe_run() -> dict[str, object]:
+    """When, where and by which code a measurement was made; unlike `describe_environment`, no part of what it depends on.
+
+    commit: of a checkout of drafttrain, `-dirty` after changes; None for an installed package.
+    """
+    root, commit = Path(__file__).parents[1], None
+    if (root / ".git").exists() and (root / "pyproject.toml").is_file():
+        words = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            commit = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {
+        "date": date,
+        "commit": commit,
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
     }
 
 

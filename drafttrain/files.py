@@ -11,7 +11,6 @@ import os
 import re
 import secrets
 import shutil
-import sysconfig
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -38,12 +37,6 @@ def cache_folder() -> Path:
     if own := os.environ.get("DRAFTTRAIN_CACHE"):
         return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "drafttrain"
-
-
-def suites_folder() -> Path:
-    """The evaluation suites that come with drafttrain: in the repository, or where a wheel installs them."""
-    repository = Path(__file__).resolve().parents[1] / "eval" / "suites"
-    return repository if repository.is_dir() else Path(sysconfig.get_path("data")) / "share" / "drafttrain" / "suites"
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

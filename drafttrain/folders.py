@@ -38,6 +38,7 @@ _JSON_KEYS = {
     "benchmark": {"ratio", "goal", "sides"},
     "prompts summary": {"settings", "kept", "dropped"},
     "decoding": {"tree"},
+    "chat": {"messages", "turns", "decoding"},
 }
 STORE = "ngram-store"  # the command
 PICTURE_SIGN = "written by drafttrain"  # in the metadata of pictures and pages

@@ -463,7 +463,10 @@ def claimed(config: TrainConfig, args: TrainingArguments) -> Iterator[OutputFold
 
 def run(args: argparse.Namespace) -> int:
     """The command: setup, prepare, fit, finish, and a line about the result."""
-    config, training_args = setup(args.config, args.overrides)
+    words = [word for word in (args.recipe, args.config) if word]  # with --recipe the first word is an override
+    if not words:
+        raise UserError("config must be given: a YAML recipe, or --recipe NAME (drafttrain recipes lists them)")
+    config, training_args = setup(words[0], [*words[1:], *args.overrides])
     check_folder(config.output_dir, "train", inputs_of_recipe(config), "output_dir")
     as_saved = redact(json.loads(json.dumps(asdict(config))))
     trained = read_training(Path(str(training_args.output_dir))).get("config")

@@ -1,7 +1,7 @@
 """Kinds of values: types with their ranges, which flags, recipe keys and Python arguments share.
 
 A kind is an annotation such as `Count`. `check` compares a value with one, `rule` describes it for errors, --help and
-docs/reference.md, and `check_fields` checks every field of a dataclass. `key` declares such a field with its meaning.
+docs/reference/, and `check_fields` checks every field of a dataclass. `key` declares such a field with its meaning.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def refuse_options(call: str, others: Mapping[str, object], known: Iterable[str]
 
 
 def key(default: T, meaning: str) -> T:
-    """A dataclass field of `check_fields` with its default, and its meaning for --help and docs/reference.md."""
+    """A dataclass field of `check_fields` with its default, and its meaning for --help and docs/reference/config.md."""
     if isinstance(default, dict):
         return field(default_factory=lambda: type(default)(default), metadata={"meaning": meaning})  # type: ignore
     return field(default=default, metadata={"meaning": meaning})

@@ -1,7 +1,7 @@
 """Does `drafttrain plan` predict what training allocates? On a CPU, whole runs of tiny targets against their plans.
 
     python eval/bench_plan.py --output eval/results/plan_against_measured_cpu.json
-    python eval/bench_plan.py --only zero2 shell          # cases whose names hold one of these words
+    python eval/bench_plan.py --only zero2 shell          # cases whose names hold one of these words; --output keeps the others
 
 Each case makes a random target, a data set whose conversations fill max_length, and a recipe; plans it; and trains two optimizer
 steps of it in a process of its own, with torch's record of every allocation. Measured are the bytes of the tensors that live
@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -38,7 +39,7 @@ SMALL = {**BASE, "num_key_value_heads": 4, "vocab_size": 16000}
 WIDE = {**SMALL, "hidden_size": 1024, "intermediate_size": 2816, "vocab_size": 32000}
 WORDY = {**SMALL, "hidden_size": 256, "vocab_size": 50000, "tie_word_embeddings": True}
 EAGLE = {"kind": "eagle3", "drafter": {"draft_vocab_size": 8000}}
-CASES: dict[str, Json] = {  # name -> target's shapes, and keys of the recipe; `launch`: accelerate's arguments
+CASES: dict[str, Json] = {  # name -> target's shapes, and keys of the recipe; `zero`: DeepSpeed's, of two processes
     "eagle3 online": {"target": SMALL, **EAGLE, "rows": 4, "max_length": 512},
     "eagle3 online, checkpointing": {
         **{"target": SMALL, **EAGLE, "rows": 4, "max_length": 512},
@@ -90,7 +91,7 @@ def make_run(folder: Path, case: Json) -> Path:
     tokenizer.save_pretrained(folder / "target")
     target = load_shell(str(folder / "target"))
     length, rows = case["max_length"], case.pop("rows")
-    processes = 2 if "launch" in case else 1
+    processes = 2 if case.pop("zero", None) else 1
     count = STEPS * rows * case.get("gradient_accumulation_steps", 1) * processes
     with Store(folder / "data", {"target": target.identity(), "sampling": {"temperature": 1.0}}) as store:
         for i in range(count):
@@ -102,7 +103,6 @@ def make_run(folder: Path, case: Json) -> Path:
     case |= {"target": str(folder / "target"), "data": str(folder / "data"), "output_dir": str(folder / "drafter")}
     case |= {"per_device_train_batch_size": rows, "max_steps": STEPS, "validation": 0.0, "dtype": "float32"}
     case |= {"use_cpu": True, "init": case.get("init", "target"), "cache_gb": case.get("cache_gb", 0.0)}
-    case.pop("launch", None)
     recipe = folder / "recipe.yaml"
     recipe.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in case.items()))
     return recipe
@@ -140,8 +140,14 @@ def compare(name: str, case: Json) -> Json:
     """Plans a case, trains it, and returns both figures in GB."""
     with tempfile.TemporaryDirectory() as folder:
         recipe, result = make_run(Path(folder), case), Path(folder) / "result.json"
-        launch = case.get("launch") or []
-        job = Job(device="cpu-desktop", gpus=2 if launch else 1, deepspeed=launch[-1] if launch else "")
+        size = STEPS * case["rows"] * case.get("gradient_accumulation_steps", 1) * (2 if "zero" in case else 1)
+        launch, job = [], Job(device="cpu-desktop", conversations=size, tokens=case["max_length"])
+        if zero := case.get("zero"):
+            file = Path(folder) / "deepspeed.json"
+            sizes = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps")
+            write_json(file, {"zero_optimization": zero, **dict.fromkeys(sizes, "auto")})
+            launch = ["--num_processes", "2", "--use_deepspeed", "--deepspeed_config_file", str(file)]
+            job = replace(job, gpus=2, deepspeed=str(file))
         planned = plan(str(recipe), (), job).memory_gb
         launcher = ["-m", "accelerate.commands.launch", "--num_machines", "1", "--dynamo_backend", "no", *launch]
         command = [sys.executable, *(launcher if launch else []), __file__, "--measure", str(recipe)]
@@ -162,11 +168,14 @@ def main(argv: list[str] | None = None) -> int:
     if args.measure:
         measure(args.measure, args.output)
         return 0
-    chosen = {name: case for name, case in CASES.items() if any(word in name for word in args.only)}
-    sides = {name: compare(name, case) for name, case in chosen.items()}
-    worst = max(abs(side["off"]) for side in sides.values())
-    print(f"worst: {worst:.1%} (goal: at most {GOAL:.0%})")
-    write_result(args.output, GOAL / max(worst, 1e-9), 1.0, sides, torch.device("cpu"), worst=worst)
+    sides: Json = {}
+    if args.output is not None and args.output.is_file():
+        sides = read_json(args.output, "output", "choose another file")["sides"]
+    worst = 0.0
+    for name in (name for name in CASES if any(word in name for word in args.only)):
+        sides[name] = compare(name, CASES[name])
+        worst = max(abs(side["off"]) for side in sides.values())
+        write_result(args.output, GOAL / worst, 1.0, sides, torch.device("cpu"), worst=worst)
     return int(worst > GOAL)
 
 

@@ -1,6 +1,6 @@
 # Sourced by the other scripts: makes a virtual environment in .venv with the pinned dependencies. A second run takes a second.
 
-install_drafttrain() {  # install_drafttrain [extras], e.g. install_drafttrain "[dev]"
+install_drafttrain() {  # install_drafttrain [extras], e.g. install_drafttrain "[gguf,plots]"
   local extras="${1:-}" stamp
   unset PYTHONDONTWRITEBYTECODE  # else every process compiles every module that it imports
   [ -x .venv/bin/python ] || "${PYTHON:-python3}" -m venv .venv

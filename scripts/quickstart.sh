@@ -22,7 +22,7 @@ while [ "$#" -gt 0 ]; do
 done
 
 source scripts/env.sh
-install_drafttrain
+install_drafttrain "[gguf,plots]"
 export TOKENIZERS_PARALLELISM=false TRANSFORMERS_VERBOSITY=error
 minutes() { awk -v b="$budget" -v share="$1" 'BEGIN { printf "%.2f", b * share }'; }
 have() { [ -f "$1" ] && echo "$1 is there already; delete it to make it again"; }
@@ -51,6 +51,5 @@ have "$output/drafter/decoding.json" || drafttrain tune --target "$target" --dra
 stage "6/6 evaluation in the tree decoder"
 drafttrain eval --target "$target" --drafter "$output/drafter+ngram" --dtype bfloat16 --limit 12 --max-new-tokens 64 \
   --output "$output/results.json"
-drafttrain report "$output/results.json" --output "$output/report.png" --quiet
-drafttrain report "$output/results.json" --output "$output/report.html"
+drafttrain report "$output/results.json" --output "$output/report.html" --output "$output/report.png"
 stage "done: open $output/report.html in a browser"

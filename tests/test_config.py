@@ -48,7 +48,7 @@ def test_each_mistake_is_named(tmp_path, text, overrides, message):
 
 
 def test_a_missing_recipe_is_named(tmp_path):
-    with pytest.raises(UserError, match="no such file; recipes are under configs/"):
+    with pytest.raises(UserError, match="no such file, and no recipe of that name"):
         load_config(str(tmp_path / "none.yaml"), [], KEYS)
 
 

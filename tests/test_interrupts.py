@@ -268,6 +268,7 @@ WORDS: dict[str, list[str]] = {
     "diagnose": ["results.json"],
     "estimate": ["--results", "results.json", *TARGET, "--device", "h100"],
     "report": ["results.json", "--output", "page.html"],
+    "chat": [*TARGET, *DRAFTER],  # ends by itself without input
     "trace": [*TARGET, *DRAFTER, "--prompt", "hello", "--max-new-tokens", "2000", "--output", "t.html"],
     "bench-server": ["--url", "URL", "--model", "m", "--suite", "suite.jsonl", "--output", "s.json"],
     "export": [*DRAFTER, "--format", "vllm", "--output", "export"],

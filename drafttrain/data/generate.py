@@ -414,7 +414,8 @@ def report(args: argparse.Namespace, store: Store, this_run: Json, prompts: int 
     dropped = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in this_run["dropped"].items() if count)
     print(
         f"{args.output}: {counts['conversations']} of {counted(prompts, 'conversations')}, {counts['response_tokens']} response "
-        f"tokens, mean {summary['mean_response_tokens']} a response, {100 * truncated:.1f} % truncated\n"
+        f"tokens, mean {summary['mean_response_tokens']} a response, {100 * truncated:.1f} % truncated"
+        f"{' at --max-new-tokens: raise it to keep their ends' if truncated >= 0.25 else ''}\n"
         f"this run: {counted(this_run['conversations'], 'conversations')}, {this_run['response_tokens']} response tokens in "
         f"{this_run['seconds']} s ({this_run['tokens_per_second']} tokens/s)"
         + (f"; dropped: {dropped}" if dropped else ""),

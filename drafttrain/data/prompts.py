@@ -20,6 +20,7 @@ from drafttrain.data.failures import BadReply
 from drafttrain.data.filters import Filter, PromptLimits, stable_id
 from drafttrain.data.row_file import RowFile, line_starts
 from drafttrain.data.row_formats import Prompt, parse_row, prompt_texts, row_id
+from drafttrain.environment import suites_folder
 from drafttrain.errors import UserError, shown
 from drafttrain.files import (
     Json,
@@ -28,7 +29,6 @@ from drafttrain.files import (
     read_json,
     read_jsonl,
     reading,
-    suites_folder,
     write_json,
     write_jsonl,
 )

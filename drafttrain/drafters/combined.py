@@ -52,7 +52,8 @@ def merge(first: TokenTree, second: TokenTree, budget: int) -> TokenTree:
             tokens.append(token)
             scores.append(score)
         where[node] = place[key]
-    return TokenTree.likeliest(budget, tokens, parents, scores, first.tokens.device)
+    matched = frozenset(range(len(first), len(tokens)))
+    return TokenTree.likeliest(budget, tokens, parents, scores, first.tokens.device, matched)
 
 
 def _scores(tree: TokenTree) -> list[float]:
@@ -143,7 +144,7 @@ def alone(match: TokenTree, spec: TreeSpec) -> TokenTree:
     usual = spec.budget if spec.shape == "dynamic" else spec.depth
     likely = (node for node in range(len(match)) if scores[node] >= math.log(_WORTH))
     kept = {*TokenTree.best_nodes(scores, usual), *likely}
-    return match if len(kept) == len(match) else match.part(sorted(kept))
+    return replace(match if len(kept) == len(match) else match.part(sorted(kept)), matched=frozenset(range(len(kept))))
 
 
 class CombinedSession(JointSession):

@@ -17,7 +17,6 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-import gguf
 import torch
 from torch import Tensor, nn
 
@@ -47,13 +46,13 @@ class GgufHeads(Shipping[D]):
     """Kinds that llama.cpp reads.
 
     Attributes:
-        gguf_arch: its name of the architecture. gguf_layers: the family that its layers are named and rotated like.
+        gguf_arch: its name of the architecture. gguf_layers: the family, in gguf.MODEL_ARCH, whose layers its own are like.
         gguf_names: llama.cpp's name of what is not in a layer and not named like the family's, by ours.
         gguf_ropes: rotary scalings that it computes.
     """
 
     gguf_arch = ""
-    gguf_layers = gguf.MODEL_ARCH.LLAMA
+    gguf_layers = "LLAMA"
     gguf_names: Mapping[str, str] = {}
     gguf_ropes: tuple[str, ...] = ("default", "linear")
 
@@ -204,7 +203,7 @@ class GgufHeads(Shipping[D]):
 
     def _rotate(self, name: str, value: Tensor, drafter: D, back: bool = False) -> Tensor:
         """Between our rotary order and the architecture's."""
-        rotated = self.gguf_layers == gguf.MODEL_ARCH.LLAMA
+        rotated = self.gguf_layers == "LLAMA"
         return to_neighbors(name, value, drafter.config, back) if rotated else value
 
 

@@ -8,6 +8,12 @@ BASELINES = ("autoregressive", "hf_generate")
 # Optional: transformers' own speculative decoding. The claimed speed-up compares with the plain baselines above only.
 HF_SPECULATIVE = ("hf_prompt_lookup", "hf_assisted")
 ALL_BASELINES = (*BASELINES, *HF_SPECULATIVE)
+BASELINE_NAMES = {
+    "autoregressive": "plain decoding",
+    "hf_generate": "transformers generate",
+    "hf_prompt_lookup": "transformers prompt lookup",
+    "hf_assisted": "transformers assisted",
+}
 
 
 def parse_baselines(text: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 A finding names a cause only if a figure supports it, and shows that figure. The field's rules of thumb appear next to the
 measured speed-up, and the measurement decides: with cheap verification a short tree pays even at low acceptance rates.
+Advice on categories needs a difference beyond noise, at a level that is divided by the number of categories looked at.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from rich.text import Text
 
 from drafttrain.drafters.registry import decoding_file, decoding_settings
 from drafttrain.errors import UserError
-from drafttrain.evaluation.metrics import load_results, summarize, training_record
+from drafttrain.evaluation.metrics import Record, accepted_below, intervals, load_results, summarize, training_record
+from drafttrain.evaluation.verdicts import FEWEST, LOSES, PAYS, fastest, verdict_of
 from drafttrain.files import Json, write_json
 from drafttrain.folders import output_file
 from drafttrain.outcome import conclude, next_command
@@ -27,7 +29,7 @@ MISMATCH = 0.7  # measured / trained acceptance at the first depth
 FALL = 0.7  # acceptance at the last depth / at the first
 LESS = 0.85  # accepted tokens of a part / of the rest
 EXPENSIVE = 0.35  # share of time in the drafter
-FEWEST = 4  # prompts that a verdict on them needs
+CUT = 0.25  # share of answers that end at max_new_tokens
 
 
 def finding(cause: str, figures: str, advice: str, off: Sequence[str] = ()) -> Json:
@@ -45,8 +47,8 @@ def diagnose(results: Json, training: Json | None = None, others: Sequence[Json]
     Returns:
         The arguments of `finding`, by name; the first finding is the verdict.
     """
-    if not results["overall"]["target_passes"] or _tree(results).get("shape") == "none":
-        return []
+    if not results["overall"]["acceptance_by_depth"]["joint"]:
+        return [finding("verdict", "no round offered a token", verdict_of(results["overall"]).advice)]
     training = training or {}
     given = results["decoding"].get("chat_template_kwargs") or {}
     found = [
@@ -56,7 +58,13 @@ def diagnose(results: Json, training: Json | None = None, others: Sequence[Json]
         _vocabulary(results),
         _depth(results, training),
     ]
-    found += [_context(results, training), _categories(results), _cost(results), _temperature(results, others)]
+    found += [
+        _context(results, training),
+        _categories(results),
+        _cost(results),
+        _temperature(results, others),
+        _cut(results),
+    ]
     return [each for each in found if each is not None]
 
 
@@ -67,7 +75,7 @@ def _tree(results: Json) -> Json:
 
 def _verdict(results: Json) -> Json:
     overall = results["overall"]
-    rate, speedup = overall["acceptance_rate"], overall["speedup_vs_fastest"]
+    rate, found = overall["acceptance_rate"], verdict_of(overall)
     rule = "between 40 and 80 %: the length is about right"
     if rate < USELESS:
         rule = "below 30 % speculation is called useless"
@@ -76,19 +84,13 @@ def _verdict(results: Json) -> Json:
     elif rate > LENGTHEN:
         rule = "above 80 %: draft more tokens"
     figures = f"acceptance rate {rate:.0%}, accepted length {overall['accepted_length']:.2f} (rule of thumb: {rule})"
-    if speedup is None:
-        return finding("verdict", figures, "no baseline was run: measure one to know whether it pays")
-    interval = _intervals(overall)["speedup"].get("autoregressive")
-    figures += f"; measured {speedup:.2f}x" + (f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "")
-    low, high = interval or (speedup, speedup)
-    slows = "it slows decoding down here: see the causes, run `drafttrain tune`, or switch it off"
-    odd = " although the rule of thumb says otherwise: verification is cheap here" if rate < USELESS else ""
-    prompts = overall["prompts"]
-    if min(low, speedup) > 1 and rate > 0 and prompts >= FEWEST:
-        return finding("verdict", figures, f"it pays here{odd}")
-    if max(high, speedup) < 1 or rate == 0:
-        return finding("verdict", figures, slows)
-    return finding("verdict", figures, f"inconclusive: {prompts} prompts are too few to tell; measure more of them")
+    figures += f"; {found.figures}" if found.figures else ""
+    advice = found.advice
+    if found.state == LOSES:
+        advice += "; see the causes, run `drafttrain tune`, or switch it off"
+    elif found.state == PAYS and rate < USELESS:
+        advice += " although the rule of thumb says otherwise: verification is cheap here"
+    return finding("verdict", figures, advice)
 
 
 def other_template_kwargs(given: Json, training: Json) -> Json | None:
@@ -109,7 +111,8 @@ def _mismatch(results: Json, training: Json) -> Json | None:
     joint = results["overall"]["acceptance_by_depth"]["joint"]
     if not trained or not joint or joint[0] >= MISMATCH * trained:
         return None
-    first = {name: part["acceptance_by_depth"]["joint"][:1] for name, part in results["categories"].items()}
+    several = {name: part for name, part in results["categories"].items() if part["prompts"] >= FEWEST}
+    first = {name: part["acceptance_by_depth"]["joint"][:1] for name, part in several.items()}
     good = [name for name, value in first.items() if value and value[0] >= MISMATCH * trained]
     figures = f"first drafted token: {trained:.2f} right on held-out training data, {joint[0]:.2f} accepted here"
     if good:
@@ -118,7 +121,7 @@ def _mismatch(results: Json, training: Json) -> Json | None:
     figures += f"; trained for {name!r}, used with {results['target']!r}" if name and name != results["target"] else ""
     return finding(
         "tokenizer or template mismatch",
-        f"{figures}; low in every category",
+        figures + ("; low in every category" if len(several) > 1 else ""),
         "compare the chat template, the system prompt and the target's weights with those of the training data "
         "(`drafttrain generate` uses the template that eval uses)",
     )
@@ -164,7 +167,7 @@ def _context(results: Json, training: Json) -> Json | None:
     parts = (records[:third], records[-third:])
     lengths = [sum(record["prompt_tokens"] for record in part) / third for part in parts]
     accepted = [summarize(part)["accepted_length"] - 1 for part in parts]
-    if lengths[1] < 2 * lengths[0] or accepted[1] >= LESS * accepted[0]:
+    if lengths[1] < 2 * lengths[0] or not accepted_below(parts[1], parts[0], LESS):
         return None
     limit = training.get("config", {}).get("max_length")
     beyond = f"; trained on at most {limit} tokens" if limit and limit < lengths[1] else ""
@@ -176,43 +179,43 @@ def _context(results: Json, training: Json) -> Json | None:
     )
 
 
+def _records_by_category(results: Json) -> dict[str, list[Record]]:
+    """The prompts of each category that has enough of them to be judged; empty if only one category was measured."""
+    found: dict[str, list[Record]] = {}
+    for record in results.get("prompts", []):
+        found.setdefault(record["category"], []).append(record)
+    return {name: part for name, part in found.items() if len(part) >= FEWEST} if len(found) > 1 else {}
+
+
 def slow_categories(results: Json) -> tuple[str, ...]:
-    """Categories that speculation slows down beyond noise, compared with the first baseline of the results."""
-    name = next(iter(results["overall"]["speedup"]), None)
-    parts = results["categories"].items()
-    return tuple(category for category, part in parts if _below(part, _intervals(part)["speedup"].get(name), 1.0))
-
-
-def _intervals(part: Json) -> Json:
-    """The 95 % intervals of a part's figures; earlier versions recorded none."""
-    return part.get("confidence") or {"accepted_length": None, "speedup": {}}
-
-
-def _below(part: Json, interval: Sequence[float] | None, bound: float) -> bool:
-    """Whether a category's figure is below a bound beyond its 95 % interval over prompts; few prompts have none."""
-    return part["prompts"] >= FEWEST and interval is not None and interval[1] < bound
+    """Categories that speculation slows down beyond noise, compared with the faster plain baseline."""
+    parts, name = _records_by_category(results), fastest(results["overall"])
+    spans = {category: intervals(part, [name], len(parts))["speedup"][name] for category, part in parts.items() if name}
+    return tuple(category for category, span in spans.items() if span and span[1] < 1)
 
 
 def _categories(results: Json) -> Json | None:
-    parts, overall = results["categories"], results["overall"]
-    bound = 1 + LESS * (overall["accepted_length"] - 1)
-    if len(parts) < 2:  # the verdict speaks of a single one
-        return None
-    low = [name for name, part in parts.items() if _below(part, _intervals(part)["accepted_length"], bound)]
+    """Categories that accept less than the others, or that speculation slows down."""
+    parts, overall = _records_by_category(results), results["overall"]
+    low = []
+    for name, part in parts.items():
+        rest = [record for record in results["prompts"] if record["category"] != name]
+        if len(rest) >= FEWEST and accepted_below(part, rest, LESS, len(parts)):
+            low.append(name)
     slow = slow_categories(results)
     if not low and not slow:
         return None
-    baseline = next(iter(overall["speedup"]), "")
-    speedups = {name: parts[name]["speedup"].get(baseline) for name in (*low, *slow)}
+    baseline, categories = fastest(overall), results["categories"]
+    speedups = {name: categories[name]["speedup"].get(baseline) for name in (*low, *slow)}
     shown = [
-        f"{name} {parts[name]['accepted_length']:.2f}" + (f" ({speedup:.2f}x)" if speedup else "")
+        f"{name} {categories[name]['accepted_length']:.2f}" + (f" ({speedup:.2f}x)" if speedup else "")
         for name, speedup in speedups.items()
     ]
-    advice = "add training prompts of these kinds"
+    advice = ["add training prompts of these kinds"] if low else []
     if slow:
-        advice += f"; speculation slows {', '.join(slow)} down: switch it off there (`drafttrain diagnose --apply`)"
+        advice.append(f"speculation slows {', '.join(slow)} down: switch it off there (`drafttrain diagnose --apply`)")
     figures = f"accepted length by category: {', '.join(shown)}, against {overall['accepted_length']:.2f} overall"
-    return finding("domain", figures, advice, slow)
+    return finding("domain", figures, "; ".join(advice), slow)
 
 
 def _cost(results: Json) -> Json | None:
@@ -229,12 +232,28 @@ def _temperature(results: Json, others: Sequence[Json]) -> Json | None:
     best = max(cooler, key=lambda other: other["overall"]["accepted_length"], default=None)
     if best is None or ours >= LESS * (best["overall"]["accepted_length"] - 1):
         return None
+    runs = results.get("prompts"), best.get("prompts")
+    if runs[0] and runs[1] and not accepted_below(runs[0], runs[1], LESS):
+        return None
     draw = "" if _tree(results).get("sampled") else "draw the drafts too (--tree chain:3@sample), or "
     return finding(
         "temperature",
         f"accepted tokens per round: {best['overall']['accepted_length'] - 1:.2f} at temperature "
         f"{best['decoding']['temperature']:g}, {ours:.2f} at {heat:g}",
         f"{draw}train on answers that were sampled at {heat:g}",
+    )
+
+
+def _cut(results: Json) -> Json | None:
+    """Answers that --max-new-tokens cut off."""
+    limit, records = results["decoding"].get("max_new_tokens"), results.get("prompts", [])
+    cut = sum(record["sides"]["drafter"]["tokens"] >= limit for record in records) if limit else 0
+    if not cut or cut < CUT * len(records):
+        return None
+    return finding(
+        "answers cut off",
+        f"{cut} of {len(records)} answers reached --max-new-tokens {limit}, so how their ends decode is not measured",
+        f"measure with --max-new-tokens {4 * limit}, or compare only with runs of the same limit",
     )
 
 

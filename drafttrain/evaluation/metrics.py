@@ -30,11 +30,11 @@ import numpy as np
 from drafttrain.drafters.kinds import split_name
 from drafttrain.errors import UserError
 from drafttrain.evaluation.baselines import ALL_BASELINES, BASELINES
+from drafttrain.evaluation.resampling import draws, ends
 from drafttrain.evaluation.results_schema import PartialLine, Results, SweepSummary, TrainingRecord
 from drafttrain.files import Json, JsonlLog, check_json, read_json
 from drafttrain.inference import Generation
 
-RESAMPLES = 1000
 Record = Json
 Rounds = Counter[tuple[int, int]]  # counts by (accepted tokens, offered depth)
 
@@ -163,33 +163,45 @@ def summarize(records: Sequence[Record]) -> Json:
     }
 
 
-def intervals(records: Sequence[Record], baselines: Sequence[str], seed: int = 0) -> Json:
+def intervals(records: Sequence[Record], baselines: Sequence[str], comparisons: int = 1) -> Json:
     """Computes 95 % bootstrap intervals over prompts: how far the figures would move on other prompts of the same kind.
 
-    Draws the prompts with replacement RESAMPLES times and computes each figure from the totals of the draw. Turns of a
-    question count as prompts. With a single prompt both ends are equal.
+    Computes each figure from the totals of drawn prompts (`evaluation/resampling.py`). Turns of a question count as prompts.
+    With a single prompt both ends are equal.
 
     Args:
-        baselines: names that all records have.
+        baselines: names that all records have. comparisons: number of such sets whose intervals must hold together.
 
     Returns:
         accepted_length: [low, high]; speedup: the same for each baseline.
     """
     if not records:
         return {"accepted_length": None, "speedup": {}}
-    draws = np.random.default_rng(seed).integers(len(records), size=(RESAMPLES, len(records)))
+    drawn = draws(len(records))
 
     def total(side: str, key: str, minus: float = 0.0) -> np.ndarray:  # [RESAMPLES] float64
-        return np.array([record["sides"][side][key] - minus for record in records], dtype=float)[draws].sum(1)
+        return np.array([record["sides"][side][key] - minus for record in records], dtype=float)[drawn].sum(1)
 
     def interval(over: np.ndarray, under: np.ndarray) -> list[float] | None:
         valid = under > 0
         ratios = over[valid] / under[valid]
-        return [round(float(x), 4) for x in np.percentile(ratios, (2.5, 97.5))] if len(ratios) else None
+        return [round(x, 4) for x in ends(ratios, len(records), comparisons)] if len(ratios) else None
 
     tokens, seconds = total("drafter", "tokens"), total("drafter", "seconds")
     speedup = {name: interval(tokens * total(name, "seconds"), seconds * total(name, "tokens")) for name in baselines}
     return {"accepted_length": interval(total("drafter", "tokens", 1), total("drafter", "passes")), "speedup": speedup}
+
+
+def accepted_below(part: Sequence[Record], rest: Sequence[Record], share: float, comparisons: int = 1) -> bool:
+    """Whether a part of the prompts accepts less than `share` of the tokens per round that the rest accepts, beyond noise."""
+
+    def sampled(records: Sequence[Record], seed: int) -> np.ndarray:  # [RESAMPLES] float64
+        sides = [record["sides"]["drafter"] for record in records]
+        tokens, passes = (np.array([side[key] for side in sides], float) for key in ("tokens", "passes"))
+        drawn = draws(len(records), seed)
+        return (tokens - 1 - passes)[drawn].sum(1) / np.maximum(passes[drawn].sum(1), 1)
+
+    return ends(sampled(part, 1) - share * sampled(rest, 2), min(len(part), len(rest)), comparisons)[1] < 0
 
 
 def by_category(records: Sequence[Record]) -> dict[str, Json]:

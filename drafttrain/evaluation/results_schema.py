@@ -175,27 +175,41 @@ class SweepNote(TypedDict):
     key: str
 
 
-class Results(TypedDict):
+class Provenance(TypedDict, total=False):
+    """What was measured, when, where and how; earlier versions wrote less."""
+
+    kind: str
+    device: str
+    versions: dict[str, str]
+    command: list[str]
+    date: str
+    commit: str | None
+    machine: str
+
+
+class Results(Provenance):
     """results.json."""
 
     target: str
     drafter: str
     suite: str
     dtype: str
-    kind: NotRequired[str]
     decoding: Decoding
     overall: Figures
     categories: dict[Category, Figures]
     prompts: NotRequired[list[PromptRecord]]
     diagnosis: NotRequired[list[Json]]
-    versions: NotRequired[dict[str, str]]
-    command: NotRequired[list[str]]
     sweep: NotRequired[SweepNote]
 
 
 class SweepFigures(TypedDict, total=False):
     """Figures of a cell in a sweep's summary; older summaries have them under `overall`."""
 
+    prompts: Count
+    accepted_length: Amount
+    acceptance_rate: Amount
+    acceptance_by_depth: ByDepth
+    tokens_per_second: Amount
     speedup: dict[str, Amount]
     speedup_vs_fastest: Amount | None
     confidence: Intervals
@@ -209,9 +223,12 @@ class SweepCell(SweepFigures, SweepSettings, total=False):
     overall: SweepFigures
 
 
-class SweepSummary(TypedDict):
-    """A sweep's summary.json."""
+class SweepSummary(Provenance):
+    """A sweep's summary.json. Earlier versions wrote the cells without what they share."""
 
+    target: NotRequired[str]
+    drafter: NotRequired[str]
+    suite: NotRequired[str]
     cells: Annotated[list[SweepCell], Field(min_length=1)]
 
 

@@ -25,7 +25,7 @@ from drafttrain.drafters.combined import parts_of
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.kinds import split_name
 from drafttrain.drafters.registry import decoding_settings, default_tree, kind_of
-from drafttrain.environment import describe_environment, peak_memory, reset_peak
+from drafttrain.environment import describe_environment, describe_run, peak_memory, reset_peak
 from drafttrain.errors import UserError
 from drafttrain.evaluation.baselines import BASELINES, HF_SPECULATIVE
 from drafttrain.evaluation.diagnose import diagnose
@@ -154,6 +154,7 @@ def compare_sides(
         others |= hf_sides(target, settings.sampling, theirs, settings.assistant, settings.trust_remote_code)
     records = measure(plan, questions, others, saved)
     results = {
+        **describe_run(),
         **head,
         **(parts_of(drafter)[0].fit() if drafter is not None else {}),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],

@@ -20,9 +20,10 @@ from pydantic import Field
 from typing_extensions import NotRequired, TypedDict
 
 from drafttrain.data.chat import NO_INPUTS, ChatInputs, Message, prompt_ids
+from drafttrain.environment import suites_folder
 from drafttrain.errors import UserError
 from drafttrain.evaluation import bfcl
-from drafttrain.files import Json, check_json, parse_json, read_jsonl, reading, suites_folder
+from drafttrain.files import Json, check_json, parse_json, read_jsonl, reading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -8,12 +8,18 @@ llama.cpp would tokenize other text than the target does.
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 
-import gguf
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from drafttrain.errors import UserError
+from drafttrain.extras import LazyPackage
 from drafttrain.files import Json, scratch_folder
+
+if TYPE_CHECKING:
+    import gguf
+else:
+    gguf = LazyPackage("gguf")
 
 _SHORT = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import gguf
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from drafttrain.errors import UserError, first_line
+from drafttrain.extras import LazyPackage, require
 from drafttrain.files import Json
 from drafttrain.formats.write_gguf import TYPES, rope_of
+
+if TYPE_CHECKING:
+    import gguf
+else:
+    gguf = LazyPackage("gguf")
 
 _TEXT = ("tokens", "token_type", "merges", "scores")  # of the tokenizer: long, and not needed here
 
@@ -22,6 +28,7 @@ def read_gguf(path: Path) -> tuple[Json, dict[str, Tensor]]:
     Raises:
         UserError: no such file, or not GGUF.
     """
+    require("gguf", str(path))
     try:
         reader = gguf.GGUFReader(path)
         keys = {
@@ -41,7 +48,8 @@ def read_gguf(path: Path) -> tuple[Json, dict[str, Tensor]]:
 
 def dtype_of(keys: Json) -> torch.dtype | None:
     """The type of a file's matrices, None for a type that torch does not have."""
-    named = [name for name, (_, kind) in TYPES.items() if kind == keys.get("general.file_type")]
+    stored = keys.get("general.file_type")
+    named = [name for name, (_, kind) in TYPES.items() if gguf.LlamaFileType[kind] == stored]
     dtype = getattr(torch, named[0], None) if named else None
     return dtype if isinstance(dtype, torch.dtype) else None
 

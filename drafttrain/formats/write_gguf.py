@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import gguf
 import numpy as np
 import torch
 from torch import Tensor
@@ -18,22 +18,24 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from drafttrain.errors import UserError
+from drafttrain.extras import LazyPackage
 from drafttrain.files import Json, replacing, writing
 from drafttrain.formats.gguf_tokenizer import add_tokenizer
 from drafttrain.formats.weights import read_weights
 
-FAMILIES = {
-    "llama": gguf.MODEL_ARCH.LLAMA,
-    "qwen2": gguf.MODEL_ARCH.QWEN2,
-    "qwen3": gguf.MODEL_ARCH.QWEN3,
-    "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
-}
-# Type of a file's matrices, by a name that users give -> GGUF's names of it.
+if TYPE_CHECKING:
+    import gguf
+else:
+    gguf = LazyPackage("gguf")
+
+# Model type of a checkpoint's config -> name in gguf.MODEL_ARCH.
+FAMILIES = {"llama": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3", "gemma3_text": "GEMMA3"}
+# Type of a file's matrices, by a name that users give -> names in gguf.GGMLQuantizationType and gguf.LlamaFileType.
 TYPES = {
-    "float32": (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),
-    "float16": (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
-    "bfloat16": (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16),
-    "q8_0": (gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
+    "float32": ("F32", "ALL_F32"),
+    "float16": ("F16", "MOSTLY_F16"),
+    "bfloat16": ("BF16", "MOSTLY_BF16"),
+    "q8_0": ("Q8_0", "MOSTLY_Q8_0"),
 }
 ROPES = ("default", "linear", "llama3")
 _BLOCK = 32  # columns that share a scale in q8_0
@@ -55,7 +57,7 @@ def write_gguf(folder: Path, output: Path, kind: str, tokenizer_folder: Path | N
             f"{str(folder)!r} is a {family} model; GGUF is written for {', '.join(FAMILIES)}: use llama.cpp's own converter"
         )
     tensors = _tensors(config, read_weights(folder))
-    arch = gguf.MODEL_ARCH_NAMES[FAMILIES[family]]
+    arch = gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[FAMILIES[family]]]
     return write_file(output, arch, config, {}, tensors, kind, tokenizer_folder or folder)
 
 
@@ -82,7 +84,7 @@ def write_file(
         writer = gguf.GGUFWriter(str(part), arch)
         _add_shape(writer, config)
         writer.add_vocab_size(vocab_size)
-        writer.add_file_type(TYPES[kind][1])
+        writer.add_file_type(gguf.LlamaFileType[TYPES[kind][1]])
         for name, value in keys.items():
             if isinstance(value, list):
                 writer.add_array(name, value)
@@ -111,7 +113,7 @@ def _stored(tensor: Tensor, kind: str) -> tuple[np.ndarray, gguf.GGMLQuantizatio
     values = tensor.detach().cpu().contiguous()
     if values.dtype == torch.int64:
         return values.numpy(), gguf.GGMLQuantizationType.I64
-    stored = TYPES[kind][0] if values.dim() > 1 else gguf.GGMLQuantizationType.F32
+    stored = gguf.GGMLQuantizationType[TYPES[kind][0] if values.dim() > 1 else "F32"]
     if stored == gguf.GGMLQuantizationType.Q8_0 and values.shape[-1] % _BLOCK:
         stored = gguf.GGMLQuantizationType.F16  # as llama.cpp's converter does
     return gguf.quants.quantize(values.float().numpy(), stored), stored
@@ -135,9 +137,9 @@ def _tensors(config: PreTrainedConfig, weights: Mapping[str, Tensor]) -> dict[st
     return made
 
 
-def tensor_name(family: gguf.MODEL_ARCH, layers: int, name: str) -> str | None:
+def tensor_name(family: str, layers: int, name: str) -> str | None:
     """llama.cpp's name of a Hugging Face checkpoint's tensor, None if the family has no such tensor."""
-    return gguf.get_tensor_name_map(family, layers).get_name(name, try_suffixes=(".weight", ".bias"))
+    return gguf.get_tensor_name_map(gguf.MODEL_ARCH[family], layers).get_name(name, try_suffixes=(".weight", ".bias"))
 
 
 def to_neighbors(name: str, values: Tensor, config: PreTrainedConfig, back: bool = False) -> Tensor:

@@ -19,6 +19,7 @@ from drafttrain.drafters.shipping import ExportRequest, Trained, find_drafter, s
 from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import load_results, read_training
 from drafttrain.evaluation.plausibility import implausible
+from drafttrain.evaluation.verdicts import verdict_of
 from drafttrain.export.batch_schedule import batch_schedule
 from drafttrain.export.serving_recipes import engine_depth, recipes, tuned_tree
 from drafttrain.files import Json
@@ -87,7 +88,15 @@ def prepare(args: argparse.Namespace, trained: Trained, results: Sequence[Json],
         name = f"results/{number}-{suite}-t{temperature:g}.json"
         write_clean_json(folder / name, public)
         runs.append(
-            (name, {**shorten(public), "alone": _alone(run_results, results)}, identity_line(public).capitalize())
+            (
+                name,
+                {
+                    **shorten(public),
+                    "alone": _alone(run_results, results),
+                    "verdict": verdict_of(public["overall"]).text,
+                },
+                identity_line(public).capitalize(),
+            )
         )
         files.append((name, "all measured figures, prompt by prompt"))
     if runs:

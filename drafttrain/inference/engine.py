@@ -18,7 +18,7 @@ several threads and interleaved streams.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from collections.abc import Sequence as Items
 from contextlib import closing
 from itertools import accumulate
@@ -430,7 +430,7 @@ class Decoder:
     def stream(
         self, prompts: Items[Prompt], *, max_new_tokens: Limit, seed: int = 0, stats: Items[Stats] | None = None,
         speculate: Items[bool] | None = None,
-    ) -> Iterator[tuple[int, list[int]]]:  # fmt: skip
+    ) -> Generator[tuple[int, list[int]]]:  # fmt: skip
         """Yields (index of the prompt, new tokens) as they are committed.
 
         Args:
@@ -462,7 +462,7 @@ class Decoder:
         return self._run(sequences)
 
     @torch.no_grad()
-    def _run(self, sequences: list[Sequence]) -> Iterator[tuple[int, list[int]]]:
+    def _run(self, sequences: list[Sequence]) -> Generator[tuple[int, list[int]]]:
         # Leased here, not in `stream`: a generator that never starts is never closed.
         margin = self.spec.most + self.drafter.probes if self.drafter is not None else 0
         capacity = max((len(s.prompt) + s.limit for s in sequences), default=0) + margin

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from drafttrain.extras import require
 from drafttrain.files import Json, replacing, writing
 from drafttrain.folders import PICTURE_SIGN
 
@@ -68,7 +69,7 @@ class Chart:
         labels: of the groups of bars or the points of lines. label: what the labels are.
         series: each with one value per label.
         show: formats a value. reference: position of a dashed line, such as a speed-up of 1.
-        top: upper end of the value axis; None fits the values.
+        top: upper end of the value axis; None fits the values. Longer bars are cut there and say so.
     """
 
     key: str
@@ -149,15 +150,13 @@ def _save(
     headings: Sequence[str] = (),
     **options: Any,
 ) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
+    require("matplotlib", "a chart").use("Agg")
     from matplotlib import pyplot as plt
 
     style: Any = {"svg.fonttype": "none", "text.parse_math": False, "svg.hashsalt": rows[0][0].key, "font.size": 10.5}
     style |= dict.fromkeys(("axes.labelcolor", "xtick.color", "ytick.color"), colors["muted"])
     style["text.color"] = colors["ink"]
-    heights = [max(chart.height(titled) for chart in row) + 0.3 * bool(headings) for row in rows]
+    heights = [max(chart.height(titled) for chart in row) + 0.5 * bool(headings) for row in rows]
     with plt.rc_context(style):
         figure = plt.figure(figsize=(_WIDTH * max(map(len, rows)), sum(heights)), layout="constrained")
         try:
@@ -185,26 +184,27 @@ def _draw(chart: Chart, figure: FigureBase, colors: dict[str, str], titled: bool
 
 def _bars(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
     """Horizontal bars or columns; those of a group stand side by side around the group's integer position."""
-    flat, longest, count = chart.form == "bars", chart.longest(), len(chart.series)
+    flat, longest, count = chart.form == "bars", chart.top or chart.longest(), len(chart.series)
     draw, share, filled = (axes.barh, 0.78, 0.86) if flat else (axes.bar, 0.8, 0.9)
     for number, one in enumerate(chart.series):
         places = [group + (number - (count - 1) / 2) * share / count for group in range(len(chart.labels))]
-        values = [value or 0.0 for value in one.values]
+        values = [min(value or 0.0, longest) for value in one.values]
         draw(places, values, share / count * filled, color=colors[one.color], label=one.name, zorder=1 if flat else 2)
         _whiskers(axes, chart, one, places, colors)
         for place, (value, span) in zip(places, one.points(), strict=True):
             if value is not None and flat:
-                end = max(value, span[1] if span else 0.0)
+                end = min(max(value, span[1] if span else 0.0), longest)
                 if chart.reference is not None and 0 <= chart.reference - end < 0.18 * longest:
                     end = chart.reference  # next to the dashed line, not under it
-                axes.text(end + 0.012 * longest, place, chart.show(value), va="center", fontsize=9.5)
+                text = chart.show(value) + (", bar cut" if value > longest else "")
+                axes.text(end + 0.012 * longest, place, text, va="center", fontsize=9.5)
             elif value is not None and count * len(chart.labels) <= 12:
                 axes.text(place, value + 0.015 * longest, chart.show(value), ha="center", fontsize=9)
     if not flat:
         return _scale(axes, chart, colors)
     axes.set_yticks(range(len(chart.labels)), chart.labels, color=colors["ink"])
     axes.set_ylim(len(chart.labels) - 0.5, -0.5)
-    axes.set_xlim(0, longest * 1.17)
+    axes.set_xlim(0, longest * (1.17 if chart.top is None else 1.7))
     axes.set_xticks([])
     if chart.reference is not None:
         axes.axvline(chart.reference, color=colors["ink"], linewidth=1, linestyle=(0, (3, 2)))
@@ -239,6 +239,6 @@ def _scale(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
 def _whiskers(axes: Axes, chart: Chart, one: Series, places: Sequence[float], colors: dict[str, str]) -> None:
     """Draws confidence intervals, if known."""
     for place, span in zip(places, one.spans, strict=False):
-        if span is not None:
+        if span is not None and (chart.top is None or span[1] <= chart.top):
             ends = ([*span], [place, place]) if chart.form == "bars" else ([place, place], [*span])
             axes.plot(*ends, color=colors["ink"], linewidth=1.1, solid_capstyle="butt", zorder=4)

@@ -9,11 +9,13 @@ from drafttrain.drafters.kinds import split_name
 from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import is_sweep, load_results
 from drafttrain.evaluation.plausibility import implausible
+from drafttrain.evaluation.verdicts import verdict_of
 from drafttrain.files import Json, write_text
 from drafttrain.folders import beside, inputs_of, output_file
 from drafttrain.outcome import conclude, next_command
 from drafttrain.reports import report_page
 from drafttrain.reports.charts import picture
+from drafttrain.reports.figures import conditions
 from drafttrain.reports.output import table_of, wide_console
 from drafttrain.reports.report_flags import FORMATS
 
@@ -22,24 +24,28 @@ MOST_DEPTHS = 6  # in the table
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command. Raises UserError for a file that is not a results.json, or an unknown format."""
-    output = output_file(args.output or beside(args.results[0], "report.png"), "report", inputs_of(args))
-    if output.suffix not in FORMATS:
-        raise UserError(f"output={args.output!r}: the ending must be one of {', '.join(FORMATS)}")
+    wanted = args.output or [beside(args.results[0], "report.html")]
+    outputs = [output_file(name, "report", inputs_of(args)) for name in wanted]
+    for output in outputs:
+        if output.suffix not in FORMATS:
+            raise UserError(f"output={str(output)!r}: the ending must be one of {', '.join(FORMATS)}")
     loaded = [(name, load_results(name, sweeps=True)) for name in args.results]
     runs = {index: content for index, (_, content) in enumerate(loaded) if not is_sweep(content)}
     sweeps = [content for _, content in loaded if is_sweep(content)]
+    for output in outputs:
+        if sweeps and output.suffix != ".html":
+            raise UserError(f"output={str(output)!r}: a sweep is shown on a page; end the name in .html")
     for results in runs.values():
         print_results(results)
-    if output.suffix == ".html":
-        write_report([args.results[index] for index in runs], list(runs.values()), sweeps, output)
-    elif sweeps:
-        raise UserError(f"output={args.output!r}: a sweep is shown on a page; end the name in .html")
-    else:
-        draw(list(runs.values()), output)
+    for output in outputs:
+        if output.suffix == ".html":
+            write_report([args.results[index] for index in runs], list(runs.values()), sweeps, output)
+        else:
+            draw(list(runs.values()), output)
     figures = [{**run["overall"], "file": args.results[index]} for index, run in runs.items()]
     names = {split_name(run["drafter"])[0] for run in runs.values()}
     then = next_command("export", drafter=names.pop()) if len(names) == 1 else ""
-    conclude({"runs": figures}, [output], then)
+    conclude({"runs": figures}, outputs, then)
     return 0
 
 
@@ -49,20 +55,20 @@ def write_report(files: list[str], runs: list[Json], sweeps: list[Json], output:
     drawn = report_page.make_charts(runs, names, sweeps)
     folder = output.with_name(f"{output.stem}_charts")
     pictures = [output_file(folder / f"{chart.key}.png", "report") for chart in drawn]
-    write_text(output, report_page.page(runs, names, drawn, [[identity_line(run), *warnings_of(run)] for run in runs]))
+    notes = [[identity_line(run), *warnings_of(run)] for run in runs]
+    write_text(output, report_page.page(runs, names, drawn, notes, sweeps))
     for chart, path in zip(drawn, pictures, strict=True):
         picture([[chart]], path)
 
 
 def draw(runs: list[Json], output: Path) -> None:
     """Writes a picture: per run, speed-up by category, acceptance by depth and tokens per second. Raises UserError."""
-    rows = [report_page.main_charts(run) for run in runs]
     headings = []
-    for run, row in zip(runs, rows, strict=True):
-        over = f", speed-up {row[0].series[0].name}" if row[0].key == "speedup" and len(row[0].series) == 1 else ""
-        length = f"accepted length {run['overall']['accepted_length']:.2f}"
-        headings.append(f"{run['target']} + {run['drafter']}: {length}{over}")
-    picture(rows, output, headings)
+    for run in runs:
+        length, found = f"accepted length {run['overall']['accepted_length']:.2f}", verdict_of(run["overall"])
+        line = ", ".join(filter(None, (length, found.figures)))
+        headings.append(f"{run['target']} + {run['drafter']}: {line}\n{conditions(run)}")
+    picture([report_page.main_charts(run) for run in runs], output, headings)
 
 
 def identity_line(results: Json) -> str:
@@ -103,10 +109,8 @@ def print_results(results: Json) -> None:
     table.add_row(*_row("all", overall), style="bold")
     console = wide_console()
     console.print(table)
-    line = f"accepted length {overall['accepted_length']:.2f}, {overall['tokens_per_second']:.1f} tokens/s"
-    if overall["speedup_vs_fastest"] is not None:
-        line += f", {overall['speedup_vs_fastest']:.2f}x the faster baseline"
-    console.print(line)
+    console.print(f"accepted length {overall['accepted_length']:.2f}, {overall['tokens_per_second']:.1f} tokens/s")
+    console.print(verdict_of(overall).text, soft_wrap=True, highlight=False)
     for line in (identity_line(results), *warnings_of(results)):
         console.print(line, soft_wrap=True, markup=False)
 

@@ -8,12 +8,26 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from drafttrain.credentials import redact
-from drafttrain.evaluation.baselines import BASELINES
+from drafttrain.evaluation.baselines import BASELINE_NAMES
+from drafttrain.evaluation.diagnose import diagnose
 from drafttrain.evaluation.metrics import accepted_length_histogram, rounds_of
+from drafttrain.evaluation.resampling import Ratio
+from drafttrain.evaluation.verdicts import LOSES, PAYS, against, judge, outliers, verdict_of
 from drafttrain.files import Json
-from drafttrain.reports.charts import Chart, Series, Span, svg
+from drafttrain.reports.charts import Chart, Series, svg
+from drafttrain.reports.figures import (
+    COLORS,
+    DASH,
+    conditions,
+    figure_of,
+    sentence,
+    series_of,
+    settings_table,
+    span_of,
+    times,
+)
 from drafttrain.reports.output import render_page
+from drafttrain.reports.sweep_page import sweep_charts, sweep_section, sweep_title
 
 # The settings that name a result, if the files differ in them.
 _FIELDS: dict[str, Callable[[Json], str]] = {
@@ -26,19 +40,11 @@ _FIELDS: dict[str, Callable[[Json], str]] = {
     "batch_size": lambda r: f"batch {r['decoding'].get('batch_size', 1)}",
     "device": lambda r: str(r.get("device", "")),
 }
-_NAMES = {
-    "autoregressive": "plain decoding",
-    "hf_generate": "transformers generate",
-    "hf_prompt_lookup": "transformers prompt lookup",
-    "hf_assisted": "transformers assisted",
-}
-_AXES = {name: name for name in ("tree", "temperature", "dtype")} | {
-    "batch_size": "batch size",
-    "context": "context length",
-}
+# What two runs must share for a ratio between them: keys of the results or of their decoding settings.
+_SHARED = ("target", "suite_digest", "questions", "device", "machine", "threads", "dtype", "compute_dtype", "max_new_tokens",
+           "batch_size", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # fmt: skip
 _CONTEXT = 160  # characters of agreement shown before two outputs differ
-_DASH = "\u2013"
-_times = "{:.2f}\u00d7".format
+_FAR = 3.0  # times the next bar, from where on a bar is cut
 
 
 def run_names(runs: Sequence[Json], files: Sequence[str]) -> list[str]:
@@ -78,9 +84,9 @@ def main_charts(run: Json) -> list[Chart]:
 def make_charts(runs: Sequence[Json], names: Sequence[str], sweeps: Sequence[Json]) -> list[Chart]:
     """Every chart that the files have figures for."""
     named = [_ReportedRun(name, tone, run) for tone, (name, run) in enumerate(zip(names, runs, strict=True), 1)]
-    charts = [make(named) for make in (_speedup, _accepted_length, _acceptance, _histogram) if named]
+    charts = [make(named) for make in (_speedup, _other_speedups, _accepted_length, _acceptance, _histogram) if named]
     charts += [*_latencies(named), _rates(named)] if named else []
-    charts += [chart for number, sweep in enumerate(sweeps, 1) for chart in _sweep_charts(sweep, number)]
+    charts += [chart for number, sweep in enumerate(sweeps, 1) for chart in sweep_charts(sweep, number)]
     return _with_values(charts)
 
 
@@ -88,63 +94,53 @@ def _with_values(charts: Sequence[Chart]) -> list[Chart]:
     return [chart for chart in charts if any(value is not None for one in chart.series for value in one.values)]
 
 
-def page(runs: Sequence[Json], names: Sequence[str], charts: Sequence[Chart], notes: Sequence[list[str]]) -> str:
+def page(
+    runs: Sequence[Json],
+    names: Sequence[str],
+    charts: Sequence[Chart],
+    notes: Sequence[list[str]],
+    sweeps: Sequence[Json] = (),
+) -> str:
     """Renders the page.
 
     Args:
-        runs, names: results and their names. charts: of `make_charts`. notes: per run, lines below its verdict.
+        runs, names: results and their names. charts: of `make_charts`. notes: per run, whether outputs are identical, then
+            warnings. sweeps: summaries.
     """
     named = list(zip(names, runs, strict=True))
+    found = [verdict_of(run["overall"]) for run in runs]
+    title = names[0] if len(runs) == 1 else f"{len(runs)} drafters compared" if runs else sweep_title(sweeps[0])
     return render_page(
         "report.html",
-        title=names[0] if len(runs) == 1 else f"{len(runs)} drafters compared" if runs else "Sweep",
+        title=title,
         runs=list(zip(names, runs, notes, strict=True)),
-        verdicts=[verdict(run["overall"]) for run in runs],
+        verdicts=[(each.text.replace("95 %", "95\u00a0%"), COLORS.get(each.state, "")) for each in found],
+        conditions=[conditions(run) for run in runs],
+        # Earlier versions wrote advice by other rules, without a date.
+        diagnoses=[run.get("diagnosis", []) if "date" in run else diagnose(run) for run in runs],
+        outliers=[outliers(run) for run in runs],
         tiles=_tiles(runs[0]) if len(runs) == 1 else [],
-        comparison=_comparison(runs),
+        comparison=_comparison(runs, names),
+        differing=differing(runs),
+        sweeps=[sweep_section(sweep) for sweep in sweeps],
         charts=[(chart, svg(chart, f"c{number}")) for number, chart in enumerate(charts)],
         categories=[(name, [*run["categories"].items(), ("all", run["overall"])]) for name, run in named],
         diffs=[(name, *_diffs(run)) for name, run in named],
-        settings=_settings(runs),
-        baseline=_NAMES.get,
+        settings=settings_table(runs),
+        baseline=BASELINE_NAMES.get,
+        sentence=sentence,
     )
 
 
-def verdict(overall: Json) -> tuple[str, str]:
-    """One sentence on whether the drafter pays, and `good`, `bad` or nothing for its color."""
-    factor = overall["speedup_vs_fastest"]
-    length = f"{overall['accepted_length']:.2f} tokens per target pass"
-    if factor is None:
-        return f"{length}, {overall['tokens_per_second']:.1f} tokens per second; no baseline was run.", ""
-    span = _span(overall, "speedup_vs_fastest")
-    sure = f" (95 % interval {span[0]:.2f} to {span[1]:.2f})" if span else ""
-    if factor < 1:
-        return f"{factor:.2f} times the faster baseline{sure}: slower than not speculating, at {length}.", "bad"
-    return f"{factor:.2f} times as fast as the faster baseline{sure}, at {length}.", "good" if factor > 1.02 else ""
-
-
-# -- figures and their intervals --------------------------------------------------------------------------------------
-
-
-def _figure(figures: Json, key: str, side: str = "") -> float | None:
-    """A figure by its key; `speedup` takes the baseline, `side`."""
-    return figures.get("speedup", {}).get(side) if key == "speedup" else figures.get(key)
-
-
-def _span(figures: Json, key: str, side: str = "") -> Span | None:
-    """The confidence interval of a figure, if the file has one. See `_figure`."""
-    known = figures.get("confidence", {})
-    if key == "speedup_vs_fastest":  # the interval of the baseline that gave this figure
-        speedup = {name: figures["speedup"][name] for name in BASELINES if name in figures.get("speedup", {})}
-        key, side = "speedup", min(speedup, key=lambda name: speedup[name], default="")
-    ends = _figure(known, key, side)
-    return (ends[0], ends[1]) if isinstance(ends, list) else None
-
-
-def _series(name: str, parts: Sequence[Json], tone: int, key: str, side: str = "") -> Series:
-    """One figure of several parts (categories, batch sizes, ...) with its intervals."""
-    spans = [_span(part, key, side) for part in parts]
-    return Series(name, [_figure(part, key, side) for part in parts], tone, spans=spans)
+def differing(runs: Sequence[Json]) -> list[str]:
+    """The settings that keep runs from being compared, with their values. A setting that a file lacks counts as the same."""
+    found = []
+    for key in _SHARED:
+        values = [{**run["decoding"], "questions": run["overall"]["prompts"], **run}.get(key) for run in runs]
+        if len({str(value) for value in values if value is not None}) > 1:
+            shown = [run["suite"] if key == "suite_digest" else value for run, value in zip(runs, values, strict=True)]
+            found.append(f"{key.replace('_', ' ')} ({', '.join(dict.fromkeys(map(str, shown)))})")
+    return found
 
 
 # -- charts -----------------------------------------------------------------------------------------------------------
@@ -155,20 +151,39 @@ def _groups(runs: Sequence[_ReportedRun]) -> list[str]:
     return [*dict.fromkeys(name for run in runs for name in run.results["categories"]), "all"]
 
 
+def _main_side(runs: Sequence[_ReportedRun]) -> str:
+    """The baseline of the speed-up chart: plain decoding where every run measured it; empty for the faster one of each."""
+    return "autoregressive" if all("autoregressive" in run.overall["speedup"] for run in runs) else ""
+
+
 def _speedup(runs: Sequence[_ReportedRun]) -> Chart:
-    groups, over = _groups(runs), "the faster"
-    series = [_series(run.name, run.parts(groups), run.tone, "speedup_vs_fastest") for run in runs]
-    if len(runs) == 1:
-        parts, over = runs[0].parts(groups), "each"
-        sides = enumerate(runs[0].overall["speedup"], 1)
-        series = [_series(f"over {_NAMES.get(side, side)}", parts, tone, "speedup", side) for tone, side in sides]
-    note = f"Tokens per second over {over} baseline's. Left of the dashed line speculation does not pay."
-    return Chart("speedup", "Speed-up by category", note, "bars", groups, series, show=_times, reference=1.0)
+    groups, side = _groups(runs), _main_side(runs)
+    key = "speedup" if side else "speedup_vs_fastest"
+    series = [series_of(run.name, run.parts(groups), run.tone, key, side) for run in runs]
+    note = (
+        f"Tokens per second over {BASELINE_NAMES.get(side, 'the faster plain baseline')}'s, with 95\u00a0% intervals. "
+    )
+    note += "Left of the dashed line speculation does not pay."
+    return Chart("speedup", "Speed-up by category", note, "bars", groups, series, show=times, reference=1.0)
+
+
+def _other_speedups(runs: Sequence[_ReportedRun]) -> Chart:
+    """The other baselines, on an axis of their own: a slow one would flatten the speed-up over plain decoding."""
+    sides = dict.fromkeys(side for run in runs for side in run.overall["speedup"] if side != _main_side(runs))
+    series = []
+    for run in runs:
+        points = [(figure_of(run.overall, "speedup", side), span_of(run.overall, "speedup", side)) for side in sides]
+        series.append(Series(run.name, [value for value, _ in points], run.tone, spans=[span for _, span in points]))
+    largest = sorted((value for one in series for value in one.values if value is not None), reverse=True)
+    top = 1.3 * largest[1] if len(largest) > 1 and largest[0] > _FAR * largest[1] else None
+    note = "Of all prompts, with 95\u00a0% intervals." + (" A bar far longer than the others is cut." if top else "")
+    labels, title = [BASELINE_NAMES.get(side, side) for side in sides], "Speed-up over other baselines"
+    return Chart("speedup_others", title, note, "bars", labels, series, show=times, reference=1.0, top=top)
 
 
 def _accepted_length(runs: Sequence[_ReportedRun]) -> Chart:
     groups = _groups(runs)
-    series = [_series(run.name, run.parts(groups), run.tone, "accepted_length") for run in runs]
+    series = [series_of(run.name, run.parts(groups), run.tone, "accepted_length") for run in runs]
     note = "Tokens committed per target pass, the target's own token included; 1 is plain decoding."
     return Chart("accepted_length", "Accepted length by category", note, "bars", groups, series, reference=1.0)
 
@@ -223,72 +238,10 @@ def _rates(runs: Sequence[_ReportedRun]) -> Chart:
     series = []
     for run in runs:
         theirs = [run.overall["baselines"].get(side, {}) for side in sides]
-        series.append(_series(run.name, [run.overall, *theirs], run.tone, "tokens_per_second"))
-    labels = ["with the drafter", *(_NAMES.get(side, side) for side in sides)]
+        series.append(series_of(run.name, [run.overall, *theirs], run.tone, "tokens_per_second"))
+    labels = ["with the drafter", *(BASELINE_NAMES.get(side, side) for side in sides)]
     note = "New tokens over wall-clock time, prefill included, every side alike."
     return Chart("rates", "Tokens per second", note, "bars", labels, series, show="{:,.1f}".format)
-
-
-def _cells(sweep: Json) -> list[tuple[Json, Json]]:
-    """(settings, figures) of each cell that was compared with a baseline.
-
-    Settings are under `cell` or beside the figures; figures are under `overall` or beside the settings.
-    """
-    found = []
-    for cell in sweep["cells"]:
-        figures = cell.get("overall", cell)
-        if figures.get("speedup_vs_fastest") is not None:
-            settings = dict(cell.get("cell") or {key: cell[key] for key in _AXES if key in cell})
-            settings["tree"] = cell.get("spec") or settings.get("tree")
-            found.append((settings, figures))
-    return found
-
-
-def _sweep_charts(sweep: Json, number: int) -> Iterable[Chart]:
-    """Speed-up by batch size with a line per other setting; and by each other axis, the rest as in the first cell."""
-    cells = _cells(sweep)
-    suffix = "" if number == 1 else f"_{number}"
-    differing = [key for key in _AXES if len({str(settings.get(key)) for settings, _ in cells}) > 1]
-    others = [key for key in differing if key != "batch_size"]
-    lines: dict[str, dict[int, Json]] = {}
-    for settings, figures in cells:
-        name = ", ".join(str(settings[key]) if key == "tree" else f"{_AXES[key]} {settings.get(key)}" for key in others)
-        lines.setdefault(name or "speed-up", {})[settings.get("batch_size", 1)] = figures
-    lines = {name: by_size for name, by_size in lines.items() if len(by_size) > 1}
-    if lines:
-        yield _crossover(lines, f"crossover{suffix}")
-    for key in others:
-        rest = [other for other in _AXES if other != key]
-        own = {str(s.get(key)): f for s, f in cells if all(s.get(other) == cells[0][0].get(other) for other in rest)}
-        series = [_series("speed-up", list(own.values()), 1, "speedup_vs_fastest")]
-        title, note = f"Speed-up by {_AXES[key]}", "Over the faster baseline, all else as in the sweep's first cell."
-        yield Chart(f"sweep_{key}{suffix}", title, note, "bars", list(own), series, show=_times, reference=1.0)
-
-
-def _crossover(lines: dict[str, dict[int, Json]], key: str) -> Chart:
-    """Args: lines: by the name of a setting, figures by batch size."""
-    sizes = sorted({size for by_size in lines.values() for size in by_size})
-    series = [
-        _series(name, [by_size.get(size, {}) for size in sizes], tone, "speedup_vs_fastest")
-        for tone, (name, by_size) in enumerate(lines.items(), 1)
-    ]
-    ends = "; ".join(f"{one.name}: {crossover(sizes, one.values)}" for one in series)
-    note = f"Below the dashed line speculation does not pay. {ends[:1].upper()}{ends[1:]}."
-    labels, label = [str(size) for size in sizes], "prompts at a time"
-    return Chart(key, "Speed-up by batch size", note, "lines", labels, series, label, show=_times, reference=1.0)
-
-
-def crossover(sizes: Sequence[int], factors: Sequence[float | None]) -> str:
-    """The batch size at which a line of speed-ups falls below 1, in words."""
-    known = [(size, factor) for size, factor in zip(sizes, factors, strict=True) if factor is not None]
-    if not known:
-        return "not measured"
-    losing = next((i for i, (_, factor) in enumerate(known) if factor < 1), None)
-    if losing is None:
-        return f"pays up to {known[-1][0]} at least"
-    if losing == 0:
-        return f"does not pay, from {known[0][0]} on"
-    return f"stops paying between {known[losing - 1][0]} and {known[losing][0]}"
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
@@ -299,14 +252,14 @@ def _tiles(run: Json) -> list[tuple[str, str, str]]:
     overall = run["overall"]
 
     def between(key: str) -> str:
-        span = _span(overall, key)
+        span = span_of(overall, key)
         return f"; 95 % interval {span[0]:.2f} to {span[1]:.2f}" if span else ""
 
     note = "tokens per target pass" + between("accepted_length")
     tiles = [("Accepted length", f"{overall['accepted_length']:.2f}", note)]
     factor = overall["speedup_vs_fastest"]
     if factor is not None:
-        tiles.insert(0, ("Speed-up", _times(factor), "over the faster baseline" + between("speedup_vs_fastest")))
+        tiles.insert(0, ("Speed-up", times(factor), "over the faster baseline" + between("speedup_vs_fastest")))
     return [
         *tiles,
         ("Acceptance rate", f"{overall['acceptance_rate']:.0%}", "of the depth offered"),
@@ -317,8 +270,8 @@ def _tiles(run: Json) -> list[tuple[str, str, str]]:
     ]
 
 
-def _comparison(runs: Sequence[Json]) -> list[tuple[str, list[tuple[str, bool]]]]:
-    """Rows of a table with a column per run: (figure, [(value, is it the best)])."""
+def _comparison(runs: Sequence[Json], names: Sequence[str]) -> list[tuple[str, list[tuple[str, bool]]]]:
+    """Rows of a table with a column per run: (figure, [(value, is it the best)]); ranks only beyond noise."""
     # name, figure, format, sign of better (0: neither)
     rows: list[tuple[str, Callable[[Json], float | None], str, int]] = [
         ("Speed-up over the faster baseline", lambda o: o["speedup_vs_fastest"], "{:.2f}\u00d7", 1),
@@ -333,29 +286,26 @@ def _comparison(runs: Sequence[Json]) -> list[tuple[str, list[tuple[str, bool]]]
         ("Outputs identical to plain decoding", lambda o: o["identical_outputs"], "{:.1%}", 0),
         ("Prompts", lambda o: o["prompts"], "{:,}", 0),
     ]
-    table = []
+    table, ranked = [], len(runs) > 1 and not differing(runs)
+    if ranked:
+        ratios = [against(runs[0], run) for run in runs[1:]]
+        words = [ratio_text(*found) if found else "no common prompts" for found in ratios]
+        table.append((f"Times as fast as {names[0]}", [(word, False) for word in ("1", *words)]))
+        ranked = all(word.endswith(("faster", "slower")) for word in words)
     for name, figure, form, better in rows if len(runs) > 1 else []:
         values = [figure(run["overall"]) for run in runs]
         known = [value * better for value in values if value is not None]
-        best = max(known) if better and len(set(known)) > 1 else None
-        cells = [(_DASH if v is None else form.format(v), v is not None and v * better == best) for v in values]
+        best = max(known) if ranked and better and len(set(known)) > 1 else None
+        cells = [(DASH if v is None else form.format(v), v is not None and v * better == best) for v in values]
         table.append((name, cells))
     return table
 
 
-def _settings(runs: Sequence[Json]) -> list[tuple[str, list[str], bool]]:
-    """(setting, value per run, whether they differ)."""
-    shown = ("target", "drafter", "kind", "suite", "suite_digest", "device", "threads", "dtype", "compute_dtype")
-    tables: list[dict[str, str]] = []
-    for run in runs:
-        decoding = {**run["decoding"], "tree": run["decoding"].get("tree", {}).get("spec", "")}
-        decoding = {"tree": decoding.pop("tree"), **decoding}
-        table = {**{key: run[key] for key in shown if key in run}, **decoding, "drafttrain": run.get("drafttrain", "")}
-        table |= {**run.get("versions", {}), "command": " ".join(redact(run.get("command", [])))}
-        tables.append({key: str(value) for key, value in table.items()})
-    keys = dict.fromkeys(key for table in tables for key in table)
-    rows = [(key, [table.get(key, _DASH) for table in tables]) for key in keys]
-    return [(key.replace("_", " "), values, len(set(values)) > 1) for key, values in rows]
+def ratio_text(ratio: Ratio, prompts: int) -> str:
+    """A ratio between two runs with its interval, and whether it is beyond noise."""
+    state = judge(ratio.value, ratio[1:], prompts).state
+    word = {PAYS: "faster", LOSES: "slower"}.get(state, "within noise")
+    return f"{ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f}), {word}"
 
 
 def _diffs(run: Json) -> tuple[list[Json], int]:
@@ -369,7 +319,7 @@ def _diffs(run: Json) -> tuple[list[Json], int]:
                 continue
             before, after = mark(outputs[name], outputs["drafter"])
             where = f"{record['category']}, question {record['question_id']}, turn {record['turn'] + 1}"
-            shown.append({"where": where, "side": _NAMES.get(name, name), "before": before, "after": after})
+            shown.append({"where": where, "side": BASELINE_NAMES.get(name, name), "before": before, "after": after})
     return shown, bare
 
 

@@ -19,6 +19,7 @@ from drafttrain.batch import TokenTree
 from drafttrain.data.chat import ChatInputs, decode, prompt_ids
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import default_tree, load_drafter
+from drafttrain.environment import describe_environment, describe_run
 from drafttrain.errors import UserError
 from drafttrain.files import Json, write_text
 from drafttrain.flags import load_target, sampling_of
@@ -28,10 +29,12 @@ from drafttrain.inference.verify import Verdict
 from drafttrain.ops.sampling import probabilities
 from drafttrain.outcome import conclude, next_command
 from drafttrain.progress import plain_console
+from drafttrain.reports.figures import conditions, sentence
 from drafttrain.reports.output import render_page
 
 # Background of accepted tokens in the terminal by depth; deeper tokens get the last one.
 _SHADES = ("black on #cfe8ff", "black on #93c5fd", "black on #5aa2f5", "white on #2463c9", "white on #173f8a")
+_MATCHED = "black on #fdba74"  # accepted tokens that only a merged match proposed
 
 
 class TracedNode(NamedTuple):
@@ -39,9 +42,9 @@ class TracedNode(NamedTuple):
 
     Attributes:
         parent: index of the parent node, -1 below the root. depth: 1 below the root.
-        draft: the drafter's probability of the token given its parent; None if unknown (a match, a rule).
+        draft: the drafter's probability of the token given its parent; None if it gives none.
         target: the target's probability of the token given its parent.
-        accepted: on the committed path.
+        accepted: on the committed path. match: only a merged match (DRAFTER+ngram) proposed it.
     """
 
     text: str
@@ -50,6 +53,7 @@ class TracedNode(NamedTuple):
     draft: float | None
     target: float
     accepted: bool
+    match: bool = False
 
 
 @dataclass
@@ -82,11 +86,13 @@ class TracedRound:
 
 
 class Piece(NamedTuple):
-    """A token of the answer. depth: where it was accepted, 0 for the target's own; round: 0 for the prefill's token."""
+    """A token of the answer. depth: where it was accepted, 0 for the target's own; round: 0 for the prefill's token; match:
+    only a merged match proposed it."""
 
     text: str
     depth: int
     round: int
+    match: bool = False
 
 
 @dataclass
@@ -105,7 +111,12 @@ class Trace:
     @property
     def depths(self) -> range:
         """The depths at which tokens were accepted, from 1."""
-        return range(1, max((piece.depth for piece in self.pieces), default=0) + 1)
+        return range(1, max((piece.depth for piece in self.pieces if not piece.match), default=0) + 1)
+
+    @property
+    def matched(self) -> int:
+        """Number of the answer's tokens that only a merged match proposed."""
+        return sum(piece.match for piece in self.pieces)
 
     def best(self) -> int:
         """Number of the round that accepted most, of several the one with the largest tree; 0 without rounds."""
@@ -132,6 +143,7 @@ def run(args: argparse.Namespace) -> int:
     print_trace(trace, chosen)
     if output is not None:
         facts = {"target": args.target, "drafter": args.drafter, "tree": str(spec), "dtype": str(target.dtype)[6:]}
+        facts["measured"] = conditions({**describe_run(), **describe_environment(target.device)})
         facts["sampling"] = "greedy" if sampling.greedy else f"temperature {sampling.temperature:g}, seed {args.seed}"
         write_text(output, page(trace, args.prompt, facts, chosen))
     result = {"text": "".join(piece.text for piece in trace.pieces), "rounds": len(trace.rounds),
@@ -170,8 +182,8 @@ def record(decoder: Decoder, prompt: list[int], *, max_new_tokens: int, seed: in
         own = decode(tokenizer, tokens[-1:]) if len(tokens) > accepted else ""
         root, nodes = trace.pieces[-1].text, _nodes(tokenizer, tree, verdict, target)
         trace.rounds.append(TracedRound(number, root, nodes, verdict.path, tree.drafted_depth, tokens, own, own_target))
-        depths = range(1, len(tokens) + 1)
-        trace.pieces += [Piece(next(texts), depth if depth <= accepted else 0, number) for depth in depths]
+        trace.pieces += [Piece(next(texts), nodes[node].depth, number, nodes[node].match) for node in verdict.path]
+        trace.pieces += [Piece(next(texts), 0, number)] if own else []
     return trace
 
 
@@ -183,7 +195,8 @@ def _nodes(
     for node, (token, parent, depth) in enumerate(zip(tree.tokens.tolist(), tree.parents, tree.depths, strict=True)):
         log_prob = paths[node] - (paths[parent] if parent >= 0 else 0.0)
         draft = None if math.isnan(log_prob) else math.exp(log_prob)
-        nodes.append(TracedNode(decode(tokenizer, [token]), parent, depth, draft, target[node], node in verdict.path))
+        text, accepted = decode(tokenizer, [token]), node in verdict.path
+        nodes.append(TracedNode(text, parent, depth, draft, target[node], accepted, node in tree.matched))
     return nodes
 
 
@@ -204,15 +217,17 @@ def pieces_of(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[str
 def print_trace(trace: Trace, chosen: int, console: Console | None = None) -> None:
     """Prints the colored answer, the rounds and the chosen round's tree."""
     console = console or plain_console()
-    console.print(Text.assemble(*((piece.text, _shade(piece.depth)) for piece in trace.pieces)))
+    console.print(Text.assemble(*((piece.text, _shade(piece)) for piece in trace.pieces)))
     legend = Text("\ntarget's own")
     for depth in trace.depths:
-        legend.append("  ").append(f" accepted at depth {depth} ", style=_shade(depth))
+        legend.append("  ").append(f" accepted at depth {depth} ", style=_shade(Piece("", depth, 0)))
+    if trace.matched:
+        legend.append("  ").append(" from a match ", style=_MATCHED)
     console.print(legend)
     stats = trace.stats
     console.print(
         f"{stats.new_tokens} tokens in {stats.target_passes} rounds, accepted length {stats.accepted_length:.2f}; "
-        f"{trace.drafted} tokens by the drafter\n",
+        f"{trace.drafted} tokens by the drafter{f', {trace.matched} of them from matches' if trace.matched else ''}\n",
         highlight=False,
     )
     table = Table("round", "nodes", "depth", "accepted", "by the drafter", "by the target")
@@ -225,8 +240,10 @@ def print_trace(trace: Trace, chosen: int, console: Console | None = None) -> No
         console.print(_tree(trace.rounds[chosen - 1]))
 
 
-def _shade(depth: int) -> str:
-    return _SHADES[min(depth, len(_SHADES)) - 1] if depth else ""
+def _shade(piece: Piece) -> str:
+    if piece.match:
+        return _MATCHED
+    return _SHADES[min(piece.depth, len(_SHADES)) - 1] if piece.depth else ""
 
 
 def _tree(one: TracedRound) -> Tree:
@@ -234,7 +251,7 @@ def _tree(one: TracedRound) -> Tree:
     tree = Tree(Text(f"round {one.number}, after {_shown(one.root)}"))
     places = {-1: tree}
     for index, node in enumerate(one.nodes):
-        draft = f"drafter {node.draft:.2f}  " if node.draft is not None else ""
+        draft = f"{'match' if node.match else 'drafter'} {node.draft:.2f}  " if node.draft is not None else ""
         label = Text(f"{_shown(node.text)}  ", style="bold" if node.accepted else "")
         label.append(f"{draft}target {node.target:.2f}{'  accepted' if node.accepted else ''}")
         places[index] = places[node.parent].add(label)
@@ -250,28 +267,29 @@ def _shown(text: str) -> str:
 
 # -- page -------------------------------------------------------------------------------------------------------------
 
-_COLUMN, _ROW, _WIDTH, _HEIGHT = 164, 50, 132, 38  # of the drawn tree, in pixels
+_COLUMN, _ROW, _WIDTH, _HEIGHT = 186, 50, 158, 38  # of the drawn tree, in pixels
 
 
 def page(trace: Trace, prompt: str, facts: dict[str, str], chosen: int) -> str:
     """Renders a self-contained page. facts: settings of the run by name; chosen: the round whose tree is open at first."""
     drawings = {one.number: drawing(one) for one in trace.rounds if one.nodes}
     content = {"trace": trace, "prompt": prompt, "facts": facts, "chosen": chosen, "drawings": drawings}
-    return render_page("trace.html", shown=_shown, **content)
+    return render_page("trace.html", shown=_shown, sentence=sentence, **content)
 
 
 def drawing(one: TracedRound) -> Json:
     """Lays out a round's tree: depth to the right, leaves below each other.
 
     Returns:
-        width, height; boxes: dicts with x, y, w, h, kind (root, accepted, rejected, own), text, line; edges: dicts with
-        path (SVG) and kind.
+        width, height; boxes: dicts with x, y, w, h, kind (root, accepted, rejected, own; of a match also match), text, line;
+        edges: dicts with path (SVG) and kind.
     """
     # (kind, text, line below it, parent's box, depth) of each box; node i is box i + 1
     boxes = [("root", one.root, "committed before", -1, 0)]
     for node in one.nodes:
-        line = f"{'match' if node.draft is None else f'{node.draft:.2f}'} \u2192 target {node.target:.2f}"
-        boxes.append(("accepted" if node.accepted else "rejected", node.text, line, node.parent + 1, node.depth))
+        draft = "" if node.draft is None else f"{'match ' * node.match}{node.draft:.2f} \u2192 "
+        kind = ("accepted" if node.accepted else "rejected") + " match" * node.match
+        boxes.append((kind, node.text, f"{draft}target {node.target:.2f}", node.parent + 1, node.depth))
     if one.own:
         line, parent = f"target's own {one.own_target:.2f}", one.last + 1
         boxes.append(("own", one.own, line, parent, boxes[parent][-1] + 1))

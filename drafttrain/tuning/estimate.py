@@ -30,6 +30,7 @@ from drafttrain.drafters.kinds import split_name
 from drafttrain.drafters.registry import is_untrained
 from drafttrain.errors import UserError, first_line
 from drafttrain.evaluation.metrics import load_results
+from drafttrain.evaluation.verdicts import crossover
 from drafttrain.files import Json, check_json, open_tensors, read_json, write_json
 from drafttrain.folders import inputs_of, output_file
 from drafttrain.outcome import conclude, next_command
@@ -292,13 +293,15 @@ def target_config(name: str, key: str = "target", fix: str = "give --target-para
 
 
 def advice(rows: Sequence[Json]) -> str:
-    """The batch size from which speculation should be off, in words."""
+    """The batch sizes at which speculation should be off, in words."""
+    sizes = [row["batch_size"] for row in rows]
     off = [row["batch_size"] for row in rows if row["length"] == 0 or row["speedup"] <= 1]
+    points = [(row["batch_size"], {"speedup_vs_fastest": row["speedup"]}) for row in rows]
+    text = f"estimated, not measured: speculation {crossover('batch size', points)}"
     if not off:
-        return f"speculation pays up to batch size {rows[-1]['batch_size']}"
-    if len(off) == len(rows):
-        return "disable speculation on this device: no batch size gains"
-    return f"disable speculation from batch size {min(off)} on; below it, use the length of each row"
+        return text
+    at = f"from batch size {off[0]} on" if off == sizes[-len(off) :] else f"at {', '.join(map(str, off))}"
+    return f"{text}: disable it {at}" + ("; elsewhere use the length of each row" if len(off) < len(sizes) else "")
 
 
 def print_rows(rows: Sequence[Json], device: Device, profile: Profile) -> None:
@@ -318,4 +321,4 @@ def print_rows(rows: Sequence[Json], device: Device, profile: Profile) -> None:
     console.print(table_of(headings, shown, f"{device.name}: estimate, not measured"))
     length = max(1, len(profile.joint))
     console.print(f"break-even: acceptance rate per token from which a chain of {length} pays")
-    console.print(advice(rows))
+    console.print(advice(rows), soft_wrap=True)

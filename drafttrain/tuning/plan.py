@@ -28,6 +28,7 @@ from drafttrain.errors import UserError
 from drafttrain.files import Json, write_json
 from drafttrain.folders import inputs_of, output_file
 from drafttrain.outcome import conclude, next_command
+from drafttrain.recipes import recipe_path
 from drafttrain.reports.output import table_of, wide_console
 from drafttrain.target.devices import resolve_dtype
 from drafttrain.target.loading import loading
@@ -93,7 +94,7 @@ def plan(recipe: str, overrides: Sequence[str] = (), job: Job | None = None) -> 
     Raises:
         UserError: a recipe, device or file with an error, or a target or drafter whose shapes are not known.
     """
-    return _Planner(recipe, overrides, job or Job()).plan()
+    return _Planner(str(recipe_path(recipe)), overrides, job or Job()).plan()
 
 
 class _Planner:
@@ -118,9 +119,9 @@ class _Planner:
             model = AutoModelForCausalLM.from_config(self.target)
         self.sizes, self.weights = model_sizes(model, self.target), sum(x.numel() for x in model.parameters())
         self.width = stored_bits(self.target) / 8  # bytes per weight of the target's files
-        options, build, note = drafter_of(config, recipe, overrides, job.init_config)
+        build, note = drafter_of(config, recipe, overrides, job.init_config)
         self.notes += [note] if note else []
-        self.memory = Memory(self.target, config.kind, options, config.loss, build)
+        self.memory = Memory(self.target, config.kind, config.loss, build)
         bandwidth, tflops, memory = DEVICES[job.device]
         rates = 1e9 * bandwidth * job.memory_efficiency, 1e12 * tflops * job.compute_efficiency
         self.device = Device(job.device, *rates, 1e9 * (job.gpu_memory or memory), 5e-5)
@@ -143,10 +144,8 @@ class _Planner:
         self.prompt = min(job.prompt_tokens, max(self.tokens - 2, 0))
         self.stored = stored_features(data) if exists else None
         if not held and not (job.conversations and job.tokens):
-            self.notes.append(
-                f"data={self.config.data!r} is not there yet: {self.conversations:,} conversations of {self.tokens:,} tokens are "
-                "assumed (--conversations, --tokens)"
-            )
+            assumed = f"{self.conversations:,} conversations of {self.tokens:,} tokens (--conversations, --tokens)"
+            self.notes.append(f"data={self.config.data!r} is not complete yet; assumed are {assumed}")
 
     def _states(self) -> States:
         if self.config.loss == "next_token":
@@ -157,15 +156,20 @@ class _Planner:
 
     def _setting(self) -> Setting:
         config, trainer, job, states = self.config, self.trainer, self.job, self._states()
-        zero, launched = deepspeed_of(job.deepspeed, trainer, job.gpus)
+        zero, launched = deepspeed_of(job.deepspeed, trainer, 1 if config.target_device_map else job.gpus)
         self.gpus = job.gpus or launched or 1
         processes = launched if launched and not job.gpus else self.gpus
         if config.target_device_map and not launched:
             processes = 1
+        if any("offload" in key for key in zero.get("zero_optimization") or {}):
+            self.notes.append("what DeepSpeed offloads to the host is counted as if it stayed on the GPU")
         gpu = not job.device.startswith("cpu")
         half = bool(trainer.get("bf16", trainer.get("fp16") or gpu))
         fixed = (zero.get("bf16") or {}).get("enabled", "auto")
         dtype = torch.bfloat16 if gpu and config.dtype == "auto" else resolve_dtype(config.dtype, torch.device("cpu"))
+        # A draft model may copy the target's layers, and writes answers that the whole target scores.
+        copies = states == "none" or kind_class(config.kind).loads_language_models
+        whole = bool(config.on_policy) or (copies and not (config.target_url and config.init != "target"))
         recomputes = gpu and states == "online" and self.has_layers
         cache = 1e9 * (config.cache_gb if config.cache_gb >= 0 else 0.0 if gpu else 4.0)
         return Setting(
@@ -178,6 +182,7 @@ class _Planner:
             half=half if fixed == "auto" else bool(fixed),
             checkpointing=bool(trainer.get("gradient_checkpointing", recomputes)),
             states=states,
+            loaded=self.weights * dtype.itemsize if whole else 0,
             shards=max(self.gpus // processes, 1) if config.target_device_map else 1,
             processes=processes,
             stage=(zero.get("zero_optimization") or {}).get("stage", 0),
@@ -208,7 +213,8 @@ class _Planner:
         self._more_notes(memory, largest)
         precision = ("bfloat16" if setting.half else "float32") if setting.gpu else "float32"
         shown = {
-            "gpus": self.gpus, "device": self.device.name, "gpu_memory_gb": limit / 1e9, "processes": setting.processes,
+            "target": self.config.target, "data": self.config.data, "gpus": self.gpus,
+            "device": self.device.name, "gpu_memory_gb": limit / 1e9, "processes": setting.processes,
             "zero_stage": setting.stage, "precision": precision, "gradient_checkpointing": setting.checkpointing,
             "states": setting.states, "rows": setting.rows, "length": setting.length, "conversations": self.conversations,
             "tokens": self.tokens, "efficiency": {"compute": self.job.compute_efficiency, "memory": self.job.memory_efficiency},
@@ -226,14 +232,12 @@ class _Planner:
         width = len(str(self.target.get_text_config().vocab_size)) + 8
         kept = (self.trainer["save_total_limit"] or 10) + 1  # and the one that is being written
         h = self.target.get_text_config().hidden_size
-        states = (
-            1.01 * value_bytes(self.job.store_dtype, h) * self.step.state_width * tokens
-        )  # as drafttrain features counts
+        row = 1.01 * value_bytes(self.job.store_dtype, h) * self.step.state_width  # as drafttrain features counts
         parts = {
             "target": self.weights * self.width,
             "prompts": 0.0 if text else self.conversations * (5.0 * self.prompt + 100),
             "answers": tokens * width + 200.0 * self.conversations,
-            "states": states if self.setting.states == "stored" else 0.0,
+            "states": row * tokens if self.setting.states == "stored" else 0.0,
             "checkpoints": kept * (12.0 + 2 * bool(self.setting.stage)) * trained,
             "drafter": 4.0 * trained,
         }
@@ -254,9 +258,8 @@ class _Planner:
         # Operations of one row: attention across rows of a batch would be counted too.
         flops = self.memory.step(replace(setting, rows=1)).flops * setting.rows
         seconds = max(flops / device.flops, self.step.target / device.bandwidth)
-        seconds += (
-            _ADAMW_MOVES * self.step.trained / setting.processes ** (setting.stage > 0) / device.bandwidth / pieces
-        )
+        moved = _ADAMW_MOVES * self.step.trained / (setting.processes if setting.stage else 1)
+        seconds += moved / device.bandwidth / pieces
         rates["train"] = setting.processes * batch / seconds
         if trainer["max_steps"] > 0:
             rows = trainer["max_steps"] * pieces * setting.rows * setting.processes
@@ -356,7 +359,8 @@ class _Planner:
     def _more_notes(self, memory: dict[str, float], largest: dict[str, int]) -> None:
         needed, config = self._server_gpus(), self.config
         if self.setting.states == "vllm":
-            self.notes.append(f"vLLM needs GPUs of its own: at least {needed} of {self.device.memory / 1e9:.0f} GB")
+            room = f"at least {needed} of {self.device.memory / 1e9:.0f} GB"
+            self.notes.append(f"vLLM needs GPUs of its own: {room}; hours assume as many as train")
         elif needed > self.gpus and self.setting.states != "none":
             self.notes.append(f"the target needs {needed} GPUs in an engine that generates its answers")
         if "evaluation" in memory:
@@ -387,10 +391,17 @@ def run(args: argparse.Namespace) -> int:
     job = Job(**{name: getattr(args, name) for name in Job.__dataclass_fields__})
     found = plan(args.recipe, args.overrides, job)
     print_plan(found)
+    content = {**found.json(), "command": [Path(sys.argv[0]).name, *sys.argv[1:]]}
     if output is not None:
-        write_json(output, {**found.json(), "command": [Path(sys.argv[0]).name, *sys.argv[1:]]})
-    then = next_command("prompts", source="magpie", target="TARGET", output="prompts.jsonl")
-    conclude(found.json(), [output] if output else [], then)
+        write_json(output, content)
+    data, then = Path(found.setting["data"]).expanduser(), ""
+    if found.fits and (data / "meta.json").is_file():
+        named = Path(args.recipe).is_file()
+        then = next_command("train", *[args.recipe] * named, *args.overrides, recipe="" if named else args.recipe)
+    elif found.fits:
+        count, prompts = found.setting["conversations"], data.with_name("prompts.jsonl")
+        then = next_command("prompts", source="magpie", target=found.setting["target"], count=count, output=prompts)
+    conclude(content, [output] if output else [], then)
     return 0
 
 

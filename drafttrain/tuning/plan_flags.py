@@ -29,7 +29,7 @@ from drafttrain.values import (  # fmt: skip
 
 HELP = """Memory, disk and hours of a training run, before anything is downloaded; and what to change if it does not fit.
 
-  drafttrain plan configs/smollm2-135m/eagle3.yaml --gpu-memory 24
+  drafttrain plan llama-3.1-8b/eagle3 --gpu-memory 24
   drafttrain plan configs/smollm2-135m/eagle3.yaml per_device_train_batch_size=2 --gpus 8 --disk 4T --output plan.json
 
 Memory comes from the training step itself, run on tensors without data. Hours come from a roofline and are not measured. Of the
@@ -67,7 +67,7 @@ class Job:
 
 
 def _gigabytes(word: str) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([GTM]?)B?", word.strip().upper())
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?) ?([GTM]?)B?", word.strip().upper())
     if not found or not float(found[1]):
         raise UserError(f"={shown(word)} must be an amount such as 500G or 4T")
     return float(found[1]) * _UNITS[found[2]]
@@ -76,7 +76,7 @@ def _gigabytes(word: str) -> float:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
     add, size, kinds = adder(parser), reader(_gigabytes, "gigabytes, or an amount such as 500G or 4T"), kinds_of(Job)
-    add("recipe", Place, help="YAML recipe, see configs/")
+    add("recipe", Place, help="a YAML recipe, or the name of one that comes with drafttrain")
     add_overrides(parser)
     for one in fields(Job):
         default, sized = default_of(one), one.name in ("gpu_memory", "disk")

@@ -39,7 +39,8 @@ class Setting:
     Attributes:
         rows, length: of a micro-batch; eval_rows: of one in evaluations; prompt: tokens of each row that are not learned.
         half: whether the drafter multiplies in 16 bits. checkpointing: of its activations.
-        states: where the target's come from. shards: GPUs that a process spreads the target over.
+        states: where the target's come from. loaded: bytes of a target that is loaded with its layers though the step does not
+            run them; shards: GPUs that a process spreads the target over.
         stage: of ZeRO, 0 without DeepSpeed; buckets: elements of DeepSpeed's reduction buffers.
         accumulates: an optimizer step has several micro-batches. state_bytes: of the optimizer, per trained weight.
         kept, ahead: most bytes of states that a process on a CPU keeps between epochs, and reads ahead of their steps.
@@ -55,6 +56,7 @@ class Setting:
     half: bool
     checkpointing: bool
     states: States
+    loaded: int = 0
     shards: int = 1
     processes: int = 1
     stage: int = 0
@@ -81,18 +83,11 @@ class Memory:
     """The memory of a drafter's training by setting; every dry step runs once.
 
     Args:
-        config: the target's. kind, options, loss: of the recipe. build: makes the drafter, see `dry_step`.
+        config: the target's. kind, loss: of the recipe. build: makes the drafter, see `dry_step`.
     """
 
-    def __init__(
-        self,
-        config: PretrainedConfig,
-        kind: str,
-        options: Json,
-        loss: str,
-        build: Callable[[Target], TrainableDrafter],
-    ):
-        self.config, self.kind, self.options, self.loss, self.build = config, kind, options, loss, build
+    def __init__(self, config: PretrainedConfig, kind: str, loss: str, build: Callable[[Target], TrainableDrafter]):
+        self.config, self.kind, self.loss, self.build = config, kind, loss, build
         self._run = functools.cache(self._dry_step)
 
     def _dry_step(self, setting: Setting, trains: bool) -> StepMemory:
@@ -101,7 +96,7 @@ class Memory:
         return dry_step(
             self.config,
             self.kind,
-            self.options,
+            {},
             rows=setting.rows,
             length=setting.length,
             prompt=min(setting.prompt, setting.length - 2),
@@ -121,7 +116,7 @@ class Memory:
     def step(self, setting: Setting, trains: bool = True) -> StepMemory:
         """A step of this setting, extrapolated where its batch is large."""
         # What does not change a dry step does not start another one.
-        plain = replace(setting, eval_rows=1, shards=1, processes=1, stage=min(setting.stage, 1), buckets=0)
+        plain = replace(setting, eval_rows=1, loaded=0, shards=1, processes=1, stage=min(setting.stage, 1), buckets=0)
         plain = replace(plain, state_bytes=8, kept=float(setting.kept > 0), ahead=0.0, data_tokens=0.0)
         if not trains:
             plain = replace(plain, rows=setting.eval_rows, accumulates=False)
@@ -142,10 +137,9 @@ class Memory:
         held = self._held(setting, step)
         working = {"features": float(step.features), "logits": step.logits, "activations": step.activations}
         if not setting.gpu:
-            working |= {
-                "states kept": setting.kept,
-                "states ahead": 0.0 if setting.states == "online" else setting.ahead,
-            }
+            states = 2.0 * step.state_width * setting.data_tokens  # bfloat16
+            working["states kept"] = min(setting.kept, states)
+            working["states ahead"] = min(setting.ahead, states) if setting.states in ("stored", "vllm") else 0.0
         # The optimizer's step holds copies of the gradients that it owns, when the working memory is free again.
         copies = 0.0
         if setting.stage:
@@ -166,7 +160,7 @@ class Memory:
     def _held(self, setting: Setting, step: StepMemory) -> dict[str, float]:
         """Weights, gradients and optimizer states of one of the processes."""
         stage, n, trained = setting.stage, setting.processes, step.trained
-        target = step.target / (setting.shards if setting.states == "online" else 1)
+        target = max(step.target, setting.loaded) / setting.shards
         if not stage:
             copies = {"gradient buckets": float(step.gradients)} if n > 1 else {}  # those of DistributedDataParallel
             optimizer = float(setting.state_bytes * trained)

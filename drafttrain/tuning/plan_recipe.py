@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from drafttrain.config import TrainConfig, parse_overrides, read_yaml
 from drafttrain.drafters.base import NEW
+from drafttrain.drafters.common.configs import last_layer_config
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.registry import kind_class
 from drafttrain.errors import UserError
@@ -44,7 +45,9 @@ def read_config(name: str, given: str | None, shipped: Path, key: str = "target"
     kind = str(raw.get("model_type", ""))
     if kind not in CONFIG_MAPPING:  # a name of the repository's own, for a class that transformers has
         own = next(iter(raw.get("architectures") or ()), "")
-        kind = next((each for each, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name == own), "")
+        kinds = [each for each, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name == own]
+        family = own.removesuffix("ForCausalLM").lower()  # some classes serve several families
+        kind = next((each for each in kinds if each.replace("_", "") == family), next(iter(kinds), ""))
         if not kind:
             raise UserError(
                 f"{key}={name!r}: this transformers has no class for model_type={raw.get('model_type')!r}; write the values of "
@@ -61,7 +64,7 @@ def shipped_config(recipe: str, overrides: Sequence[str], key: str, file: str) -
 
 def model_sizes(model: nn.Module, config: PretrainedConfig) -> Sizes:
     """Sizes by a model's weights on the meta device: experts are known by their names."""
-    text: Any = config.get_text_config()
+    text: Any = last_layer_config(config.get_text_config())
     counts = {name: weight.numel() for name, weight in model.named_parameters()}
     names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     experts = next((n for name in names if (n := getattr(text, name, None))), 0)
@@ -90,10 +93,8 @@ def stored_bits(config: PretrainedConfig) -> float:
     return float(_QUANTIZED.get(held.get("quant_method", ""), held.get("bits", 16)))
 
 
-def drafter_of(
-    config: TrainConfig, recipe: str, overrides: Sequence[str], given: str | None
-) -> tuple[Json, Build, str]:
-    """A recipe's drafter as options of its kind, or as what builds it; and a note, if its shapes are assumed."""
+def drafter_of(config: TrainConfig, recipe: str, overrides: Sequence[str], given: str | None) -> tuple[Build, str]:
+    """What builds a recipe's drafter, and a note if its shapes are assumed."""
     options, init, note = dict(config.drafter), config.init, ""
     kind: Any = kind_class(config.kind)
     if kind.loads_language_models and init not in NEW:
@@ -103,9 +104,9 @@ def drafter_of(
             model = AutoModelForCausalLM.from_config(lm, dtype=torch.float32)
             return kind(model, None, kind.config_class(**kind.check_options(options), target=target.identity()), init)
 
-        return options, build, note
+        return build, note
     if kind.loads_language_models:
-        return options, lambda target: kind.begin(target, init, options, config.loss), note
+        return lambda target: kind.begin(target, init, options, config.loss), note
     if init == "native" or init not in NEW:
         note = f"init={init!r} is counted as a new drafter of kind={config.kind} with the recipe's options"
     size = int(options.pop("draft_vocab_size", 0))
@@ -114,7 +115,7 @@ def drafter_of(
         shapes = {**options, "draft_vocab_size": size or target.vocab_size, "loss": config.loss}
         return kind(kind.config_class.for_target(target, **kind.check_options(shapes)))
 
-    return options, new, note
+    return new, note
 
 
 def deepspeed_of(given: str, trainer: Json, gpus: int) -> tuple[Json, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,6 +20,7 @@ from drafttrain.evaluation.metrics import fingerprint, folder_state
 from drafttrain.evaluation.results_schema import Results
 from drafttrain.evaluation.runner import EvalSettings
 from drafttrain.evaluation.suites import Question, Suite, load_suite
+from drafttrain.evaluation.verdicts import crossovers, verdict_of
 from drafttrain.files import Json, read_json, write_json
 from drafttrain.folders import OutputFolder, beside, inputs_of
 from drafttrain.inference import SamplingParams, token_limit
@@ -29,8 +30,11 @@ from drafttrain.target import Target
 from drafttrain.tuning.eval_command import find_tree
 
 AXES = ("dtype", "tree", "temperature", "batch_size", "context")
-FIGURES = ("accepted_length", "acceptance_rate", "tokens_per_second", "speedup", "speedup_vs_fastest",
-           "draft_fraction", "tpot_ms")  # fmt: skip
+FIGURES = ("prompts", "accepted_length", "acceptance_rate", "acceptance_by_depth", "tokens_per_second", "speedup",
+           "speedup_vs_fastest", "confidence", "draft_fraction", "tpot_ms")  # fmt: skip
+# What the page of a sweep names: keys of each cell's results.
+SETTINGS = ("drafttrain", "versions", "date", "commit", "machine", "device", "threads", "compute_dtype", "target", "drafter",
+            "kind", "suite", "suite_digest")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -70,7 +74,10 @@ def measure_cells(args: argparse.Namespace, folder: Path) -> list[Json]:
         spec, figures = results["decoding"]["tree"]["spec"], results["overall"]
         row = {"cell": cell, "file": settings.output.name, "spec": spec, **{name: figures[name] for name in FIGURES}}
         summary.append(row)
-        write_json(folder / "summary.json", {"axes": axes, "cells": summary, "crossover": crossovers(summary)})
+        head = {name: results[name] for name in SETTINGS if name in results}
+        head |= {"command": [Path(sys.argv[0]).name, *sys.argv[1:]], "max_new_tokens": args.max_new_tokens}
+        content = {**head, "limit": args.limit, "axes": axes, "cells": summary, "crossover": crossovers(summary)}
+        write_json(folder / "summary.json", content)
     return summary
 
 
@@ -154,31 +161,6 @@ def lengthen(target: Target, suite: Suite, context: int, max_new_tokens: int) ->
     return Suite(f"{suite.name} at {context} tokens", questions, f"{suite.digest}:{context}")
 
 
-def crossovers(rows: Sequence[Json]) -> list[Json]:
-    """Finds where speculation stops paying, for each set of cells that differ in batch size only.
-
-    Returns:
-        cell: what they share; batch_size: where the speed-up falls to 1, interpolated between two sizes on a logarithmic
-        scale; None if speculation pays at every measured size, 0 if at none.
-    """
-    groups: dict[str, list[Json]] = {}
-    for row in rows:
-        shared = {name: value for name, value in row["cell"].items() if name != "batch_size"}
-        if row["speedup_vs_fastest"] is not None:
-            groups.setdefault(json.dumps(shared), []).append(row)
-    found = []
-    for shared_text, group in groups.items():
-        points = sorted((row["cell"]["batch_size"], row["speedup_vs_fastest"]) for row in group)
-        if len(points) < 2:
-            continue
-        at: float | None = 0 if points[0][1] < 1 else None
-        falling = (pair for pair in itertools.pairwise(points) if pair[0][1] >= 1 > pair[1][1])
-        for (left, high), (right, low) in itertools.islice(falling, 1):
-            at = round(left * (right / left) ** ((high - 1) / (high - low)), 2)
-        found.append({"cell": json.loads(shared_text), "batch_size": at, "speedups": dict(points)})
-    return found
-
-
 def print_summary(rows: Sequence[Json]) -> None:
     """Prints a table with a row per cell, and the crossovers."""
     console = wide_console()
@@ -186,10 +168,13 @@ def print_summary(rows: Sequence[Json]) -> None:
     for row in rows:
         cell, speedup = {**row["cell"], "tree": row["spec"]}, row["speedup_vs_fastest"]
         figures = [f"{row['accepted_length']:.2f}", f"{row['tokens_per_second']:.1f}"]
-        shown.append([*(str(cell[name]) for name in AXES), *figures, "" if speedup is None else f"{speedup:.2f}x"])
-    console.print(table_of((*AXES, "accepted\nlength", "tokens/s", "speed-up"), shown))
-    for found in crossovers(rows):
-        at = found["batch_size"]
-        where = "pays at every batch size measured" if at is None else f"stops paying at batch size {at:g}"
-        where = "pays at no batch size measured" if at == 0 else where
-        console.print(f"{describe(found['cell'])}: speculation {where}", soft_wrap=True)
+        figures += ["" if speedup is None else f"{speedup:.2f}x", verdict_of(row).state]
+        shown.append([*(str(cell[name]) for name in AXES), *figures])
+    console.print(table_of((*AXES, "accepted\nlength", "tokens/s", "speed-up", "verdict"), shown))
+    found = crossovers(rows)
+    for each in found:
+        console.print(f"{describe(each['cell'])}: {each['verdict']}", soft_wrap=True)
+    if not any(each["axis"] == "batch_size" for each in found):
+        console.print(
+            "no crossover: one batch size was measured; --batch-sizes 1,4,16 shows where speculation stops paying"
+        )

@@ -30,8 +30,10 @@ from drafttrain.drafters.combined import parts_of
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.kinds import split_name
 from drafttrain.drafters.registry import decoding_file, decoding_settings, load_drafter
-from drafttrain.environment import describe_environment
+from drafttrain.environment import describe_environment, describe_run
 from drafttrain.errors import UserError
+from drafttrain.evaluation.resampling import Ratio, draws, ends
+from drafttrain.evaluation.verdicts import OPEN, PAYS, judge
 from drafttrain.files import Json, read_jsonl, write_json
 from drafttrain.flags import load_target, sampling_of
 from drafttrain.folders import beside, inputs_of, output_file
@@ -53,8 +55,7 @@ PROMPTS = (
     "Write a polite message that moves a dentist's appointment from Monday to Thursday.",
 )
 NODES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48)
-RESAMPLES = 1000  # of the prompts, for the intervals of measured ratios
-PARTED = 0.15  # relative difference of prediction and measurement that is pointed out
+PARTED = 0.05  # relative difference of prediction and measurement that is pointed out if it lies beyond the interval
 _NONE = TreeSpec.parse("none")
 
 
@@ -69,9 +70,14 @@ class TuneSettings:
 
 
 def calibration_prompts(
-    target: Target, file: str | None, kwargs: Json, exclude: Collection[str] = (), tokens: int = TOKENS
+    target: Target,
+    file: str | None,
+    kwargs: Json,
+    exclude: Collection[str] = (),
+    tokens: int = TOKENS,
+    count: int = ROWS,
 ) -> list[list[int]]:
-    """Token ids of the prompts that a search runs on, at most ROWS.
+    """Token ids of the prompts that a search runs on, at most `count`.
 
     Args:
         file: JSON lines with `messages` (the assistant's last message is left out), `turns` or `text`; None takes the
@@ -98,7 +104,7 @@ def calibration_prompts(
             prompts += [] if known or token_limit(target, len(ids), tokens) < tokens else [ids]
     if file and not prompts:
         raise UserError(f"calibrate={file!r} has no usable row: each needs messages, turns or text not in the suite")
-    return prompts[:ROWS]
+    return prompts[:count]
 
 
 def _messages(row: Json, prompt: Json) -> list[dict[str, str]]:
@@ -209,14 +215,6 @@ def search_tree(target: Target, drafter: Drafter, prompts: Sequence[list[int]], 
     return Search(tracks, costs, ranking)
 
 
-class Ratio(NamedTuple):
-    """How many times as fast one side is as another, with its 95 % interval over prompts."""
-
-    value: float
-    low: float
-    high: float
-
-
 @dataclass(frozen=True)
 class Timings:
     """Measured answers of several sides to the same prompts, prefill left out.
@@ -235,13 +233,20 @@ class Timings:
     def ratio(self, side: int, over: int) -> Ratio:
         """The rate of a side over that of another.
 
-        The interval is a bootstrap over prompts (a fixed seed): the two sides of a prompt stay together, so differences between
-        prompts cancel.
+        The interval is a bootstrap over prompts: the two sides of a prompt stay together, so differences between prompts
+        cancel.
         """
-        draws = np.random.default_rng(0).integers(self.tokens.shape[1], size=(RESAMPLES, self.tokens.shape[1]))
-        tokens, seconds = (part[:, draws].sum(-1) for part in (self.tokens, self.seconds))  # [sides, RESAMPLES] each
-        low, high = np.percentile(tokens[side] / seconds[side] * seconds[over] / tokens[over], (2.5, 97.5))
-        return Ratio(self.rate(side) / self.rate(over), float(low), float(high))
+        prompts = self.tokens.shape[1]
+        tokens, seconds = (
+            part[:, draws(prompts)].sum(-1) for part in (self.tokens, self.seconds)
+        )  # [sides, RESAMPLES]
+        ratios = tokens[side] / seconds[side] * seconds[over] / tokens[over]
+        return Ratio(self.rate(side) / self.rate(over), *ends(ratios, prompts))
+
+    def faster(self, side: int, over: int) -> bool:
+        """Whether a side is faster than another beyond noise."""
+        value, *interval = self.ratio(side, over)
+        return judge(value, interval, self.tokens.shape[1]).state == PAYS
 
 
 def measure(
@@ -281,10 +286,13 @@ def run(args: argparse.Namespace, target: Target | None = None) -> int:
     drafter = load_drafter(args.drafter, target)
     if drafter is None:
         raise UserError(f"drafter={args.drafter!r} drafts nothing, so there is no tree to tune; name a drafter")
-    prompts = calibration_prompts(target, args.calibrate, args.chat_template_kwargs, tokens=args.max_new_tokens)[
-        : args.prompts
-    ]
+    prompts = calibration_prompts(
+        target, args.calibrate, args.chat_template_kwargs, tokens=args.max_new_tokens, count=args.prompts
+    )
+    if len(prompts) < args.prompts:
+        print(f"{len(prompts)} prompts fit, not {args.prompts}: give a file with more by --calibrate")
     result = {
+        **describe_run(),
         **describe_environment(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
         "target": args.target,
@@ -314,8 +322,8 @@ def tune(target: Target, drafter: Drafter, prompts: Sequence[list[int]], setting
         tree: the setting to keep, see `keep`; picked: the fixed tree with the fastest prediction; chain: the fastest chain of
             the trained drafter alone, for engines that draft chains.
         predicted_speedup, measured_speedup: of the picked tree over plain decoding, prefill left out; relative_error:
-            predicted / measured - 1. adaptive_speedup: of the same tree with @adapt. intervals: 95 %, of measured_speedup
-            and of @adapt over the fixed tree.
+            predicted / measured - 1. adaptive_speedup: of the same tree with @adapt. intervals: 95 %, of both and of @adapt
+            over the fixed tree.
         costs, acceptance, candidates: the basis of the prediction.
     """
     search = search_tree(target, drafter, prompts, settings)
@@ -324,13 +332,13 @@ def tune(target: Target, drafter: Drafter, prompts: Sequence[list[int]], setting
     measured, adaptive, rates, intervals = 1.0, None, {}, {}
     tree = best.spec
     if best.spec.shape != "none":
-        sides = (_NONE, best.spec, replace(best.spec, adaptive=True))
-        timings = measure(target, drafter, sides, prompts, settings)
-        rates = {str(spec): round(timings.rate(side), 3) for side, spec in enumerate(sides)}
+        specs = (_NONE, best.spec, replace(best.spec, adaptive=True))
+        timings = measure(target, drafter, specs, prompts, settings)
+        rates = {str(spec): round(timings.rate(side), 3) for side, spec in enumerate(specs)}
         measured, adaptive = timings.ratio(1, 0).value, round(timings.ratio(2, 0).value, 4)
-        every = {"measured_speedup": timings.ratio(1, 0), "adaptive_over_fixed": timings.ratio(2, 1)}
-        intervals = {name: [round(each.low, 4), round(each.high, 4)] for name, each in every.items()}
-        tree = sides[keep(timings)]
+        every = {"measured_speedup": (1, 0), "adaptive_speedup": (2, 0), "adaptive_over_fixed": (2, 1)}
+        intervals = {name: [round(x, 4) for x in timings.ratio(*sides)[1:]] for name, sides in every.items()}
+        tree = specs[keep(timings)]
     return {
         "tree": str(tree),
         "picked": str(best.spec),
@@ -356,8 +364,8 @@ def keep(timings: Timings) -> int:
     The adaptive tree is kept only if it is faster than the fixed one beyond the interval of their paired difference: noise
     favours neither. Plain decoding is kept if it is faster than what was kept so, likewise.
     """
-    tree = 2 if timings.ratio(2, 1).low > 1 else 1
-    return 0 if timings.ratio(0, tree).low > 1 else tree
+    tree = 2 if timings.faster(2, 1) else 1
+    return 0 if timings.faster(0, tree) else tree
 
 
 def print_result(result: Json) -> None:
@@ -378,24 +386,31 @@ def print_result(result: Json) -> None:
 
 
 def verdict(result: Json) -> str:
-    """What was measured and what is kept, in a sentence or two."""
+    """What was measured and what is kept, in a few sentences."""
     refused = "do not use this drafter on this machine"
     if result["picked"] == "none":
         return f"no tree is faster than plain decoding here: {refused}"
-    spans = {name: f"[{low:.2f}, {high:.2f}]" for name, (low, high) in result["intervals"].items()}
+    spans, prompts = result["intervals"], result["prompts"]
+    kept = (
+        "adaptive_speedup" if result["tree"].endswith("@adapt") and "adaptive_speedup" in spans else "measured_speedup"
+    )
+    found = judge(result[kept], spans[kept], prompts)
+    low, high = spans["measured_speedup"]
     text = (
         f"{result['picked']}: predicted {result['predicted_speedup']:.2f}x, measured {result['measured_speedup']:.2f}x "
-        f"{spans['measured_speedup']}; adaptive {result['adaptive_speedup']:.2f}x, {spans['adaptive_over_fixed']} of the fixed "
-        f"tree's rate; keeping {result['tree']}"
+        f"[{low:.2f}, {high:.2f}]; adaptive {result['adaptive_speedup']:.2f}x, "
+        "[{:.2f}, {:.2f}]".format(*spans["adaptive_over_fixed"])
+        + f" of the fixed tree's rate; keeping {result['tree']}\n"
+        f"{found.text}"
     )
-    low, high = result["intervals"]["measured_speedup"]
     if result["tree"] == "none":
-        text += f": plain decoding is faster beyond noise, {refused}"
-    elif low <= 1:
-        text += f". Whether it is faster than plain decoding is open: {result['prompts']} prompts are too few; use more"
+        text += f"; {refused}"
+    elif found.state == OPEN:
+        text += " (--calibrate FILE --prompts N)"
     if abs(result["relative_error"]) > PARTED and not low <= result["predicted_speedup"] <= high:
         text += (
-            f". Prediction and measurement part by {result['relative_error']:+.0%}: was the machine busy? Run tune again on a "
-            "quiet one before you rely on either"
+            f"\nprediction and measurement part by {result['relative_error']:+.0%}, beyond the interval: trust the measurement, "
+            "which decided what is kept; the predicted speed-ups above are off by about as much. Was the machine busy? Then run "
+            "tune again on a quiet one"
         )
     return text

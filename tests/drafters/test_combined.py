@@ -29,12 +29,16 @@ def test_merging_unites_paths_and_shares_beginnings():
     assert paths(both) == paths(first) | paths(second)
     assert len(both) == 5 and all(parent < node for node, parent in enumerate(both.parents))
     assert both.log_probs.exp().tolist() == pytest.approx([0.6, 0.3, 0.2, 0.4, 0.1])
+    assert both.matched == {3, 4}  # node 0 is in both trees
+    assert both.part([0, 2, 3]).matched == {2} and both.with_probes([5, 9], [-1, 0], 9)[0].matched == {3, 4}
 
 
 def test_the_likeliest_nodes_of_both_trees_share_the_budget():
     first = TokenTree(torch.tensor([5, 6, 7]), [-1, 0, -1], torch.tensor([0.5, 0.3, 0.2]).log())
     second = TokenTree(torch.tensor([5, 8, 9]), [-1, 0, 1], torch.tensor([0.6, 0.4, 0.1]).log())
-    assert paths(merge(first, second, 3)) == {(5,), (5, 6), (5, 8)}
+    merged = merge(first, second, 3)
+    assert paths(merged) == {(5,), (5, 6), (5, 8)} and merged.matched == {2}
+    assert alone(second, TreeSpec.parse("dynamic:2,2,3")).matched == {0, 1, 2}
 
 
 class Fixed(Drafter):

@@ -46,6 +46,21 @@ def test_table_and_picture(results, tmp_path, capsys):
 
 
 @pytest.mark.thorough
+def test_a_page_and_a_picture_in_one_call_beside_the_results(results, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path.parent)
+    assert cli.main(["report", str(results)]) == 0
+    assert (tmp_path / "report.html").is_file(), "next to the results, not in the current folder"
+    both = [str(tmp_path / "out" / name) for name in ("a.html", "b.png")]
+    assert cli.main(["report", str(results), "--output", both[0], "--output", both[1]]) == 0
+    assert (tmp_path / "out" / "b.png").read_bytes().startswith(b"\x89PNG")
+    assert "<h1>ngram</h1>" in (tmp_path / "out" / "a.html").read_text()
+    assert capsys.readouterr().out.count("wrote ") == 3
+    # Nothing is written when one of several names cannot be.
+    assert cli.main(["report", str(results), "--output", str(tmp_path / "c.html"), "--output", "d.docx"]) == 2
+    assert not (tmp_path / "c.html").exists()
+
+
+@pytest.mark.thorough
 def test_a_picture_without_baselines(results, tmp_path):
     content = json.loads(results.read_text())
     for figures in (content["overall"], *content["categories"].values()):

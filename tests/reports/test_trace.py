@@ -8,7 +8,9 @@ import torch
 from rich.console import Console
 
 from drafttrain import cli
+from drafttrain.drafters.combined import CombinedDrafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.drafters.ngram.model import NgramDrafter
 from drafttrain.inference import Decoder, SamplingParams
 from drafttrain.reports.trace import drawing, page, pieces_of, print_trace, record
 from tests.inference.fakes import FakeDrafter
@@ -114,6 +116,24 @@ def test_terminal_colours_follow_depth(traced):
     best = traced.rounds[traced.best() - 1]
     assert f"round {best.number}, after" in shown
     assert "the target's own" in shown
+
+
+def test_tokens_of_matches_are_colored_apart(target, plain):
+    """Next to a drafter that is always wrong, only matches are accepted; a repeating answer has many."""
+    prompt = [65, 66, 67] * 4
+    wrong = FakeDrafter(plain, agree=0.0, vocab=300, seed=3)
+    decoder = Decoder(target, CombinedDrafter(wrong, NgramDrafter()), spec=TreeSpec.parse("dynamic:4,4,8"))
+    trace = record(decoder, prompt, max_new_tokens=TOKENS)
+    assert any(node.match for one in trace.rounds for node in one.nodes)
+    for one in trace.rounds:
+        kinds = [box["kind"] for box in drawing(one)["boxes"]][1 : 1 + len(one.nodes)]
+        assert [kind.endswith(" match") for kind in kinds] == [node.match for node in one.nodes]
+        pieces = [piece for piece in trace.pieces if piece.round == one.number]
+        assert [piece.match for piece in pieces][: one.accepted] == [one.nodes[node].match for node in one.path]
+    assert trace.matched > 0 and trace.matched == sum(piece.match for piece in trace.pieces)
+    source = page(trace, "repeat", {"drafter": "fake+ngram"}, trace.best())
+    assert source.count('class="m"') == trace.matched and ("from a match alone" in source) == (trace.matched > 0)
+    assert 'class="box rejected match"' in source or 'class="box accepted match"' in source
 
 
 def test_the_page_stands_alone(traced):

@@ -18,13 +18,16 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
+from drafttrain.cli import flags_module
 from drafttrain.drafters.registry import kind_class
+from drafttrain.flags import CommandParser
 from drafttrain.train import setup
 from tests.conftest import make_target, make_tokenizer
 from tests.training.test_train import ROOT, write_data
 
 CONFIGS = sorted(path.relative_to(ROOT) for path in (ROOT / "configs").rglob("*.yaml"))
 RECIPES = [path for path in CONFIGS if path.parent.name != "accelerate"]
+LARGE = {path for path in RECIPES if (ROOT / path).with_name("target.json").is_file()}  # see test_recipe_shapes.py
 LAUNCHERS = [path for path in CONFIGS if path.parent.name == "accelerate"]
 PLAIN = "configs/smollm2-135m/eagle3.yaml"
 
@@ -33,7 +36,7 @@ def lines(path: Path) -> list[str]:
     """The commands in a file's head comment, each in one line."""
     head = "".join(re.findall(r"^# ?.*\n", (ROOT / path).read_text(), re.MULTILINE))
     joined = re.sub(r"\\\n#\s*", "", head)
-    return re.findall(r"^#   ((?:DS_\S+ )?(?:accelerate launch|drafttrain) .*)$", joined, re.MULTILINE)
+    return re.findall(r"^#   ((?:[A-Z_]+=\S+ )*(?:accelerate launch|drafttrain) .*)$", joined, re.MULTILINE)
 
 
 EVERY = [(path, line) for path in CONFIGS for line in lines(path)]
@@ -60,6 +63,28 @@ def test_every_key_of_a_recipe_is_known(path):
     assert args.max_steps > 0 or args.num_train_epochs > 0
     known = vars(kind_class(config.kind).config_class())
     assert set(config.drafter) <= set(known)
+
+
+@pytest.mark.parametrize("path", sorted(LARGE), ids=str)
+def test_the_lines_of_large_targets_are_read(path, monkeypatch):
+    """accelerate's flags and files, the recipe, its overrides, and the flags of drafttrain's own commands."""
+    monkeypatch.chdir(ROOT)
+    served = False
+    for line in lines(path):
+        words = shlex.split(re.sub(r"^(?:[A-Z_]+=\S+ )+", "", line).replace("~/vllm/bin/python", sys.executable))
+        if words[0] == "drafttrain":
+            parser = CommandParser()
+            flags_module(words[1]).add_arguments(parser)
+            parsed = parser.parse_args(words[2:])
+            assert words[1] == "features" or Path(parsed.recipe) == path
+            served |= words[1] == "serve-target"
+            continue
+        args = _validate_launch_command(launch_command_parser().parse_args(accelerated(line)))[0]
+        assert args.module and args.training_script == "drafttrain.train" and Path(args.training_script_args[0]) == path
+        assert not args.use_deepspeed or Path(args.deepspeed_config_file).is_file()
+        config, trained = setup(str(path), [*args.training_script_args[1:], "use_cpu=true"])
+        assert trained.per_device_train_batch_size * trained.gradient_accumulation_steps * args.num_processes >= 8
+    assert served == bool(config.target_url)
 
 
 @pytest.mark.parametrize("path", LAUNCHERS, ids=str)
@@ -106,7 +131,7 @@ def stand_ins(tmp_path_factory):
     return folder
 
 
-RUNNABLE = [(path, line) for path, line in EVERY if path.stem not in ("gpu-8", "multi-node")]
+RUNNABLE = [(path, line) for path, line in EVERY if path not in LARGE and path.stem not in ("gpu-8", "multi-node")]
 
 
 @pytest.mark.slow

@@ -70,7 +70,9 @@ def test_the_speed_up_by_hand():
     assert (large["length"], large["speedup"]) == (0, 1.0)
     assert "cost_per_million_tokens" not in large
     assert "from batch size 64 on" in advice([got, large])
-    assert "no batch size gains" in advice([large])
+    assert advice([large]).endswith("does not pay at batch size 64, the only one: disable it from batch size 64 on")
+    odd = [{**got, "batch_size": size, "speedup": speedup} for size, speedup in ((1, 1.4), (4, 0.9), (16, 1.2))]
+    assert "starts paying between batch size 4 and 16: disable it at 4; elsewhere" in advice(odd)
 
 
 @pytest.mark.parametrize(("need", "length", "rate"), [(1.0, 3, 0.0), (1.5, 1, 0.5), (4.0, 3, 1.0), (4.1, 3, None)])

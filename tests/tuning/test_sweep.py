@@ -7,6 +7,7 @@ import pytest
 from drafttrain import cli
 from drafttrain.evaluation import runner
 from drafttrain.evaluation.suites import load_suite
+from drafttrain.evaluation.verdicts import crossovers
 from drafttrain.tuning import sweep
 from tests.evaluation.test_runner import suite  # noqa: F401 - a fixture
 
@@ -21,7 +22,7 @@ def command(target_dir, suite, tmp_path):  # noqa: F811
 
 
 @pytest.mark.thorough
-def test_a_sweep_saves_every_cell_and_goes_on(command, tmp_path, monkeypatch, capsys):
+def test_a_sweep_saves_every_cell_and_goes_on(command, target_dir, tmp_path, monkeypatch, capsys):
     arguments = command("--lengths", "1,2", "--batch-sizes", "1,2", "--contexts", "0,64", "--temperatures", "0,1")
     evaluate, calls = runner.evaluate, []
 
@@ -46,8 +47,11 @@ def test_a_sweep_saves_every_cell_and_goes_on(command, tmp_path, monkeypatch, ca
         assert results["decoding"]["batch_size"] == row["cell"]["batch_size"]
         assert results["decoding"]["temperature"] == row["cell"]["temperature"]
         assert all(record["prompt_tokens"] >= row["cell"]["context"] for record in results["prompts"])
-    assert len(summary["crossover"]) == 1
-    assert "speed-up" in capsys.readouterr().out
+    assert [each["axis"] for each in summary["crossover"]] == ["batch_size", "context", "temperature"]
+    assert summary["target"] == str(target_dir) and summary["max_new_tokens"] == 6 and summary["limit"] == 2
+    assert {"device", "threads", "suite", "command", "date", "machine"} <= summary.keys()
+    shown = capsys.readouterr().out
+    assert "speed-up" in shown and "inconclusive" in shown
 
 
 def test_axes_one_at_a_time_or_crossed():
@@ -64,8 +68,31 @@ def cell(batch, speedup, tree="chain:2"):
 def test_the_crossover_is_read_off_between_two_sizes():
     rows = [cell(1, 1.5), cell(4, 1.2), cell(16, 0.8), cell(1, 1.5, "chain:4"), cell(8, 1.1, "chain:4")]
     rows += [cell(1, 0.9, "chain:8"), cell(2, 0.8, "chain:8"), cell(1, 2.0, "alone")]
-    found = {each["cell"]["tree"]: each["batch_size"] for each in sweep.crossovers(rows)}
+    found = {each["cell"]["tree"]: each["batch_size"] for each in crossovers(rows)}
     assert found == {"chain:2": 8.0, "chain:4": None, "chain:8": 0}
+
+
+def test_every_axis_of_numbers_has_its_crossover(capsys):
+    base = {"dtype": "float32", "tree": None, "temperature": 0.0, "batch_size": 1, "context": 0}
+    figures = {
+        "spec": "chain:2",
+        "accepted_length": 2.0,
+        "tokens_per_second": 9.0,
+        "prompts": 8,
+        "acceptance_rate": 0.5,
+    }
+    rows = [
+        {"cell": base | {"context": context}, **figures, "speedup_vs_fastest": speedup, "speedup": {"autoregressive": speedup},
+         "confidence": {"speedup": {"autoregressive": [speedup - 0.15, speedup + 0.15]}}}
+        for context, speedup in ((0, 1.5), (512, 1.1), (2048, 0.8))
+    ]  # fmt: skip
+    (found,) = crossovers(rows)
+    assert (found["axis"], found["cell"].get("context"), found["cell"]["batch_size"]) == ("context", None, 1)
+    assert found["verdict"] == "stops paying between context 512 and 2048 (inconclusive at 512)"
+    sweep.print_summary(rows)
+    shown = capsys.readouterr().out
+    assert "no crossover: one batch size was measured" in shown
+    assert all(state in shown for state in ("pays", "does not pay", "inconclusive"))
 
 
 def test_prompts_are_lengthened_to_a_few_tokens(target, suite):  # noqa: F811

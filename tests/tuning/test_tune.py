@@ -17,6 +17,8 @@ from drafttrain.drafters.combined import CombinedDrafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.ngram.model import NgramDrafter
 from drafttrain.drafters.registry import decoding_settings
+from drafttrain.evaluation.metrics import summarize
+from drafttrain.evaluation.verdicts import judge, verdict_of
 from drafttrain.inference import Decoder, SamplingParams
 from drafttrain.tuning import replay as costs_module
 from drafttrain.tuning import tune as tuning
@@ -24,6 +26,8 @@ from drafttrain.tuning.replay import CostModel, Replayed, Track, _Recorded, chan
 from tests.conftest import make_target
 from tests.data.test_tools import TEMPLATE, tokenizer_with
 from tests.drafters.test_eagle3 import make_drafter
+from tests.evaluation.test_metrics import record as record_of
+from tests.evaluation.test_metrics import side
 
 PROMPTS = [[5, 9, 11, 9, 11, 30, 2, 9, 11, 4, 44, 9], [7, 8, 7, 8, 9, 7]]
 COUNT = 20
@@ -149,7 +153,7 @@ def test_candidates_fit_their_drafter(target):
 
 
 def tune_command(target_dir, drafter, tmp_path, *more):
-    return ["tune", "--target", str(target_dir), "--drafter", str(drafter), "--dtype", "float32", "--prompts", "2",
+    return ["tune", "--target", str(target_dir), "--drafter", str(drafter), "--dtype", "float32", "--prompts", "4",
             "--max-new-tokens", "16", "--repeats", "1", "--output", str(tmp_path / "tune.json"), *more]  # fmt: skip
 
 
@@ -170,7 +174,7 @@ def test_tune_writes_the_drafters_default(target_dir, target, tmp_path, capsys, 
     monkeypatch.setattr(
         tuning.CostModel, "round", lambda self, spec, nodes, depth: 1.0 if spec.shape == "none" else 0.5
     )
-    faster = tuning.Timings(np.full((3, 2), 15.0), np.array([[2.0, 2.2], [1.0, 1.1], [0.8, 0.9]]))
+    faster = tuning.Timings(np.full((3, 4), 15.0), np.array([[2.0, 2.2] * 2, [1.0, 1.1] * 2, [0.8, 0.9] * 2]))
     monkeypatch.setattr(tuning, "measure", lambda *_: faster)
     assert cli.main(tune_command(target_dir, f"{tmp_path / 'drafter'}+ngram", tmp_path)) == 0
     result = json.loads((tmp_path / "tune.json").read_text())
@@ -226,23 +230,62 @@ def test_paired_intervals_cancel_what_prompts_differ_in():
     assert measured.ratio(1, 0) == pytest.approx((2, 2, 2))
 
 
-def test_the_verdict_says_what_parts(capsys):
+def test_the_verdict_says_what_parts():
     result = {
         "picked": "chain:3",
         "tree": "chain:3",
         "predicted_speedup": 1.03,
         "measured_speedup": 0.31,
         "relative_error": 2.3,
-        "adaptive_speedup": 0.8,
-        "intervals": {"measured_speedup": [0.2, 1.1], "adaptive_over_fixed": [0.9, 1.2]},
+        "adaptive_speedup": 1.8,
+        "intervals": {
+            "measured_speedup": [0.2, 1.1],
+            "adaptive_speedup": [1.5, 2.0],
+            "adaptive_over_fixed": [0.9, 1.2],
+        },
         "prompts": 6,
     }
     text = tuning.verdict(result)
-    assert "measured 0.31x [0.20, 1.10]" in text and "6 prompts are too few" in text
-    assert "Prediction and measurement part" not in text, "the interval holds the prediction"
+    assert "measured 0.31x [0.20, 1.10]" in text and "inconclusive: 6 prompts are too few" in text
+    assert "prediction and measurement part" not in text, "the interval holds the prediction"
+    assert "1.80x as fast as plain decoding" in tuning.verdict({**result, "tree": "chain:3@adapt"}), (
+        "of the tree that is kept"
+    )
     result["intervals"]["measured_speedup"] = [0.2, 0.4]
-    assert "part by +230%" in tuning.verdict(result)
+    assert "part by +230%, beyond the interval: trust the measurement" in tuning.verdict(result)
     assert "do not use this drafter" in tuning.verdict({**result, "tree": "none"})
+
+
+def test_more_prompts_than_six_are_taken_from_a_file(target, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"text": f"question {number}"}) + "\n" for number in range(9)))
+    assert len(tuning.calibration_prompts(target, str(file), {}, count=8)) == 8
+    assert len(tuning.calibration_prompts(target, None, {}, count=8)) == 6
+
+
+def test_tune_and_eval_agree():
+    """The same answers get the same verdict, whether tune timed them or eval recorded them."""
+    random = np.random.default_rng(3)
+    seen = set()
+    for number in range(40):
+        prompts = int(random.integers(3, 8))
+        seconds = (
+            random.uniform(1, 3, prompts) * random.uniform(0.7, 1.4, (3, 1)) * random.uniform(0.8, 1.2, (3, prompts))
+        )
+        measured = tuning.Timings(np.full((3, prompts), 63.0), seconds)
+        records = [
+            record_of("a", side(63, ours, [(1, 1, 31)]), side(63, plain))
+            for plain, ours in zip(*seconds[:2], strict=True)
+        ]
+        state = verdict_of(summarize(records)).state
+        value, *interval = measured.ratio(1, 0)
+        assert judge(value, interval, prompts).state == state, number
+        if measured.faster(
+            1, 2
+        ):  # the fixed tree beats the adaptive one, so the choice is between it and plain decoding
+            assert (tuning.keep(measured) == 0) == (state == "does not pay")
+        seen.add(state)
+    assert seen == {"pays", "does not pay", "inconclusive"}
 
 
 def test_a_drafter_that_does_not_pay_is_called_so(target, capsys):

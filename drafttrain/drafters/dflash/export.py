@@ -21,7 +21,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
-import gguf
 import torch
 from torch import Tensor
 
@@ -69,7 +68,7 @@ class BlockFiles(GgufHeads[Block]):
     verifiable = {"llama.cpp": "gguf"}
     in_root = ("gguf",)
     gguf_arch = "dflash"
-    gguf_layers = gguf.MODEL_ARCH.QWEN3
+    gguf_layers = "QWEN3"
     gguf_names = {"fc.weight": "fc.weight", "hidden_norm.weight": "enc.output_norm.weight"}
 
     def gguf_keys(self, drafter: Block) -> Json:

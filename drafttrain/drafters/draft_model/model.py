@@ -59,11 +59,11 @@ class DraftModelConfig(TargetedConfig):
     """How a draft model began and is trained; its shapes are in the language model's own config.
 
     Attributes:
-        layers: the target's layers that it was built from, for init=target.
+        layers: the target's layers that it is built from, for init=target.
         embedding: for init=target: `copied` (trained) or `shared` (frozen, the target's own).
         config: folder, Hub id or fields of the language model's config, for init=random.
-        lora: options of `start.add_lora`; empty trains all weights.
-        vocabulary_match: how a draft model whose vocabulary is not the target's drafts for it, see vocabularies.py.
+        lora: adapters to train, {r: 8, alpha: 16, targets: all-linear, dropout: 0}; empty trains all weights.
+        vocabulary_match: how a draft model whose vocabulary is not the target's drafts for it: by shared tokens or by text.
     """
 
     model_type = "drafttrain_draft_model"

@@ -9,21 +9,25 @@ import copy
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model, set_peft_model_state_dict
-from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from drafttrain.errors import UserError
+from drafttrain.extras import LazyPackage
 from drafttrain.files import Json
 from drafttrain.formats.weights import Shapes, check_names, read_weights
 from drafttrain.target import Target, resolve_target
 from drafttrain.target.loading import check_finite, load_language_model, loading
 from drafttrain.values import AnyText, Count, Depth, Fraction, PositiveAmount, check
+
+if TYPE_CHECKING:
+    import peft
+else:
+    peft = LazyPackage("peft")
 
 _LORA = {"r": 8, "alpha": 16, "targets": "all-linear", "dropout": 0.0}
 _LORA_KINDS = {"r": Depth, "alpha": Count | PositiveAmount, "targets": AnyText | list[AnyText], "dropout": Fraction}
@@ -177,7 +181,7 @@ def add_lora(lm: nn.Module, options: Json) -> None:
     given = {key: check(f"drafter.lora.{key}", value, _LORA_KINDS[key]) for key, value in {**_LORA, **options}.items()}
     chosen: Json = {_PEFT_NAMES.get(key, key): value for key, value in given.items()}
     try:
-        inject_adapter_in_model(LoraConfig(**chosen, task_type="CAUSAL_LM"), lm, _ADAPTER)
+        peft.inject_adapter_in_model(peft.LoraConfig(**chosen, task_type="CAUSAL_LM"), lm, _ADAPTER)
     except ValueError as error:
         raise UserError(f"drafter.lora={options}: {' '.join(str(error).split())}") from error
 
@@ -190,7 +194,7 @@ def merged(lm: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """
     plain = {name.replace(".base_layer.", "."): value for name, value in state.items() if ".lora_" not in name}
     for name, module in lm.named_modules():
-        if isinstance(module, LoraLayer):
+        if isinstance(module, peft.tuners.lora.LoraLayer):
             up, down = (state[f"{name}.lora_{part}.{_ADAPTER}.weight"] for part in "BA")
             delta = (up @ down) * module.scaling[_ADAPTER]
             delta = delta.T if getattr(module, "fan_in_fan_out", False) else delta
@@ -201,7 +205,7 @@ def merged(lm: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
 def save_adapter(lm: Any, state: dict[str, Tensor], folder: Path) -> None:
     """Writes the adapter as peft does, so that `PeftModel.from_pretrained(base, folder)` reads it."""
     lm.peft_config[_ADAPTER].save_pretrained(str(folder))
-    own = get_peft_model_state_dict(lm, state_dict=state, adapter_name=_ADAPTER, save_embedding_layers=False)
+    own = peft.get_peft_model_state_dict(lm, state_dict=state, adapter_name=_ADAPTER, save_embedding_layers=False)
     save_file({_PREFIX + name: value.contiguous() for name, value in own.items()}, folder / _WEIGHTS)
 
 
@@ -210,6 +214,6 @@ def load_adapter(lm: nn.Module, folder: Path) -> None:
     with loading(f"{folder}/{_WEIGHTS}", "choose another output_dir, or resume=false"):
         state = load_file(folder / _WEIGHTS)
     own = {name.removeprefix(_PREFIX): value for name, value in state.items()}
-    expected = get_peft_model_state_dict(lm, adapter_name=_ADAPTER, save_embedding_layers=False)
+    expected = peft.get_peft_model_state_dict(lm, adapter_name=_ADAPTER, save_embedding_layers=False)
     check_state(own, {name: tuple(value.shape) for name, value in expected.items()}, folder)
-    set_peft_model_state_dict(lm, own, adapter_name=_ADAPTER)
+    peft.set_peft_model_state_dict(lm, own, adapter_name=_ADAPTER)

@@ -1,0 +1,275 @@
+"""`drafttrain plan`: ZeRO's arithmetic, extrapolation, advice in order of harm, shapes without weights, and real dry steps."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, MixtralConfig
+
+from drafttrain.cli import main
+from drafttrain.errors import UserError
+from drafttrain.training.dry_step import StepMemory
+from drafttrain.tuning import plan_memory
+from drafttrain.tuning.plan import Job, plan
+from drafttrain.tuning.plan_memory import Memory, Setting
+from drafttrain.tuning.plan_recipe import deepspeed_of, model_sizes, read_config, stored_bits
+
+ROOT = Path(__file__).resolve().parents[2]
+SHAPES = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 1000, "max_position_embeddings": 4096, "tie_word_embeddings": False,
+}  # fmt: skip
+TRAINED = 10**9
+SETTING = Setting(
+    rows=4, length=1024, eval_rows=0, prompt=128, gpu=True, target_dtype=torch.bfloat16, half=True, checkpointing=False,
+    states="online",
+)  # fmt: skip
+
+
+def linear_step(config, kind, options, *, rows, length, checkpointing, source, trains, drafter_dtype, **_):
+    """A dry step whose activations are 1 MB a token, a third with checkpointing, above a constant part."""
+    width, tokens = drafter_dtype.itemsize, rows * length
+    target = 16e9 if source == "online" else 2e9
+    activations = round(1e6 * tokens * (0.3 if checkpointing else 1.0)) if trains else 0
+    sizes = (round(target), width * TRAINED, width * TRAINED, 8 * TRAINED, 10**6 * rows, 10**8, activations)
+    return StepMemory(*sizes, "", TRAINED, 1e9 * tokens, 256)
+
+
+@pytest.fixture
+def linear(monkeypatch):
+    """Plans in which no dry step runs; its value counts those that were asked for."""
+    asked = []
+    monkeypatch.setattr(plan_memory, "dry_step", lambda *a, **b: asked.append(b) or linear_step(*a, **b))
+    return asked
+
+
+@pytest.fixture
+def memory(linear):
+    return Memory(LlamaConfig(**{k: v for k, v in SHAPES.items() if k != "model_type"}), "eagle3", "kl", lambda t: t)
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    (tmp_path / "target.json").write_text(json.dumps(SHAPES))
+    keys = {"kind": "eagle3", "target": "nobody/tiny", "data": "none", "output_dir": str(tmp_path / "out")}
+    keys |= {"drafter": {"draft_vocab_size": 500, "ttt_steps": 2}, "max_length": 128, "per_device_train_batch_size": 2}
+    keys |= {"per_device_eval_batch_size": 2, "gradient_checkpointing": False}
+    path = tmp_path / "eagle3.yaml"
+    path.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in keys.items()))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("stage", "weights", "gradients", "optimizer"),
+    [(0, 4, 4, 8), (1, 2, 2, 12 / 8), (2, 2, 2 / 8, 12 / 8), (3, 2 + 2 / 8, 2 / 8, 12 / 8)],
+)
+def test_zero_shards_optimizer_then_gradients_then_weights(memory, stage, weights, gradients, optimizer):
+    """Gigabytes per 10^9 trained weights on eight GPUs; under stage 3 a forward gathers all of these."""
+    parts = memory.parts(replace(SETTING, processes=8, stage=stage))
+    found = [parts[name] / TRAINED for name in ("drafter", "gradients", "optimizer")]
+    assert found == pytest.approx([weights, gradients, optimizer])
+    # DistributedDataParallel holds every gradient a second time, DeepSpeed a buffer of 500 million.
+    assert parts["gradient buckets"] / TRAINED == (4 if stage == 0 else 1)
+
+
+def test_copies_of_gradients_in_the_optimizers_step_count_where_they_exceed_the_activations(memory):
+    small = replace(SETTING, rows=1, length=8, stage=2, processes=1, buckets=0)
+    parts = memory.parts(small)
+    working = sum(parts[name] for name in ("features", "logits", "activations"))
+    # Flat and float32 copies of all gradients: 2 + 2 + 4 bytes each.
+    assert parts["optimizer"] + parts["gradients"] + working == pytest.approx((12 + 8) * TRAINED)
+
+
+def test_large_batches_are_extrapolated_and_no_step_runs_twice(memory, linear):
+    big = memory.step(replace(SETTING, rows=64))
+    assert big.activations == 64 * 1024 * 10**6 and big.features == 64 * 10**6 and big.logits == 10**8
+    assert memory.step(replace(SETTING, rows=1, length=32768)).activations == 32768 * 10**6
+    before = len(linear)
+    memory.parts(replace(SETTING, rows=64, processes=8, shards=2, state_bytes=2))
+    assert len(linear) == before and all(each["rows"] * each["length"] <= 8192 for each in linear)
+
+
+def test_a_cpu_holds_no_more_states_than_the_data_has(memory):
+    small = replace(SETTING, gpu=False, states="stored", kept=4e9, ahead=1e9, data_tokens=1000)
+    parts = memory.parts(small)
+    assert parts["states kept"] == parts["states ahead"] == 2 * 256 * 1000 and "reserve" not in parts
+    parts = memory.parts(replace(small, data_tokens=1e9, states="online"))
+    assert (parts["states kept"], parts["states ahead"]) == (4e9, 0.0)
+
+
+def test_the_largest_batch_fits_and_one_more_does_not(memory):
+    limit = 60e9
+    rows = memory.most(SETTING, limit, "rows", 4096)
+    assert memory.total(replace(SETTING, rows=rows)) <= limit < memory.total(replace(SETTING, rows=rows + 1))
+    length = memory.most(SETTING, limit, "length", 10**6, 256)
+    assert memory.total(replace(SETTING, length=length)) <= limit < memory.total(replace(SETTING, length=length + 256))
+    assert memory.most(SETTING, 20e9, "rows", 4096) == 0
+    assert memory.most(SETTING, limit, "length", 512, 256) == 512
+
+
+def test_an_evaluation_that_exceeds_the_training_step_sets_the_peak(memory, monkeypatch):
+    monkeypatch.setattr(memory, "_run", lambda setting, trains: linear_step(
+        None, "", {}, rows=setting.rows, length=setting.length, checkpointing=False, source="online", trains=True,
+        drafter_dtype=torch.float32))  # fmt: skip
+    small = replace(SETTING, rows=1, length=64)
+    assert "evaluation" not in memory.parts(replace(small, eval_rows=1))
+    more = memory.parts(replace(small, eval_rows=128))
+    assert more["evaluation"] == pytest.approx(127 * 64e6 + 127e6 - 4 * TRAINED)
+
+
+def test_advice_takes_the_least_harmful_change_that_fits(linear, recipe):
+    words = ["per_device_train_batch_size=32", "max_length=1024"]
+    # GB: 32.8 of activations, 9.8 with checkpointing; 16 of target; 16 of drafter, gradients and optimizer; 1 to 3 of reserve.
+    assert plan(recipe, words, Job(gpu_memory=80)).advice == []
+    assert [line.partition(":")[0] for line in plan(recipe, words, Job(gpu_memory=50)).advice] == [
+        "gradient_checkpointing=true"
+    ]
+    tight = plan(recipe, words, Job(gpu_memory=39))
+    assert not tight.fits and tight.largest["rows"] < 32
+    assert [line.partition(":")[0] for line in tight.advice] == [
+        "gradient_checkpointing=true", "per_device_train_batch_size=16 gradient_accumulation_steps=2",
+    ]  # fmt: skip
+    assert "states from vLLM" in plan(recipe, words, Job(gpu_memory=28)).advice[0]
+    assert plan(recipe, words, Job(gpu_memory=15)).advice[-1].startswith("4 GPUs under ZeRO-2")
+    assert "no such change fits 5 GB" in plan(recipe, words, Job(gpu_memory=5)).advice[0]
+
+
+def test_disk_and_hours_follow_the_data(linear, recipe):
+    job = Job(conversations=1000, tokens=100, prompt_tokens=20, states="stored", deepspeed="0")
+    found = plan(recipe, ["save_total_limit=1", "num_train_epochs=3", "validation=0"], job)
+    assert found.disk_gb["states"] == pytest.approx(1.01 * 2 * 256 * 100_000 / 1e9)  # bfloat16, 256 numbers a token
+    assert found.disk_gb["checkpoints"] == pytest.approx(2 * 12.0)  # the last and the one being written
+    assert found.hours["train"] == pytest.approx(300_000 / found.tokens_per_second["train"] / 3600)
+    assert set(found.hours) == {"generate", "features", "train", "total"}
+    half = plan(recipe, ["max_steps=10", "validation=0"], replace(job, store_dtype="int8", memory_efficiency=1.0))
+    assert half.disk_gb["states"] < 0.52 * found.disk_gb["states"]
+    assert half.hours["train"] == pytest.approx(10 * 2 * 100 / half.tokens_per_second["train"] / 3600)
+    assert found.tokens_per_second["train"] < half.tokens_per_second["train"]
+    small = plan(recipe, [], replace(job, disk=10.0))
+    assert not small.fits and "--disk 10 GB is too small" in small.advice[0]
+
+
+def test_a_draft_models_target_is_loaded_whole_unless_states_stream_to_another_model(linear, recipe, tmp_path):
+    words = ["kind=draft_model", "drafter={}"]
+    large = tmp_path / "large.json"
+    large.write_text(json.dumps({**SHAPES, "hidden_size": 4096, "intermediate_size": 10**5}))
+    job = Job(states="stored", target_config=str(large))
+    assert plan(recipe, [], job).memory_gb["target"] == 2.0  # the stand-in's shell
+    copied = plan(recipe, words, job)
+    assert (
+        copied.memory_gb["target"] == pytest.approx(2e-9 * copied.parameters["target"])
+        and copied.parameters["target"] > 2e9
+    )
+    streams = [*words, "init=x/y", "target_url=http://localhost:1"]
+    assert plan(recipe, streams, replace(job, states="", init_config=str(large))).memory_gb["target"] == 2.0
+
+
+def test_shapes_come_from_the_file_next_to_the_recipe_unless_the_target_is_another(linear, recipe, tmp_path):
+    assert (
+        plan(recipe).parameters["target"]
+        == AutoModelForCausalLM.from_config(
+            LlamaConfig(**{k: v for k, v in SHAPES.items() if k != "model_type"})
+        ).num_parameters()
+    )
+    with pytest.raises(UserError, match=r"target='other/one': no config.json .*--target-config FILE"):
+        plan(recipe, ["target=other/one"])
+    given = tmp_path / "own.json"
+    given.write_text(json.dumps({**SHAPES, "num_hidden_layers": 5}))
+    found = plan(recipe, ["target=other/one"], Job(target_config=str(given)))
+    assert found.parameters["target"] > plan(recipe).parameters["target"]
+
+
+def test_a_config_of_a_repositorys_own_name_is_read_as_its_class(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**SHAPES, "model_type": "own", "architectures": ["LlamaForCausalLM"], "auto_map": {}}))
+    assert isinstance(read_config("x/y", str(path), Path("")), LlamaConfig)
+    path.write_text(json.dumps({**SHAPES, "model_type": "own", "architectures": ["OwnForCausalLM"]}))
+    with pytest.raises(UserError, match="target='x/y': this transformers has no class for model_type='own'"):
+        read_config("x/y", str(path), Path(""))
+
+
+def test_sizes_tell_experts_and_compressed_keys_by_the_models_own_weights():
+    shapes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+    config = MixtralConfig(
+        **shapes, num_key_value_heads=2, intermediate_size=48, num_local_experts=8, num_experts_per_tok=2
+    )
+    with torch.device("meta"):
+        sizes = model_sizes(model := AutoModelForCausalLM.from_config(config), config)
+    assert sizes.expert == 2 * 3 * 32 * 48 and (sizes.experts, sizes.chosen) == (8, 2)
+    assert sizes.total == model.num_parameters() - 100 * 32  # the embedding is a lookup
+    assert sizes.kv == 2 * 2 * 2 * 8
+    latent = DeepseekV3Config(
+        **shapes, kv_lora_rank=16, qk_rope_head_dim=4, n_routed_experts=8, first_k_dense_replace=1
+    )
+    with torch.device("meta"):
+        assert model_sizes(AutoModelForCausalLM.from_config(latent), latent).kv == 2 * (16 + 4)
+    latent.quantization_config = {"quant_method": "fp8"}
+    assert (stored_bits(latent), stored_bits(config)) == (8.0, 16.0)
+
+
+def test_the_deepspeed_stage_comes_from_a_number_a_file_or_the_recipe(tmp_path):
+    def stage(*given):
+        zero, processes = deepspeed_of(*given)
+        return (zero.get("zero_optimization") or {}).get("stage", 0), processes
+
+    assert stage("", {}, 1) == (0, 0) and stage("", {}, 8) == (2, 0) and stage("3", {}, 1) == (3, 0)
+    assert stage("", {"deepspeed": str(ROOT / "configs/deepspeed/zero1.json")}, 8) == (1, 0)
+    for name, expected in (("gpu-8", (2, 8)), ("gpu-1", (0, 1)), ("multi-node", (2, 16))):
+        assert stage(str(ROOT / f"configs/accelerate/{name}.yaml"), {}, 1) == expected
+    with pytest.raises(UserError, match="deepspeed='7': give a stage from 0 to 3"):
+        deepspeed_of("7", {}, 1)
+    with pytest.raises(UserError, match=r"no\.json"):
+        deepspeed_of(str(tmp_path / "no.json"), {}, 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "job", "message"),
+    [
+        ([], {"device": "abacus"}, "device='abacus' is not one of"),
+        (["sequence_parallel=2"], {}, "sequence_parallel=2: rows that processes share are not planned"),
+        (["kind=eagle9"], {}, "eagle9"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(recipe, words, job, message):
+    with pytest.raises(UserError, match=message):
+        plan(recipe, words, Job(**job))
+
+
+def test_the_command_prints_and_writes_a_plan_of_real_dry_steps(recipe, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(plan_memory, "_MOST_TOKENS", 512)
+    output = tmp_path / "plan.json"
+    assert main(["plan", recipe, "--gpus", "2", "--gpu-memory", "24", "--disk", "1T", "--output", str(output)]) == 0
+    found, text = json.loads(output.read_text()), capsys.readouterr().out
+    parts = found["memory_gb"]
+    assert found["fits"] and parts["total"] == pytest.approx(sum(v for name, v in parts.items() if name != "total"))
+    assert parts["target"] == pytest.approx(2e-9 * found["parameters"]["target"], rel=0.02)
+    assert min(parts[name] for name in ("drafter", "gradients", "optimizer", "features", "activations")) > 0
+    assert found["setting"]["zero_stage"] == 2 and found["setting"]["precision"] == "bfloat16"
+    assert found["largest"]["rows"] > 100 and found["largest"]["length"] == 4096
+    assert {"target", "answers", "checkpoints", "total"} <= found["disk_gb"].keys()
+    for words in (
+        "2 x h100 of 24 GB",
+        "a roofline, not a measurement",
+        "fits: ",
+        "60,000 conversations",
+        f"wrote {output}",
+    ):
+        assert words in text
+    assert "next: drafttrain prompts --source magpie --target nobody/tiny --count 60000 --output prompts.jsonl" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["eagle3 shell, stored states", "draft_model online"])
+def test_a_plan_is_what_training_allocates(name, monkeypatch):
+    """eval/bench_plan.py with smaller rows."""
+    monkeypatch.syspath_prepend(str(ROOT / "eval"))
+    spec = importlib.util.spec_from_file_location("bench_plan", ROOT / "eval" / "bench_plan.py")
+    bench = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bench)
+    compared = bench.compare(name, {**bench.CASES[name], "rows": 2, "max_length": 256})
+    assert abs(compared["off"]) < bench.GOAL
