@@ -70,13 +70,7 @@ CASES: dict[str, Json] = {  # name -> target's shapes, and keys of the recipe; `
     },
     "eagle3 online, zero2": {
         **{"target": SMALL, **EAGLE, "rows": 2, "max_length": 512},
-        "launch": [
-            "--num_processes",
-            "2",
-            "--use_deepspeed",
-            "--deepspeed_config_file",
-            "configs/deepspeed/zero2.json",
-        ],
+        "zero": {"stage": 2, "overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": 2_000_000},
     },
 }
 
