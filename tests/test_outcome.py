@@ -100,7 +100,7 @@ PIPELINE = [
     ("prompts --source file --input {CHATS} --output runs/p.jsonl", "p.jsonl", "generate"),
     ("generate {T} --prompts runs/p.jsonl --output runs/data --max-length 128 --max-new-tokens 16", "data", "train"),
     ("plan recipe.yaml --disk 1T target={TARGET} data=runs/data output_dir=runs/drafter max_length=99 --output runs/plan.json",
-     "plan.json", "prompts"),
+     "plan.json", "train"),
     ("features --data runs/data", "data/features", "train"),
     ("train recipe.yaml target={TARGET} --data runs/data --output-dir=runs/drafter {KEYS}", "drafter", "tune"),
     ("tune {T} {D} --prompts 2 --repeats 1 --max-new-tokens 16", "tune.json", "eval"),
