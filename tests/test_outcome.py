@@ -96,10 +96,11 @@ WORDS = {
 }
 # A pipeline: each command with what it must write, and the command that it must name.
 PIPELINE = [
+    ("recipes", None, "recipes"),
     ("prompts --source file --input {CHATS} --output runs/p.jsonl", "p.jsonl", "generate"),
     ("generate {T} --prompts runs/p.jsonl --output runs/data --max-length 128 --max-new-tokens 16", "data", "train"),
     ("plan recipe.yaml --disk 1T target={TARGET} data=runs/data output_dir=runs/drafter max_length=99 --output runs/plan.json",
-     "plan.json", "prompts"),
+     "plan.json", "train"),
     ("features --data runs/data", "data/features", "train"),
     ("train recipe.yaml target={TARGET} --data runs/data --output-dir=runs/drafter {KEYS}", "drafter", "tune"),
     ("tune {T} {D} --prompts 2 --repeats 1 --max-new-tokens 16", "tune.json", "eval"),
@@ -151,4 +152,4 @@ def test_every_command_leads_on(tmp_path, capfd, monkeypatch):
     assert "next: drafttrain eval" in done.stdout
     assert [line for line in done.stderr.splitlines() if not line.startswith("device ")] == []  # no bars, no notices
     tested = {line.split()[0] for line, _, _ in PIPELINE}
-    assert set(COMMANDS) - tested == {"fetch", "serve-target", "bench-server", "completion"}
+    assert set(COMMANDS) - tested == {"fetch", "serve-target", "bench-server", "completion", "chat"}

@@ -32,6 +32,7 @@ NEEDED = {
     "generate": [*TARGET, "--prompts", PROMPTS, "--output", "OUT"],
     "features": ["--data", "DATA"],
     "serve-target": [*TARGET, "--dry-run"],
+    "recipes": [],
     "plan": [RECIPE],
     "train": [RECIPE],
     "ngram-store": ["--data", "DATA", "--output", "OUT"],
