@@ -17,7 +17,7 @@ HELP = f"""Train a drafter from a YAML recipe.
 Start an interrupted run again to continue it from its newest checkpoint;
 a finished run is left unchanged. Ctrl-C and SIGTERM save a checkpoint after the running step and exit with status 130 and 143;
 a second Ctrl-C ends at once. `max_steps=4` may also be written `--max_steps 4`, `--max_steps=4` or `--max-steps 4`. A recipe's
-keys are these, with their defaults; docs/reference.md has their types and ranges:
+keys are these, with their defaults; docs/reference/config.md has their types and ranges:
 
 {key_table(TrainConfig)}
 

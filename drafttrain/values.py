@@ -1,7 +1,7 @@
 """Kinds of values: types with their ranges, which flags, recipe keys and Python arguments share.
 
 A kind is an annotation such as `Count`. `check` compares a value with one, `rule` describes it for errors, --help and
-docs/reference.md, and `check_fields` checks every field of a dataclass. `key` declares such a field with its meaning.
+docs/reference/, and `check_fields` checks every field of a dataclass. `key` declares such a field with its meaning.
 """
 
 from __future__ import annotations
@@ -146,7 +146,9 @@ def refuse_options(call: str, others: Mapping[str, object], known: Iterable[str]
     None and False ask for nothing: transformers' callers pass them for options that are off.
     """
     known = list(known)
-    for name in (name for name, value in others.items() if value is not None and value is not False):
+    for name in (
+        name for name in others if name not in known and others[name] is not None and others[name] is not False
+    ):
         close = difflib.get_close_matches(name, known, n=2, cutoff=0.6)
         raise UserError(
             f"{call}: {name}= is no option of it; "
@@ -155,7 +157,7 @@ def refuse_options(call: str, others: Mapping[str, object], known: Iterable[str]
 
 
 def key(default: T, meaning: str) -> T:
-    """A dataclass field of `check_fields` with its default, and its meaning for --help and docs/reference.md."""
+    """A dataclass field of `check_fields` with its default, and its meaning for --help and docs/reference/config.md."""
     if isinstance(default, dict):
         return field(default_factory=lambda: type(default)(default), metadata={"meaning": meaning})  # type: ignore
     return field(default=default, metadata={"meaning": meaning})

@@ -1,4 +1,4 @@
-"""docs/reference.md, --help and the defaults of the trainer's keys."""
+"""docs/reference/, --help and the defaults of the trainer's keys."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def reference():
 
 @pytest.mark.thorough
 def test_the_reference_is_up_to_date():
-    assert (ROOT / "docs" / "reference.md").read_text() == reference().page(), "run python scripts/reference.py"
+    for name, text in reference().pages().items():
+        assert (ROOT / "docs" / "reference" / name).read_text() == text, "run python scripts/reference.py"
 
 
 def test_help_lists_every_key_with_its_default():
@@ -44,3 +45,10 @@ def test_defaults_of_the_trainers_keys_are_transformers_own_or_ours():
     theirs = {one.name: one.default for one in fields(TrainingArguments)}
     differing = {one.name for one in fields(TrainerKeys) if default_of(one) != theirs[one.name]}
     assert differing == OURS
+
+
+@pytest.mark.thorough
+def test_every_option_of_a_kind_says_what_it_means():
+    lines = [line for line in reference().config_page().splitlines() if line.startswith("| `drafter.")]
+    assert len(lines) > 100 and not [line for line in lines if line.endswith("|  |")]
+    assert any(line.startswith("| `drafter.num_attention_heads` |") and "| the target's |" in line for line in lines)

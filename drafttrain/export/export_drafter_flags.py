@@ -14,7 +14,7 @@ HELP = """Write a drafter in the form that an engine loads, and print how to ser
 
   drafttrain export --drafter runs/drafter --format vllm --output runs/export
 
-Without --format, lists the formats that the drafter can be written in; docs/reference.md lists those of every kind.
+Without --format, lists the formats that the drafter can be written in; docs/reference/cli.md lists those of every kind.
 --format gguf --target-gguf float16 also writes the target as GGUF file, where none is at hand.
 A drafter with features that the format does not support is an error that lists them. For n-grams, which engines
 draft by themselves, --drafter with that kind's name prints their settings. Check the result by:

@@ -9,7 +9,8 @@ from drafttrain.values import Place, adder
 
 HELP = """Bring a published drafter into drafttrain, to measure, tune or train it further.
 
-Import reads what trainers and engines publish: docs/reference.md lists the forms, docs/publishing.md the projects and releases.
+Import reads what trainers and engines publish: docs/reference/cli.md lists the forms,
+docs/publishing.md the projects and releases.
 
   drafttrain import --checkpoint yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --target meta-llama/Llama-3.1-8B-Instruct \\
       --allow-pickle --output runs/eagle3-llama

@@ -43,7 +43,7 @@ from drafttrain.target import Target
 
 OWN = "target"  # the producer of tokens that no drafter proposed
 _STYLES = ("black on #93c5fd", "black on #fcd34d")  # of the drafter's tokens, and of the matches merged into its tree
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a model must not write escape sequences to the terminal
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _REDRAW = 0.05  # seconds between two states of the live display
 
 
@@ -83,6 +83,11 @@ def rate(counts: tuple[int, float]) -> float | None:
     """Tokens per second of (tokens, seconds); None where nothing was measured."""
     tokens, seconds = counts
     return tokens / seconds if tokens and seconds else None
+
+
+def printable(text: str) -> str:
+    """Text for a terminal, to which a model must not write escape sequences."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 class ChatSession:
@@ -204,8 +209,8 @@ class PlainView:
         with contextlib.closing(self.session.answer(text)) as rounds:
             for turn in rounds:
                 if not self.as_json:
-                    print(turn.text[done:], end="", flush=True)
-                    done = len(turn.text)
+                    piece, done = turn.text[done:], len(turn.text)
+                    print(printable(piece) if sys.stdout.isatty() else piece, end="", flush=True)
                 if self.stop:
                     break
         if self.as_json:
@@ -234,7 +239,7 @@ class LiveView(PlainView):
         ):
             for turn in rounds:
                 for piece, producer in turn.pieces[done:]:
-                    row.append(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", piece), self.styles.get(producer))
+                    row.append(printable(piece), self.styles.get(producer))
                 done = len(turn.pieces)
                 *complete, end = row.wrap(console, console.width) or [row]  # splits at line ends too
                 if row.plain.endswith(" ") and not end.plain.endswith(" "):  # dropped at the right margin

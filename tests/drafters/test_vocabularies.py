@@ -389,10 +389,11 @@ def test_sampled_tokens_follow_the_target(mode, spec):
 # -- choice, files, training ------------------------------------------------------------------------------------------
 
 
-def test_the_choice_is_stated_with_the_overlap(tokenizers, capsys):
+def test_the_choice_is_stated_with_the_overlap(tokenizers, caplog):
+    caplog.set_level("INFO", "drafttrain")
     target = target_of(tokenizers["byte_level"])
     few = drafter_of(tokenizers["sentencepiece"], target)
-    line = capsys.readouterr().err
+    line = caplog.text
     assert few.vocabulary is None and few.fit()["vocabulary"]["drafts_by"] == "text, drawn trees by tokens"
     assert (
         f"drafts by text, drawn trees by tokens (vocabulary_match=auto): it shares {len(few.kept_ids)} of 'tiny'"
@@ -411,9 +412,9 @@ def test_the_choice_is_stated_with_the_overlap(tokenizers, capsys):
     assert many.pair.way == "tokens" and torch.equal(many.vocabulary, many.pair.kept_ids)
     assert many.fit()["vocabulary"]["shared_of_target"] == many.fit()["vocabulary"]["shared_of_text"] == 1.0
     plain = DraftModel(make_target().model, make_tokenizer(), DraftModelConfig())
-    capsys.readouterr()
+    caplog.clear()
     plain.bind(make_target())
-    assert plain.pair is None and plain.fit() == {} and "vocabulary" not in capsys.readouterr().err
+    assert plain.pair is None and plain.fit() == {} and not caplog.text
     results = {"overall": {"acceptance_by_depth": {"conditional": [0.5]}}, **many.fit()}
     results["prompts"] = [{"covered": 0.5, "sides": {"drafter": {"tokens": 10}}}]
     assert "set vocabulary_match: text" in diagnose_vocabulary(results)["advice"]

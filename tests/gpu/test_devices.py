@@ -30,12 +30,13 @@ def recipe(tmp_path, monkeypatch, **keys):
 
 
 @pytest.mark.thorough
-def test_one_process_trains_on_one_gpu_and_says_how_to_use_all(two_gpus, tmp_path, monkeypatch, capfd):
+def test_one_process_trains_on_one_gpu_and_says_how_to_use_all(two_gpus, tmp_path, monkeypatch, capfd, caplog):
+    caplog.set_level("INFO", "drafttrain")
     args = recipe(tmp_path, monkeypatch)
     assert args.n_gpu == 1, "transformers wraps the drafter in DataParallel beyond one"
     assert args.train_batch_size == args.per_device_train_batch_size and args.device == torch.device("cuda:0")
     said = capfd.readouterr().err
-    assert "device cuda:0: pretend GPU sm_90" in said
+    assert "device cuda:0: pretend GPU sm_90" in caplog.messages
     assert "2 GPUs are visible and one is used; all: accelerate launch --num_processes 2" in said
     assert recipe(tmp_path, monkeypatch, target_device_map="auto").n_gpu == 1
     assert "are visible" not in capfd.readouterr().err, "the target is spread over them"
@@ -95,7 +96,7 @@ def test_auto_is_bfloat16_for_targets_on_gpus_that_multiply_it(gpu):
     ],
 )
 def test_a_gpu_that_cannot_be_used_is_an_error_and_no_gpu_is_a_line(
-    monkeypatch, capfd, tmp_path, reason, build, visible, pci, error
+    monkeypatch, capfd, caplog, tmp_path, reason, build, visible, pci, error
 ):
     def init() -> None:
         raise RuntimeError(reason)
@@ -118,12 +119,12 @@ def test_a_gpu_that_cannot_be_used_is_an_error_and_no_gpu_is_a_line(
         with pytest.raises(UserError, match=rf"built for CUDA 13.0, but no GPU can be used .*{error}.*--device cpu"):
             devices.resolve_device("auto")
     else:
+        caplog.set_level("INFO", "drafttrain")
         assert devices.resolve_device("auto").type == "cpu"
-        said = capfd.readouterr().err
-        assert said.startswith("device cpu: ") and said.count("\n") == 1
-        assert (reason.partition(". ")[0] or "built without CUDA") in said
+        assert len(caplog.messages) == 1 and caplog.messages[0].startswith("device cpu: ")
+        assert (reason.partition(". ")[0] or "built without CUDA") in caplog.messages[0]
         devices.resolve_device("auto")
-        assert not capfd.readouterr().err, "said once"
+        assert len(caplog.messages) == 1 and not capfd.readouterr().err, "logged once"
     devices.usual_device.cache_clear()
 
 

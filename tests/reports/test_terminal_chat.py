@@ -41,6 +41,7 @@ def last(session: ChatSession, text: str, rounds: int = 10**6) -> ChatTurn:
         return list(islice(answer, rounds))[-1]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_answers_are_those_of_plain_decoding(target, temperature):
     drafted, plain = (
@@ -55,6 +56,7 @@ def test_answers_are_those_of_plain_decoding(target, temperature):
     assert drafted.messages == plain.messages and len(plain.messages) == 6
 
 
+@pytest.mark.thorough
 def test_each_accepted_token_has_its_producer(target):
     expected = last(session_of(target, None, 120), TURNS[0])
     prompt = session_of(target, None).target.tokenizer.apply_chat_template(
@@ -81,6 +83,7 @@ def test_a_stopped_answer_stays_in_the_conversation(target):
     assert last(session, TURNS[1]).stats.prompt_tokens > turn.stats.prompt_tokens + len(turn.pieces)
 
 
+@pytest.mark.thorough
 def test_plain_decoding_is_measured_when_drafting_is_off(target):
     session = session_of(target, NgramDrafter())
     turn = last(session, TURNS[0])
@@ -115,6 +118,7 @@ def chat(target_dir, monkeypatch, capsys):
     return run
 
 
+@pytest.mark.thorough
 def test_a_pipe_gets_one_answer_per_line(chat, tmp_path):
     saved, foreign = tmp_path / "chat.json", tmp_path / "mine.json"
     foreign.write_text("{}")
@@ -188,6 +192,7 @@ class Terminal:
         threading.Thread(target=play, daemon=True).start()
 
 
+@pytest.mark.thorough
 def test_a_terminal_shades_stops_and_ends(target_dir, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     terminal = Terminal(monkeypatch)

@@ -41,7 +41,7 @@ class TargetedConfig(PreTrainedConfig):
     Attributes:
         recipe_keys: fields that a run may change when it continues a drafter; the weights depend on all others.
         width_field: the field that holds the target's hidden size.
-        vocab_size: of the target. draft_vocab_size: d, kept tokens; 0 keeps the target's whole vocabulary.
+        vocab_size: of the target. draft_vocab_size: kept tokens (d); 0 keeps the target's whole vocabulary.
         loss: as a recipe writes it. target: the target's identity, compared before use.
 
     Raises:
@@ -103,6 +103,7 @@ class DecoderConfig(TargetedConfig):
     Attributes:
         target_width: ClassVar, True for kinds that read and write states of the target's width.
         hidden_size, intermediate_size, num_attention_heads, num_key_value_heads, head_dim, num_hidden_layers: of the layers.
+        rms_norm_eps: of all norms. rope_theta: base of the rotary embedding, where rope_parameters are not given.
         rope_parameters: as in transformers 5, {"rope_type": "yarn", "factor": ...}; takes precedence over rope_theta.
         max_position_embeddings: read by serving engines; unused here.
         sliding_window: positions that a token sees, its own included; 0 for all.
@@ -218,6 +219,7 @@ class BlockConfig(DecoderConfig):
         anchor_share: share of the possible blocks that a step trains on; their losses keep their weight in expectation.
         weighting: `exp` weights depth k (from 0) by exp(-k / gamma); `dpace` by how likely the block is right there and
             deeper, with the drafter's probabilities q of the data's tokens smoothed to (1 - dpace_alpha) q + dpace_alpha.
+        gamma: of `exp`. dpace_alpha: of `dpace`.
     """
 
     recipe_keys: ClassVar[tuple[str, ...]] = (

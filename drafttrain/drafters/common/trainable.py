@@ -189,7 +189,7 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
     def bind(self, target: Target) -> None:
         """Compares the recorded target's hidden size, depth, vocabulary and tokenizer; attaches its embedding."""
         recorded, actual = self.config.target, target.identity()
-        if recorded.get("tokenizer") and target.tokenizer is None:
+        if recorded.get("tokenizer") and not actual["tokenizer"]:
             raise UserError(
                 f"target {target.name!r} has no tokenizer, by which a drafter knows its target; pass tokenizer= with the model, "
                 "or Target.from_pretrained(model, tokenizer=...)"

@@ -17,7 +17,7 @@ saved as a plain checkpoint of its own architecture, which vLLM, transformers an
 from __future__ import annotations
 
 import copy
-import sys
+import logging
 from collections.abc import Sequence
 from dataclasses import field, replace
 from pathlib import Path
@@ -59,11 +59,11 @@ class DraftModelConfig(TargetedConfig):
     """How a draft model began and is trained; its shapes are in the language model's own config.
 
     Attributes:
-        layers: the target's layers that it was built from, for init=target.
+        layers: the target's layers that it is built from, for init=target.
         embedding: for init=target: `copied` (trained) or `shared` (frozen, the target's own).
         config: folder, Hub id or fields of the language model's config, for init=random.
-        lora: options of `start.add_lora`; empty trains all weights.
-        vocabulary_match: how a draft model whose vocabulary is not the target's drafts for it, see vocabularies.py.
+        lora: adapters to train, {r: 8, alpha: 16, targets: all-linear, dropout: 0}; empty trains all weights.
+        vocabulary_match: how a draft model whose vocabulary is not the target's drafts for it: by shared tokens or by text.
     """
 
     model_type = "drafttrain_draft_model"
@@ -82,6 +82,7 @@ class DraftModelConfig(TargetedConfig):
         return {"drafttrain": __version__, **{name: getattr(self, name) for name in names}}
 
 
+logger = logging.getLogger(__name__)
 # A recipe's `drafter:` keys by `init`.
 _OPTIONS = {
     "target": {"layers", "embedding", "lora"},
@@ -225,12 +226,10 @@ class DraftModel(TrainableDrafter):
         own = TokenBytes(self.tokenizer, self.vocab_size, self.runner.name)
         self.pair = VocabularyPair(theirs, own, wanted, target.device)
         self.kept_ids = self.pair.kept_ids
-        print(
+        logger.info(
             f"drafter={self.runner.name!r} has a vocabulary of its own and drafts by {self.pair.way} (vocabulary_match="
             f"{wanted}): it shares {len(self.kept_ids):,} of {target.name!r}'s {len(theirs.ids):,} tokens, and "
             f"{100 * self.pair.of_text:.0f} % of those of a sample text",
-            file=sys.stderr,
-            flush=True,
         )
 
     @property

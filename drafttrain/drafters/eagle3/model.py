@@ -32,6 +32,7 @@ class Eagle3Config(LayerConfig):
 
     Attributes:
         feature_layers: target hidden states that are fused, any number; empty means the target's default three.
+        target_hidden_size: width of these states.
         fc_norm: a norm per feature before `fc`. norm_output: the next depth reads the state after the final norm (both
             EAGLE-3.1). norm_before_residual: the first layer's residual is the normed state.
     """

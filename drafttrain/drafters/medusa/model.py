@@ -27,7 +27,7 @@ class MedusaConfig(HeadsConfig):
     """Config of Medusa heads.
 
     Attributes:
-        hidden_size: the target's. num_heads: depths. blocks: residual blocks per head.
+        hidden_size: width of the states. num_heads: depths. blocks: residual blocks per head.
         shared_head: one set of head rows for all depths, which is smaller and trains faster; else one per depth.
     """
 

@@ -28,10 +28,10 @@ class MlpSpeculatorConfig(HeadsConfig):
     """Config of an MLP speculator; names are those of published checkpoints where they have one.
 
     Attributes:
-        emb_dim: the target's hidden size. inner_dim: the network's width, 0 for emb_dim. n_predict: steps.
+        emb_dim: width of the target's states. inner_dim: the network's width, 0 for emb_dim. n_predict: steps.
         tie_weights: all steps share embedding, norm and head, and all after the first the projection.
         scale_input: the target's state is first scaled to RMS 1 / sqrt(2), so that its size does not matter.
-        draft_vocab_size: d, tokens that heads can predict; 0 keeps the target's whole vocabulary. All tokens are read.
+        draft_vocab_size: tokens that heads can predict (d); 0 keeps the target's whole vocabulary. All tokens are read.
     """
 
     model_type = "drafttrain_mlp_speculator"

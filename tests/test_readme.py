@@ -1,0 +1,75 @@
+"""Figures, commands and tables of the README and the pages that people read first are those of the code and its results."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from drafttrain.drafters.shipping import shipped_kinds, shipping
+
+UNDRAFTED = {"mlp_speculator": {"vLLM"}}  # vLLM 0.32 has its class but no longer drafts with it
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+MEASURED = json.loads((ROOT / "eval" / "results" / "tree_smollm2-135m_cpu.json").read_text())
+
+
+def test_the_headline_table_is_the_measured_one():
+    rows = {}
+    for name, figures in {**MEASURED["categories"], "**all**": MEASURED["overall"]}.items():
+        cells = [str(figures["prompts"]), f"{figures['accepted_length']:.2f}", f"{figures['tokens_per_second']:.1f}"]
+        for side in ("autoregressive", "hf_generate"):
+            speed = f"{figures['speedup'][side]:.2f}x"
+            cells += [f"{figures['baselines'][side]['tokens_per_second']:.1f}", speed]
+        rows[name] = cells
+    shown = [line.strip("| ").split(" | ") for line in README.splitlines() if line.startswith("| ")]
+    shown = {cells[0]: [cell.strip("*") for cell in cells[1:]] for cells in shown if cells[0] in rows}
+    assert shown == rows
+    low, high = MEASURED["overall"]["confidence"]["speedup"]["autoregressive"]
+    assert f"interval of the speed-up {low:.2f} to {high:.2f}" in README
+
+
+def test_the_command_below_it_has_the_flags_of_the_measurement():
+    block = next(part for part in README.split("```") if part.startswith("bash\ndrafttrain eval"))
+    shown, measured = shlex.split(block.removeprefix("bash").replace("\\\n", " ")), MEASURED["command"]
+    asked = dict(zip(measured[2::2], measured[3::2], strict=True))
+    assert asked.pop("--baselines") == "autoregressive,hf_generate"  # the default
+    asked["--output"] = "runs/quickstart/fixed-tree.json"
+    assert dict(zip(shown[2::2], shown[3::2], strict=True)) == asked
+
+
+def test_the_readme_stays_short_and_names_the_command_of_ci():
+    assert len(README.splitlines()) <= 120 and README.count("![") <= 3
+    assert (ROOT / ".ci" / "run").read_text().splitlines()[-1] == "bash scripts/test.sh"
+    assert "\nbash scripts/test.sh " in README
+
+
+def test_pictures_of_the_concepts_are_those_of_the_script():
+    spec = importlib.util.spec_from_file_location("concept_pictures", ROOT / "scripts" / "concept_pictures.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    kept = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "pictures").glob("*.svg")}
+    assert {name: kept.get(name) for name in module.PICTURES} == {
+        name: draw().svg() for name, draw in module.PICTURES.items()
+    }
+
+
+@pytest.mark.thorough
+def test_the_engines_of_each_kind_are_those_of_its_exports():
+    text = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
+    table = text.partition("\n## By engine\n")[2].partition("\n## ")[0]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("|")
+    ]
+    shown = {
+        kind.strip("` "): {rows[0][at].split()[0] for at in range(1, 6) if row[at]}
+        for row in rows[2:]
+        for kind in row[0].split(",")
+    }
+    for kind in (kind for kind in shipped_kinds() if shipping(kind).formats):  # ngram has recipes only
+        engines = {name.split(",")[0] for form in shipping(kind).formats.values() for name in form.engines}
+        assert shown[kind] == engines - UNDRAFTED.get(kind, set()), kind
