@@ -213,7 +213,8 @@ class _Planner:
         self._more_notes(memory, largest)
         precision = ("bfloat16" if setting.half else "float32") if setting.gpu else "float32"
         shown = {
-            "gpus": self.gpus, "device": self.device.name, "gpu_memory_gb": limit / 1e9, "processes": setting.processes,
+            "target": self.config.target, "data": self.config.data, "gpus": self.gpus,
+            "device": self.device.name, "gpu_memory_gb": limit / 1e9, "processes": setting.processes,
             "zero_stage": setting.stage, "precision": precision, "gradient_checkpointing": setting.checkpointing,
             "states": setting.states, "rows": setting.rows, "length": setting.length, "conversations": self.conversations,
             "tokens": self.tokens, "efficiency": {"compute": self.job.compute_efficiency, "memory": self.job.memory_efficiency},
@@ -390,10 +391,17 @@ def run(args: argparse.Namespace) -> int:
     job = Job(**{name: getattr(args, name) for name in Job.__dataclass_fields__})
     found = plan(args.recipe, args.overrides, job)
     print_plan(found)
+    content = {**found.json(), "command": [Path(sys.argv[0]).name, *sys.argv[1:]]}
     if output is not None:
-        write_json(output, {**found.json(), "command": [Path(sys.argv[0]).name, *sys.argv[1:]]})
-    then = next_command("prompts", source="magpie", target="TARGET", output="prompts.jsonl")
-    conclude(found.json(), [output] if output else [], then)
+        write_json(output, content)
+    data, then = Path(found.setting["data"]).expanduser(), ""
+    if found.fits and (data / "meta.json").is_file():
+        named = Path(args.recipe).is_file()
+        then = next_command("train", *[args.recipe] * named, *args.overrides, recipe="" if named else args.recipe)
+    elif found.fits:
+        count, prompts = found.setting["conversations"], data.with_name("prompts.jsonl")
+        then = next_command("prompts", source="magpie", target=found.setting["target"], count=count, output=prompts)
+    conclude(content, [output] if output else [], then)
     return 0
 
 

@@ -244,8 +244,15 @@ def test_the_command_prints_and_writes_a_plan_of_real_dry_steps(recipe, tmp_path
     assert found["setting"]["zero_stage"] == 2 and found["setting"]["precision"] == "bfloat16"
     assert found["largest"]["rows"] > 100 and found["largest"]["length"] == 4096
     assert {"target", "answers", "checkpoints", "total"} <= found["disk_gb"].keys()
-    for words in ("2 x h100 of 24 GB", "a roofline, not a measurement", "fits: ", "60,000 conversations", "wrote"):
+    for words in (
+        "2 x h100 of 24 GB",
+        "a roofline, not a measurement",
+        "fits: ",
+        "60,000 conversations",
+        f"wrote {output}",
+    ):
         assert words in text
+    assert "next: drafttrain prompts --source magpie --target nobody/tiny --count 60000 --output prompts.jsonl" in text
 
 
 @pytest.mark.slow
