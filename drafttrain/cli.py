@@ -124,7 +124,8 @@ def command_parser(words: Sequence[str]) -> CommandParser:
         command = commands.add_parser(name, help=summary, description=description, formatter_class=HelpFormatter)
         if module is not None:
             module.add_arguments(command)
-            command.add_argument("--quiet", action="store_true", help="print errors only")
+            if name != "chat":  # which is nothing but output
+                command.add_argument("--quiet", action="store_true", help="print errors only")
             if name not in WITHOUT_RESULT:
                 command.add_argument("--json", action="store_true", help="print the result as one JSON object on stdout, "
                     "everything else on stderr")  # fmt: skip
@@ -138,8 +139,8 @@ def run(argv: list[str]) -> int:
         parser.print_help()
         return 0
     args = parser.parse_args(argv)
-    quiet, as_json = args.quiet, args.command not in WITHOUT_RESULT and vars(args).pop("json", False)
-    del args.quiet
+    quiet = vars(args).pop("quiet", False)
+    as_json = args.command not in WITHOUT_RESULT and vars(args).pop("json", False)
     # tqdm reads these when it is imported: bars of libraries show for long work only, and few lines without a terminal.
     os.environ.setdefault("TQDM_DELAY", "5")
     os.environ.setdefault("TQDM_MININTERVAL", "0.1" if sys.stderr.isatty() else "15")

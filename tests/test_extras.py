@@ -86,6 +86,7 @@ def top_level(body: list[ast.stmt]):
             yield from top_level(node.body)
 
 
+@pytest.mark.thorough
 def test_no_module_imports_an_extra_when_it_loads():
     found = {
         (path.name, package)
@@ -107,6 +108,7 @@ def home(tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("words", NEEDS)
 def test_a_missing_package_is_one_line_that_names_the_extra(home, monkeypatch, capsys, words):
     package = NEEDS[words]

@@ -43,7 +43,7 @@ from drafttrain.target import Target
 
 OWN = "target"  # the producer of tokens that no drafter proposed
 _STYLES = ("black on #93c5fd", "black on #fcd34d")  # of the drafter's tokens, and of the matches merged into its tree
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a model must not write escape sequences to the terminal
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _REDRAW = 0.05  # seconds between two states of the live display
 
 
@@ -85,6 +85,11 @@ def rate(counts: tuple[int, float]) -> float | None:
     return tokens / seconds if tokens and seconds else None
 
 
+def printable(text: str) -> str:
+    """Text for a terminal, to which a model must not write escape sequences."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
 class ChatSession:
     """A conversation with a target, drafted for by a drafter.
 
@@ -110,8 +115,7 @@ class ChatSession:
     ):
         self.target, self.inputs, self.system = target, inputs, system
         self.max_new_tokens, self.seed = max_new_tokens, seed
-        self.drafted = Decoder(target, drafter, spec=spec, sampling=sampling)
-        self.undrafted = Decoder(target, None, sampling=sampling)
+        self.drafted, self.undrafted = (Decoder(target, each, spec=spec, sampling=sampling) for each in (drafter, None))
         parts = parts_of(self.drafted.drafter) if self.drafted.drafter is not None else ()
         self.names = [part.kind for part in parts if part is not None]  # the producers besides the target
         self.drafting, self.plain = bool(self.names), (0, 0.0)
@@ -160,46 +164,41 @@ class ChatSession:
 
     def record(self, turn: ChatTurn) -> Json:
         """A turn as --json prints and /save writes it."""
-        return {
-            "user": turn.user,
-            "answer": turn.text,
-            "finish": turn.finish,
-            "drafting": turn.drafting,
-            "prompt_tokens": turn.stats.prompt_tokens,
-            "tokens": turn.stats.new_tokens,
-            "producers": dict(turn.producers),
-            "accepted_length": turn.stats.accepted_length,
-            "tokens_per_second": rate(turn.decoded),
-            "plain_tokens_per_second": rate(self.plain),
-        }
+        stats, rates = (
+            turn.stats,
+            {"tokens_per_second": rate(turn.decoded), "plain_tokens_per_second": rate(self.plain)},
+        )
+        said = {"user": turn.user, "answer": turn.text, "finish": turn.finish, "drafting": turn.drafting}
+        counts = {"prompt_tokens": stats.prompt_tokens, "tokens": stats.new_tokens, "producers": dict(turn.producers)}
+        return {**said, **counts, "accepted_length": stats.accepted_length, **rates}
 
     def figures(self, turn: ChatTurn) -> str:
         """A turn's figures in one line."""
-        own, plain, stats = rate(turn.decoded), rate(self.plain), turn.stats
+        own, plain, stats, counts = rate(turn.decoded), rate(self.plain), turn.stats, turn.producers
         parts = [f"{stats.new_tokens} tokens", f"{own:.1f} tokens/s" if own else ""]
         if turn.drafting:
             parts.append(f"accepted length {stats.accepted_length:.2f}" if stats.target_passes else "")
-            counts = turn.producers
             parts.append(", ".join(f"{name} {counts[name] / counts.total():.0%}" for name in (*self.names, OWN)))
             ratio = f" ({own / plain:.2f}x)" if own and plain else ""
             parts.append(f"plain {plain:.1f} tokens/s{ratio}" if plain else "plain: /plain measures it")
-        else:
-            parts.append("plain decoding")
-        if turn.finish == "length":
-            full = stats.new_tokens < self.max_new_tokens
-            parts.append("the target's context is full: /reset" if full else "cut by --max-new-tokens")
-        return " | ".join(part for part in (*parts, "stopped" * (turn.finish == "stopped")) if part)
+        full = "the target's context is full: /reset"
+        cut = full if stats.new_tokens < self.max_new_tokens else "cut by --max-new-tokens"
+        parts += ["" if turn.drafting else "plain decoding", {"length": cut, "stopped": "stopped"}.get(turn.finish, "")]
+        return " | ".join(filter(None, parts))
 
 
 class PlainView:
-    """Answers without colors, for pipes: text or JSON on stdout, everything else on stderr.
-
-    Attributes:
-        stop: set by Ctrl-C: the answer ends after this round.
-    """
+    """Answers without colors, for pipes: text or JSON on stdout, everything else on stderr."""
 
     def __init__(self, session: ChatSession, as_json: bool):
-        self.session, self.as_json, self.stop = session, as_json, False
+        self.session, self.as_json = session, as_json
+        self.stop: bool | None = None  # whether this answer ends after its round; None between answers
+
+    def interrupt(self, number: int, frame: FrameType | None) -> None:
+        """The handler of Ctrl-C on a terminal: it stops an answer; a second one, or one at the prompt, is an exception."""
+        if self.stop is not False:
+            raise KeyboardInterrupt
+        self.stop = True
 
     def say(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -210,12 +209,14 @@ class PlainView:
         with contextlib.closing(self.session.answer(text)) as rounds:
             for turn in rounds:
                 if not self.as_json:
-                    print(*(piece for piece, _ in turn.pieces[done:]), sep="", end="", flush=True)
-                    done = len(turn.pieces)
+                    piece, done = turn.text[done:], len(turn.text)
+                    print(printable(piece) if sys.stdout.isatty() else piece, end="", flush=True)
                 if self.stop:
                     break
-        print(json.dumps(self.session.record(turn), ensure_ascii=False) if self.as_json else "", flush=True)
-        if not self.as_json:
+        if self.as_json:
+            print(json.dumps(self.session.record(turn), ensure_ascii=False), flush=True)
+        else:
+            print(flush=True)
             self.say(self.session.figures(turn))
 
 
@@ -230,11 +231,6 @@ class LiveView(PlainView):
     def say(self, text: str) -> None:
         self.console.print(text, style="dim")
 
-    def legend(self) -> Text:
-        """The producers in their shades."""
-        parts = [Text(f" {name} ", style) for name, style in self.styles.items()]
-        return Text("  ").join([*parts, Text("the target's own")])
-
     def answer(self, text: str) -> None:
         console, row, done, drawn = self.console, Text(), 0, 0.0
         with (
@@ -243,7 +239,7 @@ class LiveView(PlainView):
         ):
             for turn in rounds:
                 for piece, producer in turn.pieces[done:]:
-                    row.append(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", piece), self.styles.get(producer))
+                    row.append(printable(piece), self.styles.get(producer))
                 done = len(turn.pieces)
                 *complete, end = row.wrap(console, console.width) or [row]  # splits at line ends too
                 if row.plain.endswith(" ") and not end.plain.endswith(" "):  # dropped at the right margin
@@ -276,19 +272,25 @@ def run(args: argparse.Namespace) -> int:
     view = LiveView(session, console) if live else PlainView(session, args.json)
     if isinstance(view, LiveView):
         view.say(f"{args.target} answers. /help lists commands, Ctrl-C stops an answer, Ctrl-D ends.")
-        console.print(view.legend())
+        shades = [Text(f" {name} ", style) for name, style in view.styles.items()]
+        console.print(Text("  ").join([*shades, Text("the target's own")]))
     if not has_template(target.tokenizer):
         view.say(f"{args.target} has no chat template: it continues the conversation as a document")
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
-    for line in typed_lines(view) if typed else sys.stdin:
-        try:
-            if line.strip() and not respond(view, line.rstrip("\r\n"), args):
-                break
-        except UserError as error:
-            if not typed:
-                raise
-            view.say(f"error: {error}")
+    if not typed:
+        all(respond(view, line.rstrip("\r\n"), args) for line in sys.stdin if line.strip())
+        return 0
+    before = signal.signal(signal.SIGINT, view.interrupt)
+    try:
+        for line in typed_lines(view):
+            try:
+                if line.strip() and not respond(view, line, args):
+                    break
+            except UserError as error:
+                view.say(f"error: {error}")
+    finally:
+        signal.signal(signal.SIGINT, before)
     return 0
 
 
@@ -297,8 +299,11 @@ def respond(view: PlainView, line: str, args: argparse.Namespace) -> bool:
     found = re.fullmatch(r"(/[a-z]+)(?:\s+(.*))?", line, re.DOTALL)
     session, name, rest = view.session, found[1] if found else "", (found[2] or "").strip() if found else ""
     if not name:
-        with stopping(view) if sys.stdin.isatty() else contextlib.nullcontext():
+        view.stop = False
+        try:
             view.answer(line)
+        finally:
+            view.stop = None
     elif name == "/help":
         view.say("\n".join(f"{command:<15} {meaning}" for command, meaning in COMMANDS.items()))
     elif name == "/reset":
@@ -325,28 +330,11 @@ def respond(view: PlainView, line: str, args: argparse.Namespace) -> bool:
     return name != "/quit"
 
 
-@contextlib.contextmanager
-def stopping(view: PlainView) -> Iterator[None]:
-    """Lets Ctrl-C stop the view's answer after its round; a second Ctrl-C ends the command."""
-    view.stop = False
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        view.stop = True
-        signal.signal(signal.SIGINT, before)
-
-    before = signal.signal(signal.SIGINT, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def typed_lines(view: PlainView) -> Iterator[str]:
     """Lines from the terminal, edited with readline where there is one, until Ctrl-D. Ctrl-C drops the line."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # input() then edits lines and remembers them
     while True:
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             line = input("> " if isinstance(view, LiveView) else "")
         except EOFError:
@@ -355,6 +343,4 @@ def typed_lines(view: PlainView) -> Iterator[str]:
         except KeyboardInterrupt:
             view.say("\nCtrl-D or /quit ends the conversation")
             continue
-        finally:
-            signal.signal(signal.SIGINT, before)
         yield line

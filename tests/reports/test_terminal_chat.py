@@ -41,6 +41,7 @@ def last(session: ChatSession, text: str, rounds: int = 10**6) -> ChatTurn:
         return list(islice(answer, rounds))[-1]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_answers_are_those_of_plain_decoding(target, temperature):
     drafted, plain = (
@@ -55,6 +56,7 @@ def test_answers_are_those_of_plain_decoding(target, temperature):
     assert drafted.messages == plain.messages and len(plain.messages) == 6
 
 
+@pytest.mark.thorough
 def test_each_accepted_token_has_its_producer(target):
     expected = last(session_of(target, None, 120), TURNS[0])
     prompt = session_of(target, None).target.tokenizer.apply_chat_template(
@@ -81,6 +83,7 @@ def test_a_stopped_answer_stays_in_the_conversation(target):
     assert last(session, TURNS[1]).stats.prompt_tokens > turn.stats.prompt_tokens + len(turn.pieces)
 
 
+@pytest.mark.thorough
 def test_plain_decoding_is_measured_when_drafting_is_off(target):
     session = session_of(target, NgramDrafter())
     turn = last(session, TURNS[0])
@@ -115,6 +118,7 @@ def chat(target_dir, monkeypatch, capsys):
     return run
 
 
+@pytest.mark.thorough
 def test_a_pipe_gets_one_answer_per_line(chat, tmp_path):
     saved, foreign = tmp_path / "chat.json", tmp_path / "mine.json"
     foreign.write_text("{}")
@@ -188,6 +192,7 @@ class Terminal:
         threading.Thread(target=play, daemon=True).start()
 
 
+@pytest.mark.thorough
 def test_a_terminal_shades_stops_and_ends(target_dir, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     terminal = Terminal(monkeypatch)
@@ -240,3 +245,33 @@ def test_long_answers_scroll_away_whole(target, monkeypatch, capsys):
     shown = ANSI.sub(" ", capsys.readouterr().out).split()
     for number in range(200):
         assert f"word{number}" in shown
+
+
+@pytest.mark.slow
+def test_a_shells_terminal_edits_lines_and_sends_signals(target_dir):
+    """With a controlling terminal: the arrow keys bring lines back, Ctrl-C stops an answer."""
+    words = ["--target", str(target_dir), "--drafter", "ngram", "--dtype", "float32", "--max-new-tokens", "3500"]
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execvpe(
+            sys.executable, [sys.executable, "-m", "drafttrain", "chat", *words], {**os.environ, "TERM": "xterm"}
+        )
+    seen, place = "", 0
+
+    def until(wanted: str, keys: str) -> None:
+        nonlocal seen, place
+        while (found := seen.find(wanted, place)) < 0:
+            seen += os.read(terminal, 65536).decode(errors="replace")
+        place = found + len(wanted)
+        os.write(terminal, keys.encode())
+
+    until("> ", "hello there\n")
+    until("tokens |", "\x03")
+    until("stopped", "")
+    until("> ", "/reset\n")
+    until("> ", "\x1b[A\x1b[A\n")  # the line before the last
+    until("hello there", "")
+    until("tokens |", "\x03")
+    until("stopped", "")
+    until("> ", "\x04")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
