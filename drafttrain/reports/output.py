@@ -38,7 +38,8 @@ class FoldingTable(Table):
     def _parts(self, console: Console, options: ConsoleOptions) -> Iterator[list[Column]]:
         wide = options.update_width(MOST_WIDTH)
         # Widths with padding and a line; of a column that does not wrap, of its longest cell.
-        needed = [self._measure_column(console, wide, column).minimum + 1 for column in self.columns]
+        sizes = [(column.no_wrap, self._measure_column(console, wide, column)) for column in self.columns]
+        needed = [1 + (size.maximum if no_wrap else size.minimum) for no_wrap, size in sizes]
         part, width = [0], needed[0] + 1
         for index in range(1, len(self.columns)):
             if len(part) > 1 and width + needed[index] > options.max_width:

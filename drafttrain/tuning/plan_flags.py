@@ -67,7 +67,7 @@ class Job:
 
 
 def _gigabytes(word: str) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([GTM]?)B?", word.strip().upper())
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?) ?([GTM]?)B?", word.strip().upper())
     if not found or not float(found[1]):
         raise UserError(f"={shown(word)} must be an amount such as 500G or 4T")
     return float(found[1]) * _UNITS[found[2]]

@@ -42,6 +42,7 @@ COMMANDS = {
     "verify": ("verify --drafter drafters/eagle3 --engine none --target target --output", "drafters/eagle3"),
     "push": ("push --drafter drafters/eagle3 --repo a/b --without-evaluation --base-model c/d --dry-run --output",
              "drafters/eagle3"),
+    "plan": ("plan run.yaml --output", "run.yaml"),
     "push-data": ("push-data --data data --repo a/b --prompt-license own --dry-run --output", "data"),
 }  # fmt: skip
 OUTPUTS = {
@@ -156,6 +157,7 @@ def test_no_file_changes_that_a_command_did_not_write(home, command, kind, endin
         patch.setattr(sys, "argv", ["drafttrain"])
         patch.setattr(Target, "load", _stop)  # what follows takes long, and writes into what has been checked
         patch.setattr("drafttrain.serving.bench.measure", _stop)
+        patch.setattr("drafttrain.tuning.plan.plan", _stop)
         patch.setattr("drafttrain.reports.charts._save", lambda rows, output, *_, **__: _picture(output))
         os.makedirs("homes", exist_ok=True)
         before = hashes(home)

@@ -28,15 +28,16 @@ def test_no_column_is_lost(columns, right, monkeypatch, capsys):
         monkeypatch.setenv("COLUMNS", columns)
     else:
         monkeypatch.delenv("COLUMNS", raising=False)
-    cells = ["translation", "13", "104.2", "55.1", "12.0", "1.89x"]
+    cells = ["translation", "13", "104.2", "55.1", "12 / 13 / 14", "1.89x"]
     table = table_of(HEADINGS, [cells, ["code", *cells[1:]]], "a title", right=right)
     table.add_section()
     table.add_row("all", *cells[1:], style="bold")
     wide_console().print(table)
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= int(columns or 140)
-    for word in (*" ".join(HEADINGS).split(), *cells):
+    for word in " ".join((*HEADINGS, *cells)).split():
         assert word in shown
+    assert not right or "12 / 13 / 14" in shown  # in one line
     parts = shown.count("\u2513")  # the right end of a head
     assert parts == shown.count("code") == shown.count(" all ") == shown.count("category")
     assert (parts == 1) == (columns in ("200", None)) and shown.count("a title") == 1
