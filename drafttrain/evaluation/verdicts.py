@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -77,18 +77,18 @@ def prompts_needed(interval: Sequence[float], prompts: int) -> int | None:
     return max(FEWEST, math.ceil(prompts * (half / middle) ** 2) + 1)
 
 
-def fastest(figures: Mapping[str, Any]) -> str:
+def fastest(figures: Json) -> str:
     """The plain baseline that a speed-up is claimed against, the faster one; empty if none was run."""
     speedup: dict[str, float] = {name: x for name, x in figures.get("speedup", {}).items() if name in BASELINES}
     return min(speedup, key=lambda name: speedup[name], default="")
 
 
-def interval_of(figures: Mapping[str, Any], baseline: str) -> list[float] | None:
+def interval_of(figures: Json, baseline: str) -> list[float] | None:
     """The recorded interval of a speed-up; earlier versions wrote none."""
     return ((figures.get("confidence") or {}).get("speedup") or {}).get(baseline)
 
 
-def verdict_of(figures: Mapping[str, Any]) -> SpeedupVerdict:
+def verdict_of(figures: Json) -> SpeedupVerdict:
     """The verdict on figures of `metrics.summarize`, or on those of a sweep's cell."""
     speedup, name = figures.get("speedup_vs_fastest"), fastest(figures)
     if "acceptance_by_depth" in figures and not figures["acceptance_by_depth"]["joint"]:
@@ -99,7 +99,7 @@ def verdict_of(figures: Mapping[str, Any]) -> SpeedupVerdict:
     return judge(speedup, interval_of(figures, name), figures.get("prompts", 0), over, rate)
 
 
-def crossover(label: str, points: Sequence[tuple[float, Mapping[str, Any]]]) -> str:
+def crossover(label: str, points: Sequence[tuple[float, Json]]) -> str:
     """Says where speculation stops paying along an axis, or that it does not.
 
     Args:
@@ -122,6 +122,8 @@ def crossover(label: str, points: Sequence[tuple[float, Mapping[str, Any]]]) -> 
     elif not turns:
         turns = [f"pays at no {label} from {first:g} to {last:g}"]
     unsure = [f"{x:g}" for x, figures in known if "confidence" in figures and verdict_of(figures).state == OPEN]
+    if len(unsure) == len(known):
+        return f"inconclusive at every {label} measured, so a crossover cannot be told"
     return ", ".join(turns) + (f" (inconclusive at {', '.join(unsure)})" if unsure else "")
 
 
@@ -184,7 +186,7 @@ def against(first: Json, other: Json) -> tuple[Ratio, int] | None:
     return Ratio(float(ratios[0]), *ends(ratios[1:], len(common))), len(common)
 
 
-def outliers(results: Mapping[str, Any]) -> list[str]:
+def outliers(results: Json) -> list[str]:
     """Prompts whose speed-up over plain decoding lies far from that of the others, a line each."""
     known = [record for record in results.get("prompts", []) if "autoregressive" in record["sides"]]
     if len(known) < 2 * FEWEST:

@@ -118,7 +118,7 @@ def print_results(results: Json) -> None:
 def _row(name: str, figures: Json) -> list[str]:
     by_depth = figures["acceptance_by_depth"]["conditional"]
     depths = " ".join(f"{share:.2f}".lstrip("0") for share in by_depth[:MOST_DEPTHS])
-    depths += " \u2026" * (len(by_depth) > MOST_DEPTHS)
+    depths += " ..." * (len(by_depth) > MOST_DEPTHS)
     cells = [name, str(figures["prompts"]), f"{figures['accepted_length']:.2f}", depths]
     cells += [f"{side['tokens_per_second']:.1f}" for side in (figures, *figures["baselines"].values())]
     return cells + [f"{factor:.2f}x" for factor in figures["speedup"].values()]

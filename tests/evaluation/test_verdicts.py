@@ -145,6 +145,7 @@ def test_crossovers_in_words(speedups, words):
 def test_a_crossover_names_where_it_is_not_sure():
     points = [(1, cell(1.5, 1.3, 1.7)), (2, cell(1.1, 0.9, 1.3)), (4, cell(0.7, 0.6, 0.8))]
     assert crossover("batch size", points) == "stops paying between batch size 2 and 4 (inconclusive at 2)"
+    assert crossover("batch size", points[1:2] * 2).startswith("inconclusive at every batch size measured")
 
 
 def test_runs_are_compared_on_common_prompts_against_their_own_plain_decoding():

@@ -6,7 +6,6 @@ import pytest
 
 from drafttrain import cli
 from drafttrain.evaluation.metrics import by_category, summarize
-from drafttrain.reports.report import print_results
 from tests.evaluation.test_metrics import OURS, PLAIN, record
 
 
@@ -59,15 +58,6 @@ def test_a_page_and_a_picture_in_one_call_beside_the_results(results, tmp_path, 
     # Nothing is written when one of several names cannot be.
     assert cli.main(["report", str(results), "--output", str(tmp_path / "c.html"), "--output", "d.docx"]) == 2
     assert not (tmp_path / "c.html").exists()
-
-
-def test_at_most_six_depths_are_shown(results, capsys):
-    content = json.loads(results.read_text())
-    content["overall"]["acceptance_by_depth"] = {"conditional": [0.9] * 11, "joint": [0.5] * 11}
-    print_results(content)
-    shown = capsys.readouterr().out
-    assert ".90 .90 .90 .90 .90 .90 \u2026" in shown and ".90 " * 7 not in shown
-    assert "category" in shown and "autoregressive" in shown
 
 
 @pytest.mark.thorough
