@@ -102,7 +102,8 @@ def train(
     """`drafttrain train` in this process: trains a drafter, or continues an interrupted run.
 
     Args:
-        recipe: a YAML file, or its content as a mapping. The other arguments replace its keys; None leaves them.
+        recipe: a YAML file, the name of one that comes with drafttrain, or its content as a mapping.
+        The other arguments replace its keys; None leaves them.
         target: a name; a Target stands for its name, because training loads a target of its own, with or without layers.
         others: every other key of a recipe, and field of transformers' TrainingArguments.
 
@@ -111,13 +112,16 @@ def train(
     """
     overrides = {name: value for name, value in {**locals(), **others}.items() if name not in (*OWN, "recipe")}
     if target is not None and not isinstance(target, str | Path):
-        overrides["target"] = Target.from_pretrained(target).path
+        overrides["target"] = target.path if isinstance(target, Target) else target.name_or_path
         if not overrides["target"]:
             raise UserError(
                 f"target={shown(target)} has no files that training could load; save it, and name the folder"
             )
     words = [f"{name}={_as_json(name, value)}" for name, value in overrides.items() if value is not None]
-    given = {"recipe": None, "config": recipe if isinstance(recipe, Mapping) else str(recipe), "overrides": words}
+    content = (
+        {"resume": True, **recipe} if isinstance(recipe, Mapping) else str(recipe)
+    )  # an empty mapping is a recipe too
+    given = {"recipe": None, "config": content, "overrides": words}
     try:
         found = _run("train", "train", given, progress)
     except SystemExit as ended:  # by a signal: the checkpoint is saved

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
 
@@ -195,13 +196,16 @@ def test_train_returns_what_it_wrote(target, target_dir, tmp_path, capfd):
     recipe = {"kind": "medusa", "drafter": {"num_heads": 2}, "decode_prompts": 1, "decode_tokens": 4, "validation": 0.1}
     options = {"target": Target.load(str(target_dir), "float32"), "data": data, "output_dir": tmp_path / "out"}
     capfd.readouterr()
-    trained = train(recipe, max_steps=2, per_device_train_batch_size=2, logging_steps=1, dtype="float32", **options)
+    options |= {"max_steps": 2, "per_device_train_batch_size": 2, "logging_steps": 1, "dtype": "float32"}
+    with ThreadPoolExecutor(1) as threads:  # which may not handle signals
+        trained = threads.submit(train, recipe, **options).result()
     assert capfd.readouterr() == ("", "")
     assert (trained.output_dir, trained.steps) == (tmp_path / "out", 2) and trained.metrics["eval_loss"] > 0
     assert trained.record["config"]["target"] == str(target_dir) and len(repr(trained)) < 200
     assert trained.load_drafter(target).kind == "medusa"
-    again = train(recipe, max_steps=2, per_device_train_batch_size=2, logging_steps=1, dtype="float32", **options)
-    assert again == trained, "a finished run is left as it is"
+    assert train(recipe, **options) == trained, "a finished run is left as it is"
+    with pytest.raises(UserError, match="config key 'output_dir' is missing in the recipe"):
+        train({}, target=str(target_dir), data=data)
 
 
 @pytest.mark.slow

@@ -271,7 +271,7 @@ def _tiles(run: Json) -> list[tuple[str, str, str]]:
 
 
 def _comparison(runs: Sequence[Json], names: Sequence[str]) -> list[tuple[str, list[tuple[str, bool]]]]:
-    """Rows of a table with a column per run: (figure, [(value, is it the best)]). Ranks comparable runs only."""
+    """Rows of a table with a column per run: (figure, [(value, is it the best)]); ranks only beyond noise."""
     # name, figure, format, sign of better (0: neither)
     rows: list[tuple[str, Callable[[Json], float | None], str, int]] = [
         ("Speed-up over the faster baseline", lambda o: o["speedup_vs_fastest"], "{:.2f}\u00d7", 1),
@@ -286,17 +286,16 @@ def _comparison(runs: Sequence[Json], names: Sequence[str]) -> list[tuple[str, l
         ("Outputs identical to plain decoding", lambda o: o["identical_outputs"], "{:.1%}", 0),
         ("Prompts", lambda o: o["prompts"], "{:,}", 0),
     ]
-    table, comparable = [], len(runs) > 1 and not differing(runs)
-    if comparable:
-        cells = [("1", False)]
-        for run in runs[1:]:
-            found = against(runs[0], run)
-            cells.append((ratio_text(*found) if found else "no common prompts", False))
-        table.append((f"Times as fast as {names[0]}", cells))
+    table, ranked = [], len(runs) > 1 and not differing(runs)
+    if ranked:
+        ratios = [against(runs[0], run) for run in runs[1:]]
+        words = [ratio_text(*found) if found else "no common prompts" for found in ratios]
+        table.append((f"Times as fast as {names[0]}", [(word, False) for word in ("1", *words)]))
+        ranked = all(word.endswith(("faster", "slower")) for word in words)
     for name, figure, form, better in rows if len(runs) > 1 else []:
         values = [figure(run["overall"]) for run in runs]
         known = [value * better for value in values if value is not None]
-        best = max(known) if comparable and better and len(set(known)) > 1 else None
+        best = max(known) if ranked and better and len(set(known)) > 1 else None
         cells = [(DASH if v is None else form.format(v), v is not None and v * better == best) for v in values]
         table.append((name, cells))
     return table

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -94,7 +95,8 @@ class SaveOnTerm(TrainerCallback):
         self.received = 0
 
     def __enter__(self) -> SaveOnTerm:
-        heard = (number for number in self.SIGNALS if signal.getsignal(number) is not signal.SIG_IGN)
+        here = threading.current_thread() is threading.main_thread()  # others may not install handlers
+        heard = (number for number in self.SIGNALS if here and signal.getsignal(number) is not signal.SIG_IGN)
         self._before = {number: signal.signal(number, self._take) for number in heard}
         return self
 

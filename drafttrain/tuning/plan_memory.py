@@ -137,10 +137,9 @@ class Memory:
         held = self._held(setting, step)
         working = {"features": float(step.features), "logits": step.logits, "activations": step.activations}
         if not setting.gpu:
-            working |= {
-                "states kept": setting.kept,
-                "states ahead": 0.0 if setting.states == "online" else setting.ahead,
-            }
+            states = 2.0 * step.state_width * setting.data_tokens  # bfloat16
+            working["states kept"] = min(setting.kept, states)
+            working["states ahead"] = min(setting.ahead, states) if setting.states in ("stored", "vllm") else 0.0
         # The optimizer's step holds copies of the gradients that it owns, when the working memory is free again.
         copies = 0.0
         if setting.stage:

@@ -137,8 +137,8 @@ def test_every_command_that_writes_is_here():
         "features",
         "diagnose",
         "serve-target",
-        "completion",
         "chat",  # writes what /save names: tests/reports/test_terminal_chat.py
+        "completion",
     }
 
 

@@ -94,6 +94,14 @@ def test_large_batches_are_extrapolated_and_no_step_runs_twice(memory, linear):
     assert len(linear) == before and all(each["rows"] * each["length"] <= 8192 for each in linear)
 
 
+def test_a_cpu_holds_no_more_states_than_the_data_has(memory):
+    small = replace(SETTING, gpu=False, states="stored", kept=4e9, ahead=1e9, data_tokens=1000)
+    parts = memory.parts(small)
+    assert parts["states kept"] == parts["states ahead"] == 2 * 256 * 1000 and "reserve" not in parts
+    parts = memory.parts(replace(small, data_tokens=1e9, states="online"))
+    assert (parts["states kept"], parts["states ahead"]) == (4e9, 0.0)
+
+
 def test_the_largest_batch_fits_and_one_more_does_not(memory):
     limit = 60e9
     rows = memory.most(SETTING, limit, "rows", 4096)
