@@ -123,7 +123,7 @@ def crossover(label: str, points: Sequence[tuple[float, Json]]) -> str:
         turns = [f"pays at no {label} from {first:g} to {last:g}"]
     unsure = [f"{x:g}" for x, figures in known if "confidence" in figures and verdict_of(figures).state == OPEN]
     if len(unsure) == len(known):
-        return f"inconclusive at every {label} measured, so a crossover cannot be told"
+        return f"inconclusive at every {label} measured, so no crossover can be named"
     return ", ".join(turns) + (f" (inconclusive at {', '.join(unsure)})" if unsure else "")
 
 
