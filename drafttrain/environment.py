@@ -27,7 +27,9 @@ def shipped_folder(name: str) -> Path:
     repository = Path(__file__).resolve().parents[1]
     if (repository / "pyproject.toml").is_file():
         return repository / name
-    return Path(sysconfig.get_path("data")) / "share" / "drafttrain" / Path(name).name
+    user = sysconfig.get_path("data", sysconfig.get_preferred_scheme("user"))  # pip install --user; --target is the repository
+    places = [Path(root, "share", "drafttrain", Path(name).name) for root in (sysconfig.get_path("data"), user, repository)]
+    return next((place for place in places if place.is_dir()), places[0])
 
 
 def suites_folder() -> Path:
