@@ -153,7 +153,12 @@ def run(argv: list[str]) -> int:
     for name in NEEDLESS:
         logging.getLogger(name).addFilter(_is_needed)
     with voice(args.command, quiet, as_json):
-        return importlib.import_module(f"drafttrain.{COMMANDS[args.command][0]}").run(args) or 0
+        mode = os.environ.pop("WANDB_MODE", None)  # transformers prints it when it is imported
+        try:
+            module = importlib.import_module(f"drafttrain.{COMMANDS[args.command][0]}")
+        finally:
+            os.environ.update({"WANDB_MODE": mode} if mode is not None else {})
+        return module.run(args) or 0
 
 
 if __name__ == "__main__":

@@ -64,12 +64,12 @@ from drafttrain.target import Target, TargetShell, load_shell
 from drafttrain.target.shared_rows import check_shared
 from drafttrain.training import arguments
 from drafttrain.training.callbacks import DecodeHeldOut, ProgressLines, SaveOnTerm, TimeBudget, gather_drafter
-from drafttrain.training.feature_sources import BatchSource, NoTarget, TargetSource
+from drafttrain.training.feature_sources import BatchSource, NoTarget, TargetSource, first_batches
 from drafttrain.training.on_policy import OnPolicy, OnPolicyOptions
 from drafttrain.training.trainer import DrafterTrainer, explained, find_checkpoint, newest_checkpoint
 
 MIN_COVERAGE = 0.95  # a continued drafter whose vocabulary covers less of the new data gets a note
-START_TOKENS = 60_000  # enough for a regression over a few thousand inputs and for accuracies; more changes little
+
 
 
 # -- setup: the recipe ------------------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ def prepare(config: TrainConfig, args: TrainingArguments, output: OutputFolder |
         train_rows = pack_rows(train_rows, config.max_length, args.seed)
     checkpoint = find_checkpoint(args, config.resume, output)
     if config.init == "target" and checkpoint is None and source.has_states:
-        begin_from_least_squares(drafter, train_rows, source)
+        begin_from_least_squares(drafter, train_rows, source, args.per_device_train_batch_size * config.max_length)
     facts = {"parameters": parameters, "vocabulary": vocab, "data_set": data_facts(config.data)}
     return Prepared(target, drafter, train_rows, held_out, source, on_policy, checkpoint, facts, sequence, output)
 
@@ -298,23 +298,10 @@ def proven_servers(config: TrainConfig, target: Target, drafter: TrainableDrafte
     return servers
 
 
-def first_batches(rows: Dataset, device: torch.device, source: BatchSource) -> tuple[list[Batch], int]:
-    """The first rows, about START_TOKENS of them, as batches whose states `source` reads ahead; and their number of tokens."""
-    batches, tokens = list[Batch](), 0
-    while tokens < START_TOKENS and 8 * len(batches) < len(rows):
-        begin = 8 * len(batches)
-        part = [rows[i] for i in range(begin, min(begin + 8, len(rows)))]
-        inputs = collate(part)
-        source.expect(inputs)
-        batches.append(Batch.of(inputs).to(device))
-        tokens += sum(row["length"] for row in part)
-    return batches, tokens
-
-
-def begin_from_least_squares(drafter: TrainableDrafter, rows: Dataset, source: BatchSource) -> None:
+def begin_from_least_squares(drafter: TrainableDrafter, rows: Dataset, source: BatchSource, most: int) -> None:
     """Solves the drafter's closed-form start on some of the data, before the first step; some kinds have none."""
     with source.measuring():
-        batches, tokens = first_batches(rows, drafter.device, source)
+        batches, tokens = first_batches(rows, drafter.device, source, most)
         share = drafter.solve_start(batches, source)  # type: ignore[arg-type]  # has_states: rows are TargetRows
     if share is not None:
         text = f"least-squares start on {tokens} tokens explains {100 * share:.0f} % of the target's last state"
@@ -390,7 +377,7 @@ def finish(config: TrainConfig, run: Prepared, trainer: DrafterTrainer, seconds:
         metrics = trainer.evaluate() if run.held_out is not None else {}
         save_drafter(trainer, run)
         if run.held_out is not None:
-            choose_tree(trainer, run.held_out)
+            choose_tree(trainer, run.held_out, args.per_device_train_batch_size * config.max_length)
     state, args = trainer.state, trainer.args
     waits = trainer.wait_share()
     losses = [entry["train_loss"] for entry in state.log_history if "train_loss" in entry]
@@ -428,13 +415,13 @@ def save_drafter(trainer: DrafterTrainer, run: Prepared) -> None:
         run.output.forget()
 
 
-def choose_tree(trainer: DrafterTrainer, held_out: Dataset) -> None:
+def choose_tree(trainer: DrafterTrainer, held_out: Dataset, most: int) -> None:
     """Writes the tree that the drafter suggests from held-out data to decoding.json; `drafttrain tune` finds better ones."""
     first = trainer.is_world_process_zero()
     drafter = gather_drafter(trainer.drafter, trainer.target, first)
     if first and drafter is not None:
         with trainer.source.measuring():
-            batches, _ = first_batches(held_out, drafter.device, trainer.source)
+            batches, _ = first_batches(held_out, drafter.device, trainer.source, most)
             tree = drafter.eval().suggest_tree(batches, trainer.source)
         if tree is not None:
             write_json(decoding_file(str(trainer.args.output_dir)), {"tree": tree})

@@ -205,6 +205,15 @@ class Drafter(NamedDrafter):
         """
         raise UserError(f"init='native': no target comes with a drafter of kind={cls.kind!r}; use init=target")
 
+    @classmethod
+    def native_options(cls, target: Target) -> Json:
+        """Returns the options that give a drafter on the meta device the shapes of `native`, by the target's config alone.
+
+        Raises:
+            UserError: as `native`.
+        """
+        raise UserError(f"init='native': no target comes with a drafter of kind={cls.kind!r}; use init=target")
+
     def initialize(self, target: Target, kept_ids: Tensor) -> list[str]:
         """Copies what fits from the target (init=target) and stores `kept_ids` [d]; returns the names of what it copied."""
         return []

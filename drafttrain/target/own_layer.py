@@ -7,6 +7,7 @@ reaches ours through the attention interface, as a target's does (attention.py).
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
@@ -96,6 +97,7 @@ class OwnLayer(nn.Module):
 
     def run(self, states: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
         """states [1, t, h]; cos, sin [1, t, r] -> [1, t, h], through the attention that is set."""
+        self.layer.gradient_checkpointing = False  # drafters compute whole depths again, with the attention that is set
         out = self.layer(states, attention_mask=mask, position_embeddings=(cos, sin), past_key_values=None)
         return out[0] if isinstance(out, tuple) else out
 
@@ -127,6 +129,19 @@ class OwnLayer(nn.Module):
         if not off <= _EXACT or probe.shape is None:
             raise UserError(f"its attention is not computed by ours (relative error {off:.2g})")
         return probe.shape
+
+    def shape(self) -> LayerShape:
+        """The shape of the attention of a layer without weights, on the meta device."""
+
+        def stop(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            raise StopIteration  # what follows attention may need numbers
+
+        states, cos, sin = (x.to("meta") for x in self.probe())
+        seen = _Flat(stop, len(states), torch.arange(len(states)))
+        with contextlib.suppress(StopIteration), attention_context(seen):
+            self.run(states[None], cos.transpose(0, 1), sin.transpose(0, 1))
+        assert seen.shape is not None
+        return seen.shape
 
     def probe(self) -> tuple[Tensor, Tensor, Tensor]:
         """Random states [t, h] at near and far positions, with their rotary tables [t, 1, r]."""

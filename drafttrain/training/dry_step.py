@@ -40,7 +40,7 @@ from drafttrain.training.feature_sources import NoTarget, TargetSource
 _BLOCK = 512  # bytes; the CUDA allocator's unit
 _aten = torch.ops.aten
 _INDEXING = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default)
-_OTHER = ("at", "trained", "flops", "state_width")  # fields of StepMemory that are no bytes
+_OTHER = ("at", "trained", "flops", "state_width", "largest")  # fields of StepMemory that are no bytes
 _ghosts: list[_Ghosts] = []  # of the dry step that runs
 
 
@@ -57,7 +57,7 @@ class StepMemory:
         features, logits: of what the step holds at its peak, the target's part of the batch and tensors as wide as a
             vocabulary; activations: the rest.
         at: the line that reached the peak; empty where backward did outside drafttrain's own lines.
-        trained: weights; flops: of the matrix products and attention of the whole step; state_width: numbers per token that the
+        trained: weights; largest: of them, those of the largest module; flops: of the matrix products and attention of the whole step; state_width: numbers per token that the
             drafter reads of the target, its last state included.
     """
 
@@ -72,6 +72,7 @@ class StepMemory:
     trained: int
     flops: float
     state_width: int
+    largest: int = 0
 
     @property
     def working(self) -> int:
@@ -187,8 +188,13 @@ class _Ghosts(TorchDispatchMode):
             if any(not args[i].data_.is_meta for i in written if i < len(args) and isinstance(args[i], _Ghost)):
                 return args[written[0]]  # integers computed from floats: leave them
             plain, options = _on_meta(plain), {name: _on_meta(x) for name, x in options.items()}
-        out = func(*plain, **options)
-        if floats and (count := flop_registry.get(func.overloadpacket)) is not None:
+        grouped = func is _aten._grouped_mm.default  # the experts' product; its meta kernel takes bfloat16 alone
+        if grouped:
+            out = func(*(x.bfloat16() for x in plain[:2]), *plain[2:], **options).to(plain[0].dtype)
+        else:
+            out = func(*plain, **options)
+        count = _grouped_flops if grouped else flop_registry.get(func.overloadpacket)
+        if floats and count is not None:
             self.flops += count(*plain, **options, out_val=out)
         if written:
             changed = [args[i] if i < len(args) else kwargs.get(func._schema.arguments[i].name) for i in written]
@@ -287,7 +293,9 @@ def dry_step(
         read = min(read, beyond - logits)
         parts = (weights, own, gradients, 8 * count, read, logits, beyond - logits - read)
         width = (len(drafter.feature_layers) + 1) * target.hidden_size
-        return StepMemory(*parts, ghosts.at, count, ghosts.flops, width)
+        modules = (each.parameters(recurse=False) for each in drafter.modules())
+        largest = max(sum(x.numel() for x in own if x.requires_grad) for own in modules)
+        return StepMemory(*parts, ghosts.at, count, ghosts.flops, width, largest)
 
 
 @contextmanager
@@ -387,6 +395,11 @@ class _Flex(torch.autograd.Function):
         torch.empty_like(lse)  # sums of out * grad
         _count_attention(query, key, 5)
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _grouped_flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    """Of rows [t, k] by experts [n, k, m], and of the two products of its backward: t * k * m each."""
+    return 2 * (a.shape[1] * b.numel() if a.dim() > b.dim() else a.numel() * b.shape[-1])
 
 
 def _count_attention(query: Tensor, key: Tensor, products: int) -> None:

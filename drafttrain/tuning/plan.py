@@ -36,7 +36,7 @@ from drafttrain.training.arguments import KEYS, check_recipe
 from drafttrain.tuning.estimate import Device, Sizes
 from drafttrain.tuning.hardware import DEVICES
 from drafttrain.tuning.plan_flags import Job
-from drafttrain.tuning.plan_memory import TWO_BUCKETS, Memory, Setting, States, buckets_of
+from drafttrain.tuning.plan_memory import Memory, Setting, States, buckets_of
 from drafttrain.tuning.plan_recipe import (
     deepspeed_of,
     drafter_of,
@@ -94,7 +94,7 @@ def plan(recipe: str, overrides: Sequence[str] = (), job: Job | None = None) -> 
     Raises:
         UserError: a recipe, device or file with an error, or a target or drafter whose shapes are not known.
     """
-    return _Planner(str(recipe_path(recipe)), overrides, job or Job()).plan()
+    return replace(_Planner(str(recipe_path(recipe)), overrides, job or Job()).plan(), recipe=recipe)
 
 
 class _Planner:
@@ -330,7 +330,7 @@ class _Planner:
         # Of each group the first that fits, else the last.
         groups: list[list[tuple[str, Json]]] = [
             [("gradient_checkpointing=true", {"checkpointing": True})] if self.has_layers else [],
-            [("ZeRO-2 (--deepspeed 2)", {"stage": 2, "buckets": TWO_BUCKETS})] if setting.processes > 1 else [],
+            [("ZeRO-2 (--deepspeed 2)", _zero2())] if setting.processes > 1 else [],
             [("per_device_eval_batch_size=1", {"eval_rows": min(setting.eval_rows, 1)})],
             [
                 (f"per_device_train_batch_size={n} gradient_accumulation_steps={m}", {"rows": n, "accumulates": True})
@@ -348,8 +348,8 @@ class _Planner:
     def _more_gpus(self, setting: Setting) -> Iterator[tuple[str, Setting]]:
         for count in (2, 4, 8, 16):
             if count > setting.processes:
-                stage, buckets = max(setting.stage, 2), setting.buckets or TWO_BUCKETS
-                yield f"{count} GPUs under ZeRO-2", replace(setting, processes=count, stage=stage, buckets=buckets)
+                zero = {} if setting.stage > 1 else _zero2()
+                yield f"{count} GPUs under ZeRO-{zero.get('stage', setting.stage)}", replace(setting, processes=count, **zero)
 
     def _disk_advice(self, disk: dict[str, float]) -> str:
         if "states" in disk and self.job.store_dtype != "int8":
@@ -372,6 +372,11 @@ class _Planner:
             self.notes.append("on_policy: memory and time of the drafter's own responses are left out")
         if self.width < 2 and self.setting.states == "online":
             self.notes.append("the target's weights are quantized; training is counted with 16 bits per weight")
+
+
+def _zero2() -> Json:
+    """The fields of a `Setting` under configs/deepspeed/zero2.json."""
+    return {"stage": 2, "buckets": buckets_of(deepspeed_of("2", {}, 1)[0])}
 
 
 def _gigabytes(parts: dict[str, float]) -> dict[str, float]:

@@ -29,7 +29,6 @@ _CONTEXT = 1e9  # CUDA context and workspaces of cuBLAS
 _COMMUNICATION = 0.5e9  # NCCL's buffers
 _FRAGMENTS = 0.05  # of what a step allocates and frees
 _BUCKET, _LIVE = 500_000_000, 1_000_000_000  # DeepSpeed's defaults: elements per reduction; weights gathered in stage 3
-TWO_BUCKETS = 2 * _BUCKET  # one is filled while the other is reduced (overlap_comm)
 
 
 @dataclass(frozen=True)
@@ -174,13 +173,14 @@ class Memory:
         width = 2 if setting.half else 4
         drafter = float(step.drafter)
         if stage == 3:
-            drafter = drafter / n + width * min(trained, _LIVE)  # its part, and what is gathered for a forward
+            drafter = drafter / n + width * max(min(trained, _LIVE), step.largest)  # its part, and what a forward gathers
         return {
             "target": target,
             "drafter": drafter,
             "gradients": width * trained / (n if stage > 1 else 1),
             "optimizer": (4 + setting.state_bytes) * trained / n,  # with the float32 copy of the weights
-            "gradient buckets": float(width * setting.buckets),
+            # A weight that no bucket holds is reduced as it is, while the rest of its module's gradients come.
+            "gradient buckets": float(width * (setting.buckets + (step.largest if stage > 1 and n > 1 else 0))),
         }
 
     def total(self, setting: Setting) -> float:

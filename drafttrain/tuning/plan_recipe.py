@@ -19,13 +19,13 @@ from drafttrain.drafters.base import NEW
 from drafttrain.drafters.common.configs import last_layer_config
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.registry import kind_class
+from drafttrain.environment import shipped_folder
 from drafttrain.errors import UserError
 from drafttrain.files import Json, read_json, read_text
 from drafttrain.target import Target
 from drafttrain.target.loading import loading
 from drafttrain.tuning.estimate import Sizes, target_config
 
-_ZERO2: Json = {"zero_optimization": {"stage": 2, "overlap_comm": True, "contiguous_gradients": True}}
 # Bits per weight with its scales, by quantization_config's quant_method; others name their bits.
 _QUANTIZED = {"mxfp4": 4.25, "fp8": 8.0, "fbgemm_fp8": 8.0}
 _EMPTY_KEYS = ("auto_map",)  # they name code, which a plan does not run
@@ -107,13 +107,14 @@ def drafter_of(config: TrainConfig, recipe: str, overrides: Sequence[str], given
         return build, note
     if kind.loads_language_models:
         return lambda target: kind.begin(target, init, options, config.loss), note
-    if init == "native" or init not in NEW:
+    if init not in NEW:
         note = f"init={init!r} is counted as a new drafter of kind={config.kind} with the recipe's options"
     size = int(options.pop("draft_vocab_size", 0))
 
     def new(target: Target) -> TrainableDrafter:
-        shapes = {**options, "draft_vocab_size": size or target.vocab_size, "loss": config.loss}
-        return kind(kind.config_class.for_target(target, **kind.check_options(shapes)))
+        shapes = kind.check_options({**options, "draft_vocab_size": size or target.vocab_size, "loss": config.loss})
+        own = kind.native_options(target) if init == "native" else {}
+        return kind(kind.config_class.for_target(target, **{**shapes, **own}))
 
     return new, note
 
@@ -122,8 +123,8 @@ def deepspeed_of(given: str, trainer: Json, gpus: int) -> tuple[Json, int]:
     """A DeepSpeed configuration, empty for none, and the number of processes, 0 if nothing says it.
 
     Args:
-        given: a ZeRO stage, a DeepSpeed JSON or an accelerate YAML; empty: the recipe's `deepspeed`, else ZeRO-2 on several
-            GPUs, as configs/accelerate/gpu-8.yaml has it.
+        given: a ZeRO stage, which stands for its file in configs/deepspeed, a DeepSpeed JSON or an accelerate YAML; empty: the
+            recipe's `deepspeed`, else ZeRO-2 on several GPUs, as configs/accelerate/gpu-8.yaml has it.
 
     Raises UserError: a file that cannot be read.
     """
@@ -145,6 +146,7 @@ def deepspeed_of(given: str, trainer: Json, gpus: int) -> tuple[Json, int]:
         stage = int(str(found))
         if not 0 <= stage <= 3:
             raise UserError(f"deepspeed={found!r}: {fix}")
-        zero = {**_ZERO2["zero_optimization"], "stage": stage}
-        return ({"zero_optimization": zero} if stage else {}), processes
+        if not stage:
+            return {}, processes
+        found = shipped_folder("configs") / f"deepspeed/zero{stage}.json"
     return read_json(Path(str(found)), "deepspeed", fix), processes

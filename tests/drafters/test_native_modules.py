@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from drafttrain.drafters.mtp.model import MTP
 from drafttrain.drafters.shipping import ExportRequest, check_expressible, find_drafter, shipping
@@ -59,6 +60,34 @@ def test_both_halves_are_one_forward(name, tmp_path):
     target = Target.load(str(tmp_path), "float32", "cpu")
     check_parity(lambda: begin(target, ttt_steps=4).eval(), target)
     check_trees(begin(target).eval(), target)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_config_alone_gives_the_shapes_of_the_checkpoints_module(name, tmp_path):
+    write_checkpoint(name, tmp_path)
+    held = MTP.native(load_shell(str(tmp_path), "float32", weights=True), ALL, {"train_head": False})
+    with torch.device("meta"):
+        target = Target.wrap(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path)), None, name=name)
+        options = MTP.native_options(target)
+        planned = MTP(MTP.config_class.for_target(target, draft_vocab_size=VOCAB, train_head=False, **options))
+    shapes = [{part: weight.shape for part, weight in each.state_dict().items()} for each in (held, planned)]
+    assert shapes[0] == shapes[1]
+    for key in options.keys() - {"target_layer"}:
+        assert getattr(held.config, key) == getattr(planned.config, key), key
+
+
+def test_gradients_are_the_same_with_checkpointing(tmp_path):
+    """Backward computes the family's layer again, with the drafter's attention."""
+    write_checkpoint("deepseek-v3", tmp_path)
+    drafter = begin(target := Target.load(str(tmp_path), "float32", "cpu")).train()
+    found = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            drafter.gradient_checkpointing_enable()
+        drafter.zero_grad()
+        run_step(drafter, target, make_batch()).loss.backward()
+        found.append({part: weight.grad.clone() for part, weight in drafter.named_parameters()})
+    torch.testing.assert_close(found[0], found[1])
 
 
 @pytest.mark.slow

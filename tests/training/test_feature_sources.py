@@ -7,7 +7,7 @@ import torch
 
 from drafttrain.drafters.base import StepInputs
 from drafttrain.losses import DIVERGENCES
-from drafttrain.training.feature_sources import TargetSource
+from drafttrain.training.feature_sources import NoTarget, TargetSource, first_batches
 from tests.drafters.test_eagle3 import make_batch, make_drafter
 from tests.inference.fakes import VOCAB, family
 
@@ -59,3 +59,14 @@ def test_a_training_step_takes_every_loss_and_decays_it_by_depth(target, loss):
     torch.testing.assert_close(step.loss, (step.metrics["loss"] * weights).sum() / 7)
     step.loss.backward()
     assert all(p.grad.isfinite().all() for p in drafter.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"), [(40_000, [8, 5, 1, 1]), (20_000, [8, 4, 1, 1, 1]), (1, [8, 1, 1, 1, 1, 1, 1, 1])]
+)
+def test_first_batches_have_no_more_tokens_than_one_of_training(most, sizes):
+    """Eight rows at most, fewer where they are long; padding counts; a row that is longer than that goes alone."""
+    lengths = [400] * 8 + [4000, 100, 4000, 100, 5000, 30_000, 20_000]
+    rows = [{"index": i, "length": n, "spans": [[0, n]], "tokens": [1] * n} for i, n in enumerate(lengths)]
+    batches, tokens = first_batches(rows, torch.device("cpu"), NoTarget(), most)
+    assert [len(batch.input_ids) for batch in batches] == sizes and tokens == sum(lengths)

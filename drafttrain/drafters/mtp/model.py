@@ -31,7 +31,7 @@ from drafttrain.files import Json
 from drafttrain.ops.cpu_layers import DraftWeights
 from drafttrain.ops.packing import PackedLinear
 from drafttrain.target import Target
-from drafttrain.target.own_layer import PLACES, OwnLayer, causal, read_own_layer, relative_error
+from drafttrain.target.own_layer import PLACES, OwnLayer, causal, read_own_layer, relative_error, spec_of
 
 # Options that shape a plain layer, and that a layer of the target's class has from the target.
 _LAYER_KEYS = (
@@ -227,6 +227,16 @@ class MTP(LayerDrafter):
             raise UserError(f"drafter.{wrong[0]}={options[wrong[0]]!r} does not change it; drop the key")
         options = {"sliding_window": window, **options, **shapes, "target_layer": {**spec, "form": module.form}}
         return cls._around(target, module, options, kept_ids, dict(own.state_dict()))
+
+    @classmethod
+    def native_options(cls, target: Target) -> Json:
+        """The module's layer is counted as the target's last layer that sees all positions, which it is in published families."""
+        kinds = getattr(target.config, "layer_types", None) or [""] * target.num_layers
+        index = max(range(target.num_layers), key=lambda i: (kinds[i] == "full_attention", i))
+        spec = spec_of(target.config, index)
+        heads, kv_heads, width, window = OwnLayer(spec).shape()
+        shapes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": width}
+        return {**shapes, "sliding_window": window, "target_layer": spec}
 
     @classmethod
     def _around(
