@@ -25,12 +25,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-import torch
 from datasets import Dataset
 from transformers import PrinterCallback, ProgressCallback, TrainingArguments, set_seed
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from drafttrain.batch import Batch
 from drafttrain.config import TrainConfig, load_config
 from drafttrain.credentials import redact
 from drafttrain.data.loader import (
@@ -69,7 +67,6 @@ from drafttrain.training.on_policy import OnPolicy, OnPolicyOptions
 from drafttrain.training.trainer import DrafterTrainer, explained, find_checkpoint, newest_checkpoint
 
 MIN_COVERAGE = 0.95  # a continued drafter whose vocabulary covers less of the new data gets a note
-
 
 
 # -- setup: the recipe ------------------------------------------------------------------------------------------------
@@ -377,7 +374,7 @@ def finish(config: TrainConfig, run: Prepared, trainer: DrafterTrainer, seconds:
         metrics = trainer.evaluate() if run.held_out is not None else {}
         save_drafter(trainer, run)
         if run.held_out is not None:
-            choose_tree(trainer, run.held_out, args.per_device_train_batch_size * config.max_length)
+            choose_tree(trainer, run.held_out, trainer.args.per_device_train_batch_size * config.max_length)
     state, args = trainer.state, trainer.args
     waits = trainer.wait_share()
     losses = [entry["train_loss"] for entry in state.log_history if "train_loss" in entry]

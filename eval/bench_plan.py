@@ -38,6 +38,7 @@ BASE = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6, "
 SMALL = {**BASE, "num_key_value_heads": 4, "vocab_size": 16000}
 WIDE = {**SMALL, "hidden_size": 1024, "intermediate_size": 2816, "vocab_size": 32000}
 WORDY = {**SMALL, "hidden_size": 256, "vocab_size": 50000, "tie_word_embeddings": True}
+ZERO2 = Path(__file__).resolve().parents[1] / "configs" / "deepspeed" / "zero2.json"
 EAGLE = {"kind": "eagle3", "drafter": {"draft_vocab_size": 8000}}
 CASES: dict[str, Json] = {  # name -> target's shapes, and keys of the recipe; `zero`: DeepSpeed's, of two processes
     "eagle3 online": {"target": SMALL, **EAGLE, "rows": 4, "max_length": 512},
@@ -71,6 +72,10 @@ CASES: dict[str, Json] = {  # name -> target's shapes, and keys of the recipe; `
     "eagle3 online, zero2": {
         **{"target": SMALL, **EAGLE, "rows": 2, "max_length": 512},
         "zero": {"stage": 2, "overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": 2_000_000},
+    },
+    "eagle3 online, zero2, shipped buckets": {
+        **{"target": SMALL, **EAGLE, "rows": 2, "max_length": 512},
+        "zero": read_json(ZERO2, "zero2", "restore it")["zero_optimization"],
     },
 }
 

@@ -57,8 +57,8 @@ class StepMemory:
         features, logits: of what the step holds at its peak, the target's part of the batch and tensors as wide as a
             vocabulary; activations: the rest.
         at: the line that reached the peak; empty where backward did outside drafttrain's own lines.
-        trained: weights; largest: of them, those of the largest module; flops: of the matrix products and attention of the whole step; state_width: numbers per token that the
-            drafter reads of the target, its last state included.
+        trained: weights; largest: of them, those of the largest module. flops: of the matrix products and attention of the
+            whole step. state_width: numbers per token that the drafter reads of the target, its last state included.
     """
 
     target: int

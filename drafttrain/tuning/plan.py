@@ -349,7 +349,10 @@ class _Planner:
         for count in (2, 4, 8, 16):
             if count > setting.processes:
                 zero = {} if setting.stage > 1 else _zero2()
-                yield f"{count} GPUs under ZeRO-{zero.get('stage', setting.stage)}", replace(setting, processes=count, **zero)
+                yield (
+                    f"{count} GPUs under ZeRO-{zero.get('stage', setting.stage)}",
+                    replace(setting, processes=count, **zero),
+                )
 
     def _disk_advice(self, disk: dict[str, float]) -> str:
         if "states" in disk and self.job.store_dtype != "int8":

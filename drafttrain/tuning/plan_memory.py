@@ -173,13 +173,14 @@ class Memory:
         width = 2 if setting.half else 4
         drafter = float(step.drafter)
         if stage == 3:
-            drafter = drafter / n + width * max(min(trained, _LIVE), step.largest)  # its part, and what a forward gathers
+            gathered = max(min(trained, _LIVE), step.largest)  # for a forward
+            drafter = drafter / n + width * gathered
         return {
             "target": target,
             "drafter": drafter,
             "gradients": width * trained / (n if stage > 1 else 1),
             "optimizer": (4 + setting.state_bytes) * trained / n,  # with the float32 copy of the weights
-            # A weight that no bucket holds is reduced as it is, while the rest of its module's gradients come.
+            # A module's gradients exist whole until they are reduced, in a bucket or as they are.
             "gradient buckets": float(width * (setting.buckets + (step.largest if stage > 1 and n > 1 else 0))),
         }
 

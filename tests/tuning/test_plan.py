@@ -16,7 +16,7 @@ from drafttrain.errors import UserError
 from drafttrain.training.dry_step import StepMemory
 from drafttrain.tuning import plan_memory
 from drafttrain.tuning.plan import Job, plan
-from drafttrain.tuning.plan_memory import Memory, Setting
+from drafttrain.tuning.plan_memory import Memory, Setting, buckets_of
 from drafttrain.tuning.plan_recipe import deepspeed_of, model_sizes, read_config, stored_bits
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,6 +75,21 @@ def test_zero_shards_optimizer_then_gradients_then_weights(memory, stage, weight
     assert found == pytest.approx([weights, gradients, optimizer])
     # DistributedDataParallel holds every gradient a second time, DeepSpeed a buffer of 500 million.
     assert parts["gradient buckets"] / TRAINED == (4 if stage == 0 else 1)
+
+
+@pytest.mark.parametrize(("stage", "buckets", "weights"), [(1, 0, 2), (2, 6, 2), (3, 6, 6 + 2 / 8)])
+def test_the_largest_module_is_reduced_and_gathered_whole(memory, monkeypatch, stage, buckets, weights):
+    """Three thousand million weights of an experts' module: its gradients before they are divided, itself in stage 3."""
+    run = memory._run
+    monkeypatch.setattr(memory, "_run", lambda *each: replace(run(*each), largest=3 * TRAINED))
+    parts = memory.parts(replace(SETTING, processes=8, stage=stage, buckets=0))
+    assert parts["gradient buckets"] / TRAINED == buckets and parts["drafter"] / TRAINED == pytest.approx(weights)
+
+
+def test_a_stage_stands_for_its_shipped_file():
+    sizes = {stage: buckets_of(deepspeed_of(stage, {}, 8)[0]) for stage in ("1", "2", "3")}
+    assert sizes == {"1": 50_000_000, "2": 100_000_000, "3": 50_000_000}  # overlap_comm has two in stage 2
+    assert buckets_of({"zero_optimization": {"stage": 2}}) == 500_000_000
 
 
 def test_copies_of_gradients_in_the_optimizers_step_count_where_they_exceed_the_activations(memory):
@@ -238,6 +253,40 @@ def test_the_deepspeed_stage_comes_from_a_number_a_file_or_the_recipe(tmp_path):
 def test_what_cannot_be_planned_is_one_line(recipe, words, job, message):
     with pytest.raises(UserError, match=message):
         plan(recipe, words, Job(**job))
+
+
+@pytest.mark.thorough
+def test_a_native_module_is_counted_with_its_experts(recipe, tmp_path, monkeypatch):
+    """The layer of a mixture behind the dense ones; experts' products count by the experts that a token uses."""
+    monkeypatch.setattr(plan_memory, "_MOST_TOKENS", 256)
+    monkeypatch.setattr(Memory, "most", lambda *_: 0)
+    shapes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "vocab_size": 1000,
+        "kv_lora_rank": 16,
+    }
+    shapes |= {"intermediate_size": 96, "moe_intermediate_size": 32, "n_routed_experts": 16, "n_shared_experts": 1}
+    shapes |= {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "q_lora_rank": None, "qk_rope_head_dim": 8}
+    shapes |= {"qk_nope_head_dim": 8, "v_head_dim": 16}
+    file, rates = tmp_path / "target.json", []
+    words = ["kind=mtp", "init=native", "drafter={draft_vocab_size: 0, train_head: false, ttt_steps: 2}"]
+    for chosen in (2, 12):
+        file.write_text(json.dumps({"model_type": "deepseek_v3", **shapes, "num_experts_per_tok": chosen}))
+        found = plan(recipe, words, Job(states="vllm", gpus=2, deepspeed="0"))
+        rates.append(found.tokens_per_second["train"])
+    with torch.device("meta"):
+        layer = AutoModelForCausalLM.from_config(DeepseekV3Config(**shapes)).model.layers[-1]
+    around = 2 * 64 * 64 + 3 * 64  # projection and norms
+    assert found.parameters["drafter"] == sum(weight.numel() for weight in layer.parameters()) + around
+    assert rates[1] < rates[0]
+    with pytest.raises(UserError, match="no target comes with a drafter of kind='eagle3'"):
+        plan(recipe, ["init=native"])
+
+
+def test_a_plan_is_named_as_it_was_asked_for(linear):
+    assert plan("llama-3.1-8b/eagle3").recipe == "llama-3.1-8b/eagle3"
 
 
 def test_the_command_prints_and_writes_a_plan_of_real_dry_steps(recipe, tmp_path, capsys, monkeypatch):
