@@ -62,7 +62,8 @@ from drafttrain.target import Target, TargetShell, load_shell
 from drafttrain.target.shared_rows import check_shared
 from drafttrain.training import arguments
 from drafttrain.training.callbacks import DecodeHeldOut, ProgressLines, SaveOnTerm, TimeBudget, gather_drafter
-from drafttrain.training.feature_sources import BatchSource, NoTarget, TargetSource, first_batches
+from drafttrain.training.feature_sources import BatchSource, NoTarget, TargetSource
+from drafttrain.training.first_batches import first_batches
 from drafttrain.training.on_policy import OnPolicy, OnPolicyOptions
 from drafttrain.training.trainer import DrafterTrainer, explained, find_checkpoint, newest_checkpoint
 

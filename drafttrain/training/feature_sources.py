@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from drafttrain.batch import Batch
-from drafttrain.data.loader import collate
 from drafttrain.errors import UserError
 from drafttrain.losses import StoredTopK, TargetRows, Targets, tempered
 from drafttrain.target import Target
@@ -21,8 +20,6 @@ from drafttrain.target.shared_rows import run_shared
 from drafttrain.training.states_ahead import Inputs, States, StatesAhead
 
 if TYPE_CHECKING:
-    from datasets import Dataset
-
     from drafttrain.data.state_client import StateClient
     from drafttrain.data.store import FeatureStore
 
@@ -30,8 +27,6 @@ if TYPE_CHECKING:
 # distribution follows each position, -1 where no loss reads one. In a process that shares the rows, features [1, part, f*h].
 TargetPart = tuple[Tensor, Targets, Tensor]
 _READERS = 4  # threads that read stored states
-_START_TOKENS = 60_000  # enough for a regression over a few thousand inputs and for accuracies; more changes little
-_LEAST_TOKENS = 4096  # of a batch of them, where training batches are smaller: its figures are means over its tokens
 _ASKERS = 16  # requests to servers at once, which a server runs together
 
 
@@ -353,21 +348,3 @@ def run_rows(target: Target, layers: Sequence[int], conversations: Sequence[Tens
     ids = torch.cat(list(conversations))  # [n] tokens of all of them
     out = target.forward(ids[None], layers, positions[None], DocumentAttention(lengths))
     yield from zip(out.features[0].split(lengths), out.last_hidden[0].split(lengths), strict=True)
-
-
-def first_batches(rows: Dataset, device: torch.device, source: BatchSource, most: int) -> tuple[list[Batch], int]:
-    """The first rows, about _START_TOKENS tokens, as batches whose states `source` reads ahead; and their number of tokens.
-
-    A batch has at most as many tokens as one of training, `most`: a drafter that trains in a GPU's memory starts in it.
-    """
-    batches, tokens, begin, most = list[Batch](), 0, 0, max(most, _LEAST_TOKENS)
-    while tokens < _START_TOKENS and begin < len(rows):
-        part = [rows[i] for i in range(begin, min(begin + 8, len(rows)))]
-        while len(part) > 1 and len(part) * max(row["length"] for row in part) > most:
-            part.pop()
-        begin += len(part)
-        inputs = collate(part)
-        source.expect(inputs)
-        batches.append(Batch.of(inputs).to(device))
-        tokens += sum(row["length"] for row in part)
-    return batches, tokens

@@ -7,7 +7,8 @@ import torch
 
 from drafttrain.drafters.base import StepInputs
 from drafttrain.losses import DIVERGENCES
-from drafttrain.training.feature_sources import NoTarget, TargetSource, first_batches
+from drafttrain.training.feature_sources import NoTarget, TargetSource
+from drafttrain.training.first_batches import first_batches
 from tests.drafters.test_eagle3 import make_batch, make_drafter
 from tests.inference.fakes import VOCAB, family
 
