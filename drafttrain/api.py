@@ -127,9 +127,7 @@ def generate(
         raise UserError(f"category has {len(categories)} entries for {len(ids)} prompts; give one each, or one for all")
     copies = limits.answers or 1
     if copies > 1 and decoder.sampling.greedy:
-        raise UserError(
-            f"num_return_sequences={copies} needs sampling, for greedy answers are all the same; set do_sample=True"
-        )
+        raise UserError(f"num_return_sequences={copies} needs sampling: greedy answers are equal; set do_sample=True")
     made = decoder.generate(
         [each for each in ids for _ in range(copies)],
         max_new_tokens=[most for most in _most(target, limits, ids) for _ in range(copies)],
@@ -145,10 +143,7 @@ def generate(
 
 
 def stream(
-    model: Model,
-    prompt: Prompt | None = None,
-    drafter: Drafting = None,
-    **options: Unpack[StreamOptions],
+    model: Model, prompt: Prompt | None = None, drafter: Drafting = None, **options: Unpack[StreamOptions]
 ) -> Iterator[str]:
     """Yields the text of `generate` for one prompt in pieces. See `generate` for the arguments."""
     given: dict[str, Any] = {"model": model, "prompt": prompt, "drafter": drafter, **options}
@@ -245,9 +240,7 @@ def _split(prompts: Any) -> list[Any]:
     ids, mask = list(prompts["input_ids"]), prompts.get("attention_mask")
     masks = [None] * len(ids) if mask is None else list(mask)
     if len(masks) != len(ids):
-        raise UserError(
-            f"attention_mask has {len(masks)} rows for {len(ids)} of input_ids; pass both from one tokenizer call"
-        )
+        raise UserError(f"attention_mask has {len(masks)} rows for {len(ids)} input_ids; pass both from one call")
     return [{"input_ids": row, "attention_mask": each} for row, each in zip(ids, masks, strict=True)]
 
 
@@ -272,9 +265,7 @@ def _ids(target: Target, prompt: Any, inputs: ChatInputs = NO_INPUTS) -> Tensor 
             return _ids(target, ids, inputs)
         ids, kept = token_ids(target, () if ids is None else ids), torch.as_tensor(mask).bool().flatten()  # [s] each
         if len(ids) != len(kept):
-            raise UserError(
-                f"attention_mask has {len(kept)} entries for {len(ids)} input_ids; pass both from one tokenizer call"
-            )
+            raise UserError(f"attention_mask has {len(kept)} entries for {len(ids)} input_ids; pass both from one call")
         return ids[kept.to(ids.device)]
     chat = isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
     if not chat and inputs != NO_INPUTS:

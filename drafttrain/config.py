@@ -15,19 +15,7 @@ from pydantic import Field
 from drafttrain.errors import UserError, shown
 from drafttrain.files import read_text
 from drafttrain.recipes import recipe_path
-from drafttrain.values import (
-    Amount,
-    AnyText,
-    Count,
-    DeviceMap,
-    Dtype,
-    Fraction,
-    Name,
-    Seed,
-    Size,
-    check_fields,
-    key,
-)
+from drafttrain.values import Amount, AnyText, Count, DeviceMap, Dtype, Fraction, Name, Seed, Size, check_fields, key
 
 Options = dict[str, Any]  # keys of a recipe
 Validation = Annotated[float, Field(ge=0, le=0.9)]

@@ -481,10 +481,9 @@ def hub_snapshot(repo: str, patterns: Sequence[str], key: str, ignore: Sequence[
     from huggingface_hub.errors import HTTPError
 
     try:
-        patterns, left_out = list(patterns), list(ignore) or None
-        return Path(
-            snapshot_download(repo, revision=revision or None, allow_patterns=patterns, ignore_patterns=left_out)
-        )
+        left_out = list(ignore) or None
+        found = snapshot_download(repo, revision=revision or None, allow_patterns=[*patterns], ignore_patterns=left_out)
+        return Path(found)
     except (OSError, ValueError, RuntimeError, HTTPError) as error:
         fix = without_xet(error) or "; check the name, and log in for a private one: hf auth login"
         raise UserError(

@@ -86,7 +86,7 @@ def check_pretraining(config: TrainConfig) -> None:
     """Raises UserError for data or options that contradict the loss: next_token reads text, every other loss reads the target."""
     if config.loss_on != "all" and (is_text(config.data) or config.loss == "next_token"):
         raise UserError(
-            f"loss_on={config.loss_on!r} needs a data set of `drafttrain generate` and another loss than next_token"
+            f"loss_on={config.loss_on!r} needs data of `drafttrain generate`, and a loss other than next_token"
         )
     if config.loss == "next_token":
         if not kind_class(config.kind).pretrains:

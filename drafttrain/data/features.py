@@ -109,12 +109,7 @@ def check_backend(args: argparse.Namespace, share: Share) -> None:
 
 
 def extract(
-    args: argparse.Namespace,
-    target: Target,
-    layers: tuple[int, ...],
-    share: Share,
-    records: Dataset,
-    stack: ExitStack,
+    args: argparse.Namespace, target: Target, layers: tuple[int, ...], share: Share, records: Dataset, stack: ExitStack
 ) -> None:
     """Computes and stores the missing states of this process's conversations. stack: ends what the backend starts."""
     root = Path(args.data).expanduser()

@@ -28,13 +28,7 @@ from drafttrain.files import Json
 from drafttrain.formats.engines import EngineRelease
 from drafttrain.formats.read_gguf import dtype_of, layer_fields, read_gguf
 from drafttrain.formats.weights import check_names, dtype_name
-from drafttrain.formats.write_gguf import (
-    rope_factors,
-    rope_of,
-    tensor_name,
-    to_neighbors,
-    write_file,
-)
+from drafttrain.formats.write_gguf import rope_factors, rope_of, tensor_name, to_neighbors, write_file
 from drafttrain.target import Target, load_shell
 
 RELEASE = "b11549"  # of llama.cpp, whose rules these are

@@ -188,11 +188,7 @@ PUBLIC: dict[str, PublicSuite] = {
     ),
     "aime_2025": PublicSuite("math-ai/aime25", "Apache-2.0", lambda row: [row["problem"]], id_key="id"),
     "livecodebench": PublicSuite(
-        "lighteval/code_generation_lite",
-        "CC",
-        _livecodebench,
-        "v6",
-        category=lambda row: row.get("difficulty"),
+        "lighteval/code_generation_lite", "CC", _livecodebench, "v6", category=lambda row: row.get("difficulty")
     ),
     "longbench": PublicSuite(
         "zai-org/LongBench-v2",

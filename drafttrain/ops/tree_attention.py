@@ -266,12 +266,7 @@ class CpuPlan:
         return out
 
     def _check(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        new: tuple[Tensor, Tensor] | None,
-        form: AttentionForm,
+        self, query: Tensor, keys: Tensor, values: Tensor, new: tuple[Tensor, Tensor] | None, form: AttentionForm
     ) -> None:
         tensors = {"query": query, "keys": keys, "values": values}
         if new is not None:

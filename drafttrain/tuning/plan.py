@@ -49,12 +49,7 @@ from drafttrain.tuning.plan_recipe import (
 _CONVERSATIONS, _TOKENS = 60_000, 1024  # of a data set that does not exist yet; tokens of a conversation on average
 _SEQUENCES = 256  # that an engine generates at a time, memory permitting
 _ENGINE_SHARE = 0.9  # of a GPU's memory that an engine fills
-_STATE_BYTES = {
-    "sgd": 0,
-    "adafactor": 0,
-    "adamw_8bit": 2,
-    "adamw_bnb_8bit": 2,
-}  # of an optimizer per weight; AdamW's: 8
+_STATE_BYTES = {"sgd": 0, "adafactor": 0, "adamw_8bit": 2, "adamw_bnb_8bit": 2}  # per weight; AdamW's: 8
 _ADAMW_MOVES = 28  # bytes per weight and optimizer step: weight, gradient and two states are read, all but one written
 _SHORTEST = 512  # tokens of a row that advice suggests
 _UNIT = 256  # of lengths
@@ -306,9 +301,7 @@ class _Planner:
         starts = [("", first)]
         if first.states == "online" and not kind_class(self.config.kind).loads_language_models:
             away = replace(first, states="vllm", shards=1)
-            starts.append(
-                ("states from vLLM (target_url) or from disk (drafttrain features) in place of an online target", away)
-            )
+            starts.append(("states from vLLM (target_url) or disk (drafttrain features), not an online target", away))
         ways = [[start, *self._changes(start[1])] for start in starts]
         smallest = float("inf")
         for way in [*ways, *([*way, *self._more_gpus(way[-1][1])] for way in ways)]:
@@ -365,9 +358,8 @@ class _Planner:
             self.notes.append(f"the target needs {needed} GPUs in an engine that generates its answers")
         if "evaluation" in memory:
             rows = self.setting.eval_rows
-            self.notes.append(
-                f"evaluation sets the peak; per_device_eval_batch_size={max(1, rows // 2)} (now {rows}) lowers it"
-            )
+            lower = f"per_device_eval_batch_size={max(1, rows // 2)} (now {rows}) lowers it"
+            self.notes.append(f"evaluation sets the peak; {lower}")
         if config.on_policy:
             self.notes.append("on_policy: memory and time of the drafter's own responses are left out")
         if self.width < 2 and self.setting.states == "online":

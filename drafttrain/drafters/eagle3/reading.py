@@ -21,11 +21,7 @@ from drafttrain.drafters.common.llama_layers import LAYER_KEYS
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
 from drafttrain.errors import UserError
 from drafttrain.files import Json, violation
-from drafttrain.formats.weights import (
-    check_kept_ids,
-    check_names,
-    pop_kept_ids,
-)
+from drafttrain.formats.weights import check_kept_ids, check_names, pop_kept_ids
 from drafttrain.target import resolve_target
 from drafttrain.target.loading import check_finite, read_embedding
 
