@@ -227,9 +227,7 @@ def _is_several(prompt: Any) -> bool:
     if hasattr(prompt, "shape"):  # of torch or numpy
         return len(prompt.shape) > 1
     if not isinstance(prompt, Sequence):
-        raise UserError(
-            f"prompt={shown(prompt)} must be text, token ids, messages, a tokenizer's output, or a list of these"
-        )
+        raise UserError(f"prompt={shown(prompt)} must be text, token ids, messages, a tokenizer's output, or a list")
     return not isinstance(prompt, str) and len(prompt) > 0 and not isinstance(prompt[0], (Number, Mapping))
 
 
@@ -278,9 +276,7 @@ def _ids(target: Target, prompt: Any, inputs: ChatInputs = NO_INPUTS) -> Tensor 
     if target.tokenizer is None:
         raise UserError(f"prompt={prompt!r} is text, but the model has no tokenizer; pass tokenizer= or token ids")
     if chat and not has_template(target.tokenizer):
-        raise UserError(
-            f"prompt is a chat, but the tokenizer of {target.name!r} has no chat template; give text instead"
-        )
+        raise UserError(f"prompt is a chat, but the tokenizer of {target.name!r} has no chat template; give text")
     try:
         return prompt_ids(target.tokenizer, prompt, inputs)
     except TemplateError as error:

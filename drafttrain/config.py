@@ -232,7 +232,5 @@ def load_config(recipe: str | Mapping[str, object], overrides: list[str], traine
     config.trainer |= {name: checked[name] for name in ranged}
     for name in ("target", "data", "output_dir"):
         if not getattr(config, name):
-            raise UserError(
-                f"config key {name!r} is missing in {path}; set it there or on the command line: {name}=..."
-            )
+            raise UserError(f"config key {name!r} is missing in {path}; set it there or in the command: {name}=...")
     return config

@@ -450,9 +450,8 @@ def unreachable(url: str, seconds: float) -> str:
             httpx.head(url, timeout=seconds)
             reasons.append("")
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, OSError) as error:
-            reasons.append(
-                "" if "CERTIFICATE" in str(error) else first_line(error)
-            )  # clients may know other certificates
+            # Clients may know other certificates.
+            reasons.append("" if "CERTIFICATE" in str(error) else first_line(error))
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()

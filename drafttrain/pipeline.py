@@ -227,9 +227,7 @@ def _run(call: str, command: str, given: Mapping[str, Any], progress: bool) -> O
             raise UserError(f"{call} renders prompts, but model {loaded.name!r} has no tokenizer; pass tokenizer=")
         for name in ("dtype", "device", "trust_remote_code"):
             if flags.get(name):
-                raise UserError(
-                    f"{call}: {name}={flags[name]!r} is for a name, but this target is loaded; leave it out"
-                )
+                raise UserError(f"{call}: {name}={flags[name]!r} is for a name, but this target is loaded; drop it")
         flags["target"] = loaded.name
     elif given.get("tokenizer") is not None:
         raise UserError(f"{call}: tokenizer= goes with a loaded model; target={target!r} is a name, which has its own")

@@ -199,9 +199,7 @@ class MooncakeTransport(StatesTransport):
 
     def take(self, named: StoreReply, seconds: float) -> dict[str, Tensor]:
         if not _OBJECT.fullmatch(named["handle"]):
-            raise UserError(
-                f"url={self.url!r} names the object {one_line(named['handle'])!r}, which is no name of states"
-            )
+            raise UserError(f"url={self.url!r} names the object {one_line(named['handle'])!r}, no name of states")
         if named.get("record") != self.record:
             self._replaced = True  # its states stay in the store until that needs the room
             raise BadReply("started again", "the server announces another record than before", retry=True)

@@ -82,9 +82,7 @@ class GgufHeads(Shipping[D]):
             return super().write(trained, form, request)
         name = request.target_files or trained.target_name
         if not name:
-            raise UserError(
-                "format='gguf' needs the target's tokenizer, and the drafter records no target; pass --target"
-            )
+            raise UserError("format='gguf' needs the target's tokenizer, and no target is recorded; pass --target")
         drafter, target = self.load(trained), load_shell(name)
         if self._needs_rows(drafter, target):
             target = load_shell(name, dtype="float32", device="cpu", weights=True)

@@ -355,9 +355,7 @@ def _files(where: str, suite: PublicSuite, path: Path) -> list[Path]:
     if not files:
         raise UserError(f"{where}: no such file, and no folder with {', '.join(_SUFFIXES)} files; check the path")
     if not split and len(files) > 1:
-        raise UserError(
-            f"{where}: the folder holds {len(files)} files, none of the split {suite.split!r}; give one of them"
-        )
+        raise UserError(f"{where}: a folder of {len(files)} files, none of split {suite.split!r}; give one of them")
     return split or files
 
 

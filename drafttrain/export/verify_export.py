@@ -202,9 +202,7 @@ def _interpreters(words: Iterable[str], engine: str) -> dict[str, str]:
         if not is_named or name not in PACKAGES:
             name, path = engine, word
         if name not in PACKAGES:
-            raise UserError(
-                f"engine-python={word!r} must say whose it is: ENGINE=PATH, ENGINE one of {', '.join(PACKAGES)}"
-            )
+            raise UserError(f"engine-python={word!r} must be ENGINE=PATH, ENGINE one of {', '.join(PACKAGES)}")
         if name == "transformers" and Path(path).expanduser() != Path(sys.executable):
             raise UserError(f"engine-python={word!r}: transformers runs in drafttrain's own environment; leave it out")
         if not Path(path).expanduser().is_file():

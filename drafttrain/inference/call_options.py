@@ -76,9 +76,7 @@ class CallLimits(NamedTuple):
     def of(self, prompt_tokens: int) -> int:
         """Most new tokens behind a prompt. Raises UserError: max_length leaves none."""
         if self.total is not None and self.total <= prompt_tokens:
-            raise UserError(
-                f"max_length={self.total} counts the prompt's {prompt_tokens} tokens too; set max_new_tokens"
-            )
+            raise UserError(f"max_length={self.total} includes the prompt's {prompt_tokens} tokens; set max_new_tokens")
         return self.new_tokens if self.total is None else self.total - prompt_tokens
 
 

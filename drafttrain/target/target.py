@@ -83,9 +83,8 @@ class Target:
         self.name, self.path, self.dtype = name, path, dtype
         self.config = self.model.config.get_text_config()
         self.body: Any = self.model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
-        if (
-            not isinstance(self.body, PreTrainedModel) or self.body is model
-        ):  # a name for something else in some families
+        # A name for something else in some families.
+        if not isinstance(self.body, PreTrainedModel) or self.body is model:
             self.body = next((child for child in model.children() if isinstance(child, PreTrainedModel)), model)
         self.hidden_size: int = self.config.hidden_size
         self.num_layers: int = self.config.num_hidden_layers
@@ -201,9 +200,7 @@ class Target:
         if isinstance(model, Target) and tokenizer in (None, model.tokenizer):
             return model
         if not isinstance(model, PreTrainedModel):
-            raise UserError(
-                f"model={shown(model)} must be a name, a model of transformers or a Target (without tokenizer=)"
-            )
+            raise UserError(f"model={shown(model)} must be a name, a loaded model, or a Target without tokenizer=")
         return cls.wrap(model, tokenizer, model.name_or_path or type(model).__name__, model.name_or_path or "")
 
     @classmethod

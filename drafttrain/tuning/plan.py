@@ -79,9 +79,6 @@ class Plan:
     advice: list[str]
     notes: list[str]
 
-    def json(self) -> Json:
-        return asdict(self)
-
 
 def plan(recipe: str, overrides: Sequence[str] = (), job: Job | None = None) -> Plan:
     """Plans a training run from its recipe and overrides, which are those of `drafttrain train`.
@@ -217,7 +214,7 @@ class _Planner:
         active = round(self.sizes.always + self.sizes.expert * self.sizes.chosen)
         parameters = {"target": self.weights, "active": active, "drafter": self.step.trained}
         fits = fits_memory and fits_disk
-        figures = _gigabytes(memory), _gigabytes(disk), _with_total(hours), rates
+        figures = _totaled(memory, 1e9), _totaled(disk, 1e9), _totaled(hours), rates
         return Plan(self.recipe, shown, parameters, *figures, fits, largest, advice, self.notes)
 
     def _disk(self) -> dict[str, float]:
@@ -366,11 +363,8 @@ class _Planner:
             self.notes.append("the target's weights are quantized; training is counted with 16 bits per weight")
 
 
-def _gigabytes(parts: dict[str, float]) -> dict[str, float]:
-    return _with_total({name: size / 1e9 for name, size in parts.items()})
-
-
-def _with_total(parts: dict[str, float]) -> dict[str, float]:
+def _totaled(parts: dict[str, float], unit: float = 1.0) -> dict[str, float]:
+    parts = {name: size / unit for name, size in parts.items()}
     return {**parts, "total": sum(parts.values())}
 
 
@@ -383,7 +377,7 @@ def run(args: argparse.Namespace) -> int:
     job = Job(**{name: getattr(args, name) for name in Job.__dataclass_fields__})
     found = plan(args.recipe, args.overrides, job)
     print_plan(found)
-    content = {**found.json(), "command": [Path(sys.argv[0]).name, *sys.argv[1:]]}
+    content = {**asdict(found), "command": [Path(sys.argv[0]).name, *sys.argv[1:]]}
     if output is not None:
         write_json(output, content)
     data, then = Path(found.setting["data"]).expanduser(), ""

@@ -237,9 +237,7 @@ class Timings:
         cancel.
         """
         prompts = self.tokens.shape[1]
-        tokens, seconds = (
-            each[:, draws(prompts)].sum(-1) for each in (self.tokens, self.seconds)
-        )  # [sides, RESAMPLES]
+        tokens, seconds = (x[:, draws(prompts)].sum(-1) for x in (self.tokens, self.seconds))  # [sides, RESAMPLES]
         ratios = tokens[side] / seconds[side] * seconds[over] / tokens[over]
         return Ratio(self.rate(side) / self.rate(over), *ends(ratios, prompts))
 

@@ -96,19 +96,13 @@ def make_head(
     for name in [name for name in found if re.fullmatch(r"layers\.\d+\.hidden_norm\.weight", name)]:
         ours, norm = name.replace("hidden_norm", "input_layernorm"), found.pop(name)
         if "Eagle3" in str(config.get("architectures")) and not torch.equal(found.setdefault(ours, norm), norm):
-            raise UserError(
-                f"{where}: {name}, which SGLang reads, and {ours}, which vLLM reads, differ; keep one of them"
-            )
+            raise UserError(f"{where}: {name}, which SGLang reads, and {ours}, which vLLM reads, differ; keep one")
     with torch.device("meta"):
         drafter = cls(cls.config_class(**_our_fields(config, found, target, where), **more))
     d, v = drafter.config.draft_vocab_size, drafter.config.vocab_size
     for name in [name for name in found if name.endswith("rotary_emb.inv_freq")]:
-        if not torch.allclose(
-            found.pop(name).float(), drafter.rotary.frequencies, rtol=1e-2
-        ):  # may be stored as bfloat16
-            raise UserError(
-                f"{where}: {name} is not what config.json's rope_parameters give; ask its author which one holds"
-            )
+        if not torch.allclose(found.pop(name).float(), drafter.rotary.frequencies, rtol=1e-2):  # of bfloat16
+            raise UserError(f"{where}: {name} is not what config.json's rope_parameters give; ask its author")
     found["kept_ids"] = kept = pop_kept_ids(found, d, v, where)  # [d] int64
     if (embedding := found.pop("embed_tokens.weight", None)) is not None:
         check_embedding(embedding, target["name"], where)
