@@ -49,23 +49,17 @@ class TrainConfig:
     )
     drafter: Options = key({}, "options of the kind: draft_vocab_size, ttt_steps, feature_layers, ...")
     loss: AnyText = key("kl", "kl, js:0.5, lk_lambda, 0.9*kl+0.1*ce, ...; next_token pretrains a draft model")
-    loss_on: Literal["all", "answer"] = key(
-        "all", "tokens of the responses that are learned; answer leaves out the reasoning"
-    )
+    loss_on: Literal["all", "answer"] = key("all", "of the responses; answer leaves out the reasoning")
     on_policy: Options = key({}, "the drafter writes a share of the responses: share, refresh_steps, ...")
     dtype: Dtype = key("auto", "of the frozen target")
     target_device_map: DeviceMap = key("", "auto spreads a target too large for one GPU over several")
     target_url: Urls = key(
         "", "servers that `drafttrain serve-target` started, one or a list: states stream from them during training"
     )
-    states_dir: Name = key(
-        "", "the servers' folder of states as this machine sees it; empty for the same path as theirs"
-    )
+    states_dir: Name = key("", "the servers' folder of states as this machine sees it; empty for the same path")
     prefetch_gb: Gigabytes = key(1.0, "per process, for states that are read or asked for ahead of their steps")
     max_length: Count = key(2048, "tokens used of a conversation")
-    packing: bool = key(
-        False, "fill rows of max_length tokens with several conversations, which do not attend to each other"
-    )
+    packing: bool = key(False, "fill rows of max_length tokens with conversations, which do not attend to each other")
     sequence_parallel: Count = key(
         1, "processes that share each row, for rows too long for one; needs DeepSpeed and divides the processes"
     )

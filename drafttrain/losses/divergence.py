@@ -323,9 +323,8 @@ class DivergenceOutput:
     values: Tensor  # [t] divergence of each token
     # [t] sum_v min(p, q) with the target's full p, the probability that a sampled draft token is accepted
     alpha: Tensor | None = None
-    agree: Tensor | None = (
-        None  # [t] bool, the drafter's likeliest token is the target's likeliest of the full vocabulary
-    )
+    # [t] bool, the drafter's likeliest token is the target's likeliest of the full vocabulary
+    agree: Tensor | None = None
 
 
 def has_kernel(hidden: Tensor) -> bool:
