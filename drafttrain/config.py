@@ -49,7 +49,9 @@ class TrainConfig:
     )
     drafter: Options = key({}, "options of the kind: draft_vocab_size, ttt_steps, feature_layers, ...")
     loss: AnyText = key("kl", "kl, js:0.5, lk_lambda, 0.9*kl+0.1*ce, ...; next_token pretrains a draft model")
-    loss_on: Literal["all", "answer"] = key("all", "of the responses; answer leaves out the reasoning")
+    loss_on: Literal["all", "answer"] = key(
+        "all", "tokens of the responses that are learned; answer leaves out the reasoning"
+    )
     on_policy: Options = key({}, "the drafter writes a share of the responses: share, refresh_steps, ...")
     dtype: Dtype = key("auto", "of the frozen target")
     target_device_map: DeviceMap = key("", "auto spreads a target too large for one GPU over several")
@@ -226,5 +228,7 @@ def load_config(recipe: str | Mapping[str, object], overrides: list[str], traine
     config.trainer |= {name: checked[name] for name in ranged}
     for name in ("target", "data", "output_dir"):
         if not getattr(config, name):
-            raise UserError(f"config key {name!r} is missing in {path}; set it there or in the command: {name}=...")
+            raise UserError(
+                f"config key {name!r} is missing in {path}; set it there or on the command line: {name}=..."
+            )
     return config

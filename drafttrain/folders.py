@@ -263,7 +263,9 @@ def check_folder(name: str | Path, kind: str, inputs: Iterable[tuple[str, str]] 
     elif not known:
         foreign = _files(path) if of.published or of.alone else (file.name for file in _matching(path, of.files))
     for name in foreign:
-        raise UserError(f"{where} holds other files ({name}); choose an empty one, or one that drafttrain {kind} wrote")
+        raise UserError(
+            f"{where} holds other files ({name}); choose an empty folder, or one that drafttrain {kind} wrote"
+        )
     return path
 
 

@@ -104,9 +104,7 @@ def test_what_does_not_go_with_a_loaded_target_is_named(tmp_path):
     target = make_target()
     for call in (evaluate, tune):
         name = call.__name__
-        with pytest.raises(
-            UserError, match=f"{name}: dtype='float32' is of a target's name, but this target is loaded"
-        ):
+        with pytest.raises(UserError, match=f"{name}: dtype='float32' is for a name, but this target is loaded"):
             call(target, "ngram", dtype="float32")
         with pytest.raises(
             UserError, match=f"{name} renders prompts, but model 'LlamaForCausalLM' has no tokenizer; pass tok"
@@ -120,7 +118,7 @@ def test_what_does_not_go_with_a_loaded_target_is_named(tmp_path):
             call(target, "ngram", max_new_token=4)
     with pytest.raises(UserError, match="baselines=hf_generate load target 'tiny' again, but it has no files"):
         evaluate(target, "ngram", baselines="hf_generate", limit=1, max_new_tokens=2, tree="chain:1")
-    with pytest.raises(UserError, match="has no files that training could load"):
+    with pytest.raises(UserError, match="has no files for training to load"):
         train({}, target=target)
     with pytest.raises(UserError, match=r"output_dir=<object .* is no value of a recipe"):
         train({}, output_dir=object())

@@ -221,7 +221,9 @@ class OpenAIBackend(Backend):
             listed = self._retried(lambda _: self._send("GET", f"{url}/models", None, ModelList))["data"][0]["id"]
         except BadReply as bad:
             if bad.reason == UNREACHABLE:
-                raise UserError(f"url={url!r} cannot be reached ({bad.detail}); start it or check the address") from bad
+                raise UserError(
+                    f"url={url!r} cannot be reached ({bad.detail}); start it, or check the address"
+                ) from bad
             if not given:
                 raise UserError(f"url={url!r} lists no models ({bad}); name one with --model") from bad
             return given  # servers need not list models

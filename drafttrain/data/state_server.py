@@ -278,7 +278,9 @@ class StateServer:
         """Raises UserError: the server has ended by itself."""
         assert self.child is not None, "start comes first"
         if (code := self.child.poll()) is not None:
-            raise UserError(f"vLLM ended with exit status {code}, its lines above say why; the command: {self}")
+            raise UserError(
+                f"vLLM ended with exit status {code}, its lines above say why; try the command by hand: {self}"
+            )
 
     def sweep(self, older: float = _KEPT_SECONDS) -> None:
         """Deletes states that nobody has read, of ordinary completions for instance, and that are `older` in seconds."""

@@ -192,7 +192,9 @@ class Drafter(NamedDrafter):
         Raises:
             UserError: a kind without weights, an unknown option, or a drafter that does not fit the target.
         """
-        raise UserError(f"kind={cls.kind!r} has no weights to train; run: drafttrain eval --drafter {cls.kind}")
+        raise UserError(
+            f"kind={cls.kind!r} has no weights to train; use it directly: drafttrain eval --drafter {cls.kind}"
+        )
 
     @classmethod
     def native(cls, target: Target, kept_ids: Tensor, options: Json) -> Self:

@@ -75,7 +75,9 @@ def _described(classes: Sequence[str], folder: Path) -> list[Json]:
 @cache
 def _functions(path: Path) -> list[Json]:
     if not path.is_file():
-        raise UserError(f"suite=bfcl: no {path}, which describes functions; give a folder with {DOCS}, or no FILE")
+        raise UserError(
+            f"suite=bfcl: no {path}, which describes functions; give the folder that holds {DOCS}, or no FILE"
+        )
     return [row for _, row in read_jsonl(path)]
 
 

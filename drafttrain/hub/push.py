@@ -60,7 +60,9 @@ def check_results(trained: Trained, name: str, results: Json) -> None:
     """Raises UserError for an evaluation of another kind of drafter or of another target."""
     kind = str(results.get("kind", "")).partition("+")[0]
     if kind not in (trained.kind, ""):
-        raise UserError(f"results={name!r} measured kind {kind!r}, this one is {trained.kind!r}; pass its own")
+        raise UserError(
+            f"results={name!r} measured a drafter of kind {kind!r}, this one is {trained.kind!r}; pass its own"
+        )
     measured, recorded = str(results.get("target", "")), trained.target_name
     if recorded and public_name(measured) != public_name(recorded):
         raise UserError(f"results={name!r} are for target {measured!r}, this drafter is for {recorded!r}; pass its own")

@@ -298,7 +298,8 @@ class _Planner:
         starts = [("", first)]
         if first.states == "online" and not kind_class(self.config.kind).loads_language_models:
             away = replace(first, states="vllm", shards=1)
-            starts.append(("states from vLLM (target_url) or disk (drafttrain features), not an online target", away))
+            text = "states from vLLM (target_url) or from disk (drafttrain features) in place of an online target"
+            starts.append((text, away))
         ways = [[start, *self._changes(start[1])] for start in starts]
         smallest = float("inf")
         for way in [*ways, *([*way, *self._more_gpus(way[-1][1])] for way in ways)]:

@@ -23,7 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--suite", Place, default="drafttrain", help="as in drafttrain eval")
     add_template_flag(parser, "; a question's own come first")
     add("--temperatures", values(Temperature), default="0", help="a list, such as 0,0.7,1")
-    add("--trees", default="", help="a list split by ; or spaces, as 'chain:3 dynamic:3,4,8' (default: as in eval)")
+    add(
+        "--trees", default="", help="a list split by ; or spaces, such as 'chain:3 dynamic:3,4,8' (default: as in eval)"
+    )
     add("--lengths", values(Depth), default=(), help="speculation lengths, such as 1,2,4,8: chains, added to --trees")
     add("--batch-sizes", values(Count), default="1", help="prompts at a time, such as 1,2,4,8,16")
     add("--contexts", values(Size), default="0", help="least prompt tokens, such as 0,512,2048; 0 changes nothing")
