@@ -171,7 +171,7 @@ def load_drafter(name: str, model: Model, tokenizer: Tokenizer = None) -> Drafte
     Raises:
         UserError: nothing there, not one of our drafters, or trained for another target.
     """
-    return load_for_target(check("drafter", name, Place), _target(model, tokenizer))
+    return load_for_target(check("drafter", name, Place), Target.from_pretrained(model, tokenizer=tokenizer))
 
 
 def _pieces(text: TextStream, rounds: Iterator[tuple[int, list[int]]]) -> Iterator[str]:
@@ -195,7 +195,8 @@ def _opened(options: dict[str, Any]) -> tuple[Target, list[Any], bool]:
     if ids is not None or mask is not None:
         prompt = {"input_ids": prompt if ids is None else ids, "attention_mask": mask}
     several = _is_several(prompt)
-    return _target(model, options.get("tokenizer")), _split(prompt) if several else [prompt], several
+    target = Target.from_pretrained(model, tokenizer=options.get("tokenizer"))
+    return target, _split(prompt) if several else [prompt], several
 
 
 def _decoder(target: Target, drafter: Drafting, call: str, options: Mapping[str, Any]) -> tuple[Decoder, CallLimits]:
@@ -214,10 +215,6 @@ def _decoder(target: Target, drafter: Drafting, call: str, options: Mapping[str,
 def _most(target: Target, limits: CallLimits, ids: Sequence[Tensor | Sequence[int]]) -> list[int]:
     """Most new tokens of each prompt."""
     return [limits.of(0 if limits.total is None else len(token_ids(target, each))) for each in ids]
-
-
-def _target(model: Model, tokenizer: Tokenizer) -> Target:
-    return Target.from_pretrained(model, tokenizer=tokenizer)
 
 
 def _is_several(prompt: Any) -> bool:
@@ -243,16 +240,10 @@ def _split(prompts: Any) -> list[Any]:
 
 
 def _all_ids(target: Target, prompts: Sequence[Any], options: Mapping[str, Any]) -> list[Tensor | Sequence[int]]:
-    """Token ids of every prompt."""
-    inputs = _inputs(options.get("tools", ()), options.get("chat_template_kwargs"))
-    return [_ids(target, each, inputs) for each in prompts]
-
-
-def _inputs(tools: Sequence[Json], kwargs: Json | None) -> ChatInputs:
-    """What the chat template reads besides the messages. Raises UserError: another form."""
-    found = {"tools": list(tools), "chat_template_kwargs": kwargs}
+    """Token ids of every prompt. Raises UserError: tools or chat_template_kwargs of another form."""
+    found = {"tools": list(options.get("tools", ())), "chat_template_kwargs": options.get("chat_template_kwargs")}
     check_json(found, "prompt", "give tools as JSON schemas, and chat_template_kwargs as a dict", PromptInputs)
-    return ChatInputs.of(found)
+    return [_ids(target, each, ChatInputs.of(found)) for each in prompts]
 
 
 def _ids(target: Target, prompt: Any, inputs: ChatInputs = NO_INPUTS) -> Tensor | Sequence[int]:

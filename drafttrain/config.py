@@ -197,14 +197,6 @@ def _merge(into: Options, more: Options, place: str) -> None:
             into[name] = value
 
 
-def _read_recipe(path: str) -> Options:
-    file = recipe_path(path, "config")
-    raw = read_yaml(read_text(file, "config", "give a YAML recipe"), f"config={path!r}") or {}
-    if not isinstance(raw, dict):
-        raise UserError(f"config={path!r} must hold key: value lines, not {type(raw).__name__}")
-    return raw
-
-
 def load_config(recipe: str | Mapping[str, object], overrides: list[str], trainer_keys: list[str]) -> TrainConfig:
     """Reads a recipe, whose keys are ours or among trainer_keys (TrainingArguments), and applies the overrides.
 
@@ -215,7 +207,13 @@ def load_config(recipe: str | Mapping[str, object], overrides: list[str], traine
         UserError: missing file, broken YAML, an unknown key (with close matches), a wrong value, a missing required key.
     """
     path = recipe if isinstance(recipe, str) else "the recipe"
-    raw: Options = _read_recipe(recipe) if isinstance(recipe, str) else copy.deepcopy({**recipe})
+    if isinstance(recipe, str):
+        text = read_text(recipe_path(path, "config"), "config", "give a YAML recipe")
+        raw: Options = read_yaml(text, f"config={path!r}") or {}
+    else:
+        raw = copy.deepcopy({**recipe})
+    if not isinstance(raw, dict):
+        raise UserError(f"config={path!r} must hold key: value lines, not {type(raw).__name__}")
     _merge(raw, parse_overrides(overrides), "")
     own = [one.name for one in fields(TrainConfig) if one.name != "trainer"]
     for name in raw:

@@ -80,6 +80,7 @@ def test_train_and_export_are_modules_and_functions():
         train("/no/recipe.yaml", data="x")
 
 
+@pytest.mark.thorough
 def test_a_loaded_target_takes_the_place_of_its_name(tmp_path, capfd):
     target = make_target()
     make_drafter(target).save_pretrained(tmp_path / "drafter")
@@ -126,6 +127,7 @@ def test_what_does_not_go_with_a_loaded_target_is_named(tmp_path):
         train({"max_stps": 3})
 
 
+@pytest.mark.thorough
 def test_export_and_push_say_what_they_wrote(target, tmp_path, capfd):
     make_drafter(target).save_pretrained(tmp_path / "drafter")
     capfd.readouterr()

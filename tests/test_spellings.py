@@ -141,7 +141,7 @@ def test_options_of_one_call_only(tiny):
         stream(tiny, [IDS, IDS])
     with pytest.raises(UserError, match="stream: batch_size= is no option of it"):
         stream(tiny, IDS, batch_size=2)
-    with pytest.raises(UserError, match="attention_mask has 1 rows for 2 of input_ids"):
+    with pytest.raises(UserError, match="attention_mask has 1 rows for 2 input_ids"):
         generate(tiny, input_ids=[[1, 2], [3, 4]], attention_mask=[[1, 1]])
 
 
