@@ -62,10 +62,8 @@ def table() -> list[tuple[str, str, str]]:
     rows = []
     for name in recipe_names():
         text = read_text(recipe_path(name), "recipe", _FIX)
-        target = re.search(r"^target: *(\S+)", text, re.MULTILINE)
-        plan = re.search(r"^# Plan: (.*)", text, re.MULTILINE) or re.search(
-            r"^# (.*?)(?:[.:,;] |$)", text, re.MULTILINE
-        )
+        target = re.search(r"(?m)^target: *(\S+)", text)
+        plan = re.search(r"(?m)^# Plan: (.*)", text) or re.search(r"(?m)^# (.*?)(?:[.:,;] |$)", text)
         rows.append((name, target[1] if target else "any", plan[1] if plan else ""))
     return rows
 

@@ -289,6 +289,7 @@ def test_a_plan_is_named_as_it_was_asked_for(linear):
     assert plan("llama-3.1-8b/eagle3").recipe == "llama-3.1-8b/eagle3"
 
 
+@pytest.mark.thorough
 def test_the_command_prints_and_writes_a_plan_of_real_dry_steps(recipe, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(plan_memory, "_MOST_TOKENS", 512)
     output = tmp_path / "plan.json"
