@@ -94,7 +94,7 @@ def plan(recipe: str, overrides: Sequence[str] = (), job: Job | None = None) -> 
     Raises:
         UserError: a recipe, device or file with an error, or a target or drafter whose shapes are not known.
     """
-    return _Planner(str(recipe_path(recipe)), overrides, job or Job()).plan()
+    return replace(_Planner(str(recipe_path(recipe)), overrides, job or Job()).plan(), recipe=recipe)
 
 
 class _Planner:
@@ -424,10 +424,9 @@ def print_plan(found: Plan) -> None:
     title = "a roofline, not a measurement"
     console.print(table_of(["time", "tokens/s", "hours"], rows, title, right=True))
     console.print(f"{'fits' if found.fits else 'does not fit'}: {total:.1f} of {limit:g} GB at the peak")
-    largest = found.largest
-    console.print(
-        f"largest that fits: {largest['rows']} rows of {at['length']} tokens, or {at['rows']} rows of {largest['length']} tokens"
-    )
+    sizes = [(found.largest["rows"], at["length"]), (at["rows"], found.largest["length"])]
+    largest = " or ".join(f"{rows} x {length} tokens" for rows, length in sizes if rows and length)
+    console.print(f"largest that fits: {largest or 'not even one row'}")
     for number, line in enumerate(found.advice, 1):
         console.print(f"{number}. {line}")
     for line in found.notes:
