@@ -260,6 +260,8 @@ WORDS: dict[str, list[str]] = {
     "generate": [*GENERATE[1:], "--slots", "2", "--max-new-tokens", "200"],
     "features": ["--data", "data", *TARGET],
     "serve-target": [*TARGET, "--layers", "1", "--dry-run"],
+    "recipes": [],
+    "plan": ["run.yaml", "--target-config", "target/config.json"],
     "train": ["run.yaml", "max_steps=3000", "save_steps=100"],
     "ngram-store": ["--data", "data", "--output", "store.safetensors"],
     "eval": [*TARGET, *DRAFTER, "--suite", "many_suite.jsonl", "--output", "r.json", "--max-new-tokens", "100"],
@@ -276,6 +278,7 @@ WORDS: dict[str, list[str]] = {
     "verify": [*DRAFTER, *TARGET, "--format", "vllm", "--engine", "none"],
     "push": [*DRAFTER, "--repo", "user/name", "--without-evaluation", "--license", "mit", "--output", "published"],
     "push-data": ["--data", "data", "--repo", "user/name", "--prompt-license", "MIT", "--output", "published"],
+    "completion": ["bash"],
 }
 
 

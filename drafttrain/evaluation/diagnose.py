@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rich.text import Text
 
+from drafttrain.drafters.kinds import untrained_kinds
 from drafttrain.drafters.registry import decoding_file, decoding_settings
 from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import Record, accepted_below, intervals, load_results, summarize, training_record
@@ -152,10 +153,13 @@ def _depth(results: Json, training: Json) -> Json | None:
     steps = training.get("config", {}).get("drafter", {}).get("ttt_steps")
     shown = " ".join(f"{share:.2f}" for share in conditional)
     deeper = f"; trained for {steps} depths, drafts {len(conditional)}" if steps and steps < len(conditional) else ""
+    advice = "draft a shallower, wider tree: `drafttrain tune`"
+    if results["kind"].partition("+")[0] not in untrained_kinds():
+        advice = f"train more depths (drafter.ttt_steps, depth_share=1), or {advice}"
     return finding(
         "acceptance falls by depth",
         f"given the tokens before it, a drafted token is accepted with {shown} by depth{deeper}",
-        "train more depths (drafter.ttt_steps, depth_share=1), or draft a shallower, wider tree: `drafttrain tune`",
+        advice,
     )
 
 

@@ -253,13 +253,13 @@ def test_vllm_in_process(target_dir, prompts, tmp_path, tokenizer, vllm):
     assert {values["min_p"] for values in vllm.params} == {0.1}
 
 
-def test_vllm_applies_what_it_can_of_the_generation_config(target_dir, prompts, tmp_path, vllm, caplog):
+def test_vllm_applies_what_it_can_of_the_generation_config(target_dir, prompts, tmp_path, vllm, capsys):
     path = target_dir / "generation_config.json"
     rules = {"repetition_penalty": 1.3, "suppress_tokens": [7], "bad_words_ids": [[8], [257]], "min_new_tokens": 5,
              "sequence_bias": [[[9], 0.5]], "no_repeat_ngram_size": 3}  # fmt: skip
     path.write_text(json.dumps({**json.loads(path.read_text()), **rules}))
     assert generate(target_dir, prompts, tmp_path / "out", "--backend", "vllm") == 0
-    assert "does not apply no_repeat_ngram_size of the target's generation_config" in caplog.text
+    assert "does not apply no_repeat_ngram_size of the target's generation_config" in capsys.readouterr().err
     for values in vllm.params:
         assert values["repetition_penalty"] == 1.3 and values["min_tokens"] == 5
         assert values["logit_bias"] == {9: 0.5, 8: -math.inf, 7: -math.inf}

@@ -38,7 +38,7 @@ def quick(monkeypatch):
 
 @pytest.fixture
 def generate(target_dir, tmp_path, capsys):
-    """Runs the command on conversations {id: user messages}; gives its status, and the last line that it wrote."""
+    """Runs the command on conversations {id: user messages}; gives its status, and the last line before its results."""
 
     def run(conversations, *urls, name="out"):
         prompts = tmp_path / "prompts.jsonl"
@@ -51,7 +51,8 @@ def generate(target_dir, tmp_path, capsys):
         urls = [word for url in urls for word in ("--url", url)]
         status = cli.main(["generate", *words, "--backend", "openai", *urls, "--max-new-tokens", "64"])
         said = capsys.readouterr()
-        return status, (said.err if status else said.out).strip().splitlines()[-1]
+        lines = (said.err if status else said.out).strip().splitlines()
+        return status, [line for line in lines if not line.startswith(("wrote ", "next: "))][-1]
 
     run.folder = tmp_path / "out"
     return run

@@ -81,7 +81,8 @@ def used(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def public(cls: type) -> set[str]:
-    return {name for name in [*vars(cls), *getattr(cls, "__annotations__", {})] if not name.startswith("_")}
+    names = {name for one in cls.__mro__[:-1] for name in [*vars(one), *vars(one).get("__annotations__", {})]}
+    return {name for name in names if not name.startswith("_")}
 
 
 @pytest.mark.thorough

@@ -28,6 +28,7 @@ def results_of(records, temperature=0.0, **more):
     return {
         "target": "t",
         "drafter": "d",
+        "kind": "eagle3",
         "suite": "s",
         "dtype": "float32",
         "decoding": {"temperature": temperature, "tree": {"spec": "chain:2", "shape": "chain", "sampled": False}},
@@ -148,7 +149,8 @@ def test_acceptance_that_falls_by_depth():
     records = [prompt(accepted=1, offered=3)] * 5 + [prompt(accepted=2, offered=3)]
     found = causes(records, {"config": {"drafter": {"ttt_steps": 2}}})["acceptance falls by depth"]
     assert "1.00 0.17 0.00 by depth" in found["figures"]
-    assert "trained for 2 depths, drafts 3" in found["figures"]
+    assert "trained for 2 depths, drafts 3" in found["figures"] and "train more depths" in found["advice"]
+    assert "train" not in causes(records, kind="ngram")["acceptance falls by depth"]["advice"].replace("drafttrain", "")
 
 
 def test_long_context():

@@ -13,8 +13,10 @@ from drafttrain import cli
 from drafttrain.drafters.shipping import find_drafter
 from drafttrain.evaluation.diagnose import diagnose, print_findings, slow_categories
 from drafttrain.evaluation.metrics import PartialResults, is_sweep, load_results, read_training
+from drafttrain.evaluation.verdicts import against, outliers, verdict_of
 from drafttrain.hub.push import check_results
 from drafttrain.reports import report_page
+from drafttrain.reports.figures import settings_table
 from drafttrain.reports.report import identity_line, print_results
 from drafttrain.tuning import estimate, sweep
 from tests.fuzz import fuzz, json_faults, outcome, seeds, text_faults
@@ -44,10 +46,13 @@ def use(path: Path) -> None:
         chart.rows()
         chart.height(True)
     report_page._diffs(content)
-    report_page._settings([content])
+    settings_table([content])
     report_page._tiles(content)
-    report_page._comparison([content, RESULTS["off"]])
-    report_page.verdict(content["overall"])
+    report_page._comparison([content, RESULTS["off"]], ["a", "b"])
+    report_page.differing([content, RESULTS["off"]])
+    verdict_of(content["overall"])
+    outliers(content)
+    against(content, RESULTS["off"])
     identity_line(content)
     profile = estimate.profile_of(load_results(str(path)))
     estimate.print_rows([estimate.estimate(TARGET, 1e8, profile, DEVICE, 4, 64, 2.0, 1.0)], DEVICE, profile)
