@@ -51,6 +51,7 @@ def recipe_path(name: str, key: str = "recipe") -> Path:
         targets = difflib.get_close_matches(folder.lower(), {one.partition("/")[0] for one in names}, n=1, cutoff=0.7)
         nearest = [f"{target}/{kind}" for target in targets if f"{target}/{kind}" in names]
         close = nearest or [one for one in names if one.partition("/")[0] in targets]
+    close = close or [one for one, target, _ in table() if target.lower() == name.lower()]
     close = close or difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.6)
     hint = f"; did you mean {' or '.join(close)}?" if close else "; drafttrain recipes lists those that come with it"
     raise UserError(f"{key}={shown(name)}: no such file, and no recipe of that name{hint}")
