@@ -148,11 +148,11 @@ def run(argv: list[str]) -> int:
         warnings.simplefilter("ignore", FutureWarning)  # for those who write programs
     import logging  # not before a --help has been shown
 
-    from drafttrain.outcome import voice
+    from drafttrain.outcome import commanded, voice
 
     for name in NEEDLESS:
         logging.getLogger(name).addFilter(_is_needed)
-    with voice(args.command, quiet, as_json):
+    with commanded(argv), voice(args.command, quiet, as_json):
         return importlib.import_module(f"drafttrain.{COMMANDS[args.command][0]}").run(args) or 0
 
 

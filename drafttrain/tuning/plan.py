@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from drafttrain.drafters.registry import kind_class
 from drafttrain.errors import UserError
 from drafttrain.files import Json, write_json
 from drafttrain.folders import inputs_of, output_file
-from drafttrain.outcome import conclude, next_command
+from drafttrain.outcome import command_line, conclude, next_command
 from drafttrain.recipes import recipe_path
 from drafttrain.reports.output import table_of, wide_console
 from drafttrain.target.devices import resolve_dtype
@@ -391,7 +390,7 @@ def run(args: argparse.Namespace) -> int:
     job = Job(**{name: getattr(args, name) for name in Job.__dataclass_fields__})
     found = plan(args.recipe, args.overrides, job)
     print_plan(found)
-    content = {**found.json(), "command": [Path(sys.argv[0]).name, *sys.argv[1:]]}
+    content = {**found.json(), "command": command_line()}
     if output is not None:
         write_json(output, content)
     data, then = Path(found.setting["data"]).expanduser(), ""
