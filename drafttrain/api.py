@@ -127,9 +127,7 @@ def generate(
         raise UserError(f"category has {len(categories)} entries for {len(ids)} prompts; give one each, or one for all")
     copies = limits.answers or 1
     if copies > 1 and decoder.sampling.greedy:
-        raise UserError(
-            f"num_return_sequences={copies} needs sampling, for greedy answers are all the same; set do_sample=True"
-        )
+        raise UserError(f"num_return_sequences={copies} needs sampling: greedy answers are equal; set do_sample=True")
     made = decoder.generate(
         [each for each in ids for _ in range(copies)],
         max_new_tokens=[most for most in _most(target, limits, ids) for _ in range(copies)],
@@ -145,10 +143,7 @@ def generate(
 
 
 def stream(
-    model: Model,
-    prompt: Prompt | None = None,
-    drafter: Drafting = None,
-    **options: Unpack[StreamOptions],
+    model: Model, prompt: Prompt | None = None, drafter: Drafting = None, **options: Unpack[StreamOptions]
 ) -> Iterator[str]:
     """Yields the text of `generate` for one prompt in pieces. See `generate` for the arguments."""
     given: dict[str, Any] = {"model": model, "prompt": prompt, "drafter": drafter, **options}
@@ -176,7 +171,7 @@ def load_drafter(name: str, model: Model, tokenizer: Tokenizer = None) -> Drafte
     Raises:
         UserError: nothing there, not one of our drafters, or trained for another target.
     """
-    return load_for_target(check("drafter", name, Place), _target(model, tokenizer))
+    return load_for_target(check("drafter", name, Place), Target.from_pretrained(model, tokenizer=tokenizer))
 
 
 def _pieces(text: TextStream, rounds: Iterator[tuple[int, list[int]]]) -> Iterator[str]:
@@ -200,7 +195,8 @@ def _opened(options: dict[str, Any]) -> tuple[Target, list[Any], bool]:
     if ids is not None or mask is not None:
         prompt = {"input_ids": prompt if ids is None else ids, "attention_mask": mask}
     several = _is_several(prompt)
-    return _target(model, options.get("tokenizer")), _split(prompt) if several else [prompt], several
+    target = Target.from_pretrained(model, tokenizer=options.get("tokenizer"))
+    return target, _split(prompt) if several else [prompt], several
 
 
 def _decoder(target: Target, drafter: Drafting, call: str, options: Mapping[str, Any]) -> tuple[Decoder, CallLimits]:
@@ -221,10 +217,6 @@ def _most(target: Target, limits: CallLimits, ids: Sequence[Tensor | Sequence[in
     return [limits.of(0 if limits.total is None else len(token_ids(target, each))) for each in ids]
 
 
-def _target(model: Model, tokenizer: Tokenizer) -> Target:
-    return Target.from_pretrained(model, tokenizer=tokenizer)
-
-
 def _is_several(prompt: Any) -> bool:
     """Whether this is a list of prompts or a padded batch. One prompt is text, ids in one dimension, or a list of messages."""
     if isinstance(prompt, Mapping):
@@ -232,9 +224,7 @@ def _is_several(prompt: Any) -> bool:
     if hasattr(prompt, "shape"):  # of torch or numpy
         return len(prompt.shape) > 1
     if not isinstance(prompt, Sequence):
-        raise UserError(
-            f"prompt={shown(prompt)} must be text, token ids, messages, a tokenizer's output, or a list of these"
-        )
+        raise UserError(f"prompt={shown(prompt)} must be text, token ids, messages, a tokenizer's output, or a list")
     return not isinstance(prompt, str) and len(prompt) > 0 and not isinstance(prompt[0], (Number, Mapping))
 
 
@@ -245,23 +235,15 @@ def _split(prompts: Any) -> list[Any]:
     ids, mask = list(prompts["input_ids"]), prompts.get("attention_mask")
     masks = [None] * len(ids) if mask is None else list(mask)
     if len(masks) != len(ids):
-        raise UserError(
-            f"attention_mask has {len(masks)} rows for {len(ids)} of input_ids; pass both from one tokenizer call"
-        )
+        raise UserError(f"attention_mask has {len(masks)} rows for {len(ids)} input_ids; pass both from one call")
     return [{"input_ids": row, "attention_mask": each} for row, each in zip(ids, masks, strict=True)]
 
 
 def _all_ids(target: Target, prompts: Sequence[Any], options: Mapping[str, Any]) -> list[Tensor | Sequence[int]]:
-    """Token ids of every prompt."""
-    inputs = _inputs(options.get("tools", ()), options.get("chat_template_kwargs"))
-    return [_ids(target, each, inputs) for each in prompts]
-
-
-def _inputs(tools: Sequence[Json], kwargs: Json | None) -> ChatInputs:
-    """What the chat template reads besides the messages. Raises UserError: another form."""
-    found = {"tools": list(tools), "chat_template_kwargs": kwargs}
+    """Token ids of every prompt. Raises UserError: tools or chat_template_kwargs of another form."""
+    found = {"tools": list(options.get("tools", ())), "chat_template_kwargs": options.get("chat_template_kwargs")}
     check_json(found, "prompt", "give tools as JSON schemas, and chat_template_kwargs as a dict", PromptInputs)
-    return ChatInputs.of(found)
+    return [_ids(target, each, ChatInputs.of(found)) for each in prompts]
 
 
 def _ids(target: Target, prompt: Any, inputs: ChatInputs = NO_INPUTS) -> Tensor | Sequence[int]:
@@ -272,9 +254,7 @@ def _ids(target: Target, prompt: Any, inputs: ChatInputs = NO_INPUTS) -> Tensor 
             return _ids(target, ids, inputs)
         ids, kept = token_ids(target, () if ids is None else ids), torch.as_tensor(mask).bool().flatten()  # [s] each
         if len(ids) != len(kept):
-            raise UserError(
-                f"attention_mask has {len(kept)} entries for {len(ids)} input_ids; pass both from one tokenizer call"
-            )
+            raise UserError(f"attention_mask has {len(kept)} entries for {len(ids)} input_ids; pass both from one call")
         return ids[kept.to(ids.device)]
     chat = isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
     if not chat and inputs != NO_INPUTS:
@@ -287,9 +267,7 @@ def _ids(target: Target, prompt: Any, inputs: ChatInputs = NO_INPUTS) -> Tensor 
     if target.tokenizer is None:
         raise UserError(f"prompt={prompt!r} is text, but the model has no tokenizer; pass tokenizer= or token ids")
     if chat and not has_template(target.tokenizer):
-        raise UserError(
-            f"prompt is a chat, but the tokenizer of {target.name!r} has no chat template; give text instead"
-        )
+        raise UserError(f"prompt is a chat, but the tokenizer of {target.name!r} has no chat template; give text")
     try:
         return prompt_ids(target.tokenizer, prompt, inputs)
     except TemplateError as error:

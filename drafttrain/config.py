@@ -15,19 +15,7 @@ from pydantic import Field
 from drafttrain.errors import UserError, shown
 from drafttrain.files import read_text
 from drafttrain.recipes import recipe_path
-from drafttrain.values import (
-    Amount,
-    AnyText,
-    Count,
-    DeviceMap,
-    Dtype,
-    Fraction,
-    Name,
-    Seed,
-    Size,
-    check_fields,
-    key,
-)
+from drafttrain.values import Amount, AnyText, Count, DeviceMap, Dtype, Fraction, Name, Seed, Size, check_fields, key
 
 Options = dict[str, Any]  # keys of a recipe
 Validation = Annotated[float, Field(ge=0, le=0.9)]
@@ -70,14 +58,10 @@ class TrainConfig:
     target_url: Urls = key(
         "", "servers that `drafttrain serve-target` started, one or a list: states stream from them during training"
     )
-    states_dir: Name = key(
-        "", "the servers' folder of states as this machine sees it; empty for the same path as theirs"
-    )
+    states_dir: Name = key("", "the servers' folder of states as this machine sees it; empty for the same path")
     prefetch_gb: Gigabytes = key(1.0, "per process, for states that are read or asked for ahead of their steps")
     max_length: Count = key(2048, "tokens used of a conversation")
-    packing: bool = key(
-        False, "fill rows of max_length tokens with several conversations, which do not attend to each other"
-    )
+    packing: bool = key(False, "fill rows of max_length tokens with conversations, which do not attend to each other")
     sequence_parallel: Count = key(
         1, "processes that share each row, for rows too long for one; needs DeepSpeed and divides the processes"
     )
@@ -213,14 +197,6 @@ def _merge(into: Options, more: Options, place: str) -> None:
             into[name] = value
 
 
-def _read_recipe(path: str) -> Options:
-    file = recipe_path(path, "config")
-    raw = read_yaml(read_text(file, "config", "give a YAML recipe"), f"config={path!r}") or {}
-    if not isinstance(raw, dict):
-        raise UserError(f"config={path!r} must hold key: value lines, not {type(raw).__name__}")
-    return raw
-
-
 def load_config(recipe: str | Mapping[str, object], overrides: list[str], trainer_keys: list[str]) -> TrainConfig:
     """Reads a recipe, whose keys are ours or among trainer_keys (TrainingArguments), and applies the overrides.
 
@@ -231,7 +207,13 @@ def load_config(recipe: str | Mapping[str, object], overrides: list[str], traine
         UserError: missing file, broken YAML, an unknown key (with close matches), a wrong value, a missing required key.
     """
     path = recipe if isinstance(recipe, str) else "the recipe"
-    raw: Options = _read_recipe(recipe) if isinstance(recipe, str) else copy.deepcopy({**recipe})
+    if isinstance(recipe, str):
+        text = read_text(recipe_path(path, "config"), "config", "give a YAML recipe")
+        raw: Options = read_yaml(text, f"config={path!r}") or {}
+    else:
+        raw = copy.deepcopy({**recipe})
+    if not isinstance(raw, dict):
+        raise UserError(f"config={path!r} must hold key: value lines, not {type(raw).__name__}")
     _merge(raw, parse_overrides(overrides), "")
     own = [one.name for one in fields(TrainConfig) if one.name != "trainer"]
     for name in raw:

@@ -27,8 +27,10 @@ def shipped_folder(name: str) -> Path:
     repository = Path(__file__).resolve().parents[1]
     if (repository / "pyproject.toml").is_file():
         return repository / name
-    user = sysconfig.get_path("data", sysconfig.get_preferred_scheme("user"))  # pip install --user; --target is the repository
-    places = [Path(root, "share", "drafttrain", Path(name).name) for root in (sysconfig.get_path("data"), user, repository)]
+    # Of pip install, of its --user, and of its --target, which is the folder of the package's own.
+    user = sysconfig.get_path("data", sysconfig.get_preferred_scheme("user"))
+    roots = (sysconfig.get_path("data"), user, repository)
+    places = [Path(root, "share", "drafttrain", Path(name).name) for root in roots]
     return next((place for place in places if place.is_dir()), places[0])
 
 

@@ -16,9 +16,8 @@ def require(package: str, purpose: str = "this") -> ModuleType:
         return importlib.import_module(package)
     except ImportError as error:
         missing = "is not installed" if error.name == package else f"cannot be imported ({first_line(error)})"
-        raise UserError(
-            f"{purpose} needs {package}, which {missing}: pip install 'drafttrain[{EXTRAS[package]}]'"
-        ) from error
+        fix = f"pip install 'drafttrain[{EXTRAS[package]}]'"
+        raise UserError(f"{purpose} needs {package}, which {missing}: {fix}") from error
 
 
 class LazyPackage(ModuleType):

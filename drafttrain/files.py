@@ -450,9 +450,8 @@ def unreachable(url: str, seconds: float) -> str:
             httpx.head(url, timeout=seconds)
             reasons.append("")
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, OSError) as error:
-            reasons.append(
-                "" if "CERTIFICATE" in str(error) else first_line(error)
-            )  # clients may know other certificates
+            # Clients may know other certificates.
+            reasons.append("" if "CERTIFICATE" in str(error) else first_line(error))
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
@@ -481,10 +480,9 @@ def hub_snapshot(repo: str, patterns: Sequence[str], key: str, ignore: Sequence[
     from huggingface_hub.errors import HTTPError
 
     try:
-        patterns, left_out = list(patterns), list(ignore) or None
-        return Path(
-            snapshot_download(repo, revision=revision or None, allow_patterns=patterns, ignore_patterns=left_out)
-        )
+        left_out = list(ignore) or None
+        found = snapshot_download(repo, revision=revision or None, allow_patterns=[*patterns], ignore_patterns=left_out)
+        return Path(found)
     except (OSError, ValueError, RuntimeError, HTTPError) as error:
         fix = without_xet(error) or "; check the name, and log in for a private one: hf auth login"
         raise UserError(

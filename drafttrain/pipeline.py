@@ -114,13 +114,10 @@ def train(
     if target is not None and not isinstance(target, str | Path):
         overrides["target"] = target.path if isinstance(target, Target) else target.name_or_path
         if not overrides["target"]:
-            raise UserError(
-                f"target={shown(target)} has no files that training could load; save it, and name the folder"
-            )
+            raise UserError(f"target={shown(target)} has no files for training to load; save it, and name the folder")
     words = [f"{name}={_as_json(name, value)}" for name, value in overrides.items() if value is not None]
-    content = (
-        {"resume": True, **recipe} if isinstance(recipe, Mapping) else str(recipe)
-    )  # an empty mapping is a recipe too
+    # An empty mapping is a recipe too.
+    content = {"resume": True, **recipe} if isinstance(recipe, Mapping) else str(recipe)
     given = {"recipe": None, "config": content, "overrides": words}
     try:
         found = _run("train", "train", given, progress)
@@ -148,10 +145,8 @@ def tune(
     """
     record = _run("tune", "tuning.tune", locals(), progress)["result"]
     chain, span = record["chain"], (record.get("intervals") or {}).get("measured_speedup")
-    speedups = record["predicted_speedup"], record["measured_speedup"]
-    return TuneResult(
-        record["tree"], chain and chain["tree"], *speedups, (span[0], span[1]) if span else None, {**record}
-    )
+    speedups = record["predicted_speedup"], record["measured_speedup"], (span[0], span[1]) if span else None
+    return TuneResult(record["tree"], chain and chain["tree"], *speedups, {**record})
 
 
 def evaluate(
@@ -175,11 +170,10 @@ def evaluate(
     Raises:
         UserError: an unknown option, a value out of range, or anything that cannot be loaded.
     """
-    results: Any = _run("evaluate", "tuning.eval_command", {**locals(), "drafter": drafter or "none"}, progress)[
-        "result"
-    ]
+    given = {**locals(), "drafter": drafter or "none"}
+    results = _run("evaluate", "tuning.eval_command", given, progress)["result"]
     check_json(results, "evaluate", "measure again", Results)
-    return results  # type: ignore[no-any-return]  # checked
+    return results  # type: ignore[return-value]  # checked
 
 
 def export(
@@ -213,9 +207,8 @@ def _as_json(name: str, value: object) -> str:
     try:
         return json.dumps(str(value) if isinstance(value, Path) else value)
     except (TypeError, ValueError) as error:
-        raise UserError(
-            f"{name}={shown(value)} is no value of a recipe; give text, numbers, lists or mappings"
-        ) from error
+        rule = "is no value of a recipe; give text, numbers, lists or mappings"
+        raise UserError(f"{name}={shown(value)} {rule}") from error
 
 
 def _run(call: str, command: str, given: Mapping[str, Any], progress: bool) -> Outcome:
@@ -234,9 +227,7 @@ def _run(call: str, command: str, given: Mapping[str, Any], progress: bool) -> O
             raise UserError(f"{call} renders prompts, but model {loaded.name!r} has no tokenizer; pass tokenizer=")
         for name in ("dtype", "device", "trust_remote_code"):
             if flags.get(name):
-                raise UserError(
-                    f"{call}: {name}={flags[name]!r} is of a target's name, but this target is loaded; leave it out"
-                )
+                raise UserError(f"{call}: {name}={flags[name]!r} is for a name, but this target is loaded; drop it")
         flags["target"] = loaded.name
     elif given.get("tokenizer") is not None:
         raise UserError(f"{call}: tokenizer= goes with a loaded model; target={target!r} is a name, which has its own")

@@ -86,28 +86,22 @@ def check_pretraining(config: TrainConfig) -> None:
     """Raises UserError for data or options that contradict the loss: next_token reads text, every other loss reads the target."""
     if config.loss_on != "all" and (is_text(config.data) or config.loss == "next_token"):
         raise UserError(
-            f"loss_on={config.loss_on!r} needs a data set of `drafttrain generate` and another loss than next_token"
+            f"loss_on={config.loss_on!r} needs data of drafttrain generate and another loss than next_token"
         )
     if config.loss == "next_token":
         if not kind_class(config.kind).pretrains:
-            raise UserError(
-                f"loss='next_token' pretrains language models; kind={config.kind!r} needs another loss (kl)"
-            )
+            raise UserError(f"loss='next_token' pretrains language models; kind={config.kind!r} needs another loss")
         if config.on_policy:
             raise UserError("on_policy is scored by the target, but loss='next_token' does not run it; choose loss=kl")
         if config.target_url:
-            raise UserError(
-                "target_url gives states of the target, which loss='next_token' does not read; leave it out"
-            )
+            raise UserError("target_url gives states, which loss='next_token' does not read; leave it out")
     elif is_text(config.data):
         raise UserError(
             f"data={config.data!r} is raw text, which only loss=next_token learns from; for loss={config.loss} make a "
             "data set of the target's answers: drafttrain generate"
         )
     if config.target_url and config.on_policy:
-        raise UserError(
-            "on_policy runs the target on new responses, but with target_url its layers are not here; drop one"
-        )
+        raise UserError("on_policy runs the target, but with target_url its layers are not here; drop one")
 
 
 # -- prepare: target, data, drafter -----------------------------------------------------------------------------------

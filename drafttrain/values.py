@@ -146,14 +146,11 @@ def refuse_options(call: str, others: Mapping[str, object], known: Iterable[str]
     None and False ask for nothing: transformers' callers pass them for options that are off.
     """
     known = list(known)
-    for name in (
-        name for name in others if name not in known and others[name] is not None and others[name] is not False
-    ):
-        close = difflib.get_close_matches(name, known, n=2, cutoff=0.6)
-        raise UserError(
-            f"{call}: {name}= is no option of it; "
-            + (f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(known)}")
-        )
+    for name, value in others.items():
+        if name not in known and value is not None and value is not False:
+            close = difflib.get_close_matches(name, known, n=2, cutoff=0.6)
+            hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(known)}"
+            raise UserError(f"{call}: {name}= is no option of it; {hint}")
 
 
 def key(default: T, meaning: str) -> T:

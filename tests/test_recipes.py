@@ -23,7 +23,7 @@ def installed(tmp_path, monkeypatch):
     share = tmp_path / "prefix" / "share" / "drafttrain"
     shutil.copytree(ROOT / "configs", share / "configs")
     monkeypatch.setattr(environment, "__file__", str(tmp_path / "site-packages" / "drafttrain" / "environment.py"))
-    monkeypatch.setattr(environment.sysconfig, "get_path", lambda *_: str(tmp_path / "prefix"))
+    monkeypatch.setattr(environment.sysconfig, "get_path", lambda name, scheme="": str(tmp_path / "prefix"))
     monkeypatch.chdir(tmp_path)
     return share / "configs"
 

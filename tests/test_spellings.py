@@ -107,16 +107,16 @@ MISTAKES = [
     ({"generation_config": {"num_beams": 3}}, "num_beams=3 has no counterpart"),
     ({"generation_config": {"tempe": 3}}, "generation_config: tempe= is no option of it; did you mean temperature"),
     ({"generation_config": 3}, "generation_config=3 must be a GenerationConfig"),
-    ({"max_length": 4}, "max_length=4 counts the prompt too, which has 10 tokens"),
+    ({"max_length": 4}, "max_length=4 includes the prompt's 10 tokens"),
     (
         {"max_length": 40, "max_new_tokens": 4},
         "max_length= counts prompt and answer, max_new_tokens= the answer alone; give one",
     ),
-    ({"do_sample": True, "temperature": 0}, "do_sample=True and temperature=0 contradict each other"),
-    ({"do_sample": False, "temperature": 0.5}, "do_sample=False decodes greedily, but temperature=0.5 samples"),
+    ({"do_sample": True, "temperature": 0}, "do_sample=True contradicts temperature=0"),
+    ({"do_sample": False, "temperature": 0.5}, "do_sample=False is greedy, but temperature=0.5 samples"),
     ({"do_sample": "yes"}, "do_sample='yes' must be"),
     ({"stop": "x", "stop_strings": "y"}, "stop= and stop_strings= mean the same; give one"),
-    ({"eos_token_id": 300}, "eos_token_id=300 is outside the 300 tokens of target 'tiny'"),
+    ({"eos_token_id": 300}, "eos_token_id=300 is outside the 300 tokens of 'tiny'"),
     ({"eos_token_id": "x"}, "eos_token_id='x' must be"),
     ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size=-1: input should be greater than or equal to 0"),
     ({"input_ids": [1]}, "prompt and input_ids= are both given; give one"),
@@ -135,13 +135,13 @@ def test_each_other_spelling_is_one_line(tiny, options, message):
 
 
 def test_options_of_one_call_only(tiny):
-    with pytest.raises(UserError, match="num_return_sequences=2 needs sampling, for greedy answers are all the same"):
+    with pytest.raises(UserError, match="num_return_sequences=2 needs sampling: greedy answers are equal"):
         generate(tiny, IDS, num_return_sequences=2)
     with pytest.raises(UserError, match="stream gives the text of one answer; use generate for several"):
         stream(tiny, [IDS, IDS])
     with pytest.raises(UserError, match="stream: batch_size= is no option of it"):
         stream(tiny, IDS, batch_size=2)
-    with pytest.raises(UserError, match="attention_mask has 1 rows for 2 of input_ids"):
+    with pytest.raises(UserError, match="attention_mask has 1 rows for 2 input_ids"):
         generate(tiny, input_ids=[[1, 2], [3, 4]], attention_mask=[[1, 1]])
 
 

@@ -115,9 +115,7 @@ class AnswerFormat:
                 arguments, end = _DECODER.raw_decode(text, begin) if 0 <= at < begin else ({}, len(text))
             except (ValueError, RecursionError):
                 return
-            key = re.compile(rf"functions\.{re.escape(name)}:\d+").search(
-                text, max(0, at - 10), begin
-            )  # of Kimi's calls
+            key = re.compile(rf"functions\.{re.escape(name)}:\d+").search(text, max(0, at - 10), begin)  # Kimi's
             yield {"name": name, "arguments": arguments} | ({"id": key[0]} if key else {})
 
 

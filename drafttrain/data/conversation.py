@@ -178,9 +178,7 @@ class Conversation:
             if not glue and not any("tool_calls" in it or it["role"] == "tool" for it in self.messages):
                 texts = [decode(tokenizer, self.tokens[a : b - 1]) for a, b in self.spans]
                 turns = [[*self.history, *self.turns[0]], *self.turns[1 : done + 1]]
-                with contextlib.suppress(
-                    TemplateRefuses
-                ):  # templates that trim an answer still write what surrounds it
+                with contextlib.suppress(TemplateRefuses):  # one that trims an answer writes what surrounds it
                     glue = turn_glue(tokenizer, turns, self.tokens[-1], texts, self.inputs)
             chosen = message if glue else chosen or message
             if glue:
@@ -255,9 +253,8 @@ class Conversation:
     def record(self, renderer: ChatRenderer) -> Json:
         """The record that the store keeps."""
         end = self.spans[-1][1]
-        key = (
-            f"{self.id}/{self.part}" if self.follows else self.id
-        )  # the last row has the plain id: all are stored then
+        # The last row has the plain id: all are stored then.
+        key = f"{self.id}/{self.part}" if self.follows else self.id
         record = {
             "id": key,
             "tokens": self.tokens[:end],

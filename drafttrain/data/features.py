@@ -97,9 +97,7 @@ def check_backend(args: argparse.Namespace, share: Share) -> None:
             "flags, behind --: --tensor-parallel-size N"
         )
     if args.url and args.flags:
-        raise UserError(
-            f"{args.flags[0]!r} is for a server that starts here, and --url names one that runs; drop either"
-        )
+        raise UserError(f"{args.flags[0]!r} is for a server that starts here, --url names one that runs; drop one")
     if not local and not args.url and share.world > 1:
         raise UserError(
             f"backend=vllm without --url would start {share.world} servers, one per process; start them with drafttrain "
@@ -109,12 +107,7 @@ def check_backend(args: argparse.Namespace, share: Share) -> None:
 
 
 def extract(
-    args: argparse.Namespace,
-    target: Target,
-    layers: tuple[int, ...],
-    share: Share,
-    records: Dataset,
-    stack: ExitStack,
+    args: argparse.Namespace, target: Target, layers: tuple[int, ...], share: Share, records: Dataset, stack: ExitStack
 ) -> None:
     """Computes and stores the missing states of this process's conversations. stack: ends what the backend starts."""
     root = Path(args.data).expanduser()

@@ -407,9 +407,7 @@ def report(args: argparse.Namespace, store: Store, this_run: Json, prompts: int 
     }
     write_json(store.directory / "summary.json", summary)
     if "rows" in counts:
-        print(
-            f"{args.output}: {counts['rows']} rows, because the chat template rewrites earlier turns of a conversation"
-        )
+        print(f"{args.output}: {counts['rows']} rows, because the chat template rewrites earlier turns")
     dropped = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in this_run["dropped"].items() if count)
     print(
         f"{args.output}: {counts['conversations']} of {counted(prompts, 'conversations')}, {counts['response_tokens']} response "

@@ -100,9 +100,7 @@ def load_text(data: str, target: Target, max_length: int) -> Dataset:
     """
     path, tokenizer = Path(data).expanduser(), target.tokenizer
     if not path.is_file():
-        raise UserError(
-            f"data={data!r}: no such text file; give a .txt, a .jsonl of {{'text': ...}}, or a data set folder"
-        )
+        raise UserError(f"data={data!r}: no such text file; give .txt, .jsonl of {{'text': ...}}, or a data set")
 
     def rows() -> Iterator[list[int]]:
         end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []

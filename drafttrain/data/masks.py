@@ -166,9 +166,7 @@ def _records_of(
 def _assistant_turns(messages: Sequence[Message], id: str) -> list[int]:
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
-        raise UserError(
-            f"row id={id!r}: empty mask: no message has the role assistant, so there is nothing to learn from"
-        )
+        raise UserError(f"row id={id!r}: empty mask: no message of role assistant, so there is nothing to learn from")
     return turns
 
 

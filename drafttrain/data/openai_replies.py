@@ -22,9 +22,7 @@ Finish = Literal["stop", "length"]  # after another one (content_filter, abort) 
 class _Message(TypedDict):
     content: NotRequired[str | None]
     tool_calls: NotRequired[list[ToolCall] | None]  # what a tool parser took out of the content
-    reasoning_content: NotRequired[
-        str | None
-    ]  # what a reasoning parser took out of the content; vLLM calls it reasoning
+    reasoning_content: NotRequired[str | None]  # which a parser took out of the content; vLLM: reasoning
     reasoning: NotRequired[str | None]
 
 
@@ -86,9 +84,8 @@ def reassembled(renderer: ChatRenderer, it: Conversation, choice: Json, messages
         raise BadReply("malformed", "choices.0.message.content=None: input should be a valid string")
     try:
         it.reply = plain_message({"role": "assistant", **message})
-        if (
-            len(it.reply) > 2
-        ):  # more than role and content: parsers differ in what white space between the parts they keep
+        # More than role and content: parsers differ in what white space between the parts they keep.
+        if len(it.reply) > 2:
             it.reply["content"] = it.reply["content"].strip()
     except (ValueError, TypeError) as error:
         raise BadReply("malformed", f"the arguments of a tool call are no JSON object ({error})") from error

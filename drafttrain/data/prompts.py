@@ -22,16 +22,7 @@ from drafttrain.data.row_file import RowFile, line_starts
 from drafttrain.data.row_formats import Prompt, parse_row, prompt_texts, row_id
 from drafttrain.environment import suites_folder
 from drafttrain.errors import UserError, shown
-from drafttrain.files import (
-    Json,
-    JsonlLog,
-    differences,
-    read_json,
-    read_jsonl,
-    reading,
-    write_json,
-    write_jsonl,
-)
+from drafttrain.files import Json, JsonlLog, differences, read_json, read_jsonl, reading, write_json, write_jsonl
 from drafttrain.flags import load_target, load_tokenizer
 from drafttrain.folders import inputs_of, output_file
 from drafttrain.outcome import conclude, next_command
@@ -322,10 +313,7 @@ def _check(args: argparse.Namespace) -> None:
     no_tokenizer = (args.min_tokens or args.max_tokens) and not args.target
     rules = [
         (args.source == "magpie" and not args.target, "source=magpie needs --target, the model that writes prompts"),
-        (
-            args.url and args.source != "magpie",
-            "url is for source=magpie, whose prompts the target writes; drop --url",
-        ),
+        (args.url and args.source != "magpie", "url is for source=magpie, whose prompts the target writes; drop --url"),
         (
             args.url and (args.dtype != "auto" or args.device != "auto"),
             "dtype and device are for a target that runs here, and with --url it does not; drop them",

@@ -29,9 +29,7 @@ _FILE = re.compile(r"\w[\w.:@-]*\.safetensors", re.ASCII)
 _OBJECT = re.compile(r"[\w-]+", re.ASCII)
 _SETTLE = 5.0  # seconds in which a complete file appears on a network disk
 _PUT_SECONDS = 30.0  # from a reply until its object is in the store
-_READERS = (
-    4  # objects of a store that are read at a time; each reader keeps a buffer as large as the largest object it read
-)
+_READERS = 4  # objects of a store that are read at a time; each keeps a buffer of the largest that it has read
 
 
 class Announced(TypedDict):
@@ -199,9 +197,7 @@ class MooncakeTransport(StatesTransport):
 
     def take(self, named: StoreReply, seconds: float) -> dict[str, Tensor]:
         if not _OBJECT.fullmatch(named["handle"]):
-            raise UserError(
-                f"url={self.url!r} names the object {one_line(named['handle'])!r}, which is no name of states"
-            )
+            raise UserError(f"url={self.url!r} names the object {one_line(named['handle'])!r}, no name of states")
         if named.get("record") != self.record:
             self._replaced = True  # its states stay in the store until that needs the room
             raise BadReply("started again", "the server announces another record than before", retry=True)

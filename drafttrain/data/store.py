@@ -193,9 +193,8 @@ class Store:
                     self._folder.set_aside()
                 self._claim(meta)
                 self._file = os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-            if (
-                whole := complete_bytes(self._part)
-            ) < self._part.stat().st_size:  # readers cache by the modification time
+            # Readers cache by the modification time.
+            if (whole := complete_bytes(self._part)) < self._part.stat().st_size:
                 os.truncate(self._part, whole)
         except BaseException:
             self._folder.close()

@@ -28,13 +28,7 @@ from drafttrain.files import Json
 from drafttrain.formats.engines import EngineRelease
 from drafttrain.formats.read_gguf import dtype_of, layer_fields, read_gguf
 from drafttrain.formats.weights import check_names, dtype_name
-from drafttrain.formats.write_gguf import (
-    rope_factors,
-    rope_of,
-    tensor_name,
-    to_neighbors,
-    write_file,
-)
+from drafttrain.formats.write_gguf import rope_factors, rope_of, tensor_name, to_neighbors, write_file
 from drafttrain.target import Target, load_shell
 
 RELEASE = "b11549"  # of llama.cpp, whose rules these are
@@ -88,9 +82,7 @@ class GgufHeads(Shipping[D]):
             return super().write(trained, form, request)
         name = request.target_files or trained.target_name
         if not name:
-            raise UserError(
-                "format='gguf' needs the target's tokenizer, and the drafter records no target; pass --target"
-            )
+            raise UserError("format='gguf' needs the target's tokenizer, and no target is recorded; pass --target")
         drafter, target = self.load(trained), load_shell(name)
         if self._needs_rows(drafter, target):
             target = load_shell(name, dtype="float32", device="cpu", weights=True)

@@ -188,7 +188,9 @@ def untrained(name: str, beside: bool = False) -> Drafter:
         except (KeyError, ValueError) as error:
             wrong = f"{key}={value!r} is no {type(example).__name__}; write for example {kind}:{key}={example}"
             raise UserError(f"drafter={name!r}: {wrong}") from error
-    return cls(**{**(cls.defaults_beside if beside else {}), **given})
+    drafter = cls(**{**(cls.defaults_beside if beside else {}), **given})
+    drafter.fresh = True
+    return drafter
 
 
 def decoding_file(name: str) -> Path:

@@ -58,8 +58,6 @@ def diagnose(results: Json, training: Json | None = None, others: Sequence[Json]
         _mismatch(results, training),
         _vocabulary(results),
         _depth(results, training),
-    ]
-    found += [
         _context(results, training),
         _categories(results),
         _cost(results),

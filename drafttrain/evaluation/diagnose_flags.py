@@ -17,7 +17,6 @@ one drafter are compared by temperature."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's flags."""
     add = adder(parser)
     add("results", File, nargs="+", help="files written by drafttrain eval; each is diagnosed")
     add("--drafter", Name, default="", help="the drafter's folder (default: the one that the results name)")

@@ -67,9 +67,8 @@ def replayed(
             deepest, left = begin + max_new_tokens - root - 2, end - root - 1  # tree, response
             tree = session.propose(spec).prune(deepest) if deepest else TokenTree.empty(tokens.device)
             accepted = tree.match(row["tokens"][root + 1 : end])
-            rounds[accepted, accepted if accepted == left else tree.drafted_depth] += (
-                1  # cut at the end, as in decoding
-            )
+            offered = accepted if accepted == left else tree.drafted_depth  # cut at the end, as in decoding
+            rounds[accepted, offered] += 1
             new = min(accepted + 1, left)
             root, passes, committed = root + new, passes + 1, committed + new
         used += 1

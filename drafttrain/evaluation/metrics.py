@@ -240,9 +240,8 @@ def fingerprint(settings: Mapping[str, object]) -> str:
 def folder_state(name: str) -> list[tuple[str, int, int]]:
     """Name, size and modification time of a model folder's files; tells a retrained model from the earlier one."""
     folder = Path(name).expanduser()
-    files = (
-        sorted(path for path in folder.iterdir() if path.is_file() and path.name[0] != ".") if folder.is_dir() else []
-    )
+    inside = folder.iterdir() if folder.is_dir() else ()
+    files = sorted(path for path in inside if path.is_file() and path.name[0] != ".")
     return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
 
 

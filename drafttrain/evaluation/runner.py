@@ -329,11 +329,7 @@ def engine_side(decoder: Decoder) -> Side:
 
 
 def hf_sides(
-    target: Target,
-    sampling: SamplingParams,
-    names: Sequence[str],
-    assistant: str = "",
-    trust_remote_code: bool = False,
+    target: Target, sampling: SamplingParams, names: Sequence[str], assistant: str = "", trust_remote_code: bool = False
 ) -> dict[str, Side]:
     """transformers' generate, plain and with its own speculative decoding, on one shared model.
 

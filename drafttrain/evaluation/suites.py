@@ -188,11 +188,7 @@ PUBLIC: dict[str, PublicSuite] = {
     ),
     "aime_2025": PublicSuite("math-ai/aime25", "Apache-2.0", lambda row: [row["problem"]], id_key="id"),
     "livecodebench": PublicSuite(
-        "lighteval/code_generation_lite",
-        "CC",
-        _livecodebench,
-        "v6",
-        category=lambda row: row.get("difficulty"),
+        "lighteval/code_generation_lite", "CC", _livecodebench, "v6", category=lambda row: row.get("difficulty")
     ),
     "longbench": PublicSuite(
         "zai-org/LongBench-v2",
@@ -359,9 +355,7 @@ def _files(where: str, suite: PublicSuite, path: Path) -> list[Path]:
     if not files:
         raise UserError(f"{where}: no such file, and no folder with {', '.join(_SUFFIXES)} files; check the path")
     if not split and len(files) > 1:
-        raise UserError(
-            f"{where}: the folder holds {len(files)} files, none of the split {suite.split!r}; give one of them"
-        )
+        raise UserError(f"{where}: a folder of {len(files)} files, none of split {suite.split!r}; give one of them")
     return split or files
 
 

@@ -71,9 +71,7 @@ def batch_schedule(path: Path) -> list[Entry]:
         content.get("cells", [])
     )
     if not best:
-        raise UserError(
-            f"schedule={str(path)!r} measured no chain; sweep over --lengths 1,2,4 --batch-sizes 1,8,32 --grid"
-        )
+        raise UserError(f"schedule={str(path)!r} measured no chain; sweep --lengths 1,2,4 --batch-sizes 1,8,32 --grid")
     starts = [1, *sorted(best)[1:], _LARGEST + 1]
     found = [
         Entry(first, after - 1, best[size]) for (first, after), size in zip(pairwise(starts), sorted(best), strict=True)

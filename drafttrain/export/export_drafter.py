@@ -29,9 +29,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command; returns the exit status."""
     if is_untrained(args.drafter):
         if args.format or args.output:
-            raise UserError(
-                f"drafter={args.drafter!r} has no weights to write; drop --format and --output to see its recipes"
-            )
+            raise UserError(f"drafter={args.drafter!r} has no weights to write; without --format it prints its recipes")
         print(text := as_text(own_drafting(args.drafter, args.target or "TARGET", args.speculative_tokens or 5)))
         conclude({"serve": text})
         return 0
@@ -72,9 +70,7 @@ def _beside(trained: Trained, name: str) -> Trained:
     try:
         return replace(trained, target=load_shell(name).identity())
     except UserError:
-        print(
-            f"note: target={name!r} cannot be read here: the vocabularies are not compared", file=sys.stderr, flush=True
-        )
+        print(f"note: target={name!r} cannot be read here: vocabularies are not compared", file=sys.stderr, flush=True)
         return trained
 
 

@@ -138,11 +138,7 @@ def _settings(
             "speculative-num-draft-tokens": nodes + 1,
         },
         "TensorRT-LLM, Triton": {"decoding_type": None, "max_draft_len": tree.depth, "speculative_model": drafter},
-        "llama.cpp": {
-            "spec-type": None,
-            "spec-draft-model": f"{drafter}/{GGUF_NAME}",
-            "spec-draft-n-max": tree.depth,
-        },
+        "llama.cpp": {"spec-type": None, "spec-draft-model": f"{drafter}/{GGUF_NAME}", "spec-draft-n-max": tree.depth},
     }
     if options.get("decoding_type") == "Eagle3" and tree.shape == "dynamic":
         budget = min(max(nodes, tree.depth), top_k * tree.depth)  # what its rule admits

@@ -23,15 +23,7 @@ from drafttrain.export.engine_runs import missing
 from drafttrain.export.export_drafter import export
 from drafttrain.export.serving_recipes import engine_depth, tuned_tree
 from drafttrain.export.tiny_drafters import shipped_drafters, tiny_prompts, tiny_target
-from drafttrain.export.verify_matrix import (
-    DrafterRows,
-    VerifyJob,
-    VerifyRow,
-    agrees,
-    as_cells,
-    as_line,
-    failed,
-)
+from drafttrain.export.verify_matrix import DrafterRows, VerifyJob, VerifyRow, agrees, as_cells, as_line, failed
 from drafttrain.files import Json, JsonlLog, scratch_folder
 from drafttrain.folders import beside, inputs_of, output_file
 from drafttrain.formats.engines import ENGINES, PACKAGES
@@ -79,9 +71,8 @@ def run(args: argparse.Namespace) -> int:
     then = ""
     if args.drafter and not wrong:
         results, folder = (beside(args.drafter, name) for name in ("results.json", "publish"))
-        then = next_command(
-            "push", drafter=args.drafter, repo="USER/NAME", results=results, dry_run=True, output=folder
-        )
+        place = {"drafter": args.drafter, "repo": "USER/NAME", "output": folder}
+        then = next_command("push", **place, results=results, dry_run=True)
     conclude(found, [output] if output is not None else [], then)
     return 1 if wrong else 0
 
@@ -211,9 +202,7 @@ def _interpreters(words: Iterable[str], engine: str) -> dict[str, str]:
         if not is_named or name not in PACKAGES:
             name, path = engine, word
         if name not in PACKAGES:
-            raise UserError(
-                f"engine-python={word!r} must say whose it is: ENGINE=PATH, ENGINE one of {', '.join(PACKAGES)}"
-            )
+            raise UserError(f"engine-python={word!r} must be ENGINE=PATH, ENGINE one of {', '.join(PACKAGES)}")
         if name == "transformers" and Path(path).expanduser() != Path(sys.executable):
             raise UserError(f"engine-python={word!r}: transformers runs in drafttrain's own environment; leave it out")
         if not Path(path).expanduser().is_file():

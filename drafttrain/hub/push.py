@@ -87,17 +87,8 @@ def prepare(args: argparse.Namespace, trained: Trained, results: Sequence[Json],
         suite, temperature = _slug(public.get("suite", "suite")), public["decoding"]["temperature"]
         name = f"results/{number}-{suite}-t{temperature:g}.json"
         write_clean_json(folder / name, public)
-        runs.append(
-            (
-                name,
-                {
-                    **shorten(public),
-                    "alone": _alone(run_results, results),
-                    "verdict": verdict_of(public["overall"]).text,
-                },
-                identity_line(public).capitalize(),
-            )
-        )
+        more = {"alone": _alone(run_results, results), "verdict": verdict_of(public["overall"]).text}
+        runs.append((name, {**shorten(public), **more}, identity_line(public).capitalize()))
         files.append((name, "all measured figures, prompt by prompt"))
     if runs:
         draw([public for _, public, _ in runs], folder / "plots" / "results.png")

@@ -103,9 +103,7 @@ def check_private(folder: Path, names: list[Path]) -> None:
         found = _LOCAL.search(text)
         if found or (len(home) > 1 and home in text):
             where = found.group(0) if found else home
-            raise UserError(
-                f"{name} names a local path, {where}; publish names or Hub ids (--base-model, --results, ...)"
-            )
+            raise UserError(f"{name} names a local path, {where}; give names or Hub ids (--base-model, --results, ...)")
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:

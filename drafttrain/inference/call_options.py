@@ -19,14 +19,11 @@ from drafttrain.target.target import Tokenizer
 from drafttrain.values import Count, Size, check, refuse_options
 
 Rows = Tensor | Sequence[int] | Sequence[Sequence[int]]
+Options = Mapping[str, object]
 MOST_NEW_TOKENS = 256  # of an answer, unless the call limits it
 APPLIED = tuple(AppliedKeys.__annotations__)  # rules for the logits, by transformers' names
 _TOP_K = 50  # of transformers' generate, where neither call nor config says
-_NO_EFFECT = (
-    "pad_token_id",
-    "token_type_ids",
-    "use_cache",
-)  # change nothing: answers are not padded, the cache is always used
+_NO_EFFECT = ("pad_token_id", "token_type_ids", "use_cache")  # answers are not padded, the cache is always used
 _NAMED_OTHERWISE = {
     "assistant_model": "drafter",
     "prompt_lookup_num_tokens": "drafter",
@@ -79,13 +76,11 @@ class CallLimits(NamedTuple):
     def of(self, prompt_tokens: int) -> int:
         """Most new tokens behind a prompt. Raises UserError: max_length leaves none."""
         if self.total is not None and self.total <= prompt_tokens:
-            raise UserError(
-                f"max_length={self.total} counts the prompt too, which has {prompt_tokens} tokens; set max_new_tokens"
-            )
+            raise UserError(f"max_length={self.total} includes the prompt's {prompt_tokens} tokens; set max_new_tokens")
         return self.new_tokens if self.total is None else self.total - prompt_tokens
 
 
-def read_options(target: Target, call: str, given: Mapping[str, object]) -> tuple[DecoderOptions, CallLimits]:
+def read_options(target: Target, call: str, given: Options) -> tuple[DecoderOptions, CallLimits]:
     """A decoder's options and the limits of a call.
 
     Args:
@@ -120,9 +115,7 @@ def read_options(target: Target, call: str, given: Mapping[str, object]) -> tupl
         ids = check("eos_token_id", ends.tolist() if isinstance(ends, Tensor) else ends, kind)
         options["eos_ids"] = ends = ids if isinstance(ids, tuple) else (ids,)
         if beyond := [one for one in ends if one >= target.vocab_size]:
-            raise UserError(
-                f"eos_token_id={beyond[0]} is outside the {target.vocab_size} tokens of target {target.name!r}"
-            )
+            raise UserError(f"eos_token_id={beyond[0]} is outside the {target.vocab_size} tokens of {target.name!r}")
     return options, _limits(given, asked)
 
 
@@ -133,24 +126,19 @@ def _config_of(config: object) -> dict[str, Any]:
     elif isinstance(config, GenerationConfig):
         config = config.to_dict()
     else:
-        raise UserError(
-            f"generation_config={shown(config)} must be a GenerationConfig of transformers, or a dict of its keys"
-        )
+        raise UserError(f"generation_config={shown(config)} must be a GenerationConfig, or a dict of its keys")
     return {name: value for name, value in config.items() if value is not None}
 
 
-def _rules(settings: Mapping[str, object], target: Target, call: str) -> LogitsRules:
+def _rules(settings: Options, target: Target, call: str) -> LogitsRules:
     try:
         return LogitsRules.of(SimpleNamespace(**settings), target.vocab_size, target.name)
     except UserError as error:  # which names the target's file
-        raise UserError(
-            f"{call}: {str(error).partition('generation_config has ')[2].partition('; correct')[0]}"
-        ) from error
+        problem = str(error).partition("generation_config has ")[2].partition("; correct")[0]
+        raise UserError(f"{call}: {problem}") from error
 
 
-def _sampling(
-    given: Mapping[str, object], asked: Mapping[str, object], settings: Mapping[str, object]
-) -> SamplingParams:
+def _sampling(given: Options, asked: Options, settings: Options) -> SamplingParams:
     """The sampling of a call. asked: its own generation_config; settings: that on top of the target's."""
     sampled = check("do_sample", given.get("do_sample", asked.get("do_sample")), bool | None)
     values = {name: given[name] for name in (*SAMPLING, "repetition_penalty") if name in given}
@@ -159,26 +147,18 @@ def _sampling(
         found = {name: settings[name] for name in SAMPLING if settings.get(name) is not None}
         values = {**defaults, **found, **values}
         if not values["temperature"]:
-            raise UserError(
-                "do_sample=True and temperature=0 contradict each other; set a temperature above 0, or drop do_sample"
-            )
+            raise UserError("do_sample=True contradicts temperature=0; set a temperature above 0, or drop do_sample")
     elif sampled is False and values.get("temperature"):
-        raise UserError(
-            f"do_sample=False decodes greedily, but temperature={values['temperature']!r} samples; drop one"
-        )
+        raise UserError(f"do_sample=False is greedy, but temperature={values['temperature']!r} samples; drop one")
     return SamplingParams(**values)  # type: ignore[arg-type]  # which checks them
 
 
-def _limits(given: Mapping[str, object], asked: Mapping[str, object]) -> CallLimits:
+def _limits(given: Options, asked: Options) -> CallLimits:
     if {"max_new_tokens", "max_length"} <= given.keys():
         raise UserError("max_length= counts prompt and answer, max_new_tokens= the answer alone; give one")
     source = given if {"max_new_tokens", "max_length"} & given.keys() else asked
-    total = (
-        None
-        if source.get("max_new_tokens") is not None
-        else check("max_length", source.get("max_length"), Count | None)
-    )
-    answers = check(
-        "num_return_sequences", given.get("num_return_sequences", asked.get("num_return_sequences")), Count | None
-    )
+    beside = source.get("max_new_tokens") is not None
+    total = None if beside else check("max_length", source.get("max_length"), Count | None)
+    copies = given.get("num_return_sequences", asked.get("num_return_sequences"))
+    answers = check("num_return_sequences", copies, Count | None)
     return CallLimits(check("max_new_tokens", source.get("max_new_tokens", MOST_NEW_TOKENS), Count), total, answers)

@@ -68,9 +68,7 @@ class Targets:
     """The target's next-token distributions at r positions. Subclasses differ in the form that they are stored in."""
 
     argmax: Tensor  # [r] int64 drafter id of the target's likeliest token, -1 where the drafter's vocabulary lacks it
-    sampled: (
-        Tensor | None
-    )  # [r] int64 drafter id of the token that follows in the data, -1 likewise; only `ce` needs it
+    sampled: Tensor | None  # [r] int64 drafter id of the token that follows in the data, -1 likewise; for `ce`
 
     @cached_property
     def _shared(self) -> dict[float, Kept]:
@@ -96,9 +94,7 @@ class Targets:
     def sampled_at(self, index: Tensor) -> Tensor:
         """[c] int64, `sampled` of these rows; raises UserError if the next tokens of the data were not given."""
         if self.sampled is None:
-            raise UserError(
-                "loss 'ce' needs the ids of the data's next tokens (TargetRows.sampled); use kl or give them"
-            )
+            raise UserError("loss 'ce' needs the ids of the data's next tokens (TargetRows.sampled); give them")
         return self.sampled[index]
 
     def kept(self, index: Tensor, temperature: float = 1.0, aligned: AlignedRows | None = None) -> Kept:
@@ -327,9 +323,8 @@ class DivergenceOutput:
     values: Tensor  # [t] divergence of each token
     # [t] sum_v min(p, q) with the target's full p, the probability that a sampled draft token is accepted
     alpha: Tensor | None = None
-    agree: Tensor | None = (
-        None  # [t] bool, the drafter's likeliest token is the target's likeliest of the full vocabulary
-    )
+    # [t] bool, the drafter's likeliest token is the target's likeliest of the full vocabulary
+    agree: Tensor | None = None
 
 
 def has_kernel(hidden: Tensor) -> bool:

@@ -288,9 +288,8 @@ class DraftWeights:
     embed_norm: Tensor | None = None  # [embed_width], RMS-norm factor of the embeddings that are read
     state_norm: Tensor | None = None  # [h], of the states that are read
     norm: Tensor | None = None  # [h], of the last layer's output
-    project: Tensor | None = (
-        None  # [h, embed_width + h], joined input to a state; None if the first layer reads it joined
-    )
+    # [h, embed_width + h], joined input to a state; None if the first layer reads it joined
+    project: Tensor | None = None
     returns_normed: bool = False  # the next depth reads the output behind `norm`
 
 

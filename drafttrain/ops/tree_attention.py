@@ -198,9 +198,7 @@ class CpuPlan:
         for slot, layout in parts:
             tree = layout.held + layout.count
             if slot < 0 or tree > _KERNEL_TOKENS:
-                raise ValueError(
-                    f"slot={slot}, {tree} tokens: slots begin at 0, and a tree has {_KERNEL_TOKENS} at most"
-                )
+                raise ValueError(f"slot={slot}, {tree} tokens: slots begin at 0, a tree has {_KERNEL_TOKENS} at most")
             rows.append((slot, layout.prefix_len, begin, layout.count, layout.held, node))
             begin += layout.count
             node += tree
@@ -266,12 +264,7 @@ class CpuPlan:
         return out
 
     def _check(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        new: tuple[Tensor, Tensor] | None,
-        form: AttentionForm,
+        self, query: Tensor, keys: Tensor, values: Tensor, new: tuple[Tensor, Tensor] | None, form: AttentionForm
     ) -> None:
         tensors = {"query": query, "keys": keys, "values": values}
         if new is not None:

@@ -87,9 +87,8 @@ def identity_line(results: Json) -> str:
         return line
     if results["dtype"] == "float32":
         return f"{line}. In float32 all should be: please report this"
-    return (
-        f"{line}. {results['dtype']} rounds by the number of rows computed at once, so near ties may fall differently"
-    )
+    cause = "rounds by the number of rows computed at once, so near ties may fall differently"
+    return f"{line}. {results['dtype']} {cause}"
 
 
 def warnings_of(results: Json) -> list[str]:

@@ -19,7 +19,6 @@ adds its cells and where speculation stops paying. A picture has a row of three 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's flags."""
     add = adder(parser)
     add("results", File, nargs="+", help="files written by drafttrain eval, and sweeps' summaries")
     add("--output", Place, action="append", help=f"page or picture to write ({', '.join(FORMATS)}), perhaps several times; "

@@ -160,9 +160,8 @@ def _speedup(runs: Sequence[_ReportedRun]) -> Chart:
     groups, side = _groups(runs), _main_side(runs)
     key = "speedup" if side else "speedup_vs_fastest"
     series = [series_of(run.name, run.parts(groups), run.tone, key, side) for run in runs]
-    note = (
-        f"Tokens per second over {BASELINE_NAMES.get(side, 'the faster plain baseline')}'s, with 95\u00a0% intervals. "
-    )
+    over = BASELINE_NAMES.get(side, "the faster plain baseline")
+    note = f"Tokens per second over {over}'s, with 95\u00a0% intervals. "
     note += "Left of the dashed line speculation does not pay."
     return Chart("speedup", "Speed-up by category", note, "bars", groups, series, show=times, reference=1.0)
 

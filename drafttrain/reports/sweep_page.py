@@ -89,12 +89,11 @@ def sweep_section(sweep: Json) -> Json:
         words.append(sentence(": ".join(filter(None, (", ".join(shared), each["verdict"])))))
     if len({settings.get("batch_size") for settings, _ in cells}) < 2:
         words.append("One batch size was measured, so it does not show where speculation stops paying.")
+    suite = f"suite {sweep['suite']}" if "suite" in sweep else ""
     limits = {key: sweep[key] for key in ("max_new_tokens", "limit") if key in sweep}
     return {
         "title": sweep_title(sweep),
-        "conditions": ", ".join(
-            filter(None, (f"suite {sweep['suite']}" if "suite" in sweep else "", conditions(sweep)))
-        ),
+        "conditions": ", ".join(filter(None, (suite, conditions(sweep)))),
         "axes": [_AXES[key] for key in axes],
         "rows": rows,
         "crossovers": words,

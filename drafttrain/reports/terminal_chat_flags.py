@@ -31,7 +31,6 @@ stderr. In the conversation:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's flags."""
     add = adder(parser)
     add_target_flags(parser)
     add_drafter_flag(parser)

@@ -17,7 +17,6 @@ tree of every round, the terminal that of --round (default: the round that accep
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's flags."""
     add = adder(parser)
     add_target_flags(parser)
     add_drafter_flag(parser)

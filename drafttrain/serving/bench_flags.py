@@ -20,7 +20,6 @@ request. After an interruption, OUTPUT.partial holds the finished steps."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's flags."""
     add = adder(parser)
     add("--url", required=True, help="http://HOST:PORT, with or without /v1")
     add("--url2", help="a second server to compare with, such as one without speculation")

@@ -162,9 +162,7 @@ def fetch(name: str, cache: Path | None = None, source: str = "auto", force: boo
         if (goal / "config.json").is_file() and not force:
             return goal
         if any(goal.glob("*")) and not (goal / "fetched.json").is_file():
-            raise UserError(
-                f"{str(goal)!r} holds files that drafttrain fetch did not write; move it, or set --cache-dir"
-            )
+            raise UserError(f"{str(goal)!r} holds files that fetch did not write; move it or set --cache-dir")
         if force:
             shutil.rmtree(work, ignore_errors=True)
         try:

@@ -85,9 +85,8 @@ class OwnLayer(nn.Module):
     ) -> Tensor:
         """As `DraftLayer`: state [t, h]; cos, sin [t, 1, r] -> [t or queries, h]. embeds are not read."""
         count = len(state)
-        if (
-            not count
-        ):  # a depth without anchors; the weights need a gradient all the same, and no family runs without tokens
+        # A depth without anchors: the weights need a gradient all the same, and no family runs without tokens.
+        if not count:
             state, cos, sin = (x.new_zeros(1, *x.shape[1:]) for x in (state, cos, sin))
         rows = torch.arange(count, device=state.device) if queries is None else queries
         with attention_context(_Flat(attend, count, rows)):

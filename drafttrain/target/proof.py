@@ -191,9 +191,7 @@ def prove_own(target: ProvenModel) -> float:
         for before, after in ((rows.features, padded.features), (rows.last_hidden, padded.last_hidden))
     )
     if not seen <= (_STATES_HALF if half else _STATES):
-        fault = (
-            f"computes states that change with later tokens (relative error {seen:.2g}); use a causal language model"
-        )
+        fault = f"computes states that change with later tokens (relative error {seen:.2g}); use a causal model"
         raise unsupported(target.name, target.model, fault)
     scale, head = find_scale(target, rows.last_hidden, own)
     if not head <= (LOGITS_HALF if half else LOGITS):
@@ -215,9 +213,7 @@ def find_scale(target: ProvenModel, states: Tensor, own: Tensor) -> tuple[float,
         return relative_error(target.head(states), own)
 
     errors = {scale: error(scale) for scale in _scales(target.config)}
-    if not any(
-        found <= LOGITS for found in errors.values()
-    ):  # a rule that no value of the config names: fit the factor
+    if not any(found <= LOGITS for found in errors.values()):  # a rule that the config does not name: fit the factor
         target.logit_scale = 1.0
         products = target.head(states).to(own.device)
         scale = float((products * own).sum() / products.square().sum())

@@ -239,9 +239,8 @@ def _answering(modules: Sequence[nn.Module] | nn.ModuleList, answer: object) -> 
 def _read(shell: TargetShell, parts: dict[str, nn.Module], place: torch.device) -> None:
     """Loads the weights of modules, by their names in the model, as transformers loads whole models."""
     model, where, what = shell.model, shell.path, f"target={shell.name!r}"
-    for (
-        module
-    ) in parts.values():  # values that a class computes (Gemma's embedding scale), while its weights are on meta
+    # Values that a class computes (Gemma's embedding scale), while its weights are on meta.
+    for module in parts.values():
         if module._buffers:
             module._buffers = {
                 key: value if value is None else torch.empty_like(value, device=place)

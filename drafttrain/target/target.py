@@ -30,12 +30,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from drafttrain.batch import TargetOutput
 from drafttrain.errors import UserError, shown
@@ -43,13 +38,7 @@ from drafttrain.files import hub_snapshot, is_hub_id
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import PackedLinear, cpu_has_bfloat16, pack, weights_of
 from drafttrain.ops.tree_attention import AttentionForm
-from drafttrain.target.attention import (
-    LAST,
-    AttentionContext,
-    CausalRows,
-    attention_context,
-    hook_features,
-)
+from drafttrain.target.attention import LAST, AttentionContext, CausalRows, attention_context, hook_features
 from drafttrain.target.devices import resolve_device, resolve_dtype, share_of_gpus
 from drafttrain.target.fetch import resolve_target
 from drafttrain.target.generation import TargetGeneration, end_tokens, read_generation_config
@@ -94,9 +83,8 @@ class Target:
         self.name, self.path, self.dtype = name, path, dtype
         self.config = self.model.config.get_text_config()
         self.body: Any = self.model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
-        if (
-            not isinstance(self.body, PreTrainedModel) or self.body is model
-        ):  # a name for something else in some families
+        # A name for something else in some families.
+        if not isinstance(self.body, PreTrainedModel) or self.body is model:
             self.body = next((child for child in model.children() if isinstance(child, PreTrainedModel)), model)
         self.hidden_size: int = self.config.hidden_size
         self.num_layers: int = self.config.num_hidden_layers
@@ -150,9 +138,7 @@ class Target:
         where, place = resolve_target(name), resolve_device(device)
         if revision:
             if not is_hub_id(where):
-                raise UserError(
-                    f"revision={revision!r} is of a Hub id (user/name), and target={name!r} is none; leave it out"
-                )
+                raise UserError(f"revision={revision!r} is of a Hub id, and target={name!r} is none; leave it out")
             code = ("*.py",) if trust_remote_code else ()
             where = str(hub_snapshot(where, (*_FILES, *code), "target", revision=revision))
         wanted = resolve_dtype(dtype, place)
@@ -210,15 +196,11 @@ class Target:
             target = cls.load(name, trust_remote_code=trust_remote_code, tokenizer=tokenizer, **given)
             return target.pack() if packed else target
         if given:
-            raise UserError(
-                f"{next(iter(given))}= is of a model's name, but this model is loaded already; leave it out"
-            )
+            raise UserError(f"{next(iter(given))}= is for a name, but this model is loaded already; leave it out")
         if isinstance(model, Target) and tokenizer in (None, model.tokenizer):
             return model
         if not isinstance(model, PreTrainedModel):
-            raise UserError(
-                f"model={shown(model)} must be a name, a loaded transformers model or a Target (with its own tokenizer)"
-            )
+            raise UserError(f"model={shown(model)} must be a name, a loaded model, or a Target without tokenizer=")
         return cls.wrap(model, tokenizer, model.name_or_path or type(model).__name__, model.name_or_path or "")
 
     @classmethod

@@ -48,9 +48,8 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
     for name in config.trainer.keys() - TrainerKeys.__dataclass_fields__.keys():
         config.trainer[name] = check(name, config.trainer[name], types[name], words=True)
     if token := config.trainer.pop("hub_token", None):
-        os.environ["HF_TOKEN"] = str(
-            token
-        )  # where the Hub's client finds it; recipes are recorded, and so are arguments
+        # Where the Hub's client finds it; recipes are recorded, and so are arguments.
+        os.environ["HF_TOKEN"] = str(token)
     options: Json = {
         **vars(TrainerKeys()),
         "save_strategy": "steps",
@@ -78,9 +77,7 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
         if name == "wandb":
             require(name, "report_to='wandb'")
         if name not in known:
-            raise UserError(
-                f"report_to={name!r} is not one of {', '.join(known)}; install its package, or choose one of them"
-            )
+            raise UserError(f"report_to={name!r} is not one of {', '.join(known)}; install it, or choose one")
     if "wandb" in options["report_to"]:
         os.environ.setdefault("WANDB_PROJECT", "drafttrain")
         os.environ.setdefault("WANDB_DIR", str(Path(config.output_dir).expanduser()))

@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from transformers import AutoModelForCausalLM, PretrainedConfig
@@ -103,7 +104,7 @@ class _Ghost(torch.Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: OpOverload, types: object, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return _ghosts[-1].run(func, args, kwargs or {})
 
     def tolist(self) -> Any:
@@ -122,7 +123,7 @@ class _Ghosts(TorchDispatchMode):
         self._users: Counter[int] = Counter()  # tensors per storage
         self._wide: dict[int, int] = {}  # bytes of logits per storage
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: OpOverload, types: object, args: Any = (), kwargs: Any = None) -> Any:
         return self.run(func, args, kwargs or {})
 
     def wrap(self, data: Tensor) -> _Ghost:
@@ -151,12 +152,12 @@ class _Ghosts(TorchDispatchMode):
             self.now -= size
             self.logits -= self._wide.pop(key, 0)
 
-    def _wrapped(self, out: Any) -> Any:
+    def _wrapped(self, out: object) -> Any:
         if isinstance(out, Tensor):
             return out if isinstance(out, _Ghost) else self.wrap(out)
         return type(out)(map(self._wrapped, out)) if isinstance(out, list | tuple) else out
 
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One operation, on meta tensors where a float takes part, else on the integers."""
         if func is torch.ops.prim.device.default:
             return self.device
@@ -332,12 +333,12 @@ def _source(target: Target, drafter: Any, loss: str, states: bool, gpu: bool, ke
     return source
 
 
-def _stand_ins() -> list[tuple[Any, str, Any]]:
+def _stand_ins() -> list[tuple[object, str, object]]:
     """What a GPU runs instead of what the code chooses for a CPU: (module, name, replacement)."""
     from drafttrain.ops import divergence_kernels
 
     class NoLaunch:
-        def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def __getitem__(self, grid: object) -> Callable[..., None]:
             return lambda *args, **constants: None
 
     return [
@@ -358,12 +359,12 @@ class _FusedNorm(torch.autograd.Function):
         return torch.empty_like(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
         x, weight, _ = ctx.saved_tensors
         return torch.empty_like(x), torch.empty_like(weight)
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+def _flash(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
     if torch.is_grad_enabled() and query.requires_grad:  # a draft model's; the target has no backward
         return _Flex.apply(query, key, value)[0]
     query.new_empty(query.shape[:-1], dtype=torch.float32)  # log-sum-exps, released at once
@@ -382,7 +383,7 @@ class _Flex(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
         query, key, value, _, lse = ctx.saved_tensors
         torch.empty_like(lse)  # sums of out * grad
         _count_attention(query, key, 5)
@@ -394,7 +395,7 @@ def _count_attention(query: Tensor, key: Tensor, products: int) -> None:
     _ghosts[-1].flops += products * query.numel() * key.shape[-2]
 
 
-def _attend(own: Any, spans: Any, query: Tensor, base: tuple[Tensor, Tensor], tensors: Any, flex: Any) -> Tensor:
+def _attend(own: Any, spans: Any, query: Tensor, base: tuple[Tensor, Tensor], tensors: Any, flex: object) -> Tensor:
     if not len(query):
         return query
     query, base, tensors = path_attention.narrowed(query, base, tensors)
@@ -402,31 +403,31 @@ def _attend(own: Any, spans: Any, query: Tensor, base: tuple[Tensor, Tensor], te
     return own.merge(query, out, lse, tensors, flash=False)[0]
 
 
-def _flex(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+def _flex(query: Tensor, key: Tensor, value: Tensor, **options: object) -> Any:
     if torch.is_autocast_enabled("cpu"):
         query, key, value = (x.to(torch.get_autocast_dtype("cpu")) for x in (query, key, value))
     out, lse = _Flex.apply(query, key, value)
     return (out, mock.Mock(lse=lse)) if options.get("return_aux") is not None else (out, lse)
 
 
-def _tensors(values: Any) -> list[Tensor]:
+def _tensors(values: Iterable[object]) -> list[Tensor]:
     lists = (_tensors(x) for x in values if isinstance(x, list | tuple))
     return [x for x in values if isinstance(x, Tensor)] + [y for part in lists for y in part]
 
 
-def _plain(x: Any) -> Any:
+def _plain(x: object) -> Any:
     if isinstance(x, list | tuple):
         return [_plain(each) for each in x]
     return x.data_ if isinstance(x, _Ghost) else x
 
 
-def _on_meta(x: Any) -> Any:
+def _on_meta(x: object) -> Any:
     if isinstance(x, list | tuple):
         return [_on_meta(each) for each in x]
     return x.to("meta") if isinstance(x, Tensor) and not x.is_meta else x
 
 
-def _is_mask(x: Any) -> bool:
+def _is_mask(x: object) -> bool:
     return isinstance(x, Tensor) and x.dtype == torch.bool and not x.is_meta
 
 

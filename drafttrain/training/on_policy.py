@@ -86,9 +86,7 @@ class OnPolicy(TrainerCallback, ExportableState):
         packing: bool = False,
     ):
         if not drafter.writes_responses:
-            raise UserError(
-                f"on_policy: a drafter of kind={drafter.kind!r} cannot write responses by itself; leave it out"
-            )
+            raise UserError(f"on_policy: kind={drafter.kind!r} cannot write responses by itself; leave it out")
         self.options, self.drafter, self.rows, self.target = options, drafter, rows, target
         self.max_length, self.seed, self.rank, self.world = max_length, args.seed, args.process_index, args.world_size
         self.packing, self.round, self.used = packing, -1, 0

@@ -17,7 +17,6 @@ model, not from measurements."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's flags."""
 
     def add(name: str, help: str, kind: object = Name, default: object = None, required: bool = False) -> None:
         shown = "" if default is None else " (default: %(default)s)"

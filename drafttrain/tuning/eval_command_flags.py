@@ -19,7 +19,6 @@ generate on a model of its own, in rotating order. After an interruption the sam
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's flags."""
     add = adder(parser)
     add_target_flags(parser)
     add_drafter_flag(parser, more=", or none")

@@ -48,12 +48,7 @@ from drafttrain.tuning.plan_recipe import (
 _CONVERSATIONS, _TOKENS = 60_000, 1024  # of a data set that does not exist yet; tokens of a conversation on average
 _SEQUENCES = 256  # that an engine generates at a time, memory permitting
 _ENGINE_SHARE = 0.9  # of a GPU's memory that an engine fills
-_STATE_BYTES = {
-    "sgd": 0,
-    "adafactor": 0,
-    "adamw_8bit": 2,
-    "adamw_bnb_8bit": 2,
-}  # of an optimizer per weight; AdamW's: 8
+_STATE_BYTES = {"sgd": 0, "adafactor": 0, "adamw_8bit": 2, "adamw_bnb_8bit": 2}  # per weight; AdamW's: 8
 _ADAMW_MOVES = 28  # bytes per weight and optimizer step: weight, gradient and two states are read, all but one written
 _SHORTEST = 512  # tokens of a row that advice suggests
 _UNIT = 256  # of lengths
@@ -82,9 +77,6 @@ class Plan:
     largest: dict[str, int]
     advice: list[str]
     notes: list[str]
-
-    def json(self) -> Json:
-        return asdict(self)
 
 
 def plan(recipe: str, overrides: Sequence[str] = (), job: Job | None = None) -> Plan:
@@ -221,7 +213,7 @@ class _Planner:
         active = round(self.sizes.always + self.sizes.expert * self.sizes.chosen)
         parameters = {"target": self.weights, "active": active, "drafter": self.step.trained}
         fits = fits_memory and fits_disk
-        figures = _gigabytes(memory), _gigabytes(disk), _with_total(hours), rates
+        figures = _totaled(memory, 1e9), _totaled(disk, 1e9), _totaled(hours), rates
         return Plan(self.recipe, shown, parameters, *figures, fits, largest, advice, self.notes)
 
     def _disk(self) -> dict[str, float]:
@@ -305,9 +297,8 @@ class _Planner:
         starts = [("", first)]
         if first.states == "online" and not kind_class(self.config.kind).loads_language_models:
             away = replace(first, states="vllm", shards=1)
-            starts.append(
-                ("states from vLLM (target_url) or from disk (drafttrain features) in place of an online target", away)
-            )
+            text = "states from vLLM (target_url) or from disk (drafttrain features) in place of an online target"
+            starts.append((text, away))
         ways = [[start, *self._changes(start[1])] for start in starts]
         smallest = float("inf")
         for way in [*ways, *([*way, *self._more_gpus(way[-1][1])] for way in ways)]:
@@ -364,20 +355,16 @@ class _Planner:
             self.notes.append(f"the target needs {needed} GPUs in an engine that generates its answers")
         if "evaluation" in memory:
             rows = self.setting.eval_rows
-            self.notes.append(
-                f"evaluation sets the peak; per_device_eval_batch_size={max(1, rows // 2)} (now {rows}) lowers it"
-            )
+            lower = f"per_device_eval_batch_size={max(1, rows // 2)} (now {rows}) lowers it"
+            self.notes.append(f"evaluation sets the peak; {lower}")
         if config.on_policy:
             self.notes.append("on_policy: memory and time of the drafter's own responses are left out")
         if self.width < 2 and self.setting.states == "online":
             self.notes.append("the target's weights are quantized; training is counted with 16 bits per weight")
 
 
-def _gigabytes(parts: dict[str, float]) -> dict[str, float]:
-    return _with_total({name: size / 1e9 for name, size in parts.items()})
-
-
-def _with_total(parts: dict[str, float]) -> dict[str, float]:
+def _totaled(parts: dict[str, float], unit: float = 1.0) -> dict[str, float]:
+    parts = {name: size / unit for name, size in parts.items()}
     return {**parts, "total": sum(parts.values())}
 
 
@@ -390,7 +377,7 @@ def run(args: argparse.Namespace) -> int:
     job = Job(**{name: getattr(args, name) for name in Job.__dataclass_fields__})
     found = plan(args.recipe, args.overrides, job)
     print_plan(found)
-    content = {**found.json(), "command": command_line()}
+    content = {**asdict(found), "command": command_line()}
     if output is not None:
         write_json(output, content)
     data, then = Path(found.setting["data"]).expanduser(), ""

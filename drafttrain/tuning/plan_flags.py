@@ -74,7 +74,6 @@ def _gigabytes(word: str) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's flags."""
     add, size, kinds = adder(parser), reader(_gigabytes, "gigabytes, or an amount such as 500G or 4T"), kinds_of(Job)
     add("recipe", Place, help="a YAML recipe, or the name of one that comes with drafttrain")
     add_overrides(parser)

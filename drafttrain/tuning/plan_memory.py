@@ -91,8 +91,7 @@ class Memory:
         self._run = functools.cache(self._dry_step)
 
     def _dry_step(self, setting: Setting, trains: bool) -> StepMemory:
-        deepspeed = setting.stage > 0
-        bfloat16 = torch.bfloat16 if setting.half else None
+        deepspeed, bfloat16 = setting.stage > 0, torch.bfloat16 if setting.half else None
         return dry_step(
             self.config,
             self.kind,
@@ -102,7 +101,7 @@ class Memory:
             prompt=min(setting.prompt, setting.length - 2),
             gpu=setting.gpu,
             target_dtype=setting.target_dtype,
-            drafter_dtype=torch.bfloat16 if deepspeed and setting.half else torch.float32,
+            drafter_dtype=(bfloat16 if deepspeed else None) or torch.float32,
             autocast=None if deepspeed else bfloat16,
             checkpointing=setting.checkpointing,
             source={"online": "online", "none": "none"}.get(setting.states, "states"),  # type: ignore[arg-type]
@@ -163,14 +162,8 @@ class Memory:
         target = max(step.target, setting.loaded) / setting.shards
         if not stage:
             copies = {"gradient buckets": float(step.gradients)} if n > 1 else {}  # those of DistributedDataParallel
-            optimizer = float(setting.state_bytes * trained)
-            return {
-                "target": target,
-                "drafter": step.drafter,
-                "gradients": step.gradients,
-                "optimizer": optimizer,
-                **copies,
-            }
+            parts = {"target": target, "drafter": step.drafter, "gradients": step.gradients}
+            return {**parts, "optimizer": float(setting.state_bytes * trained), **copies}
         width = 2 if setting.half else 4
         drafter = float(step.drafter)
         if stage == 3:
@@ -204,9 +197,6 @@ class Memory:
 
 def _line(a: StepMemory, b: StepMemory, share: float) -> StepMemory:
     """The step at `share` of the way from a to b, beyond b where that is above 1."""
-    values = {
-        name: max(0.0, getattr(a, name) + share * (getattr(b, name) - getattr(a, name)))
-        for name in ("features", "logits", "activations", "flops")
-    }
-    whole = {name: round(value) for name, value in values.items()}
-    return replace(b, **whole)
+    names = ("features", "logits", "activations", "flops")
+    ends = {name: (getattr(a, name), getattr(b, name)) for name in names}
+    return replace(b, **{name: max(0, round(first + share * (last - first))) for name, (first, last) in ends.items()})

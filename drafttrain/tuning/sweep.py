@@ -174,6 +174,4 @@ def print_summary(rows: Sequence[Json]) -> None:
     for each in found:
         console.print(f"{describe(each['cell'])}: {each['verdict']}", soft_wrap=True)
     if not any(each["axis"] == "batch_size" for each in found):
-        console.print(
-            "no crossover: one batch size was measured; --batch-sizes 1,4,16 shows where speculation stops paying"
-        )
+        console.print("no crossover: one batch size was measured; --batch-sizes 1,4,16 shows where it stops paying")

@@ -17,7 +17,6 @@ keeps finished cells and continues the unfinished one. The summary says at which
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's flags."""
     add = adder(parser)
     add("--target", Place, required=True, help=TARGET_HELP)
     add("--drafter", Place, required=True, help="as in drafttrain eval")

@@ -236,9 +236,7 @@ class Timings:
         cancel.
         """
         prompts = self.tokens.shape[1]
-        tokens, seconds = (
-            part[:, draws(prompts)].sum(-1) for part in (self.tokens, self.seconds)
-        )  # [sides, RESAMPLES]
+        tokens, seconds = (x[:, draws(prompts)].sum(-1) for x in (self.tokens, self.seconds))  # [sides, RESAMPLES]
         ratios = tokens[side] / seconds[side] * seconds[over] / tokens[over]
         return Ratio(self.rate(side) / self.rate(over), *ends(ratios, prompts))
 
@@ -390,9 +388,8 @@ def verdict(result: Json) -> str:
     if result["picked"] == "none":
         return f"no tree is faster than plain decoding here: {refused}"
     spans, prompts = result["intervals"], result["prompts"]
-    kept = (
-        "adaptive_speedup" if result["tree"].endswith("@adapt") and "adaptive_speedup" in spans else "measured_speedup"
-    )
+    adapts = result["tree"].endswith("@adapt") and "adaptive_speedup" in spans
+    kept = "adaptive_speedup" if adapts else "measured_speedup"
     found = judge(result[kept], spans[kept], prompts)
     low, high = spans["measured_speedup"]
     text = (

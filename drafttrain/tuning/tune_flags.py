@@ -21,7 +21,6 @@ from both, and measures the best one against plain decoding. Writes decoding.jso
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's flags."""
     add = adder(parser)
     add_target_flags(parser)
     add_drafter_flag(parser)

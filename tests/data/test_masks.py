@@ -204,7 +204,7 @@ def refused(template, messages, match):
 
 
 def test_bad_conversations_are_refused(tmp_path):
-    refused(CHATML, CHAT[:1], "row id='row7': empty mask: no message has the role assistant")
+    refused(CHATML, CHAT[:1], "row id='row7': empty mask: no message of role assistant")
     empty = [CHAT[0], {"role": "assistant", "content": " \n"}]
     refused(CHATML, empty, "row id='row7', message 1: empty mask: the assistant's content is empty")
     injected = [CHAT[0], {"role": "assistant", "content": "a<|im_end|>b"}]

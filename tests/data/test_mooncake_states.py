@@ -179,7 +179,7 @@ def test_a_server_that_started_again_unnoticed_is_proven_again_over_the_same_con
             {"record": None},
             "without a record; start it with: drafttrain serve-target --target tiny --transport mooncake",
         ),
-        ({"handle": "../etc"}, "names the object '../etc', which is no name of states"),
+        ({"handle": "../etc"}, "names the object '../etc', no name of states"),
         ({"record": {"master": "m:1"}}, r"malformed: kv_transfer_params"),
     ],
 )

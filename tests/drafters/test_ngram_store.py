@@ -170,6 +170,7 @@ def test_names_and_files(target, tmp_path):
         ("ngram_store:/no/file", "'/no/file' cannot be read"),
         ("ngram_store:{tmp}/other.safetensors", "is no n-gram store; build one"),
         ("ngram_store:{tmp}/foreign.safetensors", "was built with tokenizer 'abc', but target 'tiny' has"),
+        ("ngram+ngram_store:{tmp}/foreign.safetensors", "was built with tokenizer 'abc', but target 'tiny' has"),
     ],
 )
 def test_bad_names_are_named(target, tmp_path, name, message):

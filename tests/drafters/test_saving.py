@@ -66,9 +66,7 @@ def test_the_class_of_a_kind_loads_that_kind(kind, saved):
     assert type(made) is type(Drafter.from_pretrained(str(saved(kind)))) is cls
     assert {weight.dtype for weight in made.parameters()} == {torch.bfloat16} and made.kept_ids.dtype == torch.long
     other = contract.TRAINED[contract.TRAINED.index(kind) - 1]
-    with pytest.raises(
-        UserError, match=f"holds a drafter of kind '{kind}', not '{other}'; use Drafter.from_pretrained"
-    ):
+    with pytest.raises(UserError, match=f"is of kind '{kind}', not '{other}'; use Drafter.from_pretrained"):
         kind_class(other).from_pretrained(saved(kind))
 
 
@@ -94,8 +92,8 @@ def test_mistakes_are_named(saved, target_dir, target):
         (lambda: Drafter.from_pretrained(folder).save_pretrained("x", repo_id="a/b"), "repo_id is of an upload; set push"),
         (lambda: Target.from_pretrained(target_dir, revision="v1"), "revision='v1' is of a Hub id"),
         (lambda: Target.from_pretrained(target_dir, dtyp="float32"), "dtyp= is no option of it; did you mean dtype"),
-        (lambda: Target.from_pretrained(target.model, dtype="float32"), "dtype= is of a model's name, but this"),
-        (lambda: Target.from_pretrained(3), "model=3 must be a name, a loaded transformers model or a Target"),
+        (lambda: Target.from_pretrained(target.model, dtype="float32"), "dtype= is for a name, but this"),
+        (lambda: Target.from_pretrained(3), "model=3 must be a name, a loaded model, or a Target"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=message):
             call()

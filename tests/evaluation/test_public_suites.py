@@ -307,5 +307,5 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
         load_suite(f"gsm8k:{broken}")
     for name in ("a.jsonl", "b.jsonl"):
         write(tmp_path / name, ROWS["gsm8k"])
-    with pytest.raises(UserError, match="none of the split 'test'"):
+    with pytest.raises(UserError, match="none of split 'test'"):
         load_suite(f"gsm8k:{tmp_path}")

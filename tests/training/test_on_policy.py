@@ -170,7 +170,7 @@ def test_each_mistake_is_said(options, message):
 
 def test_a_kind_that_cannot_write_is_named(target):
     args = SimpleNamespace(seed=0, process_index=0, world_size=1)
-    with pytest.raises(UserError, match=r"a drafter of kind='eagle3' cannot write responses"):
+    with pytest.raises(UserError, match=r"kind='eagle3' cannot write responses"):
         OnPolicy(OnPolicyOptions(), make_drafter(target), ROWS, target, 64, args)
 
 

@@ -146,4 +146,5 @@ def test_a_step_with_the_target_online_fits_one_gpu(name):
     shapes = config_of(recipe_path(name).parent / "target.json")
     rows = config.trainer["per_device_train_batch_size"]
     step = dry_step(shapes, config.kind, config.drafter, rows=rows, length=config.max_length, checkpointing=True)
-    assert step.activations > 0 and step.total < 78e9
+    # The optimizer's step may hold more than backward: then activations add nothing.
+    assert 0 < step.target < step.total < 78e9

@@ -240,6 +240,7 @@ def test_what_cannot_be_planned_is_one_line(recipe, words, job, message):
         plan(recipe, words, Job(**job))
 
 
+@pytest.mark.thorough
 def test_the_command_prints_and_writes_a_plan_of_real_dry_steps(recipe, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(plan_memory, "_MOST_TOKENS", 512)
     output = tmp_path / "plan.json"

@@ -143,9 +143,8 @@ class BlockDrafter(DecoderDrafter):
         state = self.enter(roots.to(self.fc.weight.dtype))
         positions = (begins[:, None] + torch.arange(size, device=begins.device)).flatten()
         cos, sin = self.rotary.tables(positions, state.dtype)
-        last = (
-            torch.arange(len(state), device=state.device).view(-1, size)[:, -self.config.depth :].flatten()
-        )  # [m * depth]
+        # [m * depth]
+        last = torch.arange(len(state), device=state.device).view(-1, size)[:, -self.config.depth :].flatten()
         for layer, attend in zip(self.layers, attends, strict=True):
             queries = last if layer is self.layers[-1] else None
             state = layer(state, None, cos, sin, attend, queries)

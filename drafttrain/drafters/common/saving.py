@@ -62,25 +62,19 @@ class NamedDrafter:
         registry: Any = importlib.import_module("drafttrain.drafters.registry")  # which imports this module
         drafter = registry.load_unbound(str(name), dtype, device, revision)
         if not isinstance(drafter, cls):
-            raise UserError(
-                f"{str(name)!r} holds a drafter of kind {drafter.kind!r}, not {cls.kind!r}; use Drafter.from_pretrained"
-            )
+            raise UserError(f"{str(name)!r} is of kind {drafter.kind!r}, not {cls.kind!r}; use Drafter.from_pretrained")
         return drafter
 
     def save_pretrained(self, save_directory: str | Path, **options: Any) -> None:
         """Writes the drafter to a folder. Raises UserError: a kind without weights, or a combination."""
-        raise UserError(
-            f"a drafter of kind={self.kind!r} has no weights of its own to save; write its name where it is used"
-        )
+        raise UserError(f"kind={self.kind!r} has no weights of its own to save; write its name where it is used")
 
     def push_to_hub(self, repo_id: str, **options: Any) -> str:
         """Uploads what `save_pretrained` writes; `drafttrain.push` adds a card, results and engines' formats.
 
         Raises UserError: a kind without weights, or a combination.
         """
-        raise UserError(
-            f"a drafter of kind={self.kind!r} has no weights of its own to publish; name the trained drafter"
-        )
+        raise UserError(f"kind={self.kind!r} has no weights of its own to publish; name the trained drafter")
 
 
 class SavedWeights(PreTrainedModel if TYPE_CHECKING else object):  # type: ignore[misc]

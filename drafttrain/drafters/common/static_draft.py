@@ -91,9 +91,8 @@ class DraftPlaces:
         self._positions[:, begin : begin + m] += depth
         if not self.chain:
             words = torch.arange(self._ancestors.shape[2], device=parents.device)
-            bits = torch.where(words == own[:, None] // _WORD, (1 << own % _WORD)[:, None], 0).to(
-                torch.int32
-            )  # [m, words]
+            # [m, words]
+            bits = torch.where(words == own[:, None] // _WORD, (1 << own % _WORD)[:, None], 0).to(torch.int32)
             above = (self._level + parents)[:, :, None].expand(-1, -1, len(words))
             self._ancestors[:, begin : begin + m] = self._ancestors.gather(1, above) | bits
         self._level, self._next = begin, begin + m

@@ -299,9 +299,7 @@ class DFlashShipping(EngineBlocks[DFlash]):
 
     def unsupported(self, trained: Trained, form: str, engine: EngineRelease | None = None) -> list[str]:
         found, anchor = super().unsupported(trained, form, engine), trained.config.get("sample_from_anchor")
-        lacks = (
-            f"sample_from_anchor=true: {(engine or engine_of(form)).name} predicts at the masks only, for kind dflash"
-        )
+        lacks = f"sample_from_anchor=true: {(engine or engine_of(form)).name} predicts at masks only, for kind dflash"
         if form == "transformers" and (engine or engine_of(form)).before(_TRANSFORMERS):
             found = [*found, f"transformers has DFlash since {_TRANSFORMERS}"]
         return [*found, lacks] if anchor and form != "gguf" and form in self.formats else found
@@ -311,9 +309,7 @@ class DFlashShipping(EngineBlocks[DFlash]):
         if form != "transformers":
             return described
         own = {"architectures": ["MuseGlimmerAssistantModel"], "model_type": _GLIMMER, **described["dflash_config"]}
-        own |= dict.fromkeys(
-            ("bos_token_id", "eos_token_id", "pad_token_id")
-        )  # not the family's, which it would default to
+        own |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # not the family's defaults
         return {**described, **own, "layer_types": ["full_attention"] * drafter.config.num_hidden_layers}
 
     def engine_names(self, drafter: DFlash, config: Json) -> dict[str, str]:

@@ -170,11 +170,7 @@ class DraftModel(TrainableDrafter):
         return drafter
 
     def write(
-        self,
-        folder: str | Path,
-        state_dict: dict[str, Tensor] | None = None,
-        is_main_process: bool = True,
-        **_: Any,
+        self, folder: str | Path, state_dict: dict[str, Tensor] | None = None, is_main_process: bool = True, **_: Any
     ) -> None:
         """Writes a plain checkpoint of the language model, adapters merged, with tokenizer, adapter and drafttrain.json.
 
@@ -229,7 +225,7 @@ class DraftModel(TrainableDrafter):
         logger.info(
             f"drafter={self.runner.name!r} has a vocabulary of its own and drafts by {self.pair.way} (vocabulary_match="
             f"{wanted}): it shares {len(self.kept_ids):,} of {target.name!r}'s {len(theirs.ids):,} tokens, and "
-            f"{100 * self.pair.of_text:.0f} % of those of a sample text",
+            f"{100 * self.pair.of_text:.0f} % of those of a sample text"
         )
 
     @property

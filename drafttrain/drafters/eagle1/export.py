@@ -84,9 +84,7 @@ class Eagle1Shipping(Shipping[Eagle1]):
     def published(self, config: Json, weights: dict[str, Tensor], target: Json, where: str) -> Published:
         found = {name.removeprefix("model."): value for name, value in weights.items()}
         if "fc.weight" not in found:
-            raise UserError(
-                f"{where} has no fc.weight: it is a language model, which needs no import; pass it as a drafter"
-            )
+            raise UserError(f"{where} has no fc.weight: a language model needs no import; pass it as a drafter")
         if (table := found.pop("embed_tokens.weight", None)) is not None:
             check_embedding(table, target["name"], where)
         for name in ("lm_head.weight", *(name for name in found if name.endswith("rotary_emb.inv_freq"))):

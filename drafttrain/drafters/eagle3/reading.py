@@ -21,11 +21,7 @@ from drafttrain.drafters.common.llama_layers import LAYER_KEYS
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
 from drafttrain.errors import UserError
 from drafttrain.files import Json, violation
-from drafttrain.formats.weights import (
-    check_kept_ids,
-    check_names,
-    pop_kept_ids,
-)
+from drafttrain.formats.weights import check_kept_ids, check_names, pop_kept_ids
 from drafttrain.target import resolve_target
 from drafttrain.target.loading import check_finite, read_embedding
 
@@ -100,19 +96,13 @@ def make_head(
     for name in [name for name in found if re.fullmatch(r"layers\.\d+\.hidden_norm\.weight", name)]:
         ours, norm = name.replace("hidden_norm", "input_layernorm"), found.pop(name)
         if "Eagle3" in str(config.get("architectures")) and not torch.equal(found.setdefault(ours, norm), norm):
-            raise UserError(
-                f"{where}: {name}, which SGLang reads, and {ours}, which vLLM reads, differ; keep one of them"
-            )
+            raise UserError(f"{where}: {name}, which SGLang reads, and {ours}, which vLLM reads, differ; keep one")
     with torch.device("meta"):
         drafter = cls(cls.config_class(**_our_fields(config, found, target, where), **more))
     d, v = drafter.config.draft_vocab_size, drafter.config.vocab_size
     for name in [name for name in found if name.endswith("rotary_emb.inv_freq")]:
-        if not torch.allclose(
-            found.pop(name).float(), drafter.rotary.frequencies, rtol=1e-2
-        ):  # may be stored as bfloat16
-            raise UserError(
-                f"{where}: {name} is not what config.json's rope_parameters give; ask its author which one holds"
-            )
+        if not torch.allclose(found.pop(name).float(), drafter.rotary.frequencies, rtol=1e-2):  # of bfloat16
+            raise UserError(f"{where}: {name} is not what config.json's rope_parameters give; ask its author")
     found["kept_ids"] = kept = pop_kept_ids(found, d, v, where)  # [d] int64
     if (embedding := found.pop("embed_tokens.weight", None)) is not None:
         check_embedding(embedding, target["name"], where)
@@ -201,9 +191,7 @@ def _our_fields(config: Json, weights: Mapping[str, Tensor], target: Json, where
     width = fields["target_hidden_size"] or fields["hidden_size"]
     for key, theirs in (("hidden_size", width), ("vocab_size", fields["vocab_size"])):
         if theirs != target[key]:
-            raise UserError(
-                f"{where} is for a target with {key}={theirs!r:.80}, but {target['name']!r} has {target[key]}"
-            )
+            raise UserError(f"{where} is for {key}={theirs!r:.80}, but {target['name']!r} has {target[key]}")
     fields["feature_layers"] = _feature_layers(config, width, weights, target, where)
     # A drafter of ours that was published says how it was trained.
     trained = {key: config[key] for key in Eagle3Config.recipe_keys if "drafter_kind" in config and key in config}

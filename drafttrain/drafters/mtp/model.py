@@ -58,9 +58,7 @@ class MTPConfig(LastStateConfig):
     def check(self) -> None:
         super().check()
         if not 1 <= self.modules <= self.ttt_steps:
-            raise UserError(
-                f"modules={self.modules} must be from 1 to ttt_steps={self.ttt_steps}, or some are never trained"
-            )
+            raise UserError(f"modules={self.modules} must be from 1 to ttt_steps={self.ttt_steps}: others never train")
         if self.num_hidden_layers != 1:
             raise UserError(f"num_hidden_layers={self.num_hidden_layers}: a module has 1 layer; set modules instead")
 
@@ -172,9 +170,7 @@ class MTP(LayerDrafter):
     @classmethod
     def check_options(cls, options: Json) -> Json:
         if "target_layer" in options:
-            raise UserError(
-                "drafter.target_layer is found in the target's checkpoint: drop the key, and set init=native"
-            )
+            raise UserError("drafter.target_layer is in the target's checkpoint: drop the key, and set init=native")
         return super().check_options(options)
 
     @classmethod

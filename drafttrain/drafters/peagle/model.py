@@ -54,9 +54,7 @@ class PEagleConfig(Eagle3Config):
             spare = next(iter(target.eos_ids), 0)
         mask = options.setdefault("mask_token_id", spare)
         if not 0 <= mask < target.vocab_size:
-            raise UserError(
-                f"mask_token_id={mask} is no token of target {target.name!r}, which has {target.vocab_size}"
-            )
+            raise UserError(f"mask_token_id={mask} is no token of {target.name!r}, which has {target.vocab_size}")
         return super().for_target(target, **options)
 
 
