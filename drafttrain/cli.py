@@ -148,11 +148,11 @@ def run(argv: list[str]) -> int:
         warnings.simplefilter("ignore", FutureWarning)  # for those who write programs
     import logging  # not before a --help has been shown
 
-    from drafttrain.outcome import voice
+    from drafttrain.outcome import commanded, voice
 
     for name in NEEDLESS:
         logging.getLogger(name).addFilter(_is_needed)
-    with voice(args.command, quiet, as_json):
+    with commanded(argv), voice(args.command, quiet, as_json):
         mode = os.environ.pop("WANDB_MODE", None)  # transformers prints it when it is imported
         try:
             module = importlib.import_module(f"drafttrain.{COMMANDS[args.command][0]}")

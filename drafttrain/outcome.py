@@ -32,6 +32,7 @@ class Outcome(TypedDict):
     result: Mapping[str, Any]
 
 
+_words: ContextVar[Sequence[str]] = ContextVar("words", default=())  # of the running command
 _ended: ContextVar[Outcome | None] = ContextVar("ended", default=None)  # of the running command
 _hushing = threading.Lock()
 _errors: list[TextIO] = []  # where errors go while --quiet silences stderr
@@ -52,6 +53,21 @@ def next_command(command: str, *words: str, carry: argparse.Namespace | None = N
             texts = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else str(value)]
             line += [f"--{name.replace('_', '-')}", *([] if value is True else texts)]
     return shlex.join(line)
+
+
+@contextlib.contextmanager
+def commanded(words: Sequence[str]) -> Iterator[None]:
+    """Within, `command_line` gives these words."""
+    token = _words.set(["drafttrain", *words])
+    try:
+        yield
+    finally:
+        _words.reset(token)
+
+
+def command_line() -> list[str]:
+    """The command that runs, for results; of a call from Python the command that does the same."""
+    return list(_words.get()) or [Path(sys.argv[0]).name, *sys.argv[1:]]
 
 
 def conclude(result: Mapping[str, object], wrote: Sequence[str | Path] = (), then: str = "") -> None:

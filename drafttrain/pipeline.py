@@ -22,7 +22,7 @@ from drafttrain.errors import UserError, shown
 from drafttrain.evaluation.results_schema import Results
 from drafttrain.files import Json, check_json, scratch_folder
 from drafttrain.flags import CommandParser
-from drafttrain.outcome import Outcome, concluded
+from drafttrain.outcome import Outcome, commanded, concluded
 from drafttrain.target import Target
 from drafttrain.values import refuse_options
 
@@ -239,13 +239,15 @@ def _run(call: str, command: str, given: Mapping[str, Any], progress: bool) -> O
     parser = CommandParser(prog=f"drafttrain.{call}", add_help=False, allow_abbrev=False)
     importlib.import_module(f"drafttrain.{command}_flags").add_arguments(parser)
     with scratch_folder() as scratch:
+        line = ["eval" if call == "evaluate" else call, *_words(flags, parser)]
         if call in ("tune", "evaluate"):  # whose command writes next to the drafter
             flags.setdefault("output", scratch / "result.json")
         try:
             args = parser.parse_args(_words(flags, parser))
         except UserError as error:
             raise UserError(f"{call}: {error}") from error
-        found = concluded(lambda: module.run(args, loaded) if loaded else module.run(args), progress)
+        with commanded(line):
+            found = concluded(lambda: module.run(args, loaded) if loaded else module.run(args), progress)
     return {**found, "result": json.loads(json.dumps(found["result"]))}  # as the files hold it: lists, no tuples
 
 

@@ -11,6 +11,7 @@ import argparse
 import difflib
 import re
 import shlex
+import textwrap
 from pathlib import Path
 
 from drafttrain.environment import shipped_folder
@@ -20,6 +21,10 @@ from drafttrain.outcome import conclude, next_command
 
 _LAUNCH = ("accelerate", "deepspeed")  # folders of launch settings
 _FIX = "install drafttrain again"
+_FOOT = """
+GB of each GPU that trains, and hours to write the answers and to train on them:
+the first plan in the recipe's head, a count and a roofline for H100s.
+vLLM: further GPUs, on which vLLM runs the target."""
 
 
 def recipe_names() -> list[str]:
@@ -46,6 +51,7 @@ def recipe_path(name: str, key: str = "recipe") -> Path:
         targets = difflib.get_close_matches(folder.lower(), {one.partition("/")[0] for one in names}, n=1, cutoff=0.7)
         nearest = [f"{target}/{kind}" for target in targets if f"{target}/{kind}" in names]
         close = nearest or [one for one in names if one.partition("/")[0] in targets]
+    close = close or [one for one, target, _ in table() if target.lower() == name.lower()]
     close = close or difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.6)
     hint = f"; did you mean {' or '.join(close)}?" if close else "; drafttrain recipes lists those that come with it"
     raise UserError(f"{key}={shown(name)}: no such file, and no recipe of that name{hint}")
@@ -62,10 +68,23 @@ def table() -> list[tuple[str, str, str]]:
     rows = []
     for name in recipe_names():
         text = read_text(recipe_path(name), "recipe", _FIX)
-        target = re.search(r"(?m)^target: *(\S+)", text)
-        plan = re.search(r"(?m)^# Plan: (.*)", text) or re.search(r"(?m)^# (.*?)(?:[.:,;] |$)", text)
-        rows.append((name, target[1] if target else "any", plan[1] if plan else ""))
+        target = re.search(r"^target: *(\S+)", text, re.MULTILINE)
+        plan = re.search(r"^# Plan: (.*)", text, re.MULTILINE)
+        words = re.search(r"^# (.*?)(?:[.:,;]\s|$)", text, re.MULTILINE)
+        data = re.search(r"^# Data: ([\d,]+ answers)", text, re.MULTILINE)
+        about = f"{data[1]}; {plan[1]}" if plan and data else words[1] if words else ""
+        rows.append((name, target[1] if target else "any", about))
     return rows
+
+
+def _line(name: str, about: str) -> list[str]:
+    """A recipe's cells of the list: its first plan's figures, else its first words."""
+    plan = re.match(r"([\d,]+) answers; (.*?): (\d+) GB per (training )?GPU.*disk (.*?); (.*)", about)
+    if not plan:
+        return [name, textwrap.shorten(about, 46, placeholder=" ...")]
+    answers, gpus, memory, vllm, disk, times = plan.groups()
+    hours = sum(float(number) for number in re.findall(r"([\d.]+) h", times))
+    return [name, gpus + ", vLLM" * bool(vllm), memory, disk, answers, f"{hours:.{hours < 10:d}f}"]
 
 
 def copy_recipe(name: str, folder: Path) -> list[Path]:
@@ -114,9 +133,13 @@ def run(args: argparse.Namespace) -> int:
         conclude({"recipe": args.name, "text": text})
     else:
         rows = table()
-        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-        for name, target, plan in rows:
-            print(f"{name:{widths[0]}}  {target:{widths[1]}}  {plan}".rstrip())
+        lines = [["recipe", "GPUs", "GB", "disk", "answers", "hours"], *(_line(name, plan) for name, _, plan in rows)]
+        widths = [max(len(line[column]) for line in lines if len(line) == len(lines[0])) for column in range(6)]
+        widths[0] = max(len(line[0]) for line in lines)
+        for line in lines:
+            figures = [f"{cell:>{width}}" for cell, width in zip(line[2:], widths[2:], strict=False)]
+            print("  ".join([f"{line[0]:{widths[0]}}", f"{line[1]:{widths[1]}}", *figures]).rstrip())
+        print(_FOOT)
         keys = ("recipe", "target", "plan")
         conclude({"recipes": [dict(zip(keys, row, strict=True)) for row in rows]}, then=next_command("recipes", "NAME"))
     return 0

@@ -8,7 +8,7 @@ from drafttrain.values import Place, adder
 
 HELP = """List the recipes that come with drafttrain, print one, or copy it to edit.
 
-  drafttrain recipes                                      one line each: name, target, and what the first plan says
+  drafttrain recipes                                      one line each: name, GPUs, memory, disk, hours
   drafttrain recipes llama-3.1-8b/eagle3                  prints it: commands, GPUs, memory, hours, sources, keys
   drafttrain recipes llama-3.1-8b/eagle3 --copy .         writes it to configs/ here, with accelerate's and DeepSpeed's files
   drafttrain train --recipe llama-3.1-8b/eagle3 data=runs/data learning_rate=5e-5

@@ -464,13 +464,13 @@ def run(args: argparse.Namespace) -> int:
             summary = finish(config, prepared, trainer, seconds)
     if training_args.process_index == 0:
         held, best = summary["held_out"], summary["best"]
-        decoded = f"{best['accepted_length']:.2f} decoded at step {best['step']}, " if best["step"] else ""
-        share, length = summary["states_wait"], held.get("eval_accepted_length", float("nan"))
+        lengths = [f"{best['accepted_length']:.2f} decoded at step {best['step']}"] if best["step"] else []
+        if "eval_accepted_length" in held:
+            lengths.append(f"{held['eval_accepted_length']:.2f} estimated")
+        share, quality = summary["states_wait"], f"accepted length {', '.join(lengths)}" if lengths else "nothing"
         waits = "" if share is None else f" (waiting for states took {100 * share:.1f} % of the steps' time)"
-        print(
-            f"trained {summary['steps']} steps in {summary['seconds']:.0f} s on {summary['engine']}{waits}; held out: accepted "
-            f"length {decoded}{length:.2f} estimated"
-        )
+        trained_for = f"trained {summary['steps']} steps in {summary['seconds']:.0f} s on {summary['engine']}"
+        print(f"{trained_for}{waits}; held out: {quality}")
         conclude(summary, [config.output_dir], then)
     return 0
 

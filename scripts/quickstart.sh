@@ -3,8 +3,8 @@
 #
 #   bash scripts/quickstart.sh [--target NAME|PATH|HUB_ID] [--budget MINUTES] [--output DIR]
 #
-# --budget covers prompts, generation and training (default 8; tuning and evaluation take about 4 more). More minutes give more
-# data and longer training: with a GPU or several hours, the same script trains a much better drafter.
+# --budget covers prompts, generation and training (default 8, at least half a minute each; tuning and evaluation take about 4
+# more). More minutes give more data and longer training: with a GPU or several hours, the same script trains a better drafter.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -24,7 +24,7 @@ done
 source scripts/env.sh
 install_drafttrain "[gguf,plots]"
 export TOKENIZERS_PARALLELISM=false TRANSFORMERS_VERBOSITY=error
-minutes() { awk -v b="$budget" -v share="$1" 'BEGIN { printf "%.2f", b * share }'; }
+minutes() { awk -v b="$budget" -v share="$1" 'BEGIN { m = b * share; printf "%.2f", m < 0.5 ? 0.5 : m }'; }
 have() { [ -f "$1" ] && echo "$1 is there already; delete it to make it again"; }
 stage() { printf '\n== %s\n' "$*"; }
 

@@ -199,6 +199,8 @@ def test_evaluate_gives_the_results_of_the_command(target_dir, tmp_path):
     (tmp_path / "suite.jsonl").write_text('{"question_id": "a", "category": "chat", "turns": ["Hello there"]}\n')
     options = {"suite": str(tmp_path / "suite.jsonl"), "dtype": "float32", "max_new_tokens": 8, "tree": "chain:2"}
     results = evaluate(str(target_dir), "ngram", tmp_path / "r.json", baselines="none", **options)
+    assert results["command"][:3] == ["drafttrain", "eval", f"--target={target_dir}"]
+    assert "--drafter=ngram" in results["command"]
     assert results["kind"] == "ngram" and results["overall"]["prompts"] == 1
     assert results == json.loads((tmp_path / "r.json").read_text())
     with pytest.raises(

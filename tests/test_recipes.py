@@ -31,9 +31,18 @@ def installed(tmp_path, monkeypatch):
 def test_the_list_has_a_line_per_recipe(capsys):
     assert main(["recipes"]) == 0
     rows = capsys.readouterr().out.splitlines()
-    assert [row.split()[0] for row in rows[:-1]] == recipe_names() and rows[-1] == "next: drafttrain recipes NAME"
+    names = recipe_names()
+    assert [row.split()[0] for row in rows[1 : len(names) + 1]] == names and rows[-1] == "next: drafttrain recipes NAME"
+    assert max(map(len, rows)) <= 80
     (one,) = (row for row in rows if row.startswith("llama-3.1-8b/eagle3 "))
-    assert re.search(r"meta-llama/Llama-3.1-8B-Instruct +1 x 80 GB: \d+ GB per GPU, disk .* training \d+ h$", one)
+    assert re.search(r" 1 x 80 GB +\d+ +\d+ GB +300,000 +\d+$", one)
+    (served,) = (row for row in rows if row.startswith("qwen3-32b/eagle3 "))
+    assert " GB, vLLM " in served
+
+
+def test_every_plan_has_its_figures_in_the_list():
+    planned = [(name, about) for name, _, about in recipes.table() if " GPU" in about]
+    assert len(planned) > 25 and all(len(recipes._line(*row)) == 6 for row in planned)
 
 
 def test_a_name_is_found_where_a_wheel_installs_it(installed, capsys):
@@ -53,6 +62,7 @@ def test_a_file_of_the_user_comes_first(tmp_path, monkeypatch):
     [
         ("llama3.1-8b/eagle3", "did you mean llama-3.1-8b/eagle3?"),
         ("Qwen3-8B/dflash", "did you mean qwen3-8b/dflash?"),
+        ("openai/gpt-oss-20b", "did you mean gpt-oss-20b/dflash or gpt-oss-20b/eagle3?"),
         ("gemma-3-12b", "did you mean gemma-3-12b/eagle3?"),
         ("glm-4.5-air/eagle", "did you mean glm-4.5-air/eagle3 or glm-4.5-air/mtp?"),
         ("nothing/like/it.yaml", "drafttrain recipes lists"),

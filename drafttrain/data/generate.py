@@ -7,7 +7,6 @@ import contextlib
 import logging
 import math
 import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -29,7 +28,7 @@ from drafttrain.files import Json, read_jsonl, write_json
 from drafttrain.flags import load_target, sampling_of
 from drafttrain.folders import beside, check_folder, inputs_of
 from drafttrain.inference.responses import Finished
-from drafttrain.outcome import conclude, next_command
+from drafttrain.outcome import command_line, conclude, next_command
 from drafttrain.progress import Progress, counted
 from drafttrain.target import Target, load_shell
 from drafttrain.target.generation import LogitsRules
@@ -398,7 +397,7 @@ def report(args: argparse.Namespace, store: Store, this_run: Json, prompts: int 
     truncated = counts["truncated"] / responses
     summary = {
         "drafttrain": __version__,
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "command": command_line(),
         "prompts": prompts,
         **counts,
         "truncated_share": round(truncated, 4),

@@ -182,6 +182,8 @@ def write_prompts(
                 progress.advance(len(kept) - before, share=min(spent, 1.0))
                 if len(kept) >= count or time.monotonic() > until:
                     break
+    if minutes and len(kept) < count and time.monotonic() > until:
+        print(f"--max-minutes {minutes:g} are over: {len(kept)} of {count} prompts")
     random.Random(seed).shuffle(kept)
     return kept[:count]
 

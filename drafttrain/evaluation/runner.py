@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +41,7 @@ from drafttrain.evaluation.metrics import (
 from drafttrain.evaluation.suites import Question, Suite, take_evenly
 from drafttrain.files import Json, write_json
 from drafttrain.inference import Decoder, SamplingParams, token_limit
+from drafttrain.outcome import command_line
 from drafttrain.progress import Progress
 from drafttrain.target import Target, resolve_target
 
@@ -157,7 +157,7 @@ def compare_sides(
         **describe_run(),
         **head,
         **(parts_of(drafter)[0].fit() if drafter is not None else {}),
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "command": command_line(),
         "tree_search": tree_search,
         "overall": summarize(records),
         "categories": by_category(records),

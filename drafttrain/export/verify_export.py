@@ -28,7 +28,7 @@ from drafttrain.files import Json, JsonlLog, scratch_folder
 from drafttrain.folders import beside, inputs_of, output_file
 from drafttrain.formats.engines import ENGINES, PACKAGES
 from drafttrain.formats.public_names import write_clean_json
-from drafttrain.outcome import conclude, fault, next_command
+from drafttrain.outcome import command_line, conclude, fault, next_command
 from drafttrain.reports.output import table_of, wide_console
 from drafttrain.target import Target, resolve_dtype
 
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         wide_console().print(table_of([name.replace("_", " ") for name in VerifyRow.__annotations__ if name != "prompts"],
                                       map(as_cells, rows)))  # fmt: skip
     if output is not None:
-        command = [Path(sys.argv[0]).name, *sys.argv[1:]]
+        command = command_line()
         found = {**describe_environment(torch.device("cpu")), "command": command, **found}
         write_clean_json(output, found)
         _partial(output).unlink(missing_ok=True)

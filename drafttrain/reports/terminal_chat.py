@@ -276,6 +276,9 @@ def run(args: argparse.Namespace) -> int:
         console.print(Text("  ").join([*shades, Text("the target's own")]))
     if not has_template(target.tokenizer):
         view.say(f"{args.target} has no chat template: it continues the conversation as a document")
+    if drafter is not None and str(spec) == "none":
+        asked = "--tree none" if args.tree else "the drafter's tuned tree is none"
+        view.say(f"{asked}: nothing is drafted; --tree chain:3 drafts all the same")
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     if not typed:

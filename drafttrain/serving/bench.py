@@ -6,11 +6,9 @@ import argparse
 import asyncio
 import os
 import random
-import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 
 import httpx
 import torch
@@ -24,7 +22,7 @@ from drafttrain.evaluation.metrics import percentiles
 from drafttrain.evaluation.suites import Question, load_suite
 from drafttrain.files import Json, write_json
 from drafttrain.folders import inputs_of, output_file
-from drafttrain.outcome import conclude
+from drafttrain.outcome import command_line, conclude
 from drafttrain.progress import Progress
 from drafttrain.reports.output import table_of, wide_console
 from drafttrain.serving.client import Answer, Server, ask, connect, read_metrics, speculation
@@ -45,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         complete = len(servers) == 2 and len({len(server["cells"]) for server in servers.values()}) == 1
         return {
             **describe_environment(torch.device("cpu")),
-            "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+            "command": command_line(),
             **({"note": args.note} if args.note else {}),
             "workload": {**{key: vars(args)[key] for key in WORKLOAD}, "suite_digest": suite.digest},
             "servers": servers,

@@ -17,6 +17,7 @@ import urllib.error
 import urllib.request
 import zipfile
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 from drafttrain.errors import UserError, first_line
@@ -114,7 +115,7 @@ def cached_model(name: str) -> Path | None:
 def resolve_target(name: str) -> str:
     """A folder or Hub id that transformers can load, from a name that `drafttrain fetch` cached, a folder, or a Hub id.
 
-    Raises UserError: a local path that does not exist or holds no config.json.
+    Raises UserError: a local path that does not exist or holds no config.json, or a misspelt short name.
     """
     cached = cached_model(name)
     if cached is not None:
@@ -125,6 +126,8 @@ def resolve_target(name: str) -> str:
         raise UserError(f"target={name!r}: no model folder with a config.json there; check the path, or use a Hub id")
     if not looks_local and not re.fullmatch(r"(?:\w[\w.-]{0,95}/)?\w[\w.-]{0,95}", name, re.ASCII):
         raise UserError(f"target={name!r} is neither a folder nor a Hub id (user/name); check the name")
+    if not looks_local and (close := get_close_matches(name.lower(), MODELS, n=1, cutoff=0.85)):
+        raise UserError(f"target={name!r} is no folder here and no short name; did you mean {close[0]}?")
     return str(path) if looks_local else name
 
 

