@@ -203,7 +203,9 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
         for key, theirs in (("vocab_size", target.vocab_size), (self.config.width_field, target.hidden_size)):
             if key and getattr(self.config, key) != theirs:
                 ours = getattr(self.config, key)
-                raise UserError(f"drafter is for {key}={ours}, but {target.name!r} has {theirs}; use its own")
+                raise UserError(
+                    f"drafter is for a target with {key}={ours}, but {target.name!r} has {theirs}; use its own target"
+                )
         if max(self.feature_layers, default=0) > target.num_layers:
             raise UserError(
                 f"feature_layers={list(self.feature_layers)} reach beyond the {target.num_layers} layers of {target.name!r}"

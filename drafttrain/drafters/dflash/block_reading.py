@@ -116,7 +116,9 @@ def block_fields(config: Json, weights: Mapping[str, Tensor], target: Json, wher
         fields["vocab_size"], learned = v, True  # the row behind the target's is a learned mask
     for key in ("hidden_size", "vocab_size"):
         if fields.get(key) != target[key]:
-            raise UserError(f"{where} is for {key}={fields.get(key)}, but {target['name']!r} has {target[key]}")
+            raise UserError(
+                f"{where} is for a target with {key}={fields.get(key)}, but {target['name']!r} has {target[key]}"
+            )
     if not all(0 <= i <= target["num_layers"] for i in ours):
         raise UserError(f"{where} reads layers {ours}, but {target['name']!r} has {target['num_layers']}")
     if "mask_token_id" not in keys and not learned:

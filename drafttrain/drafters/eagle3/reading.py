@@ -191,7 +191,9 @@ def _our_fields(config: Json, weights: Mapping[str, Tensor], target: Json, where
     width = fields["target_hidden_size"] or fields["hidden_size"]
     for key, theirs in (("hidden_size", width), ("vocab_size", fields["vocab_size"])):
         if theirs != target[key]:
-            raise UserError(f"{where} is for {key}={theirs!r:.80}, but {target['name']!r} has {target[key]}")
+            raise UserError(
+                f"{where} is for a target with {key}={theirs!r:.80}, but {target['name']!r} has {target[key]}"
+            )
     fields["feature_layers"] = _feature_layers(config, width, weights, target, where)
     # A drafter of ours that was published says how it was trained.
     trained = {key: config[key] for key in Eagle3Config.recipe_keys if "drafter_kind" in config and key in config}
