@@ -53,3 +53,4 @@ drafttrain eval --target "$target" --drafter "$output/drafter+ngram" --dtype bfl
   --output "$output/results.json"
 drafttrain report "$output/results.json" --output "$output/report.html" --output "$output/report.png"
 stage "done: open $output/report.html in a browser"
+echo "talk to it: drafttrain chat --target $target --drafter $output/drafter+ngram    (source .venv/bin/activate first)"
