@@ -67,7 +67,7 @@ def table() -> list[tuple[str, str, str]]:
     """(recipe, target, GPUs and hours from the first plan in its head, else its first words) of all recipes."""
     rows = []
     for name in recipe_names():
-        text = read_text(recipe_path(name), "recipe", _FIX)
+        text = read_text(shipped_folder("configs") / f"{name}.yaml", "recipe", _FIX)
         target = re.search(r"^target: *(\S+)", text, re.MULTILINE)
         plan = re.search(r"^# Plan: (.*)", text, re.MULTILINE)
         words = re.search(r"^# (.*?)(?:[.:,;]\s|$)", text, re.MULTILINE)

@@ -49,6 +49,11 @@ class Picture:
     def line(self, x1: float, y1: float, x2: float, y2: float, kind: str = "line") -> None:
         self.parts.append(f'<path d="M{x1:g} {y1:g}L{x2:g} {y2:g}" class="{kind}"/>')
 
+    def caption(self, y: float, *lines: str, gap: float = 18) -> None:
+        """Small lines at the left edge; y: of the first line's base."""
+        for number, words in enumerate(lines):
+            self.text(20, y + gap * number, words, "left small muted")
+
     def svg(self) -> str:
         return "\n".join([*self.parts, "</svg>\n"])
 
@@ -73,17 +78,11 @@ def draft_verify() -> Picture:
     art.box(320, 216, 52, 28, "target", "It")
     art.text(600, 186, "1 pass, 3 tokens", "muted")
     art.text(20, 234, "verified:", "left muted")
-    art.text(
-        20,
+    art.caption(
         270,
         "Two drafted tokens are what the target itself would have written; “The” is not, and the target’s own",
-        "left small muted",
-    )
-    art.text(
-        20,
-        287,
         "“It” comes from the same pass. The round commits 3 tokens: its accepted length is 3.",
-        "left small muted",
+        gap=17,
     )
     return art
 
@@ -118,13 +117,13 @@ def tree() -> Picture:
         art.line(*start, x, y + 14, "path" if number in _ACCEPTED else "line")
         art.box(x, y, 62, 28, "kept" if number in _ACCEPTED else "draft", word)
         art.text(x + 31, y + 41, f"{likely:.2f}", "small muted")
-    art.text(
-        20, 256, "Root: the last committed token. Numbers: the drafter’s probability of the path.", "left small muted"
+    art.caption(256, "Root: the last committed token. Numbers: the drafter’s probability of the path.")
+    art.caption(
+        274,
+        "Green: the path that the target would have written. The round commits these three",
+        "and the target’s own next token: accepted length 4.",
+        gap=17,
     )
-    art.text(
-        20, 274, "Green: the path that the target would have written. The round commits these three", "left small muted"
-    )
-    art.text(20, 291, "and the target’s own next token: accepted length 4.", "left small muted")
     art.text(470, 26, "What each node sees", "head")
     words = ["is", *(word for word, *_ in _NODES)]
     for row in range(9):
@@ -161,11 +160,8 @@ def anchor() -> Picture:
             art.box(130 + 92 * column, y, 70, 26, "plain", f"x(t+{column})")
         art.box(130 + 92 * (depth + 2), y, 70, 26, "kept", f"x(t+{depth + 2})")
         art.text(130 + 92 * (depth + 2) + 82, y + 18, "predicted", "left small muted")
-    art.text(
-        20,
-        270,
-        "Blue: from the target’s last pass. Grey: tokens read; those after x(t+1) are drafts. Green: predicted.",
-        "left small muted",
+    art.caption(
+        270, "Blue: from the target’s last pass. Grey: tokens read; those after x(t+1) are drafts. Green: predicted."
     )
     return art
 
@@ -191,11 +187,9 @@ def sampled() -> Picture:
         art.text(x + 63, 228, name)
         if group < 3:
             art.text(x + 152, 140, "→+="[group])
-    art.text(
-        20,
+    art.caption(
         254,
         "min(p, q) sums to 0.80, the acceptance rate. The other 0.20 comes from p − q where it is positive. The sum is p.",
-        "left small muted",
     )
     return art
 
@@ -216,13 +210,10 @@ def round_time() -> Picture:
             art.box(x, y, 20 * value, 38, kind, label, "small")
             x += 20 * value
         art.text(x + 8, y + 24, note, "left small muted")
-    art.text(
-        20,
-        196,
-        "The round pays if it commits more than 21.2 / 14.4 = 1.47 tokens on average. A wider tree accepts more",
-        "left small muted",
+    art.caption(
+        196, "The round pays if it commits more than 21.2 / 14.4 = 1.47 tokens on average. A wider tree accepts more"
     )
-    art.text(20, 214, "and costs more; drafttrain tune finds the best of the two on your machine.", "left small muted")
+    art.caption(214, "and costs more; drafttrain tune finds the best of the two on your machine.")
     return art
 
 

@@ -264,7 +264,7 @@ def test_results_are_diagnosed_and_applied(home, capsys):
 def test_results_give_the_same_estimate(home):
     assert main(["estimate", "--results", "results/eagle3.json", "--output", "again.json"]) == 0
     after, before = read("again.json"), read("results/estimate.json")
-    words = {"command": 0, "advice": 0}  # the advice is said otherwise
+    words = {"command": 0, "advice": 0}  # its advice has other words in earlier versions
     assert {**after, **words} == {**before, **words} and "estimated, not measured" in after["advice"]
 
 

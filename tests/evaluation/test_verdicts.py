@@ -64,14 +64,14 @@ def test_that_many_prompts_do_tell():
     """Prompts drawn from one distribution: the number named for a few is about the number that a verdict takes."""
     random = np.random.default_rng(0)
     pool = [prompt(2.1 / speedup) for speedup in np.exp(random.normal(0.12, 0.3, 400))]
-    told = []
+    named = []
     for start in range(0, 400, 10):
         figures = summarize(pool[start : start + 10])
         found = verdict_of(figures)
         if found.state == OPEN and (needed := prompts_needed(figures["confidence"]["speedup"]["autoregressive"], 10)):
-            told.append(needed)
-    assert 20 < np.median(told) < 120
-    assert verdict_of(summarize(pool[: 2 * int(np.median(told))])).state == PAYS
+            named.append(needed)
+    assert 20 < np.median(named) < 120
+    assert verdict_of(summarize(pool[: 2 * int(np.median(named))])).state == PAYS
 
 
 def test_the_verdict_is_on_the_faster_baseline():
