@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -12,7 +11,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field
 
-from drafttrain.errors import UserError, shown
+from drafttrain.errors import UserError, did_you_mean, shown
 from drafttrain.files import read_text
 from drafttrain.recipes import recipe_path
 from drafttrain.values import Amount, AnyText, Count, DeviceMap, Dtype, Fraction, Name, Seed, Size, check_fields, key
@@ -113,8 +112,7 @@ class TrainerKeys:
 
 def neighbours(key: str, known: list[str]) -> str:
     """The end of an error about an unknown key: the closest known ones, else all."""
-    close = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
-    return f"; did you mean {' or '.join(close)}?" if close else f"; known keys: {', '.join(sorted(known)[:40])}"
+    return f"; {did_you_mean(key, known) or 'known keys: ' + ', '.join(sorted(known)[:40])}"
 
 
 class _Loader(yaml.SafeLoader):

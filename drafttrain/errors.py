@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 
 from drafttrain.credentials import redact
@@ -23,6 +25,16 @@ class UserError(Exception):
         super().__init__(
             line if len(line) <= _LONGEST else f"{line[: _LONGEST // 2]} [...] {line[-_LONGEST // 2 + 8 :]}"
         )
+
+
+def did_you_mean(word: str, known: Iterable[str], most: int = 3, cutoff: float = 0.5) -> str:
+    """`did you mean A or B?` with the known words closest to a wrong one; empty if none is close.
+
+    Args:
+        most: words named. cutoff: similarity, 0 to 1, that a word needs.
+    """
+    close = difflib.get_close_matches(word, list(known), n=most, cutoff=cutoff)
+    return f"did you mean {' or '.join(close)}?" if close else ""
 
 
 def first_line(error: BaseException) -> str:

@@ -6,14 +6,13 @@ torch loads with the first function that needs it, so a command's --help stays q
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from drafttrain.errors import UserError, first_line, shown
+from drafttrain.errors import UserError, did_you_mean, first_line, shown
 from drafttrain.values import (
     AnyText,
     Dtype,
@@ -144,8 +143,8 @@ class CommandParser(argparse.ArgumentParser):
 
     @staticmethod
     def _close(word: str, known: Sequence[str]) -> str:
-        close = difflib.get_close_matches(word[:80], known, n=2, cutoff=0.5)
-        return f"; did you mean {' or '.join(close)}?" if close else ""
+        hint = did_you_mean(word[:80], known, most=2)
+        return f"; {hint}" if hint else ""
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,6 @@ docs/reference/, and `check_fields` checks every field of a dataclass. `key` dec
 from __future__ import annotations
 
 import argparse
-import difflib
 import functools
 import inspect
 import re
@@ -21,7 +20,7 @@ from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
 from pydantic import Field as Limits
 from typing_extensions import TypedDict
 
-from drafttrain.errors import UserError, shown
+from drafttrain.errors import UserError, did_you_mean, shown
 
 T = TypeVar("T")
 MOST = 2**31 - 1
@@ -148,8 +147,7 @@ def refuse_options(call: str, others: Mapping[str, object], known: Iterable[str]
     known = list(known)
     for name, value in others.items():
         if name not in known and value is not None and value is not False:
-            close = difflib.get_close_matches(name, known, n=2, cutoff=0.6)
-            hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(known)}"
+            hint = did_you_mean(name, known, most=2, cutoff=0.6) or f"there are {', '.join(known)}"
             raise UserError(f"{call}: {name}= is no option of it; {hint}")
 
 

@@ -9,12 +9,11 @@ rate of decoding at temperature 0.6. The loss is not multiplied by the squared t
 
 from __future__ import annotations
 
-import difflib
 import functools
 import re
 from dataclasses import dataclass
 
-from drafttrain.errors import UserError, shown
+from drafttrain.errors import UserError, did_you_mean, shown
 from drafttrain.values import number as read_number
 
 # `divergence.DIVERGENCES` maps each name to its function.
@@ -81,8 +80,7 @@ def parse_loss(text: str) -> Loss:
 
 def _term(named: str, weight: str | None, name: str, parameter: str | None, temperature: str | None) -> Term:
     if name not in NAMES:
-        close = difflib.get_close_matches(name[:40], NAMES, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(NAMES)}"
+        hint = did_you_mean(name[:40], NAMES) or f"there are {', '.join(NAMES)}"
         raise UserError(f"{named}: {shown(name)} is no loss; {hint}")
     if parameter is not None and name not in _DEFAULTS:
         raise UserError(f"{named}: {name} takes no parameter; {' and '.join(_DEFAULTS)} do (js:0.5)")
