@@ -57,12 +57,6 @@ def recipe_path(name: str, key: str = "recipe") -> Path:
     raise UserError(f"{key}={shown(name)}: no such file, and no recipe of that name{hint}")
 
 
-def target_config(recipe: Path) -> Path | None:
-    """The target's config.json values that lie beside a recipe; None if there are none."""
-    path = recipe.parent / "target.json"
-    return path if path.is_file() else None
-
-
 def table() -> list[tuple[str, str, str]]:
     """(recipe, target, GPUs and hours from the first plan in its head, else its first words) of all recipes."""
     rows = []

@@ -14,7 +14,7 @@ from drafttrain.config import TrainConfig, load_config
 from drafttrain.drafters.common.trainable import DecoderDrafter, TrainableDrafter
 from drafttrain.drafters.registry import kind_class
 from drafttrain.drafters.shipping import Trained, shipping
-from drafttrain.recipes import recipe_names, recipe_path, target_config
+from drafttrain.recipes import recipe_names, recipe_path
 from drafttrain.target import Target
 from drafttrain.target.own_layer import OwnLayer, spec_of
 from drafttrain.training.arguments import KEYS
@@ -40,7 +40,7 @@ PUBLISHED = {
     "qwen3.5-27b": 27e9,
     "qwen3.5-35b-a3b": 35e9,
 }
-LARGE = [name for name in recipe_names() if target_config(recipe_path(name))]
+LARGE = [name for name in recipe_names() if recipe_path(name).with_name("target.json").is_file()]
 SERVED = [(name, form) for name in LARGE for form in ("vllm", "sglang") if name.endswith(("/eagle3", "/dflash"))]
 
 
@@ -55,7 +55,7 @@ def on_meta(path: Path) -> PreTrainedModel:
 
 @functools.cache
 def target_of(folder: str) -> Target:
-    path = target_config(recipe_path(next(name for name in LARGE if name.startswith(f"{folder}/"))))
+    path = recipe_path(next(name for name in LARGE if name.startswith(f"{folder}/"))).with_name("target.json")
     assert path is not None
     return Target.wrap(on_meta(path), None, name=folder, dtype=torch.bfloat16)
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from drafttrain.cli import main
 from drafttrain.config import load_config
-from drafttrain.recipes import recipe_names, recipe_path, target_config
+from drafttrain.recipes import recipe_names, recipe_path
 from drafttrain.target import Target
 from drafttrain.training.arguments import KEYS
 from tests.conftest import make_tokenizer
@@ -29,7 +29,11 @@ LATENT = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_
 TOKENS = {"vocab_size": VOCABULARY, "bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 257}
 # Their layers are served by vLLM, or built of parts with widths of their own: tests of those families build them.
 LEFT_OUT = ("gemma-4-31b/", "qwen3.5-", "deepseek-v3/", "kimi-k2/")
-RECIPES = [name for name in recipe_names() if target_config(recipe_path(name)) and not name.startswith(LEFT_OUT)]
+RECIPES = [
+    name
+    for name in recipe_names()
+    if recipe_path(name).with_name("target.json").is_file() and not name.startswith(LEFT_OUT)
+]
 
 
 def tiny(config: PreTrainedConfig) -> PreTrainedConfig:
