@@ -1,6 +1,8 @@
-/* Attention over a prefix and a token tree, and what is built on it and on the kernels of cpu.c: decoder layers, all layers of a
- * target, one depth of a drafter. This is the file to compile. */
+/* Attention over a prefix and a token tree, and what is built on it and on the kernels of cpu.c and cpu_linear.c: decoder layers,
+ * all layers of a target, one depth of a drafter. This is the file to compile. */
 #include "cpu.c"
+
+#include "cpu_linear.c"
 
 /* -- tree attention ------------------------------------------------------------------------------------------------- */
 

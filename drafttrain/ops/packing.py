@@ -27,7 +27,13 @@ SKINNY_ROWS = 32  # up to here memory bandwidth decides and skinny_linear is fas
 # MKL chooses its blocking from the row count given when packing; 128 was fastest or equal for every count from 1 to 128.
 _MKL_ROWS = 128
 _LANES = 16  # as in cpu.c
-FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # dtype of panels -> enum format of cpu.c
+FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # dtype of panels -> enum format of cpu_linear.c
+BFLOAT16_DOT = 3  # of bfloat16 panels whose inputs are rounded to bfloat16
+
+
+def form_of(panels: Tensor, rounded: bool = False) -> int:
+    """The enum format of panels. rounded: inputs may be rounded to bfloat16, which applies to bfloat16 panels alone."""
+    return BFLOAT16_DOT if rounded and panels.dtype == torch.bfloat16 else FORMATS[panels.dtype]
 
 
 def cpu_has_bfloat16() -> bool:
@@ -78,7 +84,8 @@ def pack_panels(weight: Tensor) -> Tensor:
         return torch.cat((numbers, factor.view(panels, -1).view(torch.int8)), dim=1)
     half = weight.to(torch.bfloat16)
     if torch.equal(half.to(weight.dtype), weight):
-        return padded(half).permute(0, 3, 2, 1).contiguous()
+        pairs = padded(F.pad(half, (0, weight.shape[1] % 2))).flatten(1, 2).unflatten(2, (-1, 2))
+        return pairs.permute(0, 2, 1, 3).contiguous()  # [panels, in / 2, 32, 2]
     return padded(weight).permute(0, 3, 1, 2).contiguous()
 
 
@@ -105,21 +112,22 @@ def check_panels(name: str, panels: Tensor, width: int, out: int) -> None:
     """Raises TypeError or ValueError unless these are the panels of an [out, width] weight; see `pack_panels`."""
     if panels.dtype not in FORMATS:
         raise TypeError(f"{name} is {panels.dtype}, must be panels of `pack_panels`")
-    size = 2 * _LANES * (width + (4 if panels.dtype == torch.int8 else 0))  # int8 panels end with float32 factors
+    # int8 panels end with float32 factors, bfloat16 panels hold pairs of inputs.
+    size = 2 * _LANES * (width + {torch.int8: 4, torch.bfloat16: width % 2}.get(panels.dtype, 0))
     if panels.numel() != -(-out // (2 * _LANES)) * size or not panels.is_cpu or not panels.is_contiguous():
         raise ValueError(f"{name} of shape {list(panels.shape)} is no packed [{out}, {width}] weight in CPU memory")
 
 
-def skinny_linear(x: Tensor, panels: Tensor, out: int) -> Tensor:
+def skinny_linear(x: Tensor, panels: Tensor, out: int, rounded: bool = False) -> Tensor:
     """x [rows, in] float32, contiguous; panels from `pack_panels`. Returns [rows, out] float32.
 
-    A row's result does not depend on the other rows, to the bit.
+    A row's result does not depend on the other rows, to the bit. rounded: see `form_of`.
     """
     rows, width = len(x), x.shape[-1]
     check("x", x, (rows, width))
     check_panels("panels", panels, width, out)
     y = x.new_empty((rows, out))  # not torch.empty, whose dtype users may change
-    form, threads = FORMATS[panels.dtype], torch.get_num_threads()
+    form, threads = form_of(panels, rounded), torch.get_num_threads()
     built_kernels().skinny_linear(x.data_ptr(), rows, width, panels.data_ptr(), form, y.data_ptr(), out, threads)
     return y
 
@@ -151,6 +159,7 @@ class PackedLinear(nn.Module):
         self.bias = None if linear.bias is None else linear.bias.detach()
         self.mkl = self.weight.dtype == torch.float32 and _mkl_serves_any_rows()
         self.skinny = self.weight.dtype == torch.float32 and cpu_kernels() is not None
+        self.rounded = False  # inputs are rounded to bfloat16: see `form_of`
         self.panels: Tensor | None = None
         self.packed: Tensor | None = None
 
@@ -160,10 +169,12 @@ class PackedLinear(nn.Module):
             found = f"{x.dtype} of shape {list(x.shape)}"
             raise ValueError(f"x is {found}, must be {self.weight.dtype} of shape [..., {self.in_features}]")
         rows = x.numel() // self.in_features
-        if self.skinny and rows <= SKINNY_ROWS:
+        if self.skinny and (self.rounded or rows <= SKINNY_ROWS):
             if self.panels is None:
                 self.panels = pack_panels(self.weight)
-            y = skinny_linear(x.reshape(-1, self.in_features).contiguous(), self.panels, self.out_features)
+            y = skinny_linear(
+                x.reshape(-1, self.in_features).contiguous(), self.panels, self.out_features, self.rounded
+            )
             y = y if self.bias is None else y.add_(self.bias)
             return y.view(*x.shape[:-1], self.out_features)
         if self.mkl:

@@ -35,7 +35,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 from drafttrain.batch import TargetOutput
 from drafttrain.errors import UserError, shown
 from drafttrain.files import hub_snapshot, is_hub_id
-from drafttrain.ops.native import cpu_kernels
+from drafttrain.ops.native import cpu_kernels, multiplies_bfloat16
 from drafttrain.ops.packing import PackedLinear, cpu_has_bfloat16, pack, weights_of
 from drafttrain.ops.tree_attention import AttentionForm
 from drafttrain.target.attention import LAST, AttentionContext, CausalRows, attention_context, hook_features
@@ -105,7 +105,7 @@ class Target:
         self.reason = ""
         self.continuation: Continuation | None = None
         self.forms: list[AttentionForm] = []
-        self._packed = False
+        self._packed = self.rounds = False
         self._native: NativeBody | None = None
         self._hooked: set[int] = set()
         self.idle_steps: list[Any] = []
@@ -285,8 +285,19 @@ class Target:
                     pack_proven(self)
                 self.lm_head = self.model.get_output_embeddings()
                 self._packed = True
+                self._round_inputs()
                 self._hooked.clear()  # packing replaces linear layers, hooks included (OPT-350m's projection has one)
         return self
+
+    def _round_inputs(self) -> None:
+        """Multiplies a bfloat16 target in bfloat16, where the kernels can and modules compute in float32 (`widen`)."""
+        half = self.dtype == torch.bfloat16 and self.compute_dtype == torch.float32
+        self.rounds = half and self.device.type == "cpu" and multiplies_bfloat16()
+        for module in self.model.modules() if self.rounds else ():
+            if isinstance(module, PackedLinear):
+                module.rounded = True
+        for layer in self._native.layers if self.rounds and self._native is not None else ():
+            layer.round_inputs()
 
     def _find_layers(self) -> nn.ModuleList:
         for module in self.body.modules():
