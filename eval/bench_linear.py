@@ -1,7 +1,7 @@
 """Linear layers on a CPU: our kernel against torch's, over shapes, rows and dtypes.
 
-A row count times a weight is timed on copies of the weight that exceed the caches, one after the other, as a decoding step reads
-its layers. torch's figure is the faster of `F.linear` and its prepacked product (MKL for float32, oneDNN for bfloat16). The dtypes:
+Copies of a weight that exceed the caches are multiplied one after the other, as a decoding step reads its layers. torch is
+the faster of `F.linear` and a prepacked product (MKL for float32, oneDNN for bfloat16). The dtypes:
 
     float32      any float32 weight
     exact        float32 inputs, weights that hold bfloat16 values: read as bfloat16, multiplied as float32
@@ -55,7 +55,7 @@ def sides(dtype: str, weight: Tensor, copies: int) -> dict[str, Call]:
 
 @torch.no_grad()
 def measure(shape: str, dtype: str, rows: list[int], repeats: int) -> list[dict[str, Any]]:
-    """A line per row count: microseconds of each side (the median of `repeats` walks over the copies) and ours against torch's."""
+    """A line per row count: microseconds of each side (median of `repeats` walks over the copies), ours against torch's."""
     out, width = (int(number) for number in shape.split("x"))
     copies = max(1, min(48, COLD // (out * width * 2)))
     calls = sides(dtype, torch.randn(out, width, generator=torch.Generator().manual_seed(0)) / width**0.5, copies)
