@@ -2,7 +2,7 @@
  * this file behind cpu.c.
  *
  * W [out, in] is stored in panels of 32 outputs, so that a core streams one panel from front to back and keeps the sums of a block of
- * rows in registers. A panel is multiplied in chunks that fit a core's first cache, each by all blocks of rows before the next
+ * rows in registers. A panel is multiplied in chunks that fit a core's own caches, each by all blocks of rows before the next
  * one. A row's sums are formed in the order of its inputs by the same instructions whatever the number of rows.
  *
  *     format         panel                                      product
