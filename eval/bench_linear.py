@@ -64,7 +64,9 @@ def measure(shape: str, dtype: str, rows: list[int], repeats: int) -> list[dict[
         x = torch.randn(n, width)
         inputs = {name: x.bfloat16() if dtype == "bfloat16" and name != "ours" else x for name in calls}
         times: dict[str, list[float]] = {name: [] for name in calls}
-        walk = max(1, min(copies, 2**32 // (n * out * width)))  # copies of one reading: fewer where a product takes long
+        walk = max(
+            1, min(copies, 2**32 // (n * out * width))
+        )  # copies of one reading: fewer where a product takes long
         for repeat in range(repeats + 1):
             for name, call in calls.items():
                 began = time.perf_counter()
@@ -76,7 +78,9 @@ def measure(shape: str, dtype: str, rows: list[int], repeats: int) -> list[dict[
         ratio = min(seconds for name, seconds in medians.items() if name != "ours") / medians["ours"]
         gflops = 2 * n * out * width / medians["ours"] / 1e9
         micro = {name: round(1e6 * seconds, 1) for name, seconds in medians.items()}
-        lines.append({"shape": shape, "dtype": dtype, "rows": n, "us": micro, "ratio": round(ratio, 3), "gflops": round(gflops)})
+        lines.append(
+            {"shape": shape, "dtype": dtype, "rows": n, "us": micro, "ratio": round(ratio, 3), "gflops": round(gflops)}
+        )
         print(lines[-1], flush=True)
     return lines
 
@@ -90,13 +94,24 @@ def main() -> None:
     parser.add_argument("--output", type=result_path)
     args = parser.parse_args()
     table = [
-        line for dtype in args.dtypes for shape in args.shapes for line in measure(shape, dtype, args.rows, args.repeats)
+        line
+        for dtype in args.dtypes
+        for shape in args.shapes
+        for line in measure(shape, dtype, args.rows, args.repeats)
     ]
     worst = min(table, key=lambda line: line["ratio"])
     print(f"{kernel_path()}, {torch.get_num_threads()} threads; worst ratio to torch: {worst}")
-    medians = {dtype: statistics.median(line["ratio"] for line in table if line["dtype"] == dtype) for dtype in args.dtypes}
+    medians = {
+        dtype: statistics.median(line["ratio"] for line in table if line["dtype"] == dtype) for dtype in args.dtypes
+    }
     write_result(
-        args.output, worst["ratio"], GOAL, {"table": table}, torch.device("cpu"), path=kernel_path(), median_ratio=medians
+        args.output,
+        worst["ratio"],
+        GOAL,
+        {"table": table},
+        torch.device("cpu"),
+        path=kernel_path(),
+        median_ratio=medians,
     )
 
 
