@@ -182,7 +182,7 @@ def describe(settings: EvalSettings, target: Target, suite: Suite) -> Json:
     return {
         **describe_environment(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
-        "compute_dtype": str(target.compute_dtype).removeprefix("torch."),
+        "compute_dtype": str(target.product_dtype).removeprefix("torch."),
         "target": settings.target,
         "drafter": settings.drafter,
         "kind": kind_of(folder) + plus + side,
