@@ -123,7 +123,7 @@ class Costs:
             return np.zeros(np.shape(size))
         found = np.interp(size, sizes, seconds)
         if len(sizes) > 1:  # noise must not make large passes free
-            slope = max(0.0, (seconds[-1] - seconds[0]) / (sizes[-1] - sizes[0]), (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2]))
+            slope = max(0.0, *((seconds[-1] - seconds[i]) / (sizes[-1] - sizes[i]) for i in (0, -2)))
             found = np.where(size > sizes[-1], max(seconds[-2:]) + slope * (size - sizes[-1]), found)
         return found
 
@@ -154,7 +154,9 @@ class Adaptive:
         # [m, m]: the largest level that two levels contain.
         known = np.zeros((spec.depth + 1, spec.budget + 1), int)
         known[self._depths, self._budgets] = np.arange(len(self.levels))
-        self._common = known[np.minimum.outer(self._depths, self._depths), np.minimum.outer(self._budgets, self._budgets)]
+        self._common = known[
+            np.minimum.outer(self._depths, self._depths), np.minimum.outer(self._budgets, self._budgets)
+        ]
         # Per level and row: accepted tokens and drafted nodes, running means over `_weight` rows of rounds.
         self._accepted = _SHARE * (1 - _SHARE**self._depths) / (1 - _SHARE)
         self._nodes = self._budgets.astype(float)
@@ -163,7 +165,9 @@ class Adaptive:
         self._main = 1.0  # share of rounds in which the drafter ran, rather than a match alone
         self._passes, self._reading, self._matching = Costs(), Costs(), Costs()
         self._drafting: dict[int, Costs] = {}  # by rows: seconds by depth
-        self._speeds: deque[float] = deque([1.0] * _STEADY, maxlen=_STEADY)  # of the machine: recent passes over their medians
+        self._speeds: deque[float] = deque(
+            [1.0] * _STEADY, maxlen=_STEADY
+        )  # of the machine: recent passes over their medians
         self._credit = math.inf  # seconds that trials may lose; set with the first cost
         self._rounds = self._drafted = self._rows = self._kept = 0  # kept: the level until the next decision
         self._on = True
@@ -295,7 +299,9 @@ def smaller_parts(
         accepted tokens and nodes, [m] each.
     """
     count, sizes = len(tree), int(depths[-1]) + 1
-    limits = [1 if node in tree.matched else depth for node, depth in enumerate(tree.depths)]  # a match is as deep as it is
+    limits = [
+        1 if node in tree.matched else depth for node, depth in enumerate(tree.depths)
+    ]  # a match is as deep as it is
     totals = np.bincount(limits, minlength=sizes).cumsum()[depths]  # [m]
     accepted = np.zeros(len(depths))
     scores = [0.0] * count if tree.log_probs is None else tree.log_probs.tolist()
