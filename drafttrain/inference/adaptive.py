@@ -39,7 +39,8 @@ _ALLOWANCE = 0.012  # share of run time that trials may lose
 _MOST = 4.0  # plain rounds: the first budget of trials, and the most that it accumulates
 _FIRST = 12  # first rounds that draft the given tree, as long as the budget lasts
 _BLIND = 48  # new tokens of a first pass, unless plain decoding has as many
-_LOOK = 64  # rounds between two trials of plain decoding
+_LOOK = 64  # rounds between two trials of plain decoding, four times as many where drafting is clearly faster
+_CLEAR = 1.15  # faster by this factor
 _MARGIN = 1.015  # drafting starts if it is estimated to be faster by this factor, and stops if it is slower by it
 _TRUST = 4  # rows of rounds that the initial estimate of acceptance counts for
 _SHARE = 0.5  # the initial estimate: acceptance of each depth
@@ -47,6 +48,7 @@ _WINDOW = 256  # rows of rounds in the running mean of accepted tokens
 _RECENT = 12  # rounds that are compared with it
 _SURE = 3.0  # standard deviations between the two that are no chance
 _SAMPLES = 9  # rounds per median
+_SLOWEST = 2.0  # a sample counts at most this many times what was expected
 _PERIOD = 4  # rounds between two decisions
 _LIKELY = math.log(WORTH)  # of nodes of a match that may exceed a tree's budget
 _STEADY = 5  # passes that tell how fast the machine is now
@@ -91,22 +93,25 @@ class Costs:
     def __init__(self) -> None:
         self._samples: dict[int, deque[float]] = {}
         self._medians: dict[int, float] = {}
-        self._known, self._places = np.zeros((2, 0)), dict[int, int]()  # sizes and seconds, and where a size is
+        self._known, self._stale = np.zeros((2, 0)), False
 
     def add(self, size: int, seconds: float) -> None:
         size = self._key(size)
+        if known := self.median(size):  # one slow round must not rule out a size
+            seconds = min(seconds, _SLOWEST * known)
         samples = self._samples.setdefault(size, deque(maxlen=_SAMPLES))
         samples.append(seconds)
         self._medians[size] = median_low(samples)
-        if len(samples) > 3:
-            self._known[1, self._places[size]] = self._medians[size]
-            return
-        sizes = sorted(self._medians)
-        self._places = {each: i for i, each in enumerate(sizes)}
-        self._known = np.array([sizes, [self._medians[each] for each in sizes]])  # [2, n] float64
-        for i in range(len(sizes) - 2, -1, -1):
-            if len(self._samples[sizes[i]]) < 3:  # one slow round must not rule out a size
-                self._known[1, i] = min(self._known[1, i : i + 2])
+        self._stale = True
+
+    def _curve(self) -> np.ndarray:
+        """Sizes and seconds, [2, n]. No pass costs more than a larger one."""
+        if self._stale:
+            sizes = sorted(self._medians)
+            seconds = np.array([self._medians[size] for size in sizes])
+            self._known = np.stack([np.array(sizes, float), np.minimum.accumulate(seconds[::-1])[::-1]])
+            self._stale = False
+        return self._known
 
     def settled(self, size: int) -> bool:
         """Whether a size has enough samples to be relied on."""
@@ -116,9 +121,13 @@ class Costs:
         """The smallest size with a sample."""
         return min(self._medians, default=None)
 
+    def median(self, size: int) -> float:
+        """Seconds at one size: its own median if it has samples."""
+        return self._medians.get(self._key(size)) or float(self.at(size))
+
     def at(self, size: np.ndarray | float) -> np.ndarray:
         """Seconds at sizes: constant below the known range, extrapolated above it, 0 without samples."""
-        sizes, seconds = self._known
+        sizes, seconds = self._curve()
         if not len(sizes):
             return np.zeros(np.shape(size))
         found = np.interp(size, sizes, seconds)
@@ -157,9 +166,17 @@ class Adaptive:
         self._common = known[
             np.minimum.outer(self._depths, self._depths), np.minimum.outer(self._budgets, self._budgets)
         ]
-        # Per level and row: accepted tokens and drafted nodes, running means over `_weight` rows of rounds.
+        # What a level adds to its parent, the next smaller one: [m, m], 1 where a level's figure holds another's addition.
+        every = np.arange(len(self.levels))
+        self._parents = np.array([0, *(int(every[:i][self._common[i, :i] == every[:i]][-1]) for i in every[1:])])
+        self._sums = np.eye(len(self.levels))
+        for i in every[1:]:
+            self._sums[i] += self._sums[self._parents[i]]
+        # Per row: accepted tokens and drafted nodes, running means over `_weight` rows of rounds, and the sums that follow.
         self._accepted = _SHARE * (1 - _SHARE**self._depths) / (1 - _SHARE)
         self._nodes = self._budgets.astype(float)
+        self._added = np.stack([self._accepted, self._nodes])  # [2, m]
+        self._added[:, 1:] -= self._added[:, self._parents[1:]]
         self._weight = np.full(len(self.levels), float(_TRUST))
         self._drift, self._variance = 0.0, 1.0  # of accepted tokens against the mean: recent mean, and variance
         self._main = 1.0  # share of rounds in which the drafter ran, rather than a match alone
@@ -193,18 +210,18 @@ class Adaptive:
             return 0, 0  # the cost of plain decoding is unknown
         tokens, seconds = 1 + self._accepted, self.seconds(rows)
         paces = seconds / tokens  # seconds per token and row
-        plain, best, turn = float(seconds[0]), 1 + int(paces[1:].argmin()), self._rounds % _LOOK
+        plain, best, turn = float(seconds[0]), 1 + int(paces[1:].argmin()), self._rounds % 16
         self._on = bool(paces[best] * (1 / _MARGIN if self._on else _MARGIN) < plain)
         pace = float(paces[best]) if self._on else plain
         losses = seconds - tokens * pace
         trial = best
-        if self._on and not turn:
+        if self._on and self._rounds % (_LOOK if paces[best] * _CLEAR > plain else 4 * _LOOK) == 0:
             trial = 0
-        elif self._drafted < _FIRST or (self._on and turn % 16 == 8):
+        elif self._drafted < _FIRST or (self._on and turn == 8):
             trial = self._largest((self._common[best] == best) & (losses <= self._credit / 2)) or best
         elif not self._on:
             losses[best] = seconds[best] + float(self._reading.at(behind)) - plain
-        elif turn % 16 == 0:  # the next best of another size, at almost no loss
+        elif turn == 0:  # the next best of another size, at almost no loss
             trial = int(np.where(self._budgets == self._budgets[best], np.inf, paces).argmin())
         wanted, allowed = trial != best or not self._on, losses[trial] <= self._credit
         if wanted and (allowed or (self._on and not trial)):
@@ -239,10 +256,10 @@ class Adaptive:
     def _observe(self, done: RoundReport) -> None:
         passed = done.seconds - done.draft_seconds - done.read_seconds
         if self._passes.settled(done.new_tokens):
-            self._speeds.append(passed / float(self._passes.at(done.new_tokens)))
+            self._speeds.append(passed / self._passes.median(done.new_tokens))
         speed = median_low(self._speeds)  # a slow moment must not make the trees slow that were tried in it
         self._passes.add(done.new_tokens, passed / speed)
-        plain = float(self._passes.at(done.rows))
+        plain = self._passes.median(done.rows)
         if done.read:
             self._reading.add(done.read, done.read_seconds / speed)
         level, tokens = self._index[done.spec], done.rows
@@ -262,7 +279,7 @@ class Adaptive:
             self._credit = _MOST * plain
         earned = _ALLOWANCE * plain
         if self._expected:
-            spent = float(self._passes.at(done.new_tokens)) + (done.draft_seconds + done.read_seconds) / speed
+            spent = self._passes.median(done.new_tokens) + (done.draft_seconds + done.read_seconds) / speed
             earned += self._expected * tokens / done.rows - spent
         self._credit = min(max(self._credit + earned, -plain / 2), _MOST * plain)
 
@@ -274,17 +291,19 @@ class Adaptive:
             parts = smaller_parts(tree, path, self._depths, self._budgets, self._most)
             accepted += parts[0]
             nodes += parts[1]
-        common = self._common[level]
-        self._weight = np.minimum(self._weight + done.rows * (common == np.arange(len(common))), _WINDOW)
-        off, share = accepted / done.rows - self._accepted, np.minimum(done.rows / self._weight, 1)
-        self._accepted = self._accepted + (off * share)[common]  # larger trees keep what they add to this one
-        self._nodes = self._nodes + ((nodes / done.rows - self._nodes) * share)[common]
-        self._drift += (off[level] - self._drift) / _RECENT
-        self._variance += (off[level] ** 2 - self._variance) / (4 * _RECENT)
+        held = self._common[level] == np.arange(len(self.levels))
+        self._weight = np.minimum(self._weight + done.rows * held, _WINDOW)
+        seen = np.stack([accepted, nodes]) / done.rows
+        off = float(seen[0, level] - self._accepted[level])
+        # Differences are learned in pairs: chance in a round moves all levels alike.
+        self._added += (seen - seen[:, self._parents] - self._added) * (held * np.minimum(done.rows / self._weight, 1))
+        self._drift += (off - self._drift) / _RECENT
+        self._variance += (off**2 - self._variance) / (4 * _RECENT)
         if self._drift**2 > _SURE**2 * self._variance / (2 * _RECENT - 1):
             mean = max(float(self._accepted[level]), 1e-3)
-            self._accepted = self._accepted * min(max((mean + self._drift) / mean, 0.25), 4.0)
+            self._added[0] *= min(max((mean + self._drift) / mean, 0.25), 4.0)
             self._weight, self._drift = np.minimum(self._weight, _RECENT * done.rows), 0.0
+        self._accepted, self._nodes = self._added @ self._sums.T
 
 
 def smaller_parts(
