@@ -46,7 +46,7 @@ _TRUST = 4  # rows of rounds that the initial estimate of acceptance counts for
 _SHARE = 0.5  # the initial estimate: acceptance of each depth
 _WINDOW = 256  # rows of rounds in the running mean of accepted tokens
 _RECENT = 12  # rounds that are compared with it
-_SURE = 3.0  # standard deviations between the two that are no chance
+_SURE = 4.0  # standard deviations between the two that are no chance
 _SAMPLES = 9  # rounds per median
 _SLOWEST = 2.0  # a sample counts at most this many times what was expected
 _PERIOD = 4  # rounds between two decisions
@@ -210,6 +210,7 @@ class Adaptive:
             return 0, 0  # the cost of plain decoding is unknown
         tokens, seconds = 1 + self._accepted, self.seconds(rows)
         paces = seconds / tokens  # seconds per token and row
+        paces[-1] /= _MARGIN  # the given tree stays unless another is clearly better
         plain, best, turn = float(seconds[0]), 1 + int(paces[1:].argmin()), self._rounds % 16
         self._on = bool(paces[best] * (1 / _MARGIN if self._on else _MARGIN) < plain)
         pace = float(paces[best]) if self._on else plain
