@@ -298,6 +298,7 @@ def answer(plan: EvalPlan, batch: dict[int, Question], sides: dict[str, Side]) -
                 "identical": same,
                 **({"outputs": texts} if differing else {}),
                 "memory": memory,
+                **({"batch": first} if settings.batch_size > 1 else {}),
             }
             if kept is not None:
                 known = torch.isin(torch.tensor(tokens["drafter"], dtype=torch.long), kept.cpu())  # [new]
