@@ -28,7 +28,7 @@ def test_rows_know_the_token_that_follows_in_the_data(target):
 
 def test_rows_know_the_full_denominator_at_each_temperature(target):
     batch = make_batch((17, 11))
-    _, rows, row_of = TargetSource(target, (1,), KEPT, limit_bytes=1e9, temperatures=(0.6, 2.0))(batch)
+    _, rows, row_of = TargetSource(target, (1,), KEPT, temperatures=(0.6, 2.0))(batch)
     logits = target.head(target.forward(batch.input_ids, (1,)).last_hidden[row_of >= 0])
     torch.testing.assert_close(rows.log_z, logits.logsumexp(-1), rtol=1e-4, atol=1e-4)
     for temperature, log_z in rows.log_z_at.items():
