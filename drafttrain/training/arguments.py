@@ -42,6 +42,8 @@ def check_recipe(config: TrainConfig) -> None:
         kind.check_options(config.drafter)
         if config.packing and not kind.takes_packed_rows:
             raise UserError(f"packing=true, but kind={config.kind!r} does not train on packed rows; set packing=false")
+    if config.feature_rates and not getattr(kind, "reads_features", ""):
+        raise UserError(f"feature_rates=true, but kind={config.kind!r} has no weight for them; set it to false")
 
 
 def training_arguments(config: TrainConfig) -> TrainingArguments:
@@ -85,6 +87,10 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
     if "wandb" in options["report_to"]:
         os.environ.setdefault("WANDB_PROJECT", "drafttrain")
         os.environ.setdefault("WANDB_DIR", str(Path(config.output_dir).expanduser()))
+    if config.feature_rates and (options.get("deepspeed") or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"):
+        raise UserError(
+            "feature_rates=true: DeepSpeed's optimizers have one rate for all of a weight; leave one of them out"
+        )
     if options.get("deepspeed"):
         require("deepspeed", f"deepspeed={shown(options['deepspeed'])}")
     if isinstance(options.get("deepspeed"), str):
