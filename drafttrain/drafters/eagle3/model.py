@@ -37,7 +37,7 @@ class Eagle3Config(LayerConfig):
         target_hidden_size: width of these states.
         fc_norm: a norm per feature before `fc`. norm_output: the next depth reads the state after the final norm (both
             EAGLE-3.1). norm_before_residual: the first layer's residual is the normed state.
-        train_head: False keeps the head's rows as they are copied from the target, which learns faster from little data.
+        train_head: False keeps the head's rows as they are copied from the target.
     """
 
     recipe_keys = (*LayerConfig.recipe_keys, "train_head")
