@@ -51,6 +51,11 @@ class TrainConfig:
     loss_on: Literal["all", "answer"] = key(
         "all", "tokens of the responses that are learned; answer leaves out the reasoning"
     )
+    feature_rates: bool = key(
+        False,
+        "the weight that reads the target's states learns at rates divided by their sizes; for kinds that fuse "
+        "them by one weight, without DeepSpeed",
+    )
     on_policy: Options = key({}, "the drafter writes a share of the responses: share, refresh_steps, ...")
     dtype: Dtype = key("auto", "of the frozen target")
     target_device_map: DeviceMap = key("", "auto spreads a target too large for one GPU over several")

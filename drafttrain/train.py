@@ -25,10 +25,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
+import torch
 from datasets import Dataset
+from torch import Tensor
 from transformers import PrinterCallback, ProgressCallback, TrainingArguments, set_seed
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from drafttrain.batch import Batch
 from drafttrain.config import TrainConfig, load_config
 from drafttrain.credentials import redact
 from drafttrain.data.loader import (
@@ -316,6 +319,7 @@ def fit(config: TrainConfig, args: TrainingArguments, run: Prepared) -> tuple[Dr
         source=run.source,
         on_policy=run.on_policy,
         sequence=run.sequence,
+        column_rates=feature_rates(config, args, run) if config.feature_rates else None,
         callbacks=[ProgressLines(), *budget],
     )
     trainer.remove_callback(PrinterCallback)
@@ -335,6 +339,18 @@ def fit(config: TrainConfig, args: TrainingArguments, run: Prepared) -> tuple[Dr
                 print(f"{name}: saved {where}; the same command continues from there", file=sys.stderr, flush=True)
             sys.exit(128 + term.received)
     return trainer, time.perf_counter() - start
+
+
+@torch.no_grad()
+def feature_rates(config: TrainConfig, args: TrainingArguments, run: Prepared) -> Tensor:
+    """[f*h] learning rates of the columns of the weight that reads features: 1 / their RMS at the responses of a first batch."""
+    count = min(args.per_device_train_batch_size, len(run.train_rows))
+    batch = Batch.of(collate([run.train_rows[i] for i in range(count)])).to(run.drafter.device)
+    with run.source.measuring():
+        features, _, row_of = run.source(batch)
+    assert row_of is not None, "such kinds read the target"
+    read = run.drafter.norm_features(features[row_of >= 0]).float()  # [r, f*h]
+    return 1 / read.square().mean(0).sqrt().clamp(min=1e-6)
 
 
 def watch_acceptance(config: TrainConfig, trainer: DrafterTrainer, held_out: Dataset) -> None:

@@ -1,6 +1,14 @@
 """Divergences between target and drafter, applied over the vocabulary in chunks."""
 
-from drafttrain.losses.divergence import DIVERGENCES, DivergenceOutput, TargetRows, Targets, linear_divergence, tempered
+from drafttrain.losses.divergence import (
+    DIVERGENCES,
+    DivergenceOutput,
+    LazyRows,
+    TargetRows,
+    Targets,
+    linear_divergence,
+    tempered,
+)
 from drafttrain.losses.shared_head import SharedHead
 from drafttrain.losses.spec import Loss, parse_loss
 from drafttrain.losses.stored import StoredLogits, StoredTopK
@@ -8,6 +16,7 @@ from drafttrain.losses.stored import StoredLogits, StoredTopK
 __all__ = [
     "DIVERGENCES",
     "DivergenceOutput",
+    "LazyRows",
     "Loss",
     "SharedHead",
     "StoredLogits",

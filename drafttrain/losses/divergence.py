@@ -42,6 +42,7 @@ _CHUNK = 256  # rows per chunk on the torch path; more gain nothing on a CPU
 _KERNEL_BYTES = 2**27
 
 Kept = tuple[Tensor, Tensor, Tensor]  # p [c, d], its entropy [c], log of its softmax denominator [c]
+Statistics = tuple[Tensor, Tensor, dict[float, Tensor]]  # argmax, log_z and log_z_at of `TargetRows`
 StepResult = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # values [c], grad [c, d], alpha [c], agree [c]
 
 
@@ -69,6 +70,14 @@ class Targets:
 
     argmax: Tensor  # [r] int64 drafter id of the target's likeliest token, -1 where the drafter's vocabulary lacks it
     sampled: Tensor | None  # [r] int64 drafter id of the token that follows in the data, -1 likewise; for `ce`
+
+    @property
+    def count(self) -> int:
+        """r."""
+        return len(self.argmax)
+
+    def prepare(self) -> None:
+        """Computes what a measured step reads, before the drafter's activations take memory."""
 
     @cached_property
     def _shared(self) -> dict[float, Kept]:
@@ -99,7 +108,7 @@ class Targets:
 
     def kept(self, index: Tensor, temperature: float = 1.0, aligned: AlignedRows | None = None) -> Kept:
         """The distribution renormalized on the kept tokens, of rows index [c]."""
-        rows, width = len(self.argmax), self.logits(slice(0), aligned).shape[1]
+        rows, width = self.count, self.logits(slice(0), aligned).shape[1]
         if not 0 < 4 * rows * width <= _SHARED_BYTES:
             return self._distribution(index, temperature, aligned)
         if temperature not in self._shared:
@@ -143,6 +152,10 @@ class TargetRows(FullTargets):
     sampled: Tensor | None = None  # [r], see `Targets`
     log_z_at: dict[float, Tensor] = field(default_factory=dict)  # temperature -> [r], log_z of logits / temperature
 
+    @property
+    def count(self) -> int:
+        return len(self.hidden)
+
     def products(self, index: Tensor | slice) -> Tensor:
         """[c, d] hidden times head in the head's dtype, before `shape`."""
         return F.linear(self.hidden[index].to(self.weight.dtype), self.weight)
@@ -153,6 +166,46 @@ class TargetRows(FullTargets):
 
     def kernel_logits(self, index: Tensor, z: Tensor) -> Tensor:
         return self.products(index) if self.shape is None else self.logits(index)
+
+
+class LazyRows(TargetRows):
+    """`TargetRows` whose argmax and log_z are computed when they are first read.
+
+    They take a product with the target's whole head, which costs as much as the rest of a small drafter's step, and only
+    acceptance losses and measured steps read them.
+
+    Args:
+        statistics: gives argmax, log_z and log_z_at. The others: as for `TargetRows`.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        statistics: Callable[[], Statistics],
+        shape: Callable[[Tensor], Tensor] | None,
+        sampled: Tensor | None,
+    ):
+        self.hidden, self.weight, self.shape, self.sampled, self._compute = hidden, weight, shape, sampled, statistics
+
+    @cached_property
+    def _statistics(self) -> Statistics:
+        return self._compute()
+
+    def prepare(self) -> None:
+        self._statistics  # noqa: B018  # cached
+
+    @property
+    def argmax(self) -> Tensor:  # type: ignore[override]
+        return self._statistics[0]
+
+    @property
+    def log_z(self) -> Tensor:  # type: ignore[override]
+        return self._statistics[1]
+
+    @property
+    def log_z_at(self) -> dict[float, Tensor]:  # type: ignore[override]
+        return self._statistics[2]
 
 
 class AlignedRows:

@@ -44,7 +44,8 @@ class SharedHead:
             total.addmm_(grad.t(), rows)
         elif total is not None:
             for part in _parts(total):  # in the rows' dtype, as autocast multiplies
-                total[part] += grad[:, part].t() @ rows
+                into = total[part]  # a view: `total[part] += x` would also copy the sum onto itself
+                into += grad[:, part].t() @ rows
 
     def term(self) -> Tensor:
         """A zero that carries the gradient in the weight: a term of the loss, with the same factor as the calls' losses."""

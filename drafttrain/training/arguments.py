@@ -8,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import get_type_hints
 
+import torch
 from transformers import TrainingArguments
 from transformers.integrations.integration_utils import get_available_reporting_integrations
 
@@ -21,6 +22,7 @@ from drafttrain.errors import UserError, shown
 from drafttrain.extras import require
 from drafttrain.files import Json, read_json
 from drafttrain.losses import parse_loss
+from drafttrain.ops.packing import cpu_has_bfloat16
 from drafttrain.sequence_parallel import SequenceGroup
 from drafttrain.target.devices import has_bfloat16, usual_device
 from drafttrain.training.on_policy import OnPolicyOptions
@@ -40,6 +42,8 @@ def check_recipe(config: TrainConfig) -> None:
         kind.check_options(config.drafter)
         if config.packing and not kind.takes_packed_rows:
             raise UserError(f"packing=true, but kind={config.kind!r} does not train on packed rows; set packing=false")
+    if config.feature_rates and not getattr(kind, "reads_features", ""):
+        raise UserError(f"feature_rates=true, but kind={config.kind!r} has no weight for them; set it to false")
 
 
 def training_arguments(config: TrainConfig) -> TrainingArguments:
@@ -63,8 +67,10 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
         "output_dir": config.output_dir,
     }
     if not options["use_cpu"] and os.environ.get("ACCELERATE_USE_CPU", "").lower() not in ("1", "true", "yes"):
-        usual_device()  # transformers would train on the CPU where a driver is too old
-        options = {"bf16": wants_bfloat16(options), "gradient_checkpointing": wants_checkpointing(config)} | options
+        on_cpu = usual_device() == "cpu"  # raises where a driver is too old: transformers would train on the CPU
+        checkpointing = not on_cpu and wants_checkpointing(config)
+        options |= {"use_cpu": on_cpu}
+        options = {"bf16": wants_bfloat16(options), "gradient_checkpointing": checkpointing} | options
     if (options.get("gradient_checkpointing_kwargs") or {}).get("use_reentrant") and _has_layers(config):
         raise UserError(
             f"gradient_checkpointing_kwargs.use_reentrant=true: kind={config.kind!r} reads keys of earlier depths, "
@@ -81,6 +87,10 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
     if "wandb" in options["report_to"]:
         os.environ.setdefault("WANDB_PROJECT", "drafttrain")
         os.environ.setdefault("WANDB_DIR", str(Path(config.output_dir).expanduser()))
+    if config.feature_rates and (options.get("deepspeed") or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"):
+        raise UserError(
+            "feature_rates=true: DeepSpeed's optimizers have one rate for all of a weight; leave one of them out"
+        )
     if options.get("deepspeed"):
         require("deepspeed", f"deepspeed={shown(options['deepspeed'])}")
     if isinstance(options.get("deepspeed"), str):
@@ -103,7 +113,7 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
 
 
 def wants_bfloat16(options: Json) -> bool:
-    """Whether training computes in bfloat16 though its recipe names no precision: on GPUs that multiply it natively.
+    """Whether training computes in bfloat16 though its recipe names no precision: on devices that multiply it natively.
 
     Weights, their gradients and the optimizer stay float32. A precision of accelerate's or DeepSpeed's configuration counts.
     """
@@ -114,7 +124,8 @@ def wants_bfloat16(options: Json) -> bool:
     fixed = (sections.get(key, {}).get("enabled", "auto") != "auto" for key in ("bf16", "fp16"))
     if any(fixed) or os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no":
         return False
-    return not options.get("fp16") and has_bfloat16()
+    native = has_bfloat16() or (not torch.cuda.is_available() and cpu_has_bfloat16())
+    return not options.get("fp16") and native
 
 
 def wants_checkpointing(config: TrainConfig) -> bool:

@@ -281,6 +281,8 @@ def dry_step(
             total, before = ghosts.wrap(torch.tensor(rows * length)), ghosts.now
             with torch.autocast("cpu", autocast, enabled=autocast is not None), torch.set_grad_enabled(trains):
                 features, targets, row_of = given(batch)
+                if targets is not None:
+                    targets.prepare()
                 embeds = target.embed(batch.input_ids)
                 read = ghosts.now - before
                 step = drafter(StepInputs(batch, embeds, features, targets, row_of, total, True))  # type: ignore[arg-type]

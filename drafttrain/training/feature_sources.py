@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from drafttrain.batch import Batch
 from drafttrain.errors import UserError
-from drafttrain.losses import StoredTopK, TargetRows, Targets, tempered
+from drafttrain.losses import LazyRows, StoredTopK, Targets, tempered
 from drafttrain.target import Target
 from drafttrain.target.attention import DocumentAttention
 from drafttrain.target.shared_rows import run_shared
@@ -34,16 +34,17 @@ class CachedStates(NamedTuple):
     """One conversation's part between epochs. The r rows are those that losses read; s is the conversation's length."""
 
     features: Tensor  # [s, f*h]
-    argmax: Tensor  # [r] int64 drafter id of the target's likeliest token
     hidden: Tensor  # [r, h] what the target's head reads
-    log_z: Tensor  # [r, 1 + temperatures] logs of the full softmax denominators
+    # Empty until they are read: drafter id of the target's likeliest token [r] int64, and logs of the full softmax
+    # denominators [r, 1 + temperatures].
+    statistics: list[tuple[Tensor, Tensor]]
 
 
 class CachedTopK(NamedTuple):
     """The same, where the stored features hold likeliest tokens instead of states."""
 
     features: Tensor  # [s, f*h]
-    argmax: Tensor  # [r]
+    argmax: Tensor  # [r] int64 drafter id of the target's likeliest token
     ids: Tensor  # [r, k] drafter ids, -1 where its vocabulary lacks the token
     log_p: Tensor  # [r, k]
     rest: Tensor  # [r] mass of all other tokens
@@ -253,23 +254,26 @@ class TargetSource:
         if missing and batch.shared is not None:
             parts = run_shared(self.target, self.layers, batch, [(*places[n], held[n], rows[n]) for n in missing])
             for number, (features, hidden) in zip(missing, parts, strict=True):
-                argmax, log_z = self._statistics(hidden)
-                found[number] = CachedStates(features, argmax, hidden, log_z)
+                found[number] = CachedStates(features, hidden, [])
         for begin in range(0, len(missing) if batch.shared is None else 0, size):
             together = missing[begin : begin + size]
             made = self._run_target([batch.input_ids[places[n]] for n in together], [rows[n] for n in together])
             found.update(zip(together, made, strict=True))
         self.hits["online"] += len(missing)
         for number, index in enumerate(indices):
-            size = sum(tensor.nbytes for tensor in found[number])
+            size = sum(part.nbytes for part in found[number] if isinstance(part, Tensor))
             wanted = batch.shared is None and index >= 0 and index not in self.kept
             if wanted and self.used_bytes + size <= self.limit_bytes:
                 self.kept[index] = found[number]
                 self.used_bytes += size
         return self._assemble(batch, [found[number] for number in range(len(places))], places, held, needed)
 
-    def _statistics(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """[r, h] -> drafter id of the likeliest token [r], logs of the full softmax denominators [r, 1 + temperatures]."""
+    @torch.no_grad()
+    def _statistics(self, hidden: Tensor, known: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """`CachedStates.statistics` of states [r, h]; kept in `known`."""
+        if known:
+            return known[0]
+        hidden = hidden.to(self.target.compute_dtype)
         temperatures = (1.0, *self.temperatures)
         log_z = hidden.new_empty(len(hidden), len(temperatures), dtype=torch.float32)
         argmax = torch.empty(len(hidden), dtype=torch.long, device=hidden.device)
@@ -278,7 +282,8 @@ class TargetSource:
             logits = self.target.head(hidden[part])  # [256, v] float32
             log_z[part] = torch.stack([tempered(logits, at)[1] for at in temperatures], dim=1)
             argmax[part] = self.to_drafter[logits.argmax(-1)]
-        return argmax, log_z
+        known.append((argmax, log_z))
+        return known[0]
 
     def _shape(self, products: Tensor) -> Tensor:
         """Logits [r, d] from states times head: the target's bias, scale and soft cap."""
@@ -289,8 +294,7 @@ class TargetSource:
         features = F.pad(features, (0, 0, 0, held.stop - held.start - len(features)))
         if "last_hidden" in found:
             hidden = found["last_hidden"].to(rows.device)[rows]  # [r, h]
-            argmax, log_z = self._statistics(hidden.to(self.target.compute_dtype))
-            return CachedStates(features, argmax, hidden, log_z)
+            return CachedStates(features, hidden, [])
         ids, logits, log_z = (found[name].to(rows.device)[rows] for name in ("topk_ids", "topk_logits", "log_z"))
         ids, log_p = self.to_drafter[ids.long()], logits.float() - log_z.unsqueeze(1)  # [r, k]
         rest = torch.log1p(-log_p.exp().sum(-1).clamp(max=1 - 1e-6)).exp()  # [r]
@@ -300,10 +304,9 @@ class TargetSource:
         """Conversations of token ids [s] in one forward of the target; rows: [r] positions that losses read."""
         for needed, (features, last) in zip(rows, run_rows(self.target, self.layers, conversations), strict=True):
             hidden = last[needed]  # [r, h]
-            argmax, log_z = self._statistics(hidden)
             if self.limit_bytes > 0:  # to be kept: half the memory in bfloat16, the precision of stored features
                 features, hidden = features.bfloat16(), hidden.bfloat16()
-            yield CachedStates(features, argmax, hidden, log_z)
+            yield CachedStates(features, hidden, [])
 
     def _assemble(
         self, batch: Batch, found: list[Cached], places: list[tuple[int, slice]], held: list[slice], needed: Tensor
@@ -318,15 +321,21 @@ class TargetSource:
         row_of[needed] = torch.arange(int(needed.sum()), device=needed.device)
         # The row at position j predicts the token at j + 1, and every row has one.
         sampled = self.to_drafter[batch.input_ids[:, 1:][needed[:, :-1]]]  # [r]
-        argmax, *parts = (torch.cat(column) for column in list(zip(*found, strict=True))[1:])
+        _, *parts = zip(*found, strict=True)
         if isinstance(found[0], CachedTopK):  # of one data set, so all are
-            ids, log_p, rest = parts
+            argmax, ids, log_p, rest = map(torch.cat, parts)
             return features, StoredTopK(ids, log_p, rest, argmax, sampled), row_of
-        hidden, log_z = parts
-        first, *others = log_z.unbind(1)  # [r] each
+        hidden, known = torch.cat(parts[0]), parts[1]
+        counts = [len(each) for each in parts[0]]
+
+        def statistics() -> tuple[Tensor, Tensor, dict[float, Tensor]]:
+            columns = zip(*map(self._statistics, hidden.split(counts), known), strict=True)
+            argmax, log_z = map(torch.cat, columns)
+            first, *others = log_z.unbind(1)  # [r] each
+            return argmax, first, dict(zip(self.temperatures, others, strict=True))
+
         shape = self._shape if self.bias is not None or self.target.shapes_logits else None
-        at = dict(zip(self.temperatures, others, strict=True))
-        return features, TargetRows(hidden, self.weight, first, argmax, shape, sampled, at), row_of
+        return features, LazyRows(hidden, self.weight, statistics, shape, sampled), row_of
 
 
 def run_rows(target: Target, layers: Sequence[int], conversations: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:

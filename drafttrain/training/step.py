@@ -85,7 +85,8 @@ class StepTrainer(Trainer):
             )
         total = torch.as_tensor(count, device=batch.input_ids.device).clamp(min=1)
         measure = not model.training or self.state.global_step % MEASURE_EVERY == 0
-        # Rows are None where the drafter reads none, in pretraining.
+        if measure and rows is not None:  # None where the drafter reads none, in pretraining
+            rows.prepare()
         given = StepInputs(batch, embeds, features, rows, row_of, total, measure)  # type: ignore[arg-type]
         step: StepOutput = model(inputs=given)
         loss = step.loss  # scalar: sum over depths and anchors of weight * D(p, q), divided by count

@@ -32,17 +32,23 @@ from drafttrain.files import Json, is_disk_full, open_tensors, read_json, readin
 from drafttrain.folders import PARTIAL, OutputFolder
 from drafttrain.sequence_parallel import SharedBatches
 from drafttrain.training.callbacks import TimeBudget, max_over_ranks
+from drafttrain.training.column_rates import set_column_rates
 from drafttrain.training.on_policy import OnPolicy
 from drafttrain.training.states_ahead import MOST_BATCHES, Inputs, LookAhead, StatesLostError
 from drafttrain.training.step import StepTrainer, count_anchors
 
 
 class DrafterTrainer(StepTrainer):
-    """Trains a drafter against a frozen target; `on_policy` replaces a share of the rows by the drafter's responses."""
+    """Trains a drafter against a frozen target.
 
-    def __init__(self, *args, on_policy: OnPolicy | None = None, **rest):
+    Args:
+        on_policy: replaces a share of the rows by the drafter's responses. column_rates: [f*h], see `create_optimizer`.
+        args, rest: as for `StepTrainer`.
+    """
+
+    def __init__(self, *args, on_policy: OnPolicy | None = None, column_rates: Tensor | None = None, **rest):
         super().__init__(*args, **rest)
-        self.on_policy = on_policy
+        self.on_policy, self.column_rates = on_policy, column_rates
         self.order: ByLength | None = None  # of the training rows
         self.coming: LookAhead | None = None  # of the running epoch, if states are read ahead of the steps
         self.coming_eval: LookAhead | None = None  # of the running measurement
@@ -221,6 +227,13 @@ class DrafterTrainer(StepTrainer):
             self._load_best_model()
 
     # -- schedule -----------------------------------------------------------------------------------------------
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
+        """With `column_rates` the weight that reads the target's states learns at rates of its own by column."""
+        fresh, optimizer = self.optimizer is None, super().create_optimizer(model)
+        if self.column_rates is not None and fresh:
+            set_column_rates(optimizer, self.drafter.get_parameter(self.drafter.reads_features), self.column_rates)
+        return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> LRScheduler:
         """Under a time budget the learning rate follows the time, otherwise the recipe's schedule."""

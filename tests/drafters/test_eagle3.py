@@ -191,3 +191,30 @@ def test_untrained_drafter_starts_from_the_target(target):
     assert torch.equal(drafter.lm_head.weight, target.head_weight)
     gemma_like = drafter.midlayer.self_attn.q_proj.weight[:, -target.hidden_size :]
     assert torch.equal(gemma_like, target.layers[-1].self_attn.q_proj.weight)
+
+
+def test_a_frozen_head_stays_the_targets_and_follows_the_recipe_when_it_is_continued(target, tmp_path):
+    kept = torch.arange(0, 300, 2)
+    options = {"draft_vocab_size": len(kept), "ttt_steps": 2}
+    drafter = Eagle3.begin(target, "target", {**options, "train_head": False}, "kl", lambda size: kept)
+    drafter.bind(target)
+    source, batch = TargetSource(target, drafter.feature_layers, kept), make_batch()
+    drafter(StepInputs(batch, target.embed(batch.input_ids), *source(batch), total=1.0)).loss.backward()
+    assert drafter.lm_head.weight.grad is None and not drafter.lm_head.weight.requires_grad
+    assert torch.equal(drafter.lm_head.weight, target.head_weight[kept].float())
+    drafter.save_pretrained(tmp_path)
+    for trained in (True, False):
+        again = Eagle3.begin(target, str(tmp_path), {"train_head": trained}, "kl")
+        assert again.lm_head.weight.requires_grad is trained
+
+
+@pytest.mark.parametrize(
+    ("init", "options", "message"),
+    [
+        ("random", {}, "init='random' does not copy; set init=target"),
+        ("target", {"hidden_size": 16}, "init='target' does not copy to another hidden_size"),
+    ],
+)
+def test_a_frozen_head_that_is_not_the_targets_is_refused(target, init, options, message):
+    with pytest.raises(UserError, match=message):
+        Eagle3.begin(target, init, {"train_head": False, **options}, "kl", lambda size: torch.arange(10))

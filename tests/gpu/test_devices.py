@@ -193,3 +193,13 @@ def test_layers_are_computed_again_where_the_target_runs_beside_the_head(gpu, tm
     assert not chosen(data=tmp_path), "stored states"
     with pytest.raises(UserError, match="use_reentrant=true: kind='eagle3' reads keys"):
         recipe(tmp_path, monkeypatch, gradient_checkpointing_kwargs="{use_reentrant: true}")
+
+
+@pytest.mark.parametrize("units", [True, False])
+def test_without_a_gpu_the_cpu_decides_and_no_activation_is_computed_twice(tmp_path, monkeypatch, units):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(arguments, "usual_device", lambda: "cpu")
+    monkeypatch.setattr(arguments, "cpu_has_bfloat16", lambda: units)
+    args = recipe(tmp_path, monkeypatch)
+    assert (args.bf16, args.use_cpu, args.gradient_checkpointing) == (units, True, False)
+    assert not recipe(tmp_path, monkeypatch, bf16="false").bf16

@@ -28,7 +28,7 @@ def test_rows_know_the_token_that_follows_in_the_data(target):
 
 def test_rows_know_the_full_denominator_at_each_temperature(target):
     batch = make_batch((17, 11))
-    _, rows, row_of = TargetSource(target, (1,), KEPT, limit_bytes=1e9, temperatures=(0.6, 2.0))(batch)
+    _, rows, row_of = TargetSource(target, (1,), KEPT, temperatures=(0.6, 2.0))(batch)
     logits = target.head(target.forward(batch.input_ids, (1,)).last_hidden[row_of >= 0])
     torch.testing.assert_close(rows.log_z, logits.logsumexp(-1), rtol=1e-4, atol=1e-4)
     for temperature, log_z in rows.log_z_at.items():
@@ -71,3 +71,15 @@ def test_first_batches_have_no_more_tokens_than_one_of_training(most, sizes):
     rows = [{"index": i, "length": n, "spans": [[0, n]], "tokens": [1] * n} for i, n in enumerate(lengths)]
     batches, tokens = first_batches(rows, torch.device("cpu"), NoTarget(), most)
     assert [len(batch.input_ids) for batch in batches] == sizes and tokens == sum(lengths)
+
+
+def test_what_only_measured_steps_read_is_computed_once_and_when_it_is_read(target, monkeypatch):
+    drafter = make_drafter(target, KEPT, ttt_steps=2).eval()
+    source = TargetSource(target, drafter.feature_layers, drafter.kept_ids, limit_bytes=1e9)
+    batch, rows = make_batch((17, 11)), []
+    head = target.head
+    monkeypatch.setattr(target, "head", lambda hidden: rows.append(len(hidden)) or head(hidden))
+    embeds = target.embed(batch.input_ids)
+    for measure, products in ((False, 0), (True, 2), (False, 2), (True, 2)):  # of two conversations
+        drafter(StepInputs(batch, embeds, *source(batch), total=7.0, measure=measure))
+        assert len(rows) == products

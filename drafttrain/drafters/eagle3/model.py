@@ -12,15 +12,17 @@ Which keys a query sees, and why decoding computes what was trained: common/laye
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from drafttrain.drafters.base import KeepTokens
 from drafttrain.drafters.common import starts
 from drafttrain.drafters.common.configs import FeatureLayer, LayerConfig, OwnWidth
 from drafttrain.drafters.common.layer_model import LayerDrafter
 from drafttrain.drafters.common.layers import DraftLayer, RMSNorm
+from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.formats.weights import Shapes, file_shapes, read_weights
 from drafttrain.ops.cpu_layers import DraftWeights
@@ -35,8 +37,10 @@ class Eagle3Config(LayerConfig):
         target_hidden_size: width of these states.
         fc_norm: a norm per feature before `fc`. norm_output: the next depth reads the state after the final norm (both
             EAGLE-3.1). norm_before_residual: the first layer's residual is the normed state.
+        train_head: False keeps the head's rows as they are copied from the target.
     """
 
+    recipe_keys = (*LayerConfig.recipe_keys, "train_head")
     model_type = "drafttrain_eagle3"
     width_field = "target_hidden_size"
     feature_layers: tuple[FeatureLayer, ...] = ()
@@ -44,6 +48,7 @@ class Eagle3Config(LayerConfig):
     fc_norm: bool = False
     norm_output: bool = False
     norm_before_residual: bool = False
+    train_head: bool = True
 
     def check(self) -> None:
         super().check()
@@ -61,6 +66,7 @@ class Eagle3(LayerDrafter):
     # Of the flat published form, see export.py.
     _keys_to_ignore_on_load_unexpected = ["d2t", "t2d", r"layers\.\d+\.hidden_norm\.weight"]
     kind = "eagle3"
+    reads_features = "fc.weight"
     solve_start = starts.linear_start
 
     def __init__(self, config: Eagle3Config):
@@ -74,6 +80,20 @@ class Eagle3(LayerDrafter):
         self.norm = RMSNorm(h, eps)
         self.lm_head = nn.Linear(h, config.draft_vocab_size, bias=False)
         self.finish(config.num_hidden_layers)
+
+    @classmethod
+    def begin(cls, target: Target, init: str, options: Json, loss: str, keep: KeepTokens | None = None) -> Self:
+        other = options.get("hidden_size", target.hidden_size) != target.hidden_size
+        if options.get("train_head") is False and (init == "random" or (init == "target" and other)):
+            raise UserError(
+                f"drafter.train_head=false keeps the target's head rows, which init={init!r} does not copy"
+                f"{' to another hidden_size' if other else ''}; set init=target and leave hidden_size out"
+            )
+        return super().begin(target, init, options, loss, keep)
+
+    def bind(self, target: Target) -> None:
+        super().bind(target)
+        self.lm_head.requires_grad_(self.config.train_head)
 
     @classmethod
     def stored_shapes(cls, shapes: Shapes, found: Shapes, config: Any) -> Shapes:

@@ -1,0 +1,78 @@
+"""Learning rates by column: the same steps as on inputs of one size, kept by an optimizer's state."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from drafttrain.config import load_config
+from drafttrain.errors import UserError
+from drafttrain.training import arguments
+from drafttrain.training.column_rates import set_column_rates
+
+SIZES = torch.tensor([0.01, 1.0, 300.0])
+INPUTS = torch.randn(64, 3, generator=torch.Generator().manual_seed(0)) * SIZES
+
+
+def setup(recipe: dict[str, object]) -> None:
+    config = load_config(recipe, [], arguments.KEYS)
+    arguments.check_recipe(config)
+    arguments.training_arguments(config)
+
+
+def fit(linear: nn.Linear, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, steps: int) -> None:
+    wanted = (INPUTS / SIZES).sum(1, keepdim=True).expand(-1, 2)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (linear(inputs) - wanted).square().mean().backward()
+        optimizer.step()
+
+
+def pair() -> tuple[nn.Linear, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    linear = nn.Linear(3, 2)
+    with torch.no_grad():
+        linear.weight.div_(SIZES)
+    optimizer = torch.optim.AdamW(linear.parameters(), lr=0.01, eps=0.0, weight_decay=0.0)
+    return linear, optimizer
+
+
+def test_the_steps_are_those_on_inputs_of_one_size():
+    scaled, optimizer = pair()
+    set_column_rates(optimizer, scaled.weight, 1 / SIZES)
+    fit(scaled, optimizer, INPUTS, 20)
+    torch.manual_seed(0)
+    plain = nn.Linear(3, 2)
+    fit(plain, torch.optim.AdamW(plain.parameters(), lr=0.01, eps=0.0, weight_decay=0.0), INPUTS / SIZES, 20)
+    torch.testing.assert_close(scaled.weight * SIZES, plain.weight, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(scaled.bias, plain.bias, rtol=1e-4, atol=1e-5)
+
+
+def test_a_restored_optimizer_goes_on_with_the_saved_rates():
+    whole, optimizer = pair()
+    set_column_rates(optimizer, whole.weight, 1 / SIZES)
+    fit(whole, optimizer, INPUTS, 3)
+    states = copy.deepcopy((optimizer.state_dict(), whole.state_dict()))
+    fit(whole, optimizer, INPUTS, 3)
+    resumed, other = pair()
+    set_column_rates(other, resumed.weight, torch.ones(3))  # as a resumed run, which has solved no start
+    other.load_state_dict(states[0])
+    resumed.load_state_dict(states[1])
+    fit(resumed, other, INPUTS, 3)
+    assert torch.equal(whole.weight, resumed.weight)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "medusa"}, "kind='medusa' has no weight for them; set it to false"),
+        ({"deepspeed": "configs/deepspeed/zero2.json"}, "DeepSpeed's optimizers have one rate for all of a weight"),
+    ],
+)
+def test_rates_that_would_be_ignored_are_refused(options, message):
+    recipe = {"target": "t", "data": "d", "output_dir": "o", "feature_rates": True, **options}
+    with pytest.raises(UserError, match=message):
+        setup(recipe)
