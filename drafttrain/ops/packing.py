@@ -162,6 +162,7 @@ class PackedLinear(nn.Module):
         self.rounded = False  # inputs are rounded to bfloat16: see `form_of`
         self.panels: Tensor | None = None
         self.packed: Tensor | None = None
+        self.draft_head: object | None = None  # of a drafter's head: see `DraftHead.of`
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out], in the weight's dtype."""
@@ -187,7 +188,8 @@ class PackedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
-        return f"{sizes}, skinny={self.skinny}, many_rows={'mkl' if self.mkl else 'onednn'}"
+        top = "" if self.draft_head is None else ", top_tokens=4-bit scores and exact products of a shortlist"
+        return f"{sizes}, skinny={self.skinny}, many_rows={'mkl' if self.mkl else 'onednn'}{top}"
 
 
 class PackedRMSNorm(nn.Module):

@@ -7,7 +7,7 @@ import torch
 
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.ops import tree_attention
-from drafttrain.ops.cpu_layers import DraftStep
+from drafttrain.ops.cpu_draft import DraftStep
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.tree_attention import CpuPlan
 from tests.conftest import make_target

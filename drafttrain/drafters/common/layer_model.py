@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -22,19 +22,18 @@ from torch import Tensor, nn
 
 from drafttrain.batch import Attend, Batch, Part, StepOutput, TokenTree, anchors_by_depth, sums_by_depth
 from drafttrain.drafters.base import Drafter, JointSession, Samplers, Specs, StepInputs, Tensors
-from drafttrain.drafters.common.layers import CacheShape, DraftLayer, moved
+from drafttrain.drafters.common.layers import KERNEL_ROWS, CacheShape, DraftLayer, kernel_of, moved, plan_of
 from drafttrain.drafters.common.static_draft import DraftPlaces, DraftSteps, SlotAttention
 from drafttrain.drafters.common.tensor_growth import Ask
 from drafttrain.drafters.common.trainable import DecoderDrafter
-from drafttrain.drafters.common.tree_growth import GrowingTree, Logits, grow_trees
+from drafttrain.drafters.common.tree_growth import GrowingTree, Likeliest, Logits, grow_trees, rows_of, tree_shape, widest
 from drafttrain.losses import SharedHead, TargetRows, linear_divergence
-from drafttrain.ops.cpu_layers import DraftStep, DraftWeights
-from drafttrain.ops.packing import SKINNY_ROWS
+from drafttrain.ops.cpu_draft import OPENED, DraftHead, DraftStep, DraftWeights, KeyStore
+from drafttrain.ops.packing import PackedLinear
 from drafttrain.ops.path_attention import PathAttention
-from drafttrain.ops.tree_attention import TreeLayout, tree_attention
+from drafttrain.ops.tree_attention import LONGEST_PREFIX, TreeLayout, tree_attention
 
 Layouts = Sequence[TreeLayout]
-
 
 class Split(NamedTuple):
     """A depth's tokens and anchors among the processes that share the rows: flat positions [t] and [tq], of all of them."""
@@ -52,7 +51,7 @@ class LayerDrafter(DecoderDrafter):
 
     A kind creates its layers and projections, calls `finish` at the end of `__init__`, and implements:
 
-        decoder_layers, head_weight      all layers (default: `layers`); layers_at: those of a depth, if depths differ
+        decoder_layers, head             all layers (default: `layers`); layers_at: those of a depth, if depths differ
         fuse(features)                   the state that depth 0 reads
         enter(state, embeds, depth)      input of the first layer: a state, and token embeddings if it reads them
         leave(state), read_out(state)    input of the next depth, and of the head, from the last layer's output
@@ -60,12 +59,17 @@ class LayerDrafter(DecoderDrafter):
 
     static = True
     lm_head: nn.Linear
-    draft_step: DraftStep | None = None  # the CPU kernel that is `step` and `logits` in one
+    draft_steps: tuple[DraftStep, ...] = ()  # CPU kernels that compute `step` and `read_out`, of each depth that differs
+
+    @property
+    def head(self) -> nn.Linear | PackedLinear:
+        """The linear layer over the drafter's vocabulary."""
+        return self.lm_head
 
     @property
     def head_weight(self) -> Tensor:
         """[d, h]."""
-        return self.lm_head.weight
+        return self.head.weight
 
     @property
     def sequence_reach(self) -> int:
@@ -75,14 +79,19 @@ class LayerDrafter(DecoderDrafter):
         return self.decoder_layers
 
     def pack_depths(self) -> None:
-        """Makes one kernel of the layers and what surrounds them, where the kind and all layers support it."""
-        natives = [layer.native for layer in self.decoder_layers if layer.native is not None]
-        weights, complete = self.draft_weights(), len(natives) == len(self.decoder_layers)
-        if weights is not None and complete and self.config.head_dim % 16 == 0:
-            self.draft_step = DraftStep(natives, weights)
+        weights = [self.draft_weights(depth) for depth in range(self.own_depths)]
+        made = [kernel_of(self.layers_at(depth), own) for depth, own in enumerate(weights)]
+        self.draft_steps = tuple(step for step in made if step is not None)
+        if len(self.draft_steps) < len(made):
+            self.draft_steps = ()
 
-    def draft_weights(self) -> DraftWeights | None:
-        """Weights around the layers, for kinds whose depths are all one `DraftStep`; None for other kinds."""
+    @property
+    def own_depths(self) -> int:
+        """Number of depths that have weights of their own; deeper ones use the last."""
+        return 1
+
+    def draft_weights(self, depth: int) -> DraftWeights | None:
+        """Weights around a depth's layers; None for forms that the kernels lack."""
         return None
 
     # -- forward pass, shared by training and decoding ----------------------------------------------------------
@@ -105,7 +114,19 @@ class LayerDrafter(DecoderDrafter):
 
     def logits(self, state: Tensor) -> Tensor:
         """[t, h] output of `step` -> [t, d] over the drafter's vocabulary."""
-        return self.lm_head(self.read_out(state))
+        return self.score(self.read_out(state))
+
+    def score(self, read: Tensor) -> Tensor:
+        """[t, h] output of `read_out` -> [t, d]."""
+        return self.head(read.to(self.head.weight.dtype))
+
+    def predict(self, read: Tensor, width: int | None) -> Logits:
+        """Logits of the children of nodes with outputs [t, h] of `read_out`, or their `width` top tokens where a kernel finds
+        them; None: all are needed."""
+        head = DraftHead.of(self.head) if width is not None and self.packed else None
+        if head is None or width is None:
+            return self.score(read)
+        return Likeliest(*head.top(read, min(width, head.vocabulary))[:2])
 
     def step(
         self,
@@ -283,10 +304,15 @@ class LayerDrafter(DecoderDrafter):
             return
         new = [TreeLayout(session.length, count=len(own)) for session, own in zip(sessions, tokens, strict=True)]
         inputs = self.fuse(cat(features)), self.embed(cat(tokens))  # [t, h], [t, target h]
-        single = self._kernel_step(sessions, new, *inputs, outputs=1)
-        out, logits = single or (self.packed_step(sessions, new, *inputs, ends=True), None)
-        for session, layout, state in zip(sessions, new, split(out, [1] * len(new)), strict=True):
-            session.root, session.logits = state[-1:], logits
+        made = self.kernel_step(sessions, new, *inputs)
+        if made is not None:
+            ends = [end - 1 for end in accumulate(layout.count for layout in new)]
+            roots, reads = made if len(inputs[0]) == len(ends) else (part[ends] for part in made)  # [sessions, h]
+        else:
+            roots = self.packed_step(sessions, new, *inputs, ends=True)
+            reads = self.read_out(roots)
+        for row, (session, layout) in enumerate(zip(sessions, new, strict=True)):
+            session.root, session.read = roots[row : row + 1], reads[row : row + 1]
             session.length += layout.count
 
     @torch.no_grad()
@@ -295,15 +321,18 @@ class LayerDrafter(DecoderDrafter):
         steps = sessions[0].steps
         if steps is not None and (static := steps.propose(sessions, specs, samplers)) is not None:
             return static
-        known = [session.logits for session in sessions if session.logits is not None]
-        complete = len(known) == len(sessions)
-        first = cat(known) if complete else self.logits(cat([session.root for session in sessions]))  # [sessions, d]
+        reads = cat([self.read_out(session.root) if session.read is None else session.read for session in sessions])
+        grown = self._kernel_trees(sessions, specs, reads)
+        if grown is not None:
+            return grown
+        width = widest(specs)
+        first = self.predict(reads, width)  # of each session's root
         trees = [
-            GrowingTree(spec, first[row], self.kept_ids, sampler, row=row, states=session.root)
+            GrowingTree(spec, rows_of(first, row), self.kept_ids, sampler, row=row, states=session.root)
             for row, (session, spec, sampler) in enumerate(zip(sessions, specs, samplers, strict=True))
         ]
 
-        def step(growing: list[GrowingTree], depth: int) -> Sequence[Tensor]:
+        def step(growing: list[GrowingTree], depth: int) -> Sequence[Logits]:
             own, sizes = [sessions[tree.row] for tree in growing], [len(tree.parents) for tree in growing]
             # The root is the last committed token; nodes stand behind it in the order they were opened.
             layouts = [
@@ -312,12 +341,13 @@ class LayerDrafter(DecoderDrafter):
             ]
             states = cat([tree.parent_states() for tree in growing])  # [n, h]
             embeds = self.embed(self.kept_ids[cat([tree.tokens for tree in growing])])  # [n, target h]
-            single = self._kernel_step(own, layouts, states, embeds, sizes[0])
-            out = single[0] if single else self.packed_step(own, layouts, states, embeds, depth)
-            logits = single[1] if single else self.logits(out)  # [n, d]
+            made = self.kernel_step(own, layouts, states, embeds, depth)
+            out = made[0] if made else self.packed_step(own, layouts, states, embeds, depth)
+            logits = self.predict(made[1] if made else self.read_out(out), width)  # [n, d], or top tokens
+            ends = [0, *accumulate(sizes)]
             for tree, state in zip(growing, split(out, sizes), strict=True):
                 tree.states = state
-            return split(logits, sizes)
+            return [rows_of(logits, slice(begin, end)) for begin, end in pairwise(ends)]
 
         return grow_trees(trees, step)
 
@@ -338,20 +368,41 @@ class LayerDrafter(DecoderDrafter):
             attends.append(attend_packed(own, [layout.count for layout in seen], sizes))
         return self.step(states, embeds, positions, attends, queries, depth)
 
-    def _kernel_step(
-        self, sessions: Sessions, layouts: Layouts, states: Tensor, embeds: Tensor, outputs: int
+    def kernel_step(
+        self, sessions: Sessions, layouts: Layouts, states: Tensor, embeds: Tensor, depth: int = 0
     ) -> tuple[Tensor, Tensor] | None:
-        """`step` and `logits` of one session's last `outputs` tokens by the CPU kernel; None where it does not apply."""
-        session, layout = sessions[0], layouts[0]
-        if self.draft_step is None or len(sessions) > 1 or layout.count > SKINNY_ROWS or layout.plan is None:
+        """`step` and `read_out` of all new tokens by the CPU kernel, [n, h] each; None where it does not apply."""
+        if not self.draft_steps or len(states) > KERNEL_ROWS:
             return None
-        end = layout.prefix_len + layout.held + layout.count
-        session.buffers(0, end, states)
+        plan = plan_of(layouts)
+        if plan is None:
+            return None
+        stores = [session.store_of(end, states) for session, end in zip(sessions, plan.ends, strict=True)]
         inputs = embeds.to(states.dtype).contiguous(), states.contiguous()
-        if session.tables is None or end > len(session.tables[0]):
-            session.tables = self.rotary.up_to(max(end, session.capacity))
-        window = self.cache_shape.window
-        return self.draft_step.run(*inputs, session.tables, session.layers, layout.plan, window, outputs)
+        tables = self.rotary.up_to(plan.positions)
+        return self._step_at(depth).run(*inputs, tables, stores, plan, self.cache_shape.window)
+
+    def _step_at(self, depth: int) -> DraftStep:
+        return self.draft_steps[min(depth, len(self.draft_steps) - 1)]
+
+    def _kernel_trees(self, sessions: Sessions, specs: Specs, reads: Tensor) -> list[TokenTree] | None:
+        """Greedy trees by one kernel call; reads [sessions, h] of the roots. None where it does not apply."""
+        shape, table = tree_shape(specs), self.embed_table
+        if shape is None or table is None or len(self.draft_steps) != 1 or shape.opens > OPENED:
+            return None
+        lengths = [session.length for session in sessions]
+        head = DraftHead.of(self.head)
+        if head is None or max(lengths) > LONGEST_PREFIX:
+            return None
+        stores = [session.store_of(session.length - 1 + shape.opens, reads) for session in sessions]
+        tables = self.rotary.up_to(max(lengths) - 1 + shape.opens)
+        roots, window = cat([session.root for session in sessions]).contiguous(), self.cache_shape.window
+        made = self.draft_steps[0].trees(
+            *(head, shape, table, self.kept_ids, tables, stores, lengths, window, roots, reads.contiguous())
+        )
+        return [
+            TokenTree(torch.from_numpy(tokens), parents, torch.from_numpy(scores)) for tokens, parents, scores in made
+        ]
 
 
 def cat(parts: Sequence[Tensor]) -> Tensor:
@@ -380,15 +431,15 @@ class LayerSession(JointSession):
 
     Attributes:
         length: committed positions. root: [1, h] output at the last committed token, from the first `extend` on.
-        logits: [1, d] the root's, if computed. tables: cos, sin [positions, 1, r] for the kernel of a draft step.
+        read: [1, h] input of the head there; None if not computed.
     """
 
     def __init__(self, drafter: Drafter, shape: CacheShape, max_length: int):
         self.drafter, self.shape, self.capacity = drafter, shape, max_length
         self.layers: list[tuple[Tensor, Tensor]] = []  # allocated when the first key shows dtype and device
         self.length = 0
-        self.logits: Tensor | None = None
-        self.tables: tuple[Tensor, Tensor] | None = None
+        self.read: Tensor | None = None
+        self._store: KeyStore | None = None  # of the present buffers
 
     @property
     def held(self) -> int:
@@ -396,13 +447,13 @@ class LayerSession(JointSession):
 
     def advance(self, count: int) -> None:
         self.length += count
-        self.logits = None
+        self.read = None
 
     def place(self, steps: DraftSteps, row: int) -> None:
         super().place(steps, row)
         self.capacity = steps.cache.capacity
         both = [steps.cache.by_row(layer) for layer in range(self.shape.layers)]
-        self.layers = [(keys[row], values[row]) for keys, values in both]
+        self.layers, self._store = [(keys[row], values[row]) for keys, values in both], None
 
     def attend(self, layer: int, layout: TreeLayout, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Stores a layer's new keys and values [m, kv_heads, e] and attends with queries [n, heads, e] of the last n of those
@@ -428,8 +479,15 @@ class LayerSession(JointSession):
         if end > self.capacity:
             more = (0, 0, 0, end - self.capacity)
             self.layers = [(F.pad(keys, more), F.pad(values, more)) for keys, values in self.layers]
-            self.capacity = end
+            self.capacity, self._store = end, None
         return self.layers[layer]
+
+    def store_of(self, end: int, like: Tensor) -> KeyStore:
+        """The buffers of all layers for a CPU kernel, with at least `end` slots."""
+        if self._store is None or end > self.capacity:
+            self.buffers(0, end, like)
+            self._store = KeyStore(self.layers)
+        return self._store
 
     def store(self, layer: int, start: int, key: Tensor, value: Tensor) -> None:
         """Writes a layer's keys and values [m, kv_heads, e] to slots from `start` on."""

@@ -27,6 +27,7 @@ from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import pack
 from drafttrain.target import Target
 from drafttrain.target.loading import check_finite, loading
+from drafttrain.target.native_body import embed_table
 from drafttrain.values import check, kinds_of
 
 _REPAIR = "use the folder as training or import wrote it"
@@ -43,7 +44,7 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
         kept_ids: [d] int64, the target id of each drafter id.
         static: the kind implements `read_static` and `draft_static`. static_depth: its deepest node; None for any.
         embed: the target's embedding, ids [...] -> [..., h]; attached by `bind` as a plain function, so that it is neither
-            trained, saved nor sharded with the drafter.
+            trained, saved nor sharded with the drafter. embed_table: its rows [v, h], if that is all and a kernel reads them.
     """
 
     base_model_prefix = ""
@@ -53,6 +54,7 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
     config_class: Any = None  # a TargetedConfig
     kept_ids: Tensor
     embed: Callable[[Tensor], Tensor]
+    embed_table: Tensor | None = None
     static = False
     static_depth: int | None = None
 
@@ -210,7 +212,7 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
             raise UserError(
                 f"feature_layers={list(self.feature_layers)} reach beyond the {target.num_layers} layers of {target.name!r}"
             )
-        self.embed = target.embed
+        self.embed, self.embed_table = target.embed, embed_table(target)
 
     # -- static steps -------------------------------------------------------------------------------------------
 

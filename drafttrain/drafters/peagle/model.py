@@ -14,6 +14,7 @@ parallel drafting (`mask_token_id`, `mask_hidden`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, Self
 
 import torch
@@ -24,7 +25,7 @@ from drafttrain.drafters.base import Samplers, Source, Specs
 from drafttrain.drafters.common.layer_model import LayerSession
 from drafttrain.drafters.common.static_draft import DraftPlaces
 from drafttrain.drafters.common.tensor_growth import Ask
-from drafttrain.drafters.common.tree_growth import GrowingTree, Logits, grow_trees
+from drafttrain.drafters.common.tree_growth import GrowingTree, Logits, grow_trees, rows_of, widest
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
 from drafttrain.errors import UserError
 from drafttrain.ops.tree_attention import TreeLayout
@@ -106,19 +107,26 @@ class PEagle(Eagle3):
         if steps is not None and (static := steps.propose(sessions, specs, samplers)) is not None:
             return static
         sizes = [max(spec.depth - 1, 0) for spec in specs]
-        states = torch.cat([session.root for session in sessions])  # [sessions, h]
+        reads = [self.read_out(session.root) if session.read is None else session.read for session in sessions]
         drafting = [(session, size) for session, size in zip(sessions, sizes, strict=True) if size]
         if drafting:
             own = [session for session, _ in drafting]
             layouts = [TreeLayout(session.length, count=size) for session, size in drafting]
-            states = torch.cat((states, self.packed_step(own, layouts, *self.masks(sum(sizes)), depth=1)))
-        first, later = self.logits(states).split((len(sessions), sum(sizes)))  # [sessions, d], [sum(sizes), d]
-        deeper = later.split(sizes)
+            masks = self.masks(sum(sizes))
+            made = self.kernel_step(own, layouts, *masks, depth=1)
+            reads.append(made[1] if made else self.read_out(self.packed_step(own, layouts, *masks, depth=1)))
+        every = self.predict(torch.cat(reads), widest(specs))  # [sessions + sum(sizes), d], or top tokens
+        ends = [*accumulate(sizes, initial=len(sessions))]  # first row of each session's masks
         trees = [
-            GrowingTree(spec, first[row], self.kept_ids, sampler, row=row)
+            GrowingTree(spec, rows_of(every, row), self.kept_ids, sampler, row=row)
             for row, (spec, sampler) in enumerate(zip(specs, samplers, strict=True))
         ]
-        return grow_trees(trees, lambda growing, depth: [deeper[tree.row][depth - 1, None] for tree in growing])
+
+        def step(growing: list[GrowingTree], depth: int) -> list[Logits]:
+            rows = [ends[tree.row] + depth - 1 for tree in growing]
+            return [rows_of(every, slice(row, row + 1)) for row in rows]
+
+        return grow_trees(trees, step)
 
 
 KIND = PEagle
