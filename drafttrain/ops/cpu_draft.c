@@ -16,6 +16,8 @@
 #define WHOLE 512
 #if defined(__AVX512VNNI__) && defined(__AVX512F__)
 #define HEAD_ROWS 4
+#elif defined(__AVX2__)
+#define HEAD_ROWS 2
 #else
 #define HEAD_ROWS 1
 #endif
@@ -30,7 +32,7 @@ struct head { /* mirrored in cpu_draft.py */
 /* Integer products of `rows` states (a constant) with a panel: sums [rows, STRIP]. */
 static inline __attribute__((always_inline)) void score(int rows, const int8_t *x, long stride, const uint8_t *panel, long steps,
                                                         int32_t *sums) {
-#if HEAD_ROWS > 1
+#if HEAD_ROWS == 4
     __m512i acc[HEAD_ROWS][STRIP / 16], half = _mm512_set1_epi8(15);
     for (int r = 0; r < rows; r++)
         for (int s = 0; s < STRIP / 16; s++) acc[r][s] = _mm512_setzero_si512();
@@ -49,20 +51,24 @@ static inline __attribute__((always_inline)) void score(int rows, const int8_t *
     for (int r = 0; r < rows; r++)
         for (int s = 0; s < STRIP / 16; s++) _mm512_storeu_si512(sums + r * STRIP + 16 * s, acc[r][s]);
 #elif defined(__AVX2__)
-    __m256i acc[STRIP / 8], half = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
-    for (int s = 0; s < STRIP / 8; s++) acc[s] = _mm256_setzero_si256();
-    for (long i = 0; i < steps; i++, panel += 4 * STRIP) {
-        int32_t four[2];
-        memcpy(four, x + 8 * i, 8);
-        __m256i first = _mm256_set1_epi32(four[0]), second = _mm256_set1_epi32(four[1]);
-        for (int s = 0; s < STRIP / 8; s++) { /* four products of at most 15 * 127 fit in 16 bits */
+    __m256i acc[HEAD_ROWS][STRIP / 8], half = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
+    for (int r = 0; r < rows; r++)
+        for (int s = 0; s < STRIP / 8; s++) acc[r][s] = _mm256_setzero_si256();
+    for (long i = 0; i < steps; i++, panel += 4 * STRIP)
+        for (int s = 0; s < STRIP / 8; s++) {
+            __builtin_prefetch(panel + 32 * s + AHEAD);
             __m256i both = _mm256_loadu_si256((const void *)(panel + 32 * s));
-            __m256i high = _mm256_and_si256(_mm256_srli_epi16(both, 4), half);
-            __m256i pairs = _mm256_add_epi16(_mm256_maddubs_epi16(_mm256_and_si256(both, half), first), _mm256_maddubs_epi16(high, second));
-            acc[s] = _mm256_add_epi32(acc[s], _mm256_madd_epi16(pairs, ones));
+            __m256i low = _mm256_and_si256(both, half), high = _mm256_and_si256(_mm256_srli_epi16(both, 4), half);
+            for (int r = 0; r < rows; r++) { /* four products of at most 15 * 127 fit in 16 bits */
+                int32_t four[2];
+                memcpy(four, x + r * stride + 8 * i, 8);
+                __m256i first = _mm256_maddubs_epi16(low, _mm256_set1_epi32(four[0]));
+                __m256i second = _mm256_maddubs_epi16(high, _mm256_set1_epi32(four[1]));
+                acc[r][s] = _mm256_add_epi32(acc[r][s], _mm256_madd_epi16(_mm256_add_epi16(first, second), ones));
+            }
         }
-    }
-    for (int s = 0; s < STRIP / 8; s++) _mm256_storeu_si256((void *)(sums + 8 * s), acc[s]);
+    for (int r = 0; r < rows; r++)
+        for (int s = 0; s < STRIP / 8; s++) _mm256_storeu_si256((void *)(sums + r * STRIP + 8 * s), acc[r][s]);
 #else
     memset(sums, 0, STRIP * sizeof *sums);
     for (long i = 0; i < steps; i++, panel += 4 * STRIP, x += 8)
@@ -180,6 +186,8 @@ void head_top(const struct head *head, const float *x, long rows, long k, int64_
                 case 1: score(1, from, steps * 8, panel, steps, sums); break;
 #if HEAD_ROWS > 1
                 case 2: score(2, from, steps * 8, panel, steps, sums); break;
+#endif
+#if HEAD_ROWS > 2
                 case 3: score(3, from, steps * 8, panel, steps, sums); break;
                 case 4: score(4, from, steps * 8, panel, steps, sums); break;
 #endif

@@ -51,21 +51,28 @@ def test_kernel_and_torch_draft_the_same_trees_alone_and_together(monkeypatch, o
 @pytest.mark.thorough
 @pytest.mark.skipif(cpu_kernels() is None, reason="no C compiler here")
 @pytest.mark.parametrize(
-    ("kind", "options"),
+    ("kind", "options", "expected"),
     [
-        ("eagle3", {}),
-        ("eagle3", {"num_hidden_layers": 2, "sliding_window": 7, "norm_output": True, "qk_norm": True}),
-        ("mtp", {"qk_norm": True}),
+        ("eagle3", {}, "run run trees"),
+        ("eagle3", {"num_hidden_layers": 2, "sliding_window": 7, "norm_output": True, "qk_norm": True}, "run run trees"),
+        ("eagle3", {"norm_before_residual": True}, "run run trees"),
+        ("mtp", {"qk_norm": True}, "run run trees"),
+        ("mtp", {"modules": 2, "train_head": False}, "run run run run run"),
+        ("eagle1", {"fc_bias": True, "ttt_steps": 4}, "run run trees"),
+        ("peagle", {}, "run run run"),
+        ("dflash", {"block_size": 5, "num_hidden_layers": 2}, "context context run"),
+        ("dflash", {"block_size": 5, "sliding_window": 8, "qk_norm": True}, "context context run"),
     ],
     ids=str,
 )
-def test_the_kernel_for_a_depth_is_the_one_forward(monkeypatch, kind, options):
+def test_the_kernel_for_a_depth_is_the_one_forward(monkeypatch, kind, options, expected):
     calls = []
-    run = DraftStep.run
-    monkeypatch.setattr(DraftStep, "run", lambda *args: calls.append(1) or run(*args))
+    for name in ("run", "trees", "store_context"):
+        function, word = getattr(DraftStep, name), name.removeprefix("store_")
+        monkeypatch.setattr(DraftStep, name, lambda *args, f=function, word=word: calls.append(word) or f(*args))
     target = make_target(hidden=64)
     check_parity(lambda: make_kind(kind, target, torch.arange(40, 240), shake=True, **options), target)
-    assert len(calls) == 2 + 3, "both times that tokens were committed, and three depths"
+    assert " ".join(calls) == expected, "both times that tokens were committed, and the tree"
     drafter = make_kind(kind, target, torch.arange(40, 240), shake=True, **options)
     drafter.pack()
     check_lossless(drafter, target)
