@@ -44,9 +44,9 @@ class _Draft(ctypes.Structure):
     _fields_ = [
         ("layers", ctypes.c_void_p),
         *fields(
-            "project",
+            "project fuse",
             "embed_norm state_norm norm project_bias",
-            "count embed_width hidden returns_normed residual_normed",
+            "count embed_width hidden returns_normed residual_normed features",
         ),
         ("eps", ctypes.c_float),
     ]
@@ -155,6 +155,8 @@ class DraftWeights:
     # [h, embed_width + h], joined input to a state; None if the first layer reads it joined
     project: Tensor | None = None
     project_bias: Tensor | None = None  # [h]
+    fuse: Tensor | None = None  # [h, f * target h], features to the state that depth 0 reads; None: they are the state
+    reads_features: bool = True  # `fuse` is all that happens to features
     returns_normed: bool = False  # the next depth reads the output behind `norm`
     residual_normed: bool = False  # the first layer's residual is the state behind `state_norm`
 
@@ -226,16 +228,20 @@ class DraftStep:
                     f"layer {i} maps {layer.width} to {layer.hidden}, heads {form}; {reads} to {h} expected"
                 )
         sizes: dict[str, tuple[int, ...]] = {"project": (h, joined), "project_bias": (h,), "norm": (h,)}
-        sizes |= {"embed_norm": (weights.embed_width,), "state_norm": (h,)}
+        self.features = h if weights.fuse is None else weights.fuse.shape[1]
+        self.reads_features = weights.reads_features
+        sizes |= {"embed_norm": (weights.embed_width,), "state_norm": (h,), "fuse": (h, self.features)}
         for name, size in sizes.items():
             if (tensor := vars(weights)[name]) is not None:
                 check(name, tensor.contiguous(), size)
         # The context's keys and values begin at a panel of their own.
         self.reads_context = layers[0].heads * layers[0].head_dim % 32 == 0
         addresses = (ctypes.c_void_p * len(layers))(*(layer.address for layer in layers))
-        panels = {} if weights.project is None else {"project": pack_panels(weights.project.detach())}
-        numbers = {"layers": ctypes.addressof(addresses), "count": len(layers)}
-        self._draft, kept = make_struct(_Draft, **(vars(weights) | panels | numbers))
+        content = dict(vars(weights))
+        del content["reads_features"]
+        panels = {name: pack_panels(content[name].detach()) for name in ("project", "fuse") if content[name] is not None}
+        numbers = {"layers": ctypes.addressof(addresses), "count": len(layers), "features": self.features}
+        self._draft, kept = make_struct(_Draft, **(content | panels | numbers))
         self._kept = (layers, addresses, kept)
         self._address = ctypes.addressof(self._draft)
         self._kernels = built_kernels()
@@ -272,6 +278,43 @@ class DraftStep:
             *(own.ctypes.data, plan.address, window, out.data_ptr(), read.data_ptr(), torch.get_num_threads()),
         )
         return out, read
+
+    def read(
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        counts: Sequence[int],
+        lengths: Sequence[int],
+        table: Tensor,
+        tables: tuple[Tensor, Tensor],
+        stores: Sequence[KeyStore],
+        window: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Depth 0 of committed tokens, from the target's features to the roots of the next trees.
+
+        Args:
+            tokens: [n] int64 target ids; features: [n, f * target h] before them, packed.
+            counts: tokens of each sequence, 1 to `OPENED`. lengths: tokens that each store holds.
+            table: [v, embed_width], the target's embedding. tables, stores, window: as in `run`.
+
+        Returns:
+            What the next depth reads, and the head's input, of each sequence's last token, [sequences, h] each.
+        """
+        check("tokens", tokens, (sum(counts),), torch.long)
+        check("features", features, (len(tokens), self.features))
+        check("table", table, (len(table), self.embed_width))
+        if not (1 <= min(counts) <= max(counts) <= OPENED and min(lengths) >= 0 <= window and self.reads_features):
+            raise ValueError(f"counts={list(counts)}, lengths={list(lengths)}, window={window}: 1 to {OPENED}, from 0 on")
+        self._check_places(tables, stores, [length + count for length, count in zip(lengths, counts, strict=True)])
+        places, own = np.array((counts, lengths), dtype=np.int64), _rows(stores)
+        roots = features.new_empty(2, len(counts), self.hidden)
+        begin, size = places.ctypes.data, 8 * len(counts)
+        self._kernels.draft_read(
+            *(self._address, len(counts), begin, begin + size, tokens.data_ptr(), features.data_ptr(), table.data_ptr()),
+            *(tables[0].data_ptr(), tables[1].data_ptr(), own.ctypes.data, window),
+            *(roots.data_ptr(), roots.data_ptr() + roots.stride(0) * 4, torch.get_num_threads()),
+        )
+        return roots[0], roots[1]
 
     def store_context(
         self, states: Tensor, tables: tuple[Tensor, Tensor], stores: Sequence[KeyStore], plan: CpuPlan

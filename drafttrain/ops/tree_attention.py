@@ -196,6 +196,7 @@ class CpuPlan:
     def __init__(self, parts: Sequence[tuple[int, TreeLayout]]):
         rows, begin, node = [], 0, 0
         self.positions, self.ends = 0, list[int]()
+        ancestors, depths = list[int](), list[int]()
         for slot, layout in parts:
             tree = layout.held + layout.count
             if slot < 0 or tree > _KERNEL_TOKENS:
@@ -204,11 +205,13 @@ class CpuPlan:
             begin += layout.count
             node += tree
             self.ends.append(slot + layout.prefix_len + tree)
-            self.positions = max(self.positions, layout.prefix_len + int(layout.tree_depths.max(initial=-1)) + 1)
+            own = layout.tree_depths.tolist()
+            self.positions = max(self.positions, layout.prefix_len + max(own, default=-1) + 1)
+            ancestors += layout.ancestors
+            depths += own
         self.tokens, self.sequences, self.slots = begin, len(rows), max(self.ends, default=0)
         self._parts = np.array(rows, dtype=np.int64)
-        self._ancestors = np.array([bits for _, layout in parts for bits in layout.ancestors], dtype=np.uint64)
-        self._depths = np.concatenate([layout.tree_depths for _, layout in parts]).astype(np.int32)
+        self._ancestors, self._depths = np.array(ancestors, dtype=np.uint64), np.array(depths, dtype=np.int32)
         pointers = self._parts.ctypes.data, len(rows), self._ancestors.ctypes.data, self._depths.ctypes.data
         self._plan = np.array(pointers, dtype=np.uint64)
         self.address: int = self._plan.ctypes.data

@@ -29,6 +29,7 @@ _LAYER_PARTS = {
 _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"}
 _MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _PROOF_TOKENS = 12
+_KNOWN_POSITIONS = 1 << 14  # rotary tables of more are not kept
 # Most tokens of a forward that goes this way. From 33 on MKL's product is faster, but by less than this saves in dispatch.
 NATIVE_ROWS = 64
 
@@ -135,8 +136,23 @@ class _Rotary:
         self.calls: list[tuple[object, ...]] = []
         self.of_layer: list[int] = []
         self.width = 0
+        # Tables that depend on a position alone, not on the highest one of a forward, are computed once.
+        kinds = getattr(module, "rope_type", "dynamic")
+        kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+        self._fixed = all(kind in ("default", "linear", "llama3", "yarn") for kind in kinds)
+        self._known: Tables = []
 
     def tables(self, hidden: Tensor, position_ids: Tensor) -> Tables:
+        end = int(position_ids.max()) + 1
+        if not self._fixed or end > _KNOWN_POSITIONS:
+            return self._compute(hidden, position_ids)
+        known = self._known  # another thread may replace the tables by shorter ones
+        if not known or len(known[0][0]) < end:
+            places = torch.arange(max(256, 1 << end.bit_length()), device=position_ids.device)[None]
+            known = self._known = self._compute(hidden, places)
+        return [(cosine[position_ids[0]], sine[position_ids[0]]) for cosine, sine in known]
+
+    def _compute(self, hidden: Tensor, position_ids: Tensor) -> Tables:
         pairs = (self.module(hidden, position_ids, *extra) for extra in self.calls)
         return [(cosine[0].contiguous(), sine[0].contiguous()) for cosine, sine in pairs]
 

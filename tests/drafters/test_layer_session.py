@@ -53,13 +53,13 @@ def test_kernel_and_torch_draft_the_same_trees_alone_and_together(monkeypatch, o
 @pytest.mark.parametrize(
     ("kind", "options", "expected"),
     [
-        ("eagle3", {}, "run run trees"),
-        ("eagle3", {"num_hidden_layers": 2, "sliding_window": 7, "norm_output": True, "qk_norm": True}, "run run trees"),
-        ("eagle3", {"norm_before_residual": True}, "run run trees"),
-        ("mtp", {"qk_norm": True}, "run run trees"),
-        ("mtp", {"modules": 2, "train_head": False}, "run run run run run"),
-        ("eagle1", {"fc_bias": True, "ttt_steps": 4}, "run run trees"),
-        ("peagle", {}, "run run run"),
+        ("eagle3", {}, "read read trees"),
+        ("eagle3", {"num_hidden_layers": 2, "sliding_window": 7, "norm_output": True, "qk_norm": True}, "read read trees"),
+        ("eagle3", {"norm_before_residual": True, "fc_norm": True}, "run run trees"),
+        ("mtp", {"qk_norm": True}, "read read trees"),
+        ("mtp", {"modules": 2, "train_head": False}, "read read run run run"),
+        ("eagle1", {"fc_bias": True, "ttt_steps": 4}, "read read trees"),
+        ("peagle", {}, "read read run"),
         ("dflash", {"block_size": 5, "num_hidden_layers": 2}, "context context run"),
         ("dflash", {"block_size": 5, "sliding_window": 8, "qk_norm": True}, "context context run"),
     ],
@@ -67,7 +67,7 @@ def test_kernel_and_torch_draft_the_same_trees_alone_and_together(monkeypatch, o
 )
 def test_the_kernel_for_a_depth_is_the_one_forward(monkeypatch, kind, options, expected):
     calls = []
-    for name in ("run", "trees", "store_context"):
+    for name in ("read", "run", "trees", "store_context"):
         function, word = getattr(DraftStep, name), name.removeprefix("store_")
         monkeypatch.setattr(DraftStep, name, lambda *args, f=function, word=word: calls.append(word) or f(*args))
     target = make_target(hidden=64)

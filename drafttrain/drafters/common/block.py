@@ -29,7 +29,8 @@ from drafttrain.batch import Attend, Part, StepOutput, TokenTree, anchors_by_dep
 from drafttrain.drafters.base import Samplers, Specs, StepInputs, Tensors
 from drafttrain.drafters.common import starts
 from drafttrain.drafters.common.configs import BlockConfig
-from drafttrain.drafters.common.layer_model import LayerSession, attend_packed
+from drafttrain.drafters.common.layer_model import attend_packed
+from drafttrain.drafters.common.layer_session import LayerSession
 from drafttrain.drafters.common.layers import KERNEL_ROWS, DraftLayer, RMSNorm, kernel_of, moved, plan_of
 from drafttrain.drafters.common.static_draft import DraftPlaces, SlotAttention
 from drafttrain.drafters.common.tensor_growth import Ask

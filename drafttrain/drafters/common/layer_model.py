@@ -17,21 +17,21 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafttrain.batch import Attend, Batch, Part, StepOutput, TokenTree, anchors_by_depth, sums_by_depth
-from drafttrain.drafters.base import Drafter, JointSession, Samplers, Specs, StepInputs, Tensors
-from drafttrain.drafters.common.layers import KERNEL_ROWS, CacheShape, DraftLayer, kernel_of, moved, plan_of
-from drafttrain.drafters.common.static_draft import DraftPlaces, DraftSteps, SlotAttention
+from drafttrain.drafters.base import Samplers, Specs, StepInputs, Tensors
+from drafttrain.drafters.common.layer_session import LayerSession
+from drafttrain.drafters.common.layers import KERNEL_ROWS, DraftLayer, kernel_of, moved, plan_of
+from drafttrain.drafters.common.static_draft import DraftPlaces, SlotAttention
 from drafttrain.drafters.common.tensor_growth import Ask
 from drafttrain.drafters.common.trainable import DecoderDrafter
 from drafttrain.drafters.common.tree_growth import GrowingTree, Likeliest, Logits, grow_trees, rows_of, tree_shape, widest
 from drafttrain.losses import SharedHead, TargetRows, linear_divergence
-from drafttrain.ops.cpu_draft import OPENED, DraftHead, DraftStep, DraftWeights, KeyStore
+from drafttrain.ops.cpu_draft import OPENED, DraftHead, DraftStep, DraftWeights
 from drafttrain.ops.packing import PackedLinear
 from drafttrain.ops.path_attention import PathAttention
-from drafttrain.ops.tree_attention import LONGEST_PREFIX, TreeLayout, tree_attention
+from drafttrain.ops.tree_attention import LONGEST_PREFIX, TreeLayout
 
 Layouts = Sequence[TreeLayout]
 
@@ -43,7 +43,7 @@ class Split(NamedTuple):
     anchors: Tensor
 
 
-Sessions = Sequence["LayerSession"]
+Sessions = Sequence[LayerSession]
 
 
 class LayerDrafter(DecoderDrafter):
@@ -302,18 +302,37 @@ class LayerDrafter(DecoderDrafter):
         """One step over the new tokens of all sessions; only each last token needs an output, the root of the next tree."""
         if (steps := sessions[0].steps) is not None and steps.read(sessions, tokens, features):
             return
+        roots, reads = self._kernel_read(sessions, tokens, features) or self._read(sessions, tokens, features)
+        for row, (session, own) in enumerate(zip(sessions, tokens, strict=True)):
+            session.root, session.read = roots[row : row + 1], reads[row : row + 1]
+            session.length += len(own)
+
+    def _read(self, sessions: Sessions, tokens: Tensors, features: Tensors) -> tuple[Tensor, Tensor]:
+        """Outputs of `step` and of `read_out` at each session's last token, [sessions, h]."""
         new = [TreeLayout(session.length, count=len(own)) for session, own in zip(sessions, tokens, strict=True)]
         inputs = self.fuse(cat(features)), self.embed(cat(tokens))  # [t, h], [t, target h]
         made = self.kernel_step(sessions, new, *inputs)
         if made is not None:
-            ends = [end - 1 for end in accumulate(layout.count for layout in new)]
-            roots, reads = made if len(inputs[0]) == len(ends) else (part[ends] for part in made)  # [sessions, h]
-        else:
-            roots = self.packed_step(sessions, new, *inputs, ends=True)
-            reads = self.read_out(roots)
-        for row, (session, layout) in enumerate(zip(sessions, new, strict=True)):
-            session.root, session.read = roots[row : row + 1], reads[row : row + 1]
-            session.length += layout.count
+            ends = torch.tensor([end - 1 for end in accumulate(layout.count for layout in new)])
+            return made[0][ends], made[1][ends]
+        roots = self.packed_step(sessions, new, *inputs, ends=True)
+        return roots, self.read_out(roots)
+
+    def _kernel_read(
+        self, sessions: Sessions, tokens: Tensors, features: Tensors
+    ) -> tuple[Tensor, Tensor] | None:
+        """`_read` by one kernel call; None where it does not apply."""
+        table, lengths = self.embed_table, [session.length for session in sessions]
+        if not self.draft_steps or table is None or max(lengths) > LONGEST_PREFIX:
+            return None
+        step, counts = self.draft_steps[0], [len(own) for own in tokens]
+        if not step.reads_features or sum(counts) > KERNEL_ROWS:
+            return None
+        ends = [length + count for length, count in zip(lengths, counts, strict=True)]
+        read = cat(features).to(table.dtype).contiguous()
+        stores = [session.store_of(end, read) for session, end in zip(sessions, ends, strict=True)]
+        tables, window = self.rotary.up_to(max(ends)), self.cache_shape.window
+        return step.read(cat(tokens), read, counts, lengths, table, tables, stores, window)
 
     @torch.no_grad()
     def propose_all(self, sessions: Sessions, specs: Specs, samplers: Samplers) -> list[TokenTree]:
@@ -423,74 +442,3 @@ def attend_packed(attends: Sequence[Attend], queries: Sequence[int], keys: Seque
         return cat([own(*part) for own, *part in parts])
 
     return attend
-
-
-class LayerSession(JointSession):
-    """One sequence's cache: per layer, keys and values [kv_heads, capacity, e] of committed positions, then of this round's
-    nodes in the order they were opened.
-
-    Attributes:
-        length: committed positions. root: [1, h] output at the last committed token, from the first `extend` on.
-        read: [1, h] input of the head there; None if not computed.
-    """
-
-    def __init__(self, drafter: Drafter, shape: CacheShape, max_length: int):
-        self.drafter, self.shape, self.capacity = drafter, shape, max_length
-        self.layers: list[tuple[Tensor, Tensor]] = []  # allocated when the first key shows dtype and device
-        self.length = 0
-        self.read: Tensor | None = None
-        self._store: KeyStore | None = None  # of the present buffers
-
-    @property
-    def held(self) -> int:
-        return self.length
-
-    def advance(self, count: int) -> None:
-        self.length += count
-        self.read = None
-
-    def place(self, steps: DraftSteps, row: int) -> None:
-        super().place(steps, row)
-        self.capacity = steps.cache.capacity
-        both = [steps.cache.by_row(layer) for layer in range(self.shape.layers)]
-        self.layers, self._store = [(keys[row], values[row]) for keys, values in both], None
-
-    def attend(self, layer: int, layout: TreeLayout, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Stores a layer's new keys and values [m, kv_heads, e] and attends with queries [n, heads, e] of the last n of those
-        tokens over the keys that `layout` selects. Returns [n, heads * e].
-        """
-        end, window = layout.prefix_len + layout.held + layout.count, self.shape.window or None
-        keys, values = self.buffers(layer, end, key)
-        scaling, plan = query.shape[-1] ** -0.5, layout.plan
-        if key.shape[0] == layout.count and plan is not None and plan.serves(query, keys, values):
-            new = (key, value)
-            out = plan.attend(query, keys, values, new=new, softcap=None, sinks=None, scaling=scaling, window=window)
-            return out.view(layout.count, -1)
-        self.store(layer, end - key.shape[0], key, value)
-        each = query.transpose(0, 1)[None], keys[None, :, :end], values[None, :, :end]  # [1, heads, n, e], ...
-        out = tree_attention(*each, layout, scaling=scaling, window=window)
-        return out[0].transpose(0, 1).reshape(layout.count, -1)
-
-    def buffers(self, layer: int, end: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values [kv_heads, capacity, e], with at least `end` slots: trees may exceed the longest sequence."""
-        if not self.layers:
-            shape = (self.shape.kv_heads, self.capacity, self.shape.head_dim)
-            self.layers = [(like.new_empty(shape), like.new_empty(shape)) for _ in range(self.shape.layers)]
-        if end > self.capacity:
-            more = (0, 0, 0, end - self.capacity)
-            self.layers = [(F.pad(keys, more), F.pad(values, more)) for keys, values in self.layers]
-            self.capacity, self._store = end, None
-        return self.layers[layer]
-
-    def store_of(self, end: int, like: Tensor) -> KeyStore:
-        """The buffers of all layers for a CPU kernel, with at least `end` slots."""
-        if self._store is None or end > self.capacity:
-            self.buffers(0, end, like)
-            self._store = KeyStore(self.layers)
-        return self._store
-
-    def store(self, layer: int, start: int, key: Tensor, value: Tensor) -> None:
-        """Writes a layer's keys and values [m, kv_heads, e] to slots from `start` on."""
-        end = start + key.shape[0]
-        for buffer, new in zip(self.buffers(layer, end, key), (key, value), strict=True):
-            buffer[:, start:end] = new.transpose(0, 1)

@@ -123,6 +123,8 @@ class Eagle3(LayerDrafter):
             norm=self.norm.weight,
             returns_normed=config.norm_output,
             residual_normed=config.norm_before_residual,
+            fuse=self.fc.weight,
+            reads_features=not config.fc_norm,
         )
 
     def fuse(self, features: Tensor) -> Tensor:

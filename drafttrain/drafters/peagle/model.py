@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from drafttrain.batch import Batch, TokenTree, anchors_by_depth
 from drafttrain.drafters.base import Samplers, Source, Specs
-from drafttrain.drafters.common.layer_model import LayerSession
+from drafttrain.drafters.common.layer_session import LayerSession
 from drafttrain.drafters.common.static_draft import DraftPlaces
 from drafttrain.drafters.common.tensor_growth import Ask
 from drafttrain.drafters.common.tree_growth import GrowingTree, Logits, grow_trees, rows_of, widest
