@@ -6,7 +6,8 @@
 Parts: target (body), head, draft steps (the drafter's forward while a tree grows), tree building (what else proposing
 takes: top-k, choosing nodes), extend (the drafter reads what was committed), verify (with sampling), commit (moving the
 accepted keys), snapshot (copies of a model's own cache, and the forwards that move them on), rest (Python around it).
-Milliseconds are means over all rounds after the prefill. `python` is a round's time outside the CPU kernels, over all parts.
+Milliseconds are means over all rounds after the prefill. `python` is the part of them outside the CPU kernels, whose sum has a
+median over the rounds: a sequence's first round also reads its prompt.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections import defaultdict
+from statistics import median
 from typing import Any
 
 from benchmark import result_path, write_result
@@ -87,7 +89,9 @@ def profile(target: Target, drafter: Any, spec: str, sampling: SamplingParams, p
     owned = [(target, "forward", "target"), (target, "head", "head")]
     stepping = drafter.main if isinstance(drafter, CombinedDrafter) else drafter
     if isinstance(stepping, LayerDrafter):
-        owned += [(stepping, name, "draft steps") for name in ("packed_step", "kernel_step", "_kernel_trees")]
+        owned += [
+            (stepping, name, "draft steps") for name in ("packed_step", "kernel_step", "_kernel_read", "_kernel_trees")
+        ]
     parts.wrap(engine.Engine, "_draft", "tree building")
     parts.wrap(engine.Engine, "_read_pending", "extend")
     parts.wrap(engine, "verify_batch", "verify")
@@ -98,16 +102,19 @@ def profile(target: Target, drafter: Any, spec: str, sampling: SamplingParams, p
     inner = engine.Engine.round
 
     def timed_round(self: Any) -> Any:
-        parts.on = True
+        parts.on, kernel_seconds = True, sum(parts.kernels.values())
         began = time.perf_counter()
         news = list(inner(self))
         if news:
-            parts.seconds["round"] += time.perf_counter() - began
+            spent = time.perf_counter() - began
+            parts.seconds["round"] += spent
+            python.append(spent - (sum(parts.kernels.values()) - kernel_seconds))
         parts.on = False
         return iter(news)
 
     engine.Engine.round = timed_round  # type: ignore[method-assign]
     tokens = rounds = 0
+    python: list[float] = []  # seconds outside the kernels of each round
     try:
         for prompt in prompts:
             stats = generate(
@@ -129,7 +136,10 @@ def profile(target: Target, drafter: Any, spec: str, sampling: SamplingParams, p
     parts.kernels["all"] = sum(parts.kernels.values())
     return {
         "ms_per_round": {**{part: round(ms, 3) for part, ms in means.items()}, "all": round(whole, 3)},
-        "python": {part: round(ms - 1000 * parts.kernels[part] / rounds, 3) for part, ms in (*means.items(), ("all", whole))},
+        "python": {
+            part: round(ms - 1000 * parts.kernels[part] / rounds, 3) for part, ms in (*means.items(), ("all", whole))
+        },
+        "python_median": round(1000 * median(python), 3),
         "accepted_length": round(tokens / rounds, 3),
         "ms_per_token": round(whole * rounds / tokens, 3),
     }

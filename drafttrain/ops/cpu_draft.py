@@ -177,7 +177,9 @@ class KeyStore:
             if buffer.shape != first.shape or buffer.stride() != (first.stride(0), e, 1):
                 raise ValueError(f"keys and values have shape {list(buffer.shape)} and strides {buffer.stride()}")
         self._kept = layers
-        self._pointers = np.array([[part.data_ptr() for part in parts] for parts in zip(*layers, strict=True)], np.uint64)
+        self._pointers = np.array(
+            [[part.data_ptr() for part in parts] for parts in zip(*layers, strict=True)], np.uint64
+        )
         begin, row = self._pointers.ctypes.data, self._pointers.strides[0]
         self.count, self.row = len(layers), (begin, begin + row, first.stride(0))  # struct store of cpu_draft.c
 
@@ -239,7 +241,9 @@ class DraftStep:
         addresses = (ctypes.c_void_p * len(layers))(*(layer.address for layer in layers))
         content = dict(vars(weights))
         del content["reads_features"]
-        panels = {name: pack_panels(content[name].detach()) for name in ("project", "fuse") if content[name] is not None}
+        panels = {
+            name: pack_panels(content[name].detach()) for name in ("project", "fuse") if content[name] is not None
+        }
         numbers = {"layers": ctypes.addressof(addresses), "count": len(layers), "features": self.features}
         self._draft, kept = make_struct(_Draft, **(content | panels | numbers))
         self._kept = (layers, addresses, kept)
@@ -304,13 +308,23 @@ class DraftStep:
         check("features", features, (len(tokens), self.features))
         check("table", table, (len(table), self.embed_width))
         if not (1 <= min(counts) <= max(counts) <= OPENED and min(lengths) >= 0 <= window and self.reads_features):
-            raise ValueError(f"counts={list(counts)}, lengths={list(lengths)}, window={window}: 1 to {OPENED}, from 0 on")
+            raise ValueError(
+                f"counts={list(counts)}, lengths={list(lengths)}, window={window}: 1 to {OPENED}, from 0 on"
+            )
         self._check_places(tables, stores, [length + count for length, count in zip(lengths, counts, strict=True)])
         places, own = np.array((counts, lengths), dtype=np.int64), _rows(stores)
         roots = features.new_empty(2, len(counts), self.hidden)
         begin, size = places.ctypes.data, 8 * len(counts)
         self._kernels.draft_read(
-            *(self._address, len(counts), begin, begin + size, tokens.data_ptr(), features.data_ptr(), table.data_ptr()),
+            *(
+                self._address,
+                len(counts),
+                begin,
+                begin + size,
+                tokens.data_ptr(),
+                features.data_ptr(),
+                table.data_ptr(),
+            ),
             *(tables[0].data_ptr(), tables[1].data_ptr(), own.ctypes.data, window),
             *(roots.data_ptr(), roots.data_ptr() + roots.stride(0) * 4, torch.get_num_threads()),
         )
@@ -379,7 +393,9 @@ class DraftStep:
 
     def _check(self, tables: tuple[Tensor, Tensor], stores: Sequence[KeyStore], plan: CpuPlan, window: int) -> None:
         if plan.sequences != len(stores) or window < 0:
-            raise ValueError(f"sequences={plan.sequences}, stores={len(stores)}, window={window}: must be equal, and from 0 on")
+            raise ValueError(
+                f"sequences={plan.sequences}, stores={len(stores)}, window={window}: must be equal, and from 0 on"
+            )
         self._check_places(tables, stores, plan.ends)
 
     def _check_places(self, tables: tuple[Tensor, Tensor], stores: Sequence[KeyStore], ends: Sequence[int]) -> None:

@@ -66,7 +66,9 @@ class _Layer(ctypes.Structure):
     ]
 
 
-def make_struct(kind: type[ctypes.Structure], **content: Tensor | float | None) -> tuple[ctypes.Structure, list[Tensor]]:
+def make_struct(
+    kind: type[ctypes.Structure], **content: Tensor | float | None
+) -> tuple[ctypes.Structure, list[Tensor]]:
     """A C struct with numbers and pointers to tensors, and the tensors, which must outlive it."""
     names = {field[0] for field in kind._fields_}
     kept = {name: value.detach().contiguous() for name, value in content.items() if isinstance(value, Tensor)}

@@ -54,7 +54,11 @@ def test_kernel_and_torch_draft_the_same_trees_alone_and_together(monkeypatch, o
     ("kind", "options", "expected"),
     [
         ("eagle3", {}, "read read trees"),
-        ("eagle3", {"num_hidden_layers": 2, "sliding_window": 7, "norm_output": True, "qk_norm": True}, "read read trees"),
+        (
+            "eagle3",
+            {"num_hidden_layers": 2, "sliding_window": 7, "norm_output": True, "qk_norm": True},
+            "read read trees",
+        ),
         ("eagle3", {"norm_before_residual": True, "fc_norm": True}, "run run trees"),
         ("mtp", {"qk_norm": True}, "read read trees"),
         ("mtp", {"modules": 2, "train_head": False}, "read read run run run"),

@@ -105,7 +105,9 @@ def test_training_step_k_is_what_the_decoder_computes_at_depth_k(target, kind, o
 
 def all_logits(made):
     """Logits [n, d] of a prediction that may be the top d tokens."""
-    return torch.zeros_like(made.log_probs).scatter_(1, made.ids, made.log_probs) if isinstance(made, Likeliest) else made
+    return (
+        torch.zeros_like(made.log_probs).scatter_(1, made.ids, made.log_probs) if isinstance(made, Likeliest) else made
+    )
 
 
 def test_depth_k_is_aligned_with_the_target_two_tokens_beyond_the_anchor(target):

@@ -307,7 +307,9 @@ class BlockDrafter(DecoderDrafter):
         starts = [session.length for session in sessions]
         context = self.fuse(torch.cat(list(features)))
         if not self._kernel_context(sessions, sizes, context):
-            positions = torch.cat([torch.arange(begin, begin + size) for begin, size in zip(starts, sizes, strict=True)])
+            positions = torch.cat(
+                [torch.arange(begin, begin + size) for begin, size in zip(starts, sizes, strict=True)]
+            )
             cos, sin = self.rotary.tables(positions.to(context.device), context.dtype)
             for i, layer in enumerate(self.decoder_layers):
                 parts = (new.split(sizes) for new in layer.self_attn.keys_values(context, cos, sin))

@@ -26,7 +26,15 @@ from drafttrain.drafters.common.layers import KERNEL_ROWS, DraftLayer, kernel_of
 from drafttrain.drafters.common.static_draft import DraftPlaces, SlotAttention
 from drafttrain.drafters.common.tensor_growth import Ask
 from drafttrain.drafters.common.trainable import DecoderDrafter
-from drafttrain.drafters.common.tree_growth import GrowingTree, Likeliest, Logits, grow_trees, rows_of, tree_shape, widest
+from drafttrain.drafters.common.tree_growth import (
+    GrowingTree,
+    Likeliest,
+    Logits,
+    grow_trees,
+    rows_of,
+    tree_shape,
+    widest,
+)
 from drafttrain.losses import SharedHead, TargetRows, linear_divergence
 from drafttrain.ops.cpu_draft import OPENED, DraftHead, DraftStep, DraftWeights
 from drafttrain.ops.packing import PackedLinear
@@ -34,6 +42,7 @@ from drafttrain.ops.path_attention import PathAttention
 from drafttrain.ops.tree_attention import LONGEST_PREFIX, TreeLayout
 
 Layouts = Sequence[TreeLayout]
+
 
 class Split(NamedTuple):
     """A depth's tokens and anchors among the processes that share the rows: flat positions [t] and [tq], of all of them."""
@@ -59,7 +68,9 @@ class LayerDrafter(DecoderDrafter):
 
     static = True
     lm_head: nn.Linear
-    draft_steps: tuple[DraftStep, ...] = ()  # CPU kernels that compute `step` and `read_out`, of each depth that differs
+    draft_steps: tuple[
+        DraftStep, ...
+    ] = ()  # CPU kernels that compute `step` and `read_out`, of each depth that differs
 
     @property
     def head(self) -> nn.Linear | PackedLinear:
@@ -318,9 +329,7 @@ class LayerDrafter(DecoderDrafter):
         roots = self.packed_step(sessions, new, *inputs, ends=True)
         return roots, self.read_out(roots)
 
-    def _kernel_read(
-        self, sessions: Sessions, tokens: Tensors, features: Tensors
-    ) -> tuple[Tensor, Tensor] | None:
+    def _kernel_read(self, sessions: Sessions, tokens: Tensors, features: Tensors) -> tuple[Tensor, Tensor] | None:
         """`_read` by one kernel call; None where it does not apply."""
         table, lengths = self.embed_table, [session.length for session in sessions]
         if not self.draft_steps or table is None or max(lengths) > LONGEST_PREFIX:

@@ -205,7 +205,9 @@ class PathHeads(TrainableDrafter):
         if steps is not None and (static := steps.propose(sessions, specs, samplers)) is not None:
             return static
         width = widest(specs)
-        first = self.predict(torch.cat([session.root for session in sessions]), 0, width)  # [sessions, d], or top tokens
+        first = self.predict(
+            torch.cat([session.root for session in sessions]), 0, width
+        )  # [sessions, d], or top tokens
         trees = [
             GrowingTree(spec, rows_of(first, row), self.kept_ids, sampler, self.depths, row, session.root)
             for row, (session, spec, sampler) in enumerate(zip(sessions, specs, samplers, strict=True))
