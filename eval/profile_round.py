@@ -89,9 +89,10 @@ def profile(target: Target, drafter: Any, spec: str, sampling: SamplingParams, p
     owned = [(target, "forward", "target"), (target, "head", "head")]
     stepping = drafter.main if isinstance(drafter, CombinedDrafter) else drafter
     if isinstance(stepping, LayerDrafter):
-        owned += [
-            (stepping, name, "draft steps") for name in ("packed_step", "kernel_step", "_kernel_read", "_kernel_trees")
-        ]
+        owned += [(stepping, name, "draft steps") for name in ("packed_step", "kernel_step")]
+    calls = {name: getattr(layer_model, name) for name in ("read_by_kernel", "grow_by_kernel")}
+    for name in calls:
+        parts.wrap(layer_model, name, "draft steps")
     parts.wrap(engine.Engine, "_draft", "tree building")
     parts.wrap(engine.Engine, "_read_pending", "extend")
     parts.wrap(engine, "verify_batch", "verify")
@@ -125,6 +126,8 @@ def profile(target: Target, drafter: Any, spec: str, sampling: SamplingParams, p
         for owner, name, method in saved:
             setattr(owner, name, method)
         engine.verify_batch = verify
+        for name, function in calls.items():
+            setattr(layer_model, name, function)
         for name, function in kernels.items():
             if function is not None:
                 setattr(cpu_kernels(), name, function)

@@ -21,10 +21,11 @@ from torch import Tensor
 from drafttrain.ops.cpu_layers import DecoderLayer, fields, make_struct
 from drafttrain.ops.native import built_kernels
 from drafttrain.ops.packing import PackedLinear, check, pack_panels
-from drafttrain.ops.tree_attention import CpuPlan
+from drafttrain.ops.tree_attention import CpuPlan, TreeLayout
 
 _STRIP = 64  # as in cpu_draft.c
 _LEVELS = 15  # highest of the integers that weights are rounded to
+KERNEL_ROWS = 64  # most tokens of a draft step by these kernels; torch is as fast for more
 OPENED = 64  # most tokens of a tree whose children are drafted, the root included
 
 
@@ -413,3 +414,16 @@ class DraftStep:
 def _rows(stores: Sequence[KeyStore]) -> np.ndarray:
     """[sequences] struct store."""
     return np.array([store.row for store in stores], dtype=np.int64)
+
+
+def kernel_of(layers: Sequence[DecoderLayer | None], weights: DraftWeights | None) -> DraftStep | None:
+    """The kernel of packed layers and what surrounds them; None where the kernels lack a form, of a layer too."""
+    natives = [layer for layer in layers if layer is not None]
+    if weights is None or len(natives) < len(layers) or natives[0].head_dim % 16:
+        return None
+    return DraftStep(natives, weights)
+
+
+def plan_of(layouts: Sequence[TreeLayout]) -> CpuPlan | None:
+    """The kernels' plan of tokens of several sequences, each in buffers of its own; None where torch is faster."""
+    return layouts[0].plan if len(layouts) == 1 else CpuPlan.build([(0, layout) for layout in layouts])

@@ -31,13 +31,13 @@ from drafttrain.drafters.common import starts
 from drafttrain.drafters.common.configs import BlockConfig
 from drafttrain.drafters.common.layer_model import attend_packed
 from drafttrain.drafters.common.layer_session import LayerSession
-from drafttrain.drafters.common.layers import KERNEL_ROWS, DraftLayer, RMSNorm, kernel_of, moved, plan_of
+from drafttrain.drafters.common.layers import DraftLayer, RMSNorm, moved
 from drafttrain.drafters.common.static_draft import DraftPlaces, SlotAttention
 from drafttrain.drafters.common.tensor_growth import Ask
 from drafttrain.drafters.common.trainable import DecoderDrafter
 from drafttrain.drafters.common.tree_growth import GrowingTree, Likeliest, Logits, grow_trees, rows_of, widest
 from drafttrain.losses import TargetRows, linear_divergence
-from drafttrain.ops.cpu_draft import DraftHead, DraftStep, DraftWeights
+from drafttrain.ops.cpu_draft import KERNEL_ROWS, DraftHead, DraftStep, DraftWeights, kernel_of, plan_of
 from drafttrain.ops.packing import PackedLinear
 from drafttrain.ops.path_attention import Spans, block_attention
 from drafttrain.ops.tree_attention import TreeLayout
@@ -161,7 +161,7 @@ class BlockDrafter(DecoderDrafter):
     def pack_depths(self) -> None:
         config = self.config
         weights = DraftWeights(config.hidden_size, 0, config.rms_norm_eps, norm=self.norm.weight)
-        self.draft_step = kernel_of(self.decoder_layers, weights)
+        self.draft_step = kernel_of([layer.native for layer in self.decoder_layers], weights)
 
     def conditional(self, logits: Tensor, reads: Tensor, parents: Tensor) -> Logits:
         """Logits of the children of n nodes.

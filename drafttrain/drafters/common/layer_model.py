@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from drafttrain.batch import Attend, Batch, Part, StepOutput, TokenTree, anchors_by_depth, sums_by_depth
 from drafttrain.drafters.base import Samplers, Specs, StepInputs, Tensors
-from drafttrain.drafters.common.layer_session import LayerSession
-from drafttrain.drafters.common.layers import KERNEL_ROWS, DraftLayer, kernel_of, moved, plan_of
+from drafttrain.drafters.common.layer_session import LayerSession, cat, grow_by_kernel, read_by_kernel
+from drafttrain.drafters.common.layers import DraftLayer, moved
 from drafttrain.drafters.common.static_draft import DraftPlaces, SlotAttention
 from drafttrain.drafters.common.tensor_growth import Ask
 from drafttrain.drafters.common.trainable import DecoderDrafter
@@ -32,14 +32,13 @@ from drafttrain.drafters.common.tree_growth import (
     Logits,
     grow_trees,
     rows_of,
-    tree_shape,
     widest,
 )
 from drafttrain.losses import SharedHead, TargetRows, linear_divergence
-from drafttrain.ops.cpu_draft import OPENED, DraftHead, DraftStep, DraftWeights
+from drafttrain.ops.cpu_draft import KERNEL_ROWS, DraftHead, DraftStep, DraftWeights, kernel_of, plan_of
 from drafttrain.ops.packing import PackedLinear
 from drafttrain.ops.path_attention import PathAttention
-from drafttrain.ops.tree_attention import LONGEST_PREFIX, TreeLayout
+from drafttrain.ops.tree_attention import TreeLayout
 
 Layouts = Sequence[TreeLayout]
 
@@ -91,7 +90,7 @@ class LayerDrafter(DecoderDrafter):
 
     def pack_depths(self) -> None:
         weights = [self.draft_weights(depth) for depth in range(self.own_depths)]
-        made = [kernel_of(self.layers_at(depth), own) for depth, own in enumerate(weights)]
+        made = [kernel_of([layer.native for layer in self.layers_at(depth)], own) for depth, own in enumerate(weights)]
         self.draft_steps = tuple(step for step in made if step is not None)
         if len(self.draft_steps) < len(made):
             self.draft_steps = ()
@@ -313,7 +312,7 @@ class LayerDrafter(DecoderDrafter):
         """One step over the new tokens of all sessions; only each last token needs an output, the root of the next tree."""
         if (steps := sessions[0].steps) is not None and steps.read(sessions, tokens, features):
             return
-        roots, reads = self._kernel_read(sessions, tokens, features) or self._read(sessions, tokens, features)
+        roots, reads = read_by_kernel(self, sessions, tokens, features) or self._read(sessions, tokens, features)
         for row, (session, own) in enumerate(zip(sessions, tokens, strict=True)):
             session.root, session.read = roots[row : row + 1], reads[row : row + 1]
             session.length += len(own)
@@ -329,20 +328,6 @@ class LayerDrafter(DecoderDrafter):
         roots = self.packed_step(sessions, new, *inputs, ends=True)
         return roots, self.read_out(roots)
 
-    def _kernel_read(self, sessions: Sessions, tokens: Tensors, features: Tensors) -> tuple[Tensor, Tensor] | None:
-        """`_read` by one kernel call; None where it does not apply."""
-        table, lengths = self.embed_table, [session.length for session in sessions]
-        if not self.draft_steps or table is None or max(lengths) > LONGEST_PREFIX:
-            return None
-        step, counts = self.draft_steps[0], [len(own) for own in tokens]
-        if not step.reads_features or sum(counts) > KERNEL_ROWS:
-            return None
-        ends = [length + count for length, count in zip(lengths, counts, strict=True)]
-        read = cat(features).to(table.dtype).contiguous()
-        stores = [session.store_of(end, read) for session, end in zip(sessions, ends, strict=True)]
-        tables, window = self.rotary.up_to(max(ends)), self.cache_shape.window
-        return step.read(cat(tokens), read, counts, lengths, table, tables, stores, window)
-
     @torch.no_grad()
     def propose_all(self, sessions: Sessions, specs: Specs, samplers: Samplers) -> list[TokenTree]:
         """One step per depth over the nodes that any of the trees opens."""
@@ -350,7 +335,7 @@ class LayerDrafter(DecoderDrafter):
         if steps is not None and (static := steps.propose(sessions, specs, samplers)) is not None:
             return static
         reads = cat([self.read_out(session.root) if session.read is None else session.read for session in sessions])
-        grown = self._kernel_trees(sessions, specs, reads)
+        grown = grow_by_kernel(self, sessions, specs, reads)
         if grown is not None:
             return grown
         width = widest(specs)
@@ -412,30 +397,6 @@ class LayerDrafter(DecoderDrafter):
 
     def _step_at(self, depth: int) -> DraftStep:
         return self.draft_steps[min(depth, len(self.draft_steps) - 1)]
-
-    def _kernel_trees(self, sessions: Sessions, specs: Specs, reads: Tensor) -> list[TokenTree] | None:
-        """Greedy trees by one kernel call; reads [sessions, h] of the roots. None where it does not apply."""
-        shape, table = tree_shape(specs), self.embed_table
-        if shape is None or table is None or len(self.draft_steps) != 1 or shape.opens > OPENED:
-            return None
-        lengths = [session.length for session in sessions]
-        head = DraftHead.of(self.head)
-        if head is None or max(lengths) > LONGEST_PREFIX:
-            return None
-        stores = [session.store_of(session.length - 1 + shape.opens, reads) for session in sessions]
-        tables = self.rotary.up_to(max(lengths) - 1 + shape.opens)
-        roots, window = cat([session.root for session in sessions]).contiguous(), self.cache_shape.window
-        made = self.draft_steps[0].trees(
-            *(head, shape, table, self.kept_ids, tables, stores, lengths, window, roots, reads.contiguous())
-        )
-        return [
-            TokenTree(torch.from_numpy(tokens), parents, torch.from_numpy(scores)) for tokens, parents, scores in made
-        ]
-
-
-def cat(parts: Sequence[Tensor]) -> Tensor:
-    """Packs the sessions' tensors; no copy for a single session."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def split(packed: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:

@@ -1,15 +1,22 @@
-"""The session of drafters with decoder layers: a cache of keys and values."""
+"""The session of drafters with decoder layers, a cache of keys and values, and what one kernel call computes of sessions."""
 
 from __future__ import annotations
 
-import torch.nn.functional as F
-from torch import Tensor
+from collections.abc import Sequence
+from typing import Protocol
 
-from drafttrain.drafters.base import Drafter, JointSession
-from drafttrain.drafters.common.layers import CacheShape
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drafttrain.batch import TokenTree
+from drafttrain.drafters.base import Drafter, JointSession, Specs, Tensors
+from drafttrain.drafters.common.layers import CacheShape, Rotary
 from drafttrain.drafters.common.static_draft import DraftSteps
-from drafttrain.ops.cpu_draft import KeyStore
-from drafttrain.ops.tree_attention import TreeLayout, tree_attention
+from drafttrain.drafters.common.tree_growth import tree_shape
+from drafttrain.ops.cpu_draft import KERNEL_ROWS, OPENED, DraftHead, DraftStep, KeyStore
+from drafttrain.ops.packing import PackedLinear
+from drafttrain.ops.tree_attention import LONGEST_PREFIX, TreeLayout, tree_attention
 
 
 class LayerSession(JointSession):
@@ -81,3 +88,58 @@ class LayerSession(JointSession):
         end = start + key.shape[0]
         for buffer, new in zip(self.buffers(layer, end, key), (key, value), strict=True):
             buffer[:, start:end] = new.transpose(0, 1)
+
+
+class KernelDrafter(Protocol):
+    """What the functions below read of a `LayerDrafter`."""
+
+    draft_steps: tuple[DraftStep, ...]
+    embed_table: Tensor | None
+    rotary: Rotary
+    cache_shape: CacheShape
+    kept_ids: Tensor
+
+    @property
+    def head(self) -> nn.Linear | PackedLinear: ...
+
+
+def read_by_kernel(
+    drafter: KernelDrafter, sessions: Sequence[LayerSession], tokens: Tensors, features: Tensors
+) -> tuple[Tensor, Tensor] | None:
+    """Depth 0 of committed tokens by one call: outputs of `step` and of `read_out` at each session's last token, [sessions, h].
+    None where it does not apply."""
+    table, lengths = drafter.embed_table, [session.length for session in sessions]
+    if not drafter.draft_steps or table is None or max(lengths) > LONGEST_PREFIX:
+        return None
+    step, counts = drafter.draft_steps[0], [len(own) for own in tokens]
+    if not step.reads_features or sum(counts) > KERNEL_ROWS:
+        return None
+    ends = [length + count for length, count in zip(lengths, counts, strict=True)]
+    read = cat(features).to(table.dtype).contiguous()
+    stores = [session.store_of(end, read) for session, end in zip(sessions, ends, strict=True)]
+    tables, window = drafter.rotary.up_to(max(ends)), drafter.cache_shape.window
+    return step.read(cat(tokens), read, counts, lengths, table, tables, stores, window)
+
+
+def grow_by_kernel(
+    drafter: KernelDrafter, sessions: Sequence[LayerSession], specs: Specs, reads: Tensor
+) -> list[TokenTree] | None:
+    """Greedy trees of one shape by one call; reads [sessions, h]: the head's input at the roots. None where it does not apply."""
+    shape, table, lengths = tree_shape(specs), drafter.embed_table, [session.length for session in sessions]
+    if shape is None or table is None or len(drafter.draft_steps) != 1 or shape.opens > OPENED:
+        return None
+    head = DraftHead.of(drafter.head)
+    if head is None or max(lengths) > LONGEST_PREFIX:
+        return None
+    stores = [session.store_of(session.length - 1 + shape.opens, reads) for session in sessions]
+    tables, window = drafter.rotary.up_to(max(lengths) - 1 + shape.opens), drafter.cache_shape.window
+    roots = cat([session.root for session in sessions]).contiguous()
+    made = drafter.draft_steps[0].trees(
+        *(head, shape, table, drafter.kept_ids, tables, stores, lengths, window, roots, reads.contiguous())
+    )
+    return [TokenTree(torch.from_numpy(tokens), parents, torch.from_numpy(scores)) for tokens, parents, scores in made]
+
+
+def cat(parts: Sequence[Tensor]) -> Tensor:
+    """Packs the sessions' tensors; no copy for a single session."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -15,13 +15,10 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from drafttrain.batch import Attend, Part
 from drafttrain.drafters.common.configs import BlockConfig, LayerConfig
 from drafttrain.files import Json
-from drafttrain.ops.cpu_draft import DraftStep, DraftWeights
 from drafttrain.ops.cpu_layers import DecoderLayer
 from drafttrain.ops.packing import SKINNY_ROWS
-from drafttrain.ops.tree_attention import CpuPlan, TreeLayout
 
 LayerShape = LayerConfig | BlockConfig
-KERNEL_ROWS = 64  # most tokens of a draft step by the CPU kernel; torch is as fast for more
 ANCHORED = 4  # first tokens of a conversation, which `moved` leaves in place
 
 # Activations of the CPU kernels, and whether each is the tanh form of GELU.
@@ -233,16 +230,3 @@ class DraftLayer(nn.Module):
 
     def _transformed(self, state: Tensor) -> Tensor:
         return state + self.mlp(self.post_attention_layernorm(state))
-
-
-def kernel_of(layers: Sequence[DraftLayer], weights: DraftWeights | None) -> DraftStep | None:
-    """The CPU kernel of packed layers and what surrounds them; None where the kernels lack a form."""
-    natives = [layer.native for layer in layers if layer.native is not None]
-    if weights is None or len(natives) < len(layers) or natives[0].head_dim % 16:
-        return None
-    return DraftStep(natives, weights)
-
-
-def plan_of(layouts: Sequence[TreeLayout]) -> CpuPlan | None:
-    """The kernel's plan of tokens of several sequences, each in buffers of its own; None where torch is faster."""
-    return layouts[0].plan if len(layouts) == 1 else CpuPlan.build([(0, layout) for layout in layouts])
