@@ -185,7 +185,7 @@ def widest(specs: Sequence[TreeSpec]) -> int | None:
     """The most top tokens that any node of these trees needs; None if some tokens are drawn, which needs all logits."""
     if any(spec.sampled for spec in specs):
         return None
-    return max(1 + max((max(path) for path in spec.paths), default=spec.top_k - 1) for spec in specs)
+    return max(1, *(1 + max((max(path) for path in spec.paths), default=spec.top_k - 1) for spec in specs))
 
 
 def tree_shape(specs: Sequence[TreeSpec]) -> TreeShape | None:
