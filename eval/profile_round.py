@@ -21,6 +21,7 @@ from typing import Any
 from benchmark import result_path, write_result
 
 from drafttrain.drafters.combined import CombinedDrafter
+from drafttrain.drafters.common import layer_model
 from drafttrain.drafters.common.layer_model import LayerDrafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import load_drafter

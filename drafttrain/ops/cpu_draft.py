@@ -25,7 +25,6 @@ from drafttrain.ops.tree_attention import CpuPlan, TreeLayout
 
 _STRIP = 64  # as in cpu_draft.c
 _LEVELS = 15  # highest of the integers that weights are rounded to
-KERNEL_ROWS = 64  # most tokens of a draft step by these kernels; torch is as fast for more
 OPENED = 64  # most tokens of a tree whose children are drafted, the root included
 
 
@@ -99,7 +98,7 @@ class DraftHead:
     @staticmethod
     def of(linear: object) -> DraftHead | None:
         """The draft head of a packed linear layer, made on first use; None for a layer that the kernels do not serve."""
-        if not isinstance(linear, PackedLinear) or not linear.skinny or linear.bias is not None:
+        if not isinstance(linear, PackedLinear) or not linear.kernel or linear.bias is not None:
             return None
         if linear.draft_head is None:
             linear.draft_head = DraftHead(linear.weight)

@@ -142,9 +142,9 @@ class DecoderLayer:
 
     def round_inputs(self) -> None:
         """From now on bfloat16 weights multiply inputs that are rounded to bfloat16; see `packing.form_of`."""
-        for name, _ in _Layer._fields_:
-            if name.endswith("_format") and getattr(self._layer, name) == FORMATS[torch.bfloat16]:
-                setattr(self._layer, name, BFLOAT16_DOT)
+        for field in _Layer._fields_:
+            if field[0].endswith("_format") and getattr(self._layer, field[0]) == FORMATS[torch.bfloat16]:
+                setattr(self._layer, field[0], BFLOAT16_DOT)
 
     def project(self, x: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The half before the attention: norm, projections, rotation.

@@ -2,7 +2,7 @@
  * this file behind cpu.c.
  *
  * W [out, in] is stored in panels of 32 outputs, so that a core streams one panel from front to back and keeps the sums of a block of
- * rows in registers. A panel is multiplied in chunks that fit a core's first cache, each by all blocks of rows before the next
+ * rows in registers. A panel is multiplied in chunks that fit a core's own caches, each by all blocks of rows before the next
  * one. A row's sums are formed in the order of its inputs by the same instructions whatever the number of rows.
  *
  *     format         panel                                      product
@@ -46,6 +46,7 @@ enum { WIDTH = 4, MAX_ROWS = 3, WHOLE_ROWS = 1, SPLIT = 2 };
 enum { REGISTERS = PANEL / WIDTH };
 
 typedef float reg __attribute__((vector_size(4 * WIDTH)));
+typedef float reg_at __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias)); /* in memory */
 typedef uint32_t reg_words __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t reg_ints __attribute__((vector_size(4 * WIDTH)));
 typedef int8_t reg_bytes __attribute__((vector_size(WIDTH)));
@@ -111,7 +112,7 @@ static inline __attribute__((always_inline)) void multiply(int rows, int registe
     long stride = b->stride, step = b->step;
     for (int r = 0; r < rows; r += 4) x[r / 4] = b->x + r * stride;
     for (int r = 0; r < rows; r++)
-        for (int v = 0; v < registers; v++) memcpy(&sum[r][v], b->tile + r * PANEL + v * WIDTH, sizeof(reg));
+        for (int v = 0; v < registers; v++) sum[r][v] = *(const reg_at *)(b->tile + r * PANEL + v * WIDTH);
     for (long unit = b->units; unit > 0; unit--) {
         __builtin_prefetch(fetch);
         if (format != INT8) __builtin_prefetch(fetch + 64);
@@ -136,7 +137,7 @@ static inline __attribute__((always_inline)) void multiply(int rows, int registe
         for (int r = 0; r < rows; r += 4) x[r / 4] += format == BFLOAT16 ? 8 : 4;
     }
     for (int r = 0; r < rows; r++)
-        for (int v = 0; v < registers; v++) memcpy(b->tile + r * PANEL + v * WIDTH, &sum[r][v], sizeof(reg));
+        for (int v = 0; v < registers; v++) *(reg_at *)(b->tile + r * PANEL + v * WIDTH) = sum[r][v];
 }
 
 #define CASE(R) case R: if (R <= most) multiply(R, registers, format, b); break;
@@ -262,7 +263,7 @@ static char *copy_inputs(const float *x, long rows, long in, int round, long *st
     long size = round ? 2 : 4, padded = (rows + 31) / 32 * 32;
     *stride = ((in + 31) / 32 * 32 + 32) * size; /* no power of two, whose rows would share few lines of the cache */
     char *copy = aligned_alloc(64, padded * *stride);
-#pragma omp parallel for num_threads(threads) if (rows > GROUP)
+#pragma omp parallel for num_threads(threads) if (rows * in > 16384)
     for (long r = 0; r < padded; r++) {
         char *row = copy + r * *stride;
         long done = r < rows ? in : 0;

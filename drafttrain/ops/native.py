@@ -124,10 +124,14 @@ def _chosen_flags() -> tuple[str, ...] | None:
     name = os.environ.get(PATH_VARIABLE, "native")
     if name in ("native", "torch"):
         return ("-march=native",) if name == "native" else None
-    here = [path for path, (_, needs) in PATHS.items() if needs <= set(_processor().split())]
-    if name not in here:
+    if name not in (here := runnable_paths()):
         raise UserError(f"{PATH_VARIABLE}={shown(name)}: this processor has {', '.join(['native', 'torch', *here])}")
     return tuple(PATHS[name].flags.split())
+
+
+def runnable_paths() -> list[str]:
+    """Names of PATHS whose instructions this processor has, the plainest first."""
+    return [path for path, (_, needs) in PATHS.items() if needs <= set(_processor().split())]
 
 
 def kernel_path() -> str:

@@ -63,8 +63,9 @@ class Target:
 
     Attributes:
         name: what the user called it; `path`: what was loaded.
-        dtype: the numeric format of its weights; `compute_dtype`: what it computes in. They differ on CPUs, where bfloat16
-            weights are held and multiplied as float32: always without bfloat16 units, and to decode (`widen`) with them.
+        dtype: the numeric format of its weights; `compute_dtype`: of its states. They differ on CPUs, which hold bfloat16
+            weights as float32: always without bfloat16 units, and to decode (`widen`) with them.
+        rounds: packed linear layers round their inputs to bfloat16, so that products are of bfloat16 numbers; sums are float32.
         body: the model below its head; layers: its decoder layers.
         hidden_size, vocab_size, num_layers: h, rows of the head, number of decoder layers.
         max_positions: the longest sequence that it reads, or None if nothing limits it.
@@ -261,8 +262,7 @@ class Target:
     def widen(self) -> None:
         """Computes in float32 from now on where that decodes faster: bfloat16 weights on a CPU with our kernels.
 
-        The kernels stream the weights as bfloat16 and widen them in registers. Native bfloat16 products (AVX512-BF16, AMX) pay
-        for many rows, in training and data generation; for one token they took three times as long as float32 (SmolLM2).
+        The kernels stream the weights as bfloat16, and multiply them as such where the CPU can (`rounds`).
         """
         half = self.dtype == self.compute_dtype == torch.bfloat16
         if half and not self._packed and self.device.type == "cpu" and cpu_kernels() is not None:
@@ -290,7 +290,7 @@ class Target:
         return self
 
     def _round_inputs(self) -> None:
-        """Multiplies a bfloat16 target in bfloat16, where the kernels can and modules compute in float32 (`widen`)."""
+        """Sets `rounds` for a bfloat16 target whose modules compute in float32 (`widen`), where the kernels can."""
         half = self.dtype == torch.bfloat16 and self.compute_dtype == torch.float32
         self.rounds = half and self.device.type == "cpu" and multiplies_bfloat16()
         for module in self.model.modules() if self.rounds else ():
@@ -327,6 +327,11 @@ class Target:
     @property
     def compute_dtype(self) -> torch.dtype:
         return next(self.model.parameters()).dtype
+
+    @property
+    def product_dtype(self) -> torch.dtype:
+        """What its linear layers multiply."""
+        return torch.bfloat16 if self.rounds else self.compute_dtype
 
     @property
     def default_feature_layers(self) -> tuple[int, ...]:

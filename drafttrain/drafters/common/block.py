@@ -37,8 +37,8 @@ from drafttrain.drafters.common.tensor_growth import Ask
 from drafttrain.drafters.common.trainable import DecoderDrafter
 from drafttrain.drafters.common.tree_growth import GrowingTree, Likeliest, Logits, grow_trees, rows_of, widest
 from drafttrain.losses import TargetRows, linear_divergence
-from drafttrain.ops.cpu_draft import KERNEL_ROWS, DraftHead, DraftStep, DraftWeights, kernel_of, plan_of
-from drafttrain.ops.packing import PackedLinear
+from drafttrain.ops.cpu_draft import DraftHead, DraftStep, DraftWeights, kernel_of, plan_of
+from drafttrain.ops.packing import SKINNY_ROWS, PackedLinear
 from drafttrain.ops.path_attention import Spans, block_attention
 from drafttrain.ops.tree_attention import TreeLayout
 from drafttrain.sequence_parallel import SharedPart
@@ -372,7 +372,7 @@ class BlockDrafter(DecoderDrafter):
 
     def _kernel_context(self, sessions: Sequence[BlockSession], sizes: list[int], context: Tensor) -> bool:
         """Stores the keys and values of new context by the CPU kernel; False where it does not apply."""
-        if self.draft_step is None or not self.draft_step.reads_context or len(context) > KERNEL_ROWS:
+        if self.draft_step is None or not self.draft_step.reads_context or len(context) > SKINNY_ROWS:
             return False
         plan = plan_of([TreeLayout(session.length, count=size) for session, size in zip(sessions, sizes, strict=True)])
         if plan is None:
@@ -384,7 +384,7 @@ class BlockDrafter(DecoderDrafter):
     def _kernel_block(self, sessions: Sequence[BlockSession], roots: Tensor) -> Tensor | None:
         """`run` of a block behind each session by the CPU kernel, [sessions, depth, h]; None where it does not apply."""
         size = self.config.block_size
-        if self.draft_step is None or len(sessions) * size > KERNEL_ROWS:
+        if self.draft_step is None or len(sessions) * size > SKINNY_ROWS:
             return None
         plan = plan_of([BlockLayout(session.length, size) for session in sessions])
         if plan is None:

@@ -35,8 +35,8 @@ from drafttrain.drafters.common.tree_growth import (
     widest,
 )
 from drafttrain.losses import SharedHead, TargetRows, linear_divergence
-from drafttrain.ops.cpu_draft import KERNEL_ROWS, DraftHead, DraftStep, DraftWeights, kernel_of, plan_of
-from drafttrain.ops.packing import PackedLinear
+from drafttrain.ops.cpu_draft import DraftHead, DraftStep, DraftWeights, kernel_of, plan_of
+from drafttrain.ops.packing import SKINNY_ROWS, PackedLinear
 from drafttrain.ops.path_attention import PathAttention
 from drafttrain.ops.tree_attention import TreeLayout
 
@@ -385,7 +385,7 @@ class LayerDrafter(DecoderDrafter):
         self, sessions: Sessions, layouts: Layouts, states: Tensor, embeds: Tensor, depth: int = 0
     ) -> tuple[Tensor, Tensor] | None:
         """`step` and `read_out` of all new tokens by the CPU kernel, [n, h] each; None where it does not apply."""
-        if not self.draft_steps or len(states) > KERNEL_ROWS:
+        if not self.draft_steps or len(states) > SKINNY_ROWS:
             return None
         plan = plan_of(layouts)
         if plan is None:

@@ -14,8 +14,8 @@ from drafttrain.drafters.base import Drafter, JointSession, Specs, Tensors
 from drafttrain.drafters.common.layers import CacheShape, Rotary
 from drafttrain.drafters.common.static_draft import DraftSteps
 from drafttrain.drafters.common.tree_growth import tree_shape
-from drafttrain.ops.cpu_draft import KERNEL_ROWS, OPENED, DraftHead, DraftStep, KeyStore
-from drafttrain.ops.packing import PackedLinear
+from drafttrain.ops.cpu_draft import OPENED, DraftHead, DraftStep, KeyStore
+from drafttrain.ops.packing import SKINNY_ROWS, PackedLinear
 from drafttrain.ops.tree_attention import LONGEST_PREFIX, TreeLayout, tree_attention
 
 
@@ -112,7 +112,7 @@ def read_by_kernel(
     if not drafter.draft_steps or table is None or max(lengths) > LONGEST_PREFIX:
         return None
     step, counts = drafter.draft_steps[0], [len(own) for own in tokens]
-    if not step.reads_features or sum(counts) > KERNEL_ROWS:
+    if not step.reads_features or sum(counts) > SKINNY_ROWS:
         return None
     ends = [length + count for length, count in zip(lengths, counts, strict=True)]
     read = cat(features).to(table.dtype).contiguous()
