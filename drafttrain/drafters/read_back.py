@@ -55,6 +55,9 @@ class RandomTarget(Target):
     def embed(self, ids: Tensor) -> Tensor:
         return self._table[ids % _EMBEDDINGS]
 
+    def embed_table(self) -> None:
+        return None
+
     def head(self, hidden: Tensor) -> Tensor:
         return hidden @ self.head_weight.T
 

@@ -115,7 +115,7 @@ class NativeBody:
         return torch.stack(caught, dim=1) if caught else x.new_empty(len(x), 0, x.shape[1])
 
 
-def embed_table(target: Any) -> Tensor | None:
+def plain_embedding(target: Any) -> Tensor | None:
     """[v, h] float32 rows on the CPU that a target's `embed` selects; None where it computes more, or they are elsewhere."""
     module = target.model.get_input_embeddings()
     plain = type(module) is nn.Embedding and target.embed_scale == 1.0 and not hasattr(target.body, "project_in")

@@ -91,9 +91,8 @@ class LayerDrafter(DecoderDrafter):
     def pack_depths(self) -> None:
         weights = [self.draft_weights(depth) for depth in range(self.own_depths)]
         made = [kernel_of([layer.native for layer in self.layers_at(depth)], own) for depth, own in enumerate(weights)]
-        self.draft_steps = tuple(step for step in made if step is not None)
-        if len(self.draft_steps) < len(made):
-            self.draft_steps = ()
+        steps = tuple(step for step in made if step is not None)
+        self.draft_steps = steps if len(steps) == len(made) else ()
 
     @property
     def own_depths(self) -> int:

@@ -27,7 +27,6 @@ from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import pack
 from drafttrain.target import Target
 from drafttrain.target.loading import check_finite, loading
-from drafttrain.target.native_body import embed_table
 from drafttrain.values import check, kinds_of
 
 _REPAIR = "use the folder as training or import wrote it"
@@ -212,7 +211,7 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
             raise UserError(
                 f"feature_layers={list(self.feature_layers)} reach beyond the {target.num_layers} layers of {target.name!r}"
             )
-        self.embed, self.embed_table = target.embed, embed_table(target)
+        self.embed, self.embed_table = target.embed, target.embed_table()
 
     # -- static steps -------------------------------------------------------------------------------------------
 
