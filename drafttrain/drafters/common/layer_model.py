@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from drafttrain.batch import Attend, Batch, Part, StepOutput, TokenTree, anchors_by_depth, sums_by_depth
 from drafttrain.drafters.base import Drafter, JointSession, Samplers, Specs, StepInputs, Tensors
+from drafttrain.drafters.common.context_tokens import ContextTokens
 from drafttrain.drafters.common.layers import CacheShape, DraftLayer, moved
 from drafttrain.drafters.common.static_draft import DraftPlaces, DraftSteps, SlotAttention
 from drafttrain.drafters.common.tensor_growth import Ask
@@ -254,7 +255,7 @@ class LayerDrafter(DecoderDrafter):
     # -- proposal half ------------------------------------------------------------------------------------------
 
     def start(self, prompt_ids: Tensor, max_length: int) -> LayerSession:
-        return LayerSession(self, self.cache_shape, max_length)
+        return LayerSession(self, self.cache_shape, max_length, self.open_text())
 
     def read_static(
         self, ids: Tensor, features: Tensor, positions: Tensor, context: SlotAttention, ends: Tensor
@@ -285,9 +286,11 @@ class LayerDrafter(DecoderDrafter):
         inputs = self.fuse(cat(features)), self.embed(cat(tokens))  # [t, h], [t, target h]
         single = self._kernel_step(sessions, new, *inputs, outputs=1)
         out, logits = single or (self.packed_step(sessions, new, *inputs, ends=True), None)
-        for session, layout, state in zip(sessions, new, split(out, [1] * len(new)), strict=True):
+        for session, layout, own, state in zip(sessions, new, tokens, split(out, [1] * len(new)), strict=True):
             session.root, session.logits = state[-1:], logits
             session.length += layout.count
+            if session.text is not None:
+                session.text.read(own.tolist())
 
     @torch.no_grad()
     def propose_all(self, sessions: Sessions, specs: Specs, samplers: Samplers) -> list[TokenTree]:
@@ -297,9 +300,10 @@ class LayerDrafter(DecoderDrafter):
             return static
         known = [session.logits for session in sessions if session.logits is not None]
         complete = len(known) == len(sessions)
-        first = cat(known) if complete else self.logits(cat([session.root for session in sessions]))  # [sessions, d]
+        roots = cat([session.root for session in sessions])  # [sessions, h]
+        first = self.split_logits(sessions, [1] * len(sessions), roots, cat(known) if complete else self.logits(roots))
         trees = [
-            GrowingTree(spec, first[row], self.kept_ids, sampler, row=row, states=session.root)
+            GrowingTree(spec, first[row][0], session.ids, sampler, row=row, states=session.root)
             for row, (session, spec, sampler) in enumerate(zip(sessions, specs, samplers, strict=True))
         ]
 
@@ -311,15 +315,23 @@ class LayerDrafter(DecoderDrafter):
                 for session, tree, size in zip(own, growing, sizes, strict=True)
             ]
             states = cat([tree.parent_states() for tree in growing])  # [n, h]
-            embeds = self.embed(self.kept_ids[cat([tree.tokens for tree in growing])])  # [n, target h]
+            embeds = self.embed(cat([tree.target_ids for tree in growing]))  # [n, target h]
             single = self._kernel_step(own, layouts, states, embeds, sizes[0])
             out = single[0] if single else self.packed_step(own, layouts, states, embeds, depth)
             logits = single[1] if single else self.logits(out)  # [n, d]
             for tree, state in zip(growing, split(out, sizes), strict=True):
                 tree.states = state
-            return split(logits, sizes)
+            return self.split_logits(own, sizes, out, logits)
 
         return grow_trees(trees, step)
+
+    def split_logits(self, sessions: Sessions, sizes: list[int], states: Tensor, logits: Tensor) -> Sequence[Tensor]:
+        """Each session's logits [m, d and further tokens], from outputs of `step` [n, h] and logits [n, d] of all."""
+        parts, texts = split(logits, sizes), [session.text for session in sessions]
+        if not any(texts):
+            return parts
+        each = zip(texts, parts, split(self.read_out(states), sizes), strict=True)
+        return [own if text is None else text.shape(own, read) for text, own, read in each]
 
     def packed_step(
         self, sessions: Sessions, layouts: Layouts, states: Tensor, embeds: Tensor, depth: int = 0, ends: bool = False
@@ -381,14 +393,20 @@ class LayerSession(JointSession):
     Attributes:
         length: committed positions. root: [1, h] output at the last committed token, from the first `extend` on.
         logits: [1, d] the root's, if computed. tables: cos, sin [positions, 1, r] for the kernel of a draft step.
+        text: what its tokens change in the vocabulary and logits; static steps leave them as they are.
     """
 
-    def __init__(self, drafter: Drafter, shape: CacheShape, max_length: int):
-        self.drafter, self.shape, self.capacity = drafter, shape, max_length
+    def __init__(self, drafter: Drafter, shape: CacheShape, max_length: int, text: ContextTokens | None = None):
+        self.drafter, self.shape, self.capacity, self.text = drafter, shape, max_length, text
         self.layers: list[tuple[Tensor, Tensor]] = []  # allocated when the first key shows dtype and device
         self.length = 0
         self.logits: Tensor | None = None
         self.tables: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def ids(self) -> Tensor:
+        """[d and further tokens] int64, target id of each drafter id."""
+        return self.drafter.kept_ids if self.text is None else self.text.ids
 
     @property
     def held(self) -> int:
@@ -400,6 +418,7 @@ class LayerSession(JointSession):
 
     def place(self, steps: DraftSteps, row: int) -> None:
         super().place(steps, row)
+        self.text = None
         self.capacity = steps.cache.capacity
         both = [steps.cache.by_row(layer) for layer in range(self.shape.layers)]
         self.layers = [(keys[row], values[row]) for keys, values in both]

@@ -112,13 +112,17 @@ class PEagle(Eagle3):
             own = [session for session, _ in drafting]
             layouts = [TreeLayout(session.length, count=size) for session, size in drafting]
             states = torch.cat((states, self.packed_step(own, layouts, *self.masks(sum(sizes)), depth=1)))
-        first, later = self.logits(states).split((len(sessions), sum(sizes)))  # [sessions, d], [sum(sizes), d]
-        deeper = later.split(sizes)
+        owners = [*sessions, *(session for session, _ in drafting)]
+        counts = [*[1] * len(sessions), *(size for _, size in drafting)]
+        parts = self.split_logits(owners, counts, states, self.logits(states))  # of the roots, then of those that draft
+        deeper = dict(zip((id(session) for session, _ in drafting), parts[len(sessions) :], strict=True))
         trees = [
-            GrowingTree(spec, first[row], self.kept_ids, sampler, row=row)
-            for row, (spec, sampler) in enumerate(zip(specs, samplers, strict=True))
+            GrowingTree(spec, parts[row][0], session.ids, sampler, row=row)
+            for row, (session, spec, sampler) in enumerate(zip(sessions, specs, samplers, strict=True))
         ]
-        return grow_trees(trees, lambda growing, depth: [deeper[tree.row][depth - 1, None] for tree in growing])
+        return grow_trees(
+            trees, lambda growing, depth: [deeper[id(sessions[tree.row])][depth - 1, None] for tree in growing]
+        )
 
 
 KIND = PEagle
