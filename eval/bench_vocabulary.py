@@ -1,7 +1,7 @@
 """What a drafter's vocabulary is worth: kept tokens of any number, with and without tokens and bonus of the text.
 
 Every --drafter decodes the same prompts greedily, alternating prompt by prompt: with its kept tokens alone (`kept`), with tokens
-of the text (`+tokens`), and with the bonus too (`+tokens+bonus`, the default of decoding). A row gives coverage (share of the
+of the text (`+tokens`), and with the bonus too (`+tokens+bonus`). A row gives coverage (share of the
 answers' tokens that could be drafted), the accepted length and its paired ratio to the first row, with intervals over the
 prompts, milliseconds per round of drafting, and the speed relative to the first row. --train measures steps per minute at
 vocabularies of these sizes instead, alternating: forward and backward of one batch of the data; 0 keeps all tokens.
@@ -34,14 +34,15 @@ from drafttrain.drafters.registry import load_drafter
 from drafttrain.evaluation.runner import covered
 from drafttrain.evaluation.suites import load_suite, take_evenly
 from drafttrain.inference import Decoder
+from drafttrain.losses import TargetRows
 from drafttrain.target import Target
 from drafttrain.train import build_drafter
 from drafttrain.training.feature_sources import TargetSource
 
 VARIANTS = {
     "kept": "extra_vocab_size=0,context_bonus=0",
-    "+tokens": "context_bonus=0",
-    "+tokens+bonus": "",
+    "+tokens": "extra_vocab_size=256,context_bonus=0",
+    "+tokens+bonus": "extra_vocab_size=256,context_bonus=0.3",
 }
 SAMPLES = 2000  # of the bootstrap over prompts
 
@@ -60,11 +61,13 @@ def decode(args: argparse.Namespace, target: Target) -> dict[str, dict[str, Any]
     for name in args.drafter:
         folder, plus, second = name.partition("+")
         for variant, options in VARIANTS.items():
-            drafter = load_drafter(f"{folder}:{options}{plus}{second}" if options else name, target)
+            drafter = load_drafter(f"{folder}:{options}{plus}{second}", target)
+            assert drafter is not None, "a folder is no 'none'"
             main = parts_of(drafter)[0]
-            side = f"{Path(folder).name}, {len(main.vocabulary)} {variant}{plus}{second}"
+            ids = range(target.vocab_size) if main.vocabulary is None else main.vocabulary.tolist()
+            side = f"{Path(folder).name}, {len(ids)} {variant}{plus}{second}"
             sides[side] = Decoder(target, drafter, spec=TreeSpec.parse(args.tree))
-            kept[side] = main.vocabulary.tolist(), main.joins_tokens
+            kept[side] = list(ids), main.joins_tokens
     figures: dict[str, list[list[float]]] = {side: [] for side in sides}  # per prompt: tokens, passes, seconds, ...
     names = list(sides)
     for number, prompt in enumerate(prompts):
@@ -84,17 +87,18 @@ def decode(args: argparse.Namespace, target: Target) -> dict[str, dict[str, Any]
     rows = {}
     for side in names:
         own = np.array(figures[side])  # [prompts, 6]
-        new, passes, seconds, drafting, hits, tokens = own.T
+        new, passes, seconds = own.T[:3]
+        total = [float(x) for x in own.sum(0)]
         rows[side] = {
-            "coverage": round(hits.sum() / tokens.sum(), 4),
-            "accepted_length": round(new.sum() / passes.sum(), 4),
+            "coverage": round(total[4] / total[5], 4),
+            "accepted_length": round(total[0] / total[1], 4),
             "accepted_length_interval": interval(new, passes),
             # The texts are the same, so the ratio of accepted lengths is that of passes.
-            "accepted_ratio": round(first[:, 1].sum() / passes.sum(), 4),
+            "accepted_ratio": round(float(first[:, 1].sum()) / total[1], 4),
             "accepted_ratio_interval": interval(first[:, 1], passes),
-            "draft_ms": round(1000 * drafting.sum() / passes.sum(), 3),
-            "tokens_per_second": round(new.sum() / seconds.sum(), 2),
-            "speed_ratio": round(first[:, 2].sum() / seconds.sum(), 4),
+            "draft_ms": round(1000 * total[3] / total[1], 3),
+            "tokens_per_second": round(total[0] / total[2], 2),
+            "speed_ratio": round(float(first[:, 2].sum()) / total[2], 4),
             "speed_ratio_interval": interval(first[:, 2], seconds),
         }
         print(f"{side}: {rows[side]}", flush=True)
@@ -109,8 +113,9 @@ def train(args: argparse.Namespace, target: Target) -> dict[str, dict[str, Any]]
     batch = Batch.of(collate([{**line, "index": -1, "length": len(line["tokens"])} for line in lines]))
     for size in args.train:
         words = [f"target={args.target}", f"data={args.data}", "output_dir=unused", f"drafter.draft_vocab_size={size}"]
-        drafter, _ = build_drafter(load_config([args.recipe, *words]), target, records)
+        drafter, _ = build_drafter(load_config(args.recipe, words, []), target, records)
         features, rows, row_of = TargetSource(target, drafter.feature_layers, drafter.kept_ids)(batch)
+        assert isinstance(rows, TargetRows), "the data has no features"
         count = torch.as_tensor(float(batch.response_mask.sum()))
         inputs = StepInputs(batch, target.embed(batch.input_ids), features, rows, row_of, count, False)
 

@@ -17,6 +17,9 @@ KEPT = torch.arange(40, 240)
 KINDS = ("eagle3", "peagle", "eagle1", "mtp", "dflash", "dspark")
 
 
+OPTIONS = {"extra_vocab_size": 16, "context_bonus": 0.3}
+
+
 def make_text(target, limit=4, bonus=0.0, kept=KEPT):
     return ContextVocabulary(target, kept, limit, bonus).open(target.head_weight.detach()[kept])
 
@@ -42,7 +45,7 @@ def test_recent_tokens_join_with_the_targets_logits():
 def test_rows_follow_what_training_moved_all_kept_rows_by():
     target, shift = make_target(), torch.randn(64)[: make_target().hidden_size] * 0.1
     rows = target.head_weight.detach()
-    text = ContextVocabulary(target, KEPT, None, 0.0).open(1.5 * rows[KEPT] + shift)
+    text = ContextVocabulary(target, KEPT, 8, 0.0).open(1.5 * rows[KEPT] + shift)
     text.read([7])
     reads = torch.randn(2, target.hidden_size)
     torch.testing.assert_close(text.shape(reads.new_zeros(2, 200), reads)[:, 200], reads @ (1.5 * rows[7] + shift))
@@ -62,7 +65,7 @@ def test_bonus_of_tokens_that_occurred_grows_with_their_id_and_counts_once():
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_sequence_has_its_own_tokens_and_text_stays_the_targets(kind):
     target = make_target(hidden=64)
-    drafter = make_kind(kind, target, KEPT).eval()
+    drafter = make_kind(kind, target, KEPT, **OPTIONS).eval()
     prompts = [torch.arange(begin, begin + 9) * 3 % target.vocab_size for begin in (0, 4, 80)]
     plain = [generate(target, None, prompt, max_new_tokens=12).tokens for prompt in prompts]
     drafted: list[list[set[int]]] = [[], []]
@@ -88,7 +91,7 @@ def test_each_sequence_has_its_own_tokens_and_text_stays_the_targets(kind):
 @pytest.mark.parametrize("kind", ["eagle3", "dflash"])
 def test_sampled_trees_record_the_distribution_that_they_were_drawn_from(kind):
     target = make_target(hidden=64)
-    drafter = make_kind(kind, target, KEPT).eval()
+    drafter = make_kind(kind, target, KEPT, **OPTIONS).eval()
     prompt = torch.arange(12)
     features = target.forward(prompt[None], drafter.feature_layers).features[0]
     session = drafter.start(prompt[:-1], 32)
@@ -107,12 +110,15 @@ def test_sampled_trees_record_the_distribution_that_they_were_drawn_from(kind):
 def test_a_head_of_its_own_gets_no_tokens_and_refuses_a_number():
     target = make_target()
     own = torch.randn(len(KEPT), target.hidden_size)
-    assert ContextVocabulary(target, KEPT, None, 0.0).open(own) is None
+    assert ContextVocabulary(target, KEPT, 0, 0.0).open(own) is None
+    assert ContextVocabulary(target, KEPT, 0, 0.3).open(own) is not None
     with pytest.raises(UserError, match="extra_vocab_size=8: the drafter's head did not begin as the target's"):
         ContextVocabulary(target, KEPT, 8, 0.3).open(own)
-    with pytest.raises(UserError, match="keeps the whole vocabulary; leave it out, or set 0"):
+    with pytest.raises(UserError, match="keeps the whole vocabulary; set 0"):
         make_text(target, 8, kept=torch.arange(target.vocab_size))
-    kind = make_kind("eagle3", target, KEPT)
+    with pytest.raises(UserError, match=r"context_bonus=0\.3: tokens of the text change drafts on CPUs only"):
+        ContextVocabulary(target, KEPT, 0, 0.3).open(own.to("meta"))
+    kind = make_kind("eagle3", target, KEPT, **OPTIONS)
     assert kind.joins_tokens
     kind.uses_text = False
     assert not kind.joins_tokens and kind.start(KEPT[:4], 9).text is None

@@ -109,9 +109,8 @@ class DecoderConfig(TargetedConfig):
         max_position_embeddings: read by serving engines; unused here.
         sliding_window: positions that a token sees, its own included; 0 for all.
         position_offset: in training all but a conversation's first 4 tokens stand up to so many positions further behind.
-        extra_vocab_size: tokens of a prompt and its answer that join the kept ones in decoding, at most; 0 for none, None for
-            256 where they can.
-        context_bonus: added in decoding to the logits of tokens that occurred, times log(1 + id / 20); 0 for none.
+        extra_vocab_size: most tokens of a prompt and its answer that join the kept ones in decoding, on CPUs; 0 for none.
+        context_bonus: added in decoding on CPUs to logits of tokens that occurred, times log(1 + id / 20); 0 for none.
     """
 
     target_width: ClassVar[bool] = False
@@ -127,8 +126,8 @@ class DecoderConfig(TargetedConfig):
     max_position_embeddings: Count = 131072
     sliding_window: Size | None = 0
     position_offset: Offset = 0
-    extra_vocab_size: Size | None = None
-    context_bonus: Bonus = 0.3
+    extra_vocab_size: Size = 0
+    context_bonus: Bonus = 0.0
 
     def __post_init__(self, **kwargs: Any) -> None:
         self.rope_parameters = dict(self.rope_parameters or {})

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +27,6 @@ from torch import Tensor
 from drafttrain.errors import UserError
 from drafttrain.target import Target
 
-# Most further tokens of a sequence, unless its config says otherwise.
-EXTRA = 256
 # Share of the kept rows' variance that the target's rows must explain: a trained head has 0.99, an unrelated one 0.
 _RELATED = 0.5
 _FREQUENT = 20  # ids up to about here get next to no bonus
@@ -38,32 +37,38 @@ class ContextVocabulary:
 
     Args:
         target: of the drafter. kept_ids: [d]. bonus: see the module.
-        limit: most further tokens of a sequence; None for the default where there can be any.
+        limit: most further tokens of a sequence; 0 for none.
     """
 
-    def __init__(self, target: Target, kept_ids: Tensor, limit: int | None, bonus: float):
-        self.target, self.kept_ids, self.wanted, self.bonus = target, kept_ids, limit, bonus
-        self.own = [-1] * target.vocab_size  # drafter id of each target id
-        for place, token in enumerate(kept_ids.tolist()):
-            self.own[token] = place
+    def __init__(self, target: Target, kept_ids: Tensor, limit: int, bonus: float):
+        self.target, self.kept_ids, self.limit, self.bonus = target, kept_ids, limit, bonus
         self._head: tuple[int, int] | None = None  # the weights that the fit is of
         self._fit: tuple[float, Tensor] | None = None
 
     def open(self, head: Tensor) -> ContextTokens | None:
-        """The tokens of a new sequence, none yet; None where they would change nothing.
+        """The tokens of a new sequence, none yet; None where they change nothing.
 
         Args:
             head: [d, h] the drafter's head, as it is now.
 
         Raises:
-            UserError: further tokens were asked for, but there can be none.
+            UserError: no further tokens are possible, or the drafter is not on a CPU.
         """
-        reason = "" if self.wanted == 0 else self.reason(head)
-        if reason and self.wanted:
-            raise UserError(f"extra_vocab_size={self.wanted}: {reason}; leave it out, or set 0")
-        limit = 0 if reason else EXTRA if self.wanted is None else self.wanted
-        # On a GPU captured drafts have fixed shapes, and reading the tokens would wait for the device in every round.
-        return ContextTokens(self, limit) if head.is_cpu and (limit or self.bonus) else None
+        if not self.limit and not self.bonus:
+            return None
+        if not head.is_cpu:  # captured drafts have fixed shapes, and reading the tokens would wait for the device
+            key = f"extra_vocab_size={self.limit}" if self.limit else f"context_bonus={self.bonus:g}"
+            raise UserError(f"{key}: tokens of the text change drafts on CPUs only; set 0")
+        if self.limit and (reason := self.reason(head)):
+            raise UserError(f"extra_vocab_size={self.limit}: {reason}; set 0")
+        return ContextTokens(self)
+
+    @cached_property
+    def own(self) -> list[int]:
+        """[v] drafter id of each target id, -1 for those that are not kept."""
+        own = torch.full((self.target.vocab_size,), -1)
+        own[self.kept_ids] = torch.arange(len(self.kept_ids))
+        return own.tolist()
 
     @torch.no_grad()
     def reason(self, head: Tensor) -> str:
@@ -71,8 +76,6 @@ class ContextVocabulary:
         theirs = self.target.head_weight
         if len(self.kept_ids) == self.target.vocab_size:
             return "the drafter keeps the whole vocabulary"
-        if not head.is_cpu:
-            return "tokens join the vocabulary on CPUs only"
         if self.target.head_bias is not None or theirs.shape[1] != head.shape[1]:
             return "the target's head has a bias or another width"
         state = head.data_ptr(), head._version
@@ -106,11 +109,11 @@ class ContextTokens:
         ids: [d + m] int64, target id of each drafter id. A tree keeps the tensor it was drafted with; `read` makes a new one.
     """
 
-    def __init__(self, source: ContextVocabulary, limit: int):
-        self.source, self.limit, self.ids = source, limit, source.kept_ids
+    def __init__(self, source: ContextVocabulary):
+        self.source, self.limit, self.ids = source, source.limit, source.kept_ids
         self._places: dict[int, int] = {}  # further token -> place among the m, the least recent token first
         self._rows = torch.empty(0)  # [limit, h], the first m are used
-        self._bonus = torch.zeros(len(source.kept_ids) + limit) if source.bonus else None  # by drafter id
+        self._bonus = torch.zeros(len(source.kept_ids) + source.limit) if source.bonus else None  # by drafter id
 
     def read(self, tokens: Iterable[int]) -> None:
         """Notes tokens of the text; beyond the limit, further ones replace the least recent of them."""

@@ -274,8 +274,7 @@ class DecoderDrafter(TrainableDrafter):
 
     @property
     def joins_tokens(self) -> bool:
-        opened = self.open_text()
-        return opened is not None and opened.limit > 0
+        return self.uses_text and self.config.extra_vocab_size > 0
 
     @property
     def head_weight(self) -> Tensor:
