@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from benchmark import alternate, median, result_path, write_result
+from transformers import TrainingArguments
 
 from drafttrain.batch import Batch
 from drafttrain.config import load_config
@@ -107,13 +109,13 @@ def decode(args: argparse.Namespace, target: Target) -> dict[str, dict[str, Any]
 
 def train(args: argparse.Namespace, target: Target) -> dict[str, dict[str, Any]]:
     """Steps per minute by size of the vocabulary; no optimizer, whose work is a few percent."""
-    records = load_records(args.data)
+    records, trainer_keys = load_records(args.data), [field.name for field in fields(TrainingArguments)]
     sides = {}
     lines = records.select(range(len(records) // 2, len(records) // 2 + args.rows)).to_list()
     batch = Batch.of(collate([{**line, "index": -1, "length": len(line["tokens"])} for line in lines]))
     for size in args.train:
         words = [f"target={args.target}", f"data={args.data}", "output_dir=unused", f"drafter.draft_vocab_size={size}"]
-        drafter, _ = build_drafter(load_config(args.recipe, words, []), target, records)
+        drafter, _ = build_drafter(load_config(args.recipe, words, trainer_keys), target, records)
         features, rows, row_of = TargetSource(target, drafter.feature_layers, drafter.kept_ids)(batch)
         assert isinstance(rows, TargetRows), "the data has no features"
         count = torch.as_tensor(float(batch.response_mask.sum()))
