@@ -255,7 +255,7 @@ class DecoderDrafter(TrainableDrafter):
 
     packed = False
     name_options = ("extra_vocab_size", "context_bonus")
-    context: ContextVocabulary
+    context: ContextVocabulary | None = None  # set by `bind`
 
     def finish(self, layers: int) -> None:
         """Ends a kind's `__init__`. layers: layers with a key-value cache of their own."""
@@ -283,7 +283,7 @@ class DecoderDrafter(TrainableDrafter):
 
     def open_text(self) -> ContextTokens | None:
         """What a new sequence's tokens will change in its vocabulary and logits; None: nothing."""
-        return self.context.open(self.head_weight) if self.uses_text else None
+        return self.context.open(self.head_weight) if self.uses_text and self.context else None
 
     @property
     def decoder_layers(self) -> list[DraftLayer]:
