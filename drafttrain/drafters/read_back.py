@@ -82,6 +82,7 @@ def compare_drafters(
     for drafter in (original, back):
         drafter.to(dtype).float().eval()  # type: ignore[arg-type]
         drafter.bind(target)
+        drafter.uses_text = False  # engines know the kept tokens alone
         chains.append(draft_chains(drafter, target, depth)[1])
         tables.append(drafter.kept_ids)
     same, worst = torch.equal(*tables), 0.0

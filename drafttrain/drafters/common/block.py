@@ -85,6 +85,10 @@ class BlockDrafter(DecoderDrafter):
         """The linear layer over the drafter's vocabulary."""
         return self.lm_head if self.lm_head is not None else self.frozen[0]
 
+    @property
+    def head_weight(self) -> Tensor:
+        return self.head.weight
+
     def bind(self, target: Target) -> None:
         """Checks the target and attaches its embedding and head."""
         super().bind(target)
@@ -267,7 +271,8 @@ class BlockDrafter(DecoderDrafter):
     # -- proposal half ------------------------------------------------------------------------------------------
 
     def start(self, prompt_ids: Tensor, max_length: int) -> BlockSession:
-        return BlockSession(self, self.cache_shape, max_length + self.config.block_size)
+        text = self.open_text()
+        return BlockSession(self, self.cache_shape, max_length + self.config.block_size, text)
 
     def read_static(
         self, ids: Tensor, features: Tensor, positions: Tensor, context: SlotAttention, ends: Tensor
@@ -318,6 +323,8 @@ class BlockDrafter(DecoderDrafter):
         for session, new in zip(sessions, tokens, strict=True):
             session.length += len(new)
             session.root = new[-1:]
+            if session.text is not None:
+                session.text.read(new.tolist())
 
     @torch.no_grad()
     def propose_all(self, sessions: Sequence[BlockSession], specs: Specs, samplers: Samplers) -> list[TokenTree]:
@@ -336,20 +343,22 @@ class BlockDrafter(DecoderDrafter):
                 own = [partial(session.attend_all, layer) for session in sessions]
                 attends.append(attend_packed(own, [queries] * len(own), [self.config.block_size] * len(own)))
             reads = self.run(self.embed(roots), begins, attends)
-        block = self._predict(reads[:, :deepest], widest(specs))
-        first = self._children(block, reads, roots, slice(None), 0)
+        shaped = any(session.text is not None for session in sessions)  # by all logits
+        block = self._predict(reads[:, :deepest], None if shaped else widest(specs))
+        first, size = self._children(block, reads, roots, slice(None), 0), self.config.depth
+        each = [session.shape_logits(first, reads[:, 0], row, row + 1) for row, session in enumerate(sessions)]
         trees = [
-            GrowingTree(spec, rows_of(first, row), self.kept_ids, sampler, self.config.depth, row)
-            for row, (spec, sampler) in enumerate(zip(specs, samplers, strict=True))
+            GrowingTree(spec, rows_of(each[row], 0), session.ids, sampler, size, row)
+            for row, (session, spec, sampler) in enumerate(zip(sessions, specs, samplers, strict=True))
         ]
 
         def step(growing: list[GrowingTree], depth: int) -> list[Logits]:
             sizes = [len(tree.parents) for tree in growing]
             rows = torch.tensor([tree.row for tree in growing for _ in tree.parents], device=roots.device)  # [n]
-            tokens = self.kept_ids[torch.cat([tree.tokens for tree in growing])]  # [n] target ids
-            logits = self._children(block, reads, tokens, rows, depth)
-            ends = [0, *accumulate(sizes)]
-            return [rows_of(logits, slice(begin, end)) for begin, end in pairwise(ends)]
+            tokens = torch.cat([tree.target_ids for tree in growing])  # [n]
+            logits, ends = self._children(block, reads, tokens, rows, depth), [0, *accumulate(sizes)]
+            parts = zip(growing, pairwise(ends), strict=True)
+            return [sessions[tree.row].shape_logits(logits, reads[rows, depth], *ends) for tree, ends in parts]
 
         return grow_trees(trees, step)
 
@@ -410,6 +419,15 @@ class BlockSession(LayerSession):
     Attributes:
         root: [1] int64, the last committed token.
     """
+
+    def shape_logits(self, logits: Logits, reads: Tensor, begin: int, end: int) -> Logits:
+        """Logits [m, d and further tokens] of nodes begin to end; logits [n, d] and reads [n, h] of all sessions' nodes."""
+        own = rows_of(logits, slice(begin, end))
+        if self.text is None:
+            return own
+        assert not isinstance(own, Likeliest)
+        read = reads[begin:end]
+        return (self.text.shape(own[0], read), own[1]) if isinstance(own, tuple) else self.text.shape(own, read)
 
     def attend_all(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention of a block [m, heads, e] over the context and all of the block -> [m, heads * e]."""

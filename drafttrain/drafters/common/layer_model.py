@@ -129,13 +129,20 @@ class LayerDrafter(DecoderDrafter):
         """[t, h] output of `read_out` -> [t, d]."""
         return self.head(read.to(self.head.weight.dtype))
 
-    def predict(self, read: Tensor, width: int | None) -> Logits:
-        """Logits of the children of nodes with outputs [t, h] of `read_out`, or their `width` top tokens where a kernel finds
-        them; None: all are needed."""
-        head = DraftHead.of(self.head) if width is not None and self.packed else None
-        if head is None or width is None:
-            return self.score(read)
-        return Likeliest(*head.top(read, min(width, head.vocabulary))[:2])
+    def predict(self, sessions: Sessions, sizes: Sequence[int], reads: Tensor, width: int | None) -> list[Logits]:
+        """Logits of the children of each session's nodes.
+
+        Args:
+            sizes: nodes of each session. reads: [n, h] outputs of `read_out` at all nodes.
+            width: top tokens that are enough, if a kernel finds them and no text changes the logits; None: all are needed.
+        """
+        texts, ends = [session.text for session in sessions], [0, *accumulate(sizes)]
+        head = DraftHead.of(self.head) if width is not None and self.packed and not any(texts) else None
+        top = None if head is None or width is None else head.top(reads, min(width, head.vocabulary))
+        logits = self.score(reads) if top is None else Likeliest(*top[:2])
+        parts = [rows_of(logits, slice(begin, end)) for begin, end in pairwise(ends)]
+        each = zip(texts, parts, split(reads, sizes), strict=True)
+        return [text.shape(own, read) if text and isinstance(own, Tensor) else own for text, own, read in each]
 
     def step(
         self,
@@ -284,7 +291,7 @@ class LayerDrafter(DecoderDrafter):
     # -- proposal half ------------------------------------------------------------------------------------------
 
     def start(self, prompt_ids: Tensor, max_length: int) -> LayerSession:
-        return LayerSession(self, self.cache_shape, max_length)
+        return LayerSession(self, self.cache_shape, max_length, self.open_text())
 
     def read_static(
         self, ids: Tensor, features: Tensor, positions: Tensor, context: SlotAttention, ends: Tensor
@@ -315,6 +322,8 @@ class LayerDrafter(DecoderDrafter):
         for row, (session, own) in enumerate(zip(sessions, tokens, strict=True)):
             session.root, session.read = roots[row : row + 1], reads[row : row + 1]
             session.length += len(own)
+            if session.text is not None:
+                session.text.read(own.tolist())
 
     def _read(self, sessions: Sessions, tokens: Tensors, features: Tensors) -> tuple[Tensor, Tensor]:
         """Outputs of `step` and of `read_out` at each session's last token, [sessions, h]."""
@@ -338,9 +347,9 @@ class LayerDrafter(DecoderDrafter):
         if grown is not None:
             return grown
         width = widest(specs)
-        first = self.predict(reads, width)  # of each session's root
+        first = self.predict(sessions, [1] * len(sessions), reads, width)
         trees = [
-            GrowingTree(spec, rows_of(first, row), self.kept_ids, sampler, row=row, states=session.root)
+            GrowingTree(spec, rows_of(first[row], 0), session.ids, sampler, row=row, states=session.root)
             for row, (session, spec, sampler) in enumerate(zip(sessions, specs, samplers, strict=True))
         ]
 
@@ -352,14 +361,12 @@ class LayerDrafter(DecoderDrafter):
                 for session, tree, size in zip(own, growing, sizes, strict=True)
             ]
             states = cat([tree.parent_states() for tree in growing])  # [n, h]
-            embeds = self.embed(self.kept_ids[cat([tree.tokens for tree in growing])])  # [n, target h]
+            embeds = self.embed(cat([tree.target_ids for tree in growing]))  # [n, target h]
             made = self.kernel_step(own, layouts, states, embeds, depth)
             out = made[0] if made else self.packed_step(own, layouts, states, embeds, depth)
-            logits = self.predict(made[1] if made else self.read_out(out), width)  # [n, d], or top tokens
-            ends = [0, *accumulate(sizes)]
             for tree, state in zip(growing, split(out, sizes), strict=True):
                 tree.states = state
-            return [rows_of(logits, slice(begin, end)) for begin, end in pairwise(ends)]
+            return self.predict(own, sizes, made[1] if made else self.read_out(out), width)
 
         return grow_trees(trees, step)
 

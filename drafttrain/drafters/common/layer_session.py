@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from drafttrain.batch import TokenTree
 from drafttrain.drafters.base import Drafter, JointSession, Specs, Tensors
+from drafttrain.drafters.common.context_tokens import ContextTokens
 from drafttrain.drafters.common.layers import CacheShape, Rotary
 from drafttrain.drafters.common.static_draft import DraftSteps
 from drafttrain.drafters.common.tree_growth import tree_shape
@@ -26,14 +27,20 @@ class LayerSession(JointSession):
     Attributes:
         length: committed positions. root: [1, h] output at the last committed token, from the first `extend` on.
         read: [1, h] input of the head there; None if not computed.
+        text: what its tokens change in the vocabulary and logits; static steps leave them as they are.
     """
 
-    def __init__(self, drafter: Drafter, shape: CacheShape, max_length: int):
-        self.drafter, self.shape, self.capacity = drafter, shape, max_length
+    def __init__(self, drafter: Drafter, shape: CacheShape, max_length: int, text: ContextTokens | None = None):
+        self.drafter, self.shape, self.capacity, self.text = drafter, shape, max_length, text
         self.layers: list[tuple[Tensor, Tensor]] = []  # allocated when the first key shows dtype and device
         self.length = 0
         self.read: Tensor | None = None
         self._store: KeyStore | None = None  # of the present buffers
+
+    @property
+    def ids(self) -> Tensor:
+        """[d and further tokens] int64, target id of each drafter id."""
+        return self.drafter.kept_ids if self.text is None else self.text.ids
 
     @property
     def held(self) -> int:
@@ -45,6 +52,7 @@ class LayerSession(JointSession):
 
     def place(self, steps: DraftSteps, row: int) -> None:
         super().place(steps, row)
+        self.text = None
         self.capacity = steps.cache.capacity
         both = [steps.cache.by_row(layer) for layer in range(self.shape.layers)]
         self.layers, self._store = [(keys[row], values[row]) for keys, values in both], None
@@ -129,7 +137,7 @@ def grow_by_kernel(
     if shape is None or table is None or len(drafter.draft_steps) != 1 or shape.opens > OPENED:
         return None
     head = DraftHead.of(drafter.head)
-    if head is None or max(lengths) > LONGEST_PREFIX:
+    if head is None or max(lengths) > LONGEST_PREFIX or any(session.text is not None for session in sessions):
         return None
     stores = [session.store_of(session.length - 1 + shape.opens, reads) for session in sessions]
     tables, window = drafter.rotary.up_to(max(lengths) - 1 + shape.opens), drafter.cache_shape.window

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from drafttrain.config import neighbours
 from drafttrain.drafters.base import NEW, Drafter, KeepTokens
+from drafttrain.drafters.common.context_tokens import ContextTokens, ContextVocabulary
 from drafttrain.drafters.common.layers import CacheShape, DraftLayer, Rotary
 from drafttrain.drafters.common.saving import NamedDrafter, SavedWeights
 from drafttrain.drafters.common.static_draft import DraftPlaces, DraftSteps, SlotAttention
@@ -254,6 +255,8 @@ class DecoderDrafter(TrainableDrafter):
     """A trained drafter of decoder layers, with a cache. A kind calls `finish` when it has made its modules."""
 
     packed = False
+    name_options = ("extra_vocab_size", "context_bonus")
+    context: ContextVocabulary | None = None  # set by `bind`
 
     def finish(self, layers: int) -> None:
         """Ends a kind's `__init__`. layers: layers with a key-value cache of their own."""
@@ -264,6 +267,24 @@ class DecoderDrafter(TrainableDrafter):
         self.cache_shape = CacheShape(layers, config.num_key_value_heads, config.head_dim, config.sliding_window)
         self.gradient_checkpointing = False
         self.post_init()
+
+    def bind(self, target: Target) -> None:
+        super().bind(target)
+        config = self.config
+        self.context = ContextVocabulary(target, self.kept_ids, config.extra_vocab_size, config.context_bonus)
+
+    @property
+    def joins_tokens(self) -> bool:
+        return self.uses_text and self.config.extra_vocab_size > 0
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[d, h] of the head that reads the layers' states."""
+        raise NotImplementedError(f"{type(self).__name__}.head_weight")
+
+    def open_text(self) -> ContextTokens | None:
+        """What a new sequence's tokens will change in its vocabulary and logits; None: nothing."""
+        return self.context.open(self.head_weight) if self.uses_text and self.context else None
 
     @property
     def decoder_layers(self) -> list[DraftLayer]:

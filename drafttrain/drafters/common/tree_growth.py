@@ -107,6 +107,11 @@ class GrowingTree:
         if level:
             self._open(level)
 
+    @property
+    def target_ids(self) -> Tensor:
+        """[m] int64 target ids of the nodes to open."""
+        return self.tokens if self.kept_ids is None else self.kept_ids[self.tokens]
+
     def parent_states(self) -> Tensor:
         """[m, w] states of the parents of the nodes to open; those were all opened last."""
         rows = [parent - self._above for parent in self.parents]

@@ -14,7 +14,6 @@ parallel drafting (`mask_token_id`, `mask_hidden`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any, Self
 
 import torch
@@ -115,16 +114,18 @@ class PEagle(Eagle3):
             masks = self.masks(sum(sizes))
             made = self.kernel_step(own, layouts, *masks, depth=1)
             reads.append(made[1] if made else self.read_out(self.packed_step(own, layouts, *masks, depth=1)))
-        every = self.predict(torch.cat(reads), widest(specs))  # [sessions + sum(sizes), d], or top tokens
-        ends = [*accumulate(sizes, initial=len(sessions))]  # first row of each session's masks
+        owners = [*sessions, *(session for session, _ in drafting)]
+        counts = [*[1] * len(sessions), *(size for _, size in drafting)]
+        # Of the roots, then of those that draft.
+        parts = self.predict(owners, counts, torch.cat(reads), widest(specs))
+        deeper = dict(zip((id(session) for session, _ in drafting), parts[len(sessions) :], strict=True))
         trees = [
-            GrowingTree(spec, rows_of(every, row), self.kept_ids, sampler, row=row)
-            for row, (spec, sampler) in enumerate(zip(specs, samplers, strict=True))
+            GrowingTree(spec, rows_of(parts[row], 0), session.ids, sampler, row=row)
+            for row, (session, spec, sampler) in enumerate(zip(sessions, specs, samplers, strict=True))
         ]
 
         def step(growing: list[GrowingTree], depth: int) -> list[Logits]:
-            rows = [ends[tree.row] + depth - 1 for tree in growing]
-            return [rows_of(every, slice(row, row + 1)) for row in rows]
+            return [rows_of(deeper[id(sessions[tree.row])], slice(depth - 1, depth)) for tree in growing]
 
         return grow_trees(trees, step)
 
