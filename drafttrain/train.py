@@ -356,6 +356,7 @@ def feature_rates(config: TrainConfig, args: TrainingArguments, run: Prepared) -
 def watch_acceptance(config: TrainConfig, trainer: DrafterTrainer, held_out: Dataset) -> None:
     """Adds the callback that decodes held-out prompts during training."""
     target, spec = trainer.target, TreeSpec.parse(config.decode_tree)
+    trainer.drafter.uses_text = False  # held-out acceptance is that of the weights, on any device
     if isinstance(target, TargetShell):
 
         def replay(drafter: TrainableDrafter) -> dict[str, float]:

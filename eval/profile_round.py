@@ -6,7 +6,8 @@
 Parts: target (body), head, draft steps (the drafter's forward while a tree grows), tree building (what else proposing
 takes: top-k, choosing nodes), extend (the drafter reads what was committed), verify (with sampling), commit (moving the
 accepted keys), snapshot (copies of a model's own cache, and the forwards that move them on), rest (Python around it).
-Milliseconds are means over all rounds after the prefill.
+Milliseconds are means over all rounds after the prefill. `python` is the part of them outside the CPU kernels, whose sum has a
+median over the rounds: a sequence's first round also reads its prompt.
 """
 
 from __future__ import annotations
@@ -14,16 +15,19 @@ from __future__ import annotations
 import argparse
 import time
 from collections import defaultdict
+from statistics import median
 from typing import Any
 
 from benchmark import result_path, write_result
 
 from drafttrain.drafters.combined import CombinedDrafter
+from drafttrain.drafters.common import layer_model
 from drafttrain.drafters.common.layer_model import LayerDrafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import load_drafter
 from drafttrain.evaluation.suites import load_suite, take_evenly
 from drafttrain.inference import SamplingParams, engine, generate
+from drafttrain.ops.native import _ARGUMENTS, cpu_kernels
 from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target import Target
 from drafttrain.target.own_cache import CacheForm
@@ -36,7 +40,8 @@ class Parts:
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._inside: list[float] = []
-        self.on = False
+        self._part, self.on = "rest", False
+        self.kernels: defaultdict[str, float] = defaultdict(float)  # of the parts' seconds those in C kernels
 
     def wrap(self, owner: Any, attribute: str, part: str) -> None:
         function = getattr(owner, attribute)
@@ -46,19 +51,37 @@ class Parts:
                 return function(*args, **kwargs)
             began = time.perf_counter()
             self._inside.append(0.0)
+            before, self._part = self._part, part
             try:
                 return function(*args, **kwargs)
             finally:
-                spent = time.perf_counter() - began
+                spent, self._part = time.perf_counter() - began, before
                 self.seconds[part] += spent - self._inside.pop()
                 if self._inside:
                     self._inside[-1] += spent
 
         setattr(owner, attribute, timed)
 
+    def wrap_kernels(self) -> None:
+        """Adds up the time in C kernels, which also counts in the parts that call them."""
+        for name in _ARGUMENTS:
+            function = getattr(cpu_kernels(), name, None)
+            if function is not None:
+                setattr(cpu_kernels(), name, self._timed_kernel(function))
+
+    def _timed_kernel(self, function: Any) -> Any:
+        def timed(*args: Any) -> Any:
+            began = time.perf_counter()
+            out = function(*args)
+            self.kernels[self._part] += (time.perf_counter() - began) * self.on
+            return out
+
+        return timed
+
 
 def profile(target: Target, drafter: Any, spec: str, sampling: SamplingParams, prompts: list[list[int]], count: int):
-    parts = Parts()
+    parts, kernels = Parts(), {name: getattr(cpu_kernels(), name, None) for name in _ARGUMENTS}
+    parts.wrap_kernels()
     replaced = [(engine.Engine, name) for name in ("round", "_draft", "_read_pending")]
     replaced += [(TreeCache, "commit"), (SnapshotCache, "commit"), (SnapshotCache, "_move_on")]
     replaced += [(CacheForm, name) for name in ("copy", "row", "stack")]
@@ -67,7 +90,10 @@ def profile(target: Target, drafter: Any, spec: str, sampling: SamplingParams, p
     owned = [(target, "forward", "target"), (target, "head", "head")]
     stepping = drafter.main if isinstance(drafter, CombinedDrafter) else drafter
     if isinstance(stepping, LayerDrafter):
-        owned += [(stepping, name, "draft steps") for name in ("packed_step", "_kernel_step")]
+        owned += [(stepping, name, "draft steps") for name in ("packed_step", "kernel_step")]
+    calls = {name: getattr(layer_model, name) for name in ("read_by_kernel", "grow_by_kernel")}
+    for name in calls:
+        parts.wrap(layer_model, name, "draft steps")
     parts.wrap(engine.Engine, "_draft", "tree building")
     parts.wrap(engine.Engine, "_read_pending", "extend")
     parts.wrap(engine, "verify_batch", "verify")
@@ -78,16 +104,19 @@ def profile(target: Target, drafter: Any, spec: str, sampling: SamplingParams, p
     inner = engine.Engine.round
 
     def timed_round(self: Any) -> Any:
-        parts.on = True
+        parts.on, kernel_seconds = True, sum(parts.kernels.values())
         began = time.perf_counter()
         news = list(inner(self))
         if news:
-            parts.seconds["round"] += time.perf_counter() - began
+            spent = time.perf_counter() - began
+            parts.seconds["round"] += spent
+            python.append(spent - (sum(parts.kernels.values()) - kernel_seconds))
         parts.on = False
         return iter(news)
 
     engine.Engine.round = timed_round  # type: ignore[method-assign]
     tokens = rounds = 0
+    python: list[float] = []  # seconds outside the kernels of each round
     try:
         for prompt in prompts:
             stats = generate(
@@ -98,13 +127,23 @@ def profile(target: Target, drafter: Any, spec: str, sampling: SamplingParams, p
         for owner, name, method in saved:
             setattr(owner, name, method)
         engine.verify_batch = verify
+        for name, function in calls.items():
+            setattr(layer_model, name, function)
+        for name, function in kernels.items():
+            if function is not None:
+                setattr(cpu_kernels(), name, function)
         for owner, attribute, _ in owned:
             delattr(owner, attribute)
     means = {part: 1000 * seconds / rounds for part, seconds in parts.seconds.items()}
     whole = means.pop("round")
     means["rest"] = whole - sum(means.values())
+    parts.kernels["all"] = sum(parts.kernels.values())
     return {
         "ms_per_round": {**{part: round(ms, 3) for part, ms in means.items()}, "all": round(whole, 3)},
+        "python": {
+            part: round(ms - 1000 * parts.kernels[part] / rounds, 3) for part, ms in (*means.items(), ("all", whole))
+        },
+        "python_median": round(1000 * median(python), 3),
         "accepted_length": round(tokens / rounds, 3),
         "ms_per_token": round(whole * rounds / tokens, 3),
     }

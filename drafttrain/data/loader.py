@@ -140,6 +140,8 @@ def count_tokens(records: Iterable[Json], vocab_size: int) -> Tensor:
 def keep_frequent(counts: Tensor, size: int, always: Sequence[int] = ()) -> Tensor:
     """The `size` most frequent ids [d] int64, in ascending order; all if size is 0 or at least v.
 
+    Of equal counts the smaller id wins: tokenizers number their tokens from frequent to rare.
+
     Args:
         counts: [v] int64. always: ids kept regardless of their count (end of sequence).
     """
@@ -147,7 +149,7 @@ def keep_frequent(counts: Tensor, size: int, always: Sequence[int] = ()) -> Tens
         return torch.arange(len(counts))
     ranked = counts.clone()
     ranked[list(always)] = counts.max() + 1
-    return ranked.topk(size).indices.sort().values
+    return ranked.sort(descending=True, stable=True).indices[:size].sort().values
 
 
 # -- packing and batches -----------------------------------------------------------------------------------------------

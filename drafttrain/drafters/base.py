@@ -156,6 +156,7 @@ class Drafter(NamedDrafter):
         chain_depth: depth of the chain that training's estimate of the accepted length assumes; 0: the trained depths.
         defaults_beside: options of a kind without weights when it drafts beside another drafter (FIRST+KIND).
         name_options: fields of the config that a drafter's name may set (FOLDER:OPTION=VALUE).
+        uses_text: a sequence's tokens may change its distributions (`ContextTokens`); False drafts as engines do.
     """
 
     trainable: bool = False
@@ -168,6 +169,7 @@ class Drafter(NamedDrafter):
     chain_depth: int = 0
     defaults_beside: ClassVar[Mapping[str, Any]] = {}
     name_options: ClassVar[tuple[str, ...]] = ()
+    uses_text: bool = True
 
     @property
     def sequence_reach(self) -> int:
@@ -178,6 +180,11 @@ class Drafter(NamedDrafter):
     def vocabulary(self) -> Tensor | None:
         """[d] int64, target ids that the drafter can propose; None: all of them. Trained kinds store it as `kept_ids`."""
         return None
+
+    @property
+    def joins_tokens(self) -> bool:
+        """Whether tokens of a sequence's text join `vocabulary` in its session."""
+        return False
 
     # -- training half ------------------------------------------------------------------------------------------
 

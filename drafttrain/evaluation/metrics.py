@@ -9,7 +9,7 @@ A record holds one prompt (one turn of a question):
      "identical": {"autoregressive": bool, "hf_generate": bool} or {} when sampled,
      "outputs": {"drafter": text, ...}, with the text of each side that differs; absent if none does,
      "memory": peak bytes in use while the drafter's side answered (in a batch: of the whole batch),
-     "covered": share of the answer's tokens in the drafter's vocabulary; absent if the vocabulary is complete,
+     "covered": share of the answer's tokens that the drafter can propose; absent if its vocabulary is complete,
      "speculation": false if decoding.json switches the category off}
 
 `seconds` is the wall-clock time of a generation, prefill included; the prompts of a batch get equal shares of the batch's

@@ -255,7 +255,8 @@ def answer(plan: EvalPlan, batch: dict[int, Question], sides: dict[str, Side]) -
         batch: questions by their index in the suite, as the returned records. sides: `drafter`, ours, and the baselines.
     """
     target, settings = plan.target, plan.settings
-    kept = parts_of(plan.drafter)[0].vocabulary if plan.drafter is not None else None  # [d] int64, None if all
+    main = parts_of(plan.drafter)[0] if plan.drafter is not None else None
+    kept = main.vocabulary if main is not None else None  # [d] int64, None if all
     if kept is not None and len(kept) == target.vocab_size:
         kept = None
     records: dict[int, list[Record]] = {index: [] for index in batch}
@@ -301,11 +302,21 @@ def answer(plan: EvalPlan, batch: dict[int, Question], sides: dict[str, Side]) -
                 **({"batch": first} if settings.batch_size > 1 else {}),
             }
             if kept is not None:
-                known = torch.isin(torch.tensor(tokens["drafter"], dtype=torch.long), kept.cpu())  # [new]
-                record["covered"] = round(float(known.float().mean()), 4) if len(known) else 1.0
+                text = prompts[index] if main is not None and main.joins_tokens else []
+                record["covered"] = covered(tokens["drafter"], kept.tolist(), text)
             records[index].append(record if wanted[row] else {**record, "speculation": False})
             answers[index].append(texts["drafter"])
     return records
+
+
+def covered(answer: list[int], kept: list[int], prompt: list[int]) -> float:
+    """Share of an answer's tokens that the drafter can propose: kept ones, and with a prompt those that occurred before."""
+    known, joins, hits = {*kept, *prompt}, bool(prompt), 0
+    for token in answer:
+        hits += token in known
+        if joins:
+            known.add(token)
+    return round(hits / len(answer), 4) if answer else 1.0
 
 
 # -- sides ------------------------------------------------------------------------------------------------------------

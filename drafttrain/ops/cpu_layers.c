@@ -1,5 +1,5 @@
 /* Attention over a prefix and a token tree, and what is built on it and on the kernels of cpu.c and cpu_linear.c: decoder layers,
- * all layers of a target, one depth of a drafter. This is the file to compile. */
+ * all layers of a target. cpu_draft.c includes this file. */
 #include "cpu.c"
 
 #include "cpu_linear.c"
@@ -252,51 +252,4 @@ void body_forward(const struct layer *const *layers, const struct form *forms, c
         full_layer(layers[i], forms + i, buffers + i, x, x, n, pair[0], pair[1], plan, scratch, threads);
     }
     free(scratch);
-}
-
-/* -- drafting ------------------------------------------------------------------------------------------------------- */
-
-/* A drafter of decoder layers. NULL: not there. Mirrored in cpu_layers.py. */
-struct draft {
-    const struct layer *const *layers;
-    const void *project, *head;                  /* panels: embedding and state, joined, to a state; output to logits */
-    const float *embed_norm, *state_norm, *norm; /* of what is read, and of the last layer's output */
-    int project_format, head_format, count, embed_width, hidden, returns_normed;
-    long vocabulary;
-    float eps;
-};
-
-/* One depth for n tokens of one sequence: embeds [n, embed_width] and states [n, hidden] -> out [n, hidden], which the next
- * depth reads, and logits [queries, vocabulary] of the last tokens. Without `project` the first layer reads embedding and state
- * joined. cosine, sine [positions, rotary_dim]; keys and values per layer with a stride per head. */
-void draft_step(const struct draft *d, const float *embeds, const float *states, long n, const float *cosine, const float *sine,
-                float *const *keys, float *const *values, long stride, const struct plan *plan, long window, float *out,
-                float *logits, long queries, int threads) {
-    long e = d->layers[0]->head_dim, heads = d->layers[0]->heads, kv_heads = d->layers[0]->kv_heads;
-    long rotated = d->layers[0]->rotary_dim, hidden = d->hidden, joined = d->embed_width + hidden;
-    long width = 2 * (heads + kv_heads) * e;
-    float *read = malloc(n * (joined + 2 * rotated + width + hidden) * sizeof(float)), *cosines = read + n * joined;
-    float *sines = cosines + n * rotated, *scratch = sines + n * rotated, *normed = scratch + n * width;
-    for (long r = 0; r < n; r++) {
-        float *row = read + r * joined;
-        long at = plan->parts->prefix + plan->depth[plan->parts->held + r];
-        memcpy(row, embeds + r * d->embed_width, d->embed_width * sizeof(float));
-        memcpy(row + d->embed_width, states + r * hidden, hidden * sizeof(float));
-        if (d->embed_norm) rms_norm(row, d->embed_norm, d->eps, row, 1, d->embed_width);
-        if (d->state_norm) rms_norm(row + d->embed_width, d->state_norm, d->eps, row + d->embed_width, 1, hidden);
-        memcpy(cosines + r * rotated, cosine + at * rotated, rotated * sizeof(float));
-        memcpy(sines + r * rotated, sine + at * rotated, rotated * sizeof(float));
-    }
-    if (d->project) skinny_linear(read, n, joined, d->project, d->project_format, out, hidden, threads);
-    else memcpy(out, states, n * hidden * sizeof(float));
-    struct form form = {NULL, window, 0, 1 / sqrtf(e), 0};
-    for (int i = 0; i < d->count; i++) {
-        struct buffers b = {keys[i], values[i], stride, stride};
-        full_layer(d->layers[i], &form, &b, i || d->project ? out : read, out, n, cosines, sines, plan, scratch, threads);
-    }
-    if (d->norm) rms_norm(out, d->norm, d->eps, normed, n, hidden);
-    if (d->returns_normed) memcpy(out, normed, n * hidden * sizeof(float));
-    skinny_linear((d->norm ? normed : out) + (n - queries) * hidden, queries, hidden, d->head, d->head_format, logits,
-                  d->vocabulary, threads);
-    free(read);
 }

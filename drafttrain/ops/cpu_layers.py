@@ -1,10 +1,9 @@
-"""Decoder layers on a CPU as single calls of cpu_layers.c: one layer, all layers of a target, one depth of a drafter.
+"""Decoder layers on a CPU as single calls of cpu_layers.c: one layer, or all layers of a target.
 
 A small model over a few tokens is some 1500 tiny torch operations, whose dispatch costs as much as reading the weights. Here
 
     DecoderLayer   norm, projections, rotation | attention (the caller's) | output projection, norm, gated MLP
     LayerStack     all layers of a target with the attention of the same C file: one call per forward
-    DraftStep      one depth of a drafter: norms and projection of the input, its layers, the head's logits
 
 An object holds packed weights and nothing else. Everything that belongs to a call (where tokens stand, the addresses of the
 cache, outputs) is an argument or is allocated by the call, because ctypes releases the GIL: threads share the weights.
@@ -14,8 +13,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import chain
 from typing import Protocol
 
 import numpy as np
@@ -49,7 +46,7 @@ class GatedMLP(Protocol):
     down_proj: nn.Linear
 
 
-def _fields(panels: str, vectors: str, numbers: str) -> list[tuple[str, type]]:
+def fields(panels: str, vectors: str, numbers: str) -> list[tuple[str, type]]:
     """Fields of a C struct: pointers to panels and vectors, the panels' formats, int numbers; in this order."""
     pointers = [(name, ctypes.c_void_p) for name in f"{panels} {vectors}".split()]
     formats = [(f"{name}_format", ctypes.c_int) for name in panels.split()]
@@ -60,7 +57,7 @@ class _Layer(ctypes.Structure):
     """struct layer of cpu_layers.c."""
 
     _fields_ = [
-        *_fields(
+        *fields(
             "qkv o gate_up down",
             "qkv_bias input_norm query_norm key_norm attended_norm mlp_norm mlp_out_norm",
             "width hidden heads kv_heads head_dim rotary_dim inner gelu",
@@ -69,23 +66,14 @@ class _Layer(ctypes.Structure):
     ]
 
 
-class _Draft(ctypes.Structure):
-    """struct draft of cpu_layers.c."""
-
-    _fields_ = [
-        ("layers", ctypes.c_void_p),
-        *_fields("project head", "embed_norm state_norm norm", "count embed_width hidden returns_normed"),
-        ("vocabulary", ctypes.c_long),
-        ("eps", ctypes.c_float),
-    ]
-
-
-def _struct(kind: type[_Layer | _Draft], **content: Tensor | float | None) -> tuple[ctypes.Structure, list[Tensor]]:
+def make_struct(
+    kind: type[ctypes.Structure], **content: Tensor | float | None
+) -> tuple[ctypes.Structure, list[Tensor]]:
     """A C struct with numbers and pointers to tensors, and the tensors, which must outlive it."""
-    fields = {field[0] for field in kind._fields_}
+    names = {field[0] for field in kind._fields_}
     kept = {name: value.detach().contiguous() for name, value in content.items() if isinstance(value, Tensor)}
-    formats = {f"{name}_format": form_of(value) for name, value in kept.items() if f"{name}_format" in fields}
-    assert content.keys() <= fields, "ctypes ignores names that are no fields"
+    formats = {f"{name}_format": form_of(value) for name, value in kept.items() if f"{name}_format" in names}
+    assert content.keys() <= names, "ctypes ignores names that are no fields"
     return kind(**content | formats | {name: value.data_ptr() for name, value in kept.items()}), list(kept.values())
 
 
@@ -148,7 +136,7 @@ class DecoderLayer:
                 check(name, factor.contiguous(), (lengths.get(name, hidden),))
         numbers = {"width": width, "hidden": hidden, "inner": inner, "rotary_dim": rotary_dim, "gelu": gelu, "eps": eps}
         numbers |= {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": e}
-        self._layer, self._kept = _struct(_Layer, **panels, **norms, **numbers)
+        self._layer, self._kept = make_struct(_Layer, **panels, **norms, **numbers)
         self.address = ctypes.addressof(self._layer)
         self._kernels = built_kernels()
 
@@ -282,104 +270,3 @@ class LayerStack:
             *(features.ctypes.data, len(wanted), caught.data_ptr(), torch.get_num_threads()),
         )
         return caught
-
-
-@dataclass
-class DraftWeights:
-    """What surrounds a drafter's layers in one depth, float32 on the CPU. None: not applied."""
-
-    head: Tensor  # [d, h]
-    embed_width: int  # of the token embeddings that are read
-    eps: float  # of all norms
-    embed_norm: Tensor | None = None  # [embed_width], RMS-norm factor of the embeddings that are read
-    state_norm: Tensor | None = None  # [h], of the states that are read
-    norm: Tensor | None = None  # [h], of the last layer's output
-    # [h, embed_width + h], joined input to a state; None if the first layer reads it joined
-    project: Tensor | None = None
-    returns_normed: bool = False  # the next depth reads the output behind `norm`
-
-
-class DraftStep:
-    """One depth of a drafter with decoder layers, for tokens of one sequence.
-
-    A depth over a few tokens reads some megabytes of weights in half a millisecond; torch's forty operations took longer.
-
-    Raises:
-        ValueError, TypeError: layers and weights that do not fit together.
-    """
-
-    def __init__(self, layers: Sequence[DecoderLayer], weights: DraftWeights):
-        self.vocabulary, self.hidden = weights.head.shape
-        self.embed_width, h, joined = weights.embed_width, self.hidden, weights.embed_width + self.hidden
-        self.cache_shape = (layers[0].kv_heads, layers[0].head_dim)
-        self.rotary_dim, self.count = layers[0].rotary_dim, len(layers)
-        for i, layer in enumerate(layers):
-            reads = h if i or weights.project is not None else joined
-            form = layer.heads, layer.kv_heads, layer.head_dim, layer.rotary_dim
-            same = form == (layers[0].heads, *self.cache_shape, self.rotary_dim)
-            if (layer.width, layer.hidden) != (reads, h) or not same or layer.head_dim % 16:
-                raise ValueError(
-                    f"layer {i} maps {layer.width} to {layer.hidden}, heads {form}; {reads} to {h} expected"
-                )
-        sizes: dict[str, tuple[int, ...]] = {"head": (self.vocabulary, h), "project": (h, joined)}
-        sizes |= {"embed_norm": (weights.embed_width,), "state_norm": (h,), "norm": (h,)}
-        for name, size in sizes.items():
-            if (tensor := vars(weights)[name]) is not None:
-                check(name, tensor.contiguous(), size)
-        addresses = (ctypes.c_void_p * len(layers))(*(layer.address for layer in layers))
-        panels = {"head": pack_panels(weights.head.detach())}
-        if weights.project is not None:
-            panels["project"] = pack_panels(weights.project.detach())
-        numbers = {"layers": ctypes.addressof(addresses), "count": len(layers)}
-        numbers |= {"hidden": self.hidden, "vocabulary": self.vocabulary}
-        self._draft, kept = _struct(_Draft, **(vars(weights) | panels | numbers))
-        self._kept = (layers, addresses, kept)
-        self._address = ctypes.addressof(self._draft)
-        self._kernels = built_kernels()
-
-    def run(
-        self,
-        embeds: Tensor,
-        states: Tensor,
-        tables: tuple[Tensor, Tensor],
-        buffers: Sequence[tuple[Tensor, Tensor]],
-        plan: CpuPlan,
-        window: int,
-        queries: int,
-    ) -> tuple[Tensor, Tensor]:
-        """Stores the new keys and values and computes a depth; all tensors float32 and contiguous.
-
-        Args:
-            embeds: [n, embed_width]; states: [n, h].
-            tables: cosine and sine [positions, 1, rotary_dim] of all positions from 0 on.
-            buffers: keys and values [kv_heads, slots, e] of each layer, all of one shape.
-            plan: where the sequence's tokens stand. window: visible positions, 0 for all.
-            queries: how many of the last tokens need logits.
-
-        Returns:
-            What the next depth reads [n, h], and logits [queries, d].
-        """
-        n, (kv_heads, e) = plan.tokens, self.cache_shape
-        check("embeds", embeds, (n, self.embed_width))
-        check("states", states, (n, self.hidden))
-        for name, table in zip(("cosine", "sine"), tables, strict=True):
-            check(name, table, (len(table), 1, self.rotary_dim))
-            if len(table) < plan.positions:
-                raise ValueError(f"{name} has {len(table)} positions, but the tokens reach {plan.positions}")
-        if plan.sequences != 1 or not 0 <= queries <= n or window < 0 or len(buffers) != self.count:
-            found = f"sequences={plan.sequences}, queries={queries}, window={window}, buffers={len(buffers)}"
-            raise ValueError(f"{found}: must be 1, from 0 to {n}, from 0 on, and {self.count}")
-        for buffer in chain.from_iterable(buffers):
-            check("keys and values", buffer, (kv_heads, buffers[0][0].shape[1], e))
-        if buffers[0][0].shape[1] < plan.slots:
-            raise ValueError(f"keys and values have {buffers[0][0].shape[1]} slots, but the tokens need {plan.slots}")
-        out, logits = states.new_empty(n, self.hidden), states.new_empty(queries, self.vocabulary)
-        keys, values = zip(*buffers, strict=True)
-        pointers = ctypes.c_void_p * len(buffers)
-        self._kernels.draft_step(
-            *(self._address, embeds.data_ptr(), states.data_ptr(), n, tables[0].data_ptr(), tables[1].data_ptr()),
-            *(pointers(*(key.data_ptr() for key in keys)), pointers(*(value.data_ptr() for value in values))),
-            *(keys[0].stride(0), plan.address, window),
-            *(out.data_ptr(), logits.data_ptr(), queries, torch.get_num_threads()),
-        )
-        return out, logits

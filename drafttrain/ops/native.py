@@ -1,4 +1,4 @@
-"""Builds, keeps and loads the C kernels of cpu_layers.c and the files that it includes.
+"""Builds, keeps and loads the C kernels of cpu_draft.c and the files that it includes.
 
 A kernel reads and writes at addresses, so a wrong argument is a crash or worse. Each wrapper therefore checks its arguments
 first and raises ValueError or TypeError; structures that many calls share (plans, packed layers) are checked once, when they
@@ -26,8 +26,8 @@ from drafttrain.files import cache_folder, replacing
 
 logger = logging.getLogger(__name__)
 
-_SOURCE = Path(__file__).with_name("cpu_layers.c")  # includes the others
-_INCLUDED = ("cpu.c", "cpu_linear.c")
+_SOURCE = Path(__file__).with_name("cpu_draft.c")  # includes the others
+_INCLUDED = ("cpu.c", "cpu_linear.c", "cpu_layers.c")
 _FLAGS = ("-O3", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
 PATH_VARIABLE = "DRAFTTRAIN_CPU_PATH"
 
@@ -63,7 +63,11 @@ _ARGUMENTS = {
     "layer_before_attention": "PPLPPPI",
     "layer_after_attention": "PPPLI",
     "body_forward": "PPPL PLP P PLPI",
-    "draft_step": "PPPLPP PPL PL PPLI",
+    "head_top": "PPLL PPP I",
+    "draft_step": "PPPL PP P PL PP I",
+    "draft_read": "PLPP PPP PP PL PP I",
+    "draft_context": "PPL PP PP I",
+    "draft_trees": "PPP LL PP PP PPL PP PPPP I",
     "kernel_path": "",
 }
 _LARGEST = 64 * 2**20  # bytes that are read of a kept build; the real one has about 0.1 MB
@@ -97,10 +101,10 @@ def cpu_kernels() -> ctypes.CDLL | None:
             library = _load(built)
     except (OSError, subprocess.SubprocessError) as error:
         reason = (getattr(error, "stderr", None) or str(error)).strip()
-        logger.warning("ops/cpu_layers.c cannot be built (%s); decoding uses torch's slower kernels", reason[-300:])
+        logger.warning("ops/cpu_draft.c cannot be built (%s); decoding uses torch's slower kernels", reason[-300:])
         return None
     if library is None:
-        logger.warning("the built ops/cpu_layers.c cannot be loaded; decoding uses torch's slower kernels")
+        logger.warning("the built ops/cpu_draft.c cannot be loaded; decoding uses torch's slower kernels")
     return library
 
 

@@ -151,6 +151,7 @@ class PackedLinear(nn.Module):
         self.kernel = self.weight.dtype == torch.float32 and cpu_kernels() is not None
         self.rounded = False
         self.packed: Tensor | None = None
+        self.draft_head: object | None = None  # of a drafter's head: see `DraftHead.of`
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out], in the weight's dtype."""
@@ -171,7 +172,9 @@ class PackedLinear(nn.Module):
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, kernel={self.kernel}, rounded={self.rounded}"
+        top = "" if self.draft_head is None else ", top_tokens=4-bit scores and exact products of a shortlist"
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, kernel={self.kernel}, rounded={self.rounded}{top}"
 
 
 class PackedRMSNorm(nn.Module):

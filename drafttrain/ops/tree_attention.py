@@ -27,7 +27,7 @@ from drafttrain.ops.native import built_kernels, cpu_kernels
 
 # The CPU kernel keeps a token's ancestors in one 64-bit word, and its scores in the core's own cache: 0.3-0.9x of torch's
 # time up to 1000 keys, equal at 2000, slower beyond.
-_KERNEL_TOKENS, _KERNEL_PREFIX = 64, 2048
+_KERNEL_TOKENS, LONGEST_PREFIX = 64, 2048
 # Long chains (prefill under a window or a soft cap) attend in blocks of rows, so that no mask is quadratic in length.
 _BLOCK = 256
 
@@ -190,11 +190,13 @@ class CpuPlan:
     Attributes:
         address: of the kernel's struct plan, which no call writes to.
         tokens: N, new tokens of all sequences. slots, positions: how many the kernel reads or writes, from 0 on.
+        ends: slots of each sequence, from 0 on.
     """
 
     def __init__(self, parts: Sequence[tuple[int, TreeLayout]]):
         rows, begin, node = [], 0, 0
-        self.slots = self.positions = 0
+        self.positions, self.ends = 0, list[int]()
+        ancestors, depths = list[int](), list[int]()
         for slot, layout in parts:
             tree = layout.held + layout.count
             if slot < 0 or tree > _KERNEL_TOKENS:
@@ -202,12 +204,14 @@ class CpuPlan:
             rows.append((slot, layout.prefix_len, begin, layout.count, layout.held, node))
             begin += layout.count
             node += tree
-            self.slots = max(self.slots, slot + layout.prefix_len + tree)
-            self.positions = max(self.positions, layout.prefix_len + int(layout.tree_depths.max(initial=-1)) + 1)
-        self.tokens, self.sequences = begin, len(rows)
+            self.ends.append(slot + layout.prefix_len + tree)
+            own = layout.tree_depths.tolist()
+            self.positions = max(self.positions, layout.prefix_len + max(own, default=-1) + 1)
+            ancestors += layout.ancestors
+            depths += own
+        self.tokens, self.sequences, self.slots = begin, len(rows), max(self.ends, default=0)
         self._parts = np.array(rows, dtype=np.int64)
-        self._ancestors = np.array([bits for _, layout in parts for bits in layout.ancestors], dtype=np.uint64)
-        self._depths = np.concatenate([layout.tree_depths for _, layout in parts]).astype(np.int32)
+        self._ancestors, self._depths = np.array(ancestors, dtype=np.uint64), np.array(depths, dtype=np.int32)
         pointers = self._parts.ctypes.data, len(rows), self._ancestors.ctypes.data, self._depths.ctypes.data
         self._plan = np.array(pointers, dtype=np.uint64)
         self.address: int = self._plan.ctypes.data
@@ -215,7 +219,7 @@ class CpuPlan:
     @staticmethod
     def build(parts: Sequence[tuple[int, TreeLayout]]) -> CpuPlan | None:
         """None if a sequence has too many tokens for the kernel, or so many keys that torch is faster."""
-        if any(part.held + part.count > _KERNEL_TOKENS or part.prefix_len > _KERNEL_PREFIX for _, part in parts):
+        if any(part.held + part.count > _KERNEL_TOKENS or part.prefix_len > LONGEST_PREFIX for _, part in parts):
             return None
         return CpuPlan(parts) if cpu_kernels() is not None else None
 

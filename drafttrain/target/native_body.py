@@ -31,6 +31,7 @@ _MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _PROOF_TOKENS = 12
 # Most tokens of a forward that goes this way. Longer ones spend their time in products and attention, the same either way.
 NATIVE_ROWS = 1024
+_KNOWN_POSITIONS = 1 << 14  # rotary tables of more are not kept
 
 Tables = list[tuple[Tensor, Tensor]]  # per rotary table cosine and sine [n, rotary_dim]
 
@@ -114,6 +115,14 @@ class NativeBody:
         return torch.stack(caught, dim=1) if caught else x.new_empty(len(x), 0, x.shape[1])
 
 
+def plain_embedding(target: Any) -> Tensor | None:
+    """[v, h] float32 rows on the CPU that a target's `embed` selects; None where it computes more, or they are elsewhere."""
+    module = target.model.get_input_embeddings()
+    plain = type(module) is nn.Embedding and target.embed_scale == 1.0 and not hasattr(target.body, "project_in")
+    weight: Tensor | None = module.weight.detach() if plain else None
+    return weight if weight is not None and weight.is_cpu and weight.dtype == torch.float32 else None
+
+
 class _Rotary:
     """The model's rotary tables.
 
@@ -127,8 +136,23 @@ class _Rotary:
         self.calls: list[tuple[object, ...]] = []
         self.of_layer: list[int] = []
         self.width = 0
+        # Tables that depend on a position alone, not on the highest one of a forward, are computed once.
+        kinds = getattr(module, "rope_type", "dynamic")
+        kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+        self._fixed = all(kind in ("default", "linear", "llama3", "yarn") for kind in kinds)
+        self._known: Tables = []
 
     def tables(self, hidden: Tensor, position_ids: Tensor) -> Tables:
+        end = int(position_ids.max()) + 1
+        if not self._fixed or end > _KNOWN_POSITIONS:
+            return self._compute(hidden, position_ids)
+        known = self._known  # another thread may replace the tables by shorter ones
+        if not known or len(known[0][0]) < end:
+            places = torch.arange(max(256, 1 << end.bit_length()), device=position_ids.device)[None]
+            known = self._known = self._compute(hidden, places)
+        return [(cosine[position_ids[0]], sine[position_ids[0]]) for cosine, sine in known]
+
+    def _compute(self, hidden: Tensor, position_ids: Tensor) -> Tables:
         pairs = (self.module(hidden, position_ids, *extra) for extra in self.calls)
         return [(cosine[0].contiguous(), sine[0].contiguous()) for cosine, sine in pairs]
 

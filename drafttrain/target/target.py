@@ -43,7 +43,7 @@ from drafttrain.target.devices import resolve_device, resolve_dtype, share_of_gp
 from drafttrain.target.fetch import resolve_target
 from drafttrain.target.generation import TargetGeneration, end_tokens, read_generation_config
 from drafttrain.target.loading import load_language_model, loading, tokenizer_fingerprint
-from drafttrain.target.native_body import NATIVE_ROWS, NativeBody
+from drafttrain.target.native_body import NATIVE_ROWS, NativeBody, plain_embedding
 from drafttrain.target.own_cache import Continuation, pack_proven
 from drafttrain.target.proof import check_rows, prove, prove_own, unpackable, unsupported
 from drafttrain.target.snapshots import SnapshotCache
@@ -383,6 +383,8 @@ class Target:
         if project_in is not None:
             embeds = project_in(embeds)
         return embeds if self.embed_scale == 1.0 else embeds * self.embed_scale
+
+    embed_table = plain_embedding
 
     def head(self, hidden: Tensor) -> Tensor:
         """[..., h] -> float32 logits over the vocabulary."""

@@ -74,6 +74,7 @@ def check_parity(make, target, depth=4):
         if packed:
             decoder.pack()
             decoder.bind(target)
+        decoder.uses_text = False  # training knows nothing of it
         session = decoder.start(prefix[: anchor + 1], max_length=13)  # so that the buffers have to grow
         session.extend(prefix[1 : anchor - 2], features[: anchor - 3])  # in pieces, as rounds do
         session.extend(prefix[anchor - 2 : anchor + 2], features[anchor - 3 : anchor + 1])

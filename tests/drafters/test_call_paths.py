@@ -47,7 +47,7 @@ def test_a_training_step_runs_three_files():
 
 @pytest.mark.skipif(cpu_kernels() is None, reason="without a C compiler a depth runs the layers in torch")
 @pytest.mark.parametrize("tree", ["chain:3", "dynamic:4,3,8"])
-def test_a_decoding_round_runs_three_files(tmp_path, tree):
+def test_a_decoding_round_runs_four_files(tmp_path, tree):
     target = make_target(hidden=64)
     make_kind("eagle3", target).save_pretrained(tmp_path)
     decoder = Decoder(target.pack(), load_drafter(str(tmp_path), target), spec=TreeSpec.parse(tree), eos_ids=())
@@ -55,4 +55,4 @@ def test_a_decoding_round_runs_three_files(tmp_path, tree):
     next(rounds), next(rounds)  # the prompt, and the first round, which allocates
     with files_run() as found:
         next(rounds)
-    assert found == {"eagle3/model.py", "common/layer_model.py", "common/tree_growth.py"}
+    assert found == {f"common/{name}.py" for name in ("layer_model", "layer_session", "layers", "tree_growth")}

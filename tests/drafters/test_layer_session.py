@@ -7,7 +7,7 @@ import torch
 
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.ops import tree_attention
-from drafttrain.ops.cpu_layers import DraftStep
+from drafttrain.ops.cpu_draft import DraftStep
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.tree_attention import CpuPlan
 from tests.conftest import make_target
@@ -51,21 +51,32 @@ def test_kernel_and_torch_draft_the_same_trees_alone_and_together(monkeypatch, o
 @pytest.mark.thorough
 @pytest.mark.skipif(cpu_kernels() is None, reason="no C compiler here")
 @pytest.mark.parametrize(
-    ("kind", "options"),
+    ("kind", "options", "expected"),
     [
-        ("eagle3", {}),
-        ("eagle3", {"num_hidden_layers": 2, "sliding_window": 7, "norm_output": True, "qk_norm": True}),
-        ("mtp", {"qk_norm": True}),
+        ("eagle3", {}, "read read trees"),
+        (
+            "eagle3",
+            {"num_hidden_layers": 2, "sliding_window": 7, "norm_output": True, "qk_norm": True},
+            "read read trees",
+        ),
+        ("eagle3", {"norm_before_residual": True, "fc_norm": True}, "run run trees"),
+        ("mtp", {"qk_norm": True}, "read read trees"),
+        ("mtp", {"modules": 2, "train_head": False}, "read read run run run"),
+        ("eagle1", {"fc_bias": True, "ttt_steps": 4}, "read read trees"),
+        ("peagle", {}, "read read run"),
+        ("dflash", {"block_size": 5, "num_hidden_layers": 2}, "context context run"),
+        ("dflash", {"block_size": 5, "sliding_window": 8, "qk_norm": True}, "context context run"),
     ],
     ids=str,
 )
-def test_the_kernel_for_a_depth_is_the_one_forward(monkeypatch, kind, options):
+def test_the_kernel_for_a_depth_is_the_one_forward(monkeypatch, kind, options, expected):
     calls = []
-    run = DraftStep.run
-    monkeypatch.setattr(DraftStep, "run", lambda *args: calls.append(1) or run(*args))
+    for name in ("read", "run", "trees", "store_context"):
+        function, word = getattr(DraftStep, name), name.removeprefix("store_")
+        monkeypatch.setattr(DraftStep, name, lambda *args, f=function, word=word: calls.append(word) or f(*args))
     target = make_target(hidden=64)
     check_parity(lambda: make_kind(kind, target, torch.arange(40, 240), shake=True, **options), target)
-    assert len(calls) == 2 + 3, "both times that tokens were committed, and three depths"
+    assert " ".join(calls) == expected, "both times that tokens were committed, and the tree"
     drafter = make_kind(kind, target, torch.arange(40, 240), shake=True, **options)
     drafter.pack()
     check_lossless(drafter, target)

@@ -9,6 +9,7 @@ from drafttrain.batch import Batch
 from drafttrain.cli import main
 from drafttrain.data.store import FeatureStore, FeatureWriter, Store
 from drafttrain.drafters.common.path_heads import likeliest_paths
+from drafttrain.drafters.common.tree_growth import Likeliest
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import default_tree, kind_class, load_drafter
 from drafttrain.errors import UserError
@@ -84,8 +85,9 @@ def test_training_step_k_is_what_the_decoder_computes_at_depth_k(target, kind, o
     if packed:
         pack(decoder)
     prefix = make_batch((9,)).input_ids[0]
-    decoded, logits = [], decoder.logits
-    decoder.logits = lambda *args: decoded.append(logits(*args)) or decoded[-1]
+    decoded, predict = [], decoder.predict
+    # The top tokens of a packed head are all tokens of this vocabulary.
+    decoder.predict = lambda state, depth, _: decoded.append(all_logits(predict(state, depth, 200))) or decoded[-1]
     tree = drafting(decoder, target).propose(TreeSpec.parse("chain:9"))
     assert len(tree) == len(decoded) == drafter.depths
 
@@ -97,7 +99,15 @@ def test_training_step_k_is_what_the_decoder_computes_at_depth_k(target, kind, o
     features = target.forward(ids, drafter.feature_layers).features
     for k, (at, state) in enumerate(drafter.walk(batch, features)):
         row = at.tolist().index(anchor + 1 + k)
-        torch.testing.assert_close(drafter.logits(state, k)[row], decoded[k][0], rtol=1e-4, atol=1e-4)
+        log_probs = drafter.logits(state, k)[row].log_softmax(-1)
+        torch.testing.assert_close(log_probs, decoded[k][0].log_softmax(-1), rtol=1e-4, atol=1e-4)
+
+
+def all_logits(made):
+    """Logits [n, d] of a prediction that may be the top d tokens."""
+    return (
+        torch.zeros_like(made.log_probs).scatter_(1, made.ids, made.log_probs) if isinstance(made, Likeliest) else made
+    )
 
 
 def test_depth_k_is_aligned_with_the_target_two_tokens_beyond_the_anchor(target):

@@ -29,15 +29,18 @@ from drafttrain.batch import Attend, Part, StepOutput, TokenTree, anchors_by_dep
 from drafttrain.drafters.base import Samplers, Specs, StepInputs, Tensors
 from drafttrain.drafters.common import starts
 from drafttrain.drafters.common.configs import BlockConfig
-from drafttrain.drafters.common.layer_model import LayerSession, attend_packed
+from drafttrain.drafters.common.layer_model import attend_packed
+from drafttrain.drafters.common.layer_session import LayerSession
 from drafttrain.drafters.common.layers import DraftLayer, RMSNorm, moved
 from drafttrain.drafters.common.static_draft import DraftPlaces, SlotAttention
 from drafttrain.drafters.common.tensor_growth import Ask
 from drafttrain.drafters.common.trainable import DecoderDrafter
-from drafttrain.drafters.common.tree_growth import GrowingTree, Logits, grow_trees
+from drafttrain.drafters.common.tree_growth import GrowingTree, Likeliest, Logits, grow_trees, rows_of, widest
 from drafttrain.losses import TargetRows, linear_divergence
-from drafttrain.ops.packing import PackedLinear
+from drafttrain.ops.cpu_draft import DraftHead, DraftStep, DraftWeights, kernel_of, plan_of
+from drafttrain.ops.packing import SKINNY_ROWS, PackedLinear
 from drafttrain.ops.path_attention import Spans, block_attention
+from drafttrain.ops.tree_attention import TreeLayout
 from drafttrain.sequence_parallel import SharedPart
 from drafttrain.target import Target
 
@@ -53,6 +56,7 @@ class BlockDrafter(DecoderDrafter):
     measures: tuple[str, ...] = ()
     config: BlockConfig
     solve_start = starts.block_start
+    draft_step: DraftStep | None = None  # the CPU kernel of all layers and the final norm
 
     @property
     def static_depth(self) -> int:  # type: ignore[override]
@@ -80,6 +84,10 @@ class BlockDrafter(DecoderDrafter):
     def head(self) -> nn.Linear | PackedLinear:
         """The linear layer over the drafter's vocabulary."""
         return self.lm_head if self.lm_head is not None else self.frozen[0]
+
+    @property
+    def head_weight(self) -> Tensor:
+        return self.head.weight
 
     def bind(self, target: Target) -> None:
         """Checks the target and attaches its embedding and head."""
@@ -153,6 +161,11 @@ class BlockDrafter(DecoderDrafter):
     def logits(self, reads: Tensor) -> Tensor:
         """[..., h] -> [..., d] over the drafter's vocabulary."""
         return self.head(reads.to(self.head.weight.dtype))
+
+    def pack_depths(self) -> None:
+        config = self.config
+        weights = DraftWeights(config.hidden_size, 0, config.rms_norm_eps, norm=self.norm.weight)
+        self.draft_step = kernel_of([layer.native for layer in self.decoder_layers], weights)
 
     def conditional(self, logits: Tensor, reads: Tensor, parents: Tensor) -> Logits:
         """Logits of the children of n nodes.
@@ -258,7 +271,8 @@ class BlockDrafter(DecoderDrafter):
     # -- proposal half ------------------------------------------------------------------------------------------
 
     def start(self, prompt_ids: Tensor, max_length: int) -> BlockSession:
-        return BlockSession(self, self.cache_shape, max_length + self.config.block_size)
+        text = self.open_text()
+        return BlockSession(self, self.cache_shape, max_length + self.config.block_size, text)
 
     def read_static(
         self, ids: Tensor, features: Tensor, positions: Tensor, context: SlotAttention, ends: Tensor
@@ -297,15 +311,20 @@ class BlockDrafter(DecoderDrafter):
         sizes = [len(new) for new in tokens]
         starts = [session.length for session in sessions]
         context = self.fuse(torch.cat(list(features)))
-        positions = torch.cat([torch.arange(begin, begin + size) for begin, size in zip(starts, sizes, strict=True)])
-        cos, sin = self.rotary.tables(positions.to(context.device), context.dtype)
-        for i, layer in enumerate(self.decoder_layers):
-            parts = (new.split(sizes) for new in layer.self_attn.keys_values(context, cos, sin))
-            for session, key, value in zip(sessions, *parts, strict=True):
-                session.store(i, session.length, key, value)
+        if not self._kernel_context(sessions, sizes, context):
+            positions = torch.cat(
+                [torch.arange(begin, begin + size) for begin, size in zip(starts, sizes, strict=True)]
+            )
+            cos, sin = self.rotary.tables(positions.to(context.device), context.dtype)
+            for i, layer in enumerate(self.decoder_layers):
+                parts = (new.split(sizes) for new in layer.self_attn.keys_values(context, cos, sin))
+                for session, key, value in zip(sessions, *parts, strict=True):
+                    session.store(i, session.length, key, value)
         for session, new in zip(sessions, tokens, strict=True):
             session.length += len(new)
             session.root = new[-1:]
+            if session.text is not None:
+                session.text.read(new.tolist())
 
     @torch.no_grad()
     def propose_all(self, sessions: Sequence[BlockSession], specs: Specs, samplers: Samplers) -> list[TokenTree]:
@@ -315,29 +334,83 @@ class BlockDrafter(DecoderDrafter):
             return static
         deepest = max(1, min(self.config.depth, max(spec.depth for spec in specs)))
         roots = torch.cat([session.root for session in sessions])
-        begins = torch.tensor([session.length for session in sessions], device=roots.device)
-        attends = []
-        for layer in range(len(self.layers)):
-            queries = self.config.depth if layer == len(self.layers) - 1 else self.config.block_size
-            own = [partial(session.attend_all, layer) for session in sessions]
-            attends.append(attend_packed(own, [queries] * len(own), [self.config.block_size] * len(own)))
-        reads = self.run(self.embed(roots), begins, attends)[:, :deepest]
-        block = self.logits(reads)  # [sessions, deepest, d]
-        first = self.conditional(block[:, 0], reads[:, 0], roots)
+        reads = self._kernel_block(sessions, roots)
+        if reads is None:
+            begins = torch.tensor([session.length for session in sessions], device=roots.device)
+            attends = []
+            for layer in range(len(self.layers)):
+                queries = self.config.depth if layer == len(self.layers) - 1 else self.config.block_size
+                own = [partial(session.attend_all, layer) for session in sessions]
+                attends.append(attend_packed(own, [queries] * len(own), [self.config.block_size] * len(own)))
+            reads = self.run(self.embed(roots), begins, attends)
+        shaped = any(session.text is not None for session in sessions)  # by all logits
+        block = self._predict(reads[:, :deepest], None if shaped else widest(specs))
+        first, size = self._children(block, reads, roots, slice(None), 0), self.config.depth
+        each = [session.shape_logits(first, reads[:, 0], row, row + 1) for row, session in enumerate(sessions)]
         trees = [
-            GrowingTree(spec, _part(first, row), self.kept_ids, sampler, self.config.depth, row)
-            for row, (spec, sampler) in enumerate(zip(specs, samplers, strict=True))
+            GrowingTree(spec, rows_of(each[row], 0), session.ids, sampler, size, row)
+            for row, (session, spec, sampler) in enumerate(zip(sessions, specs, samplers, strict=True))
         ]
 
         def step(growing: list[GrowingTree], depth: int) -> list[Logits]:
             sizes = [len(tree.parents) for tree in growing]
             rows = torch.tensor([tree.row for tree in growing for _ in tree.parents], device=roots.device)  # [n]
-            tokens = self.kept_ids[torch.cat([tree.tokens for tree in growing])]  # [n] target ids
-            logits = self.conditional(block[rows, depth], reads[rows, depth], tokens)
-            ends = [0, *accumulate(sizes)]
-            return [_part(logits, slice(begin, end)) for begin, end in pairwise(ends)]
+            tokens = torch.cat([tree.target_ids for tree in growing])  # [n]
+            logits, ends = self._children(block, reads, tokens, rows, depth), [0, *accumulate(sizes)]
+            parts = zip(growing, pairwise(ends), strict=True)
+            return [sessions[tree.row].shape_logits(logits, reads[rows, depth], *ends) for tree, ends in parts]
 
         return grow_trees(trees, step)
+
+    def _predict(self, reads: Tensor, width: int | None) -> Logits:
+        """Logits [m, depth, d] of blocks, or their `width` top tokens where they do not depend on the parents and a kernel
+        finds them; None: all are needed."""
+        plain = type(self).conditional is BlockDrafter.conditional
+        head = DraftHead.of(self.head) if plain and width is not None and self.packed else None
+        if head is None or width is None:
+            return self.logits(reads)
+        ids, top, _ = head.top(reads.flatten(0, 1), min(width, head.vocabulary))
+        return Likeliest(ids.unflatten(0, reads.shape[:2]), top.unflatten(0, reads.shape[:2]))
+
+    def _children(self, block: Logits, reads: Tensor, parents: Tensor, rows: Tensor | slice, depth: int) -> Logits:
+        """Logits of the children of nodes [n] at a depth, of blocks `rows`."""
+        if isinstance(block, Likeliest):
+            return Likeliest(block.ids[rows, depth], block.log_probs[rows, depth])
+        assert isinstance(block, Tensor)
+        return self.conditional(block[rows, depth], reads[rows, depth], parents)
+
+    def _kernel_context(self, sessions: Sequence[BlockSession], sizes: list[int], context: Tensor) -> bool:
+        """Stores the keys and values of new context by the CPU kernel; False where it does not apply."""
+        if self.draft_step is None or not self.draft_step.reads_context or len(context) > SKINNY_ROWS:
+            return False
+        plan = plan_of([TreeLayout(session.length, count=size) for session, size in zip(sessions, sizes, strict=True)])
+        if plan is None:
+            return False
+        stores = [session.store_of(end, context) for session, end in zip(sessions, plan.ends, strict=True)]
+        self.draft_step.store_context(context.contiguous(), self.rotary.up_to(plan.positions), stores, plan)
+        return True
+
+    def _kernel_block(self, sessions: Sequence[BlockSession], roots: Tensor) -> Tensor | None:
+        """`run` of a block behind each session by the CPU kernel, [sessions, depth, h]; None where it does not apply."""
+        size = self.config.block_size
+        if self.draft_step is None or len(sessions) * size > SKINNY_ROWS:
+            return None
+        plan = plan_of([BlockLayout(session.length, size) for session in sessions])
+        if plan is None:
+            return None
+        states = self.enter(self.embed(roots).to(self.fc.weight.dtype))
+        stores = [session.store_of(end, states) for session, end in zip(sessions, plan.ends, strict=True)]
+        tables = self.rotary.up_to(plan.positions)
+        _, reads = self.draft_step.run(None, states, tables, stores, plan, self.cache_shape.window)
+        return reads.view(len(sessions), size, -1)[:, -self.config.depth :]
+
+
+class BlockLayout(TreeLayout):
+    """A block behind a prefix, whose tokens see each other in both directions; for the CPU kernel's plan."""
+
+    def __init__(self, prefix_len: int, count: int):
+        super().__init__(prefix_len, count=count)
+        self.ancestors = [(1 << count) - 1] * count
 
 
 class BlockSession(LayerSession):
@@ -346,6 +419,15 @@ class BlockSession(LayerSession):
     Attributes:
         root: [1] int64, the last committed token.
     """
+
+    def shape_logits(self, logits: Logits, reads: Tensor, begin: int, end: int) -> Logits:
+        """Logits [m, d and further tokens] of nodes begin to end; logits [n, d] and reads [n, h] of all sessions' nodes."""
+        own = rows_of(logits, slice(begin, end))
+        if self.text is None:
+            return own
+        assert not isinstance(own, Likeliest)
+        read = reads[begin:end]
+        return (self.text.shape(own[0], read), own[1]) if isinstance(own, tuple) else self.text.shape(own, read)
 
     def attend_all(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention of a block [m, heads, e] over the context and all of the block -> [m, heads * e]."""
@@ -364,10 +446,6 @@ class BlockSession(LayerSession):
         folded = query.view(m, kv, heads // kv, e).permute(1, 2, 0, 3).reshape(1, kv, -1, e)
         out = F.scaled_dot_product_attention(folded, keys, values, mask)
         return out.view(kv, heads // kv, m, e).permute(2, 0, 1, 3).reshape(m, heads * e)
-
-
-def _part(logits: Logits, where: int | slice) -> Logits:
-    return (logits[0][where], logits[1][where]) if isinstance(logits, tuple) else logits[where]
 
 
 def _over_context(

@@ -13,25 +13,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafttrain.batch import Attend, Batch, Part, StepOutput, TokenTree, anchors_by_depth, sums_by_depth
-from drafttrain.drafters.base import Drafter, JointSession, Samplers, Specs, StepInputs, Tensors
-from drafttrain.drafters.common.layers import CacheShape, DraftLayer, moved
-from drafttrain.drafters.common.static_draft import DraftPlaces, DraftSteps, SlotAttention
+from drafttrain.drafters.base import Samplers, Specs, StepInputs, Tensors
+from drafttrain.drafters.common.layer_session import LayerSession, cat, grow_by_kernel, read_by_kernel
+from drafttrain.drafters.common.layers import DraftLayer, moved
+from drafttrain.drafters.common.static_draft import DraftPlaces, SlotAttention
 from drafttrain.drafters.common.tensor_growth import Ask
 from drafttrain.drafters.common.trainable import DecoderDrafter
-from drafttrain.drafters.common.tree_growth import GrowingTree, Logits, grow_trees
+from drafttrain.drafters.common.tree_growth import (
+    GrowingTree,
+    Likeliest,
+    Logits,
+    grow_trees,
+    rows_of,
+    widest,
+)
 from drafttrain.losses import SharedHead, TargetRows, linear_divergence
-from drafttrain.ops.cpu_layers import DraftStep, DraftWeights
-from drafttrain.ops.packing import SKINNY_ROWS
+from drafttrain.ops.cpu_draft import DraftHead, DraftStep, DraftWeights, kernel_of, plan_of
+from drafttrain.ops.packing import SKINNY_ROWS, PackedLinear
 from drafttrain.ops.path_attention import PathAttention
-from drafttrain.ops.tree_attention import TreeLayout, tree_attention
+from drafttrain.ops.tree_attention import TreeLayout
 
 Layouts = Sequence[TreeLayout]
 
@@ -44,7 +51,7 @@ class Split(NamedTuple):
     anchors: Tensor
 
 
-Sessions = Sequence["LayerSession"]
+Sessions = Sequence[LayerSession]
 
 
 class LayerDrafter(DecoderDrafter):
@@ -52,7 +59,7 @@ class LayerDrafter(DecoderDrafter):
 
     A kind creates its layers and projections, calls `finish` at the end of `__init__`, and implements:
 
-        decoder_layers, head_weight      all layers (default: `layers`); layers_at: those of a depth, if depths differ
+        decoder_layers, head             all layers (default: `layers`); layers_at: those of a depth, if depths differ
         fuse(features)                   the state that depth 0 reads
         enter(state, embeds, depth)      input of the first layer: a state, and token embeddings if it reads them
         leave(state), read_out(state)    input of the next depth, and of the head, from the last layer's output
@@ -60,12 +67,19 @@ class LayerDrafter(DecoderDrafter):
 
     static = True
     lm_head: nn.Linear
-    draft_step: DraftStep | None = None  # the CPU kernel that is `step` and `logits` in one
+    draft_steps: tuple[
+        DraftStep, ...
+    ] = ()  # CPU kernels that compute `step` and `read_out`, of each depth that differs
+
+    @property
+    def head(self) -> nn.Linear | PackedLinear:
+        """The linear layer over the drafter's vocabulary."""
+        return self.lm_head
 
     @property
     def head_weight(self) -> Tensor:
         """[d, h]."""
-        return self.lm_head.weight
+        return self.head.weight
 
     @property
     def sequence_reach(self) -> int:
@@ -75,14 +89,18 @@ class LayerDrafter(DecoderDrafter):
         return self.decoder_layers
 
     def pack_depths(self) -> None:
-        """Makes one kernel of the layers and what surrounds them, where the kind and all layers support it."""
-        natives = [layer.native for layer in self.decoder_layers if layer.native is not None]
-        weights, complete = self.draft_weights(), len(natives) == len(self.decoder_layers)
-        if weights is not None and complete and self.config.head_dim % 16 == 0:
-            self.draft_step = DraftStep(natives, weights)
+        weights = [self.draft_weights(depth) for depth in range(self.own_depths)]
+        made = [kernel_of([layer.native for layer in self.layers_at(depth)], own) for depth, own in enumerate(weights)]
+        steps = tuple(step for step in made if step is not None)
+        self.draft_steps = steps if len(steps) == len(made) else ()
 
-    def draft_weights(self) -> DraftWeights | None:
-        """Weights around the layers, for kinds whose depths are all one `DraftStep`; None for other kinds."""
+    @property
+    def own_depths(self) -> int:
+        """Number of depths that have weights of their own; deeper ones use the last."""
+        return 1
+
+    def draft_weights(self, depth: int) -> DraftWeights | None:
+        """Weights around a depth's layers; None for forms that the kernels lack."""
         return None
 
     # -- forward pass, shared by training and decoding ----------------------------------------------------------
@@ -105,7 +123,26 @@ class LayerDrafter(DecoderDrafter):
 
     def logits(self, state: Tensor) -> Tensor:
         """[t, h] output of `step` -> [t, d] over the drafter's vocabulary."""
-        return self.lm_head(self.read_out(state))
+        return self.score(self.read_out(state))
+
+    def score(self, read: Tensor) -> Tensor:
+        """[t, h] output of `read_out` -> [t, d]."""
+        return self.head(read.to(self.head.weight.dtype))
+
+    def predict(self, sessions: Sessions, sizes: Sequence[int], reads: Tensor, width: int | None) -> list[Logits]:
+        """Logits of the children of each session's nodes.
+
+        Args:
+            sizes: nodes of each session. reads: [n, h] outputs of `read_out` at all nodes.
+            width: top tokens that are enough, if a kernel finds them and no text changes the logits; None: all are needed.
+        """
+        texts, ends = [session.text for session in sessions], [0, *accumulate(sizes)]
+        head = DraftHead.of(self.head) if width is not None and self.packed and not any(texts) else None
+        top = None if head is None or width is None else head.top(reads, min(width, head.vocabulary))
+        logits = self.score(reads) if top is None else Likeliest(*top[:2])
+        parts = [rows_of(logits, slice(begin, end)) for begin, end in pairwise(ends)]
+        each = zip(texts, parts, split(reads, sizes), strict=True)
+        return [text.shape(own, read) if text and isinstance(own, Tensor) else own for text, own, read in each]
 
     def step(
         self,
@@ -254,7 +291,7 @@ class LayerDrafter(DecoderDrafter):
     # -- proposal half ------------------------------------------------------------------------------------------
 
     def start(self, prompt_ids: Tensor, max_length: int) -> LayerSession:
-        return LayerSession(self, self.cache_shape, max_length)
+        return LayerSession(self, self.cache_shape, max_length, self.open_text())
 
     def read_static(
         self, ids: Tensor, features: Tensor, positions: Tensor, context: SlotAttention, ends: Tensor
@@ -281,13 +318,23 @@ class LayerDrafter(DecoderDrafter):
         """One step over the new tokens of all sessions; only each last token needs an output, the root of the next tree."""
         if (steps := sessions[0].steps) is not None and steps.read(sessions, tokens, features):
             return
+        roots, reads = read_by_kernel(self, sessions, tokens, features) or self._read(sessions, tokens, features)
+        for row, (session, own) in enumerate(zip(sessions, tokens, strict=True)):
+            session.root, session.read = roots[row : row + 1], reads[row : row + 1]
+            session.length += len(own)
+            if session.text is not None:
+                session.text.read(own.tolist())
+
+    def _read(self, sessions: Sessions, tokens: Tensors, features: Tensors) -> tuple[Tensor, Tensor]:
+        """Outputs of `step` and of `read_out` at each session's last token, [sessions, h]."""
         new = [TreeLayout(session.length, count=len(own)) for session, own in zip(sessions, tokens, strict=True)]
         inputs = self.fuse(cat(features)), self.embed(cat(tokens))  # [t, h], [t, target h]
-        single = self._kernel_step(sessions, new, *inputs, outputs=1)
-        out, logits = single or (self.packed_step(sessions, new, *inputs, ends=True), None)
-        for session, layout, state in zip(sessions, new, split(out, [1] * len(new)), strict=True):
-            session.root, session.logits = state[-1:], logits
-            session.length += layout.count
+        made = self.kernel_step(sessions, new, *inputs)
+        if made is not None:
+            ends = torch.tensor([end - 1 for end in accumulate(layout.count for layout in new)])
+            return made[0][ends], made[1][ends]
+        roots = self.packed_step(sessions, new, *inputs, ends=True)
+        return roots, self.read_out(roots)
 
     @torch.no_grad()
     def propose_all(self, sessions: Sessions, specs: Specs, samplers: Samplers) -> list[TokenTree]:
@@ -295,15 +342,18 @@ class LayerDrafter(DecoderDrafter):
         steps = sessions[0].steps
         if steps is not None and (static := steps.propose(sessions, specs, samplers)) is not None:
             return static
-        known = [session.logits for session in sessions if session.logits is not None]
-        complete = len(known) == len(sessions)
-        first = cat(known) if complete else self.logits(cat([session.root for session in sessions]))  # [sessions, d]
+        reads = cat([self.read_out(session.root) if session.read is None else session.read for session in sessions])
+        grown = grow_by_kernel(self, sessions, specs, reads)
+        if grown is not None:
+            return grown
+        width = widest(specs)
+        first = self.predict(sessions, [1] * len(sessions), reads, width)
         trees = [
-            GrowingTree(spec, first[row], self.kept_ids, sampler, row=row, states=session.root)
+            GrowingTree(spec, rows_of(first[row], 0), session.ids, sampler, row=row, states=session.root)
             for row, (session, spec, sampler) in enumerate(zip(sessions, specs, samplers, strict=True))
         ]
 
-        def step(growing: list[GrowingTree], depth: int) -> Sequence[Tensor]:
+        def step(growing: list[GrowingTree], depth: int) -> Sequence[Logits]:
             own, sizes = [sessions[tree.row] for tree in growing], [len(tree.parents) for tree in growing]
             # The root is the last committed token; nodes stand behind it in the order they were opened.
             layouts = [
@@ -311,13 +361,12 @@ class LayerDrafter(DecoderDrafter):
                 for session, tree, size in zip(own, growing, sizes, strict=True)
             ]
             states = cat([tree.parent_states() for tree in growing])  # [n, h]
-            embeds = self.embed(self.kept_ids[cat([tree.tokens for tree in growing])])  # [n, target h]
-            single = self._kernel_step(own, layouts, states, embeds, sizes[0])
-            out = single[0] if single else self.packed_step(own, layouts, states, embeds, depth)
-            logits = single[1] if single else self.logits(out)  # [n, d]
+            embeds = self.embed(cat([tree.target_ids for tree in growing]))  # [n, target h]
+            made = self.kernel_step(own, layouts, states, embeds, depth)
+            out = made[0] if made else self.packed_step(own, layouts, states, embeds, depth)
             for tree, state in zip(growing, split(out, sizes), strict=True):
                 tree.states = state
-            return split(logits, sizes)
+            return self.predict(own, sizes, made[1] if made else self.read_out(out), width)
 
         return grow_trees(trees, step)
 
@@ -338,25 +387,22 @@ class LayerDrafter(DecoderDrafter):
             attends.append(attend_packed(own, [layout.count for layout in seen], sizes))
         return self.step(states, embeds, positions, attends, queries, depth)
 
-    def _kernel_step(
-        self, sessions: Sessions, layouts: Layouts, states: Tensor, embeds: Tensor, outputs: int
+    def kernel_step(
+        self, sessions: Sessions, layouts: Layouts, states: Tensor, embeds: Tensor, depth: int = 0
     ) -> tuple[Tensor, Tensor] | None:
-        """`step` and `logits` of one session's last `outputs` tokens by the CPU kernel; None where it does not apply."""
-        session, layout = sessions[0], layouts[0]
-        if self.draft_step is None or len(sessions) > 1 or layout.count > SKINNY_ROWS or layout.plan is None:
+        """`step` and `read_out` of all new tokens by the CPU kernel, [n, h] each; None where it does not apply."""
+        if not self.draft_steps or len(states) > SKINNY_ROWS:
             return None
-        end = layout.prefix_len + layout.held + layout.count
-        session.buffers(0, end, states)
+        plan = plan_of(layouts)
+        if plan is None:
+            return None
+        stores = [session.store_of(end, states) for session, end in zip(sessions, plan.ends, strict=True)]
         inputs = embeds.to(states.dtype).contiguous(), states.contiguous()
-        if session.tables is None or end > len(session.tables[0]):
-            session.tables = self.rotary.up_to(max(end, session.capacity))
-        window = self.cache_shape.window
-        return self.draft_step.run(*inputs, session.tables, session.layers, layout.plan, window, outputs)
+        tables = self.rotary.up_to(plan.positions)
+        return self._step_at(depth).run(*inputs, tables, stores, plan, self.cache_shape.window)
 
-
-def cat(parts: Sequence[Tensor]) -> Tensor:
-    """Packs the sessions' tensors; no copy for a single session."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    def _step_at(self, depth: int) -> DraftStep:
+        return self.draft_steps[min(depth, len(self.draft_steps) - 1)]
 
 
 def split(packed: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
@@ -372,67 +418,3 @@ def attend_packed(attends: Sequence[Attend], queries: Sequence[int], keys: Seque
         return cat([own(*part) for own, *part in parts])
 
     return attend
-
-
-class LayerSession(JointSession):
-    """One sequence's cache: per layer, keys and values [kv_heads, capacity, e] of committed positions, then of this round's
-    nodes in the order they were opened.
-
-    Attributes:
-        length: committed positions. root: [1, h] output at the last committed token, from the first `extend` on.
-        logits: [1, d] the root's, if computed. tables: cos, sin [positions, 1, r] for the kernel of a draft step.
-    """
-
-    def __init__(self, drafter: Drafter, shape: CacheShape, max_length: int):
-        self.drafter, self.shape, self.capacity = drafter, shape, max_length
-        self.layers: list[tuple[Tensor, Tensor]] = []  # allocated when the first key shows dtype and device
-        self.length = 0
-        self.logits: Tensor | None = None
-        self.tables: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def held(self) -> int:
-        return self.length
-
-    def advance(self, count: int) -> None:
-        self.length += count
-        self.logits = None
-
-    def place(self, steps: DraftSteps, row: int) -> None:
-        super().place(steps, row)
-        self.capacity = steps.cache.capacity
-        both = [steps.cache.by_row(layer) for layer in range(self.shape.layers)]
-        self.layers = [(keys[row], values[row]) for keys, values in both]
-
-    def attend(self, layer: int, layout: TreeLayout, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Stores a layer's new keys and values [m, kv_heads, e] and attends with queries [n, heads, e] of the last n of those
-        tokens over the keys that `layout` selects. Returns [n, heads * e].
-        """
-        end, window = layout.prefix_len + layout.held + layout.count, self.shape.window or None
-        keys, values = self.buffers(layer, end, key)
-        scaling, plan = query.shape[-1] ** -0.5, layout.plan
-        if key.shape[0] == layout.count and plan is not None and plan.serves(query, keys, values):
-            new = (key, value)
-            out = plan.attend(query, keys, values, new=new, softcap=None, sinks=None, scaling=scaling, window=window)
-            return out.view(layout.count, -1)
-        self.store(layer, end - key.shape[0], key, value)
-        each = query.transpose(0, 1)[None], keys[None, :, :end], values[None, :, :end]  # [1, heads, n, e], ...
-        out = tree_attention(*each, layout, scaling=scaling, window=window)
-        return out[0].transpose(0, 1).reshape(layout.count, -1)
-
-    def buffers(self, layer: int, end: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values [kv_heads, capacity, e], with at least `end` slots: trees may exceed the longest sequence."""
-        if not self.layers:
-            shape = (self.shape.kv_heads, self.capacity, self.shape.head_dim)
-            self.layers = [(like.new_empty(shape), like.new_empty(shape)) for _ in range(self.shape.layers)]
-        if end > self.capacity:
-            more = (0, 0, 0, end - self.capacity)
-            self.layers = [(F.pad(keys, more), F.pad(values, more)) for keys, values in self.layers]
-            self.capacity = end
-        return self.layers[layer]
-
-    def store(self, layer: int, start: int, key: Tensor, value: Tensor) -> None:
-        """Writes a layer's keys and values [m, kv_heads, e] to slots from `start` on."""
-        end = start + key.shape[0]
-        for buffer, new in zip(self.buffers(layer, end, key), (key, value), strict=True):
-            buffer[:, start:end] = new.transpose(0, 1)

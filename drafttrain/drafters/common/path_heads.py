@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 from operator import itemgetter
 
 import torch
@@ -26,9 +27,10 @@ from drafttrain.drafters.common.starts import LeastSquares, head_rows
 from drafttrain.drafters.common.static_draft import DraftPlaces, SlotAttention
 from drafttrain.drafters.common.tensor_growth import Ask
 from drafttrain.drafters.common.trainable import TrainableDrafter
-from drafttrain.drafters.common.tree_growth import GrowingTree, Logits, grow_trees
+from drafttrain.drafters.common.tree_growth import GrowingTree, Likeliest, Logits, grow_trees, rows_of, widest
 from drafttrain.drafters.common.tree_spec import paths_text
 from drafttrain.losses import SharedHead, linear_divergence
+from drafttrain.ops.cpu_draft import DraftHead
 from drafttrain.target import Target
 from drafttrain.target.attention import LAST
 
@@ -83,6 +85,13 @@ class PathHeads(TrainableDrafter):
     def logits(self, state: Tensor, depth: int) -> Tensor:
         """[t, w] states -> [t, d] over the drafter's vocabulary."""
         return self.head(depth)(self.read(state, depth))
+
+    def predict(self, state: Tensor, depth: int, width: int | None) -> Logits:
+        """`logits`, or their `width` top tokens where a kernel finds them; None: all are needed."""
+        head = None if width is None else DraftHead.of(self.head(depth))
+        if head is None or width is None:
+            return self.logits(state, depth)
+        return Likeliest(*head.top(self.read(state, depth), min(width, head.vocabulary))[:2])
 
     # -- training half ------------------------------------------------------------------------------------------
 
@@ -195,22 +204,27 @@ class PathHeads(TrainableDrafter):
         steps = sessions[0].steps
         if steps is not None and (static := steps.propose(sessions, specs, samplers)) is not None:
             return static
-        first = self.logits(torch.cat([session.root for session in sessions]), 0)  # [sessions, d]
+        width = widest(specs)
+        first = self.predict(
+            torch.cat([session.root for session in sessions]), 0, width
+        )  # [sessions, d], or top tokens
         trees = [
-            GrowingTree(spec, first[row], self.kept_ids, sampler, self.depths, row, session.root)
+            GrowingTree(spec, rows_of(first, row), self.kept_ids, sampler, self.depths, row, session.root)
             for row, (session, spec, sampler) in enumerate(zip(sessions, specs, samplers, strict=True))
         ]
 
-        def step(growing: list[GrowingTree], depth: int) -> Sequence[Tensor]:
+        def step(growing: list[GrowingTree], depth: int) -> Sequence[Logits]:
             if self.independent:  # one row for all nodes of a depth
-                return self.logits(torch.cat([tree.states for tree in growing]), depth).split(1)
+                logits = self.predict(torch.cat([tree.states for tree in growing]), depth, width)
+                return [rows_of(logits, slice(row, row + 1)) for row in range(len(growing))]
             states = torch.cat([tree.parent_states() for tree in growing])  # [n, w]
             tokens = self.kept_ids[torch.cat([tree.tokens for tree in growing])]  # [n] target ids
             sizes = [len(tree.parents) for tree in growing]
             states = self.advance(states, tokens, depth)
             for tree, own in zip(growing, states.split(sizes), strict=True):
                 tree.states = own
-            return self.logits(states, depth).split(sizes)
+            logits, ends = self.predict(states, depth, width), [0, *accumulate(sizes)]
+            return [rows_of(logits, slice(begin, end)) for begin, end in pairwise(ends)]
 
         return grow_trees(trees, step)
 

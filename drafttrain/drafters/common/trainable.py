@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from drafttrain.config import neighbours
 from drafttrain.drafters.base import NEW, Drafter, KeepTokens
+from drafttrain.drafters.common.context_tokens import ContextTokens, ContextVocabulary
 from drafttrain.drafters.common.layers import CacheShape, DraftLayer, Rotary
 from drafttrain.drafters.common.saving import NamedDrafter, SavedWeights
 from drafttrain.drafters.common.static_draft import DraftPlaces, DraftSteps, SlotAttention
@@ -43,7 +44,7 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
         kept_ids: [d] int64, the target id of each drafter id.
         static: the kind implements `read_static` and `draft_static`. static_depth: its deepest node; None for any.
         embed: the target's embedding, ids [...] -> [..., h]; attached by `bind` as a plain function, so that it is neither
-            trained, saved nor sharded with the drafter.
+            trained, saved nor sharded with the drafter. embed_table: its rows [v, h], if that is all and a kernel reads them.
         reads_features: name of the weight [h, f*h] that reads the target's states; empty in kinds without one.
     """
 
@@ -55,6 +56,7 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
     kept_ids: Tensor
     embed: Callable[[Tensor], Tensor]
     reads_features = ""
+    embed_table: Tensor | None = None
     static = False
     static_depth: int | None = None
 
@@ -216,7 +218,7 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
             raise UserError(
                 f"feature_layers={list(self.feature_layers)} reach beyond the {target.num_layers} layers of {target.name!r}"
             )
-        self.embed = target.embed
+        self.embed, self.embed_table = target.embed, target.embed_table()
 
     # -- static steps -------------------------------------------------------------------------------------------
 
@@ -259,6 +261,8 @@ class DecoderDrafter(TrainableDrafter):
     """A trained drafter of decoder layers, with a cache. A kind calls `finish` when it has made its modules."""
 
     packed = False
+    name_options = ("extra_vocab_size", "context_bonus")
+    context: ContextVocabulary | None = None  # set by `bind`
 
     def finish(self, layers: int) -> None:
         """Ends a kind's `__init__`. layers: layers with a key-value cache of their own."""
@@ -269,6 +273,24 @@ class DecoderDrafter(TrainableDrafter):
         self.cache_shape = CacheShape(layers, config.num_key_value_heads, config.head_dim, config.sliding_window)
         self.gradient_checkpointing = False
         self.post_init()
+
+    def bind(self, target: Target) -> None:
+        super().bind(target)
+        config = self.config
+        self.context = ContextVocabulary(target, self.kept_ids, config.extra_vocab_size, config.context_bonus)
+
+    @property
+    def joins_tokens(self) -> bool:
+        return self.uses_text and self.config.extra_vocab_size > 0
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[d, h] of the head that reads the layers' states."""
+        raise NotImplementedError(f"{type(self).__name__}.head_weight")
+
+    def open_text(self) -> ContextTokens | None:
+        """What a new sequence's tokens will change in its vocabulary and logits; None: nothing."""
+        return self.context.open(self.head_weight) if self.uses_text and self.context else None
 
     @property
     def decoder_layers(self) -> list[DraftLayer]:

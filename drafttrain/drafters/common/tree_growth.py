@@ -16,16 +16,26 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from drafttrain.batch import Proposal, TokenTree
 from drafttrain.drafters.common.tree_spec import TreeSpec, ranks_below
+from drafttrain.ops.cpu_draft import TreeShape
 from drafttrain.ops.sampling import Sampler, draw_distinct, probabilities, top_log_probs
 
-# Logits [m, d] of m nodes' children, or [1, d] for all of them; perhaps with confidences [m].
-Logits = Tensor | tuple[Tensor, Tensor]
+
+class Likeliest(NamedTuple):
+    """The top tokens of m nodes, or one row for all: what a tree that draws nothing reads of their logits."""
+
+    ids: Tensor  # [m, w] int64 drafter ids
+    log_probs: Tensor  # [m, w] float32, descending
+
+
+# Logits [m, d] of m nodes' children, or [1, d] for all of them; perhaps with confidences [m]. Or their top tokens.
+Logits = Tensor | tuple[Tensor, Tensor] | Likeliest
 # Guessed paths less likely than this are dropped: no budget reaches them.
 _FLOOR = 0.01
 
@@ -34,7 +44,7 @@ class GrowingTree:
     """One sequence's tree while it grows: `tokens` and `parents` are the nodes to open next, `grow` takes their logits.
 
     Args:
-        root: logits [d] of the root's children, perhaps with a confidence, a scalar.
+        root: logits [d] of the root's children, perhaps with a confidence, a scalar; or their top tokens [w].
         kept_ids: [d] target id of each drafter id; None if the vocabularies are the same.
         sampler: draws the tokens if `spec.sampled`. q is the drafter's distribution under the target's temperature, top-k,
             top-p and min-p; it ignores the repetition penalty, which costs acceptance only.
@@ -61,7 +71,7 @@ class GrowingTree:
         assert sampler is not None or not spec.sampled, "sampled trees need a sampler"
         self.spec, self.kept_ids, self.sampler, self.row = spec, kept_ids, sampler if spec.sampled else None, row
         self.states = torch.empty(0) if states is None else states
-        logits = root[0] if isinstance(root, tuple) else root
+        logits = root[0] if isinstance(root, tuple) else root  # of top tokens the ids
         self.device, self.done, self.opened = logits.device, False, list[int]()
         self._begin = self._above = -1  # order of the first node of the level being opened, and of the level above
         self._depths_left = min(spec.depth, max_depth or spec.depth)
@@ -76,7 +86,7 @@ class GrowingTree:
         self._q: list[Tensor] = []  # [., d] each
         self._level = [-1]
         if self._depths_left:
-            self.grow((root[0][None], root[1][None]) if isinstance(root, tuple) else root[None])
+            self.grow(rows_of(root, None))
         else:
             self.done = True
 
@@ -96,6 +106,11 @@ class GrowingTree:
         self.done = not level
         if level:
             self._open(level)
+
+    @property
+    def target_ids(self) -> Tensor:
+        """[m] int64 target ids of the nodes to open."""
+        return self.tokens if self.kept_ids is None else self.kept_ids[self.tokens]
 
     def parent_states(self) -> Tensor:
         """[m, w] states of the parents of the nodes to open; those were all opened last."""
@@ -123,15 +138,18 @@ class GrowingTree:
         return range(self.spec.top_k if self.spec.shape == "dynamic" else self.spec.fanout[len(path)])
 
     def _add_children(self, parents: list[int], logits: Logits) -> list[int]:
-        logits, confidence = logits if isinstance(logits, tuple) else (logits, None)
+        top = logits if isinstance(logits, Likeliest) else None
+        confidence = logits[1] if isinstance(logits, tuple) and top is None else None
+        logits = logits[0] if isinstance(logits, tuple) else logits
         wanted = [self._ranks(parent) for parent in parents]
         width = min(1 + max(map(max, wanted)), logits.shape[-1])
         first_row = sum(map(len, self._q))
         if self.sampler is None:
-            scores, tokens = top_log_probs(logits, width)  # [m or 1, width]
+            tokens, scores = (top.ids, top.log_probs) if top else top_log_probs(logits, width)[::-1]  # [m or 1, width]
             if scores.shape[0] < len(parents):
                 scores, tokens = scores.expand(len(parents), -1), tokens.expand(len(parents), -1)
         else:
+            assert top is None, "tokens are drawn from a full q"
             q = probabilities(logits, self.sampler.params).expand(len(parents), -1)  # [m, d]
             tokens = draw_distinct(q, width, self.sampler.generator)  # [m, width], -1 where q has no more tokens
             scores = q.gather(-1, tokens.clamp_min(0)).log()
@@ -158,6 +176,30 @@ class GrowingTree:
         for order, node in enumerate(level, self._begin):
             self._order[node] = order
         self.opened = self.opened + self.parents
+
+
+def rows_of(logits: Logits, where: int | slice | None) -> Logits:
+    """Rows of logits, or a single one with its first dimension added (None)."""
+    if isinstance(logits, tuple):
+        first, second = (part[where] for part in logits)
+        return Likeliest(first, second) if isinstance(logits, Likeliest) else (first, second)
+    return logits[where]
+
+
+def widest(specs: Sequence[TreeSpec]) -> int | None:
+    """The most top tokens that any node of these trees needs; None if some tokens are drawn, which needs all logits."""
+    if any(spec.sampled for spec in specs):
+        return None
+    return max(1, *(1 + max((max(path) for path in spec.paths), default=spec.top_k - 1) for spec in specs))
+
+
+def tree_shape(specs: Sequence[TreeSpec]) -> TreeShape | None:
+    """The greedy tree that a kernel grows for all of these specs; None if they differ, or draw tokens, or have ranks."""
+    spec = specs[0]
+    if spec.sampled or spec.shape not in ("chain", "fanout", "dynamic") or any(other != spec for other in specs):
+        return None
+    fanout = () if spec.shape == "dynamic" else spec.fanout
+    return TreeShape(spec.depth, spec.top_k, spec.budget, fanout, math.log(spec.stop) if spec.stop else -math.inf)
 
 
 def grow_trees(

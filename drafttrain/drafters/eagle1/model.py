@@ -25,6 +25,7 @@ from drafttrain.drafters.common.layers import DraftLayer
 from drafttrain.drafters.common.starts import copy_last_layers, frozen_head, identity_on_last, projection_start
 from drafttrain.errors import UserError
 from drafttrain.losses import TargetRows
+from drafttrain.ops.cpu_draft import DraftWeights
 from drafttrain.ops.packing import PackedLinear
 from drafttrain.target import Target
 from drafttrain.values import Depth, Weight
@@ -60,13 +61,13 @@ class Eagle1(LayerDrafter):
 
     Attributes:
         frozen: the target's head over the kept tokens; in a list, so that it is neither trained nor saved.
-        score: [t, h] -> [t, d], its products.
+        all_tokens: the target's own head, which is packed already, where all tokens are kept.
     """
 
     config_class = Eagle1Config
     kind = "eagle1"
     frozen: list[nn.Linear | PackedLinear]
-    score: Callable[[Tensor], Tensor]
+    all_tokens: Callable[[Tensor], Tensor] | None = None
 
     def __init__(self, config: Eagle1Config):
         super().__init__(config)
@@ -75,8 +76,8 @@ class Eagle1(LayerDrafter):
         self.finish(config.num_hidden_layers)
 
     @property
-    def head_weight(self) -> Tensor:
-        return self.frozen[0].weight
+    def head(self) -> nn.Linear | PackedLinear:
+        return self.frozen[0]
 
     @property
     def token_weight(self) -> float:
@@ -91,7 +92,7 @@ class Eagle1(LayerDrafter):
             )
         super().bind(target)
         self.frozen = [frozen_head(target, self.kept_ids, self.packed, target.logit_scale)]
-        self.score = target.head if len(self.kept_ids) == target.vocab_size else self.frozen[0].forward
+        self.all_tokens = target.head if len(self.kept_ids) == target.vocab_size else None
 
     def copy_from(self, target: Target) -> list[str]:
         """Copies the target's last layers; `fc` starts as the identity on the state.
@@ -117,8 +118,12 @@ class Eagle1(LayerDrafter):
     def enter(self, state: Tensor, embeds: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
         return self.fc(torch.cat((embeds, state), dim=-1)), None
 
-    def logits(self, state: Tensor) -> Tensor:
-        return self.score(state.to(self.head_weight.dtype))
+    def score(self, read: Tensor) -> Tensor:
+        return self.all_tokens(read) if self.all_tokens is not None else super().score(read)
+
+    def draft_weights(self, depth: int) -> DraftWeights | None:
+        h, config = self.config.hidden_size, self.config
+        return DraftWeights(h, h, config.rms_norm_eps, project=self.fc.weight, project_bias=self.fc.bias)
 
     def first_state(self, features: Tensor, batch: Batch) -> Tensor:
         """Adds noise in training, in place of the error of drafted states."""

@@ -25,7 +25,7 @@ from drafttrain.drafters.common.layers import DraftLayer, RMSNorm
 from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.formats.weights import Shapes, file_shapes, read_weights
-from drafttrain.ops.cpu_layers import DraftWeights
+from drafttrain.ops.cpu_draft import DraftWeights
 from drafttrain.target import Target
 
 
@@ -130,18 +130,21 @@ class Eagle3(LayerDrafter):
         copied = starts.copy_last_layers(self.decoder_layers, target.last_layers(len(self.decoder_layers)))
         return names + (copied[0] if copied else [])
 
-    def draft_weights(self) -> DraftWeights | None:
+    def draft_weights(self, depth: int) -> DraftWeights | None:
         config, first = self.config, self.midlayer
-        if config.norm_before_residual or not isinstance(first.input_layernorm, RMSNorm) or first.hidden_norm is None:
+        if not isinstance(first.input_layernorm, RMSNorm) or first.hidden_norm is None:
             return None
         return DraftWeights(
-            head=self.lm_head.weight,
+            hidden=config.hidden_size,
             embed_width=config.target_hidden_size,
             eps=config.rms_norm_eps,
             embed_norm=first.input_layernorm.weight,
             state_norm=first.hidden_norm.weight,
             norm=self.norm.weight,
             returns_normed=config.norm_output,
+            residual_normed=config.norm_before_residual,
+            fuse=self.fc.weight,
+            reads_features=not config.fc_norm,
         )
 
     def fuse(self, features: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from drafttrain.drafters.common.layers import DraftLayer, RMSNorm, Rotary
 from drafttrain.drafters.mtp.checkpoint_modules import NativeModule, plain_layer, read_native
 from drafttrain.errors import UserError
 from drafttrain.files import Json
-from drafttrain.ops.cpu_layers import DraftWeights
+from drafttrain.ops.cpu_draft import DraftWeights
 from drafttrain.ops.packing import PackedLinear
 from drafttrain.target import Target
 from drafttrain.target.own_layer import PLACES, OwnLayer, causal, read_own_layer, relative_error, spec_of
@@ -112,13 +112,6 @@ class MTP(LayerDrafter):
         """The linear layer over the drafter's vocabulary."""
         return self.lm_head if self.config.train_head else self.frozen[0]
 
-    @property
-    def head_weight(self) -> Tensor:
-        return self.head.weight
-
-    def logits(self, state: Tensor) -> Tensor:
-        return self.head(state.to(self.head_weight.dtype))
-
     def bind(self, target: Target) -> None:
         """Attaches the target's embedding, and its head unless the drafter has one; UserError for capped logits then."""
         super().bind(target)
@@ -129,8 +122,6 @@ class MTP(LayerDrafter):
                     "set drafter.train_head=true"
                 )
             self.frozen = [starts.frozen_head(target, self.kept_ids, self.packed, target.logit_scale)]
-            if self.packed:  # the kernel of a depth reads the head too
-                self.pack_depths()
 
     @property
     def decoder_layers(self) -> list[Any]:  # DraftLayer or OwnLayer
@@ -142,12 +133,16 @@ class MTP(LayerDrafter):
     def layers_at(self, depth: int) -> list[Any]:
         return [self.block_at(depth).layer]
 
-    def draft_weights(self) -> DraftWeights | None:
-        if len(self.blocks) > 1 or self.config.target_layer or not (self.config.train_head or self.frozen):
+    @property
+    def own_depths(self) -> int:
+        return len(self.blocks)
+
+    def draft_weights(self, depth: int) -> DraftWeights | None:
+        if self.config.target_layer:
             return None
-        block = self.blocks[0]
+        block = self.block_at(depth)
         return DraftWeights(
-            head=self.head_weight,
+            hidden=self.config.hidden_size,
             embed_width=self.config.hidden_size,
             eps=self.config.rms_norm_eps,
             embed_norm=block.enorm.weight,

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from drafttrain.batch import Batch, TokenTree, anchors_by_depth
 from drafttrain.drafters.base import Samplers, Source, Specs
-from drafttrain.drafters.common.layer_model import LayerSession
+from drafttrain.drafters.common.layer_session import LayerSession
 from drafttrain.drafters.common.static_draft import DraftPlaces
 from drafttrain.drafters.common.tensor_growth import Ask
-from drafttrain.drafters.common.tree_growth import GrowingTree, Logits, grow_trees
+from drafttrain.drafters.common.tree_growth import GrowingTree, Logits, grow_trees, rows_of, widest
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
 from drafttrain.errors import UserError
 from drafttrain.ops.tree_attention import TreeLayout
@@ -106,19 +106,28 @@ class PEagle(Eagle3):
         if steps is not None and (static := steps.propose(sessions, specs, samplers)) is not None:
             return static
         sizes = [max(spec.depth - 1, 0) for spec in specs]
-        states = torch.cat([session.root for session in sessions])  # [sessions, h]
+        reads = [self.read_out(session.root) if session.read is None else session.read for session in sessions]
         drafting = [(session, size) for session, size in zip(sessions, sizes, strict=True) if size]
         if drafting:
             own = [session for session, _ in drafting]
             layouts = [TreeLayout(session.length, count=size) for session, size in drafting]
-            states = torch.cat((states, self.packed_step(own, layouts, *self.masks(sum(sizes)), depth=1)))
-        first, later = self.logits(states).split((len(sessions), sum(sizes)))  # [sessions, d], [sum(sizes), d]
-        deeper = later.split(sizes)
+            masks = self.masks(sum(sizes))
+            made = self.kernel_step(own, layouts, *masks, depth=1)
+            reads.append(made[1] if made else self.read_out(self.packed_step(own, layouts, *masks, depth=1)))
+        owners = [*sessions, *(session for session, _ in drafting)]
+        counts = [*[1] * len(sessions), *(size for _, size in drafting)]
+        # Of the roots, then of those that draft.
+        parts = self.predict(owners, counts, torch.cat(reads), widest(specs))
+        deeper = dict(zip((id(session) for session, _ in drafting), parts[len(sessions) :], strict=True))
         trees = [
-            GrowingTree(spec, first[row], self.kept_ids, sampler, row=row)
-            for row, (spec, sampler) in enumerate(zip(specs, samplers, strict=True))
+            GrowingTree(spec, rows_of(parts[row], 0), session.ids, sampler, row=row)
+            for row, (session, spec, sampler) in enumerate(zip(sessions, specs, samplers, strict=True))
         ]
-        return grow_trees(trees, lambda growing, depth: [deeper[tree.row][depth - 1, None] for tree in growing])
+
+        def step(growing: list[GrowingTree], depth: int) -> list[Logits]:
+            return [rows_of(deeper[id(sessions[tree.row])], slice(depth - 1, depth)) for tree in growing]
+
+        return grow_trees(trees, step)
 
 
 KIND = PEagle

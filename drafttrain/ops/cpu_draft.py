@@ -1,0 +1,428 @@
+"""Drafting on a CPU by the kernels of cpu_draft.c.
+
+    DraftHead     top tokens of a head, by 4-bit scores of all tokens and exact products of a shortlist
+    DraftStep     one depth of a drafter for tokens of several sequences, or all depths of their trees in one call
+
+Objects hold packed weights and nothing else: threads share them. A call's state is an argument or is allocated by the call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from drafttrain.ops.cpu_layers import DecoderLayer, fields, make_struct
+from drafttrain.ops.native import built_kernels
+from drafttrain.ops.packing import PackedLinear, check, pack_panels
+from drafttrain.ops.tree_attention import CpuPlan, TreeLayout
+
+_STRIP = 64  # as in cpu_draft.c
+_LEVELS = 15  # highest of the integers that weights are rounded to
+OPENED = 64  # most tokens of a tree whose children are drafted, the root included
+
+
+class _Head(ctypes.Structure):
+    """struct head of cpu_draft.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("panels", "scale", "column", "mean", "exact")),
+        *((name, ctypes.c_long) for name in ("vocabulary", "width")),
+        ("noise", ctypes.c_float),
+    ]
+
+
+class _Draft(ctypes.Structure):
+    """struct draft of cpu_draft.c."""
+
+    _fields_ = [
+        ("layers", ctypes.c_void_p),
+        *fields(
+            "project fuse",
+            "embed_norm state_norm norm project_bias",
+            "count embed_width hidden returns_normed residual_normed features",
+        ),
+        ("eps", ctypes.c_float),
+    ]
+
+
+class _Shape(ctypes.Structure):
+    """struct shape of cpu_draft.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_long) for name in ("depth", "width", "budget", "dynamic")),
+        ("floor", ctypes.c_double),
+        ("fanout", ctypes.c_void_p),
+    ]
+
+
+class DraftHead:
+    """Top tokens of a drafter's head, for trees whose tokens are chosen, not drawn.
+
+    A pass over 4-bit weights, an eighth of float32's bytes, scores the vocabulary; the 64 highest scores (or four times the
+    tokens that are wanted) get exact products. Drafts need no more: the target verifies every token, and a missed one costs
+    acceptance only. Never for the target's own choice, nor for tokens that are drawn, whose q must be known.
+
+    Args:
+        weight: [d, h] float32 on the CPU; kept, for the exact products.
+
+    Raises:
+        ValueError, TypeError: another dtype, device or layout.
+    """
+
+    def __init__(self, weight: Tensor):
+        self.vocabulary, self.width = weight.shape
+        weight = weight.detach()
+        check("weight", weight, (self.vocabulary, self.width))
+        mean = weight.mean(0)
+        column = (weight - mean).square().mean(0).sqrt().clamp_min(1e-12).sqrt()  # [h] factors of the states
+        panels, scales, errors = zip(*(_round_rows((rows - mean) / column) for rows in weight.split(8192)), strict=True)
+        count = -(-self.vocabulary // _STRIP)
+        rows = F.pad(torch.cat(panels), (0, -self.width % 8, 0, count * _STRIP - self.vocabulary))
+        rows = rows.view(count, _STRIP, -1, 2, 4).permute(3, 0, 2, 1, 4)  # [2, panels, steps, outputs, 4]
+        packed = rows[0] | rows[1] << 4
+        scale = F.pad(torch.cat(scales), (0, count * _STRIP - self.vocabulary))
+        numbers = {"vocabulary": self.vocabulary, "width": self.width, "noise": sum(errors) / weight.numel()}
+        self._head, self._kept = make_struct(
+            _Head, panels=packed, scale=scale, column=column, mean=mean, exact=weight, **numbers
+        )
+        self.address = ctypes.addressof(self._head)
+        self._kernels = built_kernels()
+
+    @staticmethod
+    def of(linear: object) -> DraftHead | None:
+        """The draft head of a packed linear layer, made on first use; None for a layer that the kernels do not serve."""
+        if not isinstance(linear, PackedLinear) or not linear.kernel or linear.bias is not None:
+            return None
+        if linear.draft_head is None:
+            linear.draft_head = DraftHead(linear.weight)
+        assert isinstance(linear.draft_head, DraftHead)
+        return linear.draft_head
+
+    def top(self, reads: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The likeliest tokens of states [n, h] float32.
+
+        Args:
+            width: tokens per state, at most d.
+
+        Returns:
+            Ids [n, width] int64; log-probabilities [n, width] float32, descending; log-sum-exp of all logits [n], estimated
+            beyond the shortlist. A state's result does not depend on the others.
+        """
+        reads = reads.contiguous()
+        check("reads", reads, (len(reads), self.width))
+        if not 0 < width <= self.vocabulary:
+            raise ValueError(f"width={width} must be from 1 to the {self.vocabulary} tokens of the head")
+        ids, top = reads.new_empty(len(reads), width, dtype=torch.long), reads.new_empty(len(reads), width)
+        sums, threads = reads.new_empty(len(reads)), torch.get_num_threads()
+        pointers = ids.data_ptr(), top.data_ptr(), sums.data_ptr()
+        self._kernels.head_top(self.address, reads.data_ptr(), len(reads), width, *pointers, threads)
+        return ids, top, sums
+
+
+def _round_rows(weight: Tensor) -> tuple[Tensor, Tensor, float]:
+    """[d, h] -> integers [d, h] uint8, factors [d] with weight ~ (integer - 7.5) * factor, and the sum of squared errors.
+
+    Of some factors each row takes the one of least error: clipping a few weights leaves finer steps to all others.
+    """
+    most, least = weight.abs().amax(1).clamp_min(1e-12), torch.full((len(weight),), torch.inf)
+    best, scale = torch.zeros_like(weight, dtype=torch.uint8), torch.ones(len(weight))
+    for share in (0.6, 0.7, 0.8, 0.9):
+        factor = most * (2 * share / _LEVELS)
+        rounded = (weight / factor[:, None] + _LEVELS / 2).round_().clamp_(0, _LEVELS)
+        error = ((rounded - _LEVELS / 2) * factor[:, None] - weight).square_().sum(1)
+        better = error < least
+        best[better], scale[better], least[better] = rounded[better].byte(), factor[better], error[better]
+    return best, scale, float(least.sum())
+
+
+@dataclass
+class DraftWeights:
+    """What surrounds a drafter's layers in one depth, float32 on the CPU. None: not applied."""
+
+    hidden: int  # of the states
+    embed_width: int  # of the token embeddings that are read; 0 for none
+    eps: float  # of all norms
+    embed_norm: Tensor | None = None  # [embed_width], RMS-norm factor of the embeddings that are read
+    state_norm: Tensor | None = None  # [h], of the states that are read
+    norm: Tensor | None = None  # [h], of the last layer's output
+    # [h, embed_width + h], joined input to a state; None if the first layer reads it joined
+    project: Tensor | None = None
+    project_bias: Tensor | None = None  # [h]
+    fuse: Tensor | None = None  # [h, f * target h], features to the state that depth 0 reads; None: they are the state
+    reads_features: bool = True  # `fuse` is all that happens to features
+    returns_normed: bool = False  # the next depth reads the output behind `norm`
+    residual_normed: bool = False  # the first layer's residual is the state behind `state_norm`
+
+
+class KeyStore:
+    """Addresses of a sequence's keys and values [kv_heads, slots, e] of each layer.
+
+    Raises:
+        ValueError, TypeError: buffers that no kernel reads, or of different shapes.
+    """
+
+    def __init__(self, layers: Sequence[tuple[Tensor, Tensor]]):
+        first = layers[0][0]
+        self.shape, self.slots, e = (first.shape[0], first.shape[2]), first.shape[1], first.shape[2]
+        for buffer in (buffer for pair in layers for buffer in pair):
+            if buffer.dtype != torch.float32 or not buffer.is_cpu:
+                raise TypeError(f"keys and values are {buffer.dtype} on {buffer.device}, must be float32 on the CPU")
+            if buffer.shape != first.shape or buffer.stride() != (first.stride(0), e, 1):
+                raise ValueError(f"keys and values have shape {list(buffer.shape)} and strides {buffer.stride()}")
+        self._kept = layers
+        self._pointers = np.array(
+            [[part.data_ptr() for part in parts] for parts in zip(*layers, strict=True)], np.uint64
+        )
+        begin, row = self._pointers.ctypes.data, self._pointers.strides[0]
+        self.count, self.row = len(layers), (begin, begin + row, first.stride(0))  # struct store of cpu_draft.c
+
+
+class TreeShape(NamedTuple):
+    """A greedy tree that `DraftStep.trees` grows; see `TreeSpec`."""
+
+    depth: int
+    width: int  # most children of a node
+    budget: int
+    fanout: tuple[int, ...]  # children at each depth; empty for a dynamic tree
+    floor: float  # log-probability below which a path is not continued
+
+    @property
+    def opens(self) -> int:
+        """Most tokens whose children are drafted, the root included."""
+        if not self.fanout:
+            return 1 + self.width * (self.depth - 1)
+        return int(np.cumprod((1, *self.fanout[:-1])).sum())
+
+    @property
+    def room(self) -> int:
+        """Most candidates."""
+        if not self.fanout:
+            return self.width + self.width**2 * (self.depth - 1)
+        return int(np.cumprod(self.fanout).sum())
+
+
+class DraftStep:
+    """One depth of a drafter with decoder layers, for tokens of one or more sequences.
+
+    A depth over a few tokens reads some megabytes of weights in half a millisecond; torch's forty operations took longer.
+
+    Raises:
+        ValueError, TypeError: layers and weights that do not fit together.
+    """
+
+    def __init__(self, layers: Sequence[DecoderLayer], weights: DraftWeights):
+        self.embed_width, self.hidden, h = weights.embed_width, weights.hidden, weights.hidden
+        joined, self.kv_shape = self.embed_width + h, (layers[0].kv_heads, layers[0].head_dim)
+        self.rotary_dim, self.count = layers[0].rotary_dim, len(layers)
+        for i, layer in enumerate(layers):
+            reads = h if i or weights.project is not None else joined
+            form = layer.heads, layer.kv_heads, layer.head_dim, layer.rotary_dim
+            same = form == (layers[0].heads, *self.kv_shape, self.rotary_dim)
+            if (layer.width, layer.hidden) != (reads, h) or not same or layer.head_dim % 16:
+                raise ValueError(
+                    f"layer {i} maps {layer.width} to {layer.hidden}, heads {form}; {reads} to {h} expected"
+                )
+        sizes: dict[str, tuple[int, ...]] = {"project": (h, joined), "project_bias": (h,), "norm": (h,)}
+        self.features = h if weights.fuse is None else weights.fuse.shape[1]
+        self.reads_features = weights.reads_features
+        sizes |= {"embed_norm": (weights.embed_width,), "state_norm": (h,), "fuse": (h, self.features)}
+        for name, size in sizes.items():
+            if (tensor := vars(weights)[name]) is not None:
+                check(name, tensor.contiguous(), size)
+        # The context's keys and values begin at a panel of their own.
+        self.reads_context = layers[0].heads * layers[0].head_dim % 32 == 0
+        addresses = (ctypes.c_void_p * len(layers))(*(layer.address for layer in layers))
+        content = dict(vars(weights))
+        del content["reads_features"]
+        panels = {
+            name: pack_panels(content[name].detach()) for name in ("project", "fuse") if content[name] is not None
+        }
+        numbers = {"layers": ctypes.addressof(addresses), "count": len(layers), "features": self.features}
+        self._draft, kept = make_struct(_Draft, **(content | panels | numbers))
+        self._kept = (layers, addresses, kept)
+        self._address = ctypes.addressof(self._draft)
+        self._kernels = built_kernels()
+
+    def run(
+        self,
+        embeds: Tensor | None,
+        states: Tensor,
+        tables: tuple[Tensor, Tensor],
+        stores: Sequence[KeyStore],
+        plan: CpuPlan,
+        window: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Stores the new keys and values and computes a depth; all tensors float32 and contiguous.
+
+        Args:
+            embeds: [n, embed_width], None where the drafter reads none; states: [n, h].
+            tables: cosine and sine [positions, 1, rotary_dim] of all positions from 0 on.
+            stores: keys and values of each sequence of the plan, whose slots begin at 0.
+            plan: where the sequences' tokens stand. window: visible positions, 0 for all.
+
+        Returns:
+            What the next depth reads, and the head's input, [n, h] each.
+        """
+        n = plan.tokens
+        if embeds is not None or self.embed_width:
+            check("embeds", embeds if embeds is not None else states[:, :0], (n, self.embed_width))
+        check("states", states, (n, self.hidden))
+        self._check(tables, stores, plan, window)
+        out, read = states.new_empty(n, self.hidden), states.new_empty(n, self.hidden)
+        own, given = _rows(stores), None if embeds is None else embeds.data_ptr()
+        self._kernels.draft_step(
+            *(self._address, given, states.data_ptr(), n, tables[0].data_ptr(), tables[1].data_ptr()),
+            *(own.ctypes.data, plan.address, window, out.data_ptr(), read.data_ptr(), torch.get_num_threads()),
+        )
+        return out, read
+
+    def read(
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        counts: Sequence[int],
+        lengths: Sequence[int],
+        table: Tensor,
+        tables: tuple[Tensor, Tensor],
+        stores: Sequence[KeyStore],
+        window: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Depth 0 of committed tokens, from the target's features to the roots of the next trees.
+
+        Args:
+            tokens: [n] int64 target ids; features: [n, f * target h] before them, packed.
+            counts: tokens of each sequence, 1 to `OPENED`. lengths: tokens that each store holds.
+            table: [v, embed_width], the target's embedding. tables, stores, window: as in `run`.
+
+        Returns:
+            What the next depth reads, and the head's input, of each sequence's last token, [sequences, h] each.
+        """
+        check("tokens", tokens, (sum(counts),), torch.long)
+        check("features", features, (len(tokens), self.features))
+        check("table", table, (len(table), self.embed_width))
+        if not (1 <= min(counts) <= max(counts) <= OPENED and min(lengths) >= 0 <= window and self.reads_features):
+            raise ValueError(
+                f"counts={list(counts)}, lengths={list(lengths)}, window={window}: 1 to {OPENED}, from 0 on"
+            )
+        self._check_places(tables, stores, [length + count for length, count in zip(lengths, counts, strict=True)])
+        places, own = np.array((counts, lengths), dtype=np.int64), _rows(stores)
+        roots = features.new_empty(2, len(counts), self.hidden)
+        begin, size = places.ctypes.data, 8 * len(counts)
+        self._kernels.draft_read(
+            *(
+                self._address,
+                len(counts),
+                begin,
+                begin + size,
+                tokens.data_ptr(),
+                features.data_ptr(),
+                table.data_ptr(),
+            ),
+            *(tables[0].data_ptr(), tables[1].data_ptr(), own.ctypes.data, window),
+            *(roots.data_ptr(), roots.data_ptr() + roots.stride(0) * 4, torch.get_num_threads()),
+        )
+        return roots[0], roots[1]
+
+    def store_context(
+        self, states: Tensor, tables: tuple[Tensor, Tensor], stores: Sequence[KeyStore], plan: CpuPlan
+    ) -> None:
+        """Stores every layer's keys and values of states [n, h], as block drafters read their context; `reads_context` must
+        be set. The other arguments as in `run`."""
+        check("states", states, (plan.tokens, self.hidden))
+        self._check(tables, stores, plan, 0)
+        if not self.reads_context:
+            raise ValueError("query rows that are no multiple of 32 share a panel with keys")
+        own, pointers = _rows(stores), (tables[0].data_ptr(), tables[1].data_ptr())
+        self._kernels.draft_context(
+            *(self._address, states.data_ptr(), len(states), *pointers, own.ctypes.data, plan.address),
+            torch.get_num_threads(),
+        )
+
+    def trees(
+        self,
+        head: DraftHead,
+        shape: TreeShape,
+        table: Tensor,
+        kept_ids: Tensor,
+        tables: tuple[Tensor, Tensor],
+        stores: Sequence[KeyStore],
+        lengths: Sequence[int],
+        window: int,
+        states: Tensor,
+        reads: Tensor,
+    ) -> list[tuple[np.ndarray, list[int], np.ndarray]]:
+        """Grows the trees of several sequences, one step per depth for all of them.
+
+        Args:
+            table: [v, embed_width], the target's embedding. kept_ids: [d] int64, target id of each drafter id.
+            tables, stores, window: as in `run`; a store holds lengths + `shape.opens` - 1 slots.
+            lengths: committed tokens of each sequence.
+            states, reads: [sequences, h] of the last committed tokens, as `run` returns them.
+
+        Returns:
+            Per sequence the tree's tokens [n] int64 in target ids, parents and log-probabilities [n] float32.
+        """
+        count, ends = len(lengths), [length - 1 + shape.opens for length in lengths]
+        for name, tensor, size in (("states", states, self.hidden), ("reads", reads, self.hidden)):
+            check(name, tensor, (count, size))
+        check("table", table, (len(table), self.embed_width))
+        check("kept_ids", kept_ids, (head.vocabulary,), torch.long)
+        if head.width != self.hidden or shape.opens > OPENED or min(lengths) < 1 or window < 0 or len(stores) != count:
+            found = f"head of {head.width}, {shape.opens} opened, lengths={list(lengths)}, window={window}"
+            raise ValueError(f"{found}: must be {self.hidden}, at most {OPENED}, from 1 on, and from 0 on")
+        self._check_places(tables, stores, ends)
+        fanout = np.array(shape.fanout, dtype=np.int64)
+        form = _Shape(shape.depth, shape.width, shape.budget, not shape.fanout, shape.floor, fanout.ctypes.data)
+        budget, own, long = shape.budget, _rows(stores), np.array(lengths, dtype=np.int64)
+        made, scores = np.empty((2, count, budget), dtype=np.int64), np.empty((count, budget), dtype=np.float32)
+        sizes = np.empty(count, dtype=np.int64)
+        self._kernels.draft_trees(
+            *(self._address, head.address, ctypes.addressof(form), count, shape.room, table.data_ptr()),
+            *(kept_ids.data_ptr(), tables[0].data_ptr(), tables[1].data_ptr(), own.ctypes.data, long.ctypes.data),
+            *(window, states.data_ptr(), reads.data_ptr(), made[0].ctypes.data, made[1].ctypes.data),
+            *(scores.ctypes.data, sizes.ctypes.data, torch.get_num_threads()),
+        )
+        return [(made[0, i, :n], made[1, i, :n].tolist(), scores[i, :n]) for i, n in enumerate(sizes.tolist())]
+
+    def _check(self, tables: tuple[Tensor, Tensor], stores: Sequence[KeyStore], plan: CpuPlan, window: int) -> None:
+        if plan.sequences != len(stores) or window < 0:
+            raise ValueError(
+                f"sequences={plan.sequences}, stores={len(stores)}, window={window}: must be equal, and from 0 on"
+            )
+        self._check_places(tables, stores, plan.ends)
+
+    def _check_places(self, tables: tuple[Tensor, Tensor], stores: Sequence[KeyStore], ends: Sequence[int]) -> None:
+        """ends: slots that each sequence needs; no token stands at a position behind them."""
+        for name, table in zip(("cosine", "sine"), tables, strict=True):
+            check(name, table, (len(table), 1, self.rotary_dim))
+            if len(table) < max(ends):
+                raise ValueError(f"{name} has {len(table)} positions, but the tokens reach {max(ends)}")
+        for store, end in zip(stores, ends, strict=True):
+            if (store.count, store.shape) != (self.count, self.kv_shape) or store.slots < end:
+                found = f"{store.count} layers of {store.shape} with {store.slots} slots"
+                raise ValueError(f"keys and values have {found}; {self.count} of {self.kv_shape} with {end} are needed")
+
+
+def _rows(stores: Sequence[KeyStore]) -> np.ndarray:
+    """[sequences] struct store."""
+    return np.array([store.row for store in stores], dtype=np.int64)
+
+
+def kernel_of(layers: Sequence[DecoderLayer | None], weights: DraftWeights | None) -> DraftStep | None:
+    """The kernel of packed layers and what surrounds them; None where the kernels lack a form, of a layer too."""
+    natives = [layer for layer in layers if layer is not None]
+    if weights is None or len(natives) < len(layers) or natives[0].head_dim % 16:
+        return None
+    return DraftStep(natives, weights)
+
+
+def plan_of(layouts: Sequence[TreeLayout]) -> CpuPlan | None:
+    """The kernels' plan of tokens of several sequences, each in buffers of its own; None where torch is faster."""
+    return layouts[0].plan if len(layouts) == 1 else CpuPlan.build([(0, layout) for layout in layouts])
