@@ -53,6 +53,8 @@ class BlockDrafter(DecoderDrafter):
     measures: tuple[str, ...] = ()
     config: BlockConfig
     solve_start = starts.block_start
+    layer_class: type[DraftLayer] = DraftLayer
+    mixes_tokens = False
 
     @property
     def static_depth(self) -> int:  # type: ignore[override]
@@ -67,7 +69,7 @@ class BlockDrafter(DecoderDrafter):
         h, eps = config.hidden_size, config.rms_norm_eps
         self.fc = nn.Linear(len(config.feature_layers) * h, h, bias=False)
         self.hidden_norm = RMSNorm(h, eps)
-        self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(self.layer_class(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(h, eps)
         self.mask = nn.Parameter(torch.randn(h) * h**-0.5) if config.mask_token_id is None else None
         self.lm_head = nn.Linear(h, config.draft_vocab_size, bias=False) if config.train_head else None
@@ -113,6 +115,12 @@ class BlockDrafter(DecoderDrafter):
 
     # -- forward pass, shared by training and decoding ----------------------------------------------------------
 
+    @property
+    def computed(self) -> list[int]:
+        """Per layer, how many last tokens of a block it computes: all, but in the last layer the predicting ones."""
+        size, last = self.config.block_size, self.config.depth
+        return [size] * (len(self.layers) - 1) + [size if self.mixes_tokens else last]
+
     def fuse(self, features: Tensor) -> Tensor:
         """[t, f*h] target features -> [t, h], input of every layer's keys and values of the context."""
         return self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
@@ -134,7 +142,7 @@ class BlockDrafter(DecoderDrafter):
 
         Args:
             roots: [m, h] embeddings of the blocks' first tokens; begins: [m] int64 their positions.
-            attends: per layer, attention over each block's own tokens and its context; the last layer computes predicting tokens.
+            attends: per layer, attention of the `computed` tokens over each block's own tokens and its context.
 
         Returns:
             [m, depth, h], input of the head.
@@ -145,9 +153,9 @@ class BlockDrafter(DecoderDrafter):
         cos, sin = self.rotary.tables(positions, state.dtype)
         # [m * depth]
         last = torch.arange(len(state), device=state.device).view(-1, size)[:, -self.config.depth :].flatten()
-        for layer, attend in zip(self.layers, attends, strict=True):
-            queries = last if layer is self.layers[-1] else None
-            state = layer(state, None, cos, sin, attend, queries)
+        for layer, attend, count in zip(self.layers, attends, self.computed, strict=True):
+            state = layer(state, None, cos, sin, attend, None if count == size else last)
+        state = state[last] if self.mixes_tokens else state
         return self.norm(state).view(-1, self.config.depth, state.shape[-1])
 
     def logits(self, reads: Tensor) -> Tensor:
@@ -191,11 +199,11 @@ class BlockDrafter(DecoderDrafter):
         positions = moved(place, offset, part) if offset else place  # [t]
         tables = self.rotary.tables(positions[held], context.dtype)
         spans, sizes = Spans(begin, own, begin), (part.counts(every), part.counts(valid))
-        depth, size, window = self.config.depth, self.config.block_size, self.cache_shape.window
-        attends = []
-        for layer in self.decoder_layers:
-            asked = depth if layer is self.layers[-1] else size
-            attends.append(_over_context(layer, context, tables, spans, part, sizes, asked, size, window))
+        size, window = self.config.block_size, self.cache_shape.window
+        attends = [
+            _over_context(layer, context, tables, spans, part, sizes, count, size, window)
+            for layer, count in zip(self.decoder_layers, self.computed, strict=True)
+        ]
         anchors, live = every[blocks], live[blocks]  # [m], [m, depth] of this process; below, all its
         block_of, depth_of = live.nonzero(as_tuple=True)  # [t] each
         roots = embeds.flatten(0, 1)[anchors + 1 - part.begin]
@@ -273,7 +281,7 @@ class BlockDrafter(DecoderDrafter):
     def draft_static(self, roots: Tensor, places: DraftPlaces) -> tuple[Logits, Ask]:
         size, last, window = self.config.block_size, len(self.layers) - 1, self.cache_shape.window
         _, context = places.behind(size, size, mutual=True)
-        _, ending = places.behind(size, self.config.depth, mutual=True)  # the last layer computes predicting tokens
+        _, ending = places.behind(size, self.computed[-1], mutual=True)
         attends = [*context.layers(last, window), ending.layers(last + 1, window)[last]]
         reads = self.run(self.embed(roots), places.held, attends)  # [R, depth, h]
         block = self.logits(reads)  # [R, depth, d]
@@ -317,8 +325,7 @@ class BlockDrafter(DecoderDrafter):
         roots = torch.cat([session.root for session in sessions])
         begins = torch.tensor([session.length for session in sessions], device=roots.device)
         attends = []
-        for layer in range(len(self.layers)):
-            queries = self.config.depth if layer == len(self.layers) - 1 else self.config.block_size
+        for layer, queries in enumerate(self.computed):
             own = [partial(session.attend_all, layer) for session in sessions]
             attends.append(attend_packed(own, [queries] * len(own), [self.config.block_size] * len(own)))
         reads = self.run(self.embed(roots), begins, attends)[:, :deepest]

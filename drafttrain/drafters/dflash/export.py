@@ -186,7 +186,18 @@ class EngineBlocks(BlockFiles[Block]):
 
     def block_keys(self, drafter: Block) -> Json:
         """Keys beside those of the layers: block, mask, target layers."""
-        raise NotImplementedError(type(self).__name__)
+        config, mask_token = drafter.config, drafter.config.mask_token_id
+        if mask_token is None:
+            spare = torch.ones(config.vocab_size, dtype=torch.bool)
+            spare[drafter.kept_ids.cpu()] = False
+            mask_token = int(spare.nonzero().max()) if spare.any() else config.vocab_size - 1
+        layers, size = [layer - 1 for layer in config.feature_layers], config.sliding_window
+        # Without `causal` vLLM would take a windowed layer for one that hides a block's later tokens.
+        window = {"use_swa": True, "swa_window_size": size, "causal": False} if size else {}
+        return {
+            "block_size": config.block_size,
+            "dflash_config": {"mask_token_id": mask_token, "target_layer_ids": layers, **window},
+        }
 
     def engine_names(self, drafter: Block, config: Json) -> dict[str, str]:
         return {self.own_names.get(own, own): own for own in super().engine_names(drafter, config)}
@@ -329,20 +340,6 @@ class DFlashShipping(EngineBlocks[DFlash]):
 
     def drafter_weights(self, original: DFlash, back: DFlash, export: Exported) -> dict[str, Tensor]:
         return super().drafter_weights(original, back, export._replace(weights=_flat(export.weights)))
-
-    def block_keys(self, drafter: DFlash) -> Json:
-        config, mask_token = drafter.config, drafter.config.mask_token_id
-        if mask_token is None:
-            spare = torch.ones(config.vocab_size, dtype=torch.bool)
-            spare[drafter.kept_ids.cpu()] = False
-            mask_token = int(spare.nonzero().max()) if spare.any() else config.vocab_size - 1
-        layers, size = [layer - 1 for layer in config.feature_layers], config.sliding_window
-        # Without `causal` vLLM would take a windowed layer for one that hides a block's later tokens.
-        window = {"use_swa": True, "swa_window_size": size, "causal": False} if size else {}
-        return {
-            "block_size": config.block_size,
-            "dflash_config": {"mask_token_id": mask_token, "target_layer_ids": layers, **window},
-        }
 
     def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
         # vLLM drafts one mask per requested token, and the drafter knows one number of them.
