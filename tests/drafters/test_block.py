@@ -53,7 +53,7 @@ def shaken(kind, target, **options):
     generator = torch.Generator().manual_seed(9)
     with torch.no_grad():
         for name, parameter in drafter.named_parameters():
-            if parameter.dim() == 1 or "markov_in" in name or kind is DFlash2 and ("markov" in name or "conv" in name):
+            if parameter.dim() == 1 or "markov" in name or (kind is DFlash2 and "conv" in name):
                 parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
     return drafter.eval()
 

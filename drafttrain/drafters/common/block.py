@@ -303,7 +303,7 @@ class BlockDrafter(DecoderDrafter):
         if (steps := sessions[0].steps) is not None and steps.read(sessions, tokens, features):
             return
         sizes = [len(new) for new in tokens]
-        starts = [session.length for session in sessions]
+        starts = [session.dropped + session.length for session in sessions]
         context = self.fuse(torch.cat(list(features)))
         positions = torch.cat([torch.arange(begin, begin + size) for begin, size in zip(starts, sizes, strict=True)])
         cos, sin = self.rotary.tables(positions.to(context.device), context.dtype)
@@ -314,6 +314,7 @@ class BlockDrafter(DecoderDrafter):
         for session, new in zip(sessions, tokens, strict=True):
             session.length += len(new)
             session.root = new[-1:]
+            session.trim()
 
     @torch.no_grad()
     def propose_all(self, sessions: Sequence[BlockSession], specs: Specs, samplers: Samplers) -> list[TokenTree]:
@@ -323,7 +324,7 @@ class BlockDrafter(DecoderDrafter):
             return static
         deepest = max(1, min(self.config.depth, max(spec.depth for spec in specs)))
         roots = torch.cat([session.root for session in sessions])
-        begins = torch.tensor([session.length for session in sessions], device=roots.device)
+        begins = torch.tensor([session.dropped + session.length for session in sessions], device=roots.device)
         attends = []
         for layer, queries in enumerate(self.computed):
             own = [partial(session.attend_all, layer) for session in sessions]

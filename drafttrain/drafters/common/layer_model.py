@@ -34,6 +34,9 @@ from drafttrain.ops.path_attention import PathAttention
 from drafttrain.ops.tree_attention import TreeLayout, tree_attention
 
 Layouts = Sequence[TreeLayout]
+_ROOM = (
+    64  # slots behind the committed positions of a window, for a round's tokens; more are added where they are needed
+)
 
 
 class Split(NamedTuple):
@@ -288,6 +291,7 @@ class LayerDrafter(DecoderDrafter):
         for session, layout, state in zip(sessions, new, split(out, [1] * len(new)), strict=True):
             session.root, session.logits = state[-1:], logits
             session.length += layout.count
+            session.trim()
 
     @torch.no_grad()
     def propose_all(self, sessions: Sessions, specs: Specs, samplers: Samplers) -> list[TokenTree]:
@@ -326,7 +330,8 @@ class LayerDrafter(DecoderDrafter):
     ) -> Tensor:
         """`step` over the new tokens of all sessions, [n, h]; ends: only each last token needs an output, [sessions, h]."""
         sizes = [layout.count for layout in layouts]
-        positions = cat([layout.positions()[0] for layout in layouts]).to(states.device)
+        places = [layout.positions()[0] + session.dropped for session, layout in zip(sessions, layouts, strict=True)]
+        positions = cat(places).to(states.device)
         top, queries = layouts, None  # lower layers compute every token
         if ends:
             top = [TreeLayout(layout.prefix_len + layout.count - 1, count=1) for layout in layouts]
@@ -349,7 +354,8 @@ class LayerDrafter(DecoderDrafter):
         session.buffers(0, end, states)
         inputs = embeds.to(states.dtype).contiguous(), states.contiguous()
         if session.tables is None or end > len(session.tables[0]):
-            session.tables = self.rotary.up_to(max(end, session.capacity))
+            tables = self.rotary.up_to(session.dropped + max(end, session.capacity))
+            session.tables = tables[0][session.dropped :], tables[1][session.dropped :]
         window = self.cache_shape.window
         return self.draft_step.run(*inputs, session.tables, session.layers, layout.plan, window, outputs)
 
@@ -376,17 +382,18 @@ def attend_packed(attends: Sequence[Attend], queries: Sequence[int], keys: Seque
 
 class LayerSession(JointSession):
     """One sequence's cache: per layer, keys and values [kv_heads, capacity, e] of committed positions, then of this round's
-    nodes in the order they were opened.
+    nodes in the order they were opened. A window bounds it: positions that no later token sees are dropped.
 
     Attributes:
-        length: committed positions. root: [1, h] output at the last committed token, from the first `extend` on.
-        logits: [1, d] the root's, if computed. tables: cos, sin [positions, 1, r] for the kernel of a draft step.
+        length: committed positions in the cache; dropped: those before them. root: [1, h] output at the last committed token, from the first `extend` on.
+        logits: [1, d] the root's, if computed. tables: cos, sin [slots, 1, r] for the kernel of a draft step.
     """
 
     def __init__(self, drafter: Drafter, shape: CacheShape, max_length: int):
-        self.drafter, self.shape, self.capacity = drafter, shape, max_length
+        bound = 2 * shape.window + _ROOM
+        self.drafter, self.shape, self.capacity = drafter, shape, min(max_length, bound) if shape.window else max_length
         self.layers: list[tuple[Tensor, Tensor]] = []  # allocated when the first key shows dtype and device
-        self.length = 0
+        self.length = self.dropped = 0
         self.logits: Tensor | None = None
         self.tables: tuple[Tensor, Tensor] | None = None
 
@@ -403,6 +410,15 @@ class LayerSession(JointSession):
         self.capacity = steps.cache.capacity
         both = [steps.cache.by_row(layer) for layer in range(self.shape.layers)]
         self.layers = [(keys[row], values[row]) for keys, values in both]
+
+    def trim(self) -> None:
+        """Keeps the last window of committed positions once there are two of them; static steps keep all in their own cache."""
+        window = self.shape.window
+        if not window or self.steps is not None or self.length <= 2 * window:
+            return
+        gone, more = self.length - window, (0, 0, 0, window + _ROOM)
+        self.layers = [tuple(F.pad(part[:, gone : self.length], more) for part in pair) for pair in self.layers]  # type: ignore[misc]
+        self.dropped, self.length, self.capacity, self.tables = self.dropped + gone, window, 2 * window + _ROOM, None
 
     def attend(self, layer: int, layout: TreeLayout, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Stores a layer's new keys and values [m, kv_heads, e] and attends with queries [n, heads, e] of the last n of those
