@@ -77,13 +77,17 @@ def test_the_kernel_for_a_depth_is_the_one_forward(monkeypatch, kind, options):
 )
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("eagle3", {"sliding_window": 6, "num_hidden_layers": 2}), ("peagle", {"sliding_window": 8}), ("dflash2", {"sliding_window": 9})],
+    [
+        ("eagle3", {"sliding_window": 6, "num_hidden_layers": 2}),
+        ("peagle", {"sliding_window": 8}),
+        ("dflash2", {"sliding_window": 9, "block_size": 5}),
+    ],
     ids=["eagle3", "peagle", "dflash2"],
-)  # fmt: skip
+)
 def test_a_window_bounds_the_cache_and_changes_no_tree(monkeypatch, kind, options, packed):
     """Two sequences of different lengths, in rounds of one to four tokens, against sessions that keep every key."""
     target = make_target(hidden=64)
-    drafter = make_kind(kind, target, shake=True, **options, **({"block_size": 5} if kind == "dflash2" else {}))
+    drafter = make_kind(kind, target, shake=True, **options)
     if packed:
         drafter.pack()
     rows = make_batch((300, 150)).input_ids

@@ -385,8 +385,9 @@ class LayerSession(JointSession):
     nodes in the order they were opened. A window bounds it: positions that no later token sees are dropped.
 
     Attributes:
-        length: committed positions in the cache; dropped: those before them. root: [1, h] output at the last committed token, from the first `extend` on.
-        logits: [1, d] the root's, if computed. tables: cos, sin [slots, 1, r] for the kernel of a draft step.
+        length: committed positions in the cache. dropped: those before them.
+        root: [1, h] output at the last committed token, from the first `extend` on. logits: [1, d] the root's, if computed.
+        tables: cos, sin [slots, 1, r] for the kernel of a draft step.
     """
 
     def __init__(self, drafter: Drafter, shape: CacheShape, max_length: int):
@@ -417,7 +418,8 @@ class LayerSession(JointSession):
         if not window or self.steps is not None or self.length <= 2 * window:
             return
         gone, more = self.length - window, (0, 0, 0, window + _ROOM)
-        self.layers = [tuple(F.pad(part[:, gone : self.length], more) for part in pair) for pair in self.layers]  # type: ignore[misc]
+        kept = slice(gone, self.length)
+        self.layers = [(F.pad(keys[:, kept], more), F.pad(values[:, kept], more)) for keys, values in self.layers]
         self.dropped, self.length, self.capacity, self.tables = self.dropped + gone, window, 2 * window + _ROOM, None
 
     def attend(self, layer: int, layout: TreeLayout, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

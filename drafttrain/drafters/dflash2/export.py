@@ -6,8 +6,8 @@ markov_out [d, r]         candidate_selector.successor_codebook        selector_
 gate [r, h]               candidate_selector.hidden_projection         selector_hidden.weight
 layers.{i}.attention_conv, mlp_conv: {base_kernel, kernel_projection}  blk.{i}.attn_conv, ffn_conv: {_base, _proj.weight}
 
-dflash_config holds conv_kernel_size, conv_group_size, selector_rank and selector_top_k too. The engines rescore so many tokens of
-a position; where ours rescores all, exports say 16. vLLM and SGLang take them from the target's whole vocabulary; llama.cpp maps a
+dflash_config holds conv_kernel_size, conv_group_size, selector_rank and selector_top_k too. Engines rescore so many tokens of a
+position; where ours rescores all, exports say 16. vLLM and SGLang take them from the target's whole vocabulary; llama.cpp maps a
 smaller one (d2t). vLLM has the class since 0.28, SGLang since 0.5.19, llama.cpp since August 2026.
 Sources: vLLM models/qwen3_dflash2.py; SGLang pull request 35371; llama.cpp pull request 27342, src/models/dflash.cpp.
 """
@@ -23,7 +23,7 @@ from drafttrain.drafters.dflash.block_reading import own_keys
 from drafttrain.drafters.dflash.export import BlockFiles, EngineBlocks
 from drafttrain.drafters.dflash2.model import DFlash2, DFlash2Config
 from drafttrain.drafters.gguf_heads import RELEASE
-from drafttrain.drafters.shipping import Format, Trained
+from drafttrain.drafters.shipping import Exported, Format, Trained
 from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.formats.engines import EngineRelease
@@ -99,6 +99,12 @@ class DFlash2Shipping(EngineBlocks[DFlash2]):
             **{name: keys[name] for name in _NEED if "rank" not in name},
         }
 
+    def drafter_from(self, original: DFlash2, export: Exported) -> DFlash2:
+        """As other blocks; an original that rescores all tokens is compared so, as exports name a number of them."""
+        back = super().drafter_from(original, export)
+        back.config.selector_top_k = original.config.selector_top_k and back.config.selector_top_k
+        return back
+
     def gguf_keys(self, drafter: DFlash2) -> Json:
         return {**super().gguf_keys(drafter), **_numbers(drafter.config)}
 
@@ -109,7 +115,8 @@ class DFlash2Shipping(EngineBlocks[DFlash2]):
 
     def gguf_fields(self, keys: Json, like: DFlash2) -> Json:
         ours = {name: keys[name] for name in ("conv_kernel_size", "conv_group_size")}
-        return {**super().gguf_fields(keys, like), **ours, "markov_rank": keys["selector_rank"]}
+        chosen = {"selector_top_k": keys["selector_top_k"]} if like.config.selector_top_k else {}
+        return {**super().gguf_fields(keys, like), **ours, **chosen, "markov_rank": keys["selector_rank"]}
 
     def gguf_name(self, own: str, drafter: DFlash2) -> str:  # type: ignore[override]
         if "_conv." not in own:

@@ -1,12 +1,12 @@
 """DFlash 2: DFlash's block with a causal convolution around every sublayer and a selector that scores pairs of tokens.
 
-    convolution   out_i = sum_j (base_j + delta_ij) * x_{i-j}             over a block's positions i, taps j; zero before the block
+    convolution   out_i = sum_j (base_j + delta_ij) * x_{i-j}             over a block's positions i and taps j
     layer         x + conv(attention(conv(norm x)))                       and the same around the MLP
     selector      logits at depth k below y = head(s_k) + B (A[y] * H s_k)     s_k: block state; A: [d+1, r], B: [d, r], H: [r, h]
 
-delta, shared by groups of neighboring channels, is a linear function of the sublayer's normed input, for both convolutions
-around it. Both parts start as the identity: a fresh drafter drafts what DFlash does. In a block without them every token is
-predicted from the context alone, and predictions get worse towards the block's end.
+Before the block x is zero. delta, shared by groups of neighboring channels, is a linear function of the sublayer's normed input,
+for both convolutions around it. Both parts start as nearly the identity: a fresh drafter drafts what DFlash does, whose tokens
+are predicted from the context alone and get worse towards the block's end.
 
 Published drafters rescore each position's `selector_top_k` likeliest tokens only, and so do engines; ours trains and rescores
 all of them unless the key is set (common/markov.py).
@@ -114,7 +114,9 @@ class DFlash2(MarkovBlock):
         super().__init__(config)
         self.gate = nn.Linear(config.hidden_size, config.markov_rank, bias=False)
         self.post_init()
-        nn.init.zeros_(self.markov_out.weight)
+        nn.init.normal_(
+            self.markov_out.weight, std=1e-3
+        )  # not zero, which would keep the gradient from the other factors
         for layer in self.layers:
             for conv in (layer.attention_conv, layer.mlp_conv):
                 nn.init.zeros_(conv.kernel_projection.weight)
