@@ -207,10 +207,11 @@ def _accepted(
         kept = [node for node, rank in enumerate(match.ranks) if rank < spec.most]
         budget = len(alone(match.tree.part(kept), spec))
     else:
-        floor = math.log(spec.stop) if spec.stop else -math.inf
         shared = spec.matches and spec.shape == "dynamic"
-        tree, drafted = recorded.merged(match, spec.depth, floor, shared)
+        tree, drafted = recorded.merged(match, spec.depth, spec.floor, shared)
         budget = spec.budget
+    if spec.cut:  # ranks are by score
+        budget = min(budget, sum(score >= math.log(spec.cut) for score in tree.scores))
     nodes = sum(rank < budget and depth <= deepest for rank, depth in zip(tree.ranks, tree.depths, strict=True))
     path = tree.path(continuation[:deepest])
     return next((i for i, node in enumerate(path) if tree.ranks[node] >= budget), len(path)), nodes, drafted

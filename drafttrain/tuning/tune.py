@@ -117,9 +117,9 @@ def _messages(row: Json, prompt: Json) -> list[dict[str, str]]:
 
 
 def candidates(drafter: Drafter) -> list[TreeSpec]:
-    """Every tree that can be replayed: chains and dynamic trees, with early stops and with or without matches."""
+    """Every tree that can be replayed: chains and dynamic trees, with early stops or cuts, with or without matches."""
     main, side = parts_of(drafter)
-    stops = ("", "@stop=0.1", "@stop=0.3") if main.trainable else ("",)
+    stops = ("", "@stop=0.1", "@stop=0.3", "@cut=0.03", "@cut=0.08") if main.trainable else ("",)
     # The CPU kernel multiplies 12 rows at a time: a root and 11 nodes.
     sure = ("@alone=0.5", "@alone=0.9", "@match=11", "@alone=0.5@match=11")
     shares = ("", "@nomatch", *sure) if side is not None else ("",)
@@ -170,7 +170,7 @@ class Search:
     def chain(self) -> Prediction | None:
         """The fastest chain of the trained drafter alone: what engines draft that know no trees and no merged matches."""
         merged = any(not each.spec.matches for each in self.ranking)
-        chains = (each for each in self.ranking if each.spec.shape == "chain" and not each.spec.stop)
+        chains = (each for each in self.ranking if each.spec.shape == "chain" and not (each.spec.stop or each.spec.cut))
         return next((each for each in chains if not (merged and each.spec.matches)), None)
 
     def table(self, count: int = 12) -> list[Json]:
