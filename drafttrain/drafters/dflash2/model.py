@@ -117,9 +117,9 @@ class DFlash2(MarkovBlock):
         nn.init.normal_(
             self.markov_out.weight, std=1e-3
         )  # not zero, which would keep the gradient from the other factors
-        for layer in self.layers:
-            for conv in (layer.attention_conv, layer.mlp_conv):
-                nn.init.zeros_(conv.kernel_projection.weight)
+        for module in self.modules():
+            if isinstance(module, BlockConv):
+                nn.init.zeros_(module.kernel_projection.weight)
 
     def corrections(self, reads: Tensor, parents: Tensor) -> Tensor:
         return super().corrections(reads, parents) * self.gate(reads)
