@@ -22,7 +22,11 @@ from drafttrain.values import PositiveAmount
 
 
 class DSparkConfig(MarkovConfig):
-    """Config of a DSpark drafter. confidence_weight: of the confidence's loss."""
+    """Config of a DSpark drafter.
+
+    Attributes:
+        confidence_weight: of the confidence's loss.
+    """
 
     model_type = "drafttrain_dspark"
     recipe_keys = (*MarkovConfig.recipe_keys, "confidence_weight")
